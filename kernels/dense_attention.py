@@ -8,7 +8,6 @@ gives fewer and larger matrix products, and the keys are not copied.
 """
 
 import math
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,13 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
-from minivlmrl.kernels.batch_invariant import (
-    GradientOf,
-    block_scores,
-    block_softmax,
-    block_weighted_sum,
-    is_batch_invariant,
-)
 from minivlmrl.kernels.float32_matmul import float32_matmul
 
 # Limits for computing the formula step by step on a CPU. Up to this key count and this head
@@ -86,11 +78,6 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     """
     (_, H, L, D) = q.shape
     (_, K, T, _) = k.shape
-    if is_batch_invariant():
-        functions = [
-            partial(f, is_causal=is_causal) for f in (written_out_attention, dense_attention)
-        ]
-        return GradientOf.apply(*functions, q, k, v)
     flash = is_causal and q.device.type == "cuda" and D % 8 == 0
     if flash and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
         # This operator does not store a mask, and skips masked blocks. torch's causal_lower_right
@@ -127,8 +114,8 @@ def written_out_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = Fal
     L = q.shape[2]
     q, mask = stack_queries(q, k, is_causal)
     # (S, K, H/K*L, T): each key's weight for each stacked query
-    weights = softmax_of_scores(attention_scores(q, k, mask)).to(q.dtype)
-    return weighted_sum(weights, v).unflatten(2, (-1, L)).flatten(1, 2)
+    weights = attention_scores(q, k, mask).softmax(-1).to(q.dtype)
+    return (weights @ v).unflatten(2, (-1, L)).flatten(1, 2)
 
 
 class FlashOutput(NamedTuple):
@@ -228,11 +215,7 @@ def attention_scores(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor
         q: (..., L, D), queries.
         k: (..., T, D), keys.
         mask: 0 or -inf, either (L, T) or with as many dimensions as the scores.
-
-    In batch_invariant_mode, T is rounded up to whole key blocks, see block_scores.
     """
-    if is_batch_invariant():
-        return block_scores(q, k, mask)
     scale = q.shape[-1] ** -0.5
     if q.dtype not in (torch.float32, torch.float64):
         # The scale is applied to the float32 scores, because a scaled bfloat16 q would be rounded.
@@ -246,13 +229,3 @@ def attention_scores(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor
         mask = mask.expand(*q.shape[:-2], *mask.shape[-2:]).flatten(0, -3)
         scores = torch.baddbmm(mask, queries, keys, alpha=scale)
     return scores.unflatten(0, q.shape[:-2])
-
-
-def softmax_of_scores(scores: Tensor) -> Tensor:
-    """Compute the softmax over the keys, the last axis of the attention scores."""
-    return block_softmax(scores) if is_batch_invariant() else scores.softmax(-1)
-
-
-def weighted_sum(weights: Tensor, v: Tensor) -> Tensor:
-    """Compute weights @ v: (..., L, D), with weights (..., L, T) and values v (..., T, D)."""
-    return block_weighted_sum(weights, v) if is_batch_invariant() else weights @ v

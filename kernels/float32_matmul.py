@@ -11,8 +11,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from minivlmrl.kernels.batch_invariant import is_batch_invariant, tiled_matmul
-
 COLUMNS = 2048  # columns in b that are converted at once
 
 
@@ -24,9 +22,6 @@ def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         out: memory for the result; only supported for matrices.
     """
     out_dtype = torch.promote_types(a.dtype, torch.float32)
-    if is_batch_invariant():
-        product = tiled_matmul(a.to(out_dtype), b.to(out_dtype))
-        return product if out is None else out.copy_(product)
     # PyTorch supports the argument out_dtype only on CUDA.
     if a.dtype == out_dtype or not a.is_cuda or torch.version.hip:
         return _convert_and_multiply(a.to(out_dtype), b, out)

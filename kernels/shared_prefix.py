@@ -8,13 +8,11 @@ query heads in total, P prompt tokens, C completion tokens, D head dimension.
 """
 
 import math
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from minivlmrl.kernels.backend import to_device
-from minivlmrl.kernels.batch_invariant import GradientOf, is_batch_invariant
 from minivlmrl.kernels.dense_attention import (
     FlashOutput,
     Reorder,
@@ -23,8 +21,6 @@ from minivlmrl.kernels.dense_attention import (
     flash_attention,
     flash_attention_backward,
     has_flash_attention,
-    softmax_of_scores,
-    weighted_sum,
 )
 
 # Maximum size in bytes for the float32 scores in grouped_attention. With smaller scores it is
@@ -122,9 +118,6 @@ def completion_attention(
     Returns:
         The attention outputs (R, H, C, D).
     """
-    if is_batch_invariant():
-        functions = [partial(f, slots=slots) for f in (grouped_attention, completion_attention)]
-        return GradientOf.apply(*functions, q, k, v, prompt_k, prompt_v)
     num_keys = prompt_k.shape[2] + k.shape[2]
     score_bytes = 4 * q[..., 0].numel() * num_keys  # float32 score size
     if q.device.type == "cpu" and score_bytes <= MAX_SCORE_BYTES:
@@ -213,11 +206,11 @@ def grouped_attention(
     to_own = attention_scores(own_q, own_k, causal_mask).flatten(2, 3)
     # (B, K, S*C*h, P): scores for the prompt's keys
     to_prompt = attention_scores(q, prompt_k)
-    weights = softmax_of_scores(torch.cat([to_prompt, to_own], dim=-1)).to(q.dtype)
+    weights = torch.cat([to_prompt, to_own], dim=-1).softmax(-1).to(q.dtype)
     to_prompt, to_own = weights.split([to_prompt.shape[-1], to_own.shape[-1]], dim=-1)
     # (B, K, S, C*h, D): each slot's outputs
-    out = weighted_sum(to_prompt, prompt_v).view_as(own_q)
-    out = out + weighted_sum(to_own.unflatten(2, (S, C * h)), own_v)
+    out = (to_prompt @ prompt_v).view_as(own_q)
+    out = out + to_own.unflatten(2, (S, C * h)) @ own_v
     out = out.unflatten(3, (C, h)).permute(0, 3, 2, 1, 4, 5)  # (B, C, S, K, h, D)
     # (R, C, 1, K, h, D): each row's outputs; by_row treats the token axis C like key heads
     out = slots.by_row(out)

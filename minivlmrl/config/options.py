@@ -296,9 +296,6 @@ class RolloutOptions:
     max_logp_mismatch: Annotated[float, "(0, inf]; .inf disables the check"] = 1.0
     # gather all weights before a rollout; False gathers the weights layer by layer in each forward
     gather_weights: bool = True
-    # compute log-probabilities with equal bits in sampler and trainer, on a CPU; a step takes about
-    # twice as long, and the run stops at any difference; see docs/notes/exact.md
-    batch_invariant: bool = False
 
 
 # ------------------------------------------------------------------------------ optimizer and ranks

@@ -50,8 +50,6 @@ RULES: list[Rule] = [
     ("rollout.gather_weights",
      "each rank has all weights unless sharding.enabled or model.compute_dtype is set",
      lambda r, _: r.sampling.engine == "native" and not r.uses_fsdp),
-    ("rollout.max_logp_mismatch", "with rollout.batch_invariant, no difference is allowed",
-     lambda r, _: r.rollout.batch_invariant),
     ("rollout.max_logp_mismatch",
      "log-probabilities of sampler and trainer are not compared with adapter.dropout > 0, because only "
      "the trainer applies dropout",

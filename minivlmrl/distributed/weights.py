@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from minivlmrl.config.options import ShardingOptions
-from minivlmrl.kernels.batch_invariant import checkpoint_contexts
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import family_of
 from minivlmrl.model.lora import sampling_copies
@@ -29,9 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 # activation checkpointing: store only a function's inputs, and recompute it in the backward
-compute_again = partial(
-    checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=checkpoint_contexts
-)
+compute_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def num_shards(section: ShardingOptions, num_ranks: int) -> int:

@@ -7,13 +7,12 @@ from torch import Tensor
 
 from minivlmrl.generation.generate import TokenSampler
 from minivlmrl.kernels.backend import backend_for, to_device
-from minivlmrl.kernels.batch_invariant import is_batch_invariant
 from minivlmrl.kernels.sample_blocks import sample_blocks
 
 
 def samples_in_blocks(temperature: float, device: torch.device) -> bool:
     """Return whether make_block_sampler can replace make_token_sampler, if there are no filters."""
-    if not temperature or is_batch_invariant():
+    if not temperature:
         return False
     return backend_for(torch.empty(0, device=device), "sample_blocks") == "triton"
 

@@ -21,10 +21,8 @@ from torch import Tensor
 
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.kernels.backend import to_device
-from minivlmrl.kernels.batch_invariant import is_batch_invariant
 from minivlmrl.kernels.exact_cumsum import running_sum
 from minivlmrl.kernels.float32_matmul import float32_matmul
-from minivlmrl.kernels.selective_log_softmax import score_rows_
 from minivlmrl.model.attention import DecodeAttention, GroupAttention
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.packing import GroupBatch, pack
@@ -198,10 +196,6 @@ def make_token_sampler(
         scaled = logits if temperature in (0, 1) else logits / temperature
         scores = scaled if logits_processor is None else logits_processor(logits, rows, counts)
         ids = sample(scores.softmax(-1), rows, counts) if temperature else scores.argmax(-1)
-        if is_batch_invariant():  # the trainer's formula
-            allowed_logits = torch.where(scores.isneginf(), scores, logits)
-            logps = score_rows_(allowed_logits, ids, temperature or 1)[0]
-            return ids, logps, torch.isin(ids, stop_index)
         allowed_scores = scaled
         if logits_processor is not None:
             allowed_scores = torch.where(scores.isneginf(), scores, scaled)

@@ -24,13 +24,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from minivlmrl.kernels.backend import to_device
-from minivlmrl.kernels.dense_attention import (
-    Reorder,
-    attention_scores,
-    dense_attention,
-    softmax_of_scores,
-    weighted_sum,
-)
+from minivlmrl.kernels.dense_attention import Reorder, attention_scores, dense_attention
 from minivlmrl.kernels.shared_prefix import PromptSlots, completion_attention, rectangles
 
 
@@ -320,10 +314,10 @@ class DecodeAttention:
         row_bias = self.row_bias[..., : self.num_row_keys] if self.masks_rows else None
         to_prompt = attention_scores(self.slots.by_prompt(q), prompt_k, prompt_bias)
         to_row = self.slots.by_prompt(attention_scores(q, row_k, row_bias))
-        weights = softmax_of_scores(torch.cat([to_prompt, to_row], dim=-1)).to(q.dtype)
+        weights = torch.cat([to_prompt, to_row], dim=-1).softmax(-1).to(q.dtype)
         to_prompt, to_row = weights.split([to_prompt.shape[-1], to_row.shape[-1]], dim=-1)
-        out = self.slots.by_row(weighted_sum(to_prompt, prompt_v))
-        out = out + weighted_sum(self.slots.by_row(to_row), row_v)
+        out = self.slots.by_row(to_prompt @ prompt_v)
+        out = out + self.slots.by_row(to_row) @ row_v
         return out.reshape(R, H, D)
 
 

@@ -188,7 +188,7 @@ def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     longer than its base layer. With copies in the base dtype, an adapter is two products of
     16 bits, as with model.compute_dtype. The adapters are not merged into the base, because W +
     scaling * B A in bfloat16 loses most updates that are small beside W. On a CPU nothing is
-    replaced, so that sampler and trainer can compute equal bits there.
+    replaced.
 
     The copies keep their addresses inside the block, because CUDA graphs read them.
 

@@ -20,7 +20,6 @@ from minivlmrl.distributed import process_group
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import begin_micro_batch, end_micro_batches, is_sharded
 from minivlmrl.errors import phase
-from minivlmrl.kernels.batch_invariant import batch_invariant_mode
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.run.callbacks import Callback, default_callbacks
 from minivlmrl.run.checkpoints import CheckpointManager
@@ -97,9 +96,7 @@ def train_stages(
             if number > state.stage:  # after loading, so that memory running out loses no step
                 state.begin_stage(number)
             situation.trainer = trainer
-            batch_invariant = trainer.samples_completions and config.rollout.batch_invariant
-            with batch_invariant_mode(batch_invariant):
-                train_stage(trainer, datasets[stage], results, log, checkpoints, state, callbacks)
+            train_stage(trainer, datasets[stage], results, log, checkpoints, state, callbacks)
         results.write(trainer)
 
 

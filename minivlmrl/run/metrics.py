@@ -298,17 +298,8 @@ def check_mismatch(run: RunConfig, metrics: dict[str, float]):
 
     In float32, the log-probability of no token may differ by more than rollout.max_logp_mismatch.
     In 16 bits, single tokens' rounding errors can be larger than this bound. Therefore the root
-    mean square of the differences is checked instead, with a tenth of the bound. With
-    rollout.batch_invariant, no difference is allowed.
+    mean square of the differences is checked instead, with a tenth of the bound.
     """
-    largest = metrics.get("rollout/logp_mismatch", 0.0)
-    if run.rollout.batch_invariant and largest:
-        raise ValueError(
-            f"rollout/logp_mismatch is {largest:.3g} nats, but it must be 0 with "
-            "rollout.batch_invariant: on this processor, a product or a function of torch depends "
-            "on the batch; set rollout.batch_invariant to false, and report your processor and "
-            "torch.__version__ in an issue"
-        )
     name = "rollout/logp_mismatch"
     bound = run.rollout.max_logp_mismatch
     if (run.model.compute_dtype or run.model.dtype) == "bfloat16":

@@ -82,22 +82,6 @@ def check_experts(config: RunConfig, model: VisionLanguageModel):
             )
 
 
-def check_batch_invariant(config: RunConfig, model: VisionLanguageModel, world: World):
-    """Raise ValueError if rollout.batch_invariant is set, but the model cannot follow its rules."""
-    if not config.rollout.batch_invariant:
-        return
-    if world.device.type != "cpu":
-        obstacle = f"it runs only on a CPU, but the device is {world.device}"
-    elif model.config.recurrent is not None:
-        obstacle = (
-            f"the recurrent layers of {model.config.model_type} compute tokens one by one in the "
-            "sampler, but in chunks in the trainer"
-        )
-    else:
-        return
-    raise ValueError(f"rollout.batch_invariant is true, but {obstacle}; set it to false")
-
-
 def check_positions(
     config: RunConfig,
     needs: dict[str, str],
@@ -203,7 +187,6 @@ def collect_notes(
             "log_completions",
             "num_logged_prompts",
             "rollout.max_logp_mismatch",
-            "rollout.batch_invariant",
         ):
             if is_set(name, config):
                 yield f"{name} has no effect, because no stage samples completions"

@@ -33,7 +33,6 @@ from minivlmrl.run.datasets import check_shares, load_datasets
 from minivlmrl.run.metrics import check_trackers
 from minivlmrl.run.optimizer import check_optimizer
 from minivlmrl.run.preflight import (
-    check_batch_invariant,
     check_experts,
     check_positions,
     collect_notes,
@@ -73,7 +72,6 @@ def prepare(
         callback.on_rows(config, datasets, processor, world)
     model = build_weights(config, world, processor)
     check_experts(config, model)
-    check_batch_invariant(config, model, world)
     if world.is_main:
         describe_model(config, model)
         describe_thought(processor)

@@ -71,17 +71,6 @@ class RolloutTrainer(Trainer):
                 f"the section rewards is empty, but the stage {cls.stage} needs at least one "
                 "reward; add one, for example rewards: {accuracy: 1.0}"
             )
-        if run.rollout.batch_invariant:
-            others = {
-                "adapter.dropout": run.adapter.dropout,
-                "sampling.environment": run.sampling.environment,
-                "sampling.engine": run.sampling.engine != "native",
-            }
-            for option in [name for name, value in others.items() if value]:
-                raise ValueError(
-                    "rollout.batch_invariant needs the native sampler without tools and without "
-                    f"dropout; remove {option}, or set rollout.batch_invariant to false"
-                )
         check_environment(run)
         find_engine(run.sampling).check(run)
         if REWARD_MODEL in run.rewards:

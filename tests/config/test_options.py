@@ -225,7 +225,6 @@ ELSEWHERE = {
     "model.activation_checkpointing": "diagnostics/test_memory.py: test_the_peak_of_a_step",
     "adapter.path": "model/test_trainable.py: test_a_run_continues_from_an_adapter",
     "data.max_prompt_tokens": "run/test_preflight.py: test_long_prompts_are_skipped_and_reported",
-    "rollout.batch_invariant": "trainers/test_grpo_options.py: test_a_batch_invariant_run_has_no_mismatch",
     "data.image_workers": "data/test_loader.py: test_workers_prepare_a_limited_number_of_rows",
     "data.train_answers": "data/test_file_dataset.py: test_the_last_answer_follows_a_prompt_with_the_turns_before_it",
     "data.skip_unreadable": "data/test_loader.py: test_an_unreadable_row_is_replaced_by_the_next",

@@ -55,7 +55,7 @@ CASES = [
     ("sharding.cpu_offload", True, [{}], [SHARDED]),
     ("sharding.once_per_step", True, [{}, {"model.compute_dtype": "bfloat16"}], [SHARDED]),
     ("rollout.gather_weights", False, [{}, SHARDED | VLLM], [SHARDED, {"model.compute_dtype": "bfloat16"}]),
-    ("rollout.max_logp_mismatch", 0.1, [ADAPTER | {"adapter.dropout": 0.1}, {"rollout.batch_invariant": True}],
+    ("rollout.max_logp_mismatch", 0.1, [ADAPTER | {"adapter.dropout": 0.1}],
      [{}, VLLM]),
     ("reference.path", "folder", [{}], [KL, {"stages": ["dpo"]}]),
     ("reference.sync_ref_model", True, [{}], [KL, {"stages": []}]),

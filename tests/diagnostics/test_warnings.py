@@ -231,12 +231,6 @@ def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(dtypes, metric,
     check_mismatch(run, {metric: 1.5 * bound})
 
 
-def test_a_batch_invariant_run_allows_no_mismatch():
-    run = SimpleNamespace(rollout=RolloutOptions(batch_invariant=True))
-    with pytest.raises(ValueError, match=r"^rollout/logp_mismatch is 1e-07 nats, but it must be 0 with rollout\.batch"):
-        check_mismatch(run, {"rollout/logp_mismatch": 1e-7})
-
-
 @pytest.mark.parametrize(("mean", "said"), [(0.55, False), (0.5, True)])
 def test_a_policy_must_beat_a_constant_answer(mean, said):
     """Half the rows have the solution `cat`. Rows that no reward can score do not count."""

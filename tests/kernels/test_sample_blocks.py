@@ -16,7 +16,6 @@ from minivlmrl.generation.block_sampling import make_block_sampler, samples_in_b
 from minivlmrl.generation.generate import inverse_cdf, make_token_sampler, sample_by_uniforms
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.kernels import sample_blocks as module
-from minivlmrl.kernels.batch_invariant import batch_invariant_mode
 from minivlmrl.kernels.sample_blocks import sample_blocks
 
 import tiny
@@ -132,11 +131,9 @@ def test_on_a_gpu_or_interpreted_the_token_samplers_are_equal():
 
 
 def test_what_is_sampled_in_blocks():
-    """Greedy decoding, batch_invariant_mode and filters stay with torch, and so does everything on a CPU."""
+    """Greedy decoding and filters stay with torch, and so does everything on a CPU."""
     cpu = torch.device("cpu")
     assert samples_in_blocks(1.0, cpu) == INTERPRETED and not samples_in_blocks(0.0, cpu)
-    with batch_invariant_mode():
-        assert not samples_in_blocks(1.0, cpu)
 
 
 @interpreted

@@ -164,14 +164,6 @@ def test_a_signal_to_torchrun_saves_the_state(torchrun, tmp_path, number):
     assert "KeyboardInterrupt" not in errors
 
 
-def test_two_ranks_compute_the_bits_of_their_samplers(torchrun, tmp_path):
-    options = ["--stages=[grpo]", "--grpo.max_steps=3", "--grpo.prompts_per_step=4", "--rollout.batch_invariant=true"]
-    process = torchrun(*options)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors[-3000:]
-    assert [line["rollout/logp_mismatch"] for line in metrics(tmp_path / "run")] == [0.0] * 3
-
-
 def test_a_rank_that_is_killed_in_any_phase_costs_no_bytes(torchrun, tmp_path):
     """Torchrun ends the job and names rank 1 and its signal; a resumed run has the bytes of an uninterrupted run."""
     options = ["--stages=[grpo]", "--grpo.max_steps=4", "--grpo.prompts_per_step=4", "--grpo.num_generations=2",

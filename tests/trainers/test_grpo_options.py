@@ -2,26 +2,21 @@
 
 import re
 import typing
-from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import metrics
 
-from minivlmrl.config.options import GRPOOptions, RolloutOptions, RunConfig
+from minivlmrl.config.options import GRPOOptions
 from minivlmrl.data.processor import Processor
 from minivlmrl.diagnostics.warnings import WarningRules
-from minivlmrl.distributed.process_group import World
 from minivlmrl.losses import advantages
 from minivlmrl.losses.advantages import ADVANTAGES
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.rewards import registry
-from minivlmrl.run.preflight import check_batch_invariant
 from minivlmrl.trainers.dynamic_sampling import gather_groups
 from minivlmrl.trainers.grpo import soft_overlong_punishment
 from tests.trainers.test_grpo import FOURS, REWARDS
 
-import tiny
 from stages import completions_of, letter_rewards, snapshot
 
 PAIRS = ["--grpo.num_generations=2", "--grpo.scale_rewards=none"]
@@ -473,60 +468,3 @@ def test_advantages_of_a_later_rollout_are_checked(stage, own_advantages, script
     script([1.0, None, 0.0] * 4)
     with pytest.raises(ValueError, match=r"my_advantages\.py:max_rl \(defined in .*:5\) returned NaN or inf, but"):
         stage("grpo", f"{own_advantages}:max_rl").next()
-
-
-SEVERAL_STEPS = [
-    "--stages=[grpo]", "--data.eval_rows=1", "--grpo.prompts_per_step=8", "--grpo.max_steps=4",
-    "--grpo.steps_per_generation=2", "--grpo.num_iterations=2", "--grpo.beta=0.02",
-    "--grpo.max_tokens_per_micro_batch=150",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        ["--sampling.top_k=9"],
-        ["--model.dtype=bfloat16"],
-        ["--model.freeze=[vision, merger]"],
-        ["--adapter={r: 1, quantize: nf4}"],
-    ],
-)
-def test_a_batch_invariant_run_has_no_mismatch(run, plain, lively, more):
-    """There are several steps, passes and micro-batches on each rollout, and rows that end early."""
-    enabled = run(*SEVERAL_STEPS, "--rollout.batch_invariant=true", *more, name="enabled")
-    assert [line["rollout/logp_mismatch"] for line in metrics(enabled)] == [0.0] * 4
-    usual = run(*SEVERAL_STEPS, *more, name="usual")
-    assert max(line["rollout/logp_mismatch"] for line in metrics(usual)) > 0
-
-
-def test_ppo_can_be_batch_invariant(run, plain, lively):
-    folder = run("--stages=[ppo]", "--data.eval_rows=1", "--ppo.max_steps=2", "--rollout.batch_invariant=true")
-    assert [line["rollout/logp_mismatch"] for line in metrics(folder)] == [0.0] * 2
-
-
-def test_the_stages_without_sampling_keep_their_bits(run, plain):
-    lines = [metrics(run(f"--rollout.batch_invariant={x}", "--grpo.max_steps=1", name=x)) for x in ("true", "false")]
-    with_it, without = ([line["loss"] for line in part if line["stage"] == "sft"] for part in lines)
-    assert with_it == without
-
-
-@pytest.mark.parametrize(("option", "names"), [
-    ("--adapter={r: 2, dropout: 0.1}", "adapter.dropout"),
-    ("--sampling.environment=recipes/tools.py:Zoom", "sampling.environment"),
-    ("--sampling.engine=vllm", "sampling.engine"),
-])  # fmt: skip
-def test_a_batch_invariant_run_refuses_other_samplers(stage, option, names):
-    message = f"rollout.batch_invariant needs the native sampler without tools and without dropout; remove {names}, or"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        stage("grpo", "--rollout.batch_invariant=true", option)
-
-
-@pytest.mark.parametrize(("device", "config", "reason"), [
-    ("cuda:0", "qwen2_5_vl", "it runs only on a CPU, but the device is cuda:0"),
-    ("cpu", "qwen3_5", "the recurrent layers of qwen3_5 compute tokens one by one in the sampler"),
-])  # fmt: skip
-def test_a_batch_invariant_run_refuses_gpus_and_recurrent_layers(device, config, reason):
-    run = RunConfig(rollout=RolloutOptions(batch_invariant=True))
-    model = SimpleNamespace(config=tiny.config(model_type=config))
-    with pytest.raises(ValueError, match=f"^rollout.batch_invariant is true, but {reason}.*; set it to false$"):
-        check_batch_invariant(run, model, World(device=torch.device(device)))
