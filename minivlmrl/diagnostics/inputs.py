@@ -58,7 +58,7 @@ class InputCheck(Callback):
             return
         check = partial(check_inputs, trainer, step)
         with phase("forward"):
-            found = trainer.world.run_on_all_ranks(check, "checking the inputs of the first step")
+            found = trainer.world.run_on_all_ranks(check)
         warnings = trainer.world.gather_objects(found)
         if trainer.world.is_main:
             for warning in dict.fromkeys(sentence for part in warnings for sentence in part):

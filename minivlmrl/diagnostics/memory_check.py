@@ -70,7 +70,7 @@ class MemoryCheck(Callback):
         available = min(world.gather_objects(free))
         for stage in config.stage_names:
             measure = partial(measure_datasets, stage, config, datasets, processor)
-            rows, held_out = world.compute_on_rank_zero(measure, "measuring the rows")
+            rows, held_out = world.compute_on_rank_zero(measure)
             arguments = config, stage, self.estimator, world.size, rows, held_out
             self.plans[stage] = estimate_phases(*arguments)
             if peak_bytes(self.plans[stage]) > available:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -14,16 +14,15 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import Store
 
 from minivlmrl.distributed.device import find_device
 from minivlmrl.distributed.network import attempt_store, connect
-from minivlmrl.distributed.pulse import Pulse
 
 Value = TypeVar("Value")
 
-# the store of rank addresses, which still works after a rank has ended; None before `setup`
-rank_store: Store | None = None
+NO_LIMIT = timedelta(days=30)
+# gloo group in which ranks wait for slow work; None in a single process
+waiting_group: dist.ProcessGroup | None = None
 
 
 @dataclass
@@ -37,8 +36,6 @@ class World:
     # StopSignals.stop_if_preempted, which stops the work after a signal such as SIGTERM.
     stop_if_preempted: Callable[[], None] = lambda: None
     timeout: float = 600.0  # seconds that a collective operation waits for other ranks
-    # the thread with which ranks wait for each other; None in a single process
-    pulse: Pulse | None = None
     # seconds for which this rank has waited for other ranks since the last take_wait call
     seconds_waited: float = 0.0
     # False if an inference engine has joined the process group and destroys it itself
@@ -97,17 +94,16 @@ class World:
             dist.all_gather_object(values, value)
         return values
 
-    def wait(self, work: str):
+    def wait(self):
         """Wait for all ranks, for any time, unless a rank is lost.
 
-        After a minute, the ranks that are late are printed.
-
-        Args:
-            work: the work that the ranks have done, for this message.
+        A collective operation fails if a rank is late by more than `timeout`. This is right for
+        training, in which all ranks do the same, but not for sampling, tools, rewards and saving,
+        which may take much longer on one rank than on another.
         """
-        if self.pulse is not None:
+        if self.size > 1:
             with self.waiting():
-                self.pulse.wait(work)
+                monitored_barrier(NO_LIMIT)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -123,13 +119,10 @@ class World:
         self.seconds_waited = 0.0  # without this sum's time
         return mean
 
-    def run_on_all_ranks(self, work: Callable[[], Value], name: str = "work on all ranks") -> Value:
+    def run_on_all_ranks(self, work: Callable[[], Value]) -> Value:
         """Call work on every rank, and raise the first error from any rank on all ranks.
 
         The work may take longer than the process group's timeout.
-
-        Args:
-            name: the work's name, for the message about late ranks.
 
         Returns:
             the value that `work` returned on this rank.
@@ -141,28 +134,24 @@ class World:
             future.set_result(work())
         except Exception as error:
             future.set_exception(error)
-        self.wait(name)
+        self.wait()
         for error in filter(None, self.gather_objects(future.exception())):
             raise error
         return future.result()
 
-    def run_on_rank_zero(
-        self, work: Callable[[], Value], name: str = "work on rank 0"
-    ) -> Value | None:
+    def run_on_rank_zero(self, work: Callable[[], Value]) -> Value | None:
         """Call work on rank 0 only, and return None on other ranks.
 
         All ranks must call this method; an error on rank 0 is raised on all ranks.
         """
-        return self.run_on_all_ranks(work if self.is_main else lambda: None, name)
+        return self.run_on_all_ranks(work if self.is_main else lambda: None)
 
-    def compute_on_rank_zero(
-        self, work: Callable[[], Value], name: str = "work on rank 0"
-    ) -> Value:
+    def compute_on_rank_zero(self, work: Callable[[], Value]) -> Value:
         """Call work on rank 0 only, and return its picklable result on all ranks.
 
         All ranks must call this method; an error on rank 0 is raised on all ranks.
         """
-        results = [self.run_on_rank_zero(work, name)]
+        results = [self.run_on_rank_zero(work)]
         if self.size > 1:
             dist.broadcast_object_list(results)
         [result] = results
@@ -217,7 +206,6 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
         torch.cuda.set_device(device)
     # cuDNN's attention can give wrong results with fewer than 8 key heads (pytorch issue 193893)
     torch.backends.cuda.enable_cudnn_sdp(False)
-    pulse = None
     if size > 1 or sharded:
         # Gloo transfers CPU tensors, Python objects and offloaded shards. Unless it is given a
         # network interface, it resolves the host's name, which can fail in a container.
@@ -227,12 +215,23 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
         # documented in torch.distributed, although pyright takes it for private
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         if size > 1:
-            global rank_store
-            store = rank_store = attempt_store(time_limit)
+            store = attempt_store(time_limit)
         connect(store, rank, size, device, time_limit)
         if size > 1:
-            pulse = Pulse(rank, size, time_limit, report_alive)
-    return World(rank, size, device, timeout=timeout, pulse=pulse)
+            global waiting_group
+            waiting_group = dist.new_group(backend="gloo", timeout=NO_LIMIT)
+    return World(rank, size, device, timeout=timeout)
+
+
+def monitored_barrier(limit: timedelta):
+    """Wait until all ranks call this function.
+
+    Raises:
+        RuntimeError: a rank has ended, or a rank is late by more than the limit. On rank 0, the
+            message names a rank that is late, for example "Rank 1 failed to pass monitoredBarrier".
+    """
+    if waiting_group is not None:
+        dist.monitored_barrier(waiting_group, limit, wait_all_ranks=limit < NO_LIMIT)
 
 
 def default_num_threads(local_size: int) -> int:
@@ -250,34 +249,9 @@ def default_num_threads(local_size: int) -> int:
     return max(1, num_cores // local_size)
 
 
-def report_alive():
-    """Report to the other ranks that this rank is alive and knows that a rank is lost."""
-    if rank_store is not None:
-        with suppress(RuntimeError):  # the store has ended together with torchrun
-            rank_store.set(f"alive/{os.environ['RANK']}", "")
-
-
-def find_lost_ranks(seconds: float) -> list[int]:
-    """Return the ranks that ended or hang, after a collective operation has failed on this rank.
-
-    Each rank whose collective operation fails calls this function, and the thread of each rank
-    reports that the rank is alive when another rank ends, see pulse.py. All other ranks are lost.
-
-    Args:
-        seconds: how long to wait for the other ranks.
-    """
-    if rank_store is None:
-        return []
-    report_alive()
-    time.sleep(seconds)
-    ranks = range(int(os.environ["WORLD_SIZE"]))
-    return [rank for rank in ranks if not rank_store.check([f"alive/{rank}"])]
-
-
 def shutdown(world: World):
     """Destroy the process group, if there is one, after all ranks have reached this point."""
-    if world.pulse is not None:
-        world.pulse.end()
+    world.wait()  # for the last work of rank 0
     if dist.is_initialized():
         dist.barrier()  # destroying the group while another rank still uses it can abort that rank
         if world.ends_group:

@@ -38,11 +38,11 @@ def gather_and_save_model(
             write = checkpoint.adapter_writer(model, base)
             assert write is not None  # validation rejects `save: adapter` without adapters
             save = partial(checkpoint.save_adapter, folder, processor, write, more)
-            world.run_on_rank_zero(save, "saving the adapter")
+            world.run_on_rank_zero(save)
             return
         if model.sharding is None:
             save = partial(checkpoint.save_model, folder, model, processor, base, more)
-            world.run_on_rank_zero(save, "saving the model")
+            world.run_on_rank_zero(save)
             return
         save_sharded(folder, model, processor, world, base, more)
 
@@ -96,5 +96,5 @@ def save_sharded(
                         tensors[name] = weight.cpu().contiguous()
                 elif world.is_main:
                     tensors[name] = unread[name]
-            world.run_on_rank_zero(partial(write_tensors, file, tensors), "saving the model")
-        world.run_on_rank_zero(finish, "saving the model")
+            world.run_on_rank_zero(partial(write_tensors, file, tensors))
+        world.run_on_rank_zero(finish)

@@ -104,7 +104,7 @@ class Sampler:
         """Sample completions of all prompts in one batch. See __call__ for the arguments."""
         sample_token = self.token_sampler(prompts, num_generations, keys)
         groups = self.sample_with(prompts, num_generations, sample_token)
-        self.world.wait("sampling")
+        self.world.wait()
         return groups
 
     def token_sampler(

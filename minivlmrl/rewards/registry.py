@@ -151,7 +151,7 @@ class Reward:
         if self.max_seconds is not None:
             score = partial(self._score_in_time, columns, self.max_seconds)
         try:
-            return self.run_on_all_ranks(score, f"reward {self.name}")
+            return self.run_on_all_ranks(score)
         except ValueError as error:
             raise RewardFailed(*error.args) from error
 

@@ -419,7 +419,7 @@ class CheckpointManager:
             return read_trainer_state(folder)
 
         try:
-            return self.world.run_on_all_ranks(check, "reading a checkpoint")
+            return self.world.run_on_all_ranks(check)
         except (OSError, ValueError) as error:
             if self.world.is_main:
                 print(f"checkpoint {folder} is damaged and is ignored: {error}", flush=True)
@@ -455,10 +455,10 @@ class CheckpointManager:
 
         try:
             with phase("save"):
-                self.world.run_on_all_ranks(write, "writing a checkpoint")
+                self.world.run_on_all_ranks(write)
                 for rank_checksums in self.world.gather_objects(checksums):
                     checksums.update(rank_checksums)
-                self.world.run_on_rank_zero(finish, "writing a checkpoint")
+                self.world.run_on_rank_zero(finish)
         except (OSError, SafetensorError, ValueError, MemoryError, RuntimeError) as error:
             shutil.rmtree(draft, ignore_errors=True)
             if isinstance(error, MemoryError | RuntimeError):

@@ -48,8 +48,7 @@ def load_datasets(
     """
     world = world or World()
     return world.run_on_all_ranks(
-        lambda: _load_datasets(run, stages, reward_columns, eval_columns, world.is_main),
-        "reading the rows",
+        lambda: _load_datasets(run, stages, reward_columns, eval_columns, world.is_main)
     )
 
 

@@ -2,19 +2,20 @@
 
 import errno
 import os
+import re
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from minivlmrl.config.import_utils import describe_user_error, recipes_folder
-from minivlmrl.distributed.process_group import find_lost_ranks
+from minivlmrl.distributed.process_group import monitored_barrier
 from minivlmrl.errors import is_out_of_memory, out_of_memory, shortened
 from minivlmrl.json_files import write_json
 
@@ -61,22 +62,23 @@ def report_mistake(message: str):
         print(message, file=sys.stderr, flush=True)
 
 
-def lost_ranks() -> str:
-    """Describe the ranks that this rank has waited for in vain; "" if there are none.
+def lost_ranks(error: RuntimeError) -> str:
+    """Describe the rank for which a failed collective operation waited; "" if all ranks answer.
 
-    The function waits for some seconds, because torchrun shows the first error that it receives,
-    and a rank that failed first must be able to report its own error.
+    Rank 0 names a rank that hangs. torchrun's summary names a rank that has ended.
     """
-    ranks = []
-    with suppress(RuntimeError):  # the store has ended together with torchrun
-        ranks = find_lost_ranks(3.0)
-    if not ranks:
+    try:
+        monitored_barrier(timedelta(seconds=3))
         return ""
-    names = ", ".join(map(str, ranks))
+    except RuntimeError as late:
+        # torchrun shows the first error, and a rank that failed first must report its own error
+        time.sleep(3)
+        named = re.search(r"Ranks? ([\d, ]*\d) failed to pass", f"{error}\n{late}")
+    name = f"rank {named[1]}" if named else "a rank"
     return (
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {names} ended or did not answer in time, so "
-        f"rank {os.environ['RANK']} ends too; look for an earlier error of that rank (the system "
-        "may have killed it for lack of memory), and continue with --resume=auto"
+        f"{name} ended or did not answer in time, so rank {os.environ['RANK']} ends too; look for an "
+        "earlier error of that rank (the system may have killed it for lack of memory), and continue "
+        "with --resume=auto"
     )
 
 
@@ -101,7 +103,7 @@ def run_rank(work: Callable[[], int]):
                 raise
             # torchrun sends SIGTERM once a rank has ended; this rank ends in a few seconds anyway
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            lost = lost_ranks()
+            lost = lost_ranks(error)
             if not lost:
                 raise
             report_mistake(lost)

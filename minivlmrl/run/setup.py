@@ -81,7 +81,7 @@ def prepare(
         # This also sets max_steps in config.yaml to the number of steps that the run really takes.
         getattr(config, stage).max_steps = num_steps
     check = partial(check_positions, config, needs, datasets, model, processor)
-    world.run_on_rank_zero(check, "measuring the prompts")
+    world.run_on_rank_zero(check)
     return model, processor, datasets
 
 
@@ -255,7 +255,7 @@ def fit_rows(
         skips = config.data.skip_unreadable and name != "eval"
         if name != "eval" and max_tokens is not None:
             find = partial(find_long_rows, rows, processor, max_tokens, skips)
-            long_rows = world.compute_on_rank_zero(find, "measuring the prompts")
+            long_rows = world.compute_on_rank_zero(find)
             fitted[name] = without_rows(rows, long_rows)
         if world.is_main:
             text = summary(fitted[name], processor, skips)

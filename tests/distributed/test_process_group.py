@@ -326,7 +326,8 @@ def test_ranks_on_one_machine_need_no_host_name(monkeypatch, hosts, network):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr(process_group, "attempt_store", lambda limit: None)
     monkeypatch.setattr(process_group, "connect", lambda *_: None)
-    monkeypatch.setattr(process_group, "Pulse", lambda *_: None)
+    monkeypatch.setattr(process_group, "waiting_group", None)
+    monkeypatch.setattr(process_group.dist, "new_group", lambda **_: None)
     process_group.setup(torch.get_num_threads(), 30.0, sharded=False)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == network
 

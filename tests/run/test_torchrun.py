@@ -131,9 +131,12 @@ def test_a_dead_rank_leads_to_a_restart_that_resumes(torchrun, tmp_path):
     assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-4)
 
 
-@pytest.mark.parametrize("action", ["os.kill(os.getpid(), signal.SIGKILL)", "import time; time.sleep(600)"])
-def test_a_lost_rank_is_named_in_one_sentence(torchrun, action):
-    """Rank 1 is dead or hangs; rank 0 ended with a gloo traceback."""
+@pytest.mark.parametrize(("action", "named", "summary"), [
+    ("os.kill(os.getpid(), signal.SIGKILL)", "a rank", "Signal 9 (SIGKILL) received by PID"),
+    ("import time; time.sleep(600)", "rank 1", "did not answer in time"),
+])  # fmt: skip
+def test_a_lost_rank_is_named_in_one_sentence(torchrun, action, named, summary):
+    """Rank 1 is dead or hangs; rank 0 ended with a gloo traceback. torchrun's summary names a dead rank."""
     process = torchrun("--checkpoint_steps=1", "--timeout=4", action=action)
     try:
         _, errors = process.communicate(timeout=90)
@@ -141,9 +144,9 @@ def test_a_lost_rank_is_named_in_one_sentence(torchrun, action):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode != 0
-    sentence = "rank 1 ended or did not answer in time, so rank 0 ends too; look for an earlier error of that rank"
+    sentence = f"{named} ended or did not answer in time, so rank 0 ends too; look for an earlier error of that rank"
     assert any(line.startswith(sentence) for line in errors.splitlines()), errors[-3000:]
-    assert "gloo" not in errors
+    assert "gloo" not in errors and summary in errors.partition("Root Cause")[2], errors[-3000:]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
