@@ -64,14 +64,7 @@ COLUMN_TYPES = {  # {column: its values' type and bounds}
 
 
 def find_format(name: str) -> Callable[[dict], dict]:
-    """Return a function that converts a row with the function that data.format names.
-
-    The function gets the row as it stands in the file, and returns columns in any known format.
-
-    Raises:
-        ValueError: there is no such function. The returned function also raises ValueError if the
-            named function raises an error, or returns no dictionary.
-    """
+    """Return a function that converts a row of the file with the function that data.format names."""
     with error_context(f"data.format {name}"):
         function = with_options(*resolve_object("format", name, {}))
 
@@ -94,15 +87,7 @@ def find_format(name: str) -> Callable[[dict], dict]:
 
 
 def to_columns(row: dict, renamed: dict[str, str]) -> dict:
-    """Rename a row's columns, and add the columns that every matching format in FORMATS computes.
-
-    Args:
-        row: {column: value}; the value None counts as missing.
-        renamed: {column name in the file: its new name}, which is the option data.columns.
-    Raises:
-        ValueError: the row has a column under both its old and its new name, or a format cannot
-            convert a value. A ValueError subclass, if the row must be converted once.
-    """
+    """Rename a row's columns (data.columns), and add the columns of every matching format."""
     for file_column, our_column in renamed.items():
         if row.get(file_column) is not None and file_column != our_column:
             if row.get(our_column) is not None:
@@ -161,10 +146,7 @@ def check_columns(columns: dict, required: Sequence[str]):
 
 @dataclass
 class RowFormat:
-    """A row format that another project uses, and the function that converts such rows.
-
-    The format matches rows that have all columns in `required_columns` and none in `excluded`.
-    """
+    """A format of another project: rows that have all `required_columns` and none in `excluded`."""
 
     required_columns: tuple[str, ...]
     excluded: Iterable[str]
@@ -175,24 +157,20 @@ class RowFormat:
         return " and ".join(self.required_columns)
 
     def matches(self, row: dict) -> bool:
-        for name in self.required_columns:
-            if row.get(name) is None:
-                return False
-        return all(row.get(name) is None for name in self.excluded)
+        has_all = all(row.get(name) is not None for name in self.required_columns)
+        return has_all and all(row.get(name) is None for name in self.excluded)
 
 
 def _read_conversations(row: dict) -> dict:
     """Read `conversations`, whose turns have `from` and `value`, as in VLM-R1, LLaVA and ShareGPT.
 
-    The first answer becomes the solution if the row has no column `solution`. If the last turn is
-    not an answer, all turns belong to the prompt.
+    The first answer becomes the solution if the row has none.
     """
     raw_turns = row["conversations"]
     check_field(isinstance(raw_turns, list), "column 'conversations'", raw_turns, "a list of turns")
     turns = _system_turns(row) + [_read_turn(turn, number) for number, turn in enumerate(raw_turns)]
     answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
-    # all turns belong to the prompt if the last turn is not an answer
-    if not answers or turns[-1]["role"] != "assistant":
+    if not answers or turns[-1]["role"] != "assistant":  # all turns belong to the prompt
         return {"messages": None, "prompt": turns}
     solution = answers[0]
     if len(answers) == 1 and isinstance(solution, str) and not solution.strip():
@@ -200,23 +178,16 @@ def _read_conversations(row: dict) -> dict:
         columns = {"messages": None, "prompt": turns[:-1]}
     else:
         columns = _with_rejected(turns, row)
-    if row.get("solution") is None:
-        columns["solution"] = solution
-    return columns
+    return columns if row.get("solution") is not None else columns | {"solution": solution}
 
 
 def _with_rejected(turns: list[dict], row: dict) -> dict:
-    """Return the columns for a conversation that ends with an answer.
-
-    The result is the column `messages`. For rows with ms-swift's column `rejected_response`, the
-    result is instead the columns `prompt`, `chosen` (the answer) and `rejected` (the value of
-    `rejected_response`).
-    """
+    """Return `messages`, or a pair for rows with ms-swift's column `rejected_response`."""
     if row.get("rejected_response") is None:
         return {"messages": turns}
-    answer_start = [turn.get("role") for turn in turns].index("assistant")
-    answers = {"chosen": turns[answer_start:], "rejected": row["rejected_response"]}
-    return {"messages": None, "prompt": turns[:answer_start], **answers, **_read_pair(answers)}
+    start = [turn.get("role") for turn in turns].index("assistant")
+    answers = {"chosen": turns[start:], "rejected": row["rejected_response"]}
+    return {"messages": None, "prompt": turns[:start], **answers, **_read_pair(answers)}
 
 
 def _read_turn(turn: dict, number: int) -> dict:
@@ -233,67 +204,49 @@ def _read_turn(turn: dict, number: int) -> dict:
         value = str(value)
         with error_context(f"turn {number}: tool call"):
             call = parse_json(value)
-            check_field(
-                isinstance(call, dict) and "name" in call,
-                "the call",
-                value,
-                'a JSON object with the name of a tool, such as {"name": "zoom"}',
-            )
+            named = isinstance(call, dict) and "name" in call
+            expected = 'a JSON object with the name of a tool, such as {"name": "zoom"}'
+            check_field(named, "the call", value, expected)
         value = f"<tool_call>\n{value.strip()}\n</tool_call>"
     return {"role": SPEAKERS[speaker], "content": value}
 
 
 def _system_turns(row: dict) -> list[dict]:
-    """Return the system turn in LLaMA-Factory's and ms-swift's column `system`, or no turn."""
     return [{"role": "system", "content": row["system"]}] if row.get("system") else []
 
 
 def _read_messages(row: dict) -> dict:
-    """Read `messages`; if the last turn is not an assistant turn, all turns are the prompt.
-
-    ms-swift uses the same rule.
-    """
+    """Read `messages`; as in ms-swift, all turns are the prompt if the last one is no answer."""
     messages = row["messages"]
-    is_list_of_turns = isinstance(messages, list) and all(
-        isinstance(turn, dict) for turn in messages
-    )
-    if not messages or not is_list_of_turns:
+    is_list = isinstance(messages, list) and all(isinstance(turn, dict) for turn in messages)
+    if not messages or not is_list:
         return {}  # file_dataset.py raises an error for such messages
     turns = []
     for number, message in enumerate(messages):
         role = str(message.get("role"))
         is_renamed = role in SPEAKERS and role not in ROLES
         turns.append(_read_turn(message, number) if is_renamed else message)
-    if turns[-1].get("role") == "assistant":
-        return _with_rejected(turns, row)
-    return {"messages": None, "prompt": turns}
+    is_answered = turns[-1].get("role") == "assistant"
+    return _with_rejected(turns, row) if is_answered else {"messages": None, "prompt": turns}
 
 
 def _read_question(question_column: str, answer_column: str, row: dict) -> dict:
-    """Read a question and its answer from two columns.
-
-    The column `history` may contain [question, answer] pairs, which become the first turns in the
-    prompt.
-    """
-    question_text = row[question_column]
-    answer_text = row.get(answer_column)
-    check_field(
-        isinstance(question_text, str), f"column {question_column!r}", question_text, "text"
-    )
+    """Read a question and its answer from two columns, after the [question, answer] pairs `history`."""
+    question, answer = row[question_column], row.get(answer_column)
+    check_field(isinstance(question, str), f"column {question_column!r}", question, "text")
     if row.get("input"):  # Alpaca's column `input` contains additional text for the question
-        question_text = f"{question_text}\n{row['input']}"
+        question = f"{question}\n{row['input']}"
     turns = _system_turns(row)
     history = row.get("history") or []
     for pair in history if isinstance(history, list) else [history]:
         is_pair = isinstance(pair, list) and len(pair) == 2
         check_field(is_pair, "column 'history'", history, "a list of [question, answer] pairs")
-        turns.append({"role": "user", "content": pair[0]})
-        turns.append({"role": "assistant", "content": pair[1]})
-    columns: dict[str, Plain] = {"prompt": [*turns, {"role": "user", "content": question_text}]}
-    if answer_text is not None and row.get("solution") is None:
-        columns["solution"] = answer_text
-    if isinstance(answer_text, str) and answer_text.strip() and row.get("chosen") is None:
-        columns["completion"] = answer_text
+        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    columns: dict[str, Plain] = {"prompt": [*turns, {"role": "user", "content": question}]}
+    if answer is not None and row.get("solution") is None:
+        columns["solution"] = answer
+    if isinstance(answer, str) and answer.strip() and row.get("chosen") is None:
+        columns["completion"] = answer
     return columns
 
 
@@ -310,37 +263,27 @@ def _read_reward_model(row: dict) -> dict:
 
 
 def _read_choices(row: dict) -> dict:
-    """Append the choices "A. ...", "B. ..." to a multiple-choice question that does not list them.
-
-    The choices come from a list in the column `options` or `choices`, or from MMBench's columns
-    A, B, C, ...
-    """
-    lettered_choices = [row[letter] for letter in LETTERS if row.get(letter) is not None]
-    choices = row.get("options") or row.get("choices") or lettered_choices
-    question_columns = [name for name in QUESTION_TEXTS if isinstance(row.get(name), str)]
-    if not choices or not question_columns:
+    """Append the choices `options`, `choices` or A, B, C (MMBench) to a question without them."""
+    lettered = [row[letter] for letter in LETTERS if row.get(letter) is not None]
+    choices = row.get("options") or row.get("choices") or lettered
+    column = next((name for name in QUESTION_TEXTS if isinstance(row.get(name), str)), None)
+    if not choices or column is None:
         return {}  # an open question, or turns, whose text already is the whole prompt
     answer = row.get("answer", row.get("solution"))
     is_list = isinstance(choices, list) and len(choices) <= len(LETTERS)
     check_field(is_list, "the list of choices", choices, "a list of at most 26 texts")
     is_choice = not isinstance(answer, int) or answer in choices
     check_field(is_choice, "the answer", answer, "a letter or one of the choices of the row")
-    question_column = question_columns[0]
-    question_text = row[question_column]
-    if all(re.search(rf"\b{letter}[.:)]", question_text) for letter in LETTERS[: len(choices)]):
+    if all(re.search(rf"\b{letter}[.:)]", row[column]) for letter in LETTERS[: len(choices)]):
         return {}  # the question already lists the choices
-    lines = [row.get("hint") or "", question_text]
+    lines = [row.get("hint") or "", row[column]]
     for letter, choice in zip(LETTERS, choices, strict=False):
         lines.append(f"{letter}. " + re.sub(r"^[A-Z][.:)]\s*", "", str(choice)))
-    return {question_column: "\n".join(lines).strip()}
+    return {column: "\n".join(lines).strip()}
 
 
 def map_nested(value: Plain, change: Callable, types: type | tuple[type, ...] = str) -> Plain:
-    """Apply a function to all texts in nested lists and dicts, or to all values of the given types.
-
-    Returns:
-        A copy with the results; values of other types are unchanged.
-    """
+    """Return a copy of nested lists and dicts with a function applied to all values of `types`."""
     if isinstance(value, types):
         return change(value)
     if isinstance(value, list):
@@ -351,13 +294,9 @@ def map_nested(value: Plain, change: Callable, types: type | tuple[type, ...] = 
 
 
 def rename_column(file_column: str, our_column: str, excluded: Iterable[str] = ()) -> RowFormat:
-    """Create a format that copies the column `file_column` to `our_column`.
-
-    The format does not match rows that already have `our_column`, or have a column in `excluded`.
-    """
-    return RowFormat(
-        (file_column,), (our_column, *excluded), lambda row: {our_column: row[file_column]}
-    )
+    """Create a format that copies a column to `our_column`, unless the row has this or `excluded`."""
+    excluded = our_column, *excluded
+    return RowFormat((file_column,), excluded, lambda row: {our_column: row[file_column]})
 
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
