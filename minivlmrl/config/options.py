@@ -340,8 +340,6 @@ class TrainingOptions:
     min_lr_ratio: Annotated[float, "[0, 1]"] = 0.0  # final rate as a fraction of learning_rate
     warmup_steps: Annotated[int, ">= 0"] = 0  # steps in which the learning rate rises linearly
     adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # second-moment decay rate
-    # load-balancing loss weight for a mixture of experts
-    router_aux_loss_coef: Annotated[float, "[0, inf)"] = 0.0
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
         """Yield (option, reason) for options in this section that have no effect.

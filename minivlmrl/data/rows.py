@@ -96,8 +96,6 @@ class Completion:
     # prompt.
     turns: "Sequence[Completion]" = ()
     prompt: Prompt | None = None
-    # (max_new_tokens,) int64: each token's expert choices, see model/families/routes.py
-    routes: Tensor | None = None
 
     def __post_init__(self):
         if self.policy_mask is None:

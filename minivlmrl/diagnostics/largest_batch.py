@@ -70,5 +70,3 @@ def try_largest_batch(
         del reserved
     trainer.rows = ()
     optimizer.zero_grad()
-    if trainer.router_log is not None:
-        trainer.router_log.take()  # the metrics of the first step do not count these tokens

@@ -248,20 +248,11 @@ class MemoryEstimator:
 
 
 def trained_outputs(models: TrainedModels, batch: GroupBatch) -> list[Tensor]:
-    """Compute the outputs that a loss uses: log-probabilities, values and router probabilities."""
+    """Compute the outputs that a loss uses: log-probabilities and values."""
     policy = models.policy
     values = [] if models.critic is None else [models.critic]
-    routing = family_of(policy).routing
-    if routing is None:
-        logps, _ = per_token_logps(policy, batch)
-        return [logps, *(critic(batch) for critic in values)]
-    with routing.chosen_experts(policy) as chosen:
-        logps, _ = per_token_logps(policy, batch)
-    outputs = [logps, *(critic(batch) for critic in values)]
-    probabilities = [layer_probabilities for layer_probabilities, _ in chosen().values()]
-    if probabilities:
-        outputs.append(torch.cat(probabilities).mean(0))
-    return outputs
+    logps, _ = per_token_logps(policy, batch)
+    return [logps, *(critic(batch) for critic in values)]
 
 
 def drop_gradient(parameter: nn.Parameter):

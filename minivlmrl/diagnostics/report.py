@@ -26,8 +26,6 @@ from minivlmrl.trainers.base import Step, Trainer
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_suffix(".html")
-# number of steps at the end of a run for which the page shows how many tokens each expert received
-EXPERT_STEPS = 10
 POINTS = 500  # maximum number of curve points in a stage; each is the mean of some steps
 # maximum number of steps whose completions are shown, and of prompts per step, so that the page
 # stays small
@@ -124,11 +122,6 @@ def collect_run(folder: Path) -> dict:
     warnings = read_lines(folder / WARNINGS, LogLine)
     for line in (*completions, *metrics, *timings, *warnings):
         line["step"] += 1
-    experts = []
-    for number, line in enumerate(metrics):
-        tables = line.pop("experts/tokens", None)
-        if tables and number >= len(metrics) - EXPERT_STEPS:
-            experts.append(tables)
     timings_of_stage = {}
     for line in timings:
         timings_of_stage.setdefault(line["stage"], []).append(line)
@@ -139,7 +132,6 @@ def collect_run(folder: Path) -> dict:
         "name": folder.resolve().name,
         "config": config_file.read_text(encoding="utf-8") if config_file.is_file() else None,
         **thin_out(metrics),
-        "experts": experts,
         "timings": last_timings,
         "warnings": warnings,
         "evaluations": evaluations,

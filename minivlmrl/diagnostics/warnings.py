@@ -27,7 +27,6 @@ from minivlmrl.trainers.base import Rollout, Step, Trainer
 WINDOW = 10  # consecutive optimizer steps for which a condition must hold
 # rollouts over which the rewards are compared with a constant answer's rewards
 BASELINE_ROLLOUTS = 50
-IDLE_EXPERT_STEPS = 50  # optimizer steps without a token after which an expert is reported
 # suggested fixes that check_completions.py uses too
 RAISE_LIMIT_ADVICE = "Raise this limit, or ask for shorter answers in data.prompt_template."
 FORMAT_ADVICE = (
@@ -78,16 +77,9 @@ class WarningRules:
         # (solutions, rewards) for each of the last rollouts
         self.recent_rewards = deque(maxlen=BASELINE_ROLLOUTS)
         self.extremes = []  # lowest and highest total reward for any completion so far
-        # for each layer and expert, the number of steps since it had a token; [] without experts
-        self.idle_steps = []
 
     def step(self, metrics: dict[str, float], rollout: Rollout | None = None) -> list[str]:
         """Record an optimizer step's metrics and rollout, and return new warnings."""
-        if "experts/tokens" in metrics:
-            tokens = torch.tensor(metrics["experts/tokens"]).sum(0)  # (layers, experts)
-            # A dense layer's counts are all 0; such a layer has no idle experts.
-            is_idle = (tokens == 0) & tokens.any(1, keepdim=True)
-            self.idle_steps = ((torch.tensor(self.idle_steps or 0) + 1) * is_idle).tolist()
         if rollout is not None and rollout is not self.rollout:
             self.rollout = rollout
             solutions = [str(sample.row.columns.get("solution")) for [sample, *_] in rollout.groups]
@@ -110,15 +102,11 @@ class WarningRules:
         ]
         recent = list(self.recent)
         violated = sorted(self.violated)
-        return json.dumps(
-            [recent, violated, self.first, recent_rewards, self.extremes, *self.idle_steps]
-        )
+        return json.dumps([recent, violated, self.first, recent_rewards, self.extremes])
 
     def restore(self, state: str):
         """Load the JSON that `state` returned."""
-        recent, violated, self.first, recent_rewards, self.extremes, *self.idle_steps = json.loads(
-            state
-        )
+        recent, violated, self.first, recent_rewards, self.extremes = json.loads(state)
         self.recent.extend(recent)
         self.violated.update(violated)
         self.recent_rewards.extend(
@@ -150,7 +138,6 @@ class WarningRules:
         yield from self.tool_rules()
         yield from self.majority_baseline()
         yield from self.unused_parameters()
-        yield from self.idle_experts()
 
     def learning_rules(self) -> Iterator[tuple[str, str]]:
         """Yield warnings about rewards or gradients that carry no training signal."""
@@ -277,7 +264,8 @@ class WarningRules:
     def unused_parameters(self) -> Iterator[tuple[str, str]]:
         """Yield a warning about trainable parameters that have never had a gradient.
 
-        The optimizer has no state for such parameters. The method `idle_experts` checks experts.
+        The optimizer has no state for such parameters. Experts are left out, because some of them may
+        have had no token yet.
         """
         names = []
         for name, parameter in self.trainer.trained.named_parameters():
@@ -296,19 +284,6 @@ class WarningRules:
                 "row had an image. Check the image column, or set model.freeze=[vision, merger]."
             )
         yield "untouched", sentence
-
-    def idle_experts(self) -> Iterator[tuple[str, str]]:
-        """Yield a warning about experts that had no token in the last IDLE_EXPERT_STEPS steps."""
-        idle = (torch.tensor(self.idle_steps) >= IDLE_EXPERT_STEPS).nonzero().tolist()
-        if idle:
-            layer, expert = idle[0]
-            yield (
-                "idle",
-                f"{len(idle)} experts, for example expert {expert} of layer {layer}, had no token "
-                f"in the last {IDLE_EXPERT_STEPS} steps and were not trained. This is usual if "
-                "all rows are similar. If every expert should be trained, set "
-                f"{self.trainer.stage}.router_aux_loss_coef, for example to 0.001.",
-            )
 
 
 def ignores_images(evaluations: list[dict], rows: int, reward: str) -> str | None:

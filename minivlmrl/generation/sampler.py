@@ -25,7 +25,6 @@ from minivlmrl.generation.generate import (
 )
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.model.decoder import VisionLanguageModel
-from minivlmrl.model.families.registry import family_of
 
 if TYPE_CHECKING:
     from minivlmrl.generation.filters import Filters
@@ -188,16 +187,7 @@ class Sampler:
         if self.keeps_vision:
             keep_vision(model, prompts, self.device)
         decode = self.decode()
-        arguments = model, prompts, num_generations, limit
-        routing = family_of(model).routing
-        if routing is None:
-            groups = generate(*arguments, sample_token, decode, self.device)
-        else:
-            route_buffer = torch.zeros(len(prompts) * num_generations, limit, dtype=torch.long)
-            with routing.watch_routes(model, sample_token, route_buffer) as recording_sampler:
-                groups = generate(*arguments, recording_sampler, decode, self.device)
-            for completion, routes in zip(chain(*groups), route_buffer, strict=True):
-                completion.routes = routes
+        groups = generate(model, prompts, num_generations, limit, sample_token, decode, self.device)
         if self.filters is not None:
             self.filters.record_masks(chain(*groups))
         return groups

@@ -136,18 +136,16 @@ class MetricsLog(ExitStack):
         return self.lines_at_mark
 
     def step(self, number: int, metrics: dict[str, float], step: Step) -> dict:
-        """Log an optimizer step, and return its metrics and the experts' token counts."""
+        """Log an optimizer step, and return its metrics."""
         self.steps += 1
-        routers = self.trainer.router_log  # None if the model has no experts
-        values = metrics | (routers.take() if routers else {})
         phases = self.trainer.timer.take()
         seconds_waited = self.world.take_wait()
         if not self.files:
             self.completions.step(self.trainer, step, number)  # rank 0 gathers completions
-            return values
+            return metrics
         line = {"stage": self.name, "step": number}
         seconds = self.seconds
-        self.write(METRICS, line | values)
+        self.write(METRICS, line | metrics)
         self.track({name: value for name, value in metrics.items() if math.isfinite(value)})
         step_time = seconds - self.last_seconds
         timing = {"seconds": seconds} | self.speed(step, step_time, phases) | memory_use()
@@ -161,7 +159,7 @@ class MetricsLog(ExitStack):
             with stopping_if_stdout_closes():
                 tqdm.write(f"speed, {self.name} {number + 1}: {describe_speed(self.timings)}")
         self.completions.step(self.trainer, step, number)
-        return values
+        return metrics
 
     def speed(self, step: Step, step_time: float, phases: dict[str, float]) -> dict:
         """Return a step's times, and the share of the GPU's peak that training reaches.

@@ -73,15 +73,6 @@ def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Da
         call_rewards(rewards, {name: [value] for name, value in columns.items()})
 
 
-def check_experts(config: RunConfig, model: VisionLanguageModel):
-    """Raise ValueError if router_aux_loss_coef is set although the model has no experts."""
-    for stage in config.stage_names:
-        if getattr(config, stage).router_aux_loss_coef and model.config.experts is None:
-            raise ValueError(
-                f"{stage}.router_aux_loss_coef: the model has no experts; remove this option"
-            )
-
-
 def check_positions(
     config: RunConfig,
     needs: dict[str, str],

@@ -33,7 +33,6 @@ from minivlmrl.run.datasets import check_shares, load_datasets
 from minivlmrl.run.metrics import check_trackers
 from minivlmrl.run.optimizer import check_optimizer
 from minivlmrl.run.preflight import (
-    check_experts,
     check_positions,
     collect_notes,
     describe_model,
@@ -71,7 +70,6 @@ def prepare(
     for callback in callbacks:
         callback.on_rows(config, datasets, processor, world)
     model = build_weights(config, world, processor)
-    check_experts(config, model)
     if world.is_main:
         describe_model(config, model)
         describe_thought(processor)

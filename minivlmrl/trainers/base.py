@@ -23,7 +23,6 @@ from minivlmrl.distributed.saving import gather_and_save_model
 from minivlmrl.losses.advantages import combine
 from minivlmrl.losses.grpo import LossNormalizer
 from minivlmrl.model.decoder import VisionLanguageModel
-from minivlmrl.model.families.registry import family_of
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.trainers.phase_timer import PhaseTimer
@@ -73,7 +72,6 @@ class SampledBatch(MicroBatch):
 
     samples: Sequence[Sample]
     sampler_logps: Tensor  # (R, T) log-probabilities that the sampler recorded, in nats
-    sampler_routes: Tensor | None  # (M,) experts that the router chose during sampling
 
     @property
     def completion_index(self) -> Tensor:
@@ -254,8 +252,6 @@ class Trainer:
         self.timer = PhaseTimer(world.device)
         # this also unfreezes parameters that an earlier stage has frozen
         select_trained(model, run.model.freeze)
-        routing = family_of(model).routing
-        self.router_log = None if routing is None else routing.log(model.config, world)
         self.reference = None
         if self.has_reference(self.config):
             self.reference = Reference(model, run.reference, processor, world)
@@ -320,31 +316,7 @@ class Trainer:
         key = f"{self.run.seed}/{self.stage}/{step}/{micro_batch}/{self.world.rank}"
         return dropout(self.trained, self.run.adapter.dropout, key)
 
-    def training_loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute a micro-batch's loss, plus a load-balancing loss if the model has experts.
-
-        As in transformers, the load-balancing loss uses all tokens in a micro-batch. The loss of an
-        optimizer step is the average over its micro-batches, weighted by their numbers of
-        completions.
-        """
-        if self.router_log is None:
-            return self.checked_loss(batch)
-        with self.router_log.watch(self.policy if self.trains_policy else self.trained) as chosen:
-            loss, metrics = self.checked_loss(batch)
-        by_layer = chosen()
-        if by_layer:
-            metrics = metrics | self.router_log.add(batch.group, by_layer)
-            if isinstance(batch, SampledBatch) and batch.sampler_routes is not None:
-                differs = self.router_log.differing_routes(
-                    batch.group, by_layer, self.policy.model, batch.sampler_routes
-                )
-                metrics["rollout/route_mismatch"] = batch.mean(differs)
-        if self.config.router_aux_loss_coef:
-            fraction = len(batch.loss_mask) / batch.normalizer.sequences
-            loss = loss + self.config.router_aux_loss_coef * fraction * metrics["aux_loss"]
-        return loss, metrics
-
-    def checked_loss(
+    def training_loss(
         self, batch: MicroBatch, needs_gradient: bool = True
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute `loss`, and raise ValueError if it does not return a loss and metrics.

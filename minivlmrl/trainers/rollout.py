@@ -36,7 +36,6 @@ from minivlmrl.generation.sampler import find_engine
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.losses.grpo import LossNormalizer
 from minivlmrl.model.decoder import VisionLanguageModel
-from minivlmrl.model.families.registry import family_of
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import GroupBatch, pack_turns
 from minivlmrl.model.trainable import trained_parameters
@@ -270,8 +269,6 @@ class RolloutTrainer(Trainer):
         group = pack_turns(prompts, completions, self.policy.config, device)
         is_trained = torch.tensor([self.is_trained(sample) for sample in samples])
         logps = [sample.completion.sampled_logps for sample in samples]
-        routing = family_of(self.policy).routing
-        routes = None if routing is None else routing.join_routes(list(chain(*completions)))
         return SampledBatch(
             group,
             group.completion_mask * to_device(is_trained, device)[:, None],
@@ -279,7 +276,6 @@ class RolloutTrainer(Trainer):
             self.ref_logps(group),
             samples=samples,
             sampler_logps=pad_sequence(logps, batch_first=True).to(device),
-            sampler_routes=routes,
         )
 
     def ref_logps(self, group: GroupBatch) -> Tensor | None:

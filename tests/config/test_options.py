@@ -246,8 +246,6 @@ ELSEWHERE = {
     "distill.teacher": "recipes/test_distill.py: test_a_teacher_in_a_folder_with_a_larger_picture",
     "distill.teacher_prompt": "recipes/test_distill.py: test_a_step_is_the_divergence_from_the_teacher",
 }
-BALANCE = "model/families/test_routers.py: test_the_mean_balance_loss_of_micro_batches_is_added"
-ELSEWHERE |= {f"{stage}.router_aux_loss_coef": BALANCE for stage in (*STAGES, *FILES)}
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Compare the memory estimate with the tensors that really exist, on the CPU."""
 
-import contextlib
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -29,9 +28,6 @@ from minivlmrl.kernels import shared_prefix
 from minivlmrl.model import config_json, lora, vision
 from minivlmrl.model.build import initialize
 from minivlmrl.model.checkpoint import load_model
-from minivlmrl.model.families.experts import chosen_experts
-from minivlmrl.model.families.registry import FAMILIES
-from minivlmrl.model.families.routers import load_balancing_loss
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import dropout
 from minivlmrl.model.value_head import ValueModel
@@ -311,38 +307,6 @@ def test_a_custom_optimizer_is_estimated_by_its_state(tmp_path, moments):
     run = run_config(optimizer=OptimizerOptions(f"{file}:sgd(momentum=0.{9 * moments})"))
     phases = estimate_phases(run, "grpo", MemoryEstimator(config_json.from_dict(MODEL)), 1, ROWS)
     assert phases["train"]["optimizer"] == moments * phases["train"]["gradients"] < phases["train"]["weights"] + 1
-
-
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_the_balance_loss_of_experts_is_estimated(recomputed, monkeypatch):
-    """The balance loss keeps all 256 experts' probabilities until the backward pass."""
-    sizes = tiny.RUN_QWEN3_MOE["text_config"] | {"num_experts": 256, "mlp_only_layers": []}
-    config = config_json.from_dict(MODEL | tiny.RUN_QWEN3_MOE | {"text_config": sizes})
-    costs, run = MemoryEstimator(config), run_config()
-    run.model.activation_checkpointing = recomputed
-    model = costs.build(run, "grpo").to_empty(device="cpu")
-    initialize(model, torch.Generator().manual_seed(0))
-    if recomputed:
-        recompute_blocks(model)
-    ids = torch.cat([torch.full((64,), config.image_token_id), torch.randint(0, 400, (WORK.text_tokens,))])
-    prompt = Prompt(ids, torch.rand(256, config.vision_config.patch_dim), torch.tensor([[1, 16, 16]]))
-    batch = pack([prompt] * 2, [[torch.randint(0, 400, (WORK.completion_tokens,))] * 3] * 2, config)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    held = [*model.parameters(), *(p.grad for p in model.parameters())]
-    spec = FAMILIES["qwen3_vl_moe"]
-    routing = replace(spec.routing, chosen_experts=lambda model: contextlib.nullcontext(dict))
-    without_balance = replace(spec, routing=routing)
-    estimated, measured = [], []
-    for weight in (1, 0):
-        estimated.append(costs.activations(run, TrainedModels(costs.build(run, "grpo")), WORK, train=True))
-        with AllocationTracker(held) as live:
-            with chosen_experts(model) as chosen:
-                loss = per_token_logps(model, batch)[0].sum()
-            (loss + load_balancing_loss(chosen().values()) if weight else loss).backward()
-        measured.append(live.peak)
-        monkeypatch.setattr(memory, "family_of", lambda model: without_balance)
-    assert estimated[0] - estimated[1] == pytest.approx(measured[0] - measured[1], rel=0.3)
 
 
 FAMILY_SIZES = {

@@ -106,25 +106,6 @@ def test_a_trajectory_is_shown_as_a_row_of_turns(trained, tmp_path):
 
 
 @pytest.mark.slow
-def test_experts_are_shown_by_layer_and_kind_of_token(trained, tmp_path):
-    """The page shows token fractions over the last ten steps, and omits earlier tables."""
-    earlier = {"experts/tokens": [[[7654321] * 3] * 2] * 2}
-    # text, then images; two layers with three experts each
-    tables = {"experts/tokens": [[[3, 0, 1], [1, 1, 2]], [[2, 2, 0], [0, 0, 0]]]}
-    [line] = metrics(trained)[:1]
-    lines = [line | earlier] * 2 + [line | tables] * 10
-    write_lines(trained / "metrics.jsonl", lines)
-    report.main([str(trained)])
-    html = browse(trained / "report.html", "", tmp_path)
-    text, image = html.split('aria-label="share of ')[1:]
-    assert re.findall("layer 0, expert .: (.*?) %", text) == ["75.0", "0.0", "25.0"]
-    assert re.findall("layer 1, expert .: (.*?) %", image) == ["0.0"] * 3 and "7654321" not in json.dumps(
-        collect_run(trained)
-    )
-    assert 'fill-opacity="1"' in text and "experts/tokens by step" not in html
-
-
-@pytest.mark.slow
 def test_recipe_warnings_and_results_come_first(trained, home, tmp_path):
     """By default the page opens at a step with different rewards.
 

@@ -55,7 +55,7 @@ def test_a_long_stage_has_a_bounded_number_of_points(tmp_path, monkeypatch):
     short = [{"stage": "sft", "step": i, "loss": float(i)} for i in range(3)]
     lines = [
         {"stage": "grpo", "step": i, "reward": float(i), "kl": None if i else 1.0, "completions/min_length": i,
-         "completions/max_length": i, "experts/tokens": [[[i]], [[0]]]}
+         "completions/max_length": i}
         for i in range(11)
     ]  # fmt: skip
     write_lines(tmp_path / "metrics.jsonl", short + lines)
@@ -66,5 +66,4 @@ def test_a_long_stage_has_a_bounded_number_of_points(tmp_path, monkeypatch):
     names = "step", "reward", "kl", "completions/min_length", "completions/max_length"
     points = [[line[name] for name in names] for line in shown["metrics"][3:]]
     assert points == [[4, 1.5, 1.0, 0, 3], [8, 5.5, None, 4, 7], [11, 9.0, None, 8, 10]]
-    assert shown["experts"] == [[[[i]], [[0]]] for i in range(1, 11)]
     assert shown["evaluations"] == [{"step": 14, "eval/loss": 1.0}]

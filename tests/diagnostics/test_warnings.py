@@ -14,7 +14,6 @@ from runs import metrics
 from minivlmrl.config.options import LoRAOptions, RolloutOptions, RunConfig, SamplingOptions
 from minivlmrl.diagnostics.warnings import (
     BASELINE_ROLLOUTS,
-    IDLE_EXPERT_STEPS,
     WINDOW,
     TrainingWarnings,
     WarningRules,
@@ -178,27 +177,6 @@ def test_a_resumed_run_gives_the_same_warnings(killed):
     said = [step(first, number) for number in range(killed)]
     second.restore(first.state())
     assert said + [step(second, number) for number in range(killed, 2 * BASELINE_ROLLOUTS)] == expected
-
-
-def test_experts_without_tokens_are_reported():
-    """The warning comes once, also in a resumed run. Dense layers have no experts."""
-    # tokens per layer and expert: text, images
-    idle = {"experts/tokens": [[[4, 0, 1], [0, 0, 0]], [[0, 0, 3], [0, 0, 0]]]}
-    busy = {"experts/tokens": [[[4, 0, 1], [0, 0, 0]], [[0, 2, 3], [0, 0, 0]]]}
-    rules = make_rules()
-    said = [rules.step(HEALTHY | idle) for _ in range(IDLE_EXPERT_STEPS - 1)] + [rules.step(HEALTHY | busy)]
-    assert not any(said)
-    said = []
-    for number in range(IDLE_EXPERT_STEPS + 5):
-        if number == 20:
-            resumed = make_rules()
-            resumed.restore(rules.state())
-            rules = resumed
-        said.append(rules.step(HEALTHY | idle))
-    assert not any(said[: IDLE_EXPERT_STEPS - 1] + said[IDLE_EXPERT_STEPS:])
-    [sentence] = said[IDLE_EXPERT_STEPS - 1]
-    assert sentence.startswith("1 experts, for example expert 1 of layer 0, had no token in the last 50 steps")
-    assert "set grpo.router_aux_loss_coef" in sentence
 
 
 def test_weights_without_a_gradient_are_reported():

@@ -166,8 +166,7 @@ QUICK_TRAJECTORIES = ["stage", *SHORT_HISTORY, "--grpo.max_steps=2", "--grpo.num
 MOVING = [*GRPO, "--grpo.num_iterations=1", "--reference.sync_ref_model=true", "--reference.ref_model_sync_steps=1"]
 SHARING = [*MOVING, "--reference.num_shared_layers=1"]
 FOLDER = [*GRPO, "--reference.path=FOLDER/judge"]
-EXPERTS = [*GRPO, "--model.config=FOLDER/qwen3_5_moe.json", "--optimizer.weight_decay=0.1",
-           "--grpo.router_aux_loss_coef=0.1"]  # fmt: skip
+EXPERTS = [*GRPO, "--model.config=FOLDER/qwen3_5_moe.json", "--optimizer.weight_decay=0.1"]
 EIGHT_BITS = "--optimizer.name=adamw_8bit"
 BELOW = ("visual.", "model.embed_tokens.", "model.layers.0.")  # parameters before the second layer
 COUNTS = {f"{count} rows": ["evaluation", f"--data.eval_rows={count}"] for count in (5, 1)}

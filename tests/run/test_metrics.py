@@ -13,7 +13,6 @@ from runs import LETTERS, metrics
 
 from minivlmrl.config.options import RunConfig
 from minivlmrl.distributed.process_group import World
-from minivlmrl.model.families.routers import RouterLog
 from minivlmrl.run import metrics as metrics_file
 from minivlmrl.run.metrics import EVALUATIONS, METRICS, TIMINGS, WARNINGS, MetricsLog, describe_speed, memory_use, merge
 from minivlmrl.run.trainer_state import TrainerState
@@ -58,7 +57,6 @@ def begin(log, stage, steps, done=0, seconds=0.0):
     )
     policy = SimpleNamespace(config=SimpleNamespace(vocab_size=512))
     trainer = SimpleNamespace(stage=stage, config=config, run=run, policy=policy, trained=torch.nn.Module())
-    trainer.router_log = RouterLog(None, ONE)
     trainer.timer = PhaseTimer(log.world.device)
     log.stage(trainer, done, seconds)
     return log

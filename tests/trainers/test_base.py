@@ -26,7 +26,7 @@ def test_means_of_a_micro_batch_divide_by_its_tokens(mask, mean, advantages):
     assert batch.mean(values).item() == mean
     per_token = torch.tensor([[4.0, 5.0], [6.0, 7.0]])
     tensors = dict.fromkeys(("old_per_token_logps", "old_values", "returns", "sampler_logps"), per_token)
-    ppo = PPOBatch(ROWS, torch.tensor(mask), None, samples=[], sampler_routes=None, advantages=per_token, **tensors)
+    ppo = PPOBatch(ROWS, torch.tensor(mask), None, samples=[], advantages=per_token, **tensors)
     assert ppo.completion_advantages() == advantages
 
 

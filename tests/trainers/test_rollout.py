@@ -17,7 +17,7 @@ def test_the_mismatch_is_that_of_the_tokens_that_are_trained_on(mask):
     mask = torch.tensor(mask)
     group = SimpleNamespace(pad=lambda flat: flat.view(2, 2), completion_mask=torch.ones(2, 2))
     logps = torch.tensor([[4.0, 5.0], [6.0, 7.0]])
-    batch = SampledBatch(group, mask, None, samples=[], sampler_logps=logps, sampler_routes=None)
+    batch = SampledBatch(group, mask, None, samples=[], sampler_logps=logps)
     differences = torch.tensor([[9.0, 2.0], [3.0, 4.0]]) * mask
     metrics = RolloutTrainer.token_metrics(None, batch, logps + differences, torch.zeros(4))
     expected = (differences.square().sum() / max(mask.sum().item(), 1)).sqrt()

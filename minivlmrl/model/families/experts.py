@@ -10,7 +10,6 @@ Source: modeling_qwen3_vl_moe.py and modeling_qwen3_5_moe.py in transformers 5.2
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from minivlmrl.kernels.dense_attention import Reorder
 from minivlmrl.model.config import ExpertsConfig, ModelConfig
 from minivlmrl.model.decoder import DecoderLayer
-from minivlmrl.model.families.registry import ChosenExperts
 from minivlmrl.model.plain_weights import Weight
 from minivlmrl.model.vision import MLP
 
@@ -94,30 +92,6 @@ def choose_experts(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """
     probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     return probabilities, probabilities.topk(top_k, dim=-1).indices
-
-
-@contextmanager
-def chosen_experts(model: nn.Module) -> Iterator[Callable[[], ChosenExperts]]:
-    """Record the experts that routers choose inside a `with` block.
-
-    The context manager yields a function that returns, for each layer with experts, the result from
-    choose_experts in the latest forward. The last layer processes only the selected tokens, so its
-    result contains only these tokens; see TextModel.
-    """
-    latest: dict[int, tuple[Tensor, int]] = {}  # layer index -> arguments to choose_experts
-
-    def record(block: Experts, router: nn.Module, inputs: tuple, logits: Tensor):
-        # stored by layer, because activation recomputation in the backward pass runs the hook again
-        latest[block.index] = logits, block.top_k
-
-    def chosen() -> ChosenExperts:
-        return {layer: choose_experts(*arguments) for layer, arguments in latest.items()}
-
-    with ExitStack() as hooks:
-        for block in model.modules():
-            if isinstance(block, Experts):
-                hooks.enter_context(block.gate.register_forward_hook(partial(record, block)))
-        yield chosen
 
 
 def place_experts(layer: DecoderLayer, config: ModelConfig, index: int):

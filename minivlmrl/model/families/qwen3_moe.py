@@ -8,15 +8,12 @@ from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import DecoderLayer
 from minivlmrl.model.families import qwen3_5, qwen3_vl
 from minivlmrl.model.families.experts import (
-    chosen_experts,
     count_over_ranks,
     place_experts,
     split_experts,
     stack_experts,
 )
-from minivlmrl.model.families.registry import ModelSpec, Routing
-from minivlmrl.model.families.routers import RouterLog
-from minivlmrl.model.families.routes import join_routes, watch_routes
+from minivlmrl.model.families.registry import ModelSpec
 
 # keys of each family's config.json that describe experts, with transformers' defaults
 QWEN3_VL = {
@@ -52,7 +49,6 @@ class RecurrentExpertsLayer(qwen3_5.Layer):
 
 # pattern for the layers that adapter.target: experts selects, which are experts and routers
 ROUTED = re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
-ROUTING = Routing(chosen_experts, RouterLog, watch_routes, join_routes)
 
 
 def with_experts(spec: ModelSpec, transposed: bool, **changes) -> ModelSpec:
@@ -63,7 +59,6 @@ def with_experts(spec: ModelSpec, transposed: bool, **changes) -> ModelSpec:
         split_tensors=partial(split_experts, transposed=transposed),
         stack_tensors=partial(stack_experts, transposed=transposed),
         count_over_ranks=count_over_ranks,
-        routing=ROUTING,
         adapter_targets={"experts": ROUTED},
         not_quantized=(".mlp.gate",),
         in_vllm=False,

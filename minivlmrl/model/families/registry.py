@@ -7,18 +7,16 @@ a family.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.model.config import ModelConfig, VisionConfig
-from minivlmrl.model.decoder import TextModel, VisionLanguageModel
-from minivlmrl.model.packing import GroupBatch
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.plain_weights import Weight
 
 MODULES = {
@@ -50,35 +48,6 @@ QWEN2_TEXT = {
 
 
 TensorsOfFile = Iterable[tuple[str, Tensor]]
-# layer index -> probabilities (tokens, E) and ids for the chosen experts (tokens, k)
-ChosenExperts = dict[int, tuple[Tensor, Tensor]]
-
-
-class RoutingLog(Protocol):
-    """Interface for RouterLog in families/routers.py, which describes its methods."""
-
-    def watch(self, model: nn.Module) -> AbstractContextManager[Callable[[], ChosenExperts]]: ...
-
-    def differing_routes(
-        self, group: GroupBatch, chosen: ChosenExperts, decoder: TextModel, sampler_routes: Tensor
-    ) -> Tensor: ...
-
-    def add(self, group: GroupBatch, chosen: ChosenExperts) -> dict[str, Tensor]: ...
-
-    def take(self) -> dict[str, list]: ...
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Functions for models with experts, called by trainers, samplers and memory estimates."""
-
-    # (model) -> context manager; yields a function that returns the latest forward's experts
-    chosen_experts: Callable[[nn.Module], AbstractContextManager[Callable[[], ChosenExperts]]]
-    log: Callable[..., RoutingLog]  # (ModelConfig, World) -> RouterLog from families/routers.py
-    # (model, token sampler, buffer) -> context manager; yields a sampler that also records routes
-    watch_routes: Callable[..., AbstractContextManager[Callable]]
-    # (completions) -> recorded routes for all tokens; see families/routes.py
-    join_routes: Callable[..., Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -115,7 +84,6 @@ class ModelSpec:
     count_over_ranks: Callable[[VisionLanguageModel, Callable], None] = lambda model, sum_counts: (
         None
     )
-    routing: Routing | None = None  # None if the family has no experts
     # additional values for adapter.target -> pattern for the selected layers' names
     adapter_targets: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
     not_quantized: tuple[str, ...] = ()  # router name ends, which are not quantised

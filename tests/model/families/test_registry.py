@@ -23,7 +23,7 @@ def test_the_blocks_of_a_model_cover_its_layers_once(model_type):
     assert blocks == [f"visual.blocks.{i}" for i in range(4)] + [f"model.layers.{i}" for i in range(3)]
 
 
-OTHERS = "qwen2_vl", "qwen3_vl", "qwen3_5", "experts", "routers", "routes"
+OTHERS = "qwen2_vl", "qwen3_vl", "qwen3_5", "experts"
 LOADED = """
 import sys
 from minivlmrl.model.build import random_model
