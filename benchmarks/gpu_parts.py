@@ -35,7 +35,7 @@ from grpo_step import Ours, make_rows, trl_clock, trl_side
 from sizes import HUB, small_model
 
 from minivlmrl.config.loading import load_config
-from minivlmrl.data.row_sizes import RowSize
+from minivlmrl.data.row_summary import RowSize
 from minivlmrl.diagnostics.memory import RESERVE, MemoryEstimator, estimate_phases, peak_bytes
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import recompute_blocks

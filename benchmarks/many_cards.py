@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
-from minivlmrl.data.row_sizes import RowSize
+from minivlmrl.data.row_summary import RowSize
 from minivlmrl.diagnostics.memory import BatchShape, MemoryEstimator, estimate_phases, meta_batch, peak_bytes
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import begin_micro_batch, end_micro_batches, is_sharded, num_shards, reshard

@@ -24,7 +24,7 @@ from minivlmrl.config.options import RunConfig, ShardingOptions
 from minivlmrl.data.download import find_settings
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_sizes import RowSize
+from minivlmrl.data.row_summary import RowSize
 from minivlmrl.data.rows import Dataset
 from minivlmrl.diagnostics.memory import GB, RESERVE, MemoryEstimator, estimate_phases, peak_bytes
 from minivlmrl.diagnostics.memory_check import measure_datasets, refusal

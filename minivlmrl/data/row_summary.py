@@ -2,19 +2,22 @@
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import torch
 
 from minivlmrl.data.file_rows import FileRows, RowSelection
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import Processor
+from minivlmrl.data.processor import Processor, encode_completion
 from minivlmrl.data.rows import Dataset, Row
+from minivlmrl.data.video import VideoFile
 
-SAMPLE = 64  # rows whose prompt lengths are measured for the summary
-TASK_ROWS = 1000  # rows from an embedded task that are inspected, because all are similar
+SAMPLE = 64  # rows that are measured, for the summary and for the memory estimate
+TASK_ROWS = 1000  # rows of an embedded task that are inspected, because all are similar
 MARKUP = 1000  # maximum number of tokens that a chat template adds to a prompt
+TOKEN_BYTES = 3  # text bytes per token, roughly; only the order of rows depends on this number
 
 
 class PatchCounter(ImageProcessor):
@@ -26,64 +29,8 @@ class PatchCounter(ImageProcessor):
         return torch.zeros(0, self.patch_dim, dtype=self.dtype), grid
 
 
-def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False) -> str:
-    """Describe a dataset: "1204 (1200 with 1 image, 4 with no image); prompts of 212 to 580 tokens".
-
-    Args:
-        rows: the dataset.
-        processor: the model's processor, which counts the tokens in sampled prompts.
-        skip_unreadable: True counts and names unreadable rows in the sample; False raises their
-            ValueError.
-    """
-    counter = counting_processor(processor)
-    row_numbers = sorted({len(rows) * i // SAMPLE for i in range(SAMPLE)})
-    unreadable: list[str] | None = [] if skip_unreadable else None
-    lengths = [_prompt_length(rows, number, counter, unreadable) for number in row_numbers]
-    prompt_lengths = sorted(length for length in lengths if length is not None)
-    if isinstance(rows, FileRows):
-        summary_text = rows.describe()
-    else:  # an embedded task's rows are all similar
-        summary_text = count_words({(len(rows[0].images), 0): len(rows)}, len(rows))
-    if prompt_lengths:
-        length_bounds = " to ".join(map(str, sorted({prompt_lengths[0], prompt_lengths[-1]})))
-        summary_text += f"; prompts of {length_bounds} tokens"
-        if len(prompt_lengths) < len(rows):
-            summary_text += f" ({len(prompt_lengths)} were measured)"
-    if unreadable:
-        summary_text += (
-            f"; {len(unreadable)} of {len(row_numbers)} measured rows are unreadable and will be "
-            f"skipped (data.skip_unreadable), for example {unreadable[0]}"
-        )
-    return summary_text
-
-
-def _prompt_length(
-    rows: Dataset, index: int, counter: Processor, unreadable: list[str] | None
-) -> int | None:
-    """Return a prompt's token count, or None if the row has videos or is unreadable.
-
-    An unreadable row's error is appended to `unreadable`, or raised if that is None.
-    """
-    try:
-        row = outline(rows, index)
-        return None if row.videos else len(row.prompt(counter).input_ids)
-    except ValueError as error:
-        if unreadable is None:
-            raise
-        unreadable.append(str(error))
-        return None
-
-
-def count_words(media_counts: Mapping[tuple[int, int], int], num_rows: int) -> str:
-    """Describe the image and video counts: "1204 (1200 with 1 image, 4 with no image)".
-
-    Args:
-        media_counts: {a row's (images, videos): number of such rows}.
-        num_rows: number of all rows.
-    """
-    media_words = sorted((_media_words(*media), count) for media, count in media_counts.items())
-    text = ", ".join(f"{count} with {words}" for words, count in media_words)
-    return f"{num_rows} ({text})" if len(media_counts) > 1 else text
+def counting_processor(processor: Processor) -> Processor:
+    return replace(processor, image_processor=PatchCounter(**vars(processor.image_processor)))
 
 
 def outline(rows: Dataset, index: int) -> Row:
@@ -92,69 +39,122 @@ def outline(rows: Dataset, index: int) -> Row:
 
 
 def without_media(rows: Dataset) -> Iterator[Row]:
-    """Yield all rows without their images and videos.
-
-    Only an embedded task's first TASK_ROWS rows are yielded, with their images.
-    """
+    """Yield all rows without their images; of an embedded task, the first rows with their images."""
     if isinstance(rows, FileRows):
-        for row_number in range(len(rows)):
-            yield rows.read(row_number)[0]
+        yield from (rows.read(number)[0] for number in range(len(rows)))
     else:
-        for row_number in range(min(len(rows), TASK_ROWS)):
-            yield rows[row_number]
+        yield from (rows[number] for number in range(min(len(rows), TASK_ROWS)))
+
+
+def without_rows(rows: Dataset, removed: Mapping[int, str]) -> Dataset:
+    """Return a dataset without the rows whose indices are the keys of `removed`."""
+    if not removed or not isinstance(rows, FileRows):
+        return rows
+    return RowSelection([rows], [(0, i) for i in range(len(rows)) if i not in removed])
+
+
+def prompt_lengths(
+    rows: Dataset, numbers: Sequence[int], counter: Processor, unreadable: list[str] | None
+) -> Iterator[tuple[int, Row, int]]:
+    """Yield (index, row, prompt length) for rows without videos.
+
+    An unreadable row's error is appended to `unreadable`, or raised if that is None.
+    """
+    for number in numbers:
+        try:
+            row = outline(rows, number)
+            if not row.videos:
+                yield number, row, len(row.prompt(counter).input_ids)
+        except ValueError as error:
+            if unreadable is None:
+                raise
+            unreadable.append(str(error))
+
+
+def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False) -> str:
+    """Describe a dataset: "1204 (1200 with 1 image, 4 with no image); prompts of 212 to 580 tokens".
+
+    skip_unreadable counts unreadable rows in the sample instead of raising their ValueError.
+    """
+    numbers = sorted({len(rows) * i // SAMPLE for i in range(SAMPLE)})
+    unreadable: list[str] | None = [] if skip_unreadable else None
+    measured = prompt_lengths(rows, numbers, counting_processor(processor), unreadable)
+    lengths = sorted(length for *_, length in measured)
+    if isinstance(rows, FileRows):
+        text = rows.describe()
+    else:  # an embedded task's rows are all similar
+        text = count_words({(len(rows[0].images), 0): len(rows)}, len(rows))
+    if lengths:
+        text += f"; prompts of {' to '.join(map(str, sorted({lengths[0], lengths[-1]})))} tokens"
+        if len(lengths) < len(rows):
+            text += f" ({len(lengths)} were measured)"
+    if unreadable:
+        text += (
+            f"; {len(unreadable)} of {len(numbers)} measured rows are unreadable and will be "
+            f"skipped (data.skip_unreadable), for example {unreadable[0]}"
+        )
+    return text
+
+
+def count_words(media_counts: Mapping[tuple[int, int], int], num_rows: int) -> str:
+    """Describe {a row's (images, videos): number of such rows}: "1204 (1200 with 1 image, ...)"."""
+
+    def words(counts: tuple[int, int]) -> str:
+        named = zip(counts, ("image", "video"), strict=True)
+        parts = [f"{n} {kind}{'s' if n > 1 else ''}" for n, kind in named if n]
+        return " and ".join(parts) or "no image"
+
+    listed = sorted((words(counts), number) for counts, number in media_counts.items())
+    text = ", ".join(f"{number} with {media}" for media, number in listed)
+    return f"{num_rows} ({text})" if len(media_counts) > 1 else text
 
 
 def describe_spelled(rows: Dataset, structure: Collection[str]) -> str | None:
-    """Describe the rows whose texts spell a control token that no text may write.
-
-    Args:
-        rows: the dataset. Rows of an embedded task are not searched, because no stranger wrote them.
-        structure: these control tokens, see Tokenizer.structure.
-
-    Returns:
-        A sentence with the number of such rows and the tokens, or None if there are no such rows.
-    """
+    """Describe the rows of files whose texts spell a control token that no text may write."""
     if not isinstance(rows, FileRows):
         return None
-    longest_first = sorted(structure, key=len, reverse=True)
-    pattern = re.compile("|".join(map(re.escape, longest_first)))
-    num_rows = 0
-    names = set()
-    for row in without_media(rows):
-        found = set(pattern.findall(repr([row.messages, row.completion, row.chosen, row.rejected])))
-        num_rows += bool(found)
-        names |= found
-    if not names:
+    pattern = re.compile("|".join(map(re.escape, sorted(structure, key=len, reverse=True))))
+    texts = (repr([x.messages, x.completion, x.chosen, x.rejected]) for x in without_media(rows))
+    found = [names for names in (set(pattern.findall(text)) for text in texts) if names]
+    if not found:
         return None
     return (
-        f"{num_rows} of {len(rows)} rows spell {', '.join(sorted(names))} in their texts. The "
-        "tokenizer has a token for each of these names, but the names are encoded as ordinary "
-        "text here, because only the chat template may write tokens of the structure"
+        f"{len(found)} of {len(rows)} rows spell {', '.join(sorted(set().union(*found)))} in their "
+        "texts. The tokenizer has a token for each of these names, but the names are encoded as "
+        "ordinary text here, because only the chat template may write tokens of the structure"
     )
+
+
+def _long_rows(
+    rows: Dataset, processor: Processor, limit: int, skip_unreadable: bool
+) -> Iterator[tuple[int, str, int]]:
+    """Yield (index, file and line, prompt length) for rows with more than `limit` prompt tokens."""
+    if not isinstance(rows, FileRows):
+        return  # an embedded task's rows are all similar
+    images = processor.image_processor
+
+    def may_be_long(number: int) -> bool:
+        row, media = rows.read(number)
+        image_tokens = (
+            len(media) * images.max_pixels // (images.patch_size * images.merge_size) ** 2
+        )
+        # upper bound, because a token has at least one byte
+        return len(repr(row.messages).encode()) + image_tokens + MARKUP > limit
+
+    numbers = [number for number in range(len(rows)) if may_be_long(number)]
+    unreadable: list[str] | None = [] if skip_unreadable else None
+    counter = counting_processor(processor)
+    for number, row, length in prompt_lengths(rows, numbers, counter, unreadable):
+        if length > limit:
+            yield number, row.where, length
 
 
 def find_long_rows(
     rows: Dataset, processor: Processor, limit: int, skip_unreadable: bool = False
 ) -> dict[int, str]:
-    """Find rows whose prompt has more than `limit` tokens, except rows with videos.
-
-    Args:
-        rows: the dataset.
-        processor: the model's processor.
-        limit: maximum prompt length in tokens.
-        skip_unreadable: True keeps unreadable rows, which the loader skips; False raises their
-            ValueError.
-
-    Returns:
-        {row index: its file and line, and its prompt length}.
-
-    Raises:
-        ValueError: all rows are too long, or a row is unreadable.
-    """
-    unreadable: list[str] | None = [] if skip_unreadable else None
-    long_rows = {}
-    for row_number, where, prompt_length in _long_rows(rows, processor, limit, unreadable):
-        long_rows[row_number] = f"{where}: {prompt_length} tokens"
+    """Return {row index: its place and length} for prompts over `limit`, except rows with videos."""
+    found = _long_rows(rows, processor, limit, skip_unreadable)
+    long_rows = {number: f"{where}: {length} tokens" for number, where, length in found}
     if len(long_rows) == len(rows):
         raise ValueError(
             f"data.max_prompt_tokens is {limit}, but all prompts are longer, for example "
@@ -163,60 +163,80 @@ def find_long_rows(
     return long_rows
 
 
-def without_rows(rows: Dataset, removed: Mapping[int, str]) -> Dataset:
-    """Return a dataset without the rows whose indices are the keys of `removed`."""
-    if not removed or not isinstance(rows, FileRows):
-        return rows
-    picks = [(0, row_number) for row_number in range(len(rows)) if row_number not in removed]
-    return RowSelection([rows], picks)
-
-
 def check_lengths(
     rows: Dataset, processor: Processor, limit: int, reason: str, skip_unreadable: bool = False
 ):
-    """Raise ValueError if a prompt without videos has more than `limit` tokens.
+    """Raise ValueError, which ends with `reason`, if a prompt has more than `limit` tokens."""
+    for _, where, length in _long_rows(rows, processor, limit, skip_unreadable):
+        raise ValueError(f"{where}: the prompt of {length} tokens {reason}")
 
-    Args:
-        rows: the dataset.
-        processor: the model's processor.
-        limit: maximum prompt length in tokens.
-        reason: end of the error message, after "the prompt of 2000 tokens".
-        skip_unreadable: True ignores unreadable rows; False raises their ValueError.
+
+@dataclass(frozen=True)
+class RowSize:
+    """A row's token and image counts; the default is a typical row with one image."""
+
+    text_tokens: int = 200  # text tokens in the prompt
+    image_tokens: int = 1000  # image tokens in the prompt, after patches are merged
+    frames: int = 1  # equally large images of image_tokens; two video frames count as one
+    answer_tokens: int | None = None  # of the longest given answer; None without an answer
+    where: str = ""  # the row's file and line
+    media: str = ""  # image and video sizes, for messages
+    has_videos: bool = False
+    index: int = 0  # index of the row in its dataset
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.text_tokens + self.image_tokens
+
+    @property
+    def weight(self) -> int:
+        """Order of the rows; image tokens count twice, as tower and decoder both process them."""
+        return self.prompt_tokens + self.image_tokens + (self.answer_tokens or 0)
+
+
+def measure_rows(rows: Dataset, processor: Processor, answers: Sequence[str] = ()) -> list[RowSize]:
+    """Return the sizes of the largest rows, the largest first; unreadable rows are left out.
+
+    `answers` are the Row fields with given answers.
     """
-    unreadable: list[str] | None = [] if skip_unreadable else None
-    for _, where, prompt_length in _long_rows(rows, processor, limit, unreadable):
-        raise ValueError(f"{where}: the prompt of {prompt_length} tokens {reason}")
-
-
-def _long_rows(
-    rows: Dataset, processor: Processor, limit: int, unreadable: list[str] | None
-) -> Iterator[tuple[int, str, int]]:
-    """Yield (index, file and line, prompt length) for rows with more than `limit` prompt tokens."""
-    if not isinstance(rows, FileRows):
-        return  # an embedded task's rows are all similar
     counter = counting_processor(processor)
-    image_processor = processor.image_processor
-    token_side = image_processor.patch_size * image_processor.merge_size
-    for row_number in range(len(rows)):
-        row, media = rows.read(row_number)
-        # upper bound, because a token has at least one byte
-        text_tokens = len(repr(row.messages).encode())
-        image_tokens = len(media) * image_processor.max_pixels // token_side**2
-        if text_tokens + image_tokens + MARKUP <= limit:
-            continue  # not even the upper bound is over the limit, so the prompt is not tokenized
-        prompt_length = _prompt_length(rows, row_number, counter, unreadable)
-        if prompt_length is not None and prompt_length > limit:
-            yield row_number, row.where, prompt_length
+    numbers = range(min(len(rows), SAMPLE))  # an embedded task's rows are all similar
+    if isinstance(rows, FileRows):
+        weights = {}
+        for number in range(len(rows)):
+            with suppress(ValueError):
+                weights[number] = rough_weight(rows.outline(number), counter, answers)
+        numbers = sorted(weights, key=lambda number: -weights[number])[:SAMPLE]
+    sizes = []
+    for number in numbers:
+        with suppress(ValueError):
+            sizes.append(replace(row_size(outline(rows, number), counter, answers), index=number))
+    return sorted(sizes, key=lambda size: -size.weight)
 
 
-def counting_processor(processor: Processor) -> Processor:
-    """Return a processor that counts image and video patches without decoding them."""
-    return replace(processor, image_processor=PatchCounter(**vars(processor.image_processor)))
+def rough_weight(row: Row, counter: Processor, answers: Sequence[str]) -> float:
+    """Estimate RowSize.weight without tokenizing a row's texts."""
+    media = counter.media_patches(row.messages, row.images, row.videos)
+    image_tokens = sum(counter.image_processor.num_tokens(grid) for _, grid, _ in media)
+    texts = [row.messages, *(getattr(row, name) for name in answers)]
+    return 2 * image_tokens + sum(len(repr(text).encode()) for text in texts) / TOKEN_BYTES
 
 
-def _media_words(num_images: int, num_videos: int) -> str:
-    words = []
-    for kind, count in (("image", num_images), ("video", num_videos)):
-        if count:
-            words.append(f"{count} {kind}s" if count > 1 else f"1 {kind}")
-    return " and ".join(words) or "no image"
+def row_size(row: Row, counter: Processor, answers: Sequence[str]) -> RowSize:
+    """Count the tokens in a row that FileRows.outline has read."""
+    prompt = row.prompt(counter)
+    grids = prompt.image_grid_thw
+    image_tokens = int(grids.prod(1).sum()) // counter.image_processor.merge_size**2
+    given = [getattr(row, name) for name in answers]
+    lengths = [len(encode_completion(counter, row.messages, text).ids) for text in given if text]
+    words = [f"an image of {image.width} x {image.height} pixels" for image in row.images]
+    for video in row.videos:
+        frames = (
+            video.read(counter.image_processor) if isinstance(video, VideoFile) else video
+        ).frames
+        words.append(f"a video of {len(frames)} frames of {frames[0].width} x {frames[0].height}")
+    return RowSize(
+        len(prompt.input_ids) - image_tokens, image_tokens, max(int(grids[:, 0].sum()), 1),
+        max(lengths, default=None), row.where,
+        ", ".join(words[:3]) + (", ..." if len(words) > 3 else ""), bool(row.videos),
+    )  # fmt: skip

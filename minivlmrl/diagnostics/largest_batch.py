@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from minivlmrl.data.loader import readable_prompt
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_sizes import RowSize
+from minivlmrl.data.row_summary import RowSize
 from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.errors import phase
 from minivlmrl.run.loop import num_tokens, run_micro_batches

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.types import Plain
 from minivlmrl.data.download import find_folder
-from minivlmrl.data.row_sizes import RowSize
+from minivlmrl.data.row_summary import RowSize
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.distributed.micro_batching import split_into_micro_batches
 from minivlmrl.distributed.weights import copy_model, num_shards, recompute_blocks

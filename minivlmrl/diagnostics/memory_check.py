@@ -16,7 +16,7 @@ from minivlmrl.config.types import Plain
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_sizes import RowSize, measure_rows
+from minivlmrl.data.row_summary import RowSize, measure_rows
 from minivlmrl.data.rows import Dataset
 from minivlmrl.data.video import MIN_FRAME_TOKENS
 from minivlmrl.diagnostics.largest_batch import largest_rows, try_largest_batch

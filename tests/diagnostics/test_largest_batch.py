@@ -11,7 +11,7 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_sizes import measure_rows
+from minivlmrl.data.row_summary import measure_rows
 from minivlmrl.diagnostics.largest_batch import largest_rows, try_largest_batch
 from minivlmrl.diagnostics.memory_check import MemoryCheck
 from minivlmrl.distributed.process_group import World

@@ -8,7 +8,7 @@ import torch
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import LoRAOptions, OptimizerOptions, RunConfig, SamplingOptions, ShardingOptions
-from minivlmrl.data.row_sizes import RowSize
+from minivlmrl.data.row_summary import RowSize
 from minivlmrl.data.rows import Prompt
 from minivlmrl.diagnostics import memory
 from minivlmrl.diagnostics.memory import (
