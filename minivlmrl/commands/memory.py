@@ -10,17 +10,14 @@ explains the estimate.
 """
 
 import argparse
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from copy import copy
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import load_config
-from minivlmrl.config.options import RunConfig, ShardingOptions
+from minivlmrl.config.options import RunConfig
 from minivlmrl.data.download import find_settings
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
@@ -37,26 +34,6 @@ from minivlmrl.model.peft import base_model, is_adapter_folder
 from minivlmrl.run.datasets import load_datasets
 from minivlmrl.run.setup import adapt_processor, fit_rows
 from minivlmrl.trainers.registry import find_trainers
-
-CARDS = (12, 16, 24, 32, 48, 80)  # common GPU sizes in GB
-# meaning of the phases (columns) and items (rows) whose name in the table does not explain them
-LEGEND = {
-    "evaluation": "answers to held-out rows; given answers are scored",
-    "rollout": "sampling of completions",
-    "score": "log-probabilities of the completions under the old policy and the reference model",
-    "train": "forward and backward pass of one micro-batch",
-    "weights": "the policy; with LoRA its base model and adapters",
-    "optimizer": "moments of AdamW",
-    "reference": "weights that the reference model does not share with the policy",
-    "gathered": "full weights that FSDP assembles from the shards of all GPUs",
-    "16-bit adapters": "copies of the float32 adapters, with which completions are sampled",
-    "joined weights": "copies of the weights of q, k and v, which decode steps multiply at once",
-    "keys and values": "KV cache of the completions that are sampled at the same time",
-    "prompts' forward": "activations of the prompts of a rollout, before sampling begins",
-    "logits": "scores over the vocabulary; training computes them piece by piece",
-    "forward and backward": "activations that are kept for the backward pass",
-    "in reserve": "the CUDA context, buffers of NCCL and gaps between allocations",
-}
 
 
 def main(arguments: list[str]):
@@ -78,7 +55,6 @@ def main(arguments: list[str]):
     measured = None
     if options.text_tokens is None and options.image_tokens is None:
         measured = open_rows(run, find_settings(name))
-    printed = ["in reserve"]
     for stage in run.stage_names:
         rows, held_out = typical, typical
         if measured is not None:
@@ -87,15 +63,9 @@ def main(arguments: list[str]):
             rows, held_out = measure_datasets(stage, run, datasets, processor)
         planned = run, stage, costs, options.gpus, rows, held_out
         phases = estimate_phases(*planned)
-        print(f"\n{stage}: {row_text(rows[0])}\n{memory_table(phases, gpu_bytes)}\n")
-        print(card_table(phases))
-        for advice in faster_sharding(*planned, gpu_bytes):
-            print(advice)
+        print(f"\n{stage}: {row_text(rows[0])}\n{memory_table(phases, gpu_bytes)}")
         if peak_bytes(phases) > gpu_bytes:
             print(f"\n{refusal(*planned, images, gpu_bytes)}")
-        printed += [*phases, *itertools.chain(*phases.values())]
-    print()
-    print("\n".join(f"{item}: {text}" for item, text in LEGEND.items() if item in printed))
 
 
 def parameters_text(costs: MemoryEstimator) -> str:
@@ -151,51 +121,6 @@ def open_rows(run: RunConfig, folder: Path) -> tuple[dict[str, Dataset], Process
     return fit_rows(run, datasets, processor, World())[0], processor
 
 
-def faster_sharding(
-    run: RunConfig,
-    stage: str,
-    estimator: MemoryEstimator,
-    gpus: int,
-    rows: Sequence[RowSize],
-    held_out: Sequence[RowSize],
-    gpu_bytes: float,
-) -> Iterator[str]:
-    """Yield ways to shard that send less between GPUs and fit, although they need more memory.
-
-    Args:
-        rows, held_out: see `estimate_phases`.
-        gpu_bytes: each GPU's memory in bytes.
-    """
-    for section, advice in less_communication(run, gpus):
-        changed = copy(run)
-        changed.sharding = section
-        needed = peak_bytes(estimate_phases(changed, stage, estimator, gpus, rows, held_out))
-        if needed <= gpu_bytes:
-            yield f"{advice}. It needs {needed / GB:.1f} GB on each GPU."
-
-
-def less_communication(run: RunConfig, gpus: int) -> Iterator[tuple[ShardingOptions, str]]:
-    """Yield sections `sharding` that send less between GPUs but need more memory, with a sentence.
-
-    A section is no advice if it makes a run slower, or if its options are already set.
-    """
-    section = run.sharding
-    if gpus == 1 or not section.enabled or section.cpu_offload:
-        return
-    if run.adapter.r:
-        yield (
-            ShardingOptions(),
-            "sharding.enabled=false sends only the gradients of the adapters between GPUs, once "
-            "per step, because each GPU has all weights",
-        )
-    if not section.once_per_step:
-        yield (
-            replace(section, once_per_step=True),
-            "sharding.once_per_step=true gathers weights and reduces gradients once per step, and "
-            "not once per micro-batch",
-        )
-
-
 def build_parser() -> argparse.ArgumentParser:
     usage = "%(prog)s [RECIPE] [--model MODEL] [--section.name=value ...] [options]"
     parser = argparse.ArgumentParser(
@@ -222,14 +147,6 @@ def model_config(name: str | Path) -> ModelConfig:
     return config_json.from_dict(
         read_json(path if path.is_file() else find_settings(name) / "config.json")
     )
-
-
-def card_table(phases: dict[str, dict]) -> str:
-    """Format which GPU sizes are large enough, as a Markdown table."""
-    needed = peak_bytes(phases)
-    cells = ["fits" if needed <= size * GB else "too small" for size in CARDS]
-    lines = [table_row("GPU", [f"{size} GB" for size in CARDS]), "|---" * (len(CARDS) + 1) + "|"]
-    return "\n".join([*lines, table_row(f"{needed / GB:.1f} GB", cells)])
 
 
 def memory_table(phases: dict[str, dict], gpu_bytes: float) -> str:

@@ -9,7 +9,7 @@ for the CUDA context, NCCL's buffers and the gaps between allocations.
 import copy
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from unittest import mock
@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.types import Plain
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.row_summary import RowSize
 from minivlmrl.data.rows import Completion, Prompt
@@ -615,101 +614,3 @@ def state_bytes(run: RunConfig, stage: str, estimator: MemoryEstimator) -> int:
     items["weights"] = bytes_of(adapter_parameters(models.policy)) or items["weights"]
     saved = ("weights", "optimizer", "critic", "reference", "policy")
     return sum(items.get(name, 0) for name in saved)
-
-
-def best_cure(
-    run: RunConfig,
-    stage: str,
-    estimator: MemoryEstimator,
-    gpus: int,
-    phase: str,
-    rows: Sequence[RowSize] = TYPICAL_ROWS,
-    held_out: Sequence[RowSize] = TYPICAL_ROWS,
-) -> dict[str, Plain]:
-    """Return the option that lowers a phase's memory most, for example {"adapter.r": 16}.
-
-    Args:
-        phase: phase name, a key of `estimate_phases`.
-        rows, held_out: see `estimate_phases`.
-
-    Returns:
-        One option, or several that must be set together; {} if no option lowers the memory.
-    """
-    arguments = stage, estimator, gpus, rows, held_out, phase
-    lowest = phase_bytes(run, *arguments)
-    best: dict[str, Plain] = {}
-    for cure in cures(run, stage, gpus, rows, held_out):
-        needed = phase_bytes(with_options(run, cure), *arguments)
-        if needed < lowest:
-            lowest = needed
-            best = cure
-    return best
-
-
-def phase_bytes(run: RunConfig, stage: str, *arguments) -> float:
-    """Return the memory in bytes that one phase needs, without RESERVE; see `estimate_phases`."""
-    [items] = estimate_phases(run, stage, *arguments).values()
-    return sum(items.values())
-
-
-def with_options(run: RunConfig, options: Mapping[str, Plain]) -> RunConfig:
-    """Return a copy of a recipe with other options, by their paths such as "grpo.beta"."""
-    run = copy.deepcopy(run)
-    for path, value in options.items():
-        section, name = path.split(".")
-        setattr(getattr(run, section), name, value)
-    return run
-
-
-def cures(
-    run: RunConfig, stage: str, gpus: int, rows: Sequence[RowSize], held_out: Sequence[RowSize]
-) -> Iterator[dict[str, Plain]]:
-    """Yield the options that can lower a stage's memory, those with the same results first.
-
-    Each dictionary has the options that must be set together. sharding.cpu_offload is not among
-    them, because it makes every step several times slower.
-    """
-    yield from smaller_batches(run, stage, rows, held_out)
-    model = run.model
-    if not model.activation_checkpointing:
-        yield {"model.activation_checkpointing": True}
-    if run.uses_fsdp and run.rollout.gather_weights:
-        yield {"rollout.gather_weights": False}
-    if gpus > 1 and not run.uses_fsdp:
-        yield {"sharding.enabled": True}
-    if run.sharding.once_per_step:
-        yield {"sharding.once_per_step": False}
-    if model.dtype == "float32":
-        if model.compute_dtype in (None, "float32"):
-            yield {"model.compute_dtype": "bfloat16"}
-        if run.adapter.r or run.optimizer.name == "adamw_8bit":
-            yield {"model.dtype": "bfloat16", "model.compute_dtype": None}
-    if not run.adapter.r:
-        yield {"adapter.r": 16}
-        if run.optimizer.name == "adamw":
-            yield {"optimizer.name": "adamw_8bit"}
-    elif run.adapter.quantize is None:
-        yield {"adapter.quantize": "nf4"}
-
-
-def smaller_batches(
-    run: RunConfig, stage: str, rows: Sequence[RowSize], held_out: Sequence[RowSize]
-) -> Iterator[dict[str, Plain]]:
-    """Yield the options that make batches as small as possible, see `cures`."""
-    config = getattr(run, stage)
-    samples = find_trainer(stage, run).samples_completions
-    new_tokens = run.sampling.max_new_tokens
-    most_tokens = run.sampling.max_batch_tokens or math.inf
-    # the longest prompt with the completions that are sampled together
-    longest = max((row.prompt_tokens for row in held_out), default=0) + new_tokens
-    if samples:
-        prompt_tokens = max(row.prompt_tokens for row in rows)
-        longest = max(longest, prompt_tokens + config.num_generations * new_tokens)
-        one_completion = prompt_tokens + new_tokens
-        largest = config.max_tokens_per_micro_batch or math.inf
-        if config.micro_batch_size == 1 and largest > one_completion:
-            yield {f"{stage}.max_tokens_per_micro_batch": one_completion}
-    if config.micro_batch_size > 1:
-        yield {f"{stage}.micro_batch_size": 1}
-    if most_tokens > longest:
-        yield {"sampling.max_batch_tokens": longest}

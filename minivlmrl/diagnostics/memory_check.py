@@ -23,23 +23,32 @@ from minivlmrl.diagnostics.largest_batch import largest_rows, try_largest_batch
 from minivlmrl.diagnostics.memory import (
     GB,
     MemoryEstimator,
-    best_cure,
     bytes_of,
     estimate_phases,
     largest_phase,
     micro_batch_prompts,
     peak_bytes,
     state_bytes,
-    with_options,
 )
 from minivlmrl.distributed.process_group import World
 from minivlmrl.model.checkpoint import DTYPES, read_config
 from minivlmrl.model.lora import adapter_parameters
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.checkpoints import NUM_KEPT_STATES
+from minivlmrl.run.out_of_memory import cures
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.registry import find_trainer
+
+# phase of the estimate -> phase of a run
+MEASURED = {
+    "rollout": "sampling",
+    "score": "scoring",
+    "train": "forward",
+    "evaluation": "evaluation",
+}
+# items of the estimate that do not depend on the rows
+STORED = "weights", "optimizer", "gradients", "reference", "critic", "policy", "gathered"
 
 
 class MemoryCheck(Callback):
@@ -113,7 +122,7 @@ def refusal(
     images: ImageProcessor,
     available: float,
 ) -> str:
-    """Say that a stage does not fit, with its largest row and with options that make it fit.
+    """Say that a stage does not fit, with its largest row and with the options that help.
 
     Args:
         rows, held_out: see `estimate_phases`.
@@ -133,49 +142,23 @@ def refusal(
     ways = []
     smaller = fitting_max_pixels(run, *arguments, images, available)
     if smaller:
-        ways.append(options_text(smaller))
-    options = fitting_options(run, *arguments, available)
+        ways.append(f"set {options_text(smaller)}, with which it fits")
+    items = phases[phase]
+    is_stored = max(items, key=lambda name: items[name]) in STORED
+    options = cures(run, stage, "weights" if is_stored else MEASURED[phase], gpus)
     if options:
-        saves_most = ", which saves most" if len(options) == 1 else ""
-        ways.append(f"{options_text(options)}{saves_most}")
-    cure = "No single option makes it fit, so use a larger GPU, more GPUs or a smaller model"
-    if ways:
-        cure = f"Set {', or '.join(ways)}"
+        ways.append(f"try {', then '.join(options)}")
+    ways.append("use a larger GPU, more GPUs or a smaller model")
+    advice = ", or ".join(ways)
     return (
         f"{stage} needs about {peak_bytes(phases) / GB:.1f} GB on {on_gpus} (phase {phase}), but "
-        f"only {available / GB:.1f} GB are free; {row_text}. {cure}. docs/one_card.md explains these "
-        "options; --check_memory=false skips this check."
+        f"only {available / GB:.1f} GB are free; {row_text}. {advice[0].upper()}{advice[1:]}. "
+        "docs/one_card.md explains these options; --check_memory=false skips this check."
     )
 
 
 def options_text(options: dict[str, Plain]) -> str:
     return " ".join(as_overrides(options))
-
-
-def fitting_options(
-    run: RunConfig,
-    stage: str,
-    estimator: MemoryEstimator,
-    gpus: int,
-    rows: Sequence[RowSize],
-    held_out: Sequence[RowSize],
-    available: float,
-) -> dict[str, Plain]:
-    """Return options with which a stage fits, {} if there are none.
-
-    The option that lowers the largest phase most is set first, then the next one, until it fits.
-    """
-    arguments = stage, estimator, gpus, rows, held_out
-    options: dict[str, Plain] = {}
-    while True:
-        changed = with_options(run, options)
-        phases = estimate_phases(changed, *arguments)
-        if peak_bytes(phases) <= available:
-            return options
-        cure = best_cure(changed, stage, estimator, gpus, largest_phase(phases), rows, held_out)
-        if not cure:
-            return {}
-        options |= cure
 
 
 def fitting_max_pixels(

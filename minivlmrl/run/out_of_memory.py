@@ -98,9 +98,9 @@ def describe(situation: Situation, error: BaseException) -> str:
     if row:
         parts.append(f"the longest row is {row}")
     parts.append(f"{planned(situation, phase)}, and {reserved(situation.world)}")
-    parts.append(
-        f"lower the memory of this phase with {cheapest_cure(situation.config, stage, phase)}"
-    )
+    options = cures(situation.config, stage, phase, situation.world.size)
+    cure = options[0] if options else "--data.max_pixels, a smaller model or a larger GPU"
+    parts.append(f"lower the memory of this phase with {cure}")
     return "; ".join(parts)
 
 
@@ -154,29 +154,32 @@ def reserved(world: World) -> str:
 
 
 # ------------------------------------------------------------------------------- option to change
-TRAINING = "communication", "recomputation", "micro-batch", "nf4", "bfloat16"
-# {phase: names in `cures`}, the strongest first
+WEIGHTS = "sharding", "lora", "nf4", "bfloat16", "8-bit moments"
+TRAINING = "communication", "recomputation", "micro-batch", "sharding", "nf4", "bfloat16"
+# {phase: names in `cures`}, the strongest first; other phases have those of WEIGHTS
 CURES = {
-    "sampling": ("sampling batch", "nf4", "bfloat16"),
-    "evaluation": ("sampling batch", "nf4", "bfloat16"),
+    "sampling": ("sampling batch", "layer by layer", "nf4", "bfloat16"),
+    "evaluation": ("sampling batch", "layer by layer", "nf4", "bfloat16"),
     "scoring": ("micro-batch", "nf4", "bfloat16"),
     "reference": ("micro-batch", "nf4", "bfloat16"),
     "forward": TRAINING,
     "backward": TRAINING,
     "optimizer": ("lora", "8-bit moments", "bfloat16"),
 }
-OTHER_PHASES = "nf4", "lora", "bfloat16"
 
 
-def cheapest_cure(config: RunConfig, stage: str | None, phase: str) -> str:
-    """Return the option that lowers a phase's memory most and is not set yet, with its new value."""
+def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[str]:
+    """Return the options that lower a phase's memory and are not set yet, with their new values."""
     model, adapter = config.model, config.adapter
     has_full_base = adapter.r and adapter.quantize is None
     is_float32 = model.dtype == "float32" and not model.compute_dtype
-    cures = {
+    gathers = config.uses_fsdp and config.rollout.gather_weights
+    options = {
         "sampling batch": smaller_sampling_batch(config),
+        "layer by layer": gathers and "--rollout.gather_weights=false",
         "micro-batch": smaller_micro_batch(config, stage) if stage else "",
         "communication": config.sharding.once_per_step and "--sharding.once_per_step=false",
+        "sharding": gpus > 1 and not config.uses_fsdp and "--sharding.enabled=true",
         "recomputation": not model.activation_checkpointing
         and "--model.activation_checkpointing=true",
         "nf4": has_full_base and "--adapter.quantize=nf4",
@@ -184,8 +187,7 @@ def cheapest_cure(config: RunConfig, stage: str | None, phase: str) -> str:
         "8-bit moments": config.optimizer.name == "adamw" and "--optimizer.name=adamw_8bit",
         "bfloat16": is_float32 and "--model.dtype=bfloat16",
     }
-    options = [cures[name] for name in CURES.get(phase, OTHER_PHASES)]
-    return next(filter(None, options), "--data.max_pixels, a smaller model or a larger GPU")
+    return [text for name in CURES.get(phase, WEIGHTS) if (text := options[name])]
 
 
 def smaller_sampling_batch(config: RunConfig) -> str:

@@ -101,35 +101,9 @@ def test_the_command(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert f"{MemoryEstimator(config_json.from_dict(tiny.RUN_MODEL)).parameters:,} parameters; 2 GPUs of 80 GB" in shown
     assert "grpo" in shown and "too much" not in shown
-    table, legend = shown.split("| total |")
-    explained = re.findall(r"(?m)^(.+?): ", legend)
-    assert {"gathered", "score", "in reserve"} < {*explained} and "critic" not in explained
-    assert all(name in table for name in explained)
     start(["memory", "--model", str(tmp_path / "config.json"), "--gpu_memory", "1", *small])
     shown = capsys.readouterr().out
     assert "grpo needs about 3.0 GB on the GPU" in shown and "prompts of 36 tokens are assumed" in shown
-
-
-@pytest.mark.parametrize("adapted", [False, True])
-def test_faster_ways_to_shard_are_named_if_they_fit(tmp_path, capsys, adapted):
-    """once_per_step takes more memory than shards, and replicated adapters send the least."""
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(tiny.RUN_MODEL))
-    small = ["--model", str(file), "--text_tokens=20", "--image_tokens=16", "recipes/own_data.yaml"]
-    small += ["--sampling.max_new_tokens=8", *(["--adapter.r=2"] if adapted else [])]
-    names = ["sharding.enabled=false sends", "sharding.once_per_step=true gathers"]
-
-    def advice(*options):
-        start(["memory", *small, *options])
-        shown = capsys.readouterr().out
-        return [name for name in names if name in shown]
-
-    assert advice("--gpus=8", "--sharding.enabled=true") == (names if adapted else names[1:])
-    assert advice("--gpus=8", "--sharding.enabled=true", "--sharding.once_per_step=true") == names[: int(adapted)]
-    for options in (["--gpus=1", "--sharding.enabled=true"], ["--gpus=8"]):
-        assert advice(*options) == []
-    assert advice("--gpus=8", "--sharding.enabled=true", "--gpu_memory=1") == []
-    assert advice("--gpus=8", "--sharding.enabled=true", "--sharding.cpu_offload=true") == []
 
 
 @pytest.mark.slow

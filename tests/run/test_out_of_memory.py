@@ -11,7 +11,7 @@ from runs import LETTERS, metrics
 
 from minivlmrl.__main__ import main
 from minivlmrl.commands.train import train_recipe
-from minivlmrl.config.options import RunConfig
+from minivlmrl.config.options import ModelOptions, RunConfig
 from minivlmrl.errors import is_out_of_memory
 from minivlmrl.generation import generate
 from minivlmrl.model import checkpoint as checkpoint_file
@@ -19,7 +19,7 @@ from minivlmrl.model.decoder import MLP
 from minivlmrl.run import checkpoint_files, setup
 from minivlmrl.run import evaluate as evaluate_file
 from minivlmrl.run.metrics import MetricsLog
-from minivlmrl.run.out_of_memory import OutOfMemory, cheapest_cure
+from minivlmrl.run.out_of_memory import OutOfMemory, cures
 from minivlmrl.trainers import reference as reference_file
 from minivlmrl.trainers.base import Trainer
 
@@ -203,7 +203,20 @@ def test_the_option_that_is_named_is_not_set_yet(options, phase, cure):
     for name, value in options.items():
         section, option = name.split(".")
         setattr(getattr(config, section), option, value)
-    assert cheapest_cure(config, "grpo", phase) == cure
+    assert cures(config, "grpo", phase, gpus=1)[0] == cure
+
+
+@pytest.mark.parametrize(("options", "phase", "expected"), [
+    ({"sharding.enabled": True}, "sampling", ["--sampling.max_batch_tokens=16384", "--rollout.gather_weights=false"]),
+    ({}, "load", ["--sharding.enabled=true", "--adapter.r=16", "--model.dtype=bfloat16",
+                  "--optimizer.name=adamw_8bit"]),
+])  # fmt: skip
+def test_several_gpus_have_more_options(options, phase, expected):
+    config = RunConfig(model=ModelOptions(dtype="float32"))
+    for name, value in options.items():
+        section, option = name.split(".")
+        setattr(getattr(config, section), option, value)
+    assert [x for x in cures(config, "grpo", phase, gpus=2) if x in expected] == expected
 
 
 def test_errors_of_memory_are_recognised():
