@@ -30,7 +30,6 @@ COMMANDS = {  # name: (module:function, one sentence)
     "memory": ("minivlmrl.commands.memory:main", "estimate the GPU memory that a run needs"),
     "replay": ("minivlmrl.diagnostics.replay:main", "repeat one step of a run and show it"),
     "reproduce": ("minivlmrl_audit.verify:main", "repeat a run and compare every file"),
-    "task": ("minivlmrl.commands.task:main", "write a small task for any trainer"),
     "audit": ("minivlmrl_audit.audit:main", "recompute a step of any trainer and name its bugs"),
 }
 

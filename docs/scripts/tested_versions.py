@@ -12,8 +12,8 @@ SYSTEMS = {"ubuntu-latest": "Linux", "macos-latest": "macOS", "windows-latest": 
 
 
 def page() -> str:
-    """Return the page with the current table, which is its only one. The text around it is written by hand."""
-    return re.sub(r"(?m)(?:^\|.*\n)+", lambda _: combinations(), PAGE.read_text(encoding="utf-8"))
+    """Return the page with the current table, which is its first one. The text around it is written by hand."""
+    return re.sub(r"(?m)(?:^\|.*\n)+", lambda _: combinations(), PAGE.read_text(encoding="utf-8"), count=1)
 
 
 def combinations() -> str:

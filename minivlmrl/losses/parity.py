@@ -1,8 +1,7 @@
 """Check your own loss against values and gradients recorded from TRL 1.16, without TRL.
 
-`check` compares a loss with the recorded cases and names known mistakes that explain a difference.
-`pytest --pyargs minivlmrl.losses.parity` runs the same cases as tests, see
-docs/numerical_parity.md. `check_images` checks that a trainer's log-probabilities depend on the
+`check` compares a loss with the recorded cases and names known mistakes that explain a difference,
+see docs/numerical_parity.md. `check_images` checks that a trainer's log-probabilities depend on the
 images in their row.
 
 In a clone, `pytest tests/parity` compares all losses and options in minivlmrl with the installed
