@@ -16,7 +16,8 @@ from minivlmrl.config.options import TrainingOptions
 from minivlmrl.data.rows import Prompt, Row
 from minivlmrl.losses.preference import KTOType, kto_kl, kto_loss
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.trainers.base import Step, loss_arguments
+from minivlmrl.trainers.base import Step
+from minivlmrl.trainers.functions import loss_arguments
 from minivlmrl.trainers.offline import AnswerBatch, OfflineTrainer
 
 

@@ -413,7 +413,7 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> Slopes:
             for hook in hooks:
                 stack.callback(hook.remove)
         group = replace(batch.group, **{name: leaf})
-        loss, _ = trainer.training_loss(replace(batch, group=group), needs_gradient=False)
+        loss, _ = trainer.training_loss(replace(batch, group=group))
         slopes: Sequence[Tensor | None] = [None] * (1 + len(inputs))
         if loss.requires_grad:
             slopes = torch.autograd.grad(loss, [leaf, *inputs], allow_unused=True)

@@ -3,18 +3,15 @@
 Each stage in a recipe (sft, dpo, grpo, ...) is implemented by a Trainer subclass.
 """
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from minivlmrl.config.import_utils import defined_in
 from minivlmrl.config.options import RunConfig, TrainingOptions
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
@@ -25,6 +22,7 @@ from minivlmrl.losses.grpo import LossNormalizer
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.trainable import select_trained
+from minivlmrl.trainers.functions import checked_loss
 from minivlmrl.trainers.phase_timer import PhaseTimer
 from minivlmrl.trainers.reference import Reference
 
@@ -130,83 +128,6 @@ class Step:
     ends_rollout: bool = True
     rollout: Rollout | None = None  # the rollout that this step trains on
     groups: Sequence[list[Sample]] = ()  # rollout groups that this step trains on
-
-
-def check_loss(name: str, function: Callable, result: Any, needs_gradient: bool = True):
-    """Raise ValueError unless a loss function returned a scalar with a gradient, and its metrics.
-
-    The values are not read, because reading them would wait for the GPU.
-
-    Args:
-        name: what the function is, for the error message.
-        function: the function, whose file and line the error message contains.
-        result: the value that the function returned.
-        needs_gradient: False also accepts a scalar without a gradient.
-    """
-
-    def check(valid: bool, found: str, expected: str):
-        if not valid:
-            raise ValueError(
-                f"{name}{defined_in(function)} returned {found}, but it must return {expected}"
-            )
-
-    pair = "two values, the loss and a dictionary of metrics: return loss, {}"
-    is_pair = isinstance(result, tuple | list) and len(result) == 2
-    found = describe_value(result)
-    if isinstance(result, tuple | list):
-        found = f"a {type(result).__name__} of {len(result)} values"
-    check(is_pair, found, pair)
-    loss, metrics = result
-    check(isinstance(metrics, dict), f"{describe_value(metrics)} as its metrics", pair)
-    is_scalar = isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point()
-    check(
-        is_scalar,
-        f"{describe_value(loss)} as its loss",
-        "a float tensor without dimensions, such as (per_token_loss * mask).sum() / "
-        "normalizer.tokens",
-    )
-    check(
-        loss.requires_grad or not needs_gradient,
-        "a loss without gradient",
-        "a loss that is computed from the log-probabilities, without detach(), item() and no_grad()",
-    )
-    for key, value in metrics.items():
-        valid = isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex()
-        check(
-            valid and isinstance(key, str),
-            f"the metric {key!r:.40} with {describe_value(value)}",
-            "metrics as {name: tensor without dimensions}",
-        )
-        check(
-            key not in ("stage", "step", "loss"),
-            f"a metric with the name {key!r}",
-            "metrics with other names, because each line of the log has this field already",
-        )
-
-
-def describe_value(value: Any) -> str:
-    """Describe a value for an error message, such as "a tensor of shape (3,) and dtype ..."."""
-    if isinstance(value, Tensor):
-        place = "" if value.device.type != "meta" else " on the meta device"
-        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}{place}"
-    if isinstance(value, bool | int | float | str | None):
-        return f"{value!r:.60}"
-    return f"an object of type {type(value).__name__}"
-
-
-def loss_arguments(config: TrainingOptions, *losses: Callable, **others: Any) -> dict[str, Any]:
-    """Select a section's options that losses have as arguments, for `loss(..., **arguments)`.
-
-    Args:
-        config: a recipe's section, for example `grpo`.
-        losses: functions such as grpo_loss; an option is selected if one of them has an argument of
-            its name.
-        others: further values, which are selected like the options.
-    """
-    names = set().union(*(inspect.signature(loss).parameters for loss in losses))
-    names.discard("advantages")  # the option names a function, and the argument is a tensor
-    values = vars(config) | others
-    return {name: value for name, value in values.items() if name in names}
 
 
 class Trainer:
@@ -316,18 +237,10 @@ class Trainer:
         key = f"{self.run.seed}/{self.stage}/{step}/{micro_batch}/{self.world.rank}"
         return dropout(self.trained, self.run.adapter.dropout, key)
 
-    def training_loss(
-        self, batch: MicroBatch, needs_gradient: bool = True
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute `loss`, and raise ValueError if it does not return a loss and metrics.
-
-        Args:
-            needs_gradient: True also raises ValueError if the loss has no gradient.
-        """
-        result = self.loss(batch)
+    def training_loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute `loss`, and check that it returns a loss and metrics."""
         name = f"the method loss of the stage {self.stage}"
-        check_loss(name, self.loss, result, needs_gradient)
-        return result
+        return checked_loss(name, self.loss, self.loss(batch))
 
     def modules(self) -> dict[str, nn.Module]:
         """Return a dictionary with the modules whose weights must be saved in a checkpoint."""

@@ -15,7 +15,7 @@ from minivlmrl.files import digest
 from minivlmrl.kernels.linear_log_softmax import linear_log_sum_sq_probs
 from minivlmrl.losses.preference import answer_logps, dpo_loss
 from minivlmrl.model.logprobs import completion_states, logps_of_states, per_token_logps
-from minivlmrl.trainers.base import loss_arguments
+from minivlmrl.trainers.functions import loss_arguments
 from minivlmrl.trainers.offline import AnswerBatch, PairTrainer, split
 
 # a row's optional columns: the reference's log-probabilities for both answers, summed over their

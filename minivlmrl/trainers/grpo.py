@@ -19,15 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivlmrl.config.import_utils import call_user_code, defined_in, resolve_object, with_options
 from minivlmrl.config.options import GRPOOptions, RunConfig
-from minivlmrl.config.validation import is_set
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import error_context
-from minivlmrl.losses.advantages import ADVANTAGES
-from minivlmrl.losses.grpo import AVERAGES, LossNormalizer, grpo_loss
+from minivlmrl.losses.grpo import grpo_loss
 from minivlmrl.losses.grpo_variants import (
     kept_tokens,
     mean_entropy,
@@ -35,13 +31,15 @@ from minivlmrl.losses.grpo_variants import (
     top_entropy_threshold,
 )
 from minivlmrl.model.decoder import VisionLanguageModel
-from minivlmrl.trainers.base import (
-    Rollout,
-    Sample,
-    SampledBatch,
-    check_loss,
-    describe_value,
+from minivlmrl.trainers.base import Rollout, Sample, SampledBatch
+from minivlmrl.trainers.functions import (
+    call_advantages,
+    call_loss,
+    find_advantages,
+    find_loss,
     loss_arguments,
+    try_advantages,
+    try_loss,
 )
 from minivlmrl.trainers.rollout import RolloutTrainer
 from minivlmrl.trainers.rollout_metrics import group_metrics
@@ -361,156 +359,6 @@ class GRPOTrainer(RolloutTrainer):
         elif ratio is not None:
             weights["token_weights"] = weights.get("token_weights", 1) * ratio
         return weights
-
-
-# ------------------------------------------------------------- functions that options select
-
-
-def find_loss(config: GRPOOptions) -> Callable:
-    """Return the loss function that loss_type names: grpo_loss or a custom function.
-
-    Raises:
-        ValueError: loss_type is not a known loss, the custom function cannot be loaded, or the text
-            in brackets sets an option in the section.
-    """
-    with error_context(f"grpo.loss_type {config.loss_type}"):
-        names = dict.fromkeys(AVERAGES, grpo_loss)
-        return load_function("loss", config.loss_type, names, config)
-
-
-def find_advantages(config: GRPOOptions) -> Callable[..., Tensor]:
-    """Return the function that computes advantages: a function in ADVANTAGES or a custom function.
-
-    Raises:
-        ValueError: the custom function cannot be loaded, or the text in brackets sets an option of
-            the section.
-    """
-    with error_context(f"grpo.advantages {config.advantages_name}"):
-        return load_function("advantages", config.advantages_name, ADVANTAGES, config)
-
-
-def load_function(kind: str, text: str, table: dict[str, Any], config: GRPOOptions) -> Callable:
-    """Return the function "name" or "file.py:name(option=value)", with its own options bound.
-
-    Raises:
-        ValueError: there is no such function, or an option in brackets is in the section.
-    """
-    function, bound = resolve_object(kind, text, table)
-    for name in bound.keys() & vars(config).keys():
-        raise ValueError(f"{name} is an option of the section grpo; set grpo.{name} instead")
-    return with_options(function, bound)
-
-
-def try_loss(loss: Callable, config: GRPOOptions):
-    """Call a custom loss function on two completions with two tokens, to find its errors early.
-
-    Raises:
-        ValueError: the function failed, or its loss is not a scalar with a finite gradient.
-    """
-    logps = torch.full((2, 2), -1.0, requires_grad=True)
-    value, _ = call_loss(
-        loss,
-        config,
-        logps,
-        torch.tensor([1.0, -1.0]),
-        torch.ones(2, 2),
-        **loss_arguments(config, grpo_loss, loss),
-        old_per_token_logps=None,
-        ref_per_token_logps=torch.full((2, 2), -1.0),
-        normalizer=LossNormalizer(2, 4, 2),
-    )
-    name = f"grpo.loss_type {config.loss_type}"
-    try:
-        value.backward()
-    except RuntimeError as error:  # for example, a tensor was changed in place
-        raise ValueError(
-            f"{name}: the gradient of the loss{defined_in(loss)} cannot be computed ({error})"
-        ) from error
-    if logps.grad is None:
-        raise ValueError(
-            f"{name}: the loss{defined_in(loss)} does not depend on its first argument, the "
-            "log-probabilities, so it has no gradient; compute the loss from them without detach()"
-        )
-
-
-def call_loss(
-    loss: Callable, config: GRPOOptions, logps: Tensor, *arguments, **options
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Call a custom loss function, and check the loss, its metrics and, later, its gradient.
-
-    Args:
-        logps: (B, T) log-probabilities, the function's first argument.
-        arguments, options: the function's other arguments.
-    Raises:
-        ValueError: the function failed, or returned values that cannot be trained on.
-    """
-    name = f"grpo.loss_type {config.loss_type}"
-    # a view, so that the hook below gets only this loss's gradient
-    logps = logps.view_as(logps)
-    result = call_user_code(name, loss, logps, *arguments, **options)
-    check_loss(name, loss, result)
-    value, metrics = result
-    text = f"{name}{defined_in(loss)}"
-    if value.device != logps.device:
-        raise ValueError(f"{text} returned a loss on {value.device}, not on {logps.device}")
-    reason = (
-        "although the log-probabilities are finite; it may divide by 0, or compute the logarithm "
-        "or the root of 0"
-    )
-    if logps.isfinite().all():
-        if not value.isfinite():
-            raise ValueError(f"{text} returned the loss {value.item()}, {reason}")
-
-        def check_gradient(gradient: Tensor):
-            if not gradient.isfinite().all():
-                raise ValueError(f"{text} has a gradient that is NaN or infinite, {reason}")
-
-        if logps.requires_grad:
-            logps.register_hook(check_gradient)
-    return value, metrics
-
-
-def try_advantages(function: Callable[..., Tensor], config: GRPOOptions, num_rewards: int):
-    """Call a function that computes advantages on two groups, to find its errors early.
-
-    Raises:
-        ValueError: the function raises an error, does not return one advantage per reward, or does
-            not use the option scale_rewards, which is set.
-    """
-    totals = torch.arange(2.0 * config.num_generations)
-    rewards, weights = totals[:, None].repeat(1, num_rewards), torch.ones(num_rewards)
-    tensors = {"rewards_per_func": rewards, "reward_weights": weights}
-    arguments = loss_arguments(config, function, **tensors)
-    name = f"grpo.advantages {config.advantages_name}"
-    if is_set("scale_rewards", config) and "scale_rewards" not in arguments:
-        raise ValueError(
-            f"grpo.scale_rewards is {config.scale_rewards!r} and has no effect: {name} has no "
-            "argument scale_rewards"
-        )
-    call_advantages(function, config, totals, **arguments)
-
-
-def call_advantages(
-    function: Callable[..., Tensor], config: GRPOOptions, rewards: Tensor, **arguments
-) -> Tensor:
-    """Call a custom function that computes advantages, and check the advantages.
-
-    Raises:
-        ValueError: the function failed, or did not return one finite advantage for each reward.
-    """
-    name = f"grpo.advantages {config.advantages_name}"
-    advantages = call_user_code(name, function, rewards, **arguments)
-    found = describe_value(advantages)
-    if isinstance(advantages, Tensor):
-        is_dense = advantages.layout == torch.strided and advantages.device == rewards.device
-        if is_dense and advantages.shape == rewards.shape and advantages.is_floating_point():
-            if advantages.isfinite().all():
-                return advantages
-            found = "NaN or inf"
-    raise ValueError(
-        f"{name}{defined_in(function)} returned {found}, but it must return a float tensor of "
-        f"shape ({len(rewards)},) with one finite advantage for each completion"
-    )
 
 
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:

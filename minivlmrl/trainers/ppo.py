@@ -24,7 +24,8 @@ from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import completion_states, logps_of_states
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.value_head import ValueHead, ValueModel, check_value_model_folder, value_head
-from minivlmrl.trainers.base import Rollout, Sample, SampledBatch, loss_arguments
+from minivlmrl.trainers.base import Rollout, Sample, SampledBatch
+from minivlmrl.trainers.functions import loss_arguments
 from minivlmrl.trainers.rollout import RolloutTrainer
 
 

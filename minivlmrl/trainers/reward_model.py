@@ -27,7 +27,7 @@ from minivlmrl.model.value_head import (
     input_form,
     pack_with_last_token,
 )
-from minivlmrl.trainers.base import loss_arguments
+from minivlmrl.trainers.functions import loss_arguments
 from minivlmrl.trainers.offline import AnswerBatch, PairTrainer
 
 # the reward model's folder in the run's folder; the stage and the reward have the same name

@@ -9,7 +9,8 @@ from minivlmrl.distributed.weights import reshard
 from minivlmrl.losses.grpo import LossNormalizer
 from minivlmrl.losses.sft import sft_loss
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.trainers.base import MicroBatch, loss_arguments
+from minivlmrl.trainers.base import MicroBatch
+from minivlmrl.trainers.functions import loss_arguments
 from minivlmrl.trainers.offline import OfflineTrainer
 
 

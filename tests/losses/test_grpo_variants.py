@@ -19,7 +19,7 @@ from minivlmrl.losses.grpo_variants import (
 from minivlmrl.losses.ppo import ppo_loss
 from minivlmrl.losses.preference import dpo_loss, reward_loss
 from minivlmrl.losses.sft import sft_loss
-from minivlmrl.trainers.base import loss_arguments
+from minivlmrl.trainers.functions import loss_arguments
 
 from by_hand import kl, loss_of, near, policy, tensor
 

@@ -21,7 +21,7 @@ from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import save_model
 from minivlmrl.rewards.text import tag_format
 from minivlmrl.tasks import shapes
-from minivlmrl.trainers.base import loss_arguments
+from minivlmrl.trainers.functions import loss_arguments
 from minivlmrl.trainers.registry import TRAINERS
 
 from tiny import FILES
@@ -125,7 +125,7 @@ def test_options_exist():
     named = set(re.findall(r"`(\w+\.\w+)`", PAGE.replace(tinker, "")))
     ours = {name for name in named if name.partition(".")[0] in sections}
     ours |= {name for theirs, cell, _ in tables for name in names_here(theirs, cell)}
-    assert len(ours) > 100 and ours <= known
+    assert len(ours) > 90 and ours <= known
 
 
 def test_functions_of_trl_are_trls(trl):

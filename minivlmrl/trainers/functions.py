@@ -1,0 +1,110 @@
+"""Losses and functions of advantages: their arguments, and those of a user's file."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivlmrl.config.import_utils import call_user_code, defined_in, resolve_object, with_options
+from minivlmrl.config.options import GRPOOptions, TrainingOptions
+from minivlmrl.config.validation import is_set
+from minivlmrl.errors import error_context
+from minivlmrl.losses.advantages import ADVANTAGES
+from minivlmrl.losses.grpo import AVERAGES, LossNormalizer, grpo_loss
+
+
+def loss_arguments(config: TrainingOptions, *losses: Callable, **others: Any) -> dict[str, Any]:
+    """Select a section's options, and others, that one of the losses has as an argument."""
+    names = set().union(*(inspect.signature(loss).parameters for loss in losses))
+    names.discard("advantages")  # the option names a function, and the argument is a tensor
+    return {name: value for name, value in (vars(config) | others).items() if name in names}
+
+
+def find_loss(config: GRPOOptions) -> Callable:
+    """Return the loss function that loss_type names: grpo_loss or a custom function."""
+    return load_function("loss_type", config.loss_type, dict.fromkeys(AVERAGES, grpo_loss), config)
+
+
+def find_advantages(config: GRPOOptions) -> Callable[..., Tensor]:
+    """Return the function that computes advantages: a function in ADVANTAGES or a custom function."""
+    return load_function("advantages", config.advantages_name, ADVANTAGES, config)
+
+
+def load_function(option: str, text: str, table: dict[str, Any], config: GRPOOptions) -> Callable:
+    """Return the function "name" or "file.py:name(option=value)", with its own options bound."""
+    with error_context(f"grpo.{option} {text}"):
+        function, bound = resolve_object(option, text, table)
+        for name in bound.keys() & vars(config).keys():
+            raise ValueError(f"{name} is an option of the section grpo; set grpo.{name} instead")
+        return with_options(function, bound)
+
+
+def checked_loss(name: str, function: Callable, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return what a loss function returned, or raise ValueError unless it can be trained and logged."""
+    is_pair = isinstance(result, tuple | list) and len(result) == 2 and isinstance(result[1], dict)
+    values = [result[0], *result[1].values()] if is_pair else [None]
+    is_scalar = all(isinstance(value, Tensor) and value.dim() == 0 for value in values)
+    # each line of metrics.jsonl has these fields already
+    if not is_scalar or result[1].keys() & {"stage", "step", "loss"}:
+        raise ValueError(
+            f"{name}{defined_in(function)} returned {result!r:.200}, but it must return the loss, a "
+            "tensor without dimensions, and a dictionary of metrics, which are such tensors and have "
+            "other names than stage, step and loss: return loss, {}"
+        )
+    return result
+
+
+def call_loss(loss: Callable, config: GRPOOptions, *arguments, **options):
+    """Call a custom loss function, and check that it returns a loss and its metrics."""
+    name = f"grpo.loss_type {config.loss_type}"
+    return checked_loss(name, loss, call_user_code(name, loss, *arguments, **options))
+
+
+def try_loss(loss: Callable, config: GRPOOptions):
+    """Call a custom loss function on two completions with two tokens, before a model is loaded."""
+    logps = torch.full((2, 2), -1.0, requires_grad=True)
+    tensors = {"old_per_token_logps": None, "ref_per_token_logps": torch.full((2, 2), -1.0)}
+    options = loss_arguments(config, grpo_loss, loss) | tensors
+    advantages, normalizer = torch.tensor([1.0, -1.0]), LossNormalizer(2, 4, 2)
+    value, _ = call_loss(
+        loss, config, logps, advantages, torch.ones(2, 2), **options, normalizer=normalizer
+    )
+    if value.requires_grad:
+        value.backward()
+    if logps.grad is None or not (value.isfinite() and logps.grad.isfinite().all()):
+        raise ValueError(
+            f"grpo.loss_type {config.loss_type}{defined_in(loss)}: for two completions with "
+            f"log-probabilities of -1, the loss is {value.item()}, and its gradient with respect to "
+            f"the log-probabilities, its first argument, is {logps.grad}; both must be finite"
+        )
+
+
+def call_advantages(
+    function: Callable[..., Tensor], config: GRPOOptions, rewards: Tensor, **arguments
+) -> Tensor:
+    """Call a custom function, and check that it returns a finite advantage for each reward."""
+    name = f"grpo.advantages {config.advantages_name}"
+    found = call_user_code(name, function, rewards, **arguments)
+    is_float = isinstance(found, Tensor) and found.is_floating_point()
+    if not is_float or found.shape != rewards.shape or not found.isfinite().all():
+        raise ValueError(
+            f"{name}{defined_in(function)} returned {found!r:.200}, but it must return a float tensor "
+            f"of shape ({len(rewards)},) with one finite advantage for each completion"
+        )
+    return found
+
+
+def try_advantages(function: Callable[..., Tensor], config: GRPOOptions, num_rewards: int):
+    """Call a custom function on two groups, before a model is loaded."""
+    totals = torch.arange(2.0 * config.num_generations)
+    rewards, weights = totals[:, None].repeat(1, num_rewards), torch.ones(num_rewards)
+    tensors = {"rewards_per_func": rewards, "reward_weights": weights}
+    arguments = loss_arguments(config, function, **tensors)
+    if is_set("scale_rewards", config) and "scale_rewards" not in arguments:
+        raise ValueError(
+            f"grpo.scale_rewards is {config.scale_rewards!r} and has no effect: grpo.advantages "
+            f"{config.advantages_name} has no argument scale_rewards"
+        )
+    call_advantages(function, config, totals, **arguments)
