@@ -74,9 +74,8 @@ class GRPOTrainer(RolloutTrainer):
     def check(cls, run: RunConfig):
         super().check(run)
         config = getattr(run, cls.stage)
-        loss = find_loss(config)
-        if loss is not grpo_loss:
-            try_loss(loss, config)
+        if ":" in config.loss_type:
+            try_loss(find_loss(config), config)
         if ":" in config.advantages_name:
             try_advantages(find_advantages(config), config, num_rewards=len(run.rewards))
 
@@ -320,7 +319,7 @@ class GRPOTrainer(RolloutTrainer):
         logps, entropies = self.logps(batch.group)
         padded_logps, padded_entropies = batch.group.pad(logps), batch.group.pad(entropies)
         # a custom loss function is called without token weights and without an entropy bonus
-        is_builtin = self.loss_function is grpo_loss
+        is_builtin = ":" not in self.config.loss_type
         arguments: dict[str, Any] = {
             **options,
             "old_per_token_logps": batch.old_per_token_logps if self.policy_moves else None,

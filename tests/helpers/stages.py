@@ -126,7 +126,6 @@ def loss_calls(monkeypatch):
         return original(per_token_logps, advantages, mask, **given)
 
     monkeypatch.setattr(grpo_file, "grpo_loss", spy)
-    monkeypatch.setattr("minivlmrl.trainers.functions.grpo_loss", spy)
     return calls
 
 
