@@ -157,8 +157,7 @@ def train_stage(
                 # Evaluate and save the model after the first `number` steps. This happens before
                 # the next step, so that a run that is killed here repeats it after a resume.
                 results.after_step(trainer, number)
-                trainer.timer.start("preparation")
-                with phase("sampling" if trainer.samples_completions else "data"):
+                with trainer.phase("preparation"):
                     step = next_step(trainer, steps)
             for callback in callbacks:
                 callback.on_step_begin(trainer, optimizer, step, number, batches)
@@ -210,7 +209,7 @@ def optimizer_step(
     """
     metrics = run_micro_batches(trainer, step.micro_batches, number)
     max_grad_norm = trainer.run.optimizer.max_grad_norm
-    with phase("backward"):
+    with trainer.phase("update"):
         grad_norm = finish_gradients(trainer.trained, trainer.world, max_grad_norm)
     if not math.isfinite(metrics["loss"]) or not math.isfinite(grad_norm):
         raise FloatingPointError(
@@ -219,7 +218,7 @@ def optimizer_step(
     rate = learning_rate(number, trainer.config)
     for group in optimizer.param_groups:
         group["lr"] = rate
-    with phase("optimizer"):
+    with trainer.phase("optimizer"):
         optimizer.step()
         optimizer.zero_grad()
         trainer.after_step(number + 1)
@@ -242,16 +241,13 @@ def run_micro_batches(
         world.stop_if_preempted()
         begin_micro_batch(trainer.trained, is_last=index + 1 == len(batches))
         with trainer.dropout(number, index):
-            trainer.timer.start("forward")
-            with phase("forward"):
+            with trainer.phase("forward"):
                 loss, metrics = trainer.training_loss(batch)
-            trainer.timer.start("backward")
-            with phase("backward"):
+            with trainer.phase("backward"):
                 loss.backward()
         values = {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
         parts.append((values, batch.weight))
     end_micro_batches(trainer.trained)
-    trainer.timer.start("update")
     means = merge(to_floats(parts))  # waits until the GPU has finished
     seconds = time.perf_counter() - start
     of_ranks = world.gather_objects((means, [num_tokens(batch) for batch in batches]))

@@ -1,6 +1,6 @@
 """Report that memory ran out: one sentence with the phase, the sizes and the option to change.
 
-The blocks of `minivlmrl.errors.phase` mark a run's phases. A training state is saved first, so
+The blocks of `minivlmrl.errors.phase` and `Trainer.phase` mark a run's phases. A training state is saved first, so
 that the run continues with --resume=auto.
 """
 
@@ -32,11 +32,12 @@ PLANNED = {
     "reference": "score",
     "forward": "train",
     "backward": "train",
+    "update": "train",
     "optimizer": "train",
     "evaluation": "evaluation",
 }
 # phases that work on the current training step's rows
-STEP_PHASES = "sampling", "scoring", "reference", "forward", "backward", "optimizer", "metrics"
+STEP_PHASES = {*PLANNED, "preparation", "rewards", "metrics"} - {"evaluation"}
 
 
 class OutOfMemory(ValueError):
@@ -164,6 +165,7 @@ CURES = {
     "reference": ("micro-batch", "nf4", "bfloat16"),
     "forward": TRAINING,
     "backward": TRAINING,
+    "update": TRAINING,
     "optimizer": ("lora", "8-bit moments", "bfloat16"),
 }
 

@@ -17,6 +17,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.saving import gather_and_save_model
+from minivlmrl.errors import phase
 from minivlmrl.losses.advantages import combine
 from minivlmrl.losses.grpo import LossNormalizer
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -217,6 +218,14 @@ class Trainer:
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute a micro-batch's metrics, and its loss divided by the step's totals."""
         raise NotImplementedError
+
+    def phase(self, name: str) -> phase:
+        """Mark a block as a phase of the step, for its time and for the message if memory runs out.
+
+        The time of the phase ends when the next phase begins.
+        """
+        self.timer.start(name)
+        return phase(name)
 
     def total_rewards(self, samples: Sequence[Sample]) -> Tensor:
         """Compute each sample's weighted reward sum: (n,)."""

@@ -25,7 +25,6 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.micro_batching import split_into_micro_batches
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import phase
 from minivlmrl.generation.environments import (
     check_environment,
     make_sampler,
@@ -142,7 +141,7 @@ class RolloutTrainer(Trainer):
             size = len(rollout.groups) // self.steps_per_rollout
             starts = range(0, len(rollout.groups), size)
             parts = [rollout.groups[start : start + size] for start in starts]
-            with phase("scoring"):
+            with self.phase("scoring"):
                 one_pass = list(zip(self.prepare(rollout, parts), parts, strict=True))
             all_passes = one_pass * self.passes_per_rollout
             for number, (micro_batches, groups) in enumerate(all_passes, start=1):
@@ -180,16 +179,15 @@ class RolloutTrainer(Trainer):
     def sample_rollout(self, rows: Sequence[Row]) -> Rollout:
         """Sample G completions for each row and compute their rewards."""
         self.rows = rows
-        prompts = [row.prompt(self.processor) for row in rows]
+        with self.phase("preparation"):
+            prompts = [row.prompt(self.processor) for row in rows]
         keys = [row.key for row in rows]
-        self.timer.start("sampling")
-        with phase("sampling"):
+        with self.phase("sampling"):
             completions = self.sampler(prompts, self.config.num_generations, keys)
         max_mismatch = self.run.rollout.max_logp_mismatch
         self.sampler.verify_logps(rows, prompts, completions, max_mismatch)
-        self.timer.start("rewards")
-        rewards = call_rewards(self.rewards, self.reward_columns(rows, prompts, completions))
-        self.timer.start("preparation")
+        with self.phase("rewards"):
+            rewards = call_rewards(self.rewards, self.reward_columns(rows, prompts, completions))
         return Rollout.join(rows, prompts, completions, rewards)
 
     def reward_columns(

@@ -14,6 +14,7 @@ from on_ranks import launch
 from minivlmrl.diagnostics.memory import MemoryEstimator
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
+from minivlmrl.errors import phase
 from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import inject_adapters
@@ -22,7 +23,6 @@ from minivlmrl.model.trainable import trained_parameters
 from minivlmrl.run.loop import optimizer_step
 from minivlmrl.run.setup import choose_sharding
 from minivlmrl.trainers.base import Step
-from minivlmrl.trainers.phase_timer import PhaseTimer
 
 import tiny
 
@@ -53,7 +53,7 @@ def operations_of_a_step(folder, mode: list[str], world: World) -> tuple[Counter
 
     trainer = SimpleNamespace(
         world=world, trained=model, run=run, config=run.grpo, training_loss=training_loss,
-        dropout=lambda number, index: nullcontext(), after_step=lambda number: None, timer=PhaseTimer(world.device),
+        dropout=lambda number, index: nullcontext(), after_step=lambda number: None, phase=phase,
     )  # fmt: skip
     step = Step([SimpleNamespace(weight=1.0, group=batch)] * many_cards.PROMPTS)
     optimizer = torch.optim.SGD(trained_parameters(model), 1e-3)
