@@ -18,6 +18,7 @@ import traceback
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -312,7 +313,9 @@ PROCESS_SETTINGS: dict[str, Callable[[], Any]] = {
     "autocast on the CPU": lambda: torch.is_autocast_enabled("cpu"),
     "autocast on the GPU": lambda: torch.is_autocast_enabled("cuda"),
     # these also change with torch.set_float32_matmul_precision and allow_tf32
-    "the precision of products on the CPU": lambda: torch.backends.mkldnn.matmul.fp32_precision,
+    "the precision of products on the CPU": functools.partial(
+        attrgetter("mkldnn.matmul.fp32_precision"), torch.backends
+    ),
     "the precision of products on the GPU": lambda: torch.backends.cuda.matmul.fp32_precision,
     "the deterministic mode": torch.get_deterministic_debug_mode,
     "the working directory": os.getcwd,

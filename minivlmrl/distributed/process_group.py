@@ -219,7 +219,8 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
         connect(store, rank, size, device, time_limit)
         if size > 1:
             global waiting_group
-            waiting_group = dist.new_group(backend="gloo", timeout=NO_LIMIT)
+            # this rank is a member, for which new_group returns no int
+            waiting_group = dist.new_group(backend="gloo", timeout=NO_LIMIT)  # pyright: ignore[reportAssignmentType]
     return World(rank, size, device, timeout=timeout)
 
 

@@ -53,7 +53,8 @@ def checked_loss(name: str, function: Callable, result: Any) -> tuple[Tensor, di
             "tensor without dimensions, and a dictionary of metrics, which are such tensors and have "
             "other names than stage, step and loss: return loss, {}"
         )
-    return result
+    loss, metrics = result
+    return loss, metrics
 
 
 def call_loss(loss: Callable, config: GRPOOptions, *arguments, **options):
