@@ -2,7 +2,7 @@
 
     python benchmarks/learning.py --jobs 2                         # everything, three seeds: half an hour on two cores
     python benchmarks/learning.py --only grpo dpo --seeds 0 --json learning.json
-    python benchmarks/learning.py --only grpo localisation --threads 2
+    python benchmarks/learning.py --only grpo digits --threads 2
 
 Runs are also written to recipes/expected.json, which benchmarks/expect.py reads. Runs with overrides are not written,
 and neither are runs whose options refer to another script's files. The recipes in LONG run only if --only names them.
@@ -90,23 +90,14 @@ PLAN = [
     ),
     Entry("ppo", "shapes_ppo.yaml", sampled_gain=0.20),
     Entry("dpo", "shapes_dpo.yaml", pairs=0.9, keeps_greedy=True),
-    Entry("kto", "shapes_kto.yaml", sampled_gain=0.25),
     Entry("mpo", "shapes_mpo.yaml", pairs=0.9, keeps_greedy=True),
     Entry("reward model, grpo", "shapes_reward_model.yaml", pairs=0.9, sampled_gain=0.05),
     Entry("qwen3-vl, grpo", "shapes.yaml", ["--model.config=recipes/shapes_qwen3_vl_model.json"], 0.25),
     Entry("qwen3.5, grpo", "shapes.yaml", ["--model.config=recipes/shapes_qwen3_5_model.json"], 0.25),
 ]
-THOUSANDTHS = [
-    "--model.config=recipes/shapes_qwen3_vl_model.json",
-    "--data.task=recipes/localisation.py:TASK(thousandths=True)",
-    "--sampling.max_new_tokens=36",
-]
 PAID = "--rewards.environment=0.3"
 LONG = [
-    Entry("localisation", "localisation.yaml", sampled_gain=0.25),
-    Entry("qwen3-vl, localisation", "localisation.yaml", THOUSANDTHS, 0.25),
     Entry("digits", "digits.yaml", sampled_gain=0.1, before="../recipes/digits.py digits"),
-    Entry("site", "site.yaml", sampled_gain=0.5),
     Entry("zoom", "zoom.yaml", sampled_gain=0.5),
     zoom("grey crops", "BLIND", "Blind", most_sampled_gain=0.1),
     zoom("any quarter", "LOST", "Lost", most_sampled_gain=0.1),

@@ -1,8 +1,8 @@
 """Print a recipe's options with their defaults, types and comments, for `train --help`.
 
-python -m minivlmrl train --help                      # all sections
-python -m minivlmrl train --help grpo                 # one section
-python -m minivlmrl train shapes_kto.yaml --help kto  # section of a recipe's own stage
+python -m minivlmrl train --help                          # all sections
+python -m minivlmrl train --help grpo                     # one section
+python -m minivlmrl train my_recipe.yaml --help my_stage  # section of a recipe's own stage
 """
 
 import inspect

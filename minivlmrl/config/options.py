@@ -572,7 +572,7 @@ class RunConfig:
 
     @property
     def stage_names(self) -> list[str]:
-        """The stages' section names, such as kto for recipes/kto.py:KTO."""
+        """The stages' section names, such as again for my_stage.py:Again."""
         return [self.names_of_files.get(stage, stage) for stage in self.stages]
 
     @property

@@ -82,11 +82,7 @@ def _check_model_type(config: dict, where: str):
     """Raise ValueError unless the model's family is supported."""
     model_type = config.get("model_type")
     expected = f"{' or '.join(FAMILIES)}; other mixtures of experts and qwen4_exp are not supported"
-    if model_type in ("qwen2", "qwen3"):
-        expected += (
-            ". This is a text model: python recipes/from_parts.py adds a vision tower to the model"
-        )
-    elif isinstance(model_type, str) and not config.get("vision_config"):
+    if isinstance(model_type, str) and not config.get("vision_config"):
         expected += ". This is a text model; choose a vision-language model"
     check_field(model_type in list(FAMILIES), f"{where}: model_type", model_type, expected)
 

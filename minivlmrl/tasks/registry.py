@@ -1,6 +1,6 @@
 """Task registry: generated data sets with their own tokenizer, which need no downloads.
 
-recipes/dots.py is an example to copy.
+recipes/fashion.py is an example to copy.
 """
 
 from collections.abc import Callable

@@ -9,7 +9,7 @@ ordered by prompt, and K is the number of reward functions. A micro-batch has R 
 tokens each, and M completion tokens in total.
 
 A subclass implements `prepare`, which packs each optimizer step's micro-batches with the
-tensors that its loss needs, and `loss`. See GRPOTrainer, PPOTrainer and recipes/distill.py.
+tensors that its loss needs, and `loss`. See GRPOTrainer and PPOTrainer.
 """
 
 from collections.abc import Iterator, Sequence

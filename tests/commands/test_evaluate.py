@@ -1,9 +1,7 @@
-"""Test the commands `evaluate` and `generate`, and the recipes that read their output files."""
+"""Test the commands `evaluate` and `generate`."""
 
 import json
-import runpy
 import shutil
-import sys
 
 import pytest
 from links import ROOT
@@ -11,7 +9,6 @@ from pytest import approx
 
 from minivlmrl.commands import evaluate as command
 from minivlmrl.rewards.text import accuracy, find_answer
-from recipes import bands, pass_at_k
 
 SMALL = ("--sampling.max_new_tokens=5", "--num_threads=1")
 
@@ -42,7 +39,7 @@ def test_scoring_the_written_answers_again_gives_the_same_mean(evaluate, capsys)
     again = accuracy(answer_texts=[find_answer(text, "whole") for text in texts], solution=solutions)
     assert summary["accuracy"] == approx(sum(again) / 16)
     assert summary["cut"] == sum(not one["stopped"] for line in lines for one in line["answers"]) / 16
-    assert "format" in summary and pass_at_k.summarise(lines)["pass@1"] == approx(summary["accuracy"])
+    assert "format" in summary
     printed = capsys.readouterr().out
     assert f"accuracy                    {summary['accuracy']:.3f}" in printed
 
@@ -101,46 +98,13 @@ def test_generate_writes_answers_without_rewards(evaluate):
     assert evaluate("--rows=3", tool=command.generate_main)[0] == lines[:3]
 
 
-def test_pass_at_k_by_hand():
-    """If two of four answers are right, pass@2 is 1 - C(2, 2) / C(4, 2) = 5/6.
-
-    If no answer is right, pass@2 is 0, and a row without a solution does not count.
-    """
-    rows = [("cat", ["Cat.", "dog", "cat", "bird"]), ("cat", ["dog"] * 4), (None, ["dog"])]
-    lines = [{"solution": truth, "answers": [{"answer": text} for text in texts]} for truth, texts in rows]
-    by_hand = {"pass@1": 0.25, "pass@2": 5 / 12, "pass@4": 0.5, "majority": 0.5}
-    assert pass_at_k.summarise(lines) == approx(by_hand)
-
-
-def test_a_band_selects_rows_by_their_fraction_of_right_answers(evaluate, rows, monkeypatch, capsys):
-    """Select rows whose fraction of right answers is in the band, from the output of `generate`.
-
-    In this output, i of the 8 answers to row i are right, and the last row has no solution.
-    """
-    lines, _ = evaluate("--num_generations=8", tool=command.generate_main)
-    for i, line in enumerate(lines):
-        for g, answer in enumerate(line["answers"]):
-            answer["answer"] = line["solution"] if g < i else "no"
-    lines[7]["solution"] = None
-    texts = rows.read_text().splitlines()
-    assert [*bands.rows_in_band(lines, 0.25, 0.75)] == texts[2:7]
-    assert [*bands.rows_in_band(lines, 0.0, 1.0)] == texts[:7]
-    lines[3]["where"] = "rows.parquet: row 3"
-    with pytest.raises(ValueError, match=r"rows\.parquet: row 3: the rows must be in a \.jsonl file, one per line"):
-        [*bands.rows_in_band(lines, 0.0, 1.0)]
-    capsys.readouterr()
-    monkeypatch.setattr(sys, "argv", ["bands.py", "out.jsonl", "0", "0"])
-    runpy.run_path(bands.__file__, run_name="__main__")
-    assert capsys.readouterr().out == rows.read_text()  # the untrained model is never right
-
-
 def test_a_recipe_that_was_found_automatically_cannot_run_code(evaluate, checkpoint, tmp_path):
-    """The folder may come from somebody else, and a judge's URL would receive the API key."""
+    """The folder may come from somebody else."""
     model = shutil.copytree(checkpoint, tmp_path / "checkpoint")
     evil = tmp_path / "evil.py"
     trace = tmp_path / "executed"
     evil.write_text(f"open({str(trace)!r}, 'w')\ndef f(completions, **columns):\n    return [1.0] * len(completions)\n")
-    for name in (f"{evil}:f", "recipes/judge.py:judge(url='http://127.0.0.1:9/v1')"):
+    for name in (f"{evil}:f", "recipes/fluent.py:fluent(path='model')"):
         recipe = tmp_path / "config.yaml"
         recipe.write_text(json.dumps({"data": {"eval_rewards": [name, "format"]}}))
         with pytest.raises(

@@ -24,11 +24,14 @@ def test_one_section(capsys):
     assert "--grpo." not in out and "--seed" not in out
 
 
-def test_the_section_of_a_stage_in_a_file(capsys):
-    page.print_options("shapes_kto.yaml", "kto")
-    assert "  --kto.beta=0.1\n        float, over 0" in capsys.readouterr().out
-    page.print_options("shapes_kto.yaml")
-    assert "  --kto.beta=0.1\n" in capsys.readouterr().out
+def test_the_section_of_a_stage_in_a_file(tmp_path, capsys):
+    stage = "from minivlmrl.trainers.sft import SFTTrainer\n\n\nclass Again(SFTTrainer):\n    stage = 'again'\n"
+    (tmp_path / "again.py").write_text(stage)
+    (tmp_path / "again.yaml").write_text("stages: ['again.py:Again']\n")
+    page.print_options(str(tmp_path / "again.yaml"), "again")
+    assert "  --again.max_steps=100\n        int" in capsys.readouterr().out
+    page.print_options(str(tmp_path / "again.yaml"))
+    assert "  --again.max_steps=100\n" in capsys.readouterr().out
 
 
 def test_an_unknown_section_is_refused():

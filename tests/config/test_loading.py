@@ -19,8 +19,6 @@ from minivlmrl.config.options import FileOptions, GRPOOptions, RunConfig, SFTOpt
 from minivlmrl.config.parsing import options_of, read_value
 from minivlmrl.config.types import Finite
 from minivlmrl.diagnostics.replay import run_config
-from recipes.distill import DistillConfig
-from recipes.kto import KTOConfig
 
 
 @pytest.fixture
@@ -132,9 +130,9 @@ def example(hint, number):
     return next((value for value in values if value is not None), None)
 
 
-FLOATS = [  # (path, type) of every float option, also for the stages in recipes/ and for an environment
+FLOATS = [  # (path, type) of every float option, also for an environment
     (option.path, option.hint)
-    for cls in (RunConfig, KTOConfig, DistillConfig, Settings, FileOptions, VideoOptions)
+    for cls in (RunConfig, Settings, FileOptions, VideoOptions)
     for option in options_of(cls)
     if example(option.hint, 0.0) is not None
 ]
@@ -156,7 +154,7 @@ def test_only_a_few_options_take_an_infinite_number_and_none_takes_nan(path, hin
 
 def test_the_list_of_float_options_is_complete():
     names = {path for path, _ in FLOATS}
-    assert names > {*INFINITE, "dpo.loss_weights", "sampling.temperature", "beta", "desirable_weight", "rewards"}
+    assert names > {*INFINITE, "dpo.loss_weights", "sampling.temperature", "dpo.beta", "rewards"}
     assert "grpo.rollout_correction_bounds" in names
 
 
@@ -224,8 +222,8 @@ ATTACKS = [  # the run's folder, where the command runs, the recipe
     ("run(1)", "run(1)", {"stages": ["evil.py:f()"]}),
     ("run", "run", {"report_to": "evil.py:f"}),
     ("evil.py:f()", ".", {"stages": ["evil.py:f()"]}),
-    ("run", ".", {"stages": ["recipes/distill.py:Distill"]}),
-    ("run", ".", {"rewards": {r"judge(url='http\x3a//127.0.0.1/v1')": 1.0}}),
+    ("run", ".", {"stages": ["recipes/zoom.py:Zoom"]}),
+    ("run", ".", {"rewards": {r"fluent(path='http\x3a//127.0.0.1/v1')": 1.0}}),
     ("run", ".", {"rewards": {"cls(classes='/etc/passwd')": 1.0}}),
 ]
 
@@ -319,8 +317,9 @@ def test_a_stage_of_a_file_has_a_section(again, write, tmp_path):
     assert load_config(write(to_yaml(config), "config.yaml")) == config
     alone = load_config(again, ["--stages=sft"])
     assert (alone.unused_sections, config.unused_sections) == (["again"], [])
-    both = f"--stages=[{tmp_path / 'again.py'}:Again, recipes/kto.py:KTO]"
-    assert load_config("shapes.yaml", [both, "--kto.beta=3"]).kto.beta == 3
+    write(AGAIN.replace('stage = "again"', 'stage = "more"'), "more.py")
+    both = f"--stages=[{tmp_path / 'again.py'}:Again, {tmp_path / 'more.py'}:Again]"
+    assert load_config("shapes.yaml", [both, "--more.share=0.5"]).more.share == 0.5
 
 
 @pytest.mark.parametrize(("override", "message"), [
@@ -374,12 +373,12 @@ def test_a_copy_of_a_recipe_finds_the_files_beside_the_original(tmp_path, monkey
     """Its model config and its task are found from any folder; a file beside the copy comes first."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own").mkdir()
-    copy = shutil.copy(ROOT / "recipes" / "site.yaml", tmp_path / "own")
+    copy = shutil.copy(ROOT / "recipes" / "zoom.yaml", tmp_path / "own")
     ours = recipes_folder()
     config = load_config(copy)
-    assert config.model.config == str(ours / "shapes_model.json") and config.data.task == f"{ours / 'site.py'}:TASK"
-    (tmp_path / "own" / "shapes_model.json").touch()
-    assert load_config(copy).model.config == str(tmp_path / "own" / "shapes_model.json")
+    assert config.model.config == str(ours / "zoom_model.json") and config.data.task == f"{ours / 'zoom.py'}:TASK"
+    (tmp_path / "own" / "zoom_model.json").touch()
+    assert load_config(copy).model.config == str(tmp_path / "own" / "zoom_model.json")
 
 
 def test_rewards_that_weigh_nothing_are_refused():

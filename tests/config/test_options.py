@@ -13,7 +13,7 @@ import typing
 import PIL.Image
 import pytest
 from links import ROOT
-from runs import LETTERS, STAGE, leave_out
+from runs import LETTERS, leave_out
 
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.loading import as_overrides, load_config
@@ -28,19 +28,12 @@ from minivlmrl.losses.grpo_variants import CORRECTION_MODES
 from minivlmrl.run.datasets import load_datasets
 from minivlmrl.run.metrics import METRICS
 from minivlmrl.run.setup import build_model
-from recipes import localisation
-from recipes.kto import KTOConfig
 from tests.config.test_validation import CASES
 
 from stages import ONE, STAGES
-from tiny import FILES, RUN_MODEL, of_file
+from tiny import RUN_MODEL
 
-SFT, DPO, KTO, RM = (
-    ["--stages=sft"],
-    ["--stages=dpo"],
-    of_file("kto", STAGE | {"max_steps": 2}),
-    ["--stages=reward_model"],
-)
+SFT, DPO, RM = ["--stages=sft"], ["--stages=dpo"], ["--stages=reward_model"]
 GRPO, PPO = (["--stages=grpo", LETTERS], ["--stages=ppo", LETTERS])
 BASES = {"sft": SFT, "dpo": DPO, "reward_model": RM, "grpo": GRPO, "ppo": PPO}
 # a second iteration at a high learning rate gives ratios far from 1, where clipping and KL matter
@@ -57,7 +50,6 @@ STAGE_OPTIONS = {
     "warmup_steps": 2, "adam_beta2": 0.5,
 }  # fmt: skip
 MOVING = ["--reference.sync_ref_model", "--reference.ref_model_sync_steps=1"]
-DISTILL = [*of_file("distill", STAGE | {"max_steps": 2}), LETTERS, "--distill.teacher_prompt=teachers:hint"]
 # option, changed value, base options
 OPTIONS = [
     ("reference", "{sync_ref_model: true, ref_model_sync_steps: 1}", DPO),
@@ -65,10 +57,6 @@ OPTIONS = [
     ("reference.ref_model_sync_steps", 2, [*DPO, *MOVING, "--dpo.max_steps=3"]),
     ("reference.num_shared_layers", 1, DPO),
     ("reference.pattern", "visual.merger", [*DPO, "--reference.num_shared_layers=1"]),
-    ("distill.teacher_beta", 1.0, DISTILL),
-    ("distill.num_generations", 4, DISTILL),
-    ("distill.steps_per_generation", 2, DISTILL),
-    ("distill.num_iterations", 2, DISTILL),
     *[
         (f"{stage}.{name}", value, [*BASES[stage], f"--{stage}.max_steps=3"])
         for stage, (name, value) in zip(itertools.cycle(STAGES), STAGE_OPTIONS.items(), strict=False)
@@ -85,9 +73,6 @@ OPTIONS = [
     ("dpo.reference_free", "true", DPO),
     ("dpo.ld_alpha", 0.5, ["own", *DPO]),
     ("dpo.use_weighting", "true", DPO),
-    ("kto.beta", 0.5, KTO),
-    ("kto.desirable_weight", 0.5, KTO),
-    ("kto.undesirable_weight", 0.5, KTO),
     ("reward_model.center_rewards_coefficient", 1.0, RM),
     ("grpo.num_generations", 4, GRPO),
     ("grpo.steps_per_generation", 2, GRPO),
@@ -143,15 +128,13 @@ OPTIONS = [
     ("data.max_pixels", 28 * 28, ["own", *SFT]),
     ("data.train_file", "{home}/other.jsonl", ["own", *SFT]),
     ("data.video", "{fps: 1, min_pixels: 784, max_pixels: 6272}", FILM),
-    ("data.task", f"{localisation.__file__}:TASK", SFT),
 ]
 
 
 def choices(name):
     """Return the values in a field's Literal type."""
     section, name = name.split(".")
-    cls = KTOConfig if section == "kto" else typing.get_type_hints(RunConfig)[section]
-    hint = typing.get_type_hints(cls)[name]
+    hint = typing.get_type_hints(typing.get_type_hints(RunConfig)[section])[name]
     parts = [hint, *typing.get_args(hint)]
     values = next(typing.get_args(part) for part in parts if typing.get_origin(part) is typing.Literal)
     return (("null",) if type(None) in parts else ()) + values
@@ -162,8 +145,6 @@ ENUMERATIONS = [
     *[(name, choices(name), base) for name, base in {
         "sft.loss_type": SFT,
         "dpo.f_divergence_type": DPO,
-        # answers with label true get likelier
-        "kto.loss_type": [*KTO, "--kto.undesirable_weight=0", "--kto.max_steps=3"],
         "grpo.loss_type": [*FAR, "--grpo.micro_batch_size=2"],
         "grpo.importance_sampling_level": [*FAR, "--grpo.beta=0.5"],
         "grpo.kl_estimator": [*FAR, "--grpo.beta=0.5"],
@@ -182,8 +163,6 @@ SEVERAL = [*OWN, "--data.train_file=null", "--data.train=[{file: {home}/rows.jso
 OUTPUTS = [
     *[(f"{stage}.micro_batch_size", 1, BASES[stage], METRICS) for stage in ("sft", "reward_model", "ppo")],
     *[(f"{stage}.max_tokens_per_micro_batch", 100, BASES[stage], METRICS) for stage in ("grpo", "ppo")],
-    *[("kto.micro_batch_size", 1, KTO, METRICS), ("distill.micro_batch_size", 1, DISTILL, METRICS)],
-    ("distill.max_tokens_per_micro_batch", 100, DISTILL, METRICS),
     ("optimizer.name", "adamw_8bit", [*SFT, "--sft.max_steps=3"], METRICS),
     ("max_epochs", 0.5, SFT, METRICS),
     ("model.config", "{home}/tied.json", SFT, METRICS),
@@ -243,8 +222,6 @@ ELSEWHERE = {
     "reward_model.path": "trainers/test_reward_model_scores.py: test_each_completion_is_scored_at_its_last_token",
     "ppo.critic_path": "trainers/test_ppo.py: test_a_run_continues_with_a_saved_critic",
     "reference.path": "trainers/test_reference.py: test_a_reference_from_a_folder_matches_transformers",
-    "distill.teacher": "recipes/test_distill.py: test_a_teacher_in_a_folder_with_a_larger_picture",
-    "distill.teacher_prompt": "recipes/test_distill.py: test_a_step_is_the_divergence_from_the_teacher",
 }
 
 
@@ -385,9 +362,8 @@ def test_every_option_is_tested():
     """Every option has a row above, and config/validation.py lists the conditions for its effect."""
     names = {"rewards.letters": "rewards", "reference": "reference.sync_ref_model"}
     tested = {names.get(name, name) for name, *_ in (*OPTIONS, *ENUMERATIONS, *OUTPUTS)}
-    tested |= {f"{stage}.{name}" for stage in (*STAGES, *FILES) for name in STAGE_OPTIONS}
-    config = load_config("shapes.yaml", [f"--stages={json.dumps([*FILES.values()])}"])
-    options = {option.path for option in options_of(type(config))}
+    tested |= {f"{stage}.{name}" for stage in STAGES for name in STAGE_OPTIONS}
+    options = {option.path for option in options_of(RunConfig)}
     assert options == tested | ELSEWHERE.keys()
     assert not tested & ELSEWHERE.keys()
     for name, test in ELSEWHERE.items():

@@ -11,7 +11,6 @@ import pytest
 
 from minivlmrl.data.boxes import SPACES, Box, extent, giou, iou, match, parse_boxes
 from minivlmrl.data.image import smart_resize
-from recipes.point import parse_points
 
 IMAGE = (100.0, 80.0)
 
@@ -201,21 +200,8 @@ def test_no_box(text):
     assert parse_boxes(text) == []
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ('{"point_2d": [1, 2], "label": "cat"}', [(1, 2)]),
-    ('```json\n[{"point_2d": [1, 2], "label": "a"}, {"point": [5, 6.5]}, [7, 8]]\n```', [(1, 2), (5, 6.5), (7, 8)]),
-    ("(1, 2), (5, 6.5)", [(1, 2), (5, 6.5)]),
-    ("1 2.", [(1, 2)]),
-    *[(text, []) for text in ("", "1", "1 2 5 6", "[1, 2, 5, 6]", '{"bbox_2d": [1, 2]}', '{"point_2d": [1, NaN]}')],
-    *[(text, []) for text in ("not [1, 2]", "(1, 2) or (5, 6)", '{"point_2d": [1, 2, 5, 6]}', "[1, 2], [5, 6, 7]")],
-])  # fmt: skip
-def test_parse_points(text, expected):
-    assert parse_points(text) == expected
-
-
 @pytest.mark.parametrize("unit", ["[", "(", '{"bbox_2d":', "[1,", "9", "1 ", "[1,2,3,4]", "(1,2)", "```json\n"])
 def test_endless_repetition_is_parsed_quickly(unit):
     """Parsing 40,000 characters must be linear, because backtracking would take hours."""
     for end in ("", "x", "]", "1"):
         parse_boxes(unit * (40_000 // len(unit)) + end)
-        parse_points(unit * (40_000 // len(unit)) + end)

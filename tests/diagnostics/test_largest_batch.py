@@ -29,10 +29,8 @@ DROPOUT = ["--adapter.r=2", "--adapter.dropout=0.1"]
 FORMS = {
     "sft": ("qwen3_vl_moe", []),
     "dpo": ("model", DROPOUT),
-    "kto": ("model", []),
     "grpo": ("qwen3_5_moe", ["--grpo.beta=0.1", "--grpo.num_generations=2"]),
     "ppo": ("model", []),
-    "distill": ("model", ["--distill.teacher_prompt=teachers:hint"]),
 }
 
 

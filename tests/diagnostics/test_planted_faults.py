@@ -15,8 +15,6 @@ from minivlmrl.diagnostics import check
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.tasks.shapes import Shapes, tagged_answer
 
-import tiny
-
 
 @dataclass
 class Fault:
@@ -306,11 +304,6 @@ FAULTS = {
     "a fifth of the labels shuffled, with pairs": Fault(
         ["--stages=[dpo]", "--rewards={accuracy: 1}"], shuffled,
         check=("2 of 8 answers in the column chosen contradict", "Compare the solution"),
-    ),
-    "a fifth of the labels shuffled, with labels": Fault(
-        [*tiny.of_file("kto", {"max_steps": 3, "prompts_per_step": 4}), "--rewards={accuracy: 1}"],
-        lambda i, row: shuffled(i, row) | {"label": i % 2 == int(i in (2, 5)), "solution": row["solution"]},
-        check=("2 of 8 answers in the column completion contradict", "Compare the solution"),
     ),
 }  # fmt: skip
 

@@ -25,7 +25,7 @@ from minivlmrl.run.setup import build_model
 from minivlmrl.tasks import shapes
 
 from stages import write_recipe
-from tiny import of_file, recipe
+from tiny import recipe
 
 STAGE = {
     "max_steps": 3, "prompts_per_step": PROMPTS_PER_STEP, "micro_batch_size": 1, "learning_rate": 1e-4,
@@ -43,7 +43,6 @@ STAGES = {  # in float64; each stage has other collective operations
     "sft": ["--stages=[sft]"],
     "dpo": ["--stages=[dpo]"],
     "dpo precomputed": ["--stages=[dpo]", "--dpo.loss_type=[sigmoid, sft]", "--dpo.precompute_ref_log_probs=true"],
-    "kto": of_file("kto", STAGE),
     "reward_model": ["--stages=[reward_model]"],
     "ppo": ["--stages=[ppo]"],
     "ppo with a critic": ["--stages=[ppo]", "--ppo.critic=separate"],
@@ -55,7 +54,6 @@ STAGES = {  # in float64; each stage has other collective operations
     "rloo": [*REFERENCE, "--grpo.loss_type=rloo", "--grpo.steps_per_generation=2"],
     "resampled rloo": [*REFERENCE, "--grpo.loss_type=rloo", "--grpo.max_num_gen_batches=2",
                        "--grpo.top_entropy_quantile=0.5", "--sampling.max_new_tokens=2"],
-    "distill": [*of_file("distill", STAGE | {"num_generations": 3}), "--distill.teacher_prompt=teachers:hint"],
     "with a reward model": ["--stages=[grpo]", "--rewards={letters: 0.5, reward_model: 1}",
                             "--reward_model.path=FOLDER/judge"],
     "with a reward model of another family": ["--stages=[grpo]", "--rewards={letters: 0.5, reward_model: 1}",
@@ -83,8 +81,8 @@ CASES = {  # {number of ranks: (stage, way)}; results must equal one process's r
         ("with a reward model of another family", "layer by layer"), ("two at a time", "layer by layer"),
         ("ppo with a critic", "layer by layer"),
         ("Qwen3-VL, two at a time", "sharded"),
-        *((name, "sharded") for name in ("dpo precomputed", "kto", "reward_model", "ppo", "rloo", "resampled rloo",
-                                         "distill", "without the vision tower"))],
+        *((name, "sharded") for name in ("dpo precomputed", "reward_model", "ppo", "rloo", "resampled rloo",
+                                         "without the vision tower"))],
     4: [("with a reference", "replicated"), ("with a reference", "replicas"),
         *((name, "sharded") for name in ("sft", "dpo", "grpo", "resampled", "ppo in mini-batches", "tools",
                                          "trajectories"))],

@@ -25,7 +25,7 @@ from minivlmrl.trainers import grpo as grpo_file
 from minivlmrl.trainers import registry
 from minivlmrl.trainers.rollout import RolloutTrainer
 
-from tiny import FILES, RUN_MODEL, RUN_QWEN3, RUN_QWEN3_MOE, RUN_QWEN35, RUN_QWEN35_MOE, of_file, recipe
+from tiny import RUN_MODEL, RUN_QWEN3, RUN_QWEN3_MOE, RUN_QWEN35, RUN_QWEN35_MOE, recipe
 
 STAGE = {
     "max_steps": 3, "prompts_per_step": 4, "micro_batch_size": 2, "learning_rate": 1e-2,
@@ -34,7 +34,6 @@ STAGE = {
 DATA = {"task": "shapes(demonstrations=8, pairs=8)", "eval_rows": 2}
 RECIPE = recipe(STAGE, data=DATA, rewards={"letters": 1.0})
 STAGES = ("sft", "dpo", "reward_model", "grpo", "ppo")
-MORE = {"distill": {"num_generations": 3}}  # more options for stages that are files in recipes/
 ONE = World()
 
 
@@ -72,8 +71,8 @@ class Stage:
     def __init__(
         self, folder, stage, *overrides, rows=None, held_out=None, dtype=torch.float64, model="model", world=ONE
     ):
-        named = of_file(stage, STAGE | MORE.get(stage, {})) if stage in FILES else [f"--stages={stage}"]
-        config = load_config(folder / "recipe.yaml", [f"--output_dir={folder / 'out'}", *named, *overrides])
+        options = [f"--output_dir={folder / 'out'}", f"--stages={stage}", *overrides]
+        config = load_config(folder / "recipe.yaml", options)
         trainer = registry.find_trainer(stage, config)
         trainer.check(config)
         self.model, processor = random_model(folder / f"{model}.json", shapes.tokenizer(), 0)
@@ -83,7 +82,7 @@ class Stage:
         self.trainer = trainer(config, self.model, processor, world)
         self.config, self.held_out, self.number = self.trainer.config, held_out, 0
         if rows is None:
-            rows = Shapes(8, "rows", labelled=stage == "kto")
+            rows = Shapes(8, "rows")
         self.batches = Batches(rows, self.trainer)
         self.optimizer = build_optimizer(self.trainer.trained, self.config, config.optimizer)
         self.kept = self.trainer.on_stage_begin(self.batches, held_out, None)

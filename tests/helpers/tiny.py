@@ -81,14 +81,6 @@ def recipe(stage: dict, **sections) -> dict:
     return base
 
 
-FILES = {"kto": "recipes/kto.py:KTO", "distill": "recipes/distill.py:Distill"}  # stages that users copy
-
-
-def of_file(name: str, options: dict) -> list[str]:
-    """Return command-line options that train only a stage in FILES, with the given options."""
-    return [f"--stages={FILES[name]}", f"--{name}={json.dumps(options)}"]
-
-
 IMAGE = 293
 VIDEO = 294
 VISION_START = 290

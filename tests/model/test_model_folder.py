@@ -59,8 +59,7 @@ def test_pointers_of_git_lfs_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(("config", "says"), [
-    ({"model_type": "qwen2"}, "This is a text model: python recipes/from_parts.py adds a vision tower"),
-    ({"model_type": "llama"}, "This is a text model; choose a vision-language model"),
+    ({"model_type": "qwen2"}, "This is a text model; choose a vision-language model"),
     ({"model_type": "llava", "vision_config": {"a": 1}}, "model_type is 'llava', but it must be .*supported$"),
 ])  # fmt: skip
 def test_other_kinds_of_models_are_described(config, says):

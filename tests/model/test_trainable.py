@@ -49,7 +49,7 @@ def test_adapters_of_frozen_parts_are_frozen_too():
         select_trained(adapted(["merger"]), ["merger"])
 
 
-REFERENCED = {"grpo": "--grpo.beta=0.1", "dpo": "--dpo.beta=0.1", "kto": "--kto.beta=0.1", "ppo": "--ppo.kl_coef=0.1"}
+REFERENCED = {"grpo": "--grpo.beta=0.1", "dpo": "--dpo.beta=0.1", "ppo": "--ppo.kl_coef=0.1"}
 
 
 RUNS = [*((name, "model") for name in STAGES), ("reward_model", "qwen3_vl"), ("ppo --ppo.critic=separate", "model")]
@@ -70,7 +70,7 @@ def test_a_stage_trains_only_adapters_and_heads(stage, name, model):
     assert {p.data_ptr() for p in others if p.dim() > 1 and len(p) > 1} <= base
 
 
-@pytest.mark.parametrize(("name", "size"), [("grpo", 2), ("grpo", 4), ("dpo", 4), ("kto", 4), ("ppo", 4)])
+@pytest.mark.parametrize(("name", "size"), [("grpo", 2), ("grpo", 4), ("dpo", 4), ("ppo", 4)])
 def test_the_reference_is_the_base_without_a_copy(stage, name, size):
     """The reference's log-probabilities equal the base model's, without a copy.
 

@@ -73,7 +73,6 @@ REASONS = [  # reward, solution, answer, reason
     (YES_NO, True, "no", "the answer is 'no', not 'True'"),
     (CLASS, "frilly", "dotted", "the answer is 'dotted', not 'frilly'"),
     *((f"{ROOT}/{name}", '[{"bbox_2d": [0, 0, 2, 2], "label": "a"}]', "x", NO_BOX) for name in FILES_TO_COPY),
-    (f"{ROOT}/recipes/point.py:point", "[1, 1]", "x", NO_BOX),
 ]
 
 

@@ -10,33 +10,13 @@ from minivlmrl.config.import_utils import load_name
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.rewards.text import accuracy, tag_format
 from recipes.digits import write_digits
-from recipes.localisation import Localisation, constant_box
 
 ROOT = Path(__file__).parents[2]
-LOCALISATION = ROOT / "recipes" / "localisation.yaml"
 SMALL = [
     "--num_threads=1", "--data.eval_rows=4", "--sampling.max_new_tokens=16",
     *[f"--{stage}.{option}" for stage in ("sft", "grpo")
       for option in ("max_steps=1", "prompts_per_step=2", "micro_batch_size=2")], "--grpo.num_generations=4",
 ]  # fmt: skip
-
-
-def test_the_localisation_recipe_runs(run, capsys):
-    folder = run(*SMALL, "--data.eval_rows=12", recipe=LOCALISATION)
-    table, held_out = summary(folder), Localisation(12, "test")
-    assert list(table) == ["chance", "start", "after_sft", "after_grpo", "seconds"]
-    assert table["chance"] == constant_box(held_out)[1]
-    for name in ("start", "after_sft", "after_grpo"):
-        assert list(table[name])[3:] == [
-            "eval/acc_0_5_sampled", "eval/acc_0_5_greedy", "eval/unseen/iou_sampled", "eval/unseen/iou_greedy",
-        ]  # fmt: skip
-        assert all(0 <= share <= 1 for share in table[name].values())
-    lines = metrics(folder)
-    assert [line["stage"] for line in lines] == ["sft", "grpo"]
-    assert {"rewards/iou/mean", "rewards/box_format/mean", "kl"} <= set(lines[-1])
-    load_model(folder / "checkpoint")
-    said = capsys.readouterr().out
-    assert "after grpo" in said and "unseen/iou_greedy" in said and f"{table['chance']:>13.3f}" in said
 
 
 def test_shuffled_rewards_are_the_same_ones_elsewhere(run, plain):

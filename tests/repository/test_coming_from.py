@@ -15,6 +15,7 @@ from runs import metrics
 
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.loading import load_config
+from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import options_of
 from minivlmrl.losses.grpo import grpo_loss
 from minivlmrl.model.build import random_model
@@ -22,12 +23,8 @@ from minivlmrl.model.checkpoint import save_model
 from minivlmrl.rewards.text import tag_format
 from minivlmrl.tasks import shapes
 from minivlmrl.trainers.functions import loss_arguments
-from minivlmrl.trainers.registry import TRAINERS
-
-from tiny import FILES
 
 PAGE = (ROOT / "docs" / "coming_from.md").read_text()
-CONFIG = type(load_config("shapes.yaml", [f"--stages=[{', '.join([*TRAINERS, *FILES.values()])}]"]))  # every stage
 B, T = 12, 7
 
 
@@ -119,7 +116,7 @@ def test_options_exist():
     tables = [
         row for name in ("TRL", "VLM-R1 and ms-swift", "EasyR1 and verl") for row in rows_of(PAGE, f"From {name}")
     ]
-    known = {option.path for option in options_of(CONFIG)}
+    known = {option.path for option in options_of(RunConfig)}
     sections = {path.partition(".")[0] for path in known if "." in path}
     tinker = PAGE.split("## From Tinker\n")[1].split("\n## ")[0]  # this section names modules and calls
     named = set(re.findall(r"`(\w+\.\w+)`", PAGE.replace(tinker, "")))
@@ -145,7 +142,7 @@ def test_options_of_trl_exist_in_trl_and_defaults_marked_same_are_equal(trl, row
     assert {*theirs} <= {*known, *inspect.signature(trl.GRPOTrainer).parameters}
     if row[2].startswith("same"):
         defaults = [known[name].default for name in theirs]
-        here = [functools.reduce(getattr, name.split("."), CONFIG()) for name in ours]
+        here = [functools.reduce(getattr, name.split("."), RunConfig()) for name in ours]
         assert defaults == (here if len(here) == len(theirs) else list(*here))
 
 

@@ -21,7 +21,7 @@ from docs.scripts import first_hour, make_pages
 from minivlmrl.__main__ import COMMANDS as COMMAND_NAMES
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.loading import load_config
-from minivlmrl.config.options import TrainingOptions
+from minivlmrl.config.options import RunConfig, TrainingOptions
 from minivlmrl.config.parsing import options_of
 from minivlmrl.losses.preference import DPO_LOSSES
 from minivlmrl.model.build import random_model
@@ -33,7 +33,6 @@ from minivlmrl.trainers.registry import TRAINERS
 from tests.parity.families import families as make_families
 
 from draws import ids_of
-from tiny import FILES
 
 families = functools.cache(make_families)
 NUMBER = re.compile(r"[+-]?\d+(?:\.\d+)?")
@@ -162,11 +161,10 @@ def test_the_band_of_the_default_run():
     assert result.split(" -> 0")[1] in shown
 
 
-@pytest.mark.parametrize("title", ["What was measured", "On real data"])
-def test_numbers_of_the_readme_are_on_its_pages(title):
+def test_numbers_of_the_readme_are_on_its_pages():
     """Each number in a result is also on the page to which its row's last cell links."""
     number = re.compile(r"\d*\.?\d+(?:e-\d+)?")
-    for row in rows_of(README, title):
+    for row in rows_of(README, "What was measured"):
         [page] = re.findall(r"\((docs/[\w/]+\.md)\)", row[-1])
         found = {digits.lstrip("0") for digits in number.findall(PAGES[page])}
         results = {digits.lstrip("0") for cell in row[2:-1] for digits in number.findall(cell)}
@@ -176,9 +174,8 @@ def test_numbers_of_the_readme_are_on_its_pages(title):
 
 LOSS_PAGES = "\n".join(PAGES[f"docs/{page}.md"] for page in ("policy_gradients", "preferences"))
 CODE = {code.rpartition(".")[2] for code in re.findall(r"`([^`\n]+)`", LOSS_PAGES)}
-WITH_FILES = load_config("shapes.yaml", [f"--stages=[{', '.join([*TRAINERS, *FILES.values()])}]"])  # every stage
-ALL_OPTIONS = {option.path for option in options_of(type(WITH_FILES))}
-STAGES = [type(getattr(WITH_FILES, name)) for name in WITH_FILES.stage_names]
+ALL_OPTIONS = {option.path for option in options_of(RunConfig)}
+STAGES = [typing.get_type_hints(RunConfig)[name] for name in TRAINERS]
 SHARED = {"max_tokens_per_micro_batch", *(field.name for field in dataclasses.fields(TrainingOptions))}
 
 
@@ -208,12 +205,7 @@ def test_the_changelog_lists_all_removed_options():
 
 def test_every_metric_is_explained(run, plain):
     """The page contains each metric's full name, or the part after its group; NAME stands for a reward."""
-    folder = run(
-        f"--stages=[sft, dpo, {FILES['kto']}, reward_model, grpo, ppo]",
-        "--kto.max_steps=1",
-        "--grpo.beta=0.1",
-        "--ppo.kl_coef=0.1",
-    )
+    folder = run("--stages=[sft, dpo, reward_model, grpo, ppo]", "--grpo.beta=0.1", "--ppo.kl_coef=0.1")
     logged = {name for line in metrics(folder) for name in line} - {"stage", "step"}
     logged -= {
         f"completions/{of}_terminated_length" for of in ("min", "max")
@@ -328,18 +320,6 @@ def test_tinker_calls_run_as_lines_of_a_training_loop(own, monkeypatch):
         next(p for n, p in space["policy"].named_parameters() if "lora_B" in n).add_(1)
     assert run("1") != saved and run(calls[10]) == saved
     assert space["load_model"]("saved").config == space["policy"].config
-
-
-def test_a_task_of_your_own(tmp_path, monkeypatch):
-    """Run the command in docs/data.md for a few steps."""
-    [command] = [c for c in COMMANDS if "dots.py:TASK" in c]
-    monkeypatch.chdir(tmp_path)
-    words = shlex.split(command)[2:]
-    small = ["--data.eval_rows=4", "--num_threads=1"]
-    small += [f"--{stage}.{size}" for stage in ("sft", "grpo") for size in ("max_steps=1", "prompts_per_step=2")]
-    assert train_recipe([str(ROOT / words[0]), *words[1:], *small]) == 0
-    summary = json.loads((tmp_path / "runs" / "dots" / "summary.json").read_text())
-    assert summary["chance"] == 0.25 and {"after_sft", "after_grpo"} <= set(summary)
 
 
 @pytest.mark.parametrize("name", ["first_hour.ipynb", pytest.param("photographs.ipynb", marks=pytest.mark.slow)])

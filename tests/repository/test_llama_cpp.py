@@ -11,7 +11,7 @@ from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import save_model
 from minivlmrl.tasks import shapes
 
-# the converter's module; gguf alone is also installed for recipes/from_parts.py
+# the converter's module
 pytest.importorskip("conversion", reason="llama.cpp's converter is missing: tests/llama_cpp.sh installs it")
 gguf = pytest.importorskip("gguf", reason="llama.cpp's converter is missing: tests/llama_cpp.sh installs it")
 

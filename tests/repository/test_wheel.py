@@ -50,11 +50,8 @@ zoom = load_config("zoom.yaml")
 assert zoom.data.eval_rewards[1] == held_out_rewards(zoom)[1].name == "recipes/zoom.py:looks", zoom.data
 assert main(["memory", *model]) == 0
 assert main(["chat", *model, "--image", picture, "--prompt", "What?", "--max_new_tokens", "2"]) == 0
-assert main(["check", "localisation.yaml"]) == 0
-assert train_recipe(["localisation.yaml", "--stages=[sft]", "--sft.max_steps=1", "--data.eval_rows=4"]) == 0
-stages = ["--stages=[sft, recipes/kto.py:KTO]", "--kto.max_steps=1", "--sft.max_steps=1", "--data.eval_rows=4"]
-assert train_recipe(["shapes.yaml", *stages, "--data.task=shapes(pairs=64)", "--resume=never"]) == 0
-assert load_config("shapes_kto.yaml").stage_names == ["sft", "kto"]
+assert main(["check", "zoom.yaml"]) == 0
+assert train_recipe(["zoom.yaml", "--stages=[sft]", "--sft.max_steps=1", "--data.eval_rows=4"]) == 0
 small = {"sft": {"max_steps": 1, "prompts_per_step": 4}, "sampling": {"max_new_tokens": 4}}
 notebook.train = functools.partial(notebook.train, **small, log_completions=1)
 for path in sys.argv[1:]:

@@ -1,7 +1,6 @@
 """Test box rewards on good and bad answers, and on answers that try to exploit the rewards."""
 
 import json
-import math
 
 import PIL.Image
 import pytest
@@ -14,8 +13,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.data.video import Video
 from minivlmrl.rewards.boxes import acc_0_5, box_format, mean_giou, mean_iou
-from recipes import localisation
-from recipes.point import point
+from minivlmrl.tasks import shapes
 
 from score_texts import logged_reasons, score_texts
 
@@ -206,34 +204,6 @@ def test_each_completion_is_scored_with_its_own_row():
     assert values[2].tolist() == approx(0, 0, -100 / 225, 1)  # the answer is (5, 5, 10, 10)
 
 
-@pytest.mark.parametrize(("solution", "said", "inside", "near"), [
-    (SOLUTION, '{"point_2d": [30, 20], "label": "cat"}', 1, 1),  # the centre
-    (SOLUTION, "(20, 10)", 1, 1 - math.hypot(20, 20) / 50),
-    (SOLUTION, RIGHT, 0, 0),  # a box is not a point
-    (SOLUTION, "[]", 0, 0),
-    (SOLUTION, "[[30, 20], [31, 21]]", 0.5, 0.5),  # one extra point
-    ([SOLUTION, [100, 20, 120, 60]], "[[55, 20], [30, 20]]", 1, 1),
-    ([60, 40], "[30, 20]", 1, 1),  # a true point covers its pixel
-    ("[60, 40]", "[30.3, 20]", 0, 1 - 0.6 / 50),
-    ([], "[]", 1, 1),
-    ([], "[30, 20]", 0, 0),
-    (None, "[30, 20]", None, None),
-])  # fmt: skip
-def test_points(solution, said, inside, near):
-    """The option `within` corresponds to 50 pixels in the file here."""
-    within = 50 / math.hypot(*SIZE)
-    assert point([said], **columns(solution)) == approx(inside)
-    assert point([said], **columns(solution), within=within) == approx(near)
-
-
-def test_invalid_points_in_solutions_are_reported():
-    for wrong in ("cat", [1, 2, 3], [5, 5, 5, 5]):
-        with pytest.raises(
-            ValueError, match=r"reward point: solution .* is neither a box nor a point; the solution must be \[x1"
-        ):
-            point(["[1, 2]"], **columns(wrong))
-
-
 # columns that box rewards read for each row
 
 
@@ -243,7 +213,7 @@ def row(*sizes, **columns):
 
 
 def required_columns(rows, G=1, **options):
-    processor = Processor(localisation.tokenizer(), ImageProcessor(**options))
+    processor = Processor(shapes.tokenizer(), ImageProcessor(**options))
     return box_columns(rows, [r.prompt(processor) for r in rows], processor, G)
 
 

@@ -24,7 +24,6 @@ from minivlmrl.run.setup import fit_rows, stage_lengths
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers.registry import find_trainer
-from recipes.localisation import Localisation
 from tests.model.test_checkpoint import edit_json
 
 from stages import ONE
@@ -48,11 +47,12 @@ def test_built_in_rewards_are_tried_on_a_row():
     text = Row([{"role": "user", "content": "?"}], [], {"problem": "?", "solution": "a"})
     config = RunConfig(rewards={"iou": 1, "giou": 1, "box_format": 1, "reward_model": 1, "accuracy": 1})
     config.data.eval_rewards = ["iou", "format"]
-    try_rewards(config, {"grpo": "prompts"}, {"grpo": Localisation(1, "x"), "eval": Localisation(1, "x")})
+    picture = PIL.Image.new("RGB", (8, 8))
+    box, wrong = (Row(text.messages, [picture], {"problem": "?", "solution": x}) for x in ([1, 2, 3, 4], "a"))
+    try_rewards(config, {"grpo": "prompts"}, {"grpo": [box], "eval": [box]})
     try_rewards(config, {"dpo": "pairs"}, {"dpo": [text], "eval": [text]})  # held-out pairs need no solution
-    box = Row([{"role": "user", "content": "?"}], [PIL.Image.new("RGB", (8, 8))], {"problem": "?", "solution": "a"})
     with pytest.raises(ValueError, match="reward iou: solution 'a' is not a box"):
-        try_rewards(config, {"grpo": "prompts"}, {"grpo": [box]})
+        try_rewards(config, {"grpo": "prompts"}, {"grpo": [wrong]})
 
 
 @pytest.mark.parametrize("capability", ["AVX2", "AVX512"])

@@ -36,7 +36,6 @@ def ended(monkeypatch, tmp_path, capfd):
 @pytest.mark.parametrize(("arguments", "sentence"), [
     (["nowhere.yaml"], "nowhere.yaml: this recipe does not exist"),
     (["shape.yaml"], "shape.yaml: this recipe does not exist; did you mean shapes.yaml?"),
-    (["shapes_kto.yaml", "--kto.prompts_per_step=1"], "kto.prompts_per_step is 1, but must be"),  # in recipes/kto.py
     (["--seed=x"], "command line: seed is 'x', but it must be of type int"),
     (["--seed={"], "command line: quote the value of seed: the text is not valid YAML (while parsing"),
 ], ids=str)  # fmt: skip

@@ -45,7 +45,6 @@ RUNS = {
     "sft dft": ("sft", ["--sft.loss_type=dft"]),
     "dpo with options": ("dpo", ["--dpo.use_weighting=true", "--dpo.ld_alpha=0.5"]),
     "dpo with sft": ("dpo", ["--dpo.loss_type=[sigmoid, sft]"]),
-    "kto": ("kto", ["--kto.undesirable_weight=0.7", "--kto.max_steps=3"]),
     "reward_model": ("reward_model", ["--reward_model.center_rewards_coefficient=0.1"]),
     "grpo": ("grpo", []),
     "grpo with options": ("grpo", ["--grpo.num_iterations=2", "--grpo.steps_per_generation=2", "--grpo.beta=0.1",

@@ -85,7 +85,7 @@ def test_both_answers_share_their_prompt_and_its_image(stage, name):
         assert len(batch.group.pixel_values) == 16 * len(rows)  # an image with 56 x 56 pixels has 4 x 4 patches
 
 
-@pytest.mark.parametrize("name", ["dpo", "sft", "kto"])
+@pytest.mark.parametrize("name", ["dpo", "sft"])
 def test_only_assistant_turns_are_trained(stage, name):
     """The user's turn between an answer's two turns gets no gradient, and its tokens are not counted."""
 
@@ -95,7 +95,6 @@ def test_only_assistant_turns_are_trained(stage, name):
             for name in ("chosen", "rejected", "completion"):
                 said = getattr(row, name)
                 setattr(row, name, [assistant(said), user("what?"), assistant(said + "!")])
-            row.columns["label"] = index % 2 == 0
             return row
 
     run = stage(name, rows=Turns(8, "rows"))
@@ -104,8 +103,7 @@ def test_only_assistant_turns_are_trained(stage, name):
     trained = sum(int(b.loss_mask[::every].sum()) for b in batches)
     tokens = sum(sum(b.group.layout.row_lengths[::every]) for b in batches)
     assert trained < tokens
-    if name != "kto":
-        assert batches[0].normalizer.tokens == trained
+    assert batches[0].normalizer.tokens == trained
     assert math.isfinite(run.update()["grad_norm"]) and run.number == 1
 
 
@@ -118,7 +116,6 @@ class Dialogues(Shapes):
             answer = getattr(row, name).rpartition("</think>")[2]  # the template would drop a second thought
             first, last = (assistant(f"<think>\n{x}\n</think>\n\n{answer}") for x in ("easy", "hard"))
             setattr(row, name, [first, user(f"what {index}?"), last])
-        row.columns["label"] = index % 2 == 0
         return row
 
 
@@ -180,8 +177,3 @@ def test_pairs_of_dialogues(drops_thoughts):
         trainer = drops_thoughts("reward_model").trainer
         scores = [torch.stack(trainer.rewards(trainer.micro_batch(rows))) for rows in ([row], by_answer(row)[1:])]
         torch.testing.assert_close(*scores, rtol=1e-10, atol=1e-10)
-
-
-def test_the_kl_of_kto_needs_answers_without_prompts_of_their_own(drops_thoughts):
-    with pytest.raises(ValueError, match=r"set data\.train_answers to last"):
-        drops_thoughts("kto").next()

@@ -18,7 +18,7 @@ from minivlmrl.tasks import shapes
 import tiny
 from stages import snapshot
 
-WEIGHTS = {"dpo": "beta", "kto": "beta", "grpo": "beta", "ppo": "kl_coef"}  # option that weights the KL
+WEIGHTS = {"dpo": "beta", "grpo": "beta", "ppo": "kl_coef"}  # option that weights the KL
 # the reference copies all parameters, only adapters, or only parameters after the first layer
 FORMS = {"all": [], "adapters": ["--adapter.r=2"], "shared": ["--reference.num_shared_layers=1"]}
 
@@ -78,7 +78,7 @@ def test_updates_match_trls_callback(stage, name, form):
 
 def test_with_mixup_1_the_reference_is_the_policy_of_the_previous_step(stage):
     moving = [f"--reference.{option}" for option in ("sync_ref_model", "ref_model_mixup_alpha=1")]
-    run = stage("kto", *moving, "--reference.ref_model_sync_steps=1")
+    run = stage("dpo", *moving, "--reference.ref_model_sync_steps=1")
     for _ in range(3):
         batch = run.next()[0]
         with torch.no_grad():
@@ -153,7 +153,7 @@ def their_logps(model, group, temperature):
 
 
 @pytest.mark.parametrize("name, options", [
-    ("dpo", []), ("kto", ["--adapter.r=2"]), ("ppo", []), ("grpo", ["--model.freeze=[vision, merger]"]),
+    ("dpo", ["--adapter.r=2"]), ("ppo", []), ("grpo", ["--model.freeze=[vision, merger]"]),
 ])  # fmt: skip
 def test_a_reference_from_a_folder_matches_transformers(stage, other, name, options, tmp_path, monkeypatch):
     """The folder was saved by transformers; the policy's frozen vision tower is not used for the reference."""
