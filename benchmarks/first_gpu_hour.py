@@ -2,7 +2,7 @@
 
 python benchmarks/first_gpu_hour.py --out DIR                # twelve minutes on one GPU with 80 GB
 python benchmarks/first_gpu_hour.py --out DIR --minutes 9    # repeat until no part is printed as "later"
-python benchmarks/first_gpu_hour.py --out DIR ----toy          # tests the script: toy size, also on a CPU
+python benchmarks/first_gpu_hour.py --out DIR --toy          # tests the script: toy size, also on a CPU
 
 Each part is a process with a time limit. A crash, a GPU out of memory or the limit ends only this part, and the numbers
 that it printed before are kept. DIR/PART.txt has a part's output, DIR/summary.jsonl one JSON line for each number, and
@@ -37,28 +37,26 @@ class Part(NamedTuple):
 TRL = ("trl", "datasets", "transformers")
 # Sorted by value, the most important part first. The time limits up to `default_run` sum to twelve minutes.
 PARTS = {
-    "self_test": Part(35, "gpu_parts.py self_test"),
-    "tests": Part(60, "gpu_parts.py tests", ("pytest", "xdist")),
-    "step": Part(60, "gpu_parts.py step"),
-    "trl_sdpa": Part(135, "gpu_parts.py trl_step sdpa", TRL),
-    "lora": Part(60, "gpu_parts.py lora"),
-    "nf4": Part(70, "gpu_parts.py nf4"),
-    "decode": Part(45, "gpu_parts.py decode"),
+    "self_test": Part(35, "gpu.py self_test"),
+    "tests": Part(60, "gpu.py tests", ("pytest", "xdist")),
+    "step": Part(60, "gpu.py step"),
+    "transformers": Part(60, "gpu.py transformers", ("transformers",)),
+    "trl_sdpa": Part(135, "gpu.py trl_step sdpa", TRL),
+    "lora": Part(60, "gpu.py lora"),
+    "nf4": Part(70, "gpu.py nf4"),
+    "decode": Part(45, "gpu.py decode"),
     # with the kernels that `auto` does not select, because no GPU had run them when they were written
-    "step_triton": Part(50, "gpu_parts.py step", kernels="triton"),
-    "decode_triton": Part(40, "gpu_parts.py decode", kernels="triton"),
-    "profile": Part(45, "gpu_parts.py kernel_times"),
-    "attention": Part(25, "gpu_kernels.py attention"),
-    "logits": Part(30, "gpu_kernels.py logits"),
-    "products": Part(20, "gpu_kernels.py products"),
-    "default_run": Part(45, "gpu_parts.py train"),
-    "changes": Part(70, "gpu_parts.py changes"),
-    "lora_changes": Part(120, "gpu_parts.py lora_changes"),
-    "trl_flash": Part(110, "gpu_parts.py trl_step flash_attention_2", (*TRL, "flash_attn")),
-    "transformers": Part(60, "gpu_parts.py transformers", ("transformers",)),
-    "vllm_tests": Part(300, "gpu_parts.py vllm_tests", ("vllm", "pytest", "xdist")),
-    "vllm_run": Part(120, "gpu_parts.py train -- --model.compute_dtype=bfloat16 --sampling.engine=vllm", ("vllm",)),
-    "vllm_speed": Part(120, "gpu_parts.py vllm_speed", ("vllm",)),
+    "step_triton": Part(50, "gpu.py step", kernels="triton"),
+    "decode_triton": Part(40, "gpu.py decode", kernels="triton"),
+    "attention": Part(25, "gpu.py attention"),
+    "logits": Part(30, "gpu.py logits"),
+    "default_run": Part(45, "gpu.py train"),
+    "products": Part(20, "gpu.py products"),
+    "changes": Part(70, "gpu.py changes"),
+    "lora_changes": Part(120, "gpu.py lora_changes"),
+    "trl_flash": Part(110, "gpu.py trl_step flash_attention_2", (*TRL, "flash_attn")),
+    "vllm_tests": Part(300, "gpu.py vllm_tests", ("vllm", "pytest", "xdist")),
+    "vllm_run": Part(120, "gpu.py train -- --model.compute_dtype=bfloat16 --sampling.engine=vllm", ("vllm",)),
 }
 
 

@@ -1,27 +1,19 @@
 """Time a GRPO step (rollout, reference, loss, backward, update) in minivlmrl and in TRL.
 
-python benchmarks/grpo_step.py                  # a table, about ten minutes on two cores; needs `pip install .[test]`
-python benchmarks/grpo_step.py --json FILE      # also write the numbers
+python benchmarks/grpo_step.py    # a table, about ten minutes on two cores; needs `pip install .[test]`
 
 The peer is TRL with transformers' Qwen2_5_VLForConditionalGeneration; the first line prints the versions. Both sides
 start from the same random weights (recipes/shapes_model.json) and use the same prompts, with equal tokens and pixels,
 and 8 completions with exactly 14, 128 or 512 tokens for each prompt. TRL's and minivlmrl's steps alternate in one
 process, so that other load on the machine slows both. Before timing, both sides score the same completions, and the
 log-probabilities must agree.
-
-The last lines tell how far the ratios can be trusted. They print how many cores other programs used meanwhile, and a
-control: the time for minivlmrl's step in one process, divided by the time for the same step in another process. A ratio
-is only meaningful if it differs from 1 by more than the control does.
 """
 
 import argparse
-import json
 import os
 import platform
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -33,7 +25,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # set before imports that read it; no networ
 # before torch is imported; minivlmrl sets the same value
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import torch
-from common import about, seconds_of, synchronize
+from common import seconds_of, synchronize
 from torch import Tensor
 
 from minivlmrl.config.options import GRPOOptions, RunConfig, SamplingOptions
@@ -116,94 +108,32 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=12, help="timed steps of each side and case")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write the numbers here")
-    parser.add_argument("--alone", type=int, nargs=3, help="time one case of minivlmrl: size, prompts, new tokens")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if options.alone:
-        print(measure_alone(*options.alone, options.steps))
-        return
     import transformers
 
-    load = OtherLoad()
     warnings.simplefilter("ignore", FutureWarning)  # TRL uses old names for transformers' options
     transformers.logging.disable_progress_bar()
     versions = {name: version(name) for name in ("torch", "transformers", "trl")}
     print(f"{versions}, {options.threads} threads, {platform.machine()}")
-    columns = f"{'prompt tokens':>13} {'prompts':>8} {'new tokens':>10} {'ours ms':>8} {'TRL ms':>8} {'ratio':>6}"
-    print(f"{columns} {'max |dlogp|':>12}")
-    cases = []
+    print("| tokens per prompt | prompts | new tokens | ours, ms | TRL, ms | ratio | largest difference, nats |")
+    print("|---|---|---|---|---|---|---|")
     for size, prompts, new_tokens in CASES:
-        case = measure(size, prompts, options.steps, new_tokens=new_tokens)
-        cases.append(case)
-        numbers = f"{case['ours_ms']:8.0f} {case['trl_ms']:8.0f} {case['ratio']:6.2f} {case['logps_difference']:12.1e}"
-        print(f"{case['prompt_tokens']:13} {prompts:8} {new_tokens:10} {numbers}", flush=True)
-    other_cores = load.cores()
-    ratio = control(CASES[0], options.steps, options.threads)
-    shown = "unknown, because there is no /proc/stat" if other_cores is None else f"{other_cores:.1f}"
-    print(f"cores used by other programs: {shown} of {os.cpu_count()}")
-    print(f"control: the same step in two processes has the ratio {ratio:.2f}")
-    if options.json:
-        found = {
-            "cases": cases,
-            "control": round(ratio, 3),
-            "other_cores": other_cores,
-            "versions": versions,
-            "threads": options.threads,
-            "steps": options.steps,
-            "date": about()["date"],
-        }
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+        tokens, difference, ours, theirs = measure(size, prompts, options.steps, new_tokens)
+        numbers = f"{ours:.0f} | {theirs:.0f} | {theirs / ours:.2f} | {difference:.1e}"
+        print(f"| {tokens} | {prompts} | {new_tokens} | {numbers} |", flush=True)
 
 
-class OtherLoad:
-    """Measure the CPU time that other programs use from now on."""
+def measure(size: int, prompts: int, steps: int, new_tokens: int) -> tuple[int, float, float, float]:
+    """Measure one image size.
 
-    def __init__(self):
-        self.begin = self.now()
-
-    def now(self) -> tuple[float, float] | None:
-        """Return the time, and the CPU seconds used by all other programs; None without /proc/stat."""
-        stat = Path("/proc/stat")
-        if not stat.exists():
-            return None
-        user, nice, system, _idle, _wait, irq, softirq = map(int, stat.read_text().split()[1:8])
-        busy = (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
-        return time.perf_counter(), busy - time.process_time()
-
-    def cores(self) -> float | None:
-        """Return how many cores other programs have used on average; None if it is unknown."""
-        end = self.now()
-        if self.begin is None or end is None:
-            return None
-        return max(0.0, (end[1] - self.begin[1]) / (end[0] - self.begin[0]))
-
-
-def control(case: tuple[int, int, int], steps: int, threads: int) -> float:
-    """Time minivlmrl's step in two processes, one after the other, and return their time ratio."""
-    command = [sys.executable, __file__, "--alone", *case, "--steps", steps, "--threads", threads]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    first, second = (
-        float(subprocess.run([*map(str, command)], env=environment, check=True, capture_output=True, text=True).stdout)
-        for _ in range(2)
-    )
-    return second / first
-
-
-def measure_alone(size: int, prompts: int, new_tokens: int, steps: int) -> float:
-    """Return the median time for minivlmrl's step in milliseconds."""
-    model, processor = random_model(MODEL_CONFIG, shapes.tokenizer(), seed=0)
-    ours = our_side(model, processor, make_rows(size, prompts), new_tokens)
-    seconds = [seconds_of(ours.step) for _ in range(WARMUP + steps)]
-    return statistics.median(seconds[WARMUP:]) * 1e3
-
-
-def measure(size: int, prompts: int, steps: int, config=MODEL_CONFIG, new_tokens=NEW_TOKENS, warmup=WARMUP) -> dict:
-    """Measure the median milliseconds for a step in minivlmrl and in TRL, for one image size."""
+    Returns:
+        Tokens per prompt, largest difference of log-probabilities, and the median milliseconds of our steps and TRL's.
+    """
     import transformers
 
     rows = make_rows(size, prompts)
-    model, processor = random_model(config, shapes.tokenizer(), seed=0)
+    model, processor = random_model(MODEL_CONFIG, shapes.tokenizer(), seed=0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
         save_model(path, model, processor)
@@ -215,22 +145,12 @@ def measure(size: int, prompts: int, steps: int, config=MODEL_CONFIG, new_tokens
             our_seconds.append(seconds_of(ours.step))
 
         theirs = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
-        trainer = trl_side(theirs, path, rows, warmup + steps, trl_clock(alternate), new_tokens)
+        trainer = trl_side(theirs, path, rows, WARMUP + steps, trl_clock(alternate), new_tokens)
         trainer.remove_callback(transformers.PrinterCallback)
         prompt_tokens, difference = assert_agreement(model, processor, trainer, rows)
         trainer.train()
-    our_ms = statistics.median(our_seconds[warmup:]) * 1e3
-    trl_ms = statistics.median(trl_seconds[warmup:]) * 1e3
-    return {
-        "image_pixels": size,
-        "prompt_tokens": prompt_tokens,
-        "prompts": prompts,
-        "new_tokens": new_tokens,
-        "ours_ms": round(our_ms, 1),
-        "trl_ms": round(trl_ms, 1),
-        "ratio": round(trl_ms / our_ms, 2),
-        "logps_difference": difference,
-    }
+    medians = (1e3 * statistics.median(seconds[WARMUP:]) for seconds in (our_seconds, trl_seconds))
+    return prompt_tokens, difference, *medians
 
 
 def make_rows(size: int, count: int) -> list[Row]:
@@ -244,24 +164,17 @@ def make_rows(size: int, count: int) -> list[Row]:
     return rows
 
 
-def our_side(
-    model: VisionLanguageModel, processor: Processor, rows: list[Row], new_tokens=NEW_TOKENS, **section
-) -> Ours:
-    """Create minivlmrl's trainer; `section` overrides options in the section `grpo`."""
-    options = {
-        "prompts_per_step": len(rows),
-        "micro_batch_size": len(rows),
-        "lr_scheduler_type": "constant",
-        **COMMON,
-        **section,
-    }
+def our_side(model: VisionLanguageModel, processor: Processor, rows: list[Row], new_tokens: int) -> Ours:
+    """Create minivlmrl's trainer."""
+    size = len(rows)
+    options = {"prompts_per_step": size, "micro_batch_size": size, "lr_scheduler_type": "constant", **COMMON}
     run = RunConfig(
         sampling=SamplingOptions(max_new_tokens=new_tokens),
         rewards={f"{__name__}:distinct_characters": 1.0},
         grpo=GRPOOptions(**options),
     )
     endless = EndlessProcessor(processor.tokenizer, processor.image_processor)
-    return Ours(GRPOTrainer(run, model, endless, World(device=model.lm_head.weight.device)), rows)
+    return Ours(GRPOTrainer(run, model, endless, World()), rows)
 
 
 def trl_side(model: torch.nn.Module, folder: Path, rows: list[Row], steps: int, callback, new_tokens: int, **options):

@@ -1,4 +1,4 @@
-"""Check machine code: kernels compiled at real sizes, recorded results for four Triton versions, and lost registers.
+"""Check machine code: kernels compiled at real sizes, and lost registers.
 
 A lost register is one that nothing has written. The machine code below was made by ptxas 12.8 and 12.9 from one
 kernel, the window attention forward pass in version 0.4.0 with head dimension 80, compiled for sm_90 by Triton 3.6.0
@@ -15,67 +15,34 @@ import sys
 
 import pytest
 from links import ROOT
+from machine_code import accesses, unwritten_registers
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-from machine_code import accesses, innermost_loop, unwritten_registers
-
-RECORDED = json.loads((ROOT / "tests" / "recorded" / "kernel_builds.json").read_text())
-COLUMNS = RECORDED.pop("columns")
-PLAIN = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "MINIVLMRL_KERNELS")}
+# shared memory in bytes that a program may use, by compute capability (CUDA C++ Programming Guide, table "Technical
+# Specifications per Compute Capability"); Triton refuses larger kernels when they are launched, not when they compile.
+# A T4 (sm_75) is missing, because CAPABILITY in kernels/backend.py excludes its kernels.
+MAX_SHARED = {"80": 166912, "86": 101376, "89": 101376, "90": 232448, "100": 232448, "120": 101376}
 
 
-def compiled(*options):
-    """Run the script in a process that compiles instead of interpreting, and return its output."""
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", MAX_SHARED)
+def test_the_installed_compiler_builds_good_kernels(arch):
+    """No kernel loses a register, spills, or needs more shared memory than an A100, 3090, 4090, H100, B200 or 5090 has.
+
+    Every kernel moves 16 bytes at once, and attention uses matrix instructions.
+    """
     pytest.importorskip("triton")
-    command = [sys.executable, ROOT / "benchmarks" / "kernels_aot.py", *options]
-    result = subprocess.run(command, cwd=ROOT, env=PLAIN, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
-
-
-def assert_good(builds):
-    """Check every version: no lost registers, no spills, wide accesses, matrix products, short loops."""
-    for name, numbers in builds.items():
-        row = dict(zip(COLUMNS, numbers, strict=True))
+    # in a process of its own, because the tests run Triton's interpreter
+    compiling = {name: x for name, x in os.environ.items() if name not in ("TRITON_INTERPRET", "MINIVLMRL_KERNELS")}
+    command = [sys.executable, ROOT / "tests" / "helpers" / "kernel_builds.py", arch]
+    builds = json.loads(subprocess.run(command, env=compiling, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    for name, row in builds.items():
         assert row["unwritten"] == 0, f"{name}: an instruction reads a register that nothing has written"
         assert row["spills"] <= 2, name  # Triton 3.8.0 stores and loads one register in the widest kernel for sm_80
+        assert row["shared"] <= MAX_SHARED[arch], name
         assert row["wide"] > 0, f"{name}: no access of 16 bytes"
         if name.startswith(("window_attention", "decode_attention")) and "joined" not in name:
             assert row["matrix"] > 0, f"{name}: no matrix instruction"
-        if name.startswith("log-softmax forward"):
-            assert row["instructions"] <= 10 and row["barriers"] == 0, name
-
-
-@pytest.mark.slow
-def test_the_installed_compiler_builds_good_kernels(tmp_path):
-    """The kernels are compiled for an H100."""
-    compiled("--arch", "90", "--json", str(tmp_path / "numbers.json"))
-    recorded = json.loads((tmp_path / "numbers.json").read_text())
-    assert recorded.pop("columns") == COLUMNS
-    [builds] = recorded.values()
-    assert_good(builds)
-    assert builds.keys() == {name for name in RECORDED["3.7.1"] if name.endswith("sm_90")}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["86", "89", "120"])
-def test_kernels_fit_consumer_cards(arch, tmp_path):
-    """No kernel loses or spills a register, or needs more shared memory than a 3090, 4090 or 5090 has."""
-    compiled("--arch", arch, "--json", str(tmp_path / "numbers.json"))
-    recorded = json.loads((tmp_path / "numbers.json").read_text())
-    assert recorded.pop("columns") == COLUMNS
-    [builds] = recorded.values()
-    rows = {name: dict(zip(COLUMNS, numbers, strict=True)) for name, numbers in builds.items()}
-    for column in ("unwritten", "spills"):
-        assert {name: row[column] for name, row in rows.items() if row[column]} == {}, column
-
-
-@pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.8.0", "3.9.0"])
-def test_the_recorded_builds_are_good_too(version):
-    """PyTorch 2.11 installs Triton 3.6.0, 2.13 installs 3.7.1, 2.14 installs 3.8.0, and 2.15 installs 3.9.0."""
-    assert_good(RECORDED[version])
-    assert RECORDED[version].keys() == RECORDED["3.7.1"].keys()
-    assert {name.rpartition("_")[2] for name in RECORDED[version]} == {"80", "90", "100"}
+    assert len(builds) > 40
 
 
 def test_every_launch_chooses_the_fusion_of_multiply_and_add():
@@ -187,7 +154,6 @@ def test_a_path_through_jumps_and_calls_counts():
     """A loop, an out-of-line block and a function write registers that instructions at lower addresses read."""
     loop = code("ULDC UR4, c[0x0][0x28]", "IADD3 R1, R2, R3, RZ", "MOV R2, UR4", "@P0 BRA 0x10")
     assert unwritten_registers(loop) == {"R3", "P0"}
-    assert innermost_loop(loop) == range(0x10, 0x31)
     block = code("BRA 0x20", "IADD3 R1, R2, R3, RZ", "MOV R2, 0x1", "BRA 0x10")
     assert unwritten_registers(block) == {"R3"}
     function = code("CALL.REL.NOINC 0x30", "IADD3 R1, R2, R3, RZ", "EXIT", "MOV R2, 0x1", "RET.REL.NODEC R2 0x0")

@@ -1,30 +1,23 @@
-"""Compile every Triton kernel at its real sizes without a GPU, and count registers and instructions.
+"""Compile every Triton kernel at its real sizes without a GPU, and print what its machine code needs, as JSON.
 
-python benchmarks/kernels_aot.py                   # A100, H100/H200 and B200: sm_80, sm_90, sm_100; four minutes
-python benchmarks/kernels_aot.py --arch 86 89 120  # 3090 and A10, 4090 and L4, 5090
+python tests/helpers/kernel_builds.py 90    # for sm_90: about a minute
 
-The compiler, the assembler and the disassembler are part of the triton package. Columns:
+The compiler, the assembler and the disassembler are part of the triton package. The numbers for each kernel:
 
-    registers      registers per thread; the threads of a multiprocessor share 65,536
-    spills         loads and stores for registers that did not fit; should be 0
-    shared         shared memory per program, in bytes
-    matrix         matrix instructions (HMMA, HGMMA, UTCHMMA)
-    wide           loads and stores that move 16 bytes
-    barriers       barriers in the innermost loop
-    instructions   instructions in the innermost loop per element; they limit kernels that memory does not limit
-    unwritten      registers that an instruction reads and that no instruction before it writes; should be 0, because
-                   otherwise the assembler (ptxas) has lost a register, and the kernel is wrong
+    spills      loads and stores for registers that did not fit
+    shared      shared memory per program, in bytes
+    matrix      matrix instructions (HMMA, HGMMA, UTCHMMA)
+    wide        loads and stores that move 16 bytes
+    unwritten   registers that an instruction reads and that no instruction before it writes: the assembler (ptxas) has
+                lost a register, and the kernel is wrong
 
-The counts depend on Triton's version; tests/recorded/kernel_builds.json has the counts for four versions. To record a
-version that is not installed (its wheel is enough, without its version of PyTorch):
+Another version of Triton needs only its wheel, without its version of PyTorch:
 
     pip install --target DIR --no-deps triton==3.6.0
-    PYTHONPATH=DIR python benchmarks/kernels_aot.py --json tests/recorded/kernel_builds.json
+    PYTHONPATH=DIR python tests/helpers/kernel_builds.py 90
 """
 
-import argparse
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -33,25 +26,16 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from machine_code import innermost_loop, instructions, opcode, unwritten_registers
+from machine_code import instructions, opcode, unwritten_registers
 
-from minivlmrl.kernels import backend as installed
 from minivlmrl.kernels import decode_attention as decoding
 from minivlmrl.kernels import nf4_unpack, rotary_cache, sample_blocks
 from minivlmrl.kernels import selective_log_softmax as log_softmax
 from minivlmrl.kernels import window_attention as windows
 
-HALVES = ("bf16", "fp16")
-DTYPES = (*HALVES, "fp32")
+DTYPES = ("bf16", "fp32")
 # tokens in the longest window, head_dim; Qwen2.5-VL has 16 heads with 80 columns, and windows with up to 64 tokens
 WINDOWS = [(16, 80), (32, 80), *((64, head_dim) for head_dim in (16, 32, 40, 48, 64, 72, 80, 96, 112, 128))]
-ARCHITECTURES = ("80", "90", "100")
-# shared memory in bytes that a program may use, by compute capability (CUDA C++ Programming Guide, table "Technical
-# Specifications per Compute Capability"); Triton refuses larger kernels when they are launched, not when they compile.
-# A T4 (sm_75) is excluded, because CAPABILITY in kernels/backend.py excludes its kernels: decode attention for head_dim
-# 256 would need 69,696 bytes, but a program may use only 65,536.
-MAX_SHARED = {"80": 166912, "86": 101376, "89": 101376, "90": 232448, "100": 232448, "120": 101376}
-COLUMNS = ("registers", "spills", "shared", "matrix", "wide", "barriers", "instructions", "unwritten")
 
 
 @dataclass(frozen=True)
@@ -59,13 +43,12 @@ class Build:
     """A kernel at one real size, which this script compiles.
 
     Args:
-        name: unique name in the table and the JSON file.
+        name: unique name.
         kernel: the @triton.jit function.
         signature: parameter -> Triton type ("*bf16", "*i64", "i32", "fp32") for all parameters except constexprs;
             pointers and i32 are assumed to be divisible by 16.
         constexprs: parameter -> value; None for a pointer that this build does not use.
         num_warps, num_stages, enable_fp_fusion: the values at launch.
-        elements: logits that an iteration of the loop computes; if given, instructions are counted per logit.
     """
 
     name: str
@@ -75,7 +58,6 @@ class Build:
     num_warps: int = 4
     num_stages: int = 1
     enable_fp_fusion: bool = True
-    elements: int | None = None
 
 
 def same(kind: str, *names: str) -> dict[str, str]:
@@ -91,24 +73,22 @@ def log_softmax_builds() -> list[Build]:
     middle = dict.fromkeys(results) | {"FIRST": False, "LAST": False}
     forward, forward_warps = log_softmax._score_kernel, log_softmax.FORWARD_WARPS
     backward, backward_warps = log_softmax._differentiate_kernel, log_softmax.BACKWARD_WARPS
-    elements = log_softmax.STEPS.value * log_softmax.COLUMNS.value
-    block = log_softmax.BLOCK.value
     builds = []
     for dtype in DTYPES:
         name = f"log-softmax forward {dtype}"
         given = numbers | {"logits": f"*{dtype}", "rows": "i32"}
-        builds.append(Build(name, forward, given | results, whole, forward_warps, elements=elements))
+        builds.append(Build(name, forward, given | results, whole, forward_warps))
         name = f"log-softmax forward, middle part {dtype}"
         given = given | {"parts": "*fp32"}
-        builds.append(Build(name, forward, given, middle, forward_warps, elements=elements))
+        builds.append(Build(name, forward, given, middle, forward_warps))
         name = f"log-softmax backward {dtype}"
         given = numbers | same(f"*{dtype}", "logits", "out") | {"out_stride": "i32"}
         given |= same("*fp32", "entropies", "tops", "totals", "grad_logps")
         without = {"grad_entropies": None}
-        builds.append(Build(name, backward, given, without, backward_warps, elements=block))
+        builds.append(Build(name, backward, given, without, backward_warps))
         name = f"log-softmax backward with entropy {dtype}"
         given = given | {"grad_entropies": "*fp32"}
-        builds.append(Build(name, backward, given, {}, backward_warps, elements=block))
+        builds.append(Build(name, backward, given, {}, backward_warps))
     return builds
 
 
@@ -162,7 +142,7 @@ def decode_step_builds() -> list[Build]:
     """Return builds for the rotary embedding (3B, 7B and wide heads), and for sampling."""
     numbers = same("i32", "q_stride", "k_stride", "v_stride", "C") | {"newest": "*i64"}
     builds = []
-    for dtype in ("bf16", "fp16", "fp32"):
+    for dtype in DTYPES:
         tensors = same(f"*{dtype}", "q", "k", "v", "cos", "sin", "rotated_q", "key_cache", "value_cache")
         for H, K, D in ((16, 2, 128), (28, 4, 128), (32, 8, 128), (16, 4, 256)):
             sizes = {"H": H, "K": K, "D": D, "H_ROUNDED": triton.next_power_of_2(H), "K_ROUNDED": K}
@@ -178,73 +158,26 @@ def decode_step_builds() -> list[Build]:
 
 
 def all_builds() -> list[Build]:
-    builds = log_softmax_builds()
-    for dtype in HALVES:
-        builds += decode_builds(dtype)
-        for size in WINDOWS:
-            builds += window_builds(dtype, *size)
-    return [*builds, *map(nf4_build, DTYPES), *decode_step_builds()]
+    builds = [*log_softmax_builds(), *decode_builds("bf16"), *map(nf4_build, DTYPES), *decode_step_builds()]
+    for size in WINDOWS:
+        builds += window_builds("bf16", *size)
+    return builds
 
 
-def main(arguments: list[str]) -> int:
-    """Compile all kernels and print the table.
-
-    Returns:
-        The exit status: 1 if a kernel needs more shared memory than the card has, 2 if Triton cannot compile, else 0.
-    """
-    parser = argparse.ArgumentParser(prog="python benchmarks/kernels_aot.py", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--arch", nargs="+", default=ARCHITECTURES, choices=MAX_SHARED, help="compute capabilities times ten"
-    )
-    parser.add_argument("--json", type=Path, help="add the numbers to this file, under the version of Triton")
-    options = parser.parse_args(arguments)
-    if not installed.INSTALLED or installed.INTERPRETED:
-        print("Compiling needs Triton (pip install triton) without TRITON_INTERPRET=1", file=sys.stderr)
-        return 2
-    print(f"Triton {triton.__version__}\n{'':44} {'arch':>6}" + "".join(f" {name:>12}" for name in COLUMNS))
-    rows = {}
-    too_large = []
-    for build in all_builds():
-        for arch in options.arch:
-            row = inspect(build, arch)
-            if row["shared"] > MAX_SHARED[arch]:
-                too_large.append(f"{build.name} on sm_{arch}: {row['shared']} of {MAX_SHARED[arch]} bytes")
-            rows[f"{build.name}, sm_{arch}"] = [row[name] for name in COLUMNS]
-            cells = ["" if row[name] is None else row[name] for name in COLUMNS]
-            print(f"{build.name:44} {arch:>6}" + "".join(f" {cell:>12}" for cell in cells), flush=True)
-    if options.json:
-        recorded = json.loads(options.json.read_text()) if options.json.exists() else {"columns": COLUMNS}
-        recorded.setdefault(triton.__version__, {}).update(rows)
-        text = json.dumps(recorded, indent=0)
-        options.json.write_text(re.sub(r"\[[^\]]*\]", lambda row: "".join(row[0].split()), text) + "\n")
-    if too_large:
-        print("\n".join(["These kernels need more shared memory than the card has:", *too_large]), file=sys.stderr)
-    return 1 if too_large else 0
-
-
-def inspect(build: Build, arch: str) -> dict[str, int | float | None]:
-    """Compile a kernel for one NVIDIA architecture, and count registers and instructions in its machine code."""
+def inspect(build: Build, arch: str) -> dict[str, int]:
+    """Compile a kernel for one NVIDIA architecture, and count what its machine code needs."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         compiled = compile_ahead(build, int(arch))
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage = disassemble("--dump-resource-usage", file.name)
-        code = instructions(disassemble("--dump-sass", file.name))
+        code = instructions(disassemble(file.name))
     opcodes = [opcode(text) for _, text in code]
-    loop = innermost_loop(code)
-    loop_opcodes = [op for (address, _), op in zip(code, opcodes, strict=True) if address in loop and op != "NOP"]
-    per_element = None
-    if build.elements:
-        per_element = round(len(loop_opcodes) * 32 * build.num_warps / build.elements, 2)
     memory = [op for op in opcodes if op.startswith(("LDG", "STG", "LDGSTS", "UBLKCP"))]
     return {
-        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
         "spills": sum(op.startswith(("LDL", "STL")) for op in opcodes),
         "shared": compiled.metadata.shared,
         "matrix": sum(op.startswith(("HMMA", "HGMMA", "UTCHMMA", "IMMA")) for op in opcodes),
         "wide": sum(".128" in op for op in memory),
-        "barriers": sum(op.startswith("BAR") for op in loop_opcodes),
-        "instructions": per_element,
         "unwritten": len(unwritten_registers(code)),
     }
 
@@ -263,10 +196,10 @@ def compile_ahead(build: Build, arch: int):
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-def disassemble(flag: str, cubin: str) -> str:
+def disassemble(cubin: str) -> str:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    return subprocess.run([tool, flag, cubin], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([tool, "--dump-sass", cubin], capture_output=True, text=True, check=True).stdout
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    print(json.dumps({build.name: inspect(build, sys.argv[1]) for build in all_builds()}))

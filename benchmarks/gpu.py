@@ -1,7 +1,7 @@
-"""Measure GRPO steps, decoding and this repository's programs on a GPU. first_gpu_hour.py runs all parts.
+"""Measure and test this repository on a GPU. first_gpu_hour.py runs all parts.
 
-python benchmarks/gpu_parts.py step          # a GRPO step with Qwen2.5-VL-3B
-python benchmarks/gpu_parts.py step --toy    # tests the part: toy size in float32, also on a CPU
+python benchmarks/gpu.py step          # a GRPO step with Qwen2.5-VL-3B
+python benchmarks/gpu.py step --toy    # tests the part: toy size in float32, also on a CPU
 
 Weights are random, in bfloat16, with the real size. A part that needs a package imports it in its own function, so that
 the other parts run without this package.
@@ -10,7 +10,6 @@ the other parts run without this package.
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -18,38 +17,80 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 if os.environ.get("MINIVLMRL_KERNELS") == "triton" and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when it is imported, which the imports below do
-from common import CARD, part, report, report_skipped, run_part, seconds_of, synchronize
-from gpu_step import build, compare_and_measure, twin
+from common import CARD, part, peak_gib, report, report_skipped, run_part, seconds_of, synchronize
 from grpo_step import Ours, make_rows, trl_clock, trl_side
-from sizes import HUB, small_model
 
 from minivlmrl.config.loading import load_config
+from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import RowSize
+from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.diagnostics.memory import RESERVE, MemoryEstimator, estimate_phases, peak_bytes
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import recompute_blocks
 from minivlmrl.generation import generate, sampler
-from minivlmrl.generation.cuda_graphs import CapturedDecode
+from minivlmrl.generation.cuda_graphs import CapturedDecode, StaticDecodeAttention
+from minivlmrl.kernels.backend import triton
+from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
+from minivlmrl.kernels.window_attention import Segments, batched_attention, window_attention
 from minivlmrl.model import config_json
+from minivlmrl.model.attention import DecodeAttention, GroupAttention, GroupLayout
+from minivlmrl.model.build import initialize, random_model
 from minivlmrl.model.checkpoint import DTYPES, save_model
+from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.decoder import VisionLanguageModel
+from minivlmrl.model.families.registry import module_name
+from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import init_adapters, inject_adapters
+from minivlmrl.model.packing import pack
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.run import loop
+from minivlmrl.tasks import shapes
 from minivlmrl.trainers.grpo import GRPOTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_TESTS = 5  # pytest's exit status if it ran no test
+RECORDED = json.loads((ROOT / "tests" / "recorded" / "hub_configs.json").read_text())  # config.json from the hub
+
+
+def read_config(size: str) -> dict:
+    """Return config.json of Qwen2.5-VL in the size "3B" or "7B", or of a "toy" model that a CPU runs in seconds."""
+    if size != "toy":
+        return RECORDED[f"Qwen2.5-VL-{size}"]
+    config = json.loads((ROOT / "recipes" / "shapes_model.json").read_text())
+    config["vision_config"] |= {"patch_size": 14, "window_size": 112}  # as in the real models, so that images are alike
+    return config
+
+
+def small_model(folder: Path):
+    """Create the toy model with random weights; return the model, its processor, and its special token ids by name."""
+    path = folder / "toy.json"
+    path.write_text(json.dumps(read_config("toy")))
+    model, processor = random_model(path, shapes.tokenizer(), seed=0)
+    token_ids = {name: value for name, value in vars(model.config).items() if name.endswith("_token_id")}
+    return model, processor, token_ids
+
+
+def build(config: ModelConfig, dtype: torch.dtype):
+    """Create minivlmrl's model with random weights, which are sampled on the GPU."""
+    with torch.device("meta"):
+        ours = VisionLanguageModel(config).to(dtype)
+    ours.to_empty(device=CARD)
+    if config.tie_word_embeddings:
+        ours.lm_head.weight = ours.model.embed_tokens.weight
+    initialize(ours, torch.Generator(CARD).manual_seed(0))
+    return ours
 
 
 # ---- the repository's programs --------------------------------------------------------------------------------------
@@ -119,31 +160,6 @@ def train(toy: bool, *options: str):
     report("largest logp_mismatch", max(step.get("rollout/logp_mismatch", 0.0) for step in steps), "nats")
 
 
-@part
-def vllm_speed(toy: bool):
-    """Time rollouts with the native sampler and with vLLM."""
-    for line in run_python("benchmarks/vllm_speed.py").stdout.splitlines():
-        if found := re.fullmatch(r"(native|vllm) (\[.*\])", line):
-            report(f"rollout, {found[1]}, median of 5", statistics.median(json.loads(found[2])), "s")
-
-
-@part
-def transformers(toy: bool):
-    """Compare log-probabilities, gradients and seconds with transformers, see gpu_step.py."""
-    found = compare_and_measure(toy, repeats=1)
-    for label, differences in (("two layers, float32", "shallow_differences"), ("whole model", "differences")):
-        for peer, (logps, gradients) in found[differences].items():
-            report(f"{label}, {peer}: difference of log-probabilities", logps, "nats")
-            report(f"{label}, {peer}: difference of gradients / their norm", gradients, "")
-    for row in found["rows"]:
-        name = f"{row['phase']}, {row['way']}"
-        if "skipped" in row:
-            report_skipped(name, row["skipped"])
-        else:
-            report(name, row["seconds"], "s")
-            report(f"{name}: memory", row["peak_gib"], "GiB")
-
-
 def run_python(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments in the repository, and print its output as soon as it comes.
 
@@ -163,6 +179,97 @@ def run_python(*arguments: str, check: bool = True) -> subprocess.CompletedProce
     return done
 
 
+# ---- transformers ---------------------------------------------------------------------------------------------------
+
+
+@part
+def transformers(toy: bool):
+    """Compare log-probabilities and gradients with transformers' model, which shares the parameters.
+
+    One prompt has 1,024 image tokens and 8 completions of 256 tokens. The peers compute a row for each completion, with
+    a copy of the prompt: first our model, whose difference is only rounding, then transformers'. In float32, with two
+    decoder layers and two vision blocks, all must agree.
+    """
+    torch.backends.cudnn.allow_tf32 = False  # otherwise transformers' Conv3d would compute with ten bits in float32
+    with tempfile.TemporaryDirectory() as folder:
+        _, processor, token_ids = small_model(Path(folder))
+    config = config_json.from_dict(read_config("toy" if toy else "3B") | token_ids)
+    vision = replace(config.vision_config, depth=2, fullatt_block_indexes=(1,))  # one block has windows
+    shallow = replace(config, num_hidden_layers=2, vision_config=vision)
+    compare("two layers, float32", shallow, torch.float32, processor, toy, tolerance=1e-3)
+    compare("whole model", config, torch.float32 if toy else torch.bfloat16, processor, toy, tolerance=float("inf"))
+
+
+def compare(label: str, config: ModelConfig, dtype: torch.dtype, processor: Processor, toy: bool, tolerance: float):
+    """Report the largest difference of log-probabilities, and the norm of the gradients' difference, for each peer.
+
+    Args:
+        tolerance: largest difference, in nats and relative to the norm of the gradients.
+    """
+    [row] = make_rows(56 if toy else STEP.pixels, 1)
+    prompt = processor(row.messages, row.images)
+    shape = (2, 6) if toy else (8, 256)
+    completions = torch.randint(256, shape, generator=torch.Generator().manual_seed(0))  # no control tokens
+    ours = build(config, dtype)
+    logps, gradients = logps_and_gradients(packed, ours, ours, prompt, completions, len(completions))
+    norm = sum(g.float().square().sum() for g in gradients).sqrt()
+    # 4 rows of a 3B need more than 80 GB
+    peers = {"our model, a row each": (packed, ours, 1), "transformers": (padded_rows, twin(ours), 2)}
+    for name, (way, model, at_once) in peers.items():
+        their_logps, their_gradients = logps_and_gradients(way, model, ours, prompt, completions, at_once)
+        squares = sum((a - b).float().square().sum() for a, b in zip(gradients, their_gradients, strict=True))
+        differences = (logps - their_logps).abs().max().item(), (squares.sqrt() / norm).item()
+        report(f"{label}, {name}: difference of log-probabilities", differences[0], "nats")
+        report(f"{label}, {name}: difference of gradients / their norm", differences[1], "")
+        assert max(differences) <= tolerance, (label, name)
+
+
+def logps_and_gradients(way: Callable, model, ours, prompt: Prompt, completions: Tensor, at_once: int):
+    """Compute log-probabilities (G, C) and the gradients of a weighted sum, `at_once` completions at a time."""
+    weights = torch.randn(completions.shape, generator=torch.Generator().manual_seed(1)).to(CARD)
+    logps = []
+    for part_of, weight in zip(completions.split(at_once), weights.split(at_once), strict=True):
+        logps.append(way(model, prompt, part_of))
+        (logps[-1] * weight).sum().backward()
+    gradients = [p.grad for p in ours.parameters()]
+    ours.zero_grad()  # sets them to None
+    return torch.cat(logps).detach(), gradients
+
+
+def packed(model: VisionLanguageModel, prompt: Prompt, completions: Tensor) -> Tensor:
+    """Compute log-probabilities (n, C) as in training: the prompt is computed once."""
+    batch = pack([prompt], [[Completion(ids) for ids in completions]], model.config, CARD)
+    return batch.pad(per_token_logps(model, batch)[0])
+
+
+def padded_rows(model: torch.nn.Module, prompt: Prompt, completions: Tensor) -> Tensor:
+    """Compute log-probabilities (n, C) with transformers' model, as in TRL: logits only for completion tokens."""
+    n, C = completions.shape
+    ids = torch.cat([prompt.input_ids.repeat(n, 1), completions], dim=1).to(CARD)
+    logits = model(
+        pixel_values=prompt.pixel_values.repeat(n, 1).to(CARD),
+        image_grid_thw=prompt.image_grid_thw.repeat(n, 1).to(CARD),
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        mm_token_type_ids=(ids == model.config.image_token_id).long(),
+        use_cache=False,
+        logits_to_keep=C + 1,
+    ).logits[:, :-1]
+    return -F.cross_entropy(logits.float().mT, ids[:, -C:], reduction="none")
+
+
+def twin(ours: VisionLanguageModel):
+    """Create transformers' model with our parameters."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    hub_config = Qwen2_5_VLConfig.from_dict(config_json.to_dict(ours.config))
+    with CARD:
+        theirs = Qwen2_5_VLForConditionalGeneration._from_config(hub_config, attn_implementation="sdpa")
+    theirs.load_state_dict({module_name(name): x for name, x in ours.state_dict(keep_vars=True).items()}, assign=True)
+    assert {id(p) for p in theirs.parameters()} == {id(p) for p in ours.parameters()}
+    return theirs
+
+
 # ---- GRPO steps ----------------------------------------------------------------------------------------------------
 
 
@@ -177,15 +284,15 @@ class Case(NamedTuple):
 
 # 8 prompts with 1,024 image tokens and 8 completions with 256 tokens each; everything is bfloat16, also AdamW
 STEP = Case(
-    "3b", 896, "own_data.yaml",
+    "3B", 896, "own_data.yaml",
     (
         "--model.dtype=bfloat16", "--model.compute_dtype=null", "--model.activation_checkpointing=false",
         "--grpo.prompts_per_step=8", "--grpo.loss_type=grpo", "--grpo.warmup_steps=0",
     ),
 )  # fmt: skip
 # two recipes for a 24 GB card; an image has 484 tokens, and the recipes allow 512
-LORA = Case("3b", 616, "own_data_one_card.yaml")
-NF4 = Case("7b", 616, "lora_7b.yaml")
+LORA = Case("3B", 616, "own_data_one_card.yaml")
+NF4 = Case("7B", 616, "lora_7b.yaml")
 # completions with full length, and rewards that differ although the weights are random
 COMMON = ("--sampling.stop_token_ids=[]", "--rewards={grpo_step:distinct_characters: 1}")
 TOY = (
@@ -215,7 +322,9 @@ class GRPOStep(Ours):
         rows = make_rows(56 if toy else case.pixels, run.grpo.prompts_per_step)
         with tempfile.TemporaryDirectory() as folder:
             _, processor, token_ids = small_model(Path(folder))
-        model = build(config_json.from_dict(HUB["toy" if toy else case.size] | token_ids), DTYPES[run.model.dtype])
+        model = build(
+            config_json.from_dict(read_config("toy" if toy else case.size) | token_ids), DTYPES[run.model.dtype]
+        )
         inject_adapters(model, run.adapter)
         init_adapters(model, seed=0)
         select_trained(model, run.model.freeze)
@@ -373,7 +482,7 @@ def seconds_between(before: "torch.cuda.Event | float", after: "torch.cuda.Event
     return after - before if CARD.type == "cpu" else before.elapsed_time(after) / 1e3
 
 
-# ---- decoding and profiles -----------------------------------------------------------------------------------------
+# ---- decoding -------------------------------------------------------------------------------------------------------
 
 
 @part
@@ -395,45 +504,6 @@ def decode(toy: bool):
 def fastest(call: Callable) -> float:
     """Call twice, and return the shorter time in seconds."""
     return min(seconds_of(call) for _ in range(2))
-
-
-@part
-def kernel_times(toy: bool):
-    """Report how many kernels a decode step and a micro-batch call, and the kernels that take longest."""
-    built = GRPOStep(STEP, toy)
-    prompts, generations = (2, 2) if toy else (8, 8)
-    few, many = (2, 4) if toy else (8, 24)
-    built.sample(prompts, generations, few)  # warm-up
-    short, long = (profiled(partial(built.sample, prompts, generations, n)) for n in (few, many))
-    report_kernels("decode step", {k: (x - short.get(k, 0)) / (many - few) for k, x in long.items()})
-    batches = list(next(built.steps).micro_batches)
-    losses = []
-
-    def forward():
-        losses.append(built.trainer.training_loss(batches[len(losses)])[0])
-
-    forward()
-    losses[0].backward()  # warm-up
-    report_kernels("forward of a micro-batch", profiled(forward))
-    report_kernels("backward of a micro-batch", profiled(losses[1].backward))
-
-
-def profiled(call: Callable) -> "dict[str, Tensor]":
-    """Return each kernel's number of calls and milliseconds; on a CPU, each operation's."""
-    on_gpu = CARD.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU], acc_events=True) as found:
-        call()
-        synchronize()
-    time_of = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    return {x.key: torch.tensor([x.count, getattr(x, time_of) / 1e3]) for x in found.key_averages()}
-
-
-def report_kernels(label: str, kernels: "dict[str, Tensor]", most: int = 12):
-    total = sum(kernels.values())
-    report(f"{label}: kernels", total[0].item(), "")
-    report(f"{label}: all kernels", total[1].item(), "ms")
-    for name, found in sorted(kernels.items(), key=lambda item: -item[1][1])[:most]:
-        report(f"{label}: {found[0].item():.0f} x {name[:90]}", found[1].item(), "ms")
 
 
 # ---- TRL -----------------------------------------------------------------------------------------------------------
@@ -459,7 +529,7 @@ def trl_step(toy: bool, attention: str):
         path = Path(folder) / "model"
         small, processor, token_ids = small_model(Path(folder))
         save_model(path, small, processor)
-        config = config_json.from_dict(HUB["toy" if toy else STEP.size] | token_ids)
+        config = config_json.from_dict(read_config("toy" if toy else STEP.size) | token_ids)
         model = twin(build(config, torch.float32 if toy else torch.bfloat16))
         model.set_attn_implementation(attention)
         model.generation_config.eos_token_id = None  # so that all completions have the same length
@@ -476,6 +546,130 @@ def trl_step(toy: bool, attention: str):
         synchronize()
     for pair in sampled:
         report(f"{attention}: sampling and rewards of a step", seconds_between(*pair), "s")
+
+
+# ---- kernels -------------------------------------------------------------------------------------------------------
+
+# a photograph of 58 x 70 patches: windows with 8 x 8 patches, and at the edges with 8 x 6, 2 x 8 and 2 x 6
+PHOTOGRAPH = 7 * (8 * [64] + [48]) + 8 * [16] + [12]
+HEADS, HEAD_DIM = 16, 80  # Qwen2.5-VL's tower
+
+
+def milliseconds(call: Callable, in_graph: bool = True) -> float:
+    """Return a call's median time in milliseconds. On a CPU, call it once.
+
+    Args:
+        in_graph: False for a call that a graph cannot capture, or whose memory a graph should not keep.
+    """
+    if CARD.type == "cpu":
+        return 1e3 * seconds_of(call)
+    if in_graph:
+        return triton.testing.do_bench_cudagraph(call, return_mode="median")
+    return triton.testing.do_bench(call, return_mode="median")
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, device=CARD).to(torch.bfloat16)
+
+
+@part
+def attention(toy: bool):
+    """Time attention inside windows and in a decode step."""
+    for label, lengths in {"512 windows of 64": 512 * [64], "8 photographs": 8 * PHOTOGRAPH}.items():
+        time_windows(label, [64, 20, 64] if toy else lengths)
+    for prompts, generations in [(2, 3)] if toy else [(1, 1), (1, 8), (8, 8), (64, 8)]:
+        time_decode_attention(prompts, generations, *((50, 8, 5, 4, 2, 16) if toy else (1100, 256, 200, 16, 2, 128)))
+
+
+def time_windows(label: str, lengths: list[int]):
+    """Time ways to compute attention within segments with these lengths, forward and with gradients."""
+    tokens = sum(lengths)
+    # q and k are contiguous, as after the rotary embedding; v is a slice of the projection
+    q, k, grad = (normal(tokens, HEADS, HEAD_DIM) for _ in range(3))
+    v = normal(tokens, 3, HEADS, HEAD_DIM)[:, 2]
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    segments = Segments(lengths, CARD)
+    ways = {
+        "ours": lambda *x: window_attention(*x, segments),
+        "torch, by length": lambda *x: batched_attention(*x, segments),
+        "torch, varlen_attn": lambda *x: varlen(*x, segments.cu_seqlens, max(lengths)),
+    }
+    for way, function in ways.items():
+        if way == "torch, varlen_attn" and CARD.type == "cpu":
+            report_skipped(f"{label}, {way}", "varlen_attn needs a GPU")
+            continue
+        with torch.no_grad():
+            report(f"{label}, {way}: forward", milliseconds(partial(function, *inputs)), "ms")
+        report(f"{label}, {way}: with gradients", milliseconds(partial(gradients, function, inputs, grad)), "ms")
+
+
+def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest)
+
+
+def gradients(function: Callable, inputs: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(function(*inputs), inputs, grad)
+
+
+@torch.no_grad()
+def time_decode_attention(prompts: int, generations: int, P: int, C: int, done: int, H: int, K: int, D: int):
+    """Time one layer's attention in a decode step, including writing the new keys.
+
+    Args:
+        P, C: prompt length, and maximum completion length, in tokens.
+        done: number of tokens that each completion already has.
+        H, K, D: number of query heads, number of key heads, and their dimension.
+    """
+    R = prompts * generations
+    prefill = GroupAttention(GroupLayout([P] * prompts, [[]] * prompts, CARD), keep_keys=True)
+    q, new_k, new_v = (normal(R, heads, D) for heads in (H, K, K))
+    prefill.keys.append([normal(prompts * P, K, D) for _ in range(2)])
+    start = torch.zeros(prompts, dtype=torch.long, device=CARD)
+    static = StaticDecodeAttention(prefill, torch.arange(prompts).repeat_interleave(generations), C, start)
+    static.advance(done + 1, growth=done + 1)
+    for x in static.row_kv[0]:
+        x[:, :, :done].normal_()
+    for way, kind in {"ours": StaticDecodeAttention, "torch": DecodeAttention}.items():
+        name = f"decode step, {prompts} x {generations} rows, {P} + {done + 1} keys, {way}"
+        report(name, milliseconds(lambda kind=kind: kind.__call__(static, 0, q, new_k, new_v)), "ms")
+
+
+@part
+def logits(toy: bool):
+    """Time log-probabilities from hidden states with their gradients, and measure their memory."""
+    vocab, width, tokens = (700, 32, 8) if toy else (151936, 2048, 256)
+    for rows in (16,) if toy else (2048, 8192):
+        hidden = normal(rows, width).requires_grad_()
+        weight = (3 * width**-0.5 * normal(vocab, width)).requires_grad_()
+        ids = torch.randint(vocab, (rows,), device=CARD)
+        advantages = torch.randn(rows // tokens, device=CARD)
+
+        def loss(logps, advantages=advantages):
+            return -(logps.view(-1, tokens) * advantages[:, None]).mean()
+
+        ways = {"ours": lambda h, w, ids=ids: loss(linear_log_softmax(h, w, ids)[0]),
+                "torch, bfloat16 logits": lambda h, w, ids=ids: loss(log_softmax(h, w, ids))}  # fmt: skip
+        for way, function in ways.items():
+            call = partial(gradients, function, [hidden, weight], None)
+            report(f"{rows} rows, {way}", milliseconds(call, in_graph=False), "ms")
+            report(f"{rows} rows, {way}: memory", peak_gib(call), "GiB")
+
+
+def log_softmax(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    return (hidden @ weight.T).float().log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+
+
+@part
+def products(toy: bool):
+    """Measure the GPU's ceilings, a large copy and a large product, from which docs/gpu.md computes limits."""
+    side = 64 if toy else 8192
+    source = normal(2**16 if toy else 2**30)
+    copied = milliseconds(partial(torch.empty_like(source).copy_, source))
+    report("copy of 2 GiB", 2e-9 * source.nbytes / copied, "TB/s")
+    a, b = normal(side, side), normal(side, side)
+    report(f"product of {side}^3", 2e-9 * side**3 / milliseconds(lambda: a @ b), "TFLOP/s")
 
 
 if __name__ == "__main__":
