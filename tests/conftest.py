@@ -22,7 +22,7 @@ from runs import cached_activations, checkpoint, home, own, plain, rows, run, wh
 from draws import pair, tokenizer_300  # noqa: F401 (fixtures)
 from stages import alone, folder, lively, loss_calls, samples, script, stage  # noqa: F401 (fixtures)
 
-SLOW_FILES = {}  # slow tests that do not run, such as {"tests/repository/test_bias.py::test_x": "test_bias.py"}
+SLOW_FILES = {}  # slow tests that do not run, such as {"tests/repository/test_wheel.py::test_x": "test_wheel.py"}
 # these files take longest and run first, so that parallel workers finish at about the same time
 LONGEST_FILES = (
     "test_trl_steps", "test_audit", "test_rehearsal", "test_process_group", "test_checkpoints", "test_memory",
