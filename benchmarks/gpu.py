@@ -128,7 +128,7 @@ def tests(toy: bool):
 def vllm_tests(toy: bool):
     """Run the tests for vLLM, which see the GPU because of MINIVLMRL_TEST_GPU."""
     os.environ["MINIVLMRL_TEST_GPU"] = "1"
-    run_tests("slow", "-n", "0", "tests/generation/test_vllm.py")
+    run_tests("slow", "-n", "0", "tests/extras/test_vllm.py")
 
 
 def run_tests(marker: str, *arguments: str):

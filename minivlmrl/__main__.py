@@ -17,7 +17,7 @@ import importlib.util  # noqa: E402
 import io  # noqa: E402
 import re  # noqa: E402
 
-from minivlmrl.errors import did_you_mean, is_out_of_memory, out_of_memory, shortened  # noqa: E402
+from minivlmrl.errors import check_extras, did_you_mean, is_out_of_memory, out_of_memory, shortened  # noqa: E402
 
 COMMANDS = {  # name: (module:function, one sentence)
     "train": ("minivlmrl.commands.train:main", "train a recipe, as train.py does"),
@@ -26,9 +26,9 @@ COMMANDS = {  # name: (module:function, one sentence)
     "report": ("minivlmrl.commands.report:main", "write an HTML report of one run or two runs"),
     "evaluate": ("minivlmrl.commands.evaluate:main", "answer the rows of a file and score them"),
     "generate": ("minivlmrl.commands.evaluate:generate_main", "answer the rows of a file"),
-    "check": ("minivlmrl.diagnostics.check:main", "find problems of a recipe before training"),
-    "memory": ("minivlmrl.commands.memory:main", "estimate the GPU memory that a run needs"),
-    "replay": ("minivlmrl.diagnostics.replay:main", "repeat one step of a run and show it"),
+    "check": ("minivlmrl.extras.check.command:main", "find problems of a recipe before training"),
+    "memory": ("minivlmrl.extras.memory:main", "estimate the GPU memory that a run needs"),
+    "replay": ("minivlmrl.extras.replay:main", "repeat one step of a run and show it"),
     "reproduce": ("minivlmrl_audit.verify:main", "repeat a run and compare every file"),
     "audit": ("minivlmrl_audit.audit:main", "recompute a step of any trainer and name its bugs"),
 }
@@ -53,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
                 "this command is in a separate package, minivlmrl-audit; install it with "
                 "`pip install ./audit` in a clone of the repository"
             )
+        check_extras(module, f"the command {name}")
         return getattr(importlib.import_module(module), function)(arguments[1:]) or 0
     except BrokenPipeError:  # the program that reads the output, such as `head`, has ended
         # without a new stdout, Python's last flush would fail again

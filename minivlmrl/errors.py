@@ -107,6 +107,18 @@ def optional_dependency(name: str, needed: str) -> Iterator[None]:
         ) from error
 
 
+def check_extras(target: str, name: str):
+    """Raise ValueError if `target` is in the folder extras/, which a copy of this package may lack.
+
+    Args:
+        target: module, or "module:name", that the core knows by this text alone.
+        name: the command, option value or model type that loads the target, for the message.
+    """
+    is_extra = target.startswith("minivlmrl.extras.")
+    if is_extra and not Path(__file__).with_name("extras").joinpath("__init__.py").is_file():
+        raise ValueError(f"{name} needs minivlmrl/extras, which this copy lacks")
+
+
 def did_you_mean(
     name: str, names: Iterable[str], prefix: str = "", count: int = 1, cutoff: float = 0.6
 ) -> str:

@@ -22,4 +22,4 @@ path.write_text(lines + path.read_text())
 PYTHON
     touch "$1/ready"
 fi
-VLLM_CPU_KVCACHE_SPACE=1 "$1/bin/python" -m pytest -n 0 -m slow tests/generation/test_vllm.py
+VLLM_CPU_KVCACHE_SPACE=1 "$1/bin/python" -m pytest -n 0 -m slow tests/extras/test_vllm.py

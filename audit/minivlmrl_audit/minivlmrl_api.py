@@ -29,7 +29,7 @@ from minivlmrl.model.rope import get_rope_index
 
 # Training: verify.py repeats a run, and audit/mutation_study.py trains the default recipe with a bug.
 from minivlmrl.commands.train import train_recipe
-from minivlmrl.diagnostics.replay import run_config, train_again
+from minivlmrl.extras.replay import run_config, train_again
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.process import is_first
 

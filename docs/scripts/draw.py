@@ -15,10 +15,10 @@ from types import SimpleNamespace
 
 import torch
 
+from minivlmrl.extras.families import qwen3_5
 from minivlmrl.losses.grpo import TermInputs, clipped
 from minivlmrl.losses.ppo import gae
 from minivlmrl.model.attention import GroupAttention, GroupLayout, visible
-from minivlmrl.model.families import qwen3_5
 from minivlmrl.model.families.qwen2_5_vl import Qwen2_5VisionConfig
 from minivlmrl.model.rope import get_rope_index
 from minivlmrl.model.vision import window_order

@@ -53,7 +53,7 @@ config.json. This cell does so for Qwen2-VL-2B on a GPU with 16 GB. Note that a 
 slowly.
 ---
 import json
-from minivlmrl.commands import memory
+from minivlmrl.extras import memory
 
 tower = {"depth": 32, "embed_dim": 1280, "hidden_size": 1536, "num_heads": 16, "mlp_ratio": 4}
 sizes = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}

@@ -27,7 +27,7 @@ import torch
 
 from minivlmrl.config.parsing import read_value
 from minivlmrl.config.time_limit import is_interrupt
-from minivlmrl.errors import check_field, did_you_mean, error_context
+from minivlmrl.errors import check_extras, check_field, did_you_mean, error_context
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # files of code that options name, except those of this package; see user_line
@@ -129,6 +129,7 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
                 f"unknown {kind} {name!r}; known names are: {names}{did_you_mean(name, table)}"
             )
         with error_context(kind):
+            check_extras(target, name)
             target = load_name(target)
     try:
         call = ast.parse(f"f({options})", mode="eval").body

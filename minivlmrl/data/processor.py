@@ -55,7 +55,7 @@ class Processor:
     # the answer's place within a completion, see find_answer in rewards/text.py
     answer_format: str = "tags"
     box_space: str = "resized"  # units of an answer's boxes, see data/boxes.py
-    tools: Sequence[str] = ()  # tools that completions may call, see agents/
+    tools: Sequence[str] = ()  # tools that completions may call, see extras/agents/
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

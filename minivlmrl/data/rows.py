@@ -57,7 +57,7 @@ class Environment(Protocol):
 
     An environment has the method `reset`. All other public methods are tools, except the optional
     methods `get_reward` and `observe`. An environment may also have an attribute `done`, and
-    attributes that replace the defaults of Settings in agents/environment.py.
+    attributes that replace the defaults of Settings in extras/agents/environment.py.
     """
 
     def reset(self, **columns) -> None:

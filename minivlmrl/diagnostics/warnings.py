@@ -27,7 +27,7 @@ from minivlmrl.trainers.base import Rollout, Step, Trainer
 WINDOW = 10  # consecutive optimizer steps for which a condition must hold
 # rollouts over which the rewards are compared with a constant answer's rewards
 BASELINE_ROLLOUTS = 50
-# suggested fixes that check_completions.py uses too
+# suggested fixes that extras/check/completions.py uses too
 RAISE_LIMIT_ADVICE = "Raise this limit, or ask for shorter answers in data.prompt_template."
 FORMAT_ADVICE = (
     "Describe the format in data.prompt_template, train the stage sft first, or remove the reward."

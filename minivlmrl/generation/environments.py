@@ -1,23 +1,25 @@
-"""Functions through which the package uses agents/: tools, environments and trajectories.
+"""Functions through which the core uses extras/agents/: tools, environments and trajectories.
 
-Only the function `agents` imports the folder agents/, and it is only called if a recipe sets
-`sampling.environment`. Therefore a run without tools does not load any module in agents/.
+Only the function `agents` loads these modules, by name, if a recipe sets `sampling.environment`.
 """
+
+from importlib import import_module
 
 from minivlmrl.config.import_utils import check_call
 from minivlmrl.config.options import RunConfig, SamplingOptions
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Environment, Row
 from minivlmrl.distributed.process_group import World
+from minivlmrl.errors import check_extras
 from minivlmrl.generation.sampler import Sampler, find_engine
 from minivlmrl.model.decoder import VisionLanguageModel
 
 
 def agents():
-    """Import and return the module agents/hooks.py, whose functions the package calls."""
-    from minivlmrl.agents import hooks
-
-    return hooks
+    """Import and return the module extras/agents/hooks.py, whose functions the core calls."""
+    module = "minivlmrl.extras.agents.hooks"
+    check_extras(module, "sampling.environment")
+    return import_module(module)
 
 
 def make_sampler(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # sampler class for each sampling.engine value
 ENGINES = {
     "native": "minivlmrl.generation.sampler:Sampler",
-    "vllm": "minivlmrl.generation.vllm:VLLMSampler",
+    "vllm": "minivlmrl.extras.vllm:VLLMSampler",
 }
 
 
@@ -41,7 +41,7 @@ class Sampler:
     """Sample completions with the options in a recipe's section `sampling`.
 
     A sample depends on its prompt's key, but not on the other prompts or the number of ranks.
-    To use a different engine, subclass this class; see vllm.py and
+    To use a different engine, subclass this class; see extras/vllm.py and
     docs/developer_guide.md.
 
     Args:
@@ -163,7 +163,7 @@ class Sampler:
     def sample_with(
         self, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
-        """Sample completions with the function `sample_token`. vllm.py overrides this method."""
+        """Sample completions with the function `sample_token`. extras/vllm.py overrides it."""
         with rollout_weights(self.model, self.gather_weights) as model:
             if is_sharded(model):
                 from minivlmrl.distributed.fsdp import in_lockstep
@@ -181,7 +181,7 @@ class Sampler:
     ) -> list[list[Completion]]:
         """Sample completions with `model`, which is the gathered or the sharded policy.
 
-        The samplers in agents/ extend this method.
+        The samplers in extras/agents/ extend this method.
         """
         limit = self.sampling.max_new_tokens
         if self.keeps_vision:
@@ -195,7 +195,7 @@ class Sampler:
     def decode(self) -> Decode:
         """Make the decode step.
 
-        The samplers in agents/ override this method to also prefill tool outputs.
+        The samplers in extras/agents/ override this method to also prefill tool outputs.
         """
         if not self.captured:
             return Decode()
@@ -206,7 +206,7 @@ class Sampler:
     def accept_tokens(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
         """Record the sampled tokens, and return which rows are finished.
 
-        The samplers in agents/ override this method to run the tools that a completion calls.
+        The samplers in extras/agents/ override this method to run the tools of a completion.
 
         Args:
             rows: (r,), the row indices.

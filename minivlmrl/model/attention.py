@@ -206,7 +206,7 @@ class DecodeAttention:
     # Parts of a decoding step, each as (slice of rows, slice of their new tokens). Here all rows
     # are one part, with one new token per row.
     spans: Sequence[tuple[slice, slice]] = ((slice(None), slice(None)),)
-    # rows whose new tokens in this step are tool responses; see agents/tool_sampler.py
+    # rows whose new tokens in this step are tool responses; see extras/agents/tool_sampler.py
     response_rows: Sequence[int] = ()
 
     def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int, start: Tensor):

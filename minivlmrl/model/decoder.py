@@ -190,7 +190,7 @@ class SelfAttention(nn.Module):
 class DecoderLayer(nn.Module):
     """Pre-norm transformer layer: attention, then an MLP, each with a residual connection.
 
-    Families with other layers define a subclass, for example in model/families/qwen3_5.py.
+    Families with other layers define a subclass, for example in extras/families/qwen3_5.py.
     """
 
     norm_type: type[nn.RMSNorm] = RMSNorm

@@ -4,8 +4,8 @@ Each block of 64 values has a scale, which is the largest absolute value in the 
 divided by the scale, and stored as the index of the nearest of 16 quantiles of a normal
 distribution. The scales are quantised too ("double quantisation"): their mean is subtracted, and
 the rest is stored in 8 bits. In total, this gives 4.13 bits per value. Every forward and backward
-pass unpacks the weights again. run/adamw8bit.py uses the same 8-bit quantisation for the moments of
-AdamW.
+pass unpacks the weights again. extras/adamw8bit.py quantises the moments of AdamW to 8 bits in the
+same way.
 """
 
 from collections.abc import Callable

@@ -26,7 +26,7 @@ PARTS: dict[Part, str | tuple[str, ...]] = {
 
 @runtime_checkable
 class Stacked(Protocol):
-    """Interface for several weights that files store as one tensor; see families/experts.py."""
+    """Interface for weights that files store as one tensor; see extras/families/experts.py."""
 
     def stack(self, full: Callable) -> Tensor: ...
 

@@ -43,7 +43,7 @@ REWARDS: dict[str, str | Callable] = {  # name: "module:function", or the functi
     "giou": "minivlmrl.rewards.boxes:mean_giou",
     "box_format": "minivlmrl.rewards.boxes:box_format",
     "reward_model": "minivlmrl.trainers.reward_model:reward_model",
-    "environment": "minivlmrl.agents.environment:environment_reward",
+    "environment": "minivlmrl.extras.agents.environment:environment_reward",
 }
 MAX_FLOAT32 = 3.4e38
 # metrics for every optimizer step; rewards may not log metrics with these names

@@ -30,7 +30,7 @@ def adamw(parameters: list, learning_rate: float, **options) -> Optimizer:
     return torch.optim.AdamW(parameters, learning_rate, fused=not parameters[0].is_meta, **options)
 
 
-OPTIMIZERS = {"adamw": adamw, "adamw_8bit": "minivlmrl.run.adamw8bit:AdamW8bit"}
+OPTIMIZERS = {"adamw": adamw, "adamw_8bit": "minivlmrl.extras.adamw8bit:AdamW8bit"}
 
 
 def build_optimizer(

@@ -14,13 +14,13 @@ from children import exit_code, fork
 from links import ROOT
 
 from minivlmrl.__main__ import main as start
-from minivlmrl.agents import tool_sampler
 from minivlmrl.commands import chat as command
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.image import load_image
 from minivlmrl.data.messages import conversation
 from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.data.video import Video
+from minivlmrl.extras.agents import tool_sampler
 from minivlmrl.generation import sampler
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.build import random_model

@@ -12,13 +12,12 @@ import pytest
 import yaml
 from links import ROOT
 
-from minivlmrl.agents.environment import Settings
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import load_config, to_yaml
 from minivlmrl.config.options import FileOptions, GRPOOptions, RunConfig, SFTOptions, VideoOptions
 from minivlmrl.config.parsing import options_of, read_value
 from minivlmrl.config.types import Finite
-from minivlmrl.diagnostics.replay import run_config
+from minivlmrl.extras.replay import run_config
 
 
 @pytest.fixture

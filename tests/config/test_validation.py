@@ -15,7 +15,7 @@ from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import RunConfig, SFTOptions
 from minivlmrl.config.parsing import options_of
 from minivlmrl.config.validation import check_effects, options_without_effect
-from minivlmrl.diagnostics.check import main as check_main
+from minivlmrl.extras.check.command import main as check_main
 from minivlmrl.trainers.registry import find_trainer, find_trainers
 
 TWICE = {"grpo.num_iterations": 2}

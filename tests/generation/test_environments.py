@@ -16,7 +16,7 @@ for folder in below:
     package = importlib.import_module(f"minivlmrl.{folder}")
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
-print([name for name in sys.modules if name.startswith("minivlmrl.agents")])
+print([name for name in sys.modules if name.startswith("minivlmrl.extras.agents")])
 """
 
 

@@ -20,7 +20,6 @@ import pytest
 import torch
 from talk import IMAGE_PART, text, user
 
-from minivlmrl.agents import tool_sampler
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import DataOptions
 from minivlmrl.data.image import ImageProcessor
@@ -29,6 +28,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed import process_group
 from minivlmrl.distributed.weights import is_sharded, reshard
+from minivlmrl.extras.agents import tool_sampler
 from minivlmrl.rewards.registry import REWARDS
 from minivlmrl.run import loop
 from minivlmrl.run.checkpoint_files import local_rows

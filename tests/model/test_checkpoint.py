@@ -19,11 +19,11 @@ from minivlmrl.data.chat_template import Control
 from minivlmrl.data.folder_template import FILES
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
+from minivlmrl.extras.families.qwen3_5 import CentredRMSNorm, GatedDeltaNet
 from minivlmrl.files import INDEX
 from minivlmrl.model import build, checkpoint, config_json
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import load_model, load_processor, save_model
-from minivlmrl.model.families.qwen3_5 import CentredRMSNorm, GatedDeltaNet
 from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.model.lora import inject_adapters
 from minivlmrl.tasks import shapes

@@ -23,8 +23,8 @@ from PIL import Image
 
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.generation.filters import filter_logits
-from minivlmrl.agents.environment import tools_of
-from minivlmrl.agents.tool_calls import begin_with_row, call
+from minivlmrl.extras.agents.environment import tools_of
+from minivlmrl.extras.agents.tool_calls import begin_with_row, call
 from minivlmrl.data.rows import Row
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.__main__ import main

@@ -23,11 +23,11 @@ from on_ranks import ONE, eager
 from runs import leave_out, write_lines
 from safetensors.torch import load, load_file, save_file
 
-from minivlmrl.agents import tool_sampler
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import shuffled
 from minivlmrl.data.processor import Processor
+from minivlmrl.extras.agents import tool_sampler
 from minivlmrl.generation import generate
 from minivlmrl.model import checkpoint as checkpoint_file
 from minivlmrl.rewards.registry import REWARDS

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from minivlmrl.data.image import ImageProcessor
+from minivlmrl.errors import check_extras
 from minivlmrl.model.config import ModelConfig, VisionConfig
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.plain_weights import Weight
@@ -23,9 +24,9 @@ MODULES = {
     "qwen2_5_vl": "minivlmrl.model.families.qwen2_5_vl",
     "qwen2_vl": "minivlmrl.model.families.qwen2_vl",
     "qwen3_vl": "minivlmrl.model.families.qwen3_vl",
-    "qwen3_5": "minivlmrl.model.families.qwen3_5",
-    "qwen3_vl_moe": "minivlmrl.model.families.qwen3_moe",
-    "qwen3_5_moe": "minivlmrl.model.families.qwen3_moe",
+    "qwen3_5": "minivlmrl.extras.families.qwen3_5",
+    "qwen3_vl_moe": "minivlmrl.extras.families.qwen3_moe",
+    "qwen3_5_moe": "minivlmrl.extras.families.qwen3_moe",
 }
 CONTROL_TOKENS = {  # ModelConfig field -> token; all families have the same tokens
     "image_token_id": "<|image_pad|>",
@@ -91,7 +92,7 @@ class ModelSpec:
     initial_states: Callable[[VisionLanguageModel, Tensor], list[list[Tensor]]] = (
         lambda model, rows: []
     )
-    in_vllm: bool = True  # whether generation/vllm.py supports the family
+    in_vllm: bool = True  # whether extras/vllm.py supports the family
     # whether the chat template adds a default system message to prompts without one
     default_system: bool = True
     # defaults for keys that preprocessor_config.json may omit
@@ -112,6 +113,7 @@ class Families(Mapping[str, ModelSpec]):
     """Mapping from `model_type` to ModelSpec, which imports a family's module on first use."""
 
     def __getitem__(self, model_type: str) -> ModelSpec:
+        check_extras(MODULES[model_type], f"model_type {model_type}")
         return import_module(MODULES[model_type]).SPECS[model_type]
 
     def __iter__(self) -> Iterator[str]:

@@ -1,0 +1,16 @@
+"""Optional features. A copy of the package without this folder trains all other recipes, to the byte.
+
+The core imports nothing from here. It has the names of these modules in its tables, and loads a
+module when a recipe, a command line or a model's config.json names the feature:
+
+| here | what it is | named by |
+|---|---|---|
+| agents/ | tools, environments and trajectories | `sampling.environment` |
+| check/ | problems of a recipe before training | `python -m minivlmrl check` |
+| families/ | Qwen3.5, and mixtures of experts | `model_type` in config.json |
+| adamw8bit.py | AdamW with moments in 8 bits | `optimizer.name: adamw_8bit` |
+| memory.py | the GPU memory that a run needs | `python -m minivlmrl memory` |
+| replay.py | one step of a run again | `python -m minivlmrl replay` |
+| trl.py, trl_inputs.py | our loss and our input check in TRL's trainers | your own script |
+| vllm.py | rollouts from vLLM's logits | `sampling.engine: vllm` |
+"""

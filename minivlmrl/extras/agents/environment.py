@@ -1,0 +1,220 @@
+"""Load tool environments by name, and inspect their tools and settings.
+
+See docs/agents.md for an example of an environment.
+"""
+
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, make_dataclass, replace
+from typing import Annotated, Protocol
+
+from minivlmrl.config.import_utils import call_user_code, resolve_object, with_options
+from minivlmrl.config.parsing import build
+from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Environment
+from minivlmrl.errors import error_context
+from minivlmrl.extras.agents.schema import json_schema, type_schema
+
+
+class RewardingEnvironment(Environment, Protocol):
+    """Interface for an environment that scores its own completion.
+
+    A recipe with such an environment must set `rewards: {environment: 1}`.
+    """
+
+    def get_reward(self) -> float | list[float] | None:
+        """Return the completion's reward, or a list with one reward for each turn.
+
+        The list may have no reward for the last turn, which is then 0.
+        None means that the completion cannot be scored.
+        """
+
+
+@dataclass
+class Settings:
+    """Settings of an environment. Attributes of its class with the same names override them."""
+
+    # whether the system message declares the tools, in the model's chat-template format
+    declare_tools: bool = True
+    # maximum number of tool calls in a completion; additional calls are ignored
+    max_tool_calls: Annotated[int, ">= 0"] = 8
+    # time limit for one tool call, in seconds
+    max_tool_seconds: Annotated[float, "(0, inf)"] = 30.0
+    # maximum number of characters that one tool call may return
+    max_tool_characters: Annotated[int, ">= 1"] = 2**16
+    # maximum number of pixels that one tool call may return, summed over its images
+    max_tool_pixels: Annotated[int, ">= 1"] = 2**26
+
+
+def get_environment(name: str) -> Callable[[], Environment]:
+    """Return an environment's constructor, given its name in a recipe.
+
+    The name refers to a class, a function, or a list of functions. Functions become tools in a
+    stateless environment. The class's arguments are written in parentheses, for example
+    "my_tools.py:Turn(step=45)".
+
+    Raises:
+        ValueError: if the name cannot be resolved, or the object is not a valid environment.
+    """
+    kind, options = resolve_object("sampling.environment", name, {})
+    with error_context(f"sampling.environment {name}"):
+        if not inspect.isclass(kind):
+            kind = class_of(kind)
+        make = with_options(kind, options)
+        environment = call_user_code("__init__", make)
+        settings_of(environment)
+        tools = tools_of(environment)
+        if not tools or not hasattr(environment, "reset"):
+            raise ValueError(
+                "an environment needs a method reset(self, **columns) and at least one other "
+                "public method, which is a tool"
+            )
+        for tool in tools.values():
+            arguments_of(tool)
+    return make
+
+
+class Stateless:
+    """Base class for environments that consist of plain functions and keep no state."""
+
+    def reset(self, **columns):
+        pass
+
+
+def class_of(functions: Callable | list[Callable]) -> type[Environment]:
+    """Create an environment class whose tools are the given function or functions.
+
+    Raises:
+        ValueError: if an object is not a function.
+    """
+    listed = functions if isinstance(functions, list) else [functions]
+    members = {}
+    for function in listed:
+        if not inspect.isfunction(function):
+            raise ValueError(
+                f"expected a class, a function or a list of functions, but found {functions!r:.60}"
+            )
+        members[function.__name__] = staticmethod(function)
+    return type("Functions", (Stateless,), members)
+
+
+def with_tools(processor: Processor, name: str) -> Processor:
+    """Return a copy of the processor whose chat template declares an environment's tools."""
+    environment = get_environment(name)()
+    template = processor.template
+    tools = tools_of(environment)
+    if settings_of(environment).declare_tools:
+        if template is None or template.text == DEFAULT:
+            # The default Qwen2-VL and Qwen2.5-VL template cannot declare tools.
+            values = template.token_names if template else {}
+            template = ChatTemplate(WITH_TOOLS, name, processor.tokenizer.special_tokens, values)
+            # Exported checkpoints contain these files, so they also contain the new template.
+            files = processor.tokenizer.files
+            files.pop("chat_template.json", None)
+            files["chat_template.jinja"] = WITH_TOOLS.encode()
+        with error_context(f"sampling.environment {name}"):
+            template = template.declaring([json_schema(tool) for tool in tools.values()])
+    return replace(processor, tools=(*tools,), template=template)
+
+
+def environment_reward(
+    environments: Sequence[RewardingEnvironment | None], turn_texts: list[list[str]], **columns
+) -> list[float | None]:
+    """Compute each completion's reward by calling its environment's get_reward, as TRL does.
+
+    If get_reward returns a list with one number for each turn of a trajectory, the reward is the
+    sum of the list. The last turn may have no number, because it may call no tool; its reward is 0.
+    The reward of a completion without an environment is None.
+
+    Args:
+        environments: each completion's environment, or None.
+        turn_texts: the turn texts for each completion.
+        columns: the data set's columns, which are ignored.
+    Raises:
+        ValueError: if a list has another length.
+    """
+    rewards = []
+    for environment, texts in zip(environments, turn_texts, strict=True):
+        with error_context("reward environment"):
+            reward = None
+            if environment is not None:
+                reward = call_user_code("get_reward", environment.get_reward)
+            if isinstance(reward, list):
+                if len(texts) - len(reward) not in (0, 1):
+                    raise ValueError(
+                        f"get_reward returned {len(reward)} numbers for {len(texts)} turns; return "
+                        "one number for each turn (the last turn may have none), or a single number"
+                    )
+                reward = sum(reward)
+        rewards.append(reward)
+    return rewards
+
+
+def check_reward(name: str | None, rewards: Iterable[str]):
+    """Check that the recipe uses the reward "environment" if and only if get_reward exists.
+
+    Args:
+        name: environment name, or None.
+        rewards: reward names in the recipe.
+    Raises:
+        ValueError: if the environment has a method get_reward that the recipe does not use, or if
+            the recipe uses get_reward, but the environment does not have this method.
+    """
+    has_reward = name is not None and hasattr(get_environment(name)(), "get_reward")
+    if has_reward and "environment" not in rewards:
+        raise ValueError(
+            f"the environment {name} has a method get_reward, but the recipe does not use it; set "
+            "rewards: {environment: 1}"
+        )
+    if "environment" in rewards and not has_reward:
+        raise ValueError(
+            f"the recipe sets rewards: {{environment: 1}}, but sampling.environment ({name}) does "
+            "not have a method get_reward; add the method or remove this reward"
+        )
+
+
+def settings_of(environment: Environment) -> Settings:
+    """Return an environment's settings: its attributes, or else the default values.
+
+    Raises:
+        ValueError: if an attribute has an invalid value.
+    """
+    values = {}
+    for field in fields(Settings):
+        if hasattr(environment, field.name):
+            values[field.name] = getattr(environment, field.name)
+    return build(Settings, values, type(environment).__name__)
+
+
+def tools_of(environment: Environment) -> dict[str, Callable]:
+    """Return an environment's tools as {name: bound method}.
+
+    All public methods are tools, except reset, get_reward and observe.
+    """
+    tools = {}
+    for name, _ in inspect.getmembers(type(environment), inspect.isfunction):
+        if name not in ("reset", "get_reward", "observe") and name[0] != "_":
+            tools[name] = getattr(environment, name)
+    return tools
+
+
+def arguments_of(tool: Callable) -> type:
+    """Create a dataclass with a tool's arguments, so that `build` can validate a call.
+
+    Raises:
+        ValueError: if an argument does not have a type hint, or has one that JSON cannot represent.
+    """
+    arguments = []
+    with error_context(f"tool {tool.__name__}"):
+        hints = call_user_code("a type", typing.get_type_hints, tool, include_extras=True)
+        for name, parameter in inspect.signature(tool).parameters.items():
+            if name not in hints:
+                raise ValueError(f"the argument {name!r} does not have a type hint; add one")
+            type_schema(hints[name])
+            field = [name, hints[name]]
+            if parameter.default is not parameter.empty:
+                field.append(parameter.default)
+            arguments.append(field)
+        return make_dataclass(tool.__name__, arguments)

@@ -1,0 +1,377 @@
+"""Parse the tool calls in a completion, execute the tools, and render their results as text.
+
+A call is written either in tags with the tool's name, for example <zoom>1, 2</zoom>, or in
+Qwen's <tool_call> format.
+"""
+
+import json
+import math
+import re
+import typing
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from typing import Any
+
+from PIL.Image import Image
+
+from minivlmrl.config.import_utils import call_user_code, shown_error, unchanged_process
+from minivlmrl.config.parsing import build, read_value
+from minivlmrl.config.time_limit import Overtime, is_interrupt, time_limit
+from minivlmrl.data.chat_template import END, join_text, layout_turn, render
+from minivlmrl.data.image import ImageProcessor, smart_resize, to_rgb
+from minivlmrl.data.messages import part_kind
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Row
+from minivlmrl.errors import check_field, error_context
+from minivlmrl.extras.agents.environment import (
+    Environment,
+    Settings,
+    arguments_of,
+    get_environment,
+    settings_of,
+)
+from minivlmrl.json_files import parse_json
+
+# JSON constants for the Python constants that Qwen3.5 writes in its tool calls
+CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{8,}")  # an address in memory, see without_addresses
+
+
+# the tool's name ("" for a call in Qwen's format), and the text between the tags
+Call = tuple[str, str]
+# an image that a tool returned, and the image_grid_thw that its patches will have
+Picture = tuple[Image, tuple[int, int, int]]
+
+
+# exceptions in a tool that are turned into an error message for the model
+FAILURES = Exception, SystemExit, Overtime
+
+
+def find_calls(text: str, tools: Collection[str], ended: bool) -> list[Call]:
+    """Find the tool calls in the text that the policy wrote since the last tool result.
+
+    A call in tags is found as soon as its tag is closed. Calls in Qwen's format are found only
+    when the turn has ended, because one turn may contain several calls in this format.
+
+    Args:
+        text: text since the last tool result.
+        tools: tool names.
+        ended: whether the turn has ended.
+
+    Returns:
+        The calls in text order. If a call is in tags, it is the only one in the list.
+    """
+    begins = {}  # {tool name: position in the text where its arguments begin}
+    for tag in re.finditer(rf"<(/?)({'|'.join(tools)})>", text):
+        name = tag[2]
+        if not tag[1]:
+            begins[name] = tag.end()
+        elif name in begins:
+            return [(name, text[begins[name] : tag.start()])]
+    parts = text.split("</tool_call>")[:-1] if ended else []
+    calls = [part.partition("<tool_call>") for part in parts]
+    return [("", inside) for _, tag, inside in calls if tag]
+
+
+def answer_call(
+    tools: dict[str, Callable], name: str, inside: str, processor: Processor, settings: Settings
+) -> tuple[list[dict], list[Picture], bool]:
+    """Execute one tool call, and return its result's message parts.
+
+    If the tool raises an exception, an argument is invalid, or the result exceeds a limit in
+    `settings`, the result is a text part "error: ...", which the model reads.
+
+    Args:
+        tools: the environment's tools by name.
+        name: tool name, or "" for a call in Qwen's format.
+        inside: text between the tags.
+        processor: processor that will encode the images in the result.
+        settings: the environment's settings, with its limits.
+
+    Returns:
+        The message parts, the images with their grids, and whether the call succeeded.
+
+    Raises:
+        ValueError: if the tool raised KeyboardInterrupt or another exception that is not an
+            `Exception`, or changed the process, see unchanged_process. This ends the run.
+    """
+    called = f"the tool call {name or inside:.80}"
+    with unchanged_process(called):
+        try:
+            with time_limit(settings.max_tool_seconds):
+                result = call(tools, name, inside)
+                results = result if isinstance(result, list) else [result]
+                parts = [part(item) for item in results]
+            images = [shown["image"] for shown in parts if "image" in shown]
+            check_limits(parts, images, settings)
+            pictures = [(image, grid_of(image, processor.image_processor)) for image in images]
+            return parts, pictures, True
+        except FAILURES as error:  # the error message becomes the result, which the model reads
+            text = f"error: {without_addresses(str(error)) or type(error).__name__}"
+            return [part(text[: settings.max_tool_characters])], [], False
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            raise ValueError(
+                f"{called} raised {shown_error(error)}, so the run ends; raise an Exception, whose "
+                "message the model reads"
+            ) from error
+
+
+def check_limits(parts: list[dict], images: list[Image], settings: Settings):
+    """Raise ValueError if a tool's result exceeds max_tool_characters or max_tool_pixels."""
+    sizes = {
+        "characters": sum(len(shown.get("text", "")) for shown in parts),
+        "pixels": sum(image.width * image.height for image in images),
+    }
+    for unit, size in sizes.items():
+        limit = getattr(settings, f"max_tool_{unit}")
+        check_field(size <= limit, f"the answer's number of {unit}", size, f"{limit} or less")
+
+
+def without_addresses(text: str) -> str:
+    """Replace memory addresses, such as 0x7f3a91c0, by 0x.
+
+    Addresses differ between runs, for example in stack traces in selenium's errors. The model
+    reads tool errors, so a run with addresses could not be repeated.
+    """
+    return ADDRESS.sub("0x", text)
+
+
+def grid_of(image: Image, image_processor: ImageProcessor) -> tuple[int, int, int]:
+    """Compute an image's image_grid_thw without computing its patches.
+
+    If the image cannot be decoded, PIL's exception is propagated.
+    """
+    width, height = to_rgb(image).size  # raises an exception if the image cannot be decoded
+    height, width = smart_resize(
+        height,
+        width,
+        image_processor.factor,
+        image_processor.min_pixels,
+        image_processor.max_pixels,
+    )
+    return 1, height // image_processor.patch_size, width // image_processor.patch_size
+
+
+def begin(make: Callable[[], Environment], columns: dict) -> Environment:
+    """Construct an environment, and call its `reset` with a row's columns.
+
+    Raises:
+        ValueError: if `reset` raised an exception, exceeded max_tool_seconds, or returned a value.
+    """
+    environment = call_user_code("__init__", make)
+    text = call_method(environment, "reset", **columns)
+    if text is not None:
+        raise ValueError(
+            f"reset returned {text!r:.40}, but it must return None; put text for the model into "
+            "the row's prompt"
+        )
+    return environment
+
+
+def begin_with_row(name: str, row: Row) -> Environment:
+    """Construct the environment `name`, and call its `reset` with a data set row.
+
+    Raises:
+        ValueError: if `reset` failed, see `begin`. The message contains the row's location.
+    """
+    columns = {"images": [*row.images], "extents": [x.size for x in row.images]}
+    with error_context(f"{row.where or 'the first row'}: sampling.environment {name}"):
+        return begin(get_environment(name), row.columns | columns | {"prompt": row.messages})
+
+
+def call_method(environment: Environment, name: str, /, *arguments, **columns):
+    """Call an environment method that is not a tool, for example `reset` or `observe`.
+
+    Raises:
+        ValueError: if the method raised an exception or exceeded max_tool_seconds.
+    """
+    try:
+        with time_limit(settings_of(environment).max_tool_seconds):
+            return call_user_code(name, getattr(environment, name), *arguments, **columns)
+    except Overtime as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def call(tools: dict[str, Callable], name: str, inside: str):
+    """Parse and validate a call's arguments, run the tool, and return its result.
+
+    Raises:
+        ValueError: if the arguments do not match the tool's type hints.
+    """
+    if name:
+        arguments = read_values(name, inside, tools)
+    else:
+        name, arguments = read_call(inside, tools)
+    values = vars(build(arguments_of(tools[name]), arguments, name))
+    check_values(values, name)
+    return tools[name](**values)
+
+
+def strict_json(text: str):
+    """Parse JSON in a call.
+
+    Raises:
+        ValueError: the text is not JSON, or is nested too deep.
+    """
+    return parse_json(text, json.JSONDecoder(parse_constant=refuse_constant).decode)
+
+
+def refuse_constant(name: str):
+    """Raise ValueError for NaN and Infinity, which Python's JSON parser would accept."""
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def check_values(value, name: str):
+    """Check that arguments contain no number that is not finite and no half of a surrogate pair.
+
+    JSON can write both, as 1e999 and "\\ud800", and a text argument can be "nan". An environment
+    that computes with such a number, or shows such a text to the model, would fail later, where the
+    error ends the run.
+
+    Raises:
+        ValueError: the value contains such a number or half.
+    """
+    if isinstance(value, dict):
+        for key, item in value.items():
+            check_values(key, name)
+            check_values(item, f"{name}: {key}")
+    elif isinstance(value, list | tuple):
+        for item in value:
+            check_values(item, name)
+    elif isinstance(value, float):
+        check_field(math.isfinite(value), name, value, "finite")
+    elif isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{name}: {value!a:.60} is not valid Unicode; it contains half of a surrogate pair"
+            ) from error
+
+
+def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
+    """Parse the text between a tool's tags into {argument name: value}.
+
+    The text contains the arguments in signature order, as JSON values that are separated
+    by commas. If the tool's only argument is a str, or the text is not JSON, the whole text is used
+    as the first argument.
+    """
+    expected = fields(arguments_of(tools[name]))
+    values = [inside.strip()]
+    if [field.type for field in expected] != [str]:
+        with suppress(ValueError):
+            values = strict_json(f"[{inside}]")
+    if len(values) > len(expected):
+        raise ValueError(f"{name} takes {len(expected)} argument(s), not {len(values)}")
+    return {field.name: value for field, value in zip(expected, values, strict=False)}
+
+
+def read_call(inside: str, tools: dict[str, Callable]) -> tuple[str, dict]:
+    """Parse a call in Qwen's <tool_call> format into the tool's name and its arguments.
+
+    Raises:
+        ValueError: if the text is not a valid call, or there is no tool with this name.
+    """
+    written_call = read_parameters(inside, tools) or strict_json(inside)
+    if not isinstance(written_call, dict) or not isinstance(written_call.get("name"), str):
+        raise ValueError('a tool call must have the form {"name": ..., "arguments": {...}}')
+    if written_call["name"] not in tools:
+        raise ValueError(
+            f"there is no tool {written_call['name']!r}; the tools are {', '.join(tools)}"
+        )
+    return written_call["name"], written_call.get("arguments", {})
+
+
+def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
+    """Parse a call in Qwen3.5's <function=...> format.
+
+    Returns:
+        {"name": ..., "arguments": ...}, or None if the text is not in this format.
+    """
+    before, tag, call = inside.partition("<function=")
+    if before.strip() or not tag:
+        return None
+    name, _, body = call.partition(">")
+    hints = typing.get_type_hints(tools[name]) if name in tools else {}
+    arguments = {}
+    for parameter in body.split("</parameter>")[:-1]:
+        key, _, value = parameter.partition("<parameter=")[2].partition(">")
+        value = value.removeprefix("\n").removesuffix("\n")
+        arguments[key] = read_parameter(hints.get(key, str), value)
+    return {"name": name, "arguments": arguments}
+
+
+def read_parameter(hint, text: str):
+    """Parse one argument in Qwen3.5's format, where strings are verbatim and other values are JSON.
+
+    If the text is JSON for a value that is not a string and that matches the type hint, this value
+    is returned. Otherwise the text itself is the value. For example, with the hint int | str, the
+    text 7 is a number, while 7.5, seven and "7" (including its quotes) are strings.
+    """
+    value = text
+    with suppress(ValueError):
+        value = strict_json(CONSTANTS.get(text, text))
+    if isinstance(value, str):
+        return text
+    for choice in (value, text):
+        with suppress(ValueError):
+            read_value(hint, choice, "", json=True)
+            return choice
+    return value  # a value with the wrong type, for which `build` raises an error
+
+
+def part(result) -> dict:
+    """Convert a tool's result into a message part.
+
+    A PIL image becomes an image part, and a part in TRL's format becomes an image or a text part.
+    Any other object is converted to text with `str`. Lone surrogates are replaced by "?", so that
+    the text can be encoded as UTF-8.
+    """
+    kind = part_kind(result)
+    shown = result.get("image") if kind == "image" else result
+    if isinstance(shown, Image):
+        return {"type": "image", "image": shown}
+    text = result["text"] if kind == "text" else str(result)
+    return {"type": "text", "text": valid_text(text)}
+
+
+def valid_text(value: Any) -> Any:
+    """Replace each lone surrogate in a text, also inside lists and dicts, by "?".
+
+    Such a character cannot be encoded as UTF-8, and therefore has no tokens.
+    """
+    if isinstance(value, list):
+        return [valid_text(item) for item in value]
+    if isinstance(value, dict):
+        return {key: valid_text(item) for key, item in value.items()}
+    return value.encode(errors="replace").decode() if isinstance(value, str) else value
+
+
+def turn_opening(processor: Processor) -> list[str]:
+    """Return the text pieces that the template puts between <|im_end|> and the assistant's turn."""
+    lay = render if processor.template is None else processor.template.render
+    pieces = lay([{"role": "user", "content": "?"}])
+    last_end = len(pieces) - pieces[::-1].index(END)
+    return pieces[last_end:]
+
+
+def render_answers(answers: list[list[dict]], opening: Sequence[str] = ()) -> list[str]:
+    """Render tool results as text pieces.
+
+    Args:
+        answers: each result's message parts.
+        opening: text pieces that open the next assistant turn, see `turn_opening`. If it is empty,
+            there must be one result, which is rendered as <result>...</result> inside the policy's
+            turn. Otherwise the results are rendered in a user turn, and `opening` follows it.
+    """
+    if not opening:
+        parts = [p if "image" in p else part(f"<result>{p['text']}</result>") for p in answers[0]]
+        return join_text(layout_turn({"role": "user", "content": parts})[2:-2])
+    parts = []
+    for answer_parts in answers:
+        parts += [part("\n<tool_response>\n"), *answer_parts, part("\n</tool_response>")]
+    start, role, first, *inside, _ = layout_turn({"role": "user", "content": parts})
+    return join_text(["\n", start, role, first.removeprefix("\n"), *inside, *opening])

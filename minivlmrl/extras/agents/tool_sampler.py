@@ -1,0 +1,520 @@
+"""Sample completions that call tools.
+
+When a completion calls a tool, the model reads the tool's result in one forward pass, and decoding
+continues after the result. A prompt's samples depend only on the prompt's key. Training
+uses the token ids, positions and patches that this module records, so text is not tokenized again.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import chain
+from typing import TypeVar
+
+import torch
+from PIL.Image import Image
+from torch import Tensor
+
+from minivlmrl.data.boxes import extent
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Completion, Prompt, Row
+from minivlmrl.errors import error_context
+from minivlmrl.extras.agents.environment import Environment, get_environment, settings_of, tools_of
+from minivlmrl.extras.agents.tool_calls import (
+    Call,
+    Picture,
+    answer_call,
+    begin,
+    find_calls,
+    render_answers,
+    turn_opening,
+)
+from minivlmrl.generation.generate import Decode, TokenSampler
+from minivlmrl.generation.sampler import Sampler
+from minivlmrl.generation.stop_strings import NO_TEXT, token_bytes
+from minivlmrl.kernels.backend import to_device
+from minivlmrl.kernels.dense_attention import dense_attention
+from minivlmrl.kernels.float32_matmul import float32_matmul
+from minivlmrl.model.attention import DecodeAttention
+from minivlmrl.model.decoder import VisionLanguageModel
+from minivlmrl.model.packing import pack
+
+
+class ToolEpisode:
+    """State for one completion and its environment during sampling."""
+
+    def __init__(self, environment: Environment):
+        self.environment = environment
+        self.tools = tools_of(environment)
+        self.settings = settings_of(environment)
+        self.num_calls = 0
+        self.num_failed = 0
+        # The pattern is longer than each closing tag, so its length is an upper bound for tags.
+        self.closing_tag = re.compile(f"</({'|'.join(self.tools)})>".encode())
+        self.text = b""  # UTF-8 text that the policy generated since the last tool result
+        self.ids: list[int] = []  # completion token ids, including tool results
+        # for each id: True if the policy sampled it, False if it belongs to a tool result
+        self.policy_mask: list[bool] = []
+        self.pictures: list[tuple] = []  # images in tool results, as in Completion.pictures
+        self.unread: list[
+            Prompt
+        ] = []  # the tool result (at most one) that the model must still read
+        self.cut = False  # whether a tool result exceeded max_new_tokens
+        self.ended = False
+
+    def step(self, token: int, turn_ends: bool, text_ends: bool, sampler: Sampler) -> bool:
+        """Append a sampled token, and execute the tool calls that the token completes.
+
+        Args:
+            token: the sampled token's id.
+            turn_ends: whether the token is a stop token.
+            text_ends: whether the token completes a stop string.
+            sampler: the sampler, with its options and processor.
+
+        Returns:
+            True if the completion ends with this token. The limit max_new_tokens is not considered.
+        """
+        if self.ended:  # `generate` keeps decoding finished rows until it removes them
+            return True
+        self.policy_mask.append(True)
+        self.ids.append(token)
+        tokens_left = sampler.sampling.max_new_tokens - len(self.policy_mask)
+        new_bytes = token_bytes(sampler.processor.tokenizer, token, NO_TEXT)
+        calls = self.new_calls(new_bytes, turn_ends, text_ends)
+        is_finished = turn_ends or text_ends
+        if calls:
+            is_finished = self.answer(calls, turn_ends, tokens_left, sampler.processor)
+        self.ended = is_finished or tokens_left == 0
+        return is_finished
+
+    def new_calls(self, new_bytes: bytes, turn_ends: bool, text_ends: bool) -> list[Call]:
+        """Append a token's bytes to the text, and return the calls that the token completes.
+
+        After max_tool_calls calls, additional calls are ignored.
+        """
+        searched_from = max(0, len(self.text) - len(self.closing_tag.pattern))
+        self.text += new_bytes
+        if text_ends or not (turn_ends or self.closes_a_call(searched_from)):
+            return []
+        calls = find_calls(self.text.decode(errors="replace"), self.tools, turn_ends)
+        return calls[: self.settings.max_tool_calls - self.num_calls]
+
+    def closes_a_call(self, searched_from: int) -> bool:
+        """Return whether the text contains a tool's closing tag at or after byte `searched_from`.
+
+        The tag counts only if the text also contains the same tool's opening tag.
+        """
+        closing_tag = self.closing_tag.search(self.text, searched_from)
+        return closing_tag is not None and b"<%s>" % closing_tag[1] in self.text
+
+    def answer(
+        self, calls: list[Call], turn_ended: bool, tokens_left: int, processor: Processor
+    ) -> bool:
+        """Execute tool calls, and append their results to the completion.
+
+        Args:
+            calls: the tool calls.
+            turn_ended: whether the policy ended its turn, see encode_answers.
+            tokens_left: number of tokens that may still be added to the completion.
+            processor: processor that encodes the results.
+
+        Returns:
+            True if the completion ends, because the environment is done or the results are longer
+            than `tokens_left` allows.
+        """
+        answers, pictures = self.call_tools(calls, processor)
+        if self.done:
+            return True
+        ids = encode_answers(answers, pictures, turn_ended, processor)
+        # Results are not truncated, because images cannot be truncated. There must be room for at
+        # least one token after the results.
+        self.cut = len(ids) >= tokens_left
+        if self.cut:
+            return True
+        answer, shown = as_prompt(ids, pictures, processor)
+        self.unread.append(answer)
+        self.policy_mask += [False] * len(ids)
+        self.ids += ids
+        self.pictures += shown
+        self.text = b""
+        return False
+
+    def call_tools(
+        self, calls: list[Call], processor: Processor
+    ) -> tuple[list[list[dict]], list[Picture]]:
+        """Execute tool calls, and return each result's message parts and all images."""
+        answers = []
+        pictures = []
+        for name, inside in calls:
+            parts, shown, succeeded = answer_call(
+                self.tools, name, inside, processor, self.settings
+            )
+            answers.append(parts)
+            pictures += shown
+            self.num_failed += not succeeded
+        self.num_calls += len(calls)
+        return answers, pictures
+
+    @property
+    def done(self) -> bool:
+        """Return whether the environment has set `done`, which ends the completion."""
+        return bool(getattr(self.environment, "done", False))
+
+    def finish(self, completion: Completion):
+        """Add the tool results, the environment and the call counts to a completion."""
+        self.insert_answers(completion)
+        completion.stopped &= not self.cut
+        completion.environment = self.environment
+        completion.calls = self.num_calls, self.num_failed, self.cut
+
+    def insert_answers(self, completion: Completion):
+        """Insert tool-result tokens between a completion's sampled tokens.
+
+        Inserted tokens' log-probabilities are 0, and `policy_mask` is False for these tokens.
+        """
+        policy_mask = torch.tensor(self.policy_mask)
+        completion.ids = torch.tensor(self.ids)
+        completion.policy_mask = policy_mask
+        completion.pictures = self.pictures
+        sampled_logps = completion.sampled_logps
+        completion.logps = torch.zeros(len(policy_mask)).masked_scatter(policy_mask, sampled_logps)
+        if completion.sampling_mask:
+            counts, allowed_ids = completion.sampling_mask
+            counts = policy_mask.long().masked_scatter(policy_mask, counts)
+            completion.sampling_mask = counts, allowed_ids
+
+
+def encode_answers(
+    answers: list[list[dict]], pictures: list[Picture], turn_ended: bool, processor: Processor
+) -> list[int]:
+    """Tokenize tool results.
+
+    If the policy has ended its turn, the results form a user turn, which is followed by the opening
+    for the next assistant turn. Otherwise the results are inserted into the policy's turn.
+    """
+    grids = [grid for _, grid in pictures]
+    opening = turn_opening(processor) if turn_ended else ()
+    return list(chain(*processor.encode(render_answers(answers, opening), grids)))
+
+
+def as_prompt(
+    ids: list[int], pictures: list[Picture], processor: Processor
+) -> tuple[Prompt, list[tuple]]:
+    """Convert encoded tool results into a Prompt that the model can read.
+
+    Returns:
+        The Prompt, and one tuple (image, patches, grid) per image, for Completion.pictures.
+    """
+    images = processor.image_processor
+    shown = [(image, *images(image)) for image, _ in pictures]
+    no_patches = torch.zeros(0, images.patch_dim, dtype=images.dtype)
+    patches = torch.cat([no_patches, *(patches for _, patches, _ in shown)])
+    grids = torch.tensor([grid for *_, grid in shown], dtype=torch.long).view(-1, 3)
+    return Prompt(torch.tensor(ids), patches, grids, torch.zeros(len(grids))), shown
+
+
+def copy_on_write(image: Image) -> Image:
+    """Return a copy-on-write view of an image.
+
+    The pixels are copied only if a tool writes to them, so several environments can share an image.
+    """
+    image.load()
+    image = image._new(image.im)
+    image.readonly = 1
+    return image
+
+
+@dataclass
+class AnswerSpan:
+    """One tool result's position in the packed result batch and in the decoding batch."""
+
+    row: int  # row index in the decoding batch
+    tokens: slice  # the result's positions in the packed tokens of all results
+    prompt: int  # the row's prompt index in the decoding batch
+    prompt_length: int
+    begin: int  # the result's first position, counted in the row's tokens after the prompt
+    end: int  # position after the result's last token, counted in the same way
+
+
+class AnswerAttention(DecodeAttention):
+    """Attention for a forward pass over tool results, which are packed into one sequence.
+
+    A result's tokens attend to their row's prompt, to the row's earlier tokens, and
+    causally to each other. Their keys and values are added to the row's KV cache.
+
+    Args:
+        decoding: attention in the decode steps, whose KV cache is extended.
+        rows: each result's row index in the decoding batch.
+        lengths: number of tokens of each result.
+    """
+
+    def __init__(self, decoding: DecodeAttention, rows: list[int], lengths: list[int]):
+        self.decoding = decoding
+        self.recurrent_state = decoding.recurrent_state
+        self.answer_spans = []
+        self.response_rows = rows
+        prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # one length per prompt
+        newest = decoding.newest.tolist()  # position of each row's newest token
+        # for recurrent layers: the slice of each result's row, and the slice of its packed tokens
+        self.spans = []
+        tokens_of_rows = [0] * len(newest)
+        tokens_before = 0
+        for row, length in zip(rows, lengths, strict=True):
+            prompt = int(decoding.prompt_index[row])
+            begin = newest[row] + 1
+            span = AnswerSpan(
+                row=row,
+                tokens=slice(tokens_before, tokens_before + length),
+                prompt=prompt,
+                prompt_length=prompt_lengths[prompt],
+                begin=begin,
+                end=begin + length,
+            )
+            self.answer_spans.append(span)
+            self.spans.append((slice(row, row + 1), span.tokens))
+            tokens_of_rows[row] = length
+            tokens_before += length
+        longest = max(span.end - 1 for span in self.answer_spans)
+        new_tokens = to_device(torch.tensor(tokens_of_rows), decoding.device)
+        decoding.advance(new_tokens, max(longest - max(newest), 0))
+
+    def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # (R, K, C, D): rows, key heads, completion tokens, head dimension
+        row_k, row_v = self.decoding.row_kv[layer_index]
+        # (B, K, P, D): prompts, key heads, prompt tokens, head dimension
+        prompt_k, prompt_v = self.decoding.prompt_kv[layer_index]
+        out = []
+        for span in self.answer_spans:
+            # (1, H, tokens, D): the queries of one tool result
+            queries = q[span.tokens].transpose(0, 1)[None]
+            keys = extend(row_k, prompt_k, k, span)
+            values = extend(row_v, prompt_v, v, span)
+            attended = dense_attention(queries, keys, values, is_causal=True)
+            out.append(attended[0].transpose(0, 1))
+        return torch.cat(out)
+
+
+def extend(row_cache: Tensor, prompts: Tensor, new: Tensor, span: AnswerSpan) -> Tensor:
+    """Write a tool result's keys (or values) into the row's cache, and return its context.
+
+    Args:
+        row_cache: (R, K, C, D), cache for the rows' own tokens, modified in place.
+        prompts: (B, K, P, D), cache for the prompts.
+        new: (tokens, K, D), keys or values for all packed results.
+        span: the result's position.
+
+    Returns:
+        (1, K, prompt_length + end, D), the prompt's keys or values, followed by those of the
+        row's own tokens up to the result's end.
+    """
+    row_cache[span.row, :, span.begin : span.end] = new[span.tokens].transpose(0, 1)
+    # (K, P, D): key heads, prompt tokens without padding, head dimension
+    seen_prompt = prompts[span.prompt, :, : span.prompt_length]
+    return torch.cat([seen_prompt, row_cache[span.row, :, : span.end]], dim=1)[None]
+
+
+class ReadingDecode(Decode):
+    """Decode step that also runs a forward pass over the tool results that are still unread."""
+
+    def __init__(self, decode: Decode, sampler: "ToolSampler"):
+        self.decode = decode
+        self.sampler = sampler
+        self.attention_type = decode.attention_type
+
+    def __call__(
+        self, model: VisionLanguageModel, ids: Tensor, attention: DecodeAttention
+    ) -> Tensor:
+        logits = self.decode(model, ids, attention)
+        episodes = [self.sampler.episodes[row] for row in attention.rows.tolist()]
+        rows = [i for i, episode in enumerate(episodes) if episode.unread]
+        if rows:
+            answers = [episodes[i].unread.pop() for i in rows]
+            index = to_device(torch.tensor(rows), attention.device)
+            logits[index] = self.read(model, attention, rows, index, answers)
+        return logits
+
+    def read(
+        self,
+        model: VisionLanguageModel,
+        attention: DecodeAttention,
+        rows: list[int],
+        index: Tensor,
+        answers: list[Prompt],
+    ) -> Tensor:
+        """Run the model on the tool results of some rows.
+
+        Args:
+            model: the policy.
+            attention: attention in the decode steps, whose KV cache is extended.
+            rows: decoding-batch indices of the rows that have a tool result.
+            index: `rows` as a tensor.
+            answers: the tool result for each of these rows.
+
+        Returns:
+            (len(rows), V), the logits of the token that follows each result.
+        """
+        batch = pack(answers, [[] for _ in answers], model.config, attention.device)
+        lengths = batch.layout.prompt_lengths
+        repeats = to_device(torch.tensor(lengths), attention.device)
+        start = attention.start[index] + attention.newest[index] + 1
+        batch.position_ids += start.repeat_interleave(repeats)
+        answer_attention = AnswerAttention(attention, rows, lengths)
+        hidden = model(batch, answer_attention, batch.layout.last_index)
+        # `start` is computed again, because an image has fewer positions than tokens.
+        last_positions = [x.max() for x in batch.position_ids.split(lengths, dim=1)]
+        attention.start[index] = torch.stack(last_positions) - attention.newest[index]
+        row_of_token = attention.rows[index].repeat_interleave(repeats)
+        self.sampler.record_tokens(row_of_token, batch.input_ids)
+        return float32_matmul(hidden, model.lm_head.weight.T)
+
+
+class ToolSampler(Sampler):
+    """Sampler for completions that may call tools from `sampling.environment`."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.make_environment = find_environment(self)
+        self.episodes: list[ToolEpisode] = []  # one episode for each row in the batch
+
+    def token_sampler(
+        self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
+    ) -> TokenSampler:
+        self.episodes = begin_episodes(
+            lambda environment, prompt, row: ToolEpisode(environment),
+            *(self.make_environment, self, prompts, num_generations),
+        )
+        return super().token_sampler(prompts, num_generations, keys)
+
+    def generate(
+        self,
+        model: VisionLanguageModel,
+        prompts: Sequence[Prompt],
+        num_generations: int,
+        sample_token: TokenSampler,
+    ) -> list[list[Completion]]:
+        groups = super().generate(model, prompts, num_generations, sample_token)
+        for episode, completion in zip(self.episodes, chain(*groups), strict=True):
+            episode.finish(completion)
+        return groups
+
+    def decode(self) -> Decode:
+        return ReadingDecode(super().decode(), self)
+
+    def accept_tokens(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
+        text_ends = self.record_tokens(rows, ids)
+        return step_episodes(self.episodes, self, rows, ids, turn_ends, text_ends)
+
+
+# The functions below are also used by TrajectorySampler in trajectories.py.
+
+AnyEpisode = TypeVar("AnyEpisode", bound=ToolEpisode)
+
+
+def find_environment(sampler: Sampler) -> Callable[[], Environment]:
+    """Return the constructor for the environment that a sampler's options name.
+
+    Raises:
+        ValueError: if sampling.environment is not set, or rollout.gather_weights is false.
+    """
+    name = sampler.sampling.environment
+    if name is None:
+        raise ValueError(
+            "sampling.environment is not set, but a sampler with tools needs an environment"
+        )
+    make = get_environment(name)
+    # Ranks read tool results at different steps, so FSDP cannot gather weights layer by layer.
+    if not sampler.gather_weights:
+        raise ValueError(
+            "rollout.gather_weights is false, which is not supported with sampling.environment; "
+            "set it to true or remove it"
+        )
+    return make
+
+
+def begin_episodes(
+    make_episode: Callable[[Environment, Prompt, Row], AnyEpisode],
+    make_environment: Callable[[], Environment],
+    sampler: Sampler,
+    prompts: Iterable[Prompt],
+    num_generations: int,
+) -> list[AnyEpisode]:
+    """Create one episode for each completion.
+
+    Each episode has its own environment, which is reset with the prompt's row.
+
+    Args:
+        make_episode: constructor for an episode from the environment, the prompt and its row.
+        make_environment: environment constructor.
+        sampler: the sampler, with its options and processor.
+        prompts: the prompts.
+        num_generations: number of completions per prompt.
+
+    Returns:
+        The episodes of all completions, `num_generations` for each prompt, in order.
+
+    Raises:
+        ValueError: if a prompt does not have a row, or `reset` failed.
+    """
+    episodes = []
+    for prompt in prompts:
+        row = prompt.row
+        if row is None:
+            raise ValueError(
+                "the prompt does not have a row, which the environment's reset needs; create the "
+                "prompt with Row.prompt"
+            )
+        columns = reset_columns(prompt, row, sampler.processor)
+        name = f"{row.where or f'row {row.index}'}: sampling.environment"
+        with error_context(f"{name} {sampler.sampling.environment}"):
+            for _ in range(num_generations):
+                copies = {id(image): copy_on_write(image) for image in columns["images"]}
+                environment = begin(make_environment, deepcopy(columns, copies))
+                episodes.append(make_episode(environment, prompt, row))
+    return episodes
+
+
+def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
+    """Return an environment's keyword arguments for `reset`.
+
+    They are the row's columns, its images, the prompt's messages, and the extents. The
+    extent of an image is the (width, height) of the coordinate system of the boxes in the image.
+    """
+    images = list(row.images)  # may decode image files, because images are loaded lazily
+    space = row.columns.get("box_space") or processor.box_space
+    patch_size = processor.image_processor.patch_size
+    # image grids; videos are excluded, because their second_per_grid_ts is not 0
+    grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()
+    extents = []
+    for image, (_, rows, columns) in zip(images, grids, strict=True):
+        resized = (patch_size * columns, patch_size * rows)
+        extents.append(extent(space, image.size, resized))
+    return row.columns | {"images": images, "extents": extents, "prompt": row.messages}
+
+
+def step_episodes(
+    episodes: Sequence[ToolEpisode],
+    sampler: Sampler,
+    rows: Tensor,
+    ids: Tensor,
+    turn_ends: Tensor,
+    text_ends: Tensor,
+) -> Tensor:
+    """Append one sampled token to each row's episode.
+
+    Args:
+        episodes: the episodes of all rows.
+        sampler: the sampler, with its options and processor.
+        rows: (r,), each token's episode index.
+        ids: (r,), the sampled token ids.
+        turn_ends: (r,) bool, True where the token is a stop token.
+        text_ends: (r,) bool, True where the token completes a stop string.
+
+    Returns:
+        (r,) bool, True where the row's completion is finished.
+    """
+    sampled = (x.tolist() for x in (rows, ids, turn_ends, text_ends))
+    ends = []
+    for row, token, turn_end, text_end in zip(*sampled, strict=True):
+        ends.append(episodes[row].step(token, turn_end, text_end, sampler))
+    return to_device(torch.tensor(ends), rows.device)

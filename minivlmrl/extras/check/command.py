@@ -1,0 +1,145 @@
+"""Check a recipe, its dataset and its rewards for problems before training.
+
+python -m minivlmrl check RECIPE [--section.name=value ...]
+
+This command samples completions for 16 prompts. It scores these completions, and also several texts
+that are not answers, such as an empty text. It prints each problem with its cause and a fix. The
+exit status is 1 if there is a problem, otherwise 0. No files are written.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from minivlmrl.config.loading import load_config
+from minivlmrl.config.options import RunConfig
+from minivlmrl.data.file_rows import FileRows
+from minivlmrl.data.loader import ReadableRows, readable_prompt
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.row_summary import without_media
+from minivlmrl.data.rows import Dataset
+from minivlmrl.distributed import process_group
+from minivlmrl.extras.check.completions import check_completions
+from minivlmrl.extras.check.evaluation import check_evaluation
+from minivlmrl.extras.check.recipe import (
+    check_duplicates,
+    check_sampling_options,
+    check_template,
+    check_tools,
+    check_training,
+)
+from minivlmrl.extras.check.rewards import (
+    Trial,
+    check_contradictions,
+    check_demonstrations,
+    check_label_names,
+    check_rewards,
+    check_speed,
+    make_trial,
+)
+from minivlmrl.extras.check.rows import check_rows, solutions_of
+from minivlmrl.generation.environments import make_sampler
+from minivlmrl.rewards.registry import held_out_rewards
+from minivlmrl.run.callbacks import default_callbacks
+from minivlmrl.run.preflight import describe_hardware, find_mistakes
+from minivlmrl.run.setup import prepare
+from minivlmrl.trainers.registry import find_trainers
+
+RERUN_OPTIONS = "--stages=grpo --model.config=null --model.path=RUN/checkpoint"
+
+
+def main(arguments: list[str]) -> int:
+    """Run the `check` command; return its exit status, which is 1 if there are problems, else 0."""
+    if not arguments or "--help" in arguments:
+        print(__doc__)
+        return 0
+    # dict.fromkeys removes duplicate sentences and keeps their order
+    sentences = dict.fromkeys(check(load_config(arguments[0], arguments[1:])))
+    lines = [f"- {sentence}" for sentence in sentences]
+    print("\n".join(lines) or "No problems were found.")
+    return int(bool(lines))
+
+
+def check(config: RunConfig) -> Iterator[str]:
+    """Check a recipe's options, rows, rewards and model.
+
+    Yields:
+        A message for each problem, with its cause and a fix.
+    """
+    stages = find_trainers(config)
+    world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)
+    callbacks = default_callbacks(config)
+    for callback in callbacks:
+        callback.on_setup(config, world)
+    describe_hardware(config, world)
+    model, processor, datasets = prepare(config, stages, world, callbacks)
+    if config.data.skip_unreadable:
+        datasets |= {
+            stage: readable_rows(datasets[stage], processor, trainer.answers)
+            for stage, trainer in stages.items()
+        }
+    online = [stage for stage, trainer in stages.items() if trainer.samples_completions]
+    yield from find_mistakes(config, datasets)
+    if online:
+        yield from check_sampling_options(config.sampling)
+    for stage, trainer in stages.items():
+        yield from check_training(config, stage, model, len(datasets[stage]))
+        yield from check_rows(config, datasets[stage], trainer.answers, processor)
+        yield from check_contradictions(
+            held_out_rewards(config), datasets[stage], trainer, processor
+        )
+    yield from check_evaluation(config, datasets, processor)
+    yield from check_template(processor)
+    yield from check_tools(config.sampling.environment)
+    rows_of = {trainer.needs: datasets[stage] for stage, trainer in reversed(stages.items())}
+    if online and "demonstrations" in rows_of:
+        yield from check_demonstrations(make_trial(config, rows_of["demonstrations"], processor))
+    if "prompts" in rows_of:
+        trial = make_trial(config, rows_of["prompts"], processor)
+        yield from check_trial(config, trial, rows_of["prompts"], online[0])
+        # If the first stage does not sample (for example SFT), it changes the model before a later
+        # stage samples from it. The untrained model's completions are not checked then.
+        if config.model.path and config.stage_names[0] in online:
+            sampling = replace(config.sampling, engine="native")
+            sampler = make_sampler(model, processor, sampling, world, config.rollout.gather_weights)
+            yield from check_completions(trial, sampler, getattr(config, online[0]).num_generations)
+        else:
+            print(
+                "No completions were sampled, because this model does not know the answer format "
+                f"yet. After SFT, run check again with {RERUN_OPTIONS}"
+            )
+    print(end="".join(describe_skipped(stage, datasets[stage]) for stage in stages))
+    process_group.shutdown(world)
+
+
+def check_trial(config: RunConfig, trial: Trial, rows: Dataset, stage: str) -> Iterator[str]:
+    """Check the rewards for a stage that samples completions for some rows."""
+    yield from check_duplicates(trial.rewards)
+    if (trial.weights > 0).any():
+        solutions = solutions_of(without_media(rows))
+        yield from check_rewards(trial, solutions)
+        yield from check_label_names(trial, solutions)
+        yield from check_speed(trial, stage, getattr(config, stage))
+
+
+def readable_rows(rows: Dataset, processor: Processor, answers: Sequence[str]) -> Dataset:
+    """Return the rows that training uses with data.skip_unreadable.
+
+    Args:
+        rows: the stage's rows.
+        processor: the model's processor.
+        answers: Row fields with the answers that the stage trains on.
+    """
+    if not isinstance(rows, FileRows):
+        return rows  # an embedded task's images are all readable
+    return ReadableRows(rows, lambda row: readable_prompt(row, processor, answers))
+
+
+def describe_skipped(stage: str, rows: Dataset) -> str:
+    """Describe the unreadable rows that were met, which training skips, or return an empty text."""
+    failures = list(rows.failures.values()) if isinstance(rows, ReadableRows) else []
+    if not failures:
+        return ""
+    return (
+        f"{len(failures)} of the checked rows of {stage} are unreadable and will be skipped "
+        f"(data.skip_unreadable), for example {failures[0]}\n"
+    )

@@ -1,0 +1,88 @@
+"""Check a recipe's held-out rows: their number, their solutions and their images."""
+
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from minivlmrl.config.options import RunConfig
+from minivlmrl.data.file_rows import FileRows
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.row_summary import without_media
+from minivlmrl.data.rows import Dataset
+from minivlmrl.extras.check.rewards import Trial, check_constant, check_empty
+from minivlmrl.extras.check.rows import sample_rows, solutions_of
+from minivlmrl.rewards.registry import held_out_rewards, required_columns
+from minivlmrl.run.preflight import count_trained_on
+
+NUM_DECODED = 1000  # largest number of dataset rows whose images are decoded and compared
+
+
+def check_evaluation(
+    config: RunConfig, datasets: dict[str, Dataset], processor: Processor
+) -> Iterator[str]:
+    """Check the held-out rows, if there are any.
+
+    Args:
+        datasets: by stage, and "eval" for the held-out rows.
+
+    Yields:
+        A message for each problem: a single row, empty solutions, solutions that are nearly all
+        equal, and images in training rows.
+    """
+    held_out = datasets.get("eval")
+    if held_out is None:
+        return
+    if len(held_out) == 1:
+        yield (
+            "There is only 1 evaluation row, so its metrics say hardly anything. Use at least 100 "
+            "rows (data.eval_file, data.eval_rows)."
+        )
+    rewards = [reward for reward in held_out_rewards(config) if "solution" in reward.columns]
+    no_columns = dict.fromkeys(required_columns(rewards))  # held-out rows may lack columns
+    sampled_rows = enumerate(sample_rows(held_out))
+    rows = [replace(row, key=str(i), columns=no_columns | row.columns) for i, row in sampled_rows]
+    trial = Trial(rewards, torch.ones(len(rewards)), rows, processor)
+    solutions = solutions_of(without_media(held_out))
+    yield from check_empty(trial, solutions, "evaluation rows")
+    if rewards and len(held_out) > 1:
+        right_values = trial.score_answers(trial.right_answers())
+        yield from check_constant(trial, solutions, right_values, " of the evaluation rows")
+    for stage in config.stage_names:
+        yield from check_shared_images(stage, held_out, datasets[stage])
+
+
+def check_shared_images(stage: str, held_out: Dataset, rows: Dataset) -> Iterator[str]:
+    """Check for evaluation images that equal training images pixel by pixel.
+
+    Only data files are checked. Rows that have the prompt in common too are reported by
+    preflight.find_mistakes.
+    """
+    if not isinstance(held_out, FileRows) or not isinstance(rows, FileRows):
+        return
+    if count_trained_on(held_out, rows):
+        return
+    held_out_images = pixel_hashes(held_out)
+    num_shared = len(held_out_images & pixel_hashes(rows)) if held_out_images else 0
+    if num_shared:
+        yield (
+            f"{num_shared} of {len(held_out_images)} images of the evaluation rows equal images of "
+            f"the training rows of {stage} pixel by pixel, so the evaluation measures memorisation "
+            "of images. Use other images in data.eval_file."
+        )
+
+
+def pixel_hashes(rows: Dataset) -> set[bytes]:
+    """Return a hash of each image's pixels, for at most NUM_DECODED rows without videos."""
+    hashes = set()
+    numbers = random.Random(0).sample(range(len(rows)), min(NUM_DECODED, len(rows)))
+    for number in numbers:
+        try:
+            images = list(rows[number].images)
+        except ValueError:  # an unreadable image, which the other checks or the run report
+            continue
+        for image in images:
+            hashes.add(hashlib.sha256(repr(image.size).encode() + image.tobytes()).digest())
+    return hashes

@@ -1,0 +1,482 @@
+"""Check which rewards a recipe gives to right answers, demonstrations, empty texts and exploits."""
+
+import json
+import math
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from minivlmrl.config.options import RunConfig, TrainingOptions
+from minivlmrl.data.boxes import parse_boxes, says_none
+from minivlmrl.data.messages import as_turns, text_of
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.row_summary import FileRows
+from minivlmrl.data.rows import Completion, Dataset, Row
+from minivlmrl.extras.check.rows import sample_rows, solutions_of
+from minivlmrl.losses.advantages import combine
+from minivlmrl.rewards.columns import call_rewards
+from minivlmrl.rewards.registry import Reward, recipe_columns, required_columns, training_rewards
+from minivlmrl.rewards.text import find_answer, normalize
+
+ROLLOUT = "<think>{}</think><answer>{}</answer>"
+# {description: text that is not an answer}. If a reward scores such a text highly, the policy would
+# learn to write this text instead of right answers.
+REWARD_HACK_PROBES = {
+    "an empty text": "",
+    "empty tags": ROLLOUT.format("", ""),
+    "empty tags, three times": ROLLOUT.format("", "") * 3,
+    "the question": "{question}",
+    "a refusal": ROLLOUT.format("hm", "I cannot tell"),
+    "the same word, 60 times": "answer " * 60,
+}
+
+
+SLOW_SECONDS = 10  # time of one reward for all completions of a step that is reported
+NOISE = 1e-6  # a reward's values for the same completion are random if they differ by more
+NUM_ANSWERS = 64  # rows whose answers are compared with their solutions
+MAX_FORMS = 8  # maximum number of elements in a solution that are tried as answers
+
+
+@dataclass
+class Trial:
+    """K rewards with their weights (K,), and the n rows on which the rewards are tested."""
+
+    rewards: list[Reward]
+    weights: Tensor
+    rows: Sequence[Row]
+    processor: Processor
+    max_new_tokens: int = 64  # token count of the longest text that the model may write
+
+    def reward_arguments(self, texts: Iterable[str]) -> dict[str, list]:
+        """Collect the reward arguments for one text per row, as if the model wrote it."""
+        prompts = [row.prompt(self.processor) for row in self.rows]
+        groups = []
+        for text in texts:
+            ids = [*self.processor.tokenizer.encode(text), self.processor.stop_token_ids[0]]
+            groups.append([Completion(torch.tensor(ids), torch.zeros(len(ids)), True)])
+        return recipe_columns(self.rows, prompts, groups, self.processor)
+
+    def score_texts(self, texts: Iterable[str]) -> Tensor:
+        """Compute the rewards (n, K) for one text per row, as if the model had generated it."""
+        return call_rewards(self.rewards, self.reward_arguments(texts))
+
+    def score_answers(self, answers: Iterable[str]) -> Tensor:
+        """Compute the rewards (n, K) for one answer per row, in data.answer_format's format."""
+        return self.score_texts(format_completion(answer, self.processor) for answer in answers)
+
+    def right_answers(self) -> list[str]:
+        """Return the answer to each row that scores highest, among all forms of its solution.
+
+        Only a solution that is not a text has several forms, see answer_forms.
+        """
+        forms = [answer_forms(row) for row in self.rows]
+        if all(len(texts) == 1 for texts in forms):
+            return [texts[0] for texts in forms]
+        totals = [
+            combine(values, self.weights).nan_to_num(-math.inf) for values in self.of_forms(forms)
+        ]
+        return [texts[int(x.argmax())] for texts, x in zip(forms, totals, strict=True)]
+
+    def of_forms(self, forms: Sequence[Sequence[str]]) -> tuple[Tensor, ...]:
+        """Compute the rewards (number of texts, K) for several answers to each row."""
+        rows = [row for row, texts in zip(self.rows, forms, strict=True) for _ in texts]
+        values = replace(self, rows=rows).score_answers(chain.from_iterable(forms))
+        return values.split([len(texts) for texts in forms])
+
+
+def make_trial(config: RunConfig, all_rows: Dataset, processor: Processor) -> Trial:
+    """Return a Trial with at most 16 rows and all recipe rewards except the reward model."""
+    rewards = [reward for reward in training_rewards(config) if reward.name != "reward_model"]
+    weights = [weight for name, weight in config.rewards.items() if name != "reward_model"]
+    rows = [replace(row, key=f"check/{index}") for index, row in enumerate(sample_rows(all_rows))]
+    return Trial(rewards, torch.tensor(weights), rows, processor, config.sampling.max_new_tokens)
+
+
+def check_demonstrations(trial: Trial) -> Iterator[str]:
+    """Check that a later stage's rewards are high for SFT's demonstrations."""
+    processor = trial.processor
+    texts = [answer_text(row, "completion") for row in trial.rows]
+    has_tags = any("<answer>" in text for text in texts)
+    for reward in trial.rewards:
+        if not reward.columns <= trial.rows[0].columns.keys():
+            continue
+        mean = replace(trial, rewards=[reward]).score_texts(texts).nanmean().item()
+        if mean < 0.2:
+            advice = "Check whether the labels are shuffled, or the reward expects another format."
+            if reward.name != "format" and processor.answer_format == "tags" and not has_tags:
+                advice = (
+                    "Set data.answer_format: whole, or write the answers as <answer>...</answer>."
+                )
+            yield (
+                f"The mean of reward {reward.name} is only {mean:.2f} for the demonstrations, so "
+                f"the stage sft would teach answers that are not rewarded later. {advice}"
+            )
+    yield from unparsed_boxes(trial.rewards, texts, processor)
+
+
+def check_contradictions(
+    rewards: Sequence[Reward], all_rows: Dataset, trainer: type, processor: Processor
+) -> Iterator[str]:
+    """Check that the answers on which a stage trains agree with their rows' solutions.
+
+    An answer contradicts a solution if a reward that reads the solution gives less than half
+    its highest value. The same holds for a rejected answer with more than its chosen one, and for
+    an answer with the label false that gets more than half the highest value.
+
+    Args:
+        trainer: the stage's class, which names the fields with answers.
+    """
+    names = trainer.answers
+    # embedded tasks may teach only a format, with wrong answers
+    is_compared = names and isinstance(all_rows, FileRows)
+    rows = sample_rows(all_rows, NUM_ANSWERS) if is_compared else []
+    for reward in rewards if rows else ():
+        if "solution" not in reward.columns or not reward.columns <= rows[0].columns.keys():
+            continue
+        trial = Trial([reward], torch.ones(1), rows, processor)
+        # (number of fields, n rows)
+        scores = torch.stack(
+            [trial.score_texts(answer_text(row, name) for row in rows)[:, 0] for name in names]
+        )
+        highest = scores.nan_to_num(0.0).max()
+        has_labels = trainer.needs == "labels"
+        is_good = [not has_labels or bool(row.columns["label"]) for row in rows]
+        is_wrong = (scores[0] > highest / 2) != torch.tensor(is_good)
+        is_wrong |= scores[0] < scores[-1]  # a rejected answer scores higher
+        is_wrong &= ~scores.isnan().any(0)
+        num_wrong = int(is_wrong.sum())
+        if highest > 0 and num_wrong > max(1, 0.05 * len(rows)):
+            row = rows[int(is_wrong.int().argmax())]
+            yield (
+                f"{num_wrong} of {len(rows)} answers in the column {names[0]} contradict the "
+                f"column solution, according to reward {reward.name}. For example, {row.where} has "
+                f"the solution {row.columns['solution']!r:.60} and the answer "
+                f"{answer_text(row, names[0])!r:.80}. Compare the solution, the answer and the image "
+                "of these rows, because one of the columns may be shuffled."
+            )
+
+
+def answer_text(row: Row, name: str) -> str:
+    """Return the text of an answer's last turn, for example of the field completion."""
+    return text_of(as_turns(getattr(row, name) or "")[-1])
+
+
+def unparsed_boxes(
+    rewards: list[Reward], texts: Sequence[str], processor: Processor
+) -> Iterator[str]:
+    """Check that the box rewards can parse the boxes in the answers.
+
+    Args:
+        texts: decoded completions or demonstrations.
+    """
+    box_rewards = ("iou", "acc_0_5", "giou", "box_format")
+    names = [reward.name for reward in rewards if reward.name in box_rewards]
+    unparsed = []
+    for text in texts:
+        answer = find_answer(text, processor.answer_format)
+        if answer and not parse_boxes(answer) and not says_none(answer):
+            unparsed.append(answer)
+    if names and len(unparsed) > 0.2 * len(texts):
+        yield (
+            f"{len(unparsed)} of {len(texts)} answers, for example {unparsed[0]!r:.80}, contain no "
+            f"box that reward {names[0]} can parse. Ask for boxes in the format "
+            '{"bbox_2d": [x1, y1, x2, y2]}, or write a reward that parses these answers.'
+        )
+
+
+def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Check that right answers score higher than texts that do not depend on the image.
+
+    Args:
+        trial: rewards and rows to test.
+        solutions: right answers to each row in the whole dataset.
+    """
+    rows = trial.rows
+    has_solutions = any(row.columns.get("solution") is not None for row in rows)
+    right_answers = trial.right_answers()
+    right_values = trial.score_answers(right_answers)
+    if has_solutions:
+        yield from check_empty(trial, solutions)
+        yield from check_constant(trial, solutions, right_values)
+        yield from check_forms(trial)
+    probes = REWARD_HACK_PROBES | {"a word that is repeated": longest_text(trial)}
+    text_lists = []  # n texts per probe, then the right answers
+    for text in probes.values():
+        text_lists.append([text.replace("{question}", text_of(row.messages[-1])) for row in rows])
+    text_lists.append([format_completion(answer, trial.processor) for answer in right_answers])
+    # (number of texts, n rows, K rewards)
+    values = torch.stack([*map(trial.score_texts, text_lists[:-1]), right_values])
+    totals = [combine(x, trial.weights).nanmean().item() for x in values]
+    if required_columns(trial.rewards):
+        yield from check_totals([*probes], totals, has_solutions)
+    yield from check_random(trial, text_lists, values)
+    reward_means = values.nanmean(1).T.tolist()  # for each reward, its mean for each text
+    for reward, weight, means in zip(trial.rewards, trial.weights, reward_means, strict=True):
+        if not reward.columns:
+            yield from check_same(reward, means)
+        elif weight > 0:
+            yield from check_hacks(reward, means)
+
+
+def longest_text(trial: Trial) -> str:
+    """Return one word, repeated until the model may not write any more tokens."""
+    ids = trial.processor.tokenizer.encode("answer " * trial.max_new_tokens)
+    return trial.processor.tokenizer.decode(ids[: trial.max_new_tokens])
+
+
+def check_totals(
+    names: Sequence[str], totals: Sequence[float], has_solutions: bool
+) -> Iterator[str]:
+    """Check that right answers have the highest total reward.
+
+    Args:
+        names: name of each text without an answer, of which the first is the empty text.
+        totals: mean total reward for each of these texts, then for the right answers.
+        has_solutions: whether the rows have solutions. If not, the right answers are unknown, so
+            they are compared only with the empty text.
+    """
+    *others, right_mean = totals
+    if right_mean <= others[0]:
+        yield (
+            "Right answers do not score higher than empty texts. Check the weights of the rewards, "
+            "and the columns that the rewards read."
+        )
+        return
+    best = max(range(len(others)), key=others.__getitem__)
+    if has_solutions and others[best] > right_mean:
+        yield (
+            f"Right answers score less than {names[best]}: {right_mean:.2f} against "
+            f"{others[best]:.2f} in total, so the policy would learn to write that text. Check the "
+            "weights of the rewards, for example of a reward that grows with the number of tokens."
+        )
+
+
+def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) -> Iterator[str]:
+    """Check that each reward gives the same values when it is called again.
+
+    Args:
+        text_lists: lists with n texts.
+        values: (number of lists, n, K) rewards for these texts.
+    """
+    again = torch.stack([trial.score_texts(texts) for texts in text_lists])
+    differs = ~torch.isclose(values, again, rtol=NOISE, atol=NOISE, equal_nan=True)
+    for k, reward in enumerate(trial.rewards):
+        if differs[..., k].any():
+            index = differs[..., k].nonzero()[0].tolist()
+            yield (
+                f"Reward {reward.name} gave different values for the same completions when it was "
+                f"called twice, for example {values[*index, k]:.4g} and {again[*index, k]:.4g} for "
+                f"{text_lists[index[0]][index[1]]!r:.60}. In a group with equal rewards, even small "
+                "noise becomes large advantages. Remove the random numbers from the reward."
+            )
+
+
+def check_forms(trial: Trial) -> Iterator[str]:
+    """Check for solutions that are no text and that a reward compares as Python writes them.
+
+    For example, accuracy compares the answer cat with the text "['cat', 'kitten']".
+    """
+    forms = [answer_forms(row) for row in trial.rows]
+    if all(len(texts) == 1 for texts in forms):
+        return
+    of_forms = trial.of_forms(forms)
+    for k, reward in enumerate(trial.rewards):
+        faults = []
+        for row, texts, values in zip(trial.rows, forms, of_forms, strict=True):
+            *others, as_python = values[:, k].nan_to_num(-math.inf).tolist()
+            if others and as_python > max(others):
+                faults.append((row.columns["solution"], texts[0], others[0]))
+        if faults and "solution" in reward.columns:
+            solution, text, value = faults[0]
+            yield (
+                f"{len(faults)} of {len(trial.rows)} solutions that were checked are lists, objects "
+                f"or floats, which reward {reward.name} compares as text. For example, the answer "
+                f"{text!r:.40} gets {value:.2f} for the solution {solution!r:.60}. Write one text as "
+                "the solution of each row, or use a reward that reads these solutions."
+            )
+
+
+def check_empty(
+    trial: Trial, solutions: Sequence[Sequence[str]], rows_name: str = "rows"
+) -> Iterator[str]:
+    """Check for rows with an empty solution for which a reward returns NaN or 0.
+
+    Box rewards do score an empty solution, because an image may contain no object.
+
+    Args:
+        solutions: right answers to each row in the whole dataset.
+        rows_name: the rows' name in the message.
+    """
+    num_empty = sum(not any(text.strip() for text in texts) for texts in solutions)
+    if not num_empty:
+        return
+    empty = trial.rows[0].columns | {"solution": "", "row_rewards": None}
+    values = replace(trial, rows=[replace(trial.rows[0], columns=empty)]).score_answers(["none"])[0]
+    for reward, value in zip(trial.rewards, values.tolist(), strict=True):
+        if not value > 0 and "solution" in reward.columns:  # 0 or NaN
+            yield (
+                f"{num_empty} of {len(solutions)} {rows_name} have an empty solution, "
+                f"which reward {reward.name} does not score. Write a solution for these rows, or "
+                "remove the rows."
+            )
+
+
+def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Check for two names of one label, such as "ice cream" and "Ice-Cream".
+
+    Two names are reported only if a reward gives less for one name where the other is the solution.
+    Names with digits are skipped, because 1-5 and 15 are different answers.
+
+    Args:
+        solutions: right answers to each row in the whole dataset.
+    """
+    solution_counts = count_answers(solutions)
+    names = defaultdict(list)  # letters of a label -> solutions with these letters, frequent first
+    for solution, _ in solution_counts.most_common():
+        letters = re.sub(r"[\W_]", "", normalize(solution))
+        if letters.isalpha():
+            names[letters].append(solution)
+    for first, *others in names.values():
+        for other in others:
+            row = trial.rows[0]
+            is_list = isinstance(row.columns.get("solution"), list)
+            solution = {"solution": [first] if is_list else first, "row_rewards": None}
+            row = replace(row, columns=row.columns | solution)
+            pair = replace(trial, rows=[row, row])
+            right, wrong = pair.score_answers([first, other])
+            if (wrong < right).any():
+                yield (
+                    f"The solutions {first!r:.60} ({solution_counts[first]} rows) and "
+                    f"{other!r:.60} ({solution_counts[other]} rows) seem to be two names of one "
+                    "label, but an answer with one name is wrong where the other one is the "
+                    "solution. Use one name for each label."
+                )
+                return
+
+
+def check_speed(trial: Trial, stage: str, options: TrainingOptions) -> Iterator[str]:
+    """Check that each reward takes less than SLOW_SECONDS for a step's completions.
+
+    The time of one call is measured, after the other checks' calls have loaded what the
+    function needs. A reward that works in parallel may be faster than the estimate.
+
+    Args:
+        stage, options: the sampling stage's name and options.
+    """
+    num_completions = options.prompts_per_step * getattr(options, "num_generations", 1)
+    answers = [answers[0] for answers in solutions_of(trial.rows)]
+    texts = [format_completion(answer, trial.processor) for answer in answers]
+    columns = trial.reward_arguments(texts)
+    for reward in trial.rewards:
+        begin = time.perf_counter()
+        reward(**columns)
+        seconds = (time.perf_counter() - begin) / len(texts)  # per completion
+        if seconds * num_completions > SLOW_SECONDS:
+            yield (
+                f"Reward {reward.name} takes {seconds:.2g} s per completion, so it may take "
+                f"{seconds * num_completions:.0f} s for the {num_completions} completions of a "
+                f"step of {stage}. Make the function faster, for example by scoring all "
+                "completions of a call in parallel."
+            )
+
+
+def check_constant(
+    trial: Trial, solutions: Sequence[Sequence[str]], right_values: Tensor, of_rows: str = ""
+) -> Iterator[str]:
+    """Check whether the most frequent solution, given for every row, scores like right answers.
+
+    Only rewards that read a column of the dataset are considered. The expected reward for the
+    constant answer is the average of its mean rewards on those rows of the trial where it is right
+    and where it is wrong, weighted by this solution's frequency in the whole dataset.
+
+    Args:
+        solutions: right answers to each row in the whole dataset.
+        right_values: (n, K) rewards for the right answers.
+        of_rows: words for the message that name the rows.
+    """
+    reads_none = torch.tensor([not reward.columns for reward in trial.rewards])
+
+    def totals(values: Tensor) -> Tensor:
+        return combine(values.masked_fill(reads_none, torch.nan), trial.weights)
+
+    [(solution, num_equal)] = count_answers(solutions).most_common(1)
+    right_mean = totals(right_values).nanmean().item()
+    # (n,): the constant answer's total reward on each row in the trial
+    constant = totals(trial.score_answers([solution] * len(trial.rows)))
+    is_equal = torch.tensor([solution in truths for truths in solutions_of(trial.rows)])
+    frequency = num_equal / len(solutions)
+    constant_mean = frequency * constant[is_equal].nanmean().nan_to_num(0.0).item()
+    constant_mean += (1 - frequency) * constant[~is_equal].nanmean().nan_to_num(0.0).item()
+    # If the constant answer scores much higher than right answers, the rewards cannot parse the
+    # right answers, which is another problem than unbalanced rows.
+    if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
+        yield (
+            f"Always answering {format_completion(solution, trial.processor)!r:.80} scores "
+            f"{constant_mean / right_mean:.2f} times as much as right answers{of_rows}, so the "
+            f"policy hardly needs the images. Balance the solutions{of_rows or ' of the rows'}."
+        )
+
+
+def check_same(reward: Reward, means: list[float]) -> Iterator[str]:
+    """Check whether a reward that reads no column gives every text the same score other than 0.
+
+    Args:
+        means: mean reward for each text in REWARD_HACK_PROBES, then for right answers.
+    """
+    if means[0] != 0 and len(set(means)) == 1:
+        yield (
+            f"Reward {reward.name} is {means[0]:.3g} for every text that was tried, even for an "
+            "empty text. Check that the reward function reads the completions."
+        )
+
+
+def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
+    """Check whether a reward that reads a column scores a text without an answer highly.
+
+    Args:
+        means: mean reward for each text in REWARD_HACK_PROBES, then for right answers.
+    """
+    for (name, text), mean in zip(REWARD_HACK_PROBES.items(), means, strict=False):
+        if mean > 0.3:
+            yield (
+                f"Reward {reward.name} is {mean:.2f} for {name} ({text!r:.40}), so the policy "
+                "would learn to write this text. Change the reward so that it depends on the "
+                "answer."
+            )
+
+
+def format_completion(answer: str, processor: Processor) -> str:
+    """Return a completion with the answer in data.answer_format's format, such as tags."""
+    answer = find_answer(answer) or answer
+    if processor.answer_format == "tags":
+        return ROLLOUT.format("hm", answer)
+    return answer if processor.answer_format == "whole" else f"hm\n{answer}"
+
+
+def count_answers(solutions: Iterable[Sequence[str]]) -> Counter[str]:
+    """Count the rows to which each answer is right."""
+    return Counter(chain.from_iterable(map(dict.fromkeys, solutions)))
+
+
+def answer_forms(row: Row) -> list[str]:
+    """Return the texts that a right answer to a row may be, and last the solution as Python text.
+
+    A list or an object has the forms of its elements and of JSON, and 3.0 has the form 3. A text,
+    and a list of numbers such as a box, has only its own form.
+    """
+    solution = row.columns.get("solution")
+    forms = []
+    if isinstance(solution, (list, dict)):
+        elements = [*solution.values()] if isinstance(solution, dict) else solution
+        if any(isinstance(element, str) for element in elements):
+            texts = [str(element) for element in elements[:MAX_FORMS]]
+            forms = [*texts, ", ".join(texts), json.dumps(solution, ensure_ascii=False)]
+    elif isinstance(solution, float) and solution.is_integer():
+        forms = [str(int(solution))]
+    return [*forms, str(solution)]

@@ -1,0 +1,298 @@
+"""Qwen3.5, in which three of four decoder layers are recurrent, without a KV cache.
+
+A recurrent layer has a fixed-size state. It has no attention mask that could separate prompts
+and completions of a packed sequence. Instead, `run_recurrent_layer` computes each prompt once,
+and starts each completion from a copy of the state after the prompt, in training and in decoding.
+This state consists of the recurrent state and the convolution's last inputs.
+
+Every fourth layer has attention, with an output gate and with rotary embeddings on only a part of
+each head. Norms scale by 1 + weight. The vision tower is Qwen3-VL's tower without DeepStack.
+
+Dimension letters: N tokens in the packed sequence, b rows with T tokens, H heads, V elements of a
+value, K elements in a query or key, W convolution channels, D head_dim.
+Source: Gated Delta Networks (arXiv 2412.06464); modeling_qwen3_5.py in transformers.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minivlmrl.extras.families.gated_delta_rule import gated_delta_rule
+from minivlmrl.kernels.dense_attention import Reorder
+from minivlmrl.kernels.rms_norm import RMSNorm
+from minivlmrl.model.attention import Attention, DecodeAttention
+from minivlmrl.model.config import ModelConfig, RecurrentConfig
+from minivlmrl.model.decoder import DecoderLayer, SelfAttention, VisionLanguageModel
+from minivlmrl.model.families import qwen3_vl
+from minivlmrl.model.rope import apply_rotary
+
+
+class CentredRMSNorm(nn.RMSNorm):
+    """RMSNorm that scales by 1 + weight, computed in float32."""
+
+    def reset_parameters(self):
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scale = 1 + self.weight.to(wide)
+        return F.rms_norm(x.to(wide), self.normalized_shape, scale, self.eps).to(x.dtype)
+
+
+class Layer(DecoderLayer):
+    """Decoder layer with attention or with a recurrence, depending on config.layer_types."""
+
+    norm_type = CentredRMSNorm
+    # None, because __init__ creates the attention after the MLP: random weights are initialised in
+    # creation order
+    attention_type = None
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__(config, index)
+        if config.recurrent is not None and config.layer_types[index] == "linear_attention":
+            self.linear_attn = GatedDeltaNet(config, config.recurrent, index)
+        else:  # only layers with attention have an entry in the KV cache
+            key_index = config.layer_types[:index].count("full_attention")
+            self.self_attn = GatedAttention(config, key_index)
+
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
+        if hasattr(self, "linear_attn"):
+            return self.linear_attn(x, attention)
+        return self.self_attn(x, cos, sin, attention)
+
+
+class GatedAttention(SelfAttention):
+    """Attention with partial rotary embeddings, and with an output gate that q_proj computes."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__(config, index)
+        self.q_proj = nn.Linear(config.hidden_size, 2 * self.q_proj.out_features, bias=False)
+        self.q_norm = CentredRMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = CentredRMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
+        q_and_gate = self.q_proj(x).unflatten(-1, (-1, 2 * self.head_dim))  # (N, H, 2 D)
+        q, gate = q_and_gate.chunk(2, dim=-1)
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # (N, key heads, D)
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        q = apply_partial_rotary(self.q_norm(q), cos, sin)
+        k = apply_partial_rotary(self.k_norm(k), cos, sin)
+        out = attention(self.index, q, k, v) * gate.sigmoid()  # (N, H, D)
+        return self.o_proj(out.flatten(1))
+
+
+def apply_partial_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary embeddings to the first cos.shape[-1] elements in each head of x (N, H, D)."""
+    count = cos.shape[-1]
+    return torch.cat([apply_rotary(x[..., :count], cos, sin), x[..., count:]], dim=-1)
+
+
+def initial_states(model: VisionLanguageModel, rows: Tensor) -> list[list[Tensor]]:
+    """Return each recurrent layer's initial state for rows (b, ...); see initial_state."""
+    layers = [module for module in model.modules() if isinstance(module, GatedDeltaNet)]
+    return [layer.initial_state(rows) for layer in layers]
+
+
+class GatedDeltaNet(nn.Module):
+    """Gated DeltaNet layer, whose recurrent state is one (K, V) matrix per head.
+
+    A causal convolution over the last tokens computes queries, keys and values.
+    """
+
+    resets_itself = True  # build.initialize calls reset_parameters
+
+    def __init__(self, config: ModelConfig, sizes: RecurrentConfig, index: int):
+        super().__init__()
+        self.index = index
+        self.k_heads, self.v_heads = sizes.linear_num_key_heads, sizes.linear_num_value_heads
+        self.k_dim, self.v_dim = sizes.linear_key_head_dim, sizes.linear_value_head_dim
+        key_width = self.k_heads * self.k_dim
+        value_width = self.v_heads * self.v_dim
+        self.sizes = [key_width, key_width, value_width]  # total query, key and value widths
+        width = sum(self.sizes)  # W
+        hidden_size = config.hidden_size
+        self.in_proj_qkv = nn.Linear(hidden_size, width, bias=False)
+        self.in_proj_z = nn.Linear(hidden_size, value_width, bias=False)
+        self.in_proj_b = nn.Linear(hidden_size, self.v_heads, bias=False)
+        self.in_proj_a = nn.Linear(hidden_size, self.v_heads, bias=False)
+        taps = sizes.linear_conv_kernel_dim
+        self.conv1d = nn.Conv1d(width, width, taps, groups=width, bias=False)
+        self.dt_bias = nn.Parameter(torch.empty(self.v_heads))
+        self.A_log = nn.Parameter(torch.empty(self.v_heads))
+        self.norm = RMSNorm(self.v_dim, config.rms_norm_eps)
+        self.out_proj = nn.Linear(value_width, hidden_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        """Initialise each head's decay, with half-lives from 0.4 to 700 tokens.
+
+        softplus(dt_bias) is between 0.001 and 0.1.
+        """
+        self.dt_bias.data.copy_(torch.logspace(-3, -1, self.v_heads).expm1().log())
+        self.A_log.data.copy_(torch.linspace(1, 16, self.v_heads).log())
+
+    def forward(self, x: Tensor, attention: Attention) -> Tensor:
+        """Compute outputs from x, both (N, hidden_size); `attention` has the token layout."""
+        inputs = [self.in_proj_qkv(x), self.in_proj_b(x), self.in_proj_a(x)]
+        out = run_recurrent_layer(attention, self.index, inputs, self.scan)  # (N, H, V)
+        gate = F.silu(self.in_proj_z(x)).view_as(out)
+        return self.out_proj((self.norm(out) * gate).flatten(1))
+
+    def initial_state(self, rows: Tensor) -> list[Tensor]:
+        """Return the state before the first token, which is zero, for each of the rows (b, ...).
+
+        Returns:
+            The convolution's last inputs (b, taps - 1, W), and the recurrent states
+            (b, H, K, V) in float32 or wider.
+        """
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        taps = self.conv1d.kernel_size[0]
+        last_inputs = rows.new_zeros(len(rows), taps - 1, sum(self.sizes))
+        states = rows.new_zeros(len(rows), self.v_heads, self.k_dim, self.v_dim, dtype=wide)
+        return [last_inputs, states]
+
+    def scan(self, inputs: list[Tensor], layer_state: list[Tensor] | None):
+        """Run the convolution and the recurrence over T tokens in b rows.
+
+        Args:
+            inputs: outputs from in_proj_qkv (b, T, W), in_proj_b (b, T, H) and in_proj_a (b, T, H).
+            layer_state: the state before the tokens; see initial_state. None means the initial
+                state.
+        Returns:
+            The results (b, T, H, V), and the state after the tokens.
+        """
+        qkv, b, a = inputs
+        last_inputs, state = self.initial_state(qkv) if layer_state is None else layer_state
+        wide = state.dtype
+        padded = torch.cat([last_inputs, qkv], dim=1)  # (b, taps - 1 + T, W)
+        mixed = F.conv1d(padded.mT, self.conv1d.weight, groups=padded.shape[2]).mT  # (b, T, W)
+        q, k, v = F.silu(mixed).to(wide).split(self.sizes, dim=-1)
+        q = unit_length(q.unflatten(-1, (self.k_heads, -1)))  # (b, T, key heads, K)
+        k = unit_length(k.unflatten(-1, (self.k_heads, -1)))
+        repeat = self.v_heads // self.k_heads
+        q = (q * self.k_dim**-0.5).repeat_interleave(repeat, dim=2)  # (b, T, H, K)
+        k = k.repeat_interleave(repeat, dim=2)
+        v = v.unflatten(-1, (self.v_heads, -1))  # (b, T, H, V)
+        beta = b.sigmoid().to(wide)  # (b, T, H) fraction by which the old value is replaced
+        rate = F.softplus(a.to(wide) + self.dt_bias.to(wide))
+        log_decay = -self.A_log.to(wide).exp() * rate  # (b, T, H)
+        out, state = gated_delta_rule(q, k, v, beta, log_decay, state)
+        return out.to(qkv.dtype), [padded[:, qkv.shape[1] :], state]
+
+
+def unit_length(x: Tensor) -> Tensor:
+    """Normalise vectors along the last axis to length 1."""
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def run_recurrent_layer(
+    attention: Attention, index: int, inputs: list[Tensor], scan: Callable
+) -> Tensor:
+    """Run a recurrent layer over a packed sequence, or over a decode step's new tokens.
+
+    Args:
+        attention: an object with the prompt and completion layout, and with recurrent_state,
+            which stores each layer's state.
+        index: layer index in attention.recurrent_state.
+        inputs: tensors (N, ...), `scan`'s inputs for all tokens.
+        scan: function (inputs (b, T, ...) of b rows, state) -> results (b, T, ...), state after the
+            tokens.
+    Returns:
+        The results (N, ...).
+    """
+    if isinstance(attention, DecodeAttention):
+        return _decode_recurrent_layer(attention, index, inputs, scan)
+    layout = attention.layout
+    results = []
+    states = []
+    blocks = [layout.blocks(x.unsqueeze(1)) for x in inputs]  # (prompts, completions) by length
+    for *pairs, slots in zip(*blocks, layout.slots, strict=True):
+        prompts = [prompt_block[:, 0] for prompt_block, _ in pairs]  # each (b, T, ...)
+        completions = [completion_block[:, 0] for _, completion_block in pairs]
+        out, state = scan(prompts, None)
+        results.append(out.flatten(0, 1))
+        states.append(state)
+        if slots is not None:  # each completion starts from its prompt's state, copied
+            out, _ = scan(completions, [slots.expand_to_rows(x) for x in state])
+            results.append(out.flatten(0, 1))
+    if attention.keep_keys:  # store the states for decoding, in prompt order
+        order = layout.inverse[layout.last_index].argsort().argsort()
+        attention.recurrent_state[index] = [
+            torch.cat(parts)[order] for parts in zip(*states, strict=True)
+        ]
+    return Reorder.apply(torch.cat(results), layout.inverse)
+
+
+def _decode_recurrent_layer(
+    attention: DecodeAttention, index: int, inputs: list[Tensor], scan: Callable
+) -> Tensor:
+    """Run a recurrent layer over each row's new tokens, and update the stored states."""
+    results = []
+    for rows, tokens in attention.spans:
+        state = [stored[rows] for stored in attention.recurrent_state[index]]
+        row_inputs = [x[tokens].unflatten(0, (len(state[0]), -1)) for x in inputs]
+        out, state_after = scan(row_inputs, state)
+        for stored, changed in zip(state, state_after, strict=True):
+            stored.copy_(changed)  # in place, because a CUDA graph reads this address
+        results.append(out.flatten(0, 1))
+    return torch.cat(results)
+
+
+# LAYERS and TEXT_DEFAULTS are transformers' defaults for keys that config.json may omit.
+LAYERS = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+}
+TEXT_DEFAULTS = {
+    **LAYERS,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "mrope_section": [11, 11, 10],
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "image_token_id": 248056,
+    "video_token_id": 248057,
+    "vision_start_token_id": 248053,
+    "vision_end_token_id": 248054,
+}
+
+
+def write_config(config: dict) -> dict:
+    """Convert a flat config to a nested config.json, as on the hub."""
+    config = qwen3_vl.write_config(config)
+    text = config["text_config"]
+    text["layer_types"] = list(text["layer_types"])
+    text["rope_parameters"] = {
+        **text.pop("rope_scaling"),
+        "rope_theta": text.pop("rope_theta"),
+        "partial_rotary_factor": text.pop("partial_rotary_factor"),
+    }
+    return config
+
+
+QWEN3_VL = qwen3_vl.SPECS["qwen3_vl"]
+SPECS = {
+    "qwen3_5": replace(
+        QWEN3_VL,
+        architecture="Qwen3_5ForConditionalGeneration",
+        vision_config=qwen3_vl.Qwen3VisionConfig,
+        text=qwen3_vl.TEXT,
+        defaults=TEXT_DEFAULTS,
+        write=write_config,
+        # the layer for multi-token prediction, which predicts the token after the next one
+        unused_prefixes=("mtp.",),
+        initial_states=initial_states,
+        in_vllm=False,
+        model=partial(QWEN3_VL.model, layer_type=Layer),
+    )
+}

@@ -1,1 +1,0 @@
-"""Parts of minivlmrl for other libraries, which are imported only on request."""

@@ -1,0 +1,205 @@
+"""Test environments by name: classes, functions, lists of functions, TRL's forms, and error messages."""
+
+import re
+import textwrap
+
+import PIL.Image
+import pytest
+from links import ROOT
+from runs import metrics
+from talk import IMAGE_PART, text, user
+
+from minivlmrl.config.loading import load_config
+from minivlmrl.data.folder_template import with_values
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Row
+from minivlmrl.data.tokenizer import train_tokenizer
+from minivlmrl.extras.agents import tool_sampler
+from minivlmrl.extras.agents.environment import Settings, arguments_of, get_environment, tools_of, with_tools
+from minivlmrl.extras.agents.tool_calls import answer_call
+from minivlmrl.rewards.registry import get_reward
+from minivlmrl.run.preflight import try_rewards
+from minivlmrl.trainers.registry import find_trainers
+
+OWN = '''
+import datetime
+
+
+class Counter:
+    """An environment as for TRL's environment_factory, with reset, tools and a reward."""
+
+    def __init__(self, start=0):
+        self.count = start
+
+    def reset(self, **kwargs) -> str | None:
+        self.count = 0
+
+    def add(self, step: int, times: int = 1) -> str:
+        """Count.
+
+        Args:
+            step: by how much.
+        """
+        self.count += step * times
+        return str(self.count)
+
+    def get_reward(self) -> float:
+        return float(self.count)
+
+
+
+class Failing(Counter):
+    def get_reward(self): return 1 / self.count
+
+
+def double(number: float) -> float:
+    "Double a number."
+    return 2 * number
+
+
+def shout(text: str) -> str:
+    return text.upper()
+
+
+def untyped(x) -> str: ...
+def unknown(x: "Nothing") -> str: ...
+def odd(x: datetime.date) -> str: ...
+class Refusing(Counter):
+    def reset(self, prompt, images, extents, **columns): columns["answer"]
+
+
+class Empty: reset = lambda self, **columns: None
+class Unset: look = lambda self: ""
+class Endless(Counter): max_tool_calls = None
+class Broken(Counter): __init__ = lambda self: {}["a"]
+class Leaving(Counter): __init__ = lambda self: exit(0)
+
+
+tools, number = [double, shout], 3
+'''
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "own.py").write_text(textwrap.dedent(OWN))
+    return lambda name: get_environment(f"{tmp_path}/own.py:{name}")
+
+
+def test_classes_functions_and_lists_of_functions(own):
+    for name, tools in (("Counter", ["add"]), ("double", ["double"]), ("tools", ["double", "shout"])):
+        environment = own(name)()
+        assert list(tools_of(environment)) == tools and environment.reset(problem="?") is None
+    first, second = (own("Counter")() for _ in range(2))
+    assert [tools_of(first)["add"](2, 3), tools_of(second)["add"](1)] == ["6", "1"]
+    assert (first.get_reward(), second.get_reward()) == (6.0, 1.0)
+
+
+def test_qwen2_5_vl_renders_tools_with_template_options(own, tmp_path):
+    tokenizer = train_tokenizer(["a"], 300)
+    for template in (None, with_values(None, {"add_vision_id": True})):
+        made = with_tools(Processor(tokenizer, ImageProcessor(), template), f"{tmp_path}/own.py:double")
+        rendered = "".join(made.template.render([user([IMAGE_PART])]))
+        assert '"name": "double", "description": "Double a number."' in rendered and made.tools == ("double",)
+        assert ("Picture 1: " in rendered) is (template is not None)
+        assert b"in tools" in tokenizer.files["chat_template.jinja"]
+
+
+@pytest.mark.parametrize(("name", "rewards", "error"), [
+    ("Counter", "{accuracy: 1}", "own.py:Counter has a method get_reward, but the recipe does not use it; set rewards"),
+    ("double", "{environment: 1}", r"own.py:double\) does not have a method get_reward"),
+])  # fmt: skip
+def test_get_reward_must_be_used(own, tmp_path, name, rewards, error):
+    options = [f"--sampling.environment={tmp_path}/own.py:{name}", f"--rewards={rewards}"]
+    with pytest.raises(ValueError, match=error):
+        find_trainers(load_config(ROOT / "recipes" / "shapes.yaml", options))
+
+
+def test_get_reward_is_a_reward(own):
+    first, second = (own("Counter")() for _ in range(2))
+    first.add(2, 3)
+    assert get_reward("environment")(["a", "b"], environments=[first, second], turn_texts=[["a"], ["b"]]) == [6.0, 0.0]
+
+    failing = own("Failing")()
+    with pytest.raises(
+        ValueError, match=r"^reward environment: get_reward raised ZeroDivisionError: .* in .*own\.py:\d+$"
+    ):
+        get_reward("environment")(["a"], environments=[failing], turn_texts=[["a"]])
+
+
+def test_a_reward_with_environments_is_tried_after_a_reset(own, tmp_path):
+    """Such a reward has TRL's signature: def r(environments, **kwargs)."""
+    (tmp_path / "r.py").write_text("def r(environments, **kwargs):\n    return [e.count for e in environments]\n")
+    options = [f"--sampling.environment={tmp_path}/own.py:Counter(start=3)", f"--rewards={{{tmp_path}/r.py:r: 1}}"]
+    config = load_config(ROOT / "recipes" / "shapes.yaml", options)
+    try_rewards(config, {"grpo": "prompts"}, {"grpo": [Row([user("?")], [], {"problem": "?"})]})
+    config.sampling.environment = f"{tmp_path}/own.py:Refusing"
+    try_rewards(config, {"grpo": "prompts"}, {"grpo": [Row([user("?")], [], {"problem": "?", "answer": "4"})]})
+    with pytest.raises(
+        ValueError, match=r"^the first row: sampling.environment .*own\.py:Refusing: reset raised KeyError: 'answer'"
+    ):
+        try_rewards(config, {"grpo": "prompts"}, {"grpo": [Row([user("?")], [], {"problem": "?"})]})
+
+
+def test_arguments_with_their_types_and_defaults(own):
+    fields = arguments_of(own("Counter")().add).__dataclass_fields__
+    assert {name: field.type for name, field in fields.items()} == {"step": int, "times": int}
+    assert fields["times"].default == 1
+
+
+def test_options_are_arguments_of_the_class(own):
+    assert own("Counter(start=3)")().count == 3
+    with pytest.raises(ValueError, match=r"^sampling.environment .*:Counter\(from_=3\): there is no option 'from_'"):
+        own("Counter(from_=3)")
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("untyped", "tool untyped: the argument 'x' does not have a type hint"),
+        ("unknown", "tool unknown: a type raised NameError"),
+        ("odd", "tool odd: JSON cannot represent the type hint <class 'datetime.date'>"),
+        ("number", "expected a class, a function or a list of functions, but found 3"),
+        ("Empty", r"an environment needs a method reset\(self, \*\*columns\) and at least one"),
+        ("Unset", r"an environment needs a method reset\(self, \*\*columns\) and at least one"),
+        ("Endless", "Endless: max_tool_calls is None, but it must be of type int"),
+        ("Broken", r"__init__ raised KeyError: 'a' in .*own.py:\d+$"),
+        ("Leaving", r"__init__ raised SystemExit: 0 in"),
+    ],
+)
+def test_invalid_environments_are_refused(own, name, error):
+    with pytest.raises(ValueError, match=f"^sampling.environment .*own.py:{name}: {error}"):
+        own(name)
+
+
+def test_the_environment_of_the_docs(run, plain, checkpoint, rows, monkeypatch, tmp_path):
+    """The code and the recipe in docs/agents.md give the documented answers, and train."""
+    page = (ROOT / "docs" / "agents.md").read_text()
+    code = re.search(r"```python\n(# my_tools\.py.*?)```", page, re.DOTALL)[1]
+    recipe = re.search(r"```yaml\n(# turn\.yaml.*?)```", page, re.DOTALL)[1]
+    assert len((code + recipe).splitlines()) <= 40
+    (tmp_path / "my_tools.py").write_text(code)
+    environment = get_environment(f"{tmp_path}/my_tools.py:Turn")()
+    image = PIL.Image.new("RGB", (30, 60))
+    assert environment.reset(images=[image], problem="?") is None
+    processor = Processor(None, ImageProcessor())
+    for name, said in (("turn", "90"), ("", '{"name": "turn", "arguments": {"degrees": 270}}')):
+        [shown], [(picture, *_)], _ = answer_call(tools_of(environment), name, said, processor, Settings())
+        assert shown["image"] is picture
+    assert picture.size == (30, 60)  # rotated by 90 and by 270 degrees
+    told = answer_call(tools_of(environment), "turn", "45", processor, Settings())
+    assert told == ([text("error: turn by 90, 180 or 270 degrees")], [], False)
+    monkeypatch.chdir(tmp_path)
+    for name, words in (("turn.yaml", recipe), ("train.jsonl", rows.read_text())):
+        (tmp_path / name).write_text(words.replace('"image": "', f'"image": "{rows.parent}/'))
+    # every text contains a call
+    monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"<turn></turn>")
+    monkeypatch.setattr(tool_sampler, "find_calls", lambda text, tools, ended: [("turn", "90")] * (not ended))
+    options = [
+        "--model.compute_dtype=float32",
+        "--sampling.max_new_tokens=16",
+        "--grpo.max_steps=1",
+        "--grpo.prompts_per_step=1",
+    ]
+    trained = run(f"--model.path={checkpoint}", *options, recipe=tmp_path / "turn.yaml")
+    assert metrics(trained)[0]["rewards/environment/mean"] > 0.8

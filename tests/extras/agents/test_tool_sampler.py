@@ -1,0 +1,440 @@
+"""Test completions that call tools: sampling and training log-probabilities are equal, also with images."""
+
+import json
+import re
+import sys
+from dataclasses import replace
+from itertools import chain, groupby
+from types import SimpleNamespace
+
+import PIL.Image
+import pytest
+import torch
+from links import ROOT
+from pretend_cuda import CUDA, PretendCuda, pretend
+from runs import metrics
+from talk import IMAGE_PART, assistant, text, user
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from minivlmrl.config.options import SamplingOptions
+from minivlmrl.data.folder_template import ChatTemplate
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.processor import Processor, encode_completion
+from minivlmrl.data.rows import Completion, Row
+from minivlmrl.data.tokenizer import train_tokenizer
+from minivlmrl.distributed.process_group import World
+from minivlmrl.extras.agents import tool_sampler
+from minivlmrl.extras.agents.environment import with_tools
+from minivlmrl.extras.agents.tool_sampler import ToolSampler
+from minivlmrl.generation import cuda_graphs, generate
+from minivlmrl.generation import sampler as sample
+from minivlmrl.generation.environments import make_sampler
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.packing import pack
+
+import tiny
+from draws import STOP, ids_of
+from stages import ONE
+
+
+def completion_with_images(generator, grids, dtype=torch.float64):
+    """Return a completion with images with these grids, each after three policy tokens.
+
+    One image token is written by the policy itself.
+    """
+    made = tiny.prompt(generator, grids, text=3, dtype=dtype)
+    ids = torch.cat([made.input_ids, torch.tensor([tiny.IMAGE, 7, 2])])
+    written = (ids < 290) | (torch.arange(len(ids)) >= len(made.input_ids))
+    patches = made.pixel_values.split([t * h * w for t, h, w in grids])
+    pictures = [(None, own, grid) for own, grid in zip(patches, grids, strict=True)]
+    return Completion(ids, policy_mask=written, pictures=pictures)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_a_packed_group_with_crops_equals_single_rows(model_type):
+    """Completions have 0, 1 and 3 crops.
+
+    Compare log-probabilities and all modules' gradients.
+    """
+    model = tiny.model(dtype=torch.float64, model_type=model_type)
+    generator = torch.Generator().manual_seed(0)
+    shown = [(1, 4, 6)], [], [(1, 2, 2), (1, 8, 4)]
+    prompts = [tiny.prompt(generator, grids, dtype=torch.float64) for grids in shown]
+    crops = [[], [(1, 4, 4)], [(1, 2, 6), (1, 6, 2), (1, 4, 8)]]
+    groups = [[completion_with_images(generator, some) for some in crops] for _ in prompts]
+    assert len(pack(prompts, groups, model.config).image_grid_thw) == 3 + 3 * 4
+
+    def score(prompts, groups):
+        batch = pack(prompts, groups, model.config)
+        return batch.pad(per_token_logps(model, batch)[0]) * batch.completion_mask
+
+    together = score(prompts, groups)
+    together.sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    alone = []
+    for prompt, group in zip(prompts, groups, strict=True):
+        alone += [score([prompt], [[completion]])[0] for completion in group]
+    sum(x.sum() for x in alone).backward()
+    assert max((together[i, : len(x)] - x).abs().max().item() for i, x in enumerate(alone)) < 1e-12
+    for name, parameter in model.named_parameters():
+        scale = gradients[name].abs().max()
+        assert scale > 0 and (gradients[name] - parameter.grad).abs().max() < 1e-12 * max(scale, 1), name
+
+
+class Eye:
+    """An environment that returns an image with a given number of tokens per side, or text."""
+
+    def reset(self, problem, images, extents, **columns):
+        self.problem, self.size, self.extents = problem, images[0].size, extents
+
+    def look(self, columns: int, rows: int = 1) -> PIL.Image.Image:
+        return PIL.Image.radial_gradient("L").resize((28 * columns, 28 * rows))
+
+    def read(self, what: str) -> str:
+        return f"{self.problem} {what} {self.size}"
+
+    def both(self) -> list:
+        return ["a", PIL.Image.new("RGB", (56, 28)), "b"]
+
+
+PROCESSOR = Processor(
+    train_tokenizer(["the cat sat on the mat, a small red cat"] * 3, 300), ImageProcessor(min_pixels=28 * 28)
+)
+ZOOM, CALCULATOR = (f"{ROOT}/recipes/tools.py:{name}" for name in ("Zoom", "calculator"))
+END = PROCESSOR.tokenizer.special_tokens["<|im_end|>"]
+RATIO = "but its aspect ratio must be at most 200; crop or remove the image"
+CALL = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
+
+
+def row(size=(56, 84), **columns):
+    """Create a row with a question about an image."""
+    return Row([user([IMAGE_PART, text("?")])], [PIL.Image.new("RGB", size)], columns)
+
+
+def model_of(model_type="qwen2_5_vl", dtype=torch.float32):
+    """Create a tiny model that uses the tokenizer's image and video ids."""
+    ids = [PROCESSOR.tokenizer.special_tokens[f"<|{kind}_pad|>"] for kind in ("image", "video")]
+    config = replace(tiny.config(model_type=model_type), image_token_id=ids[0], video_token_id=ids[1])
+    return tiny.model_of(config).to(dtype)
+
+
+def sample_texts(monkeypatch, *texts, model=None, tokens=400, columns=(), processor=PROCESSOR, world=ONE, **options):
+    """Sample with a policy that writes the given texts; return completions, prompts and model.
+
+    Turns are separated by "~". A sampler may end a completion before its text is complete.
+    """
+    model = model or model_of()
+    sampling = SamplingOptions(environment="tests.agents.test_tool_sampler:Eye", max_new_tokens=tokens, **options)
+    sampler = ToolSampler(model, processor, sampling, world)
+    turns = [[[*PROCESSOR.tokenizer.encode(turn), END] for turn in words.split("~")] for words in texts]
+    scripts = [[token for turn in some for token in turn] for some in turns]
+
+    def draw(probs, rows, step):
+        at = [sum(sampler.episodes[row].policy_mask) for row in rows.tolist()]
+        ids = [scripts[row][min(n, len(scripts[row]) - 1)] for row, n in zip(rows.tolist(), at, strict=True)]
+        return torch.tensor(ids, device=rows.device)
+
+    monkeypatch.setattr(sample, "sample_by_uniforms", lambda *_: draw)
+    rows = [row((56, 84 + 28 * i), **{"problem": "P"} | dict(columns)) for i in range(2 - len(texts) % 2)]
+    prompts = [one.prompt(processor) for one in rows]
+    return sampler(prompts, len(texts) // len(prompts), "ab"[: len(prompts)]), prompts, model
+
+
+def as_text(completion):
+    """Return a completion's text, with forced text in brackets.
+
+    An image is shown as its token count.
+    """
+    runs = groupby(zip(completion.policy_mask.tolist(), completion.ids.tolist(), strict=True), key=lambda pair: pair[0])
+    texts = [(written, PROCESSOR.tokenizer.decode([i for _, i in run])) for written, run in runs]
+    text = "".join(text if written else f"[{text}]" for written, text in texts)
+    text = re.sub(r"(<\|image_pad\|>)+", lambda found: str(len(found[0]) // 13), text)
+    return text.replace("<|vision_start|>", "(").replace("<|vision_end|>", ")")
+
+
+TEXTS = ["no", "<look>2</look>a", "<look>1, 3</look>b <look>3</look><look>2, 2</look>c", "<both></both>d"]
+
+
+@pytest.mark.parametrize("options", [{}, {"min_p": 1e-9, "repetition_penalty": 1.01}], ids=["", "filters"])
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_the_sampler_equals_the_scorer(monkeypatch, model_type, options):
+    """The log-probability of each policy token agrees to 1e-5 nats.
+
+    Two prompts have rows with 0, 1 and 3 images between the texts of other rows. A tool result needs no decode step, so
+    the step count is the policy-token count in the longest row, minus 1.
+    """
+    model, steps, step = model_of(model_type), [], generate.Decode.__call__
+    monkeypatch.setattr(generate.Decode, "__call__", lambda *given: steps.append(1) or step(*given))
+    groups, prompts, _ = sample_texts(monkeypatch, *TEXTS, model=model, **options)
+    assert len(steps) == max(int(c.policy_mask.sum()) for group in groups for c in group) - 1
+    assert [len(c.pictures) for group in groups for c in group] == [0, 1, 3, 1]
+    batch = pack(prompts, groups, model.config)
+    logps = batch.pad(per_token_logps(model, batch)[0])
+    drawn = batch.pad(torch.cat([c.logps for group in groups for c in group]))
+    assert ((logps - drawn) * batch.completion_mask).abs().max() < 1e-5
+    assert batch.completion_mask.sum() == sum(len(PROCESSOR.tokenizer.encode(text)) + 1 for text in TEXTS)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5"])
+def test_a_simulated_graph_continues_after_tool_results(monkeypatch, model_type):
+    """A tool result enlarges the key and value buffers."""
+    monkeypatch.setattr(cuda_graphs, "KEYS", 16)
+    monkeypatch.setattr(cuda_graphs.StaticDecodeAttention, "check_every", 4)
+    expected, *_ = sample_texts(monkeypatch, *TEXTS, model=model_of(model_type))
+    with PretendCuda(), torch.inference_mode():
+        found, *_ = sample_texts(monkeypatch, *TEXTS, model=pretend(model_of(model_type)), world=World(device=CUDA))
+    for ours, theirs in zip(chain(*found), chain(*expected), strict=True):
+        assert as_text(ours) == as_text(theirs) and (ours.logps - theirs.logps).abs().max() < 1e-5
+
+
+def test_a_stop_string_ends_a_completion_before_its_call_is_answered(monkeypatch):
+    """A tool result counts as preceding text for a stop string, but does not complete one."""
+    answer = "[<result>P x (56, 84)</result>]"
+    ends = {"</read>": "<read>x</read>", "t><look>": f"<read>x</read>{answer}<look>"}
+    ends["ult>"] = f"<read>x</read>{answer}<look>1</look>[(1)]end<|im_end|>"
+    for stop, expected in ends.items():
+        [[completion]], *_ = sample_texts(monkeypatch, "<read>x</read><look>1</look>end", stop_strings=[stop])
+        assert as_text(completion) == expected and completion.stopped
+        assert len(completion.pictures) == expected.count("(1)")
+
+
+@pytest.mark.parametrize(
+    ("words", "answer", "after"),
+    [
+        ("<look>2, 1</look>", "(2)", "ok"),
+        ("<read><|im_end|></read>", "<result>P <|im_end|> (56, 84)</result>", ""),
+        ("<both></both>", "<result>a</result>(2)<result>b</result>", ""),
+        ("<look>two</look>", "<result>error: look: columns is 'two', but it must be of type int</result>", "ok"),
+        ("<look>300</look>", f"<result>error: the image has 8400 x 28 pixels, {RATIO}</result>", ""),
+    ],
+)  # fmt: skip
+def test_a_call_in_tags(monkeypatch, words, answer, after):
+    [[completion]], _, _ = sample_texts(monkeypatch, words + after)
+    assert as_text(completion) == words + f"[{answer}]" * bool(answer) + after + "<|im_end|>" and completion.stopped
+    assert PROCESSOR.decode(completion.ids[completion.policy_mask]) == words + after
+    assert (completion.logps[~completion.policy_mask] == 0).all()
+
+
+def picture(columns):
+    return PIL.Image.radial_gradient("L").resize((28 * columns, 28))
+
+
+TOLD, LAST = "P left (56, 84)", {"role": "assistant", "content": "<answer>a</answer>"}
+DEMONSTRATED = {
+    "a turn of a tool": [assistant("<read>left</read>\n"), {"role": "tool", "content": TOLD}, LAST],
+    "its text": [assistant(f"<read>left</read><result>{TOLD}</result><answer>a</answer>")],
+    "a tool's picture": [
+        assistant("<look>2</look>"), {"role": "tool", "content": [text(""), IMAGE_PART | {"image": picture(2)}]}, LAST,
+    ],
+    "a picture": [assistant([text("<look>2</look>"), IMAGE_PART | {"image": picture(2)}, text(LAST["content"])])],
+    "both": [
+        assistant("<both></both>"),
+        {"role": "tool", "content": [text("a"), IMAGE_PART | {"image": Eye().both()[1]}, text("b")]}, LAST,
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEMONSTRATED)
+def test_demonstrated_calls_have_the_ids_of_the_sampler(monkeypatch, name):
+    """Tool calls in demonstrations, in all supported formats, give the same ids as the sampler."""
+    turns = DEMONSTRATED[name]
+    demonstrated = encode_completion(replace(PROCESSOR, tools=("both", "look", "read")), [], turns)
+    words = PROCESSOR.decode(demonstrated.ids[demonstrated.policy_mask]).replace("\n", "")
+    [[completion]], _, _ = sample_texts(monkeypatch, words)
+    assert demonstrated.ids.tolist() == completion.ids.tolist() or "\n" in turns[0]["content"]
+    assert as_text(demonstrated).replace("\n", "") == as_text(completion)
+
+
+WRONG = 'error: a tool call must have the form {"name": ..., "arguments": {...}}'
+TWO = CALL.format("look", '{"columns": 1}') + CALL.format("read", '{"what": ""}')
+TURN = "[\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|im_start|>assistant\n]"
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("so " + CALL.format("read", '{"what": "x"}'), "P x (56, 84)"),
+        (TWO, "(1)\n</tool_response>\n<tool_response>\nP  (56, 84)"),
+        ("<tool_call>3</tool_call>", WRONG),
+    ],
+)  # fmt: skip
+def test_a_call_in_qwens_format(monkeypatch, words, answer):
+    [[completion]], _, _ = sample_texts(monkeypatch, f"{words}~done")
+    assert as_text(completion) == f"{words}<|im_end|>{TURN.format(answer)}done<|im_end|>" and completion.stopped
+
+
+PARAMETERS = "<tool_call>\n<function={}>\n<parameter={}>\n{}\n</parameter>\n</function>\n</tool_call>"
+THOUGHT = "{}\n</think>\n\n"
+FAMILIES = {name: (CALL, "") for name in ("qwen2_5_vl", "qwen3_vl")}
+FAMILIES |= {name: (PARAMETERS, THOUGHT) for name in ("qwen3_5_think", "qwen3_6", "qwen3_8")}
+FAMILIES["qwen3_5_nothink"] = PARAMETERS, ""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_conversations_with_tools_match_the_published_template(monkeypatch, published, name):
+    """Conversations with tools, calls, results and an image have the same ids as with the published template.
+
+    The same ids are trained on for a demonstration in a file.
+    """
+    form, thought = FAMILIES[name]
+    template = None if name == "qwen2_5_vl" else ChatTemplate(published(name), name)
+    processor = with_tools(replace(PROCESSOR, template=template), "tests.agents.test_tool_sampler:Eye")
+    words, turns, reasons = "", [], {"reasoning_content": "hm"} if thought else {}
+    told = [IMAGE_PART | {"image": picture(2)}], 'P a "b" <c> é (56, 84)'
+    for (tool, key, value), answer in zip((("look", "columns", 2), ("read", "what", 'a "b" <c> é')), told, strict=True):
+        written = (json.dumps({key: value}, ensure_ascii=False),) if form == CALL else (key, value)
+        words += thought.format("hm") + form.format(tool, *written) + "~"
+        called = {"tool_calls": [{"function": {"name": tool, "arguments": {key: value}}}]}
+        turns += [{"role": "assistant", "content": ""} | called | reasons, {"role": "tool", "content": answer}]
+    turns += [assistant("done") | reasons]
+    words += thought.format("hm") + "done"
+    [[completion]], [prompt], _ = sample_texts(monkeypatch, words, processor=processor, tokens=900)
+    given = {"chat_template": processor.template.text, "tools": processor.template.tools}
+    (theirs,), _ = render_jinja_template([prompt.row.messages + turns], **given)
+    grids = [*prompt.image_grid_thw.tolist(), *(grid for *_, grid in completion.pictures)]
+    ids = chain(*processor.encode(processor.template._cut(theirs.removesuffix("\n"), ""), grids))
+    assert [*prompt.input_ids.tolist(), *completion.ids.tolist()] == list(ids) and completion.calls == (2, 0, False)
+    turns[0]["content"], [call] = None, turns[0]["tool_calls"]
+    call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    demonstrated = encode_completion(processor, prompt.row.messages, turns)
+    assert as_text(demonstrated) == as_text(completion)
+
+
+def test_limits(monkeypatch):
+    """Calls over the limit remain text. A result that does not fit ends the completion, which counts as truncated."""
+    words = "<look>1</look><look>2</look>end"
+    monkeypatch.setattr(Eye, "max_tool_calls", 1, raising=False)
+    [[completion]], _, _ = sample_texts(monkeypatch, words)
+    assert as_text(completion) == "<look>1</look>[(1)]<look>2</look>end<|im_end|>"
+    long = len(PROCESSOR.tokenizer.encode("<look>9, 9</look>"))
+    # 81 image tokens, 2 around them, and one more token
+    for tokens, fits in ((long + 83, False), (long + 84, True)):
+        [[completion]], _, _ = sample_texts(monkeypatch, "<look>9, 9</look>end", tokens=tokens)
+        assert not completion.stopped and len(completion.pictures) == fits
+        assert len(completion.ids) == (tokens if fits else long) and completion.policy_mask[-1]
+        assert completion.calls == (1, 0, not fits)
+    [[completion]], _, _ = sample_texts(monkeypatch, "<look>two</look>end")
+    assert completion.calls == (1, 1, False)
+
+
+def test_invalid_environments_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match="gather_weights is false"):
+        ToolSampler(tiny.model(), PROCESSOR, SamplingOptions(environment=CALCULATOR), ONE, False)
+    resets = {
+        "reset returned 'see', but it must": lambda self, **columns: "see",
+        r"reset raised KeyError: 'x' in .*test_tool_sampler.py:": lambda self, **columns: columns["x"],
+        r"reset raised SystemExit in": lambda self, **columns: sys.exit(),
+        r"reset raised TypeError: .*multiple values for argument 'problem'": lambda problem, **columns: 0,
+    }
+    for error, reset in resets.items():
+        monkeypatch.setattr(Eye, "reset", reset)
+        with pytest.raises(
+            ValueError, match=f"^row -1: sampling.environment tests.agents.test_tool_sampler:Eye: {error}"
+        ):
+            sample_texts(monkeypatch, "a")
+
+
+def test_completions_do_not_share_changes_of_their_row(monkeypatch):
+    """Each completion in a group has its own images, columns and pixels."""
+
+    def reset(self, images, marks, **columns):
+        self.images, self.marks = images, marks
+
+    def draw(self, text: str) -> str:
+        before = f"{len(self.images)} {self.marks} {self.images[0].getpixel((0, 0))}"
+        self.images[0].paste("red", (0, 0, 9, 9))
+        self.images.append(self.images[0])
+        self.marks["all"].append(text)
+        return before
+
+    monkeypatch.setattr(Eye, "reset", reset)
+    monkeypatch.setattr(Eye, "read", draw)
+    groups, [prompt, _], _ = sample_texts(monkeypatch, *["<read>a</read>"] * 4, columns={"marks": {"all": []}})
+    told = "[<result>1 {'all': []} (0, 0, 0)</result>]"
+    assert {as_text(c) for group in groups for c in group} == {f"<read>a</read>{told}<|im_end|>"}
+    assert prompt.row.images[0].getpixel((0, 0)) == (0, 0, 0) and prompt.row.columns["marks"] == {"all": []}
+
+
+def test_text_without_a_complete_call_is_searched_once(monkeypatch):
+    """The text is searched only once, and not after each of up to 20,000 tokens."""
+    read = []
+    monkeypatch.setattr(tool_sampler, "find_calls", lambda text, tools, ended: read.append(len(text)) or [])
+    monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"<tool_call><look></other>")
+    one = tool_sampler.ToolEpisode(Eye())
+    for step in range(2000):
+        sampling = SimpleNamespace(max_new_tokens=2000)
+        one.step(7, step == 1999, False, SimpleNamespace(processor=PROCESSOR, sampling=sampling))
+    assert read == [2000 * 25]
+
+
+def test_without_a_call_the_samples_equal_those_without_tools():
+    model = model_of(dtype=torch.float64)
+    prompts = [row().prompt(PROCESSOR) for _ in range(2)]
+    options = {"max_new_tokens": 12, "stop_token_ids": list(STOP)}
+    settings = [SamplingOptions(environment=name, **options) for name in (None, ZOOM)]
+    plain, tools = (make_sampler(model, PROCESSOR, one, ONE) for one in settings)
+    assert type(plain) is sample.Sampler and type(tools) is ToolSampler
+    assert ids_of(plain(prompts, 3, "ab")) == ids_of(tools(prompts, 3, "ab"))
+
+
+def test_a_prompt_without_a_row_is_refused():
+    asked = row()
+    sampler = ToolSampler(model_of(), PROCESSOR, SamplingOptions(environment=ZOOM, max_new_tokens=4), ONE)
+    with pytest.raises(ValueError, match="the prompt does not have a row"):
+        sampler([PROCESSOR(asked.messages, asked.images)], 1, [""])
+
+
+def test_a_run_saves_the_images_of_completions(run, plain, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"<zoom></zoom>")
+    monkeypatch.setattr(
+        tool_sampler, "find_calls", lambda text, tools, ended: [("zoom", "northeast")] * (len(text) > 64 and not ended)
+    )
+    for name in ("zoom.py", "zoom.yaml", "zoom_model.json"):
+        words = (ROOT / "recipes" / name).read_text().replace("max_tool_calls = 1", "max_tool_calls = 2")
+        (tmp_path / name).write_text(words)
+    options = ["--stages=[grpo]", "--num_threads=1", "--data.eval_rows=2", "--log_completions=1"]
+    options += ["--grpo.max_steps=2", "--grpo.prompts_per_step=2"]
+    whole = run(*options, recipe=tmp_path / "zoom.yaml")
+    logged = [one for line in metrics(whole, "completions.jsonl") for one in line["completions"]]
+    assert max(len(one.get("pictures", ())) for one in logged) == 2
+    for one in logged:
+        forced = [text for text, logp in one["tokens"] if logp is None]
+        # also after an incomplete character
+        begins = [text for text in forced if text.endswith("<|vision_start|>")]
+        assert len(begins) == len(one.get("pictures", ()))
+        assert all((whole / path).is_file() for path in one.get("pictures", ()))
+    for line in metrics(whole):
+        assert line["rollout/logp_mismatch"] < 1e-4 and line["tools/call_frequency"] > 1
+        assert line["tools/failure_frequency"] == line["tools/cut_ratio"] == 0
+
+
+@pytest.mark.parametrize(("space", "extent"), [("resized", (84, 56)), ("original", (90, 50))])
+def test_tools_get_image_sizes_in_the_units_of_boxes(space, extent):
+    """For Qwen2.5-VL, the size belongs to the resized image, not to the file."""
+    processor = replace(PROCESSOR, box_space=space)
+    sampler = ToolSampler(model_of(), processor, SamplingOptions(environment="tests.agents.test_tool_sampler:Eye"), ONE)
+    sampler.token_sampler([row((90, 50), problem="P").prompt(processor)], 1, [""])
+    [episode] = sampler.episodes
+    assert episode.environment.extents == [extent]
+
+
+def test_closing_tags_alone_are_not_searched(monkeypatch):
+    """Searching after each of 8,192 tokens would take half a minute."""
+    monkeypatch.setattr(tool_sampler, "find_calls", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"</look>")
+    episode = tool_sampler.ToolEpisode(Eye())
+    sampling = SimpleNamespace(max_new_tokens=2000)
+    for _ in range(100):
+        episode.step(7, False, False, SimpleNamespace(processor=PROCESSOR, sampling=sampling))
+
+
+def test_an_image_that_does_not_fit_is_not_split_into_patches(monkeypatch):
+    picture = PIL.Image.new("RGB", (9, 9))
+    shown = [{"type": "image", "image": picture}], [(picture, (1, 400, 400))], True
+    monkeypatch.setattr(tool_sampler, "answer_call", lambda *_: shown)
+    monkeypatch.setattr(ImageProcessor, "patches", lambda *_: pytest.fail("cut into patches"))
+    episode = tool_sampler.ToolEpisode(Eye())
+    episode.answer([("look", "")], False, 500, PROCESSOR)
+    assert episode.cut and episode.num_calls == 1

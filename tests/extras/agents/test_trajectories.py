@@ -1,0 +1,483 @@
+"""Test trajectories with windows: the loss's expected gradient equals the expected reward's gradient, by enumeration.
+
+The tests also check the content of windows, and compare windows with all rounds with one growing completion.
+"""
+
+import itertools
+import re
+import runpy
+from dataclasses import replace
+from itertools import chain
+
+import PIL.Image
+import pytest
+import torch
+from links import ROOT
+from runs import metrics, summary
+from talk import CHATML, IMAGE_PART, text, user
+
+from minivlmrl.__main__ import main
+from minivlmrl.config.options import SamplingOptions
+from minivlmrl.data.folder_template import ChatTemplate
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Row
+from minivlmrl.data.tokenizer import train_tokenizer
+from minivlmrl.extras.agents import tool_sampler
+from minivlmrl.extras.agents.environment import environment_reward
+from minivlmrl.generation import sampler as sampler_file
+from minivlmrl.generation.environments import make_sampler, packed_length, samples_trajectories
+from minivlmrl.losses.advantages import leave_one_out
+from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.packing import pack_turns
+from tests.agents.test_tool_sampler import END as EYE_END
+from tests.agents.test_tool_sampler import PROCESSOR as TOOLS
+from tests.agents.test_tool_sampler import TEXTS as EYE_TEXTS
+from tests.agents.test_tool_sampler import row as eye_row
+
+import tiny
+from stages import ONE
+
+CLICKS = ["<click>red</click>", "<click>blue</click>"]
+
+
+def tokenizer():
+    """Create a tokenizer in which each call is one token."""
+    trained = train_tokenizer(["click red or blue, well"] * 3, 290)
+    trained.backend.add_tokens(CLICKS)
+    return trained
+
+
+PROCESSOR = Processor(tokenizer(), ImageProcessor(min_pixels=28 * 28))
+RED, BLUE = (PROCESSOR.tokenizer.backend.token_to_id(call) for call in CLICKS)
+[WELL] = PROCESSOR.tokenizer.encode("l")
+END = PROCESSOR.tokenizer.special_tokens["<|im_end|>"]
+
+
+def picture(shade, columns=2):
+    return PIL.Image.new("RGB", (28 * columns, 28), (shade, 99, 255 - shade))
+
+
+class Site:
+    """Environment with one page per click; only the prompt names the goal. Clicking it on the second page wins."""
+
+    declare_tools = False
+
+    def reset(self, goal="red", **columns):
+        self.goal, self.clicks, self.done, self.earned = goal, [], False, []
+
+    def click(self, colour: str) -> list:
+        self.clicks.append(colour)
+        won = len(self.clicks) == 2 and colour == self.goal
+        self.done = won or len(self.clicks) == 3
+        self.earned.append(1.0 if won else 0.25 * (self.clicks == ["red", "blue", "red"]))
+        return [f"page {len(self.clicks)}", picture(60 * len(self.clicks), 1 + len(self.clicks))]
+
+    def get_reward(self) -> list:
+        return self.earned
+
+
+class Shown(Site):
+    """Environment that shows only the last page and the number of clicks, and whose reward is one number."""
+
+    def get_reward(self):
+        return sum(self.earned)
+
+    def observe(self, rounds):
+        said, parts = rounds[-1]
+        return [user([*parts[1:], text(f"{len(rounds)} {said}")])]
+
+
+def model_of(dtype=torch.float64, model_type="qwen2_5_vl", processor=PROCESSOR):
+    ids = [processor.tokenizer.special_tokens[f"<|{kind}_pad|>"] for kind in ("image", "video")]
+    vocabulary = len(processor.tokenizer)
+    config = replace(tiny.config(model_type=model_type), image_token_id=ids[0], video_token_id=ids[1])
+    return tiny.model_of(replace(config, vocab_size=vocabulary)).to(dtype)
+
+
+def row(**columns):
+    return Row([user([IMAGE_PART, text("Press red.")])], [picture(9)], {"goal": "red"} | columns, where="rows:1")
+
+
+def play(monkeypatch, scripts, environment="Site", history=None, model=None, rows=None, processor=PROCESSOR, **options):
+    """Sample with a policy that writes these tokens until a turn ends; return groups, prompts and model."""
+    model = model or model_of()
+    where = environment if ":" in environment else f"tests.agents.test_trajectories:{environment}"
+    sampling = SamplingOptions(environment=where, history=history, **{"max_new_tokens": 60} | options)
+    sampler = make_sampler(model, processor, sampling, ONE)
+    rows = rows or [row()]
+
+    def drawn_by(episode):
+        before = sum(len(turn.ids) for turn in getattr(episode, "turns", ()))
+        return before + sum(episode.policy_mask)
+
+    def draw(probs, numbers, step):
+        ids = []
+        for number in numbers.tolist():
+            script = scripts[sampler.episodes[number].script]
+            ids.append(script[min(drawn_by(sampler.episodes[number]), len(script) - 1)])
+        return torch.tensor(ids)
+
+    original = type(sampler).token_sampler
+
+    def token_sampler(self, prompts, num_generations, keys):
+        sample_token = original(self, prompts, num_generations, keys)
+        for number, episode in enumerate(self.episodes):
+            episode.script = number
+        return sample_token
+
+    monkeypatch.setattr(type(sampler), "token_sampler", token_sampler)
+    monkeypatch.setattr(sampler_file, "sample_by_uniforms", lambda *_: draw)
+    prompts = [one.prompt(processor) for one in rows]
+    groups = sampler(prompts, len(scripts) // len(rows), [f"k{i}" for i in range(len(rows))])
+    monkeypatch.undo()
+    return groups, prompts, model
+
+
+# a turn is a click, or a token and a click; a trajectory has up to three turns
+TURNS = [(RED,), (WELL, RED), (WELL, BLUE)]
+KEPT = {(): (RED, WELL), (WELL,): (RED, BLUE)}  # ids that the policy may write next in a turn
+
+
+def all_trajectories(monkeypatch, goal, history, model):
+    """Return every trajectory on the site once, for a policy that samples only from KEPT."""
+    scripts = [tuple(chain(*turns)) for turns in itertools.product(TURNS, repeat=3)]
+    [group], [prompt], _ = play(monkeypatch, scripts, history=history, model=model, rows=[row(goal=goal)])
+    found = {}
+    for trajectory in group:
+        for turn in trajectory.turns:
+            ids = turn.ids.tolist()
+            kept = [KEPT[tuple(ids[:i])] for i in range(len(ids))]
+            turn.sampling_mask = torch.tensor([2] * len(ids)), torch.tensor(kept).flatten()
+        found.setdefault(tuple(trajectory.ids.tolist()), trajectory)
+    return prompt, list(found.values())
+
+
+def weights_of(way, trajectory):
+    """Return the factor by which a shortcut multiplies each token's loss term."""
+    lengths = [len(turn.ids) for turn in trajectory.turns]
+    weights = {
+        "windows as rows of the group": [torch.full((n,), 1.0) for n in lengths],
+        "average by turn": [torch.full((n,), 1 / n / len(lengths)) for n in lengths],
+        "the last turn alone": [
+            torch.full((n,), float(n_turn == len(lengths) - 1)) for n_turn, n in enumerate(lengths)
+        ],
+    }
+    return torch.cat(weights[way]).double()
+
+
+def expected_loss(logps, mask, rewards, probabilities, group, way=None):
+    """Mean over all groups of two of the implemented loss, or of a shortcut's."""
+    weights, counts = mask, torch.tensor([len(one.turns) for one in group])
+    if way is not None:
+        rows = [weights_of(way, one) for one in group]
+        weights = torch.stack([torch.nn.functional.pad(row, (0, mask.shape[1] - len(row))) for row in rows])
+
+    def loss(pair):
+        advantages = leave_one_out(rewards[pair], 2)
+        if way == "windows as rows of the group":
+            advantages = rewards[pair] - (rewards[pair] * counts[pair]).sum() / counts[pair].sum()
+        normalizer = LossNormalizer(2, 1, 1)
+        return grpo_loss(logps[pair], advantages, weights[pair], loss_type="dr_grpo", normalizer=normalizer)[0]
+
+    pairs = torch.cartesian_prod(*[torch.arange(len(rewards))] * 2)
+    return probabilities[pairs].prod(1) @ torch.vmap(loss)(pairs)
+
+
+def gradient_of(model, scalar):
+    gradients = torch.autograd.grad(scalar, list(model.parameters()), retain_graph=True, allow_unused=True)
+    return torch.cat([g.flatten() for g in gradients if g is not None])
+
+
+def test_the_expected_gradient_is_that_of_the_expected_reward(monkeypatch):
+    """Windows with 1, 2 and all rounds agree to 1e-9; docs/notes/bias.md has shortcut errors (print with -s)."""
+    lengths = {}
+    for history in (1, 2, 3):
+        model = model_of()
+        truth, losses = 0.0, dict.fromkeys((None, *SHORTCUTS), 0.0)
+        for goal in ("red", "blue"):
+            prompt, group = all_trajectories(monkeypatch, goal, history, model)
+            assert {len(trajectory.turns) for trajectory in group} == {2, 3}
+            batch = pack_turns([prompt], [group], model.config)
+            logps = batch.pad(per_token_logps(model, batch)[0])
+            mask = batch.completion_mask
+            assert torch.equal(mask.sum(1).long(), torch.tensor([len(one.ids) for one in group]))
+            likely = (logps * mask).sum(1).exp()
+            assert abs(likely.sum().item() - 1) < 1e-12
+            rewards = torch.tensor(
+                environment_reward([one.environment for one in group], [["?"] * len(one.turns) for one in group]),
+                dtype=torch.float64,
+            )
+            truth = truth + (likely * rewards).sum()
+            for way in losses:
+                losses[way] = losses[way] - expected_loss(logps, mask, rewards, likely.detach(), group, way)
+        true_gradient = gradient_of(model, truth)
+        for way, loss in losses.items():
+            found = gradient_of(model, loss)
+            off = ((found - true_gradient).norm() / true_gradient.norm()).item()
+            cosine = (found @ true_gradient / found.norm() / true_gradient.norm()).item()
+            lengths[history, way] = off
+            print(f"window of {history} round(s), {way or 'the loss'}: off by {off:.1e}, cosine {cosine:.4f}")
+    for (_, way), off in lengths.items():
+        assert off < 1e-9 if way is None else off > 0.5
+
+
+SHORTCUTS = "windows as rows of the group", "average by turn", "the last turn alone"
+
+
+@pytest.mark.parametrize("name", ["site", "tools", "zoom"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+def test_windows_of_all_rounds_compute_what_a_growing_completion_does(monkeypatch, name, model_type):
+    """The tokens are equal; losses with all averages, token and sequence ratios, and gradients agree to 1e-12."""
+    task = TASKS[name]()
+    model = model_of(model_type=model_type, processor=task["processor"])
+    found = []
+    for history in (None, 99):
+        groups, prompts, _ = play(monkeypatch, **task, history=history, model=model, max_new_tokens=400)
+        batch = pack_turns(prompts, groups, model.config)
+        logps, mask = batch.pad(per_token_logps(model, batch)[0]), batch.completion_mask
+        drawn = [logps[i][mask[i] > 0] for i in range(len(mask))]
+        sampled = [c.logps[c.policy_mask] for c in chain(*groups)]
+        assert all((a - b).abs().max() < 1e-5 for a, b in zip(drawn, sampled, strict=True))
+        generator = torch.Generator().manual_seed(0)
+        noise = [0.2 * torch.randn(len(x), generator=generator, dtype=torch.float64) for x in drawn]
+        old = torch.zeros_like(logps).masked_scatter(mask > 0, torch.cat(noise)) + logps.detach()
+        advantages = torch.linspace(-1, 1, len(mask), dtype=torch.float64)
+        losses = []
+        for average, level in itertools.product(("grpo", "dapo", "dr_grpo"), ("token", "sequence")):
+            options = {"loss_type": average, "importance_sampling_level": level}
+            normalizer = LossNormalizer(len(mask), mask.sum(), 40)
+            losses.append(
+                grpo_loss(logps, advantages, mask, **options, old_per_token_logps=old, normalizer=normalizer)[0]
+            )
+        found.append((torch.stack(losses), gradient_of(model, sum(losses)), [c.turns for c in chain(*groups)], mask))
+    (growing, gradient, _, grown_mask), (losses, gradients, turns, mask) = found
+    assert len({len(some) for some in turns}) > 1
+    assert torch.equal(mask.sum(1), grown_mask.sum(1))  # each written token once
+    assert (losses - growing).abs().max() < 1e-12 and (gradients - gradient).abs().max() < 1e-12 * gradient.abs().max()
+
+
+def site():
+    scripts = [(WELL, RED, BLUE, WELL, RED), (RED, RED), (RED, BLUE, RED), (BLUE, WELL, RED)]
+    return {"scripts": scripts, "environment": "Site", "rows": [row(), row()], "processor": PROCESSOR}
+
+
+def tools():
+    """Return the calls of test_tool_sampler.py: images, text, both, two in a turn, and wrong calls."""
+    scripts = [[*TOOLS.tokenizer.encode(words), EYE_END] for words in (*EYE_TEXTS, "<look>two</look>so")]
+    return {
+        "scripts": scripts,
+        "environment": "tests.agents.test_tool_sampler:Eye",
+        "rows": [eye_row(problem="P")],
+        "processor": TOOLS,
+    }
+
+
+def zoom():
+    """Return demonstrations for recipes/zoom.py, and a completion that never zooms."""
+    task = runpy.run_path(str(ROOT / "recipes" / "zoom.py"))
+    rows = [task["Stripes"](2, "test")[i] for i in range(2)]
+    processor = Processor(task["tokenizer"](), ImageProcessor(min_pixels=28 * 28))
+    words = [f"<think>{corner}</think><zoom>{corner}</zoom><answer>red rows</answer>" for corner in task["CORNERS"][1:]]
+    end = processor.tokenizer.special_tokens["<|im_end|>"]
+    scripts = [[*processor.tokenizer.encode(text), end] for text in (*words, "<answer>red rows</answer>")]
+    environment = f"{ROOT}/recipes/zoom.py:Quarters"
+    return {"scripts": scripts, "environment": environment, "rows": rows, "processor": processor}
+
+
+TASKS = {"site": site, "tools": tools, "zoom": zoom}
+
+
+def shown(prompt):
+    """Return a window's text, in which each image is replaced with its token count."""
+    return re.sub(
+        r"(<\|image_pad\|>)+",
+        lambda found: str(len(found[0]) // 13),
+        PROCESSOR.tokenizer.decode(prompt.input_ids.tolist()),
+    )
+
+
+def test_what_windows_show(monkeypatch):
+    """Windows contain the expected parts.
+
+    `history` keeps all text, images of the newest rounds, and no image that the policy wrote; `observe` keeps only its
+    own messages.
+    """
+    pad = PROCESSOR.tokenizer.special_tokens["<|image_pad|>"]
+    script = [RED, pad, WELL, BLUE, RED]
+    for history, pictures in ((1, [["(2)"], ["(3)"]]), (2, [["(2)", "(2)"], ["(2)", "(3)"]])):
+        [[trajectory]], _, _ = play(monkeypatch, [script], history=history)
+        windows = [
+            shown(turn.prompt).replace("<|vision_start|>", "(").replace("<|vision_end|>", ")")
+            for turn in trajectory.turns[1:]
+        ]
+        assert [re.findall(r"\(\d+\)", window) for window in windows] == pictures
+        assert all("Press red." in window for window in windows) and "page 1" in windows[1]
+        assert trajectory.turns[2].prompt.image_grid_thw.tolist() == [[1, 2, 2 * int(x[1])] for x in pictures[1]]
+    assert f"{CLICKS[0]}" in windows[1] and f"l{CLICKS[1]}" in windows[1] and pad in trajectory.ids
+    [[trajectory]], _, _ = play(monkeypatch, [[RED, WELL, BLUE, RED]], "Shown")
+    expected = [user([IMAGE_PART, text(f"2 l{CLICKS[1]}")])], [picture(120, 3)]
+    last = trajectory.turns[2].prompt
+    ours = PROCESSOR(*expected)
+    assert torch.equal(last.input_ids, ours.input_ids) and torch.equal(last.pixel_values, ours.pixel_values)
+    assert trajectory.turns[0].prompt is None and len(trajectory.pictures) == 2
+    assert trajectory.environment.clicks == ["red", "blue", "red"] and trajectory.calls == (3, 0, False)
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Make a random model call a tool after every two tokens."""
+    monkeypatch.setattr(tool_sampler, "find_calls", lambda text, *_: [("click", "red")] if len(text) > 2 else [])
+    monkeypatch.setattr(tool_sampler.ToolEpisode, "closes_a_call", lambda *_: True)
+
+
+@pytest.mark.parametrize("environment", ["Site", "Shown"])
+def test_turns_are_drawn_by_the_key_of_row_completion_and_turn(eager, environment):
+    """Sampling all rows, one row, or parts by a token budget gives the same; training scores filtered samples, too."""
+    model = model_of(torch.float32)
+    prompts = [row().prompt(PROCESSOR), row(goal="blue").prompt(PROCESSOR)]
+    history = 1 if environment == "Site" else None
+    options = {"environment": f"tests.agents.test_trajectories:{environment}", "history": history, "max_new_tokens": 6}
+
+    def drawn(prompts, keys, **more):
+        sampler = make_sampler(model, PROCESSOR, SamplingOptions(**options | more), ONE)
+        return [[one.ids.tolist() for one in group] for group in sampler(prompts, 3, keys)]
+
+    together = drawn(prompts, "ab")
+    assert drawn(prompts[1:], "b") == together[1:]
+    assert drawn(prompts, "ab", max_batch_tokens=60) == together
+    assert len({tuple(ids) for group in together for ids in group}) == 6
+    sampler = make_sampler(model, PROCESSOR, SamplingOptions(**options, top_k=5, repetition_penalty=1.1), ONE)
+    groups = sampler(prompts, 3, "ab")
+    assert {len(one.turns) for group in groups for one in group} <= {2, 3}
+    batch = pack_turns(prompts, groups, model.config)
+    logps = batch.pad(per_token_logps(model, batch)[0])
+    sampled = torch.nn.utils.rnn.pad_sequence([one.logps for group in groups for one in group], batch_first=True)
+    assert (logps - sampled).abs().max() < 1e-4
+    own = sum(packed_length(one) - len(one.turns) for group in groups for one in group)  # last tokens predict nothing
+    assert own == batch.layout.num_tokens - sum(len(prompt.input_ids) for prompt in prompts)
+
+
+@pytest.mark.parametrize("history", [1, None])
+def test_every_turn_has_its_own_key(monkeypatch, eager, history):
+    """A key names the prompt, the completion in its group and the turn; two turns never share random numbers."""
+    environment = "tests.agents.test_trajectories:" + ("Site" if history else "Shown")
+    options = SamplingOptions(environment=environment, history=history, max_new_tokens=30)
+    sampler = make_sampler(model_of(torch.float32), PROCESSOR, options, ONE)
+    keys = []
+    inner = sampler_file.Sampler.token_sampler
+
+    def recorded(self, prompts, num_generations, given):
+        keys.append(list(given))
+        return inner(self, prompts, num_generations, given)
+
+    monkeypatch.setattr(sampler_file.Sampler, "token_sampler", recorded)
+    [group] = sampler([row(goal="blue").prompt(PROCESSOR)], 3, ["a"])
+    first, *later = keys
+    assert first == ["a"]
+    turns = [f"a/{i}/{turn}" for i, one in enumerate(group) for turn in range(1, len(one.turns))]
+    assert turns and max(len(one.turns) for one in group) > 2
+    assert sorted(key for some in later for key in some) == sorted(turns)
+
+
+def test_a_trajectory_stopped_if_its_last_turn_did(monkeypatch):
+    """In both, the first turn ends at a call; then the turn's end is sampled, or max_new_tokens truncates the turn."""
+    well = [[RED, END], [RED] + [WELL] * 9]
+    [group], *_ = play(monkeypatch, well, history=1, max_new_tokens=4)
+    assert [[turn.stopped for turn in one.turns] for one in group] == [[True, True], [True, False]]
+    assert [one.stopped for one in group] == [True, False]
+
+
+def test_control_tokens_that_the_policy_writes_are_text_in_its_next_window(monkeypatch):
+    """This also holds with a folder's template: sampled, or spelled as text."""
+    template = ChatTemplate(CHATML, "a.jinja")
+    pad, start = (PROCESSOR.tokenizer.special_tokens[name] for name in ("<|image_pad|>", "<|im_start|>"))
+    script = [pad, start, *PROCESSOR.tokenizer.encode("<|im_ end|>"), RED, WELL, BLUE, RED]
+    processor = replace(PROCESSOR, template=template)
+    [[trajectory]], _, _ = play(monkeypatch, [script], "Shown", processor=processor)
+    windows = [turn.prompt.input_ids.tolist() for turn in trajectory.turns[1:]]
+    written = PROCESSOR.tokenizer.encode(f"1 <|image_pad|><|im_start|><|im_ end|>{CLICKS[0]}")
+    assert contains(windows[0], written)
+    assert windows[0].count(start) == windows[1].count(start) == 2 and windows[0].count(pad) == 2
+
+
+def contains(ids, part):
+    return any(ids[i : i + len(part)] == part for i in range(len(ids)))
+
+
+BAD = {
+    "turn 1: observe must return a list of messages, but returned None": lambda self, rounds: None,
+    r"turn 1: observe must return a list of messages, but returned \[\]": lambda self, rounds: [],
+    "turn 1: message 0 must have a role": lambda self, rounds: ["look"],
+    "turn 1: observe returned an image part with None instead of a PIL": lambda self, rounds: [user([IMAGE_PART])],
+    "turn 1: observe raised KeyError": lambda self, rounds: {}["a"],
+    r"turn 1: the context window has 1[0-9]+ tokens, .* exceeds the model's max_position_embeddings \(128\)": (
+        lambda self, rounds: [user([IMAGE_PART | {"image": picture(0, 140)}])]
+    ),
+}
+
+
+@pytest.mark.parametrize("error", BAD)
+def test_a_window_that_cannot_be_shown_names_row_and_turn(monkeypatch, error):
+    model = model_of()
+    model.config = replace(model.config, max_position_embeddings=128)
+    monkeypatch.setattr(Shown, "observe", BAD[error])
+    with pytest.raises(ValueError, match=f"^rows:1: {error}"), monkeypatch.context() as patch:
+        play(patch, [[RED, RED]], "Shown", model=model)
+
+
+def test_half_a_surrogate_in_an_observation_is_replaced(monkeypatch):
+    """A tool may store chr(55296), for example; the run goes on with a text that has tokens."""
+    monkeypatch.setattr(Shown, "observe", lambda self, rounds: [user([text("a\ud800b")]), user("c\udfff")])
+    [[trajectory]], *_ = play(monkeypatch, [[RED, RED]], "Shown")
+    window = trajectory.turns[1].prompt.input_ids.tolist()
+    assert contains(window, PROCESSOR.tokenizer.encode("a?b")) and contains(window, PROCESSOR.tokenizer.encode("c?"))
+
+
+def test_what_is_refused():
+    two = SamplingOptions(environment="tests.agents.test_trajectories:Shown", history=2)
+    with pytest.raises(ValueError, match=r"^sampling.history is set, but the environment tests\S+:Shown has"):
+        samples_trajectories(two)
+    site = Site()
+    site.earned = [1.0, 0.5]
+    for turns in (["a"], ["a", "b", "c", "d"]):
+        error = rf"^reward environment: get_reward returned 2 numbers for {len(turns)} turns; return one number for"
+        with pytest.raises(ValueError, match=error):
+            environment_reward([site], [turns])
+    assert environment_reward([site, None], [["a", "b"], ["c"]]) == [1.5, None]
+
+
+def test_a_last_turn_without_a_call_needs_no_number(monkeypatch):
+    """An environment that counts one number per click has one fewer than turns if the last turn calls nothing."""
+    [[trajectory]], *_ = play(monkeypatch, [[RED, BLUE, WELL, END]], history=1)
+    site, texts = trajectory.environment, ["<click>", "<click>", "l"]
+    assert len(trajectory.turns) == len(texts) == len(site.earned) + 1
+    site.earned = [1.0, 0.5]
+    assert environment_reward([site], [texts]) == [1.5]
+
+
+def test_a_run_says_its_turns(run, plain, eager, capsys):
+    """metrics.jsonl and completions.jsonl; held-out rows are asked turn by turn too, and replay scores turns."""
+    options = [
+        "--stages=[grpo]",
+        "--sampling.environment=tests.agents.test_trajectories:Shown",
+        "--rewards={environment: 1}",
+    ]
+    folder = run(*options, "--log_completions=1", "--grpo.max_steps=2")
+    assert summary(folder)["start"].keys() == {"eval/environment_sampled", "eval/environment_greedy"}
+    for line in metrics(folder):
+        assert 1 < line["mean_turns"] <= 3 and line["rollout/logp_mismatch"] < 1e-4
+        lengths = line["completions/mean_length"], line["completions/mean_turn_length"] * line["mean_turns"]
+        assert lengths[0] == pytest.approx(lengths[1])
+    completions = [one for line in metrics(folder, "completions.jsonl") for one in line["completions"]]
+    assert {len(one["turns"]) for one in completions} == {2}
+    for one in completions:
+        assert len(one["tokens"]) == sum(turn["tokens"] for turn in one["turns"])
+        assert [turn["shown"] for turn in one["turns"]] == [False] + [True] * (len(one["turns"]) - 1)
+        assert len(one.get("pictures", ())) == len(one["turns"]) - 1
+        assert all((folder / path).is_file() for path in one.get("pictures", ()))
+    code = main(["replay", str(folder), f"--recipe={folder}/config.yaml"])
+    table = [line.split() for line in capsys.readouterr().out.splitlines() if re.match(r"\d+  ", line)]
+    assert code == 0 and len(table) == 3
+    assert all(float(differ_by) < 1e-4 for *_, differ_by in table)

@@ -1,0 +1,304 @@
+"""Compare mixture-of-experts models with transformers 5.23: logits, gradients, loss and files."""
+
+import copy
+import random
+import shutil
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from hub_configs import real_config
+from safetensors.torch import load_file, save_file
+
+from minivlmrl.config.options import LoRAOptions
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.processor import Processor
+from minivlmrl.diagnostics.memory import MemoryEstimator
+from minivlmrl.extras.families.experts import Experts, split_experts
+from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
+from minivlmrl.model import config_json
+from minivlmrl.model.checkpoint import load_model, save_model
+from minivlmrl.model.families.registry import FAMILIES, hub_name
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.lora import adapters, init_adapters, inject_adapters, quantize_base
+from minivlmrl.model.nf4 import NF4Linear
+from minivlmrl.model.plain_weights import packed_layers
+from minivlmrl.tasks import shapes
+from tests.model.families.test_qwen3_vl import random_config, random_prompt
+
+import tiny
+from tiny import pack
+
+transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+
+from oracle import CLASSES, EAGER, in_float64, their_inputs  # noqa: E402 (asks for transformers too)
+
+MOE = ("qwen3_vl_moe", "qwen3_5_moe")
+
+
+def random_experts(model_type: str, seed: int):
+    """Return a random config with 2 to 9 experts; 1 to all experts are active per token.
+
+    Some configs have dense layers or a shared expert.
+    """
+    rng = random.Random(seed)
+    count = rng.randint(2, 9)
+    sizes = {"num_experts": count, "num_experts_per_tok": rng.randint(1, count)}
+    sizes["moe_intermediate_size"] = rng.choice([8, 12, 24])
+    if model_type == "qwen3_5_moe":
+        sizes["shared_expert_intermediate_size"] = rng.choice([4, 16])
+    else:
+        sizes |= {
+            "mlp_only_layers": rng.sample(range(5), rng.choice([0, 0, 1])),
+            "decoder_sparse_step": rng.choice([1, 2]),
+        }
+    return random_config(model_type, rng, **sizes)
+
+
+def loss_of(logps, mask, seed):
+    """Return the GRPO loss for (R, T) log-probabilities with random advantages."""
+    advantages = torch.randn(len(logps), generator=torch.Generator().manual_seed(seed)).double()
+    normalizer = LossNormalizer(len(logps), int(mask.sum()), 9)
+    return grpo_loss(logps, advantages, mask, loss_type="grpo", normalizer=normalizer)[0]
+
+
+def single_rows(theirs, rows, groups):
+    """Return all completions' log-probabilities and logits, from transformers on single rows."""
+    logps, logits = [], []
+    for row, ids in ((row, ids) for row, group in zip(rows, groups, strict=True) for ids in group):
+        whole = replace(row, input_ids=torch.cat([row.input_ids, ids]))
+        found = theirs(**their_inputs(whole)).logits[0, -len(ids) - 1 : -1]
+        logits.append(found)
+        logps.append(found.log_softmax(-1).gather(1, ids[:, None])[:, 0])
+    return torch.cat(logps), torch.cat(logits)
+
+
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 20), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("model_type", MOE)
+def test_20_random_configs_equal_transformers(model_type, seeds, tmp_path, monkeypatch):
+    """Compare packed groups with single rows in transformers, on a folder saved by transformers."""
+    in_float64(monkeypatch, model_type)
+    for seed in seeds:
+        config, generator = random_experts(model_type, seed), torch.Generator().manual_seed(seed)
+        theirs = transformers.AutoConfig.for_model(**config_json.to_dict(config))
+        theirs = tiny.telling_weights(CLASSES[model_type]._from_config(theirs, **EAGER).double().eval())
+        theirs.tie_weights()
+        theirs.save_pretrained(tmp_path / str(seed))
+        ours = load_model(tmp_path / str(seed), torch.float64)
+        rows = [random_prompt(config, generator, grids) for grids in ([], [(2, 3)], [(1, 4), (5, 2)])]
+        groups = [[tiny.completion(generator, n) for n in lengths] for lengths in ((5, 2), (3, 7, 1), (4,))]
+        batch = pack(rows, groups, ours.config)
+        logps, _ = per_token_logps(ours, batch)
+        expected, their_logits = single_rows(theirs, rows, groups)
+        with torch.no_grad():
+            logits = ours.lm_head(ours(batch, select=batch.layout.predict_index))
+        assert (logits - their_logits).abs().max() <= 1e-12 * their_logits.abs().max(), seed
+        losses = [loss_of(batch.pad(x), batch.completion_mask, seed) for x in (logps, expected)]
+        assert abs(losses[0] - losses[1]) <= 1e-12 * abs(losses[1]), seed
+        for loss in losses:
+            loss.backward()
+        gradients = ((hub_name(name), p.grad) for name, p in theirs.named_parameters())
+        gradients = dict(split_experts(gradients, ours.config, "theirs", transposed=False))
+        largest = max(gradient.abs().max() for gradient in gradients.values() if gradient is not None)
+        for name, p in ours.named_parameters():
+            found = torch.zeros_like(p) if p.grad is None else p.grad
+            gradient = gradients.pop(name)
+            gradient = torch.zeros_like(p) if gradient is None else gradient
+            assert p.grad is not None or not gradient.any(), f"{seed} {name}"
+            scale = max(gradient.abs().max(), 1e-3 * largest)
+            assert (found - gradient).abs().max() <= 1e-12 * scale, f"{seed} {name}"
+        assert not gradients
+
+
+@pytest.mark.parametrize("model_type", MOE)
+def test_an_export_is_what_save_pretrained_writes(tmp_path, model_type):
+    """Names and bits are equal, but transformers 5 transposes Qwen3-VL-MoE's experts."""
+    model = tiny.model(model_type=model_type)
+    processor = Processor(shapes.tokenizer(), ImageProcessor())
+    save_model(tmp_path / "ours", model, processor, max_shard_size=60_000)
+    theirs = CLASSES[model_type].from_pretrained(tmp_path / "ours")
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size=10**9)
+    expected = load_file(tmp_path / "theirs" / "model.safetensors")
+    found = {}
+    for file in (tmp_path / "ours").glob("*.safetensors"):
+        found |= load_file(file)
+    assert found.keys() == expected.keys() and "model.language_model.layers.0.mlp.experts.down_proj" in found
+    transposed = model_type == "qwen3_vl_moe"
+    for name, tensor in found.items():
+        same = tensor.mT if transposed and ".experts." in name else tensor
+        assert torch.equal(same, expected[name]), name
+    sizes = (5, 64, 48) if transposed else (5, 48, 64)
+    assert found["model.language_model.layers.0.mlp.experts.gate_up_proj"].shape == sizes
+    for folder in ("ours", "theirs"):  # experts as on the Hub, or as transformers 5 writes them
+        torch.testing.assert_close(load_model(tmp_path / folder).state_dict(), model.state_dict(), rtol=0, atol=0)
+    # separate experts, as transformers 5 saves a Qwen3.5-MoE built from a config
+    singles = dict(model.state_dict())
+    shutil.copytree(tmp_path / "theirs", tmp_path / "single")
+    save_file(singles, tmp_path / "single" / "model.safetensors", metadata={"format": "pt"})
+    torch.testing.assert_close(load_model(tmp_path / "single").state_dict(), singles, rtol=0, atol=0)
+
+
+LAYER = "model.language_model.layers.0.mlp.experts"
+SAYS = r"model\.safetensors: the tensor model\.layers\.0\.mlp\.experts\.{} has shape {}, but the 5 experts of config"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "says"),
+    [
+        ("qwen3_vl_moe", {f"{LAYER}.down_proj": lambda x: x[:2]}, SAYS.format("down_proj", r"\(2, 64, 24\)")),
+        ("qwen3_5_moe", {f"{LAYER}.gate_up_proj": lambda x: x.mT}, SAYS.format("gate_up_proj", r"\(5, 64, 48\)")),
+        ("qwen3_5_moe", {f"{LAYER}.down_proj": lambda x: x[:, :, 1:]}, SAYS.format("down_proj", r"\(5, 64, 23\)")),
+        (
+            "qwen3_vl_moe",
+            {f"{LAYER}.down_proj": None},
+            r"lack 5 of the model's \d+ tensors, for example .*experts\.0\.down_proj",
+        ),
+    ],
+    ids=["half of them", "transposed once too often", "another size", "missing"],
+)
+def test_wrong_expert_tensors_are_refused(tmp_path, model_type, change, says):
+    save_model(tmp_path / "saved", tiny.model(model_type=model_type), Processor(shapes.tokenizer(), ImageProcessor()))
+    file = tmp_path / "saved" / "model.safetensors"
+    weights = load_file(file)
+    for name, changed in change.items():
+        tensor = weights.pop(name)
+        if changed is not None:
+            weights[name] = changed(tensor).contiguous()
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=says) as error:
+        load_model(tmp_path / "saved")
+    assert "\n" not in str(error.value)
+
+
+def test_an_expert_without_tokens_is_not_changed():
+    """Clipping, weight decay and 8-bit moments do not change it while other experts are trained."""
+    from minivlmrl.extras.adamw8bit import AdamW8bit
+
+    config = tiny.config(model_type="qwen3_5_moe")
+    for make in (torch.optim.AdamW, AdamW8bit):
+        torch.manual_seed(0)
+        block = Experts(config.hidden_size, config.experts, 0)
+        with torch.no_grad():
+            block.gate.weight[3] = -block.gate.weight[0]  # selected if expert 0 is not
+        # one token, which does not select expert 3
+        x = torch.randn(1, 64).abs() * block.gate.weight[0].detach().sign()
+        before = {name: p.detach().clone() for name, p in block.named_parameters()}
+        optimizer = make(block.parameters(), lr=0.1, betas=(0.9, 0.99), weight_decay=0.5)
+        for _ in range(3):
+            block(x).square().sum().backward()
+            torch.nn.utils.clip_grad_norm_(block.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        idle = {i for i in range(5) if not any(p in optimizer.state for p in block.experts[i].parameters())}
+        assert 3 in idle and len(idle) < 5
+        for name, p in block.named_parameters():
+            is_idle = name.startswith("experts.") and int(name.split(".")[1]) in idle
+            assert torch.equal(p, before[name]) == is_idle, name
+
+
+def test_outputs_of_a_token_do_not_depend_on_the_batch():
+    """Outputs agree to float64's rounding, and bit for bit in a batch with the same size."""
+    torch.manual_seed(0)
+    config = tiny.config(model_type="qwen3_5_moe")
+    block = Experts(config.hidden_size, config.experts, 0).double()
+    x = torch.randn(60, 64, dtype=torch.float64)
+    order = torch.randperm(60)
+    with torch.no_grad():
+        whole = block(x)
+        assert torch.equal(block(x), whole)
+        parts = torch.cat([block(part) for part in x.split([1, 9, 50])])
+        torch.testing.assert_close(parts, whole, rtol=1e-13, atol=1e-15)
+        torch.testing.assert_close(block(x[order]), whole[order], rtol=1e-13, atol=1e-15)
+
+
+def test_only_moe_families_have_experts():
+    assert [name for name, family in FAMILIES.items() if family.experts] == list(MOE)
+
+
+def adapted(model, target, **options):
+    inject_adapters(model, LoRAOptions(r=3, alpha=6.0, target=target, **options))
+    init_adapters(model, 0)
+    for layer in adapters(model).values():
+        torch.nn.init.normal_(layer.lora_B.data, std=0.3)
+    return model
+
+
+def test_experts_and_routers_get_adapters_only_on_request():
+    few = adapters(adapted(tiny.model(model_type="qwen3_5_moe"), ["language"]))
+    assert not any(".experts." in name or name.endswith(("mlp.gate", "expert_gate")) for name in few)
+    assert any("shared_expert.up_proj" in name for name in few)
+    more = adapters(adapted(tiny.model(model_type="qwen3_5_moe"), ["language", "experts"]))
+    assert len(more) - len(few) == 3 * (5 * 3 + 2) and "model.layers.0.mlp.experts.4.down_proj" in more
+
+
+def test_adapters_of_experts_match_peft():
+    """Outputs, gradients and merged weights match PEFT for adapters on experts and router."""
+    peft = pytest.importorskip("peft", reason="oracle missing: pip install peft")
+    model = adapted(tiny.model(model_type="qwen3_5_moe", dtype=torch.float64), ["experts"])
+    ours = model.model.layers[0].mlp
+    plain = tiny.model(model_type="qwen3_5_moe", dtype=torch.float64).model.layers[0].mlp
+    names = [name.removeprefix("model.layers.0.mlp.") for name in adapters(model) if ".layers.0." in name]
+    theirs = peft.get_peft_model(plain, peft.LoraConfig(r=3, lora_alpha=6, target_modules=names)).double()
+    layers = dict(theirs.base_model.model.named_modules())
+    for name in names:
+        layer = ours.get_submodule(name)
+        layers[name].lora_A.default.weight.data.copy_(layer.lora_A)
+        layers[name].lora_B.default.weight.data.copy_(layer.lora_B)
+    x = torch.randn(40, 64, dtype=torch.float64)
+    found, expected = ours(x), theirs(x)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    found.square().sum().backward(), expected.square().sum().backward()
+    for name in names:
+        for matrix in "AB":
+            gradient = getattr(ours.get_submodule(name), f"lora_{matrix}").grad
+            other = getattr(layers[name], f"lora_{matrix}").default.weight.grad
+            torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-12)
+    merged = dict(theirs.merge_and_unload().named_parameters())
+    for name in names:
+        weight = ours.get_submodule(name).plain_weight()
+        torch.testing.assert_close(weight, merged[f"{name}.weight"], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("model_type", MOE)
+def test_experts_in_4_bits_equal_their_unpacked_weights(model_type, tmp_path):
+    """Quantized experts can be loaded from fused tensors, and are saved as such."""
+    model = adapted(tiny.model(model_type=model_type, dtype=torch.float64), ["language", "experts"])
+    plain = copy.deepcopy(model)
+    quantize_base(model)
+    packed = packed_layers(model)
+    assert "model.layers.0.mlp.experts.0.up_proj.base" in packed and "model.layers.0.mlp.gate.base" not in packed
+    for name, layer in packed.items():
+        plain.get_submodule(name).weight = torch.nn.Parameter(layer.weight, requires_grad=False)
+    generator = torch.Generator().manual_seed(2)
+    rows = [tiny.prompt(generator, [(1, 4, 8)], dtype=torch.float64)]
+    batch = pack(rows, [[tiny.completion(generator, 9)]], model.config)
+    losses = [-per_token_logps(m, batch)[0].mean() for m in (model, plain)]
+    torch.testing.assert_close(*losses, rtol=1e-12, atol=1e-12)
+    for loss in losses:
+        loss.backward()
+    others = dict(plain.named_parameters())
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, others[name].grad, rtol=1e-10, atol=1e-13)
+    processor = Processor(shapes.tokenizer(), ImageProcessor())
+    save_model(tmp_path / "base", tiny.model(model_type=model_type), processor)
+    options = LoRAOptions(r=3, alpha=6.0, target=["language", "experts"], quantize="nf4")
+    place = partial(inject_adapters, options=options)
+    read = load_model(tmp_path / "base", torch.float64, adapt=place)
+    name = "model.layers.0.mlp.experts.4.down_proj.base"
+    expected = NF4Linear(tiny.model(model_type=model_type).double().get_submodule(name.removesuffix(".base")))
+    assert torch.equal(read.get_submodule(name).weight, expected.weight)
+    init_adapters(read, 0)
+    save_model(tmp_path / "merged", read, processor)
+    saved = load_model(tmp_path / "merged").state_dict()["model.layers.0.mlp.experts.4.down_proj.weight"]
+    assert torch.equal(saved, expected.weight)
+
+
+@pytest.mark.slow
+def test_active_parameters_are_counted():
+    """Models on the Hub have 31.1e9 and 35.1e9 parameters; 3.9e9 are active per token."""
+    for size, held, active in (("Qwen3-VL-30B-A3B", 31.07e9, 3.9e9), ("Qwen3.5-35B-A3B", 35.11e9, 3.9e9)):
+        costs = MemoryEstimator(config_json.from_dict(real_config(size)))
+        assert costs.parameters == pytest.approx(held, rel=1e-3), size
+        assert costs.active_parameters == pytest.approx(active, rel=0.1), (size, costs.active_parameters)

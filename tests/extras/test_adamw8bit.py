@@ -1,0 +1,86 @@
+"""Compare AdamW with 8-bit moments with bitsandbytes' codes and torch's updates."""
+
+import pytest
+import torch
+from record_bitsandbytes import digest, numbers, recorded
+from torch import nn
+
+from minivlmrl.extras import adamw8bit
+from minivlmrl.extras.adamw8bit import AdamW8bit
+from minivlmrl.model.nf4 import dynamic_code, quantize
+
+OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_are_those_of_bitsandbytes(signed, fused_linspace):
+    theirs = recorded()["signed" if signed else "unsigned"]
+    code = dynamic_code.__wrapped__(signed, "cpu")
+    assert code.tolist() == theirs["code"]
+    indices, scales = quantize(numbers(signed), code)
+    assert (digest(indices), digest(scales)) == (theirs["indices"], theirs["scales"])
+
+
+def trained(optimizer, parameters, steps=20, smallest=-2):
+    """Return the parameters and the optimizer after `steps` updates.
+
+    In each row, the gradients have magnitudes from 10^smallest to 1.
+    """
+    generator = torch.Generator().manual_seed(1)
+    parameters = [nn.Parameter(p.clone()) for p in parameters]
+    optimizer = optimizer(parameters, **OPTIONS)
+    for _ in range(steps):
+        for p in parameters:
+            noise = torch.randn(p.shape, generator=generator) + 0.5
+            p.grad = (noise * torch.logspace(smallest, 0, p.shape[-1])).to(p.dtype)
+        optimizer.step()
+    return parameters, optimizer
+
+
+def test_updates_match_torch():
+    weights = [torch.randn(64, 300), torch.randn(8, 3, 2, 14, 14), torch.randn(5000), torch.randn(40, 40)]
+    once, theirs_once = (trained(kind, weights, 1)[0] for kind in (AdamW8bit, torch.optim.AdamW))
+    # the first update does not read stored moments yet
+    torch.testing.assert_close(once, theirs_once, rtol=1e-6, atol=1e-7)
+    found, optimizer = trained(AdamW8bit, weights)
+    theirs, _ = trained(torch.optim.AdamW, weights)
+    for number, (mine, other, start) in enumerate(zip(found, theirs, weights, strict=True)):
+        small = number > 1  # vectors and tensors with few values keep float32 moments
+        assert (optimizer.state[mine]["exp_avg"].dtype == torch.float32) == small
+        off = (mine - other).norm() / (other - start).norm()
+        assert off < (1e-5 if small else 0.05), off
+
+
+def test_small_gradients_next_to_large_ones_move_no_weight_far():
+    """Tiny second moments must not be rounded to 0, because the update divides by their root.
+
+    Here the smallest moment is 1e-8 times the largest in its block, which 8 bits cannot represent.
+    """
+    weights = [torch.zeros(64, 300)]
+    [mine], [theirs] = (trained(kind, weights, smallest=-4)[0] for kind in (AdamW8bit, torch.optim.AdamW))
+    assert mine.abs().max() < 1.5 * theirs.abs().max()
+
+
+def test_rows_are_updated_independently(monkeypatch):
+    """A row's update must not depend on the other rows.
+
+    Then a rank that holds some rows, or parts of some rows, computes the same values.
+    """
+    weights = [torch.randn(64, 300)]
+    [whole], _ = trained(AdamW8bit, weights)
+    monkeypatch.setattr(adamw8bit, "PIECE", 1000)
+    [pieces], _ = trained(AdamW8bit, weights)
+    assert whole.equal(pieces)
+
+
+def test_small_updates_of_bfloat16_weights_add_up():
+    """Near 1, bfloat16 steps are larger than 1e-4, so rounding errors must be carried over."""
+    ends = []
+    for kind in (AdamW8bit, torch.optim.AdamW):
+        weight = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+        optimizer = kind([weight], 1e-4, betas=(0.9, 0.99), weight_decay=0.0)
+        for _ in range(100):
+            weight.grad = torch.full_like(weight, -1.0)
+            optimizer.step()
+        ends.append(weight.float().mean().item())
+    assert ends[1] == 1.0 and ends[0] == pytest.approx(1.01, abs=0.004)

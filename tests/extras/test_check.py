@@ -1,0 +1,247 @@
+"""Test `check` on good recipes and on single faults.
+
+test_planted_faults.py tests whole runs with faults.
+"""
+
+import json
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import PIL.Image
+import pytest
+import torch
+from links import ROOT
+from runs import write_lines
+
+from minivlmrl.config.loading import load_config
+from minivlmrl.config.options import GRPOOptions
+from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.folder_template import DEFAULT, ChatTemplate
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.processor import Processor
+from minivlmrl.extras.check import command as check
+from minivlmrl.extras.check import completions as check_completions
+from minivlmrl.extras.check import recipe as check_recipe
+from minivlmrl.extras.check import rewards as check_rewards
+from minivlmrl.extras.check import rows as check_rows
+from minivlmrl.rewards.registry import Reward, get_reward
+from minivlmrl.tasks import shapes
+from tests.recipes.test_fashion import write_debian
+
+RECIPES = ROOT / "recipes"
+PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())
+EMBEDDED = [path.stem for path in sorted(RECIPES.glob("*.yaml")) if "task: " in path.read_text()]
+
+
+@pytest.mark.parametrize("recipe", EMBEDDED)
+def test_good_recipes_have_no_fault(recipe, capsys, tmp_path):
+    overrides = ["--num_threads=1", "--reward_model.path=null"]
+    if recipe == "fashion":  # a small file instead of the data set
+        write_debian(tmp_path)
+        task = f"--data.task=fashion.py:TASK(folder={str(tmp_path)!r}, demonstrations=12)"
+        overrides += [task, "--sft.prompts_per_step=4", "--grpo.prompts_per_step=4"]
+    assert check.main([str(RECIPES / f"{recipe}.yaml"), *overrides]) == 0, capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "No problems were found." in out and "output:" not in out
+    asked = {"grpo", "ppo"} & set(load_config(RECIPES / f"{recipe}.yaml").stage_names)
+    assert ("No completions were sampled" in out) == bool(asked)
+
+
+def test_boxes_that_no_reward_can_parse_are_reported():
+    rewards = [SimpleNamespace(name=name) for name in ("format", "box_format", "iou")]
+    processor = SimpleNamespace(answer_format="tags")
+    texts = [f"<answer>{said}</answer>" for said in ("1 2 3 4", "[]", '{"point_2d": [1, 2]}', "{'bbox': [1, 2, 3, 4]}")]
+    [sentence] = check_rewards.unparsed_boxes(rewards, texts, processor)
+    assert sentence.startswith(
+        "1 of 4 answers, for example '{\"point_2d\": [1, 2]}', contain no box that reward box_format can parse. Ask"
+    )
+    assert not list(check_rewards.unparsed_boxes(rewards, [*texts, "1 2 3 4", "no answer"], processor))
+    assert not list(check_rewards.unparsed_boxes([SimpleNamespace(name="accuracy")], texts, processor))
+
+
+def yes_or_no(num_yes, num_rows, folder):
+    """Return a dataset whose first `num_yes` rows have the solution yes, and the others no."""
+    PIL.Image.new("RGB", (28, 28)).save(folder / "0.png")
+    row = {"problem": "Is it?", "image": "0.png"}
+    lines = [row | {"solution": "yes" if number < num_yes else "no"} for number in range(num_rows)]
+    write_lines(folder / "rows.jsonl", lines)
+    return FileDataset(folder / "rows.jsonl")
+
+
+def constant_sentences(all_rows, names, drawn):
+    """Return the findings about constant answers if the rows `drawn` are the sample."""
+    rewards = [get_reward(name) for name in names]
+    rows = [all_rows[number] for number in drawn]
+    solutions = check_rows.solutions_of(all_rows.read(number)[0] for number in range(len(all_rows)))
+    trial = check_rewards.Trial(rewards, torch.ones(len(names)), rows, PROCESSOR)
+    return list(check_rewards.check_rewards(trial, solutions))
+
+
+def test_balanced_rows_give_no_finding(tmp_path):
+    """The fractions are counted over the whole dataset, not only over the 16 sampled rows.
+
+    First all sampled rows are yes, but only half the dataset. Then nine rows in ten are yes, and one sampled row is no.
+    """
+    assert not constant_sentences(yes_or_no(20, 40, tmp_path), ["accuracy", "format"], range(16))
+    [said] = constant_sentences(yes_or_no(36, 40, tmp_path), ["accuracy", "format"], range(21, 37))
+    assert said.startswith(
+        "Always answering '<think>hm</think><answer>yes</answer>' scores 0.90 times as much as right answers"
+    )
+
+
+def test_unbounded_rewards_are_compared_with_right_answers(tmp_path):
+    (tmp_path / "long.py").write_text(
+        "def points(answer_texts, solution, **columns):\n"
+        "    return [25.0 * (a == s) - 5 for a, s in zip(answer_texts, solution)]\n"
+    )
+    names = [f"{tmp_path}/long.py:points"]
+    assert not constant_sentences(yes_or_no(30, 40, tmp_path), names, range(20, 36))
+    [said] = constant_sentences(yes_or_no(38, 40, tmp_path), names, range(23, 39))
+    assert "scores 0.94 times as much as right answers" in said  # (20 * 38 - 5 * 2) / 40 of 20
+
+
+def test_one_long_demonstration_in_forty_is_found(tmp_path):
+    lines = [{"problem": "?", "completion": "red" if number else "red " * 40} for number in range(40)]
+    write_lines(tmp_path / "rows.jsonl", lines)
+    rows = FileDataset(tmp_path / "rows.jsonl")
+    assert lines[0]["completion"] not in [row.completion for row in check_rows.sample_rows(rows)]
+    config = load_config(RECIPES / "shapes.yaml", ["--sampling.max_new_tokens=20"])
+    [said] = check_rows.check_answers(config, ["completion"], rows, PROCESSOR)
+    assert said == "An answer in the field completion has 42 tokens, but sampling.max_new_tokens is 20. Raise it."
+    config.sampling.max_new_tokens = 42
+    assert not list(check_rows.check_answers(config, ["completion"], rows, PROCESSOR))
+
+
+def ignores_solution(completions, solution, **columns):
+    return [0.1 + 1e-7 * len(text) for text in solution]
+
+
+def reads_nothing(completions, **columns):
+    return [1.0] * len(completions)
+
+
+def reads_images(completions, images, **columns):
+    return [1.0] * len(completions)
+
+
+def test_pictures_and_solutions_are_exchanged_only_for_rewards_that_read_them():
+    rewards = [Reward("own", one) for one in (ignores_solution, reads_nothing, reads_images)]
+    only_text = [check_completions.reads_only_completion(reward) for reward in [*rewards, get_reward("format")]]
+    assert only_text == [False, True, False, True]
+    columns = {"completions": ["a", "b", "c"], "solution": ["a", "bb", "ccc"]}
+    assert not list(check_completions.check_labels(rewards[:2], columns, 1))
+    columns["solution"] = ["b", "c", "a"]
+    [said] = check_completions.check_labels([get_reward("accuracy")], columns | {"answer_texts": ["a", "b", "c"]}, 1)
+    assert said.startswith("The mean of reward accuracy is 0.00 with the solution of the same row, and 0.50")
+
+
+def tokens(completion_ids, **columns):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+@pytest.mark.parametrize(("weight", "said"), [(0.001, []), (0.01, ["Right answers score less than a word that"])])
+def test_a_reward_for_tokens_is_compared_with_the_limit_of_tokens(weight, said):
+    """1,000 tokens are worth 10 with the second weight, and a right answer 5. 60 words have fewer tokens."""
+    rewards = [get_reward("accuracy"), Reward("tokens", tokens)]
+    rows = [replace(shapes.Shapes(4, "own")[i], key=str(i)) for i in range(4)]
+    trial = check_rewards.Trial(rewards, torch.tensor([5.0, weight]), rows, PROCESSOR, max_new_tokens=1000)
+    found = list(check_rewards.check_rewards(trial, check_rows.solutions_of(rows)))
+    assert len(found) == len(said) and all(map(str.startswith, found, said)), found
+
+
+def one_of(answer_texts, solution, **columns):
+    return [float(answer in truths) for answer, truths in zip(answer_texts, solution, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("reward", "solution", "said"),
+    [
+        (one_of, lambda color: [color, f"{color}ish"], []),
+        (one_of, lambda color: [color, "thing"], ["Always answering '<think>hm</think><answer>thing</answer>'"]),
+        (get_reward("accuracy").function, lambda color: [color], ["4 of 4 solutions that were checked are lists"]),
+        (get_reward("accuracy").function, lambda color: color, []),
+        (get_reward("iou").function, lambda color: [0, len(color), 20, 20], []),
+    ],
+)
+def test_solutions_that_are_lists(reward, solution, said):
+    """Each text in a list is a right answer, but a list of numbers is one answer."""
+    colors = "red", "green", "blue", "yellow"
+    shown = shapes.Shapes(4, "own")
+    rows = []
+    for i, color in enumerate(colors):
+        rows.append(replace(shown[i], columns=shown[i].columns | {"solution": solution(color)}))
+    trial = check_rewards.Trial([Reward("own", reward)], torch.ones(1), rows, PROCESSOR)
+    found = list(check_rewards.check_rewards(trial, check_rows.solutions_of(rows)))
+    assert len(found) == len(said) and all(part in text for part, text in zip(said, found, strict=True)), found
+
+
+def test_a_reward_that_takes_seconds(monkeypatch):
+    clock = iter([0.0, 2.0, 2.0, 2.1])
+    monkeypatch.setattr(check_rewards, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    rows = [shapes.Shapes(2, "own")[i] for i in range(2)]
+    trial = check_rewards.Trial([get_reward("format"), get_reward("accuracy")], torch.ones(2), rows, PROCESSOR)
+    [said] = check_rewards.check_speed(trial, "grpo", GRPOOptions(prompts_per_step=4, num_generations=5))
+    assert said.startswith(
+        "Reward format takes 1 s per completion, so it may take 20 s for the 20 completions of a step of grpo. "
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "rate", "said"),
+    [
+        ([], 1e-3, "a rate above 0.0001 ruins"),
+        (["--adapter.r=4"], 1e-3, ""),
+        (["--adapter.r=4"], 1e-6, "hardly change"),
+        (["--adapter.r=4"], 1e-5, ""),
+        (["--model.freeze=[language, embeddings]"], 1e-3, ""),
+        (["--model.freeze=[language, embeddings]"], 1e-2, "a rate above 0.001 ruins"),
+        (["--model.freeze=[language]"], 1e-3, "a rate above 0.0001 ruins"),
+    ],
+)
+def test_a_learning_rate_is_judged_by_what_it_trains(options, rate, said):
+    own = ["--model.path=folder", f"--grpo.learning_rate={rate}", "--grpo.warmup_steps=0"]
+    config = load_config(RECIPES / "own_data.yaml", [*own, *options])
+    big = SimpleNamespace(parameters=lambda: [SimpleNamespace(numel=lambda: 10**9)])
+    sentences = list(check_recipe.check_training(config, "grpo", big, num_rows=1000))
+    assert [said in sentence for sentence in sentences] == [True] * bool(said), sentences
+
+
+@pytest.mark.parametrize(("opened", "said"), [("<think>\n", False), ("<reasoning>\n", True), ("a < b > ", False)])
+def test_a_template_that_opens_another_tag_than_think(opened, said):
+    template = ChatTemplate(f"{DEFAULT}{opened}", "t")
+    sentences = list(check_recipe.check_template(replace(PROCESSOR, template=template)))
+    assert ["the opening tag <reasoning>" in sentence for sentence in sentences] == [True] * said
+
+
+def test_a_tool_without_a_docstring(tmp_path):
+    reset = "    def reset(self, **columns):\n        pass\n"
+    tools = "    def zoom(self, x: int):\n        'Zoom.'\n    def turn(self, x: int):\n        pass\n"
+    (tmp_path / "own.py").write_text(f"class Told:\n{reset}{tools}class Quiet(Told):\n    declare_tools = False\n")
+    [said] = check_recipe.check_tools(f"{tmp_path}/own.py:Told")
+    assert said.startswith("The tool turn has no docstring")
+    assert not list(check_recipe.check_tools(f"{tmp_path}/own.py:Quiet")) and not list(check_recipe.check_tools(None))
+
+
+DAMAGE = {"cut": lambda content: content[: len(content) // 2], "html": lambda _: b"<!doctype html>"}
+
+
+@pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize("damage", [*DAMAGE, "strip"])
+def test_unreadable_rows_are_skipped_as_in_training(home, own, rows, damage, tmp_path, capsys):
+    """The first row is the one with which rewards are tried before the model is loaded."""
+    if damage == "strip":
+        PIL.Image.new("RGB", (2275, 10)).save(tmp_path / "bad.png")
+    else:
+        (tmp_path / "bad.png").write_bytes(DAMAGE[damage]((rows.parent / "0.png").read_bytes()))
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    for number, line in enumerate(lines):
+        line["image"] = str(tmp_path / "bad.png" if number in (0, 3) else rows.parent / line["image"])
+    write_lines(tmp_path / "rows.jsonl", lines)
+    own = [*own, f"--data.train_file={tmp_path / 'rows.jsonl'}"]
+    options = [str(home / "recipe.yaml"), *own, "--stages=[grpo]", "--data.skip_unreadable=true"]
+    check.main(options)
+    said = r"2 of the checked rows of grpo are unreadable and will be skipped .*, for example .*rows\.jsonl:1: "
+    assert re.search(said, capsys.readouterr().out)
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1"):
+        check.main(options[:-1])

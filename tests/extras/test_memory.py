@@ -1,0 +1,199 @@
+"""Test the command `memory`, and the memory sizes that recipes, docs and README mention."""
+
+import copy
+import functools
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from hub_configs import real_config
+
+from minivlmrl.__main__ import main as start
+from minivlmrl.config.loading import load_config
+from minivlmrl.diagnostics.memory import GB, MemoryEstimator, estimate_phases, peak_bytes
+from minivlmrl.extras.memory import memory_table
+from minivlmrl.model import config_json
+
+import tiny
+
+
+def head_of(path):
+    """Return a recipe's comment lines as one string."""
+    lines = path.read_text().splitlines()
+    return " ".join(line.removeprefix("# ") for line in lines if line.startswith("# "))
+
+
+@functools.cache
+def estimator_for(model, num_layers=None):
+    """Return the estimator for a model on the Hub, or for the model with only its first layers."""
+    values = copy.deepcopy(real_config(model))
+    if num_layers is not None:
+        values["text_config"]["num_hidden_layers"] = num_layers
+        if "layer_types" in values["text_config"]:
+            del values["text_config"]["layer_types"][num_layers:]
+    return MemoryEstimator(config_json.from_dict(values))
+
+
+pytestmark = pytest.mark.usefixtures("cached_activations")
+
+
+def needed(config, stage, model, num_layers=None, gpus=1):
+    """Return a step's peak memory in GB on each GPU, as the command prints it."""
+    return peak_bytes(estimate_phases(config, stage, estimator_for(model, num_layers), gpus)) / GB
+
+
+def needed_by_layers(config, stage, model):
+    """Extrapolate the memory from 4 and 8 layers, because each layer adds the same amount."""
+    gb_of_4_layers, gb_of_8_layers = (needed(config, stage, model, num_layers) for num_layers in (4, 8))
+    num_layers = real_config(model)["text_config"]["num_hidden_layers"]
+    return gb_of_4_layers + (gb_of_8_layers - gb_of_4_layers) / 4 * (num_layers - 4)
+
+
+def cell(size):
+    """Format a size in GB and the GPU sizes that are large enough, as in docs/memory.md."""
+    return f"{size:.1f}: {', '.join(str(card) for card in (24, 48, 80) if size <= card)}"
+
+
+def rows_of_memory(name):
+    """Return the cells of all table rows in docs/memory.md whose first cell is `name`."""
+    lines = Path("docs/memory.md").read_text().splitlines()
+    rows = [line.strip("|").split("|") for line in lines if line.startswith(f"| {name} |")]
+    return [[text.strip() for text in row] for row in rows]
+
+
+ONE_CARD = {"own_demonstrations_one_card": "sft", "own_pairs_one_card": "dpo", "own_data_one_card": "grpo"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ONE_CARD)
+def test_the_table_of_one_card_equals_the_command(name):
+    """Each size is printed for its column's options, and fits its column's card."""
+    lines = Path("docs/one_card.md").read_text().splitlines()
+    [head] = [line for line in lines if line.startswith("| recipe |")]
+    [row] = [line for line in lines if line.startswith(f"| [{name}]")]
+    cells = zip(head.split("|")[3:-1], row.split("|")[3:-1], strict=True)
+    for column, size in cells:
+        model, card = re.fullmatch(r" (.B)(?:, NF4)?: (\d+) GB ", column).groups()
+        options = ["--adapter.quantize=nf4"] if "NF4" in column else []
+        found = needed(load_config(f"recipes/{name}.yaml", options), ONE_CARD[name], f"Qwen2.5-VL-{model}")
+        assert f"{found:.1f}" == size.strip() and found <= float(card), column
+        if name in (readme := Path("README.md").read_text()) and column == " 3B: 16 GB ":
+            assert f"{size.strip()} GB" in readme
+
+
+THOUGHTS = ["--data.chat_template_kwargs.enable_thinking=true", "--sampling.max_new_tokens=2048"]
+BFLOAT16 = ["--model.dtype=bfloat16", "--model.compute_dtype=null"]
+
+
+def test_a_phase_that_does_not_fit_is_marked():
+    lines = memory_table({"score": {"weights": GB}, "train": {"weights": GB, "gradients": 2 * GB}}, 5 * GB).splitlines()
+    assert lines[0] == "| GB on each GPU | score | train |" and lines[-1] == "| total | 4.0 | 6.0 (too much) |"
+    assert lines[3] == "| gradients |  | 2.0 |"
+
+
+def test_the_command(tmp_path, capsys):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(tiny.RUN_MODEL))
+    small = ["--text_tokens", "20", "--image_tokens", "16", "--sampling.max_new_tokens=8"]
+    start(["memory", "--model", str(file), "--gpus", "2", "recipes/own_data.yaml", *small])
+    shown = capsys.readouterr().out
+    assert f"{MemoryEstimator(config_json.from_dict(tiny.RUN_MODEL)).parameters:,} parameters; 2 GPUs of 80 GB" in shown
+    assert "grpo" in shown and "too much" not in shown
+    start(["memory", "--model", str(tmp_path / "config.json"), "--gpu_memory", "1", *small])
+    shown = capsys.readouterr().out
+    assert "grpo needs about 3.0 GB on the GPU" in shown and "prompts of 36 tokens are assumed" in shown
+
+
+@pytest.mark.slow
+def test_recipes_fit_the_gpus_that_their_comments_name():
+    """Recipes state the memory on an 80 GB GPU, and the options for a 24 GB GPU."""
+    recipes, on_eight = [], []
+    for path in sorted(Path("recipes").glob("*.yaml")):
+        head = head_of(path)
+        if "80 GB: " not in head:
+            continue
+        recipes.append(path.stem)
+        sizes = (re.search(text, head)[1] for text in (r"80 GB: (\d+) GB by", r": (\d+) GB on the card"))
+        by_plan, on_small = map(int, sizes)
+        small = re.search(r"on the card with ((?:--[^\s,]*[^\s,.] ?)+)", head)[1].split()
+        for options, expected, card in (([], by_plan, 80), (small, on_small, 24)):
+            run = load_config(path, options)
+            [stage] = run.stages
+            assert round(needed(run, stage, "Qwen2.5-VL-3B")) == expected <= card, (path, options)
+        if eight := re.search(r"8 GPUs needs (\d+) GB.*and (\d+) GB with (--\S+),", head):
+            for options, expected in (([], eight[1]), ([eight[3]], eight[2])):
+                run = load_config(path, options)
+                assert round(needed(run, stage, "Qwen2.5-VL-3B", gpus=8)) == int(expected)
+            on_eight.append(path.stem)
+    assert recipes == ["own_data", "own_pairs", "rec_qwen2_5_vl_3b"] and on_eight == ["rec_qwen2_5_vl_3b"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "model", "other", "options"),
+    [
+        ("own_demonstrations_one_card", "Qwen2.5-VL-3B", 10, ["--adapter.quantize=nf4"]),
+        ("own_pairs_one_card", "Qwen2.5-VL-3B", 10, ["--adapter.quantize=nf4"]),
+        ("own_data_one_card", "Qwen2.5-VL-3B", 11, ["--adapter.quantize=nf4"]),
+        ("rec_qwen2_5_vl_3b_one_card", "Qwen2.5-VL-3B", 11, ["--adapter.quantize=nf4"]),
+        ("cls_qwen2_vl_2b", "Qwen2-VL-2B", 12, ["--adapter.r=64", *BFLOAT16]),
+        ("lora_7b", "Qwen2.5-VL-7B", 26, ["--adapter.quantize=null"]),
+        ("rec_qwen3_vl_4b_one_card", "Qwen3-VL-4B", 16, ["--adapter.quantize=nf4"]),
+        ("lora_qwen3_vl_8b", "Qwen3-VL-8B", 28, ["--adapter.quantize=null"]),
+        ("lora_qwen3_5_2b", "Qwen3.5-2B", 11, THOUGHTS),
+    ],
+)
+def test_recipes_for_one_gpu_fit(name, model, other, options):
+    path = Path("recipes") / f"{name}.yaml"
+    head = head_of(path)
+    card, by_plan = map(int, re.search(r"card of (\d+) GB: (\d+) GB by `python -m minivlmrl memory`", head).groups())
+    configs = [load_config(path, given) for given in ([], options)]
+    found = [needed(config, config.stage_names[0], model) for config in configs]
+    assert [round(size) for size in found] == [by_plan, other] and found[0] <= card
+    assert f"{other} GB" in head and model.partition("VL-")[2] in head
+    if stated := re.search(r"with max_batch_tokens 16384 the recipe needs (\d+) GB", head):
+        config = load_config(path, ["--sampling.max_batch_tokens=16384"])
+        assert round(needed(config, "grpo", model)) == int(stated[1])
+    if model.startswith("Qwen3-VL"):  # docs/memory.md has a row for these recipes
+        [row] = rows_of_memory(name)
+        assert row[1:] == [cell(size) for size in sorted(found)[::-1]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["Qwen3.5-2B", "Qwen3.5-4B", "Qwen3.5-9B"])
+def test_sizes_of_qwen3_5(model):
+    """docs/memory.md and the recipe name the same card; the 2B is counted with all its layers."""
+    [[_, card, *stated]] = rows_of_memory(model)
+    path = Path("recipes/lora_qwen3_5_2b.yaml")
+    size_of = needed if model == "Qwen3.5-2B" else needed_by_layers
+    found = [size_of(load_config(path, options), "grpo", model) for options in ([], THOUGHTS)]
+    assert [f"{size:.1f}" for size in found] == stated and max(found) <= int(card)
+    head = head_of(path)
+    assert f"{card} GB" in head and model in head and " ".join(THOUGHTS) in head
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["Qwen3-VL-30B-A3B", "Qwen3.5-35B-A3B"])
+def test_recipes_for_mixture_of_experts_models_fit(model):
+    """docs/notes/experts.md states the same size."""
+    name = f"lora_{model.lower().replace('-', '_').replace('.', '_')}"
+    path = Path("recipes") / f"{name}.yaml"
+    card, by_plan = map(int, re.search(r"card of (\d+) GB: (\d+) GB by `python -m min", head_of(path)).groups())
+    size = needed_by_layers(load_config(path), "grpo", model)
+    assert round(size) == by_plan <= card
+    assert f"[{name}.yaml](../../recipes/{name}.yaml) needs {size:.1f} GB" in Path("docs/notes/experts.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("row", "model"), [("all weights, float32", "3B"), ("LoRA on bfloat16", "3B"), ("LoRA on NF4", "7B")]
+)
+def test_memory_sizes_in_the_readme(row, model):
+    """Sizes in README and docs/memory.md agree with the estimate for the row's options."""
+    [[*cells, options]] = rows_of_memory(row)
+    config = load_config("own_data.yaml", shlex.split(options.replace("`", "")))
+    size = needed(config, "grpo", f"Qwen2.5-VL-{model}")
+    assert cells[1 if model == "3B" else 2] == cell(size)
+    assert row != "all weights, float32" or f"{size:.0f} GB" in Path("README.md").read_text()

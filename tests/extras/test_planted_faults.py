@@ -1,0 +1,405 @@
+"""Test that `check`, or a warning during a run, reports each planted fault and how to fix it."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import PIL.Image
+import pytest
+import torch
+from runs import LETTERS, metrics, read_lines, write_lines
+
+from minivlmrl.data.rows import Completion
+from minivlmrl.extras.check import command as check
+from minivlmrl.generation.sampler import Sampler
+from minivlmrl.tasks.shapes import Shapes, tagged_answer
+
+
+@dataclass
+class Fault:
+    """A change to a correct recipe and its rows, and the messages about it, as (sentence, suggested fix)."""
+
+    overrides: list[str] = field(default_factory=list)
+    change: dict | Callable = field(default_factory=dict)  # new columns, or a function (number, row) -> columns
+    check: tuple[str, str] | None = None  # message from `check`
+    run: tuple[str, str] | None = None  # warning during the run
+
+
+def black(image: str) -> str:
+    """Write a black image beside the given one, and return its path."""
+    PIL.Image.new("RGB", (56, 56)).save(image + ".black.png")
+    return image + ".black.png"
+
+
+def stretched(number: int, row: dict) -> dict:
+    """Write an image with 16 x 16 pixels, enlarged to 64 x 64, and return it as the row's new image."""
+    PIL.Image.effect_noise((16, 16), 90).resize((64, 64), 0).save(f"stretched_{number}.png")
+    return {"image": f"stretched_{number}.png"}
+
+
+def asked_twice(number: int, row: dict) -> dict:
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name it."}]
+    return {"prompt": talk, "problem": None}
+
+
+def image_after_text(number: int, row: dict) -> dict:
+    return {"problem": "Name it.<image>" if number else "Name it."}  # without the tag, the image comes first
+
+
+def shown_again(number: int, row: dict) -> dict:
+    """Write an evaluation row with another question about the same picture, saved as another file."""
+    PIL.Image.open(row["image"]).save(f"again_{number}.bmp")
+    again = {"problem": "What is it?", "image": f"again_{number}.bmp", "solution": row["solution"] if number else " "}
+    with open("eval.jsonl", "a" if number else "w", encoding="utf-8") as file:
+        file.write(json.dumps(again) + "\n")
+    return {}
+
+
+def one_class(number: int, row: dict) -> dict:
+    """Write evaluation rows that all have the same solution, except the first row."""
+    shown_again(number, row | {"solution": "cat" if number else "dog"})
+    return {}
+
+
+def asked_before(number: int, row: dict) -> dict:
+    """Ask the same question again after the right answer."""
+    turns = [("user", "Name it."), ("assistant", row["solution"]), ("user", "And now in capitals.")]
+    return {"prompt": [{"role": role, "content": text} for role, text in turns], "problem": None}
+
+
+def told_by_the_system(number: int, row: dict) -> dict:
+    system = {"role": "system", "content": f"The picture shows: {row['solution']}"}
+    return {"prompt": [system, {"role": "user", "content": "Name it."}], "problem": None}
+
+
+def shuffled(number: int, row: dict) -> dict:
+    """Write right answers for all rows, but give two rows another row's solution."""
+    wrong = "cat" if number in (2, 5) else row["solution"]
+    right, other = (f"<think>hm</think><answer>{text}</answer>" for text in (row["solution"], "dog"))
+    label = number % 2 == 0
+    return {
+        "solution": wrong,
+        "completion": right if label else other,
+        "label": label,
+        "chosen": right,
+        "rejected": other,
+    }
+
+
+def shuffled_demonstrations(number: int, row: dict) -> dict:
+    row = shuffled(number, row)
+    return row | {"completion": row["chosen"]}
+
+
+IOU = ["--rewards={iou: 1, box_format: 1}"]
+
+
+FAULTS = {
+    "a temperature near 0": Fault(
+        ["--sampling.temperature=0.001", "--sampling.top_k=1"],
+        check=("sampling.temperature is 0.001", "Set it to 1.0"),
+        run=("the same text is sampled repeatedly", "set them to 1.0"),
+    ),
+    "a large learning rate": Fault(
+        ["--grpo.learning_rate=1e6"],
+        check=("grpo.learning_rate is 1e+06, but a rate above 0.01", "Lower it"),
+        run=("are zero", "lower grpo.learning_rate"),
+    ),
+    "max_new_tokens too small": Fault(
+        ["--sampling.max_new_tokens=1", "--sampling.stop_token_ids=[1]"],
+        check=("100% of 24 completions are truncated", "Raise this limit, or ask for shorter answers"),
+    ),
+    "rows without pictures": Fault(
+        change={"image": None},
+        check=("has an image or a video", "Call the column with the images image or images"),
+    ),
+    "a template without the form that a reward asks for": Fault(
+        ["--rewards={format: 1, accuracy: 1}"],
+        check=("no prompt mentions them and no completion", "Describe the format in data.prompt_template"),
+    ),
+    "a reward that always says 1": Fault(
+        ["--rewards={one.py:one: 1}"],
+        check=("Reward one.py:one is 1 for every text that was tried", "reads the completions"),
+        run=("one.py:one is 1", "Compare completions.jsonl"),
+    ),
+    "no prompt is of the right difficulty": Fault(
+        ["--rewards={accuracy: 1}"],
+        check=("groups have the same reward for all 3 completions", "Use easier or harder prompts"),
+    ),
+    "answers are looked for where there are none": Fault(
+        ["--rewards={accuracy: 1}"],
+        check=("have no answer that data.answer_format (tags) can find", "Set data.answer_format"),
+    ),
+    "all rows have one solution": Fault(
+        change={"solution": "cat"},
+        check=("Always answering '<think>hm</think><answer>cat</answer>' scores 1.00", "Balance the solutions"),
+    ),
+    "demonstrations that rewards contradict": Fault(
+        ["--stages=[sft, grpo]"], {"completion": "<think>hm</think><answer>dog</answer>"},
+        check=("The mean of reward accuracy is only 0.00", "whether the labels are shuffled"),
+    ),
+    "demonstrations without the tags in which answers are looked for": Fault(
+        ["--stages=[sft, grpo]"], {"completion": "dog"},
+        check=("The mean of reward accuracy is only 0.00", "Set data.answer_format: whole"),
+    ),
+    "a reward that likes what is no answer": Fault(
+        ["--rewards={one.py:words: 1}"],
+        check=("Reward one.py:words is 1.00 for the same word, 60 times", "depends on the answer"),
+    ),
+    "a reward that needs no picture": Fault(
+        ["--rewards={one.py:length: 1}"],
+        check=("with gray images", "Check that each image belongs"),
+    ),
+    # rows
+    "all rows show one file": Fault(
+        change=lambda i, row: {"image": row["image"].replace(f"{i}.png", "0.png")},
+        check=("have the same image", "Check which files the column image"),
+    ),
+    "all images are black": Fault(
+        change=lambda i, row: {"image": black(row["image"])},
+        check=("images have only one colour", "the files are damaged"),
+    ),
+    "nearly half of the images are black": Fault(
+        change=lambda i, row: {"image": black(row["image"]) if i % 5 < 2 else row["image"]},
+        check=("4 of 8 images have only one colour", "the files are damaged"),
+    ),
+    "the prompt holds the answer": Fault(
+        change=lambda i, row: {"problem": f"Name it ({row['solution']})."},
+        check=("8 of 8 questions contain their solution", "Remove the solution from the prompt"),
+    ),
+    "each image is one token": Fault(
+        ["--data.min_pixels=784", "--data.max_pixels=784"], check=("a single token", "Raise data.max_pixels"),
+    ),
+    "evaluation rows are training rows": Fault(
+        ["--data.eval_file=rows.jsonl", "--data.eval_rows=4"],
+        check=("4 of 4 evaluation rows are also training rows of grpo", "remove them from data.eval_file"),
+    ),
+    "boxes in another unit": Fault(
+        IOU, {"solution": [0.1, 0.2, 0.5, 0.6]},
+        check=("is not a box inside the image", "in pixels of the image file"),
+    ),
+    "thumbnails that were stretched": Fault(
+        change=stretched, check=("8 of 8 images are thumbnails", "Use the original images"),
+    ),
+    "two system messages": Fault(
+        ["--data.system_prompt=Be kind."], asked_twice,
+        check=("8 of 8 rows have more than one system", "Keep only one"),
+    ),
+    "half of the images after the question": Fault(
+        change=lambda i, row: {"problem": "Name it.<image>" if i % 2 else "<image>Name it."},
+        check=("4 questions have the image after the text, and 4", "Use the same order"),
+    ),
+    "the prompt spells the answer as a file": Fault(
+        change=lambda i, row: {"problem": f"What does {row['solution'].replace(' ', '_').upper()}.png show?"},
+        check=("8 of 8 questions contain their solution", "Remove the solution from the prompt"),
+    ),
+    "empty solutions": Fault(
+        ["--rewards={accuracy: 1}"], lambda i, row: {"solution": row["solution"] if i % 2 else ""},
+        check=("4 of 8 rows have an empty solution, which reward accuracy", "Write a solution"),
+    ),
+    "a reward under two names": Fault(
+        ["--rewards={accuracy: 1, minivlmrl.rewards.text:accuracy: 1}"],
+        check=("accuracy and minivlmrl.rewards.text:accuracy are the same function", "Remove one of them"),
+    ),
+    # answers to learn from
+    "demonstrations without an end token": Fault(
+        ["--stages=[sft, grpo]", "--sampling.stop_token_ids=[1]"],
+        check=("completion ends with the token id", "Add this id to sampling.stop_token_ids"),
+    ),
+    "demonstrations longer than max_new_tokens": Fault(
+        ["--stages=[sft, grpo]", "--sampling.max_new_tokens=2"], check=("sampling.max_new_tokens is 2", "Raise it"),
+    ),
+    # the recipe
+    "top_k 1": Fault(
+        ["--sampling.top_k=1"],
+        check=("sampling.top_k is 1", "Set sampling.top_k to 0"),
+    ),
+    "beta of GRPO far too high": Fault(
+        ["--grpo.beta=10"], check=("grpo.beta is 10, a KL weight so high", "Set it to 0.1"),
+    ),
+    "a small learning rate in bfloat16": Fault(
+        ["--model.dtype=bfloat16", "--grpo.learning_rate=1e-6"],
+        check=("updates of weights over 0.0005 are lost", "use model.dtype=float32"),
+    ),
+    "a learning rate too small for adapters": Fault(
+        ["--adapter.r=4", "--grpo.learning_rate=1e-6"],
+        check=("grpo.learning_rate is 1e-06, at which adapters (adapter.r is 4) hardly change", "from 1e-5 to 1e-4"),
+    ),
+    "a warmup without an end": Fault(
+        ["--grpo.warmup_steps=100"], check=("grpo.warmup_steps is 100, so all 3 steps", "Lower it"),
+    ),
+    "more prompts in a step than rows": Fault(
+        ["--grpo.prompts_per_step=64"],
+        check=("grpo.prompts_per_step is 64, but the dataset has only 8 rows", "Lower it"),
+    ),
+    "weights of rewards that cancel": Fault(
+        ["--rewards={accuracy: 1, format: -1}"],
+        check=("Right answers do not score higher", "Check the weights of the rewards"),
+    ),
+    # evaluation
+    "a single evaluation row": Fault(
+        ["--data.eval_file=rows.jsonl", "--data.eval_rows=1"],
+        check=("There is only 1 evaluation row", "Use at least 100 rows"),
+    ),
+    "evaluation pictures are training pictures": Fault(
+        ["--data.eval_file=eval.jsonl"], shown_again,
+        check=("8 of 8 images of the evaluation rows equal images of the training rows", "Use other images"),
+    ),
+    "an empty solution of an evaluation row": Fault(
+        ["--data.eval_file=eval.jsonl", "--data.eval_rewards=[accuracy]"], shown_again,
+        check=("1 of 8 evaluation rows have an empty solution, which reward accuracy", "Write a solution"),
+    ),
+    "two names of one label": Fault(
+        ["--rewards={accuracy: 1}"], lambda i, row: {"solution": ("Ice-Cream", "ice cream", "ice cream.")[i % 3]},
+        check=("'Ice-Cream' (3 rows) and 'ice cream' (3 rows) seem to be two names", "Use one name for each label"),
+    ),
+    "one of eight prompts lacks the tag <image>": Fault(
+        change=image_after_text,
+        check=("7 questions have the image after the text, and 1 have it before", "Use the same order"),
+    ),
+    # answers in other turns than the question
+    "the system message holds the answer": Fault(
+        change=told_by_the_system, check=("8 of 8 system messages contain their solution", "Remove the solution"),
+    ),
+    "an earlier turn holds the answer": Fault(
+        change=asked_before, check=("8 of 8 earlier turns contain their solution", "Remove the solution"),
+    ),
+    "evaluation rows of nearly one class": Fault(
+        ["--data.eval_file=eval.jsonl", "--data.eval_rewards=[accuracy]"], one_class,
+        check=("scores 0.88 times as much as right answers of the evaluation rows", "Balance the solutions"),
+    ),
+    "solutions that are lists": Fault(
+        ["--rewards={accuracy: 1}"], lambda i, row: {"solution": [row["solution"], "thing"]},
+        check=("8 of 8 solutions that were checked are lists", "Write one text as the solution"),
+    ),
+    "solutions that are objects": Fault(
+        ["--rewards={accuracy: 1}"], lambda i, row: {"solution": {"answer": row["solution"]}},
+        check=("8 of 8 solutions that were checked are lists, objects", "Write one text as the solution"),
+    ),
+    "solutions that are floats": Fault(
+        ["--rewards={accuracy: 1}"], lambda i, row: {"solution": float(i)},
+        check=("the answer '0' gets 0.00 for the solution 0.0", "Write one text as the solution"),
+    ),
+    "empty lists as solutions": Fault(
+        ["--rewards={accuracy: 1}"], lambda i, row: {"solution": [row["solution"]] if i % 2 else []},
+        check=("4 of 8 rows have an empty solution, which reward accuracy", "Write a solution"),
+    ),
+    "a random reward": Fault(
+        ["--rewards={one.py:chance: 1}"],
+        check=("Reward one.py:chance gave different values for the same completions", "Remove the random numbers"),
+    ),
+    "a reward with noise that reads the solution": Fault(
+        ["--rewards={one.py:noisy: 1}"],
+        check=("Reward one.py:noisy gave different values for the same completions", "Remove the random numbers"),
+    ),
+    "tokens beside accuracy": Fault(
+        ["--rewards={accuracy: 1, one.py:tokens: 0.1}"],
+        check=("Right answers score less than the same word, 60 times", "Check the weights of the rewards"),
+    ),
+    "a fifth of the labels shuffled, with demonstrations": Fault(
+        ["--stages=[sft, grpo]", "--rewards={accuracy: 1}"], shuffled_demonstrations,
+        check=("2 of 8 answers in the column completion contradict", "Compare the solution"),
+    ),
+    "a fifth of the labels shuffled, with pairs": Fault(
+        ["--stages=[dpo]", "--rewards={accuracy: 1}"], shuffled,
+        check=("2 of 8 answers in the column chosen contradict", "Compare the solution"),
+    ),
+}  # fmt: skip
+
+OWN_REWARDS = """
+import random
+def one(completions, **columns):
+    return [1.0] * len(completions)
+
+def words(completions, solution, **columns):
+    return [float(len(c.split()) > 50) for c in completions]
+
+def length(completions, solution, **columns):
+    return [float(len(c)) for c in completions]
+
+def chance(completions, **columns):
+    return [random.random() for _ in completions]
+
+def noisy(answer_texts, solution, **columns):
+    return [float(a == s) + 1e-4 * random.random() for a, s in zip(answer_texts, solution)]
+
+def tokens(completion_ids, **columns):
+    return [float(len(ids)) for ids in completion_ids]
+"""
+
+
+def faults_of(kind):
+    """Return pytest parameters for the faults that `check` or a run reports. Most are slow."""
+    said = [(number, name) for number, (name, fault) in enumerate(FAULTS.items()) if getattr(fault, kind)]
+    return [pytest.param(name, marks=[pytest.mark.slow] * (number > 16)) for number, name in said]
+
+
+@pytest.fixture
+def plant(own, rows, tmp_path, monkeypatch):
+    """Return a function that changes eight healthy rows and returns the options for a run on these rows."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.py").write_text(OWN_REWARDS)
+
+    def plant(change):
+        lines = [line | {"image": str(rows.parent / line["image"])} for line in read_lines(rows)]
+        of = change if callable(change) else lambda *_: change
+        lines = [line | of(number, line) for number, line in enumerate(lines)]
+        write_lines(tmp_path / "rows.jsonl", lines)
+        return [*own, "--data.train_file=rows.jsonl", "--stages=[grpo]"]
+
+    return plant
+
+
+@pytest.mark.parametrize("name", faults_of("check"))
+def test_check_reports_the_fault_before_a_run(name, home, plant, capsys):
+    fault, (sentence, cure) = FAULTS[name], FAULTS[name].check
+    assert check.main([str(home / "recipe.yaml"), *plant(fault.change), *fault.overrides]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("- ")]
+    [said] = [line for line in lines if sentence in line]
+    assert cure in said
+
+
+def test_check_does_not_sample_if_an_earlier_stage_trains_the_format(home, plant, capsys):
+    fault = FAULTS["a template without the form that a reward asks for"]
+    rows = {"completion": "<think>hm</think><answer>cat</answer>"}
+    check.main([str(home / "recipe.yaml"), *plant(rows), *fault.overrides, "--stages=[sft, grpo]"])
+    out = capsys.readouterr().out
+    assert "No completions were sampled" in out and fault.check[0] not in out
+
+
+@pytest.mark.parametrize("name", faults_of("run"))
+@pytest.mark.usefixtures("plain", "lively")
+def test_a_run_reports_the_fault(name, run, plant, capsys):
+    fault, (sentence, cure) = FAULTS[name], FAULTS[name].run
+    options = "--grpo.max_steps=11", "--grpo.prompts_per_step=2", LETTERS
+    folder = run(*plant(fault.change), *options, *fault.overrides)
+    [said] = [line for line in capsys.readouterr().err.splitlines() if sentence in line]
+    assert said.startswith("step ") and cure in said
+    written = metrics(folder, "warnings.jsonl")
+    # steps in files count from 0
+    assert said in [f"step {line['step'] + 1}: {line['warning']}" for line in written]
+
+
+@pytest.mark.parametrize("number_of_shuffled", [0, 2, 8])
+def test_check_reports_shuffled_solutions(number_of_shuffled, home, plant, monkeypatch, capsys):
+    """A model that knows the answers is right.
+
+    If the rows are shuffled, its answers fit other rows. If a quarter is shuffled, most rows are right.
+    """
+    labels = [Shapes(8, "own")[i].columns["solution"] for i in range(8)]
+
+    def knows(sampler, prompts, count, keys):
+        ids = [torch.tensor(sampler.processor.tokenizer.encode(tagged_answer(label))) for label in labels]
+        return [[Completion(one, torch.zeros(len(one)), True)] * count for one in ids]
+
+    monkeypatch.setattr(Sampler, "__call__", knows)
+    options = plant({})
+    n = number_of_shuffled
+    solutions = labels[1:n] + labels[:1] + labels[n:] if n else labels
+    lines = [line | {"solution": label} for line, label in zip(read_lines(Path("rows.jsonl")), solutions, strict=True)]
+    write_lines(Path("rows.jsonl"), lines)
+    check.main([str(home / "recipe.yaml"), *options, "--rewards={accuracy: 1}"])
+    out = capsys.readouterr().out
+    assert ("Check that the solutions are not shuffled" in out) == (n == 8)
+    assert ("The completions of 2 of 8 rows agree on an answer" in out) == (n == 2)

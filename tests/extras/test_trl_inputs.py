@@ -1,0 +1,141 @@
+"""The callback for TRL's trainers names images that do not reach the loss, and is silent for healthy runs."""
+
+import datasets
+import pytest
+import torch
+import trl
+from talk import assistant, user
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as modeling
+from trl_fixtures import QUIET, model, picture, processor, write_model
+
+from minivlmrl.extras.trl_inputs import InputCheck
+
+SIZES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1, "seed": 1}
+GENERATION = {"num_generations": 2, "max_completion_length": 6}
+GRAY, BLIND = "the outputs of the model do not change if the images are gray", "the loss has no gradient at "
+LEGS = "the tokens have places for images, but there are no images"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def distinct(completions, **_):
+    return [len(set(message["content"])) / 3 for (message,) in completions]
+
+
+def build(folder, output, name, policy=None, callbacks=(), **options):
+    """Build TRL's trainer `name` with rows that have one image each."""
+    answers = [assistant("red ball"), assistant("no")]
+    columns = {"SFT": {"completion": answers[:1]}, "DPO": {"chosen": answers[:1], "rejected": answers[1:]}}
+    rows = [
+        {"prompt": [user(f"What{'?' * (i % 2)}")], "images": [picture(i)]} | columns.get(name, {}) for i in range(4)
+    ]
+    config = getattr(trl, f"{name}Config")
+    options = QUIET | SIZES | {"GRPO": GENERATION}.get(name, {"max_length": None}) | options
+    return getattr(trl, f"{name}Trainer")(
+        policy or model(folder),
+        args=config(output_dir=str(output), **options),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=processor(folder),
+        callbacks=list(callbacks),
+        **{"GRPO": {"reward_funcs": [distinct]}}.get(name, {}),
+    )
+
+
+@pytest.mark.parametrize("name", ["SFT", "DPO", "GRPO"])
+def test_a_healthy_run_has_no_problem_and_the_same_weights(folder, tmp_path, name, recwarn):
+    check = InputCheck()
+    policies = []
+    for callbacks in ([check], []):
+        trainer = build(folder, tmp_path, name, callbacks=callbacks, max_steps=2)
+        trainer.train()
+        policies.append(trainer.model.state_dict())
+    assert check.is_done and check.problems == [] and not [one for one in recwarn if "gray" in str(one.message)]
+    for weights, plain in zip(*(policy.values() for policy in policies), strict=True):
+        assert torch.equal(weights, plain)
+
+
+@pytest.mark.parametrize("frozen", ["visual", "embed_tokens", "all but the head"])
+def test_frozen_weights_and_checkpointing_have_no_problem(folder, tmp_path, frozen):
+    check = InputCheck()
+    policy = model(folder)
+    for name, parameter in policy.named_parameters():
+        if frozen in name or (frozen == "all but the head" and "lm_head" not in name):
+            parameter.requires_grad_(False)
+    build(folder, tmp_path, "SFT", policy, [check], gradient_checkpointing=True).train()
+    assert check.is_done and check.problems == []
+
+
+def detached(policy, patch):
+    policy.model.visual.register_forward_hook(lambda _, __, out: frozen(out))
+
+
+def frozen(out):
+    out.pooler_output = out.pooler_output.detach()
+    return out
+
+
+def zero_merger(policy, patch):
+    for parameter in policy.model.visual.merger.parameters():
+        parameter.data.zero_()
+
+
+def never_placed(policy, patch):
+    original = modeling.Qwen2_5_VLModel.get_placeholder_mask
+    patch.setattr(
+        modeling.Qwen2_5_VLModel, "get_placeholder_mask",
+        lambda *args, **kwargs: tuple(torch.zeros_like(mask) for mask in original(*args, **kwargs)),
+    )  # fmt: skip
+
+
+def hidden(policy, patch):
+    original = policy.model.forward
+
+    def forward(input_ids=None, attention_mask=None, **kwargs):
+        if attention_mask is not None and attention_mask.shape == input_ids.shape:  # not in a decode step
+            attention_mask = attention_mask * (input_ids != image_id)
+        return original(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+
+    image_id = policy.config.image_token_id
+    policy.model.forward = forward
+
+
+def gray_images(policy, patch):
+    policy.register_forward_pre_hook(zeroed, with_kwargs=True)
+
+
+def zeroed(_, args, kwargs):
+    gray = {name: torch.zeros_like(kwargs[name]) for name in ("pixel_values",) if name in kwargs}
+    return args, kwargs | gray
+
+
+def dropped_images(policy, patch):
+    policy.register_forward_pre_hook(without_images, with_kwargs=True)
+
+
+def without_images(_, args, kwargs):
+    return args, {key: value for key, value in kwargs.items() if key not in ("pixel_values", "image_grid_thw")}
+
+
+PLANTED = {
+    detached: BLIND,
+    zero_merger: GRAY,
+    never_placed: GRAY,
+    hidden: GRAY,
+    gray_images: GRAY,
+    dropped_images: LEGS,
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+@pytest.mark.parametrize("name", ["SFT", *(pytest.param(name, marks=pytest.mark.slow) for name in ("DPO", "GRPO"))])
+def test_a_planted_fault_is_named(folder, tmp_path, monkeypatch, name, plant):
+    check = InputCheck()
+    policy = model(folder)
+    trainer = build(folder, tmp_path, name, policy, [check])
+    plant(policy, monkeypatch)
+    with pytest.warns(UserWarning, match=f"step 0: {PLANTED[plant]}.*Check the rows, the collator"):
+        trainer.train()
+    assert any(PLANTED[plant] in problem for problem in check.problems)
