@@ -17,6 +17,7 @@ from minivlmrl.config.loading import load_config, to_yaml
 from minivlmrl.config.options import FileOptions, GRPOOptions, RunConfig, SFTOptions, VideoOptions
 from minivlmrl.config.parsing import options_of, read_value
 from minivlmrl.config.types import Finite
+from minivlmrl.extras.agents.environment import Settings
 from minivlmrl.extras.replay import run_config
 
 

@@ -36,6 +36,8 @@ import tiny
 from draws import STOP, ids_of
 from stages import ONE
 
+EYE = f"{__name__}:Eye"  # an environment as recipes name it
+
 
 def completion_with_images(generator, grids, dtype=torch.float64):
     """Return a completion with images with these grids, each after three policy tokens.
@@ -125,7 +127,7 @@ def sample_texts(monkeypatch, *texts, model=None, tokens=400, columns=(), proces
     Turns are separated by "~". A sampler may end a completion before its text is complete.
     """
     model = model or model_of()
-    sampling = SamplingOptions(environment="tests.agents.test_tool_sampler:Eye", max_new_tokens=tokens, **options)
+    sampling = SamplingOptions(environment=EYE, max_new_tokens=tokens, **options)
     sampler = ToolSampler(model, processor, sampling, world)
     turns = [[[*PROCESSOR.tokenizer.encode(turn), END] for turn in words.split("~")] for words in texts]
     scripts = [[token for turn in some for token in turn] for some in turns]
@@ -279,7 +281,7 @@ def test_conversations_with_tools_match_the_published_template(monkeypatch, publ
     """
     form, thought = FAMILIES[name]
     template = None if name == "qwen2_5_vl" else ChatTemplate(published(name), name)
-    processor = with_tools(replace(PROCESSOR, template=template), "tests.agents.test_tool_sampler:Eye")
+    processor = with_tools(replace(PROCESSOR, template=template), EYE)
     words, turns, reasons = "", [], {"reasoning_content": "hm"} if thought else {}
     told = [IMAGE_PART | {"image": picture(2)}], 'P a "b" <c> é (56, 84)'
     for (tool, key, value), answer in zip((("look", "columns", 2), ("read", "what", 'a "b" <c> é')), told, strict=True):
@@ -329,9 +331,7 @@ def test_invalid_environments_are_refused(monkeypatch):
     }
     for error, reset in resets.items():
         monkeypatch.setattr(Eye, "reset", reset)
-        with pytest.raises(
-            ValueError, match=f"^row -1: sampling.environment tests.agents.test_tool_sampler:Eye: {error}"
-        ):
+        with pytest.raises(ValueError, match=f"^row -1: sampling.environment {EYE}: {error}"):
             sample_texts(monkeypatch, "a")
 
 
@@ -414,7 +414,7 @@ def test_a_run_saves_the_images_of_completions(run, plain, monkeypatch, tmp_path
 def test_tools_get_image_sizes_in_the_units_of_boxes(space, extent):
     """For Qwen2.5-VL, the size belongs to the resized image, not to the file."""
     processor = replace(PROCESSOR, box_space=space)
-    sampler = ToolSampler(model_of(), processor, SamplingOptions(environment="tests.agents.test_tool_sampler:Eye"), ONE)
+    sampler = ToolSampler(model_of(), processor, SamplingOptions(environment=EYE), ONE)
     sampler.token_sampler([row((90, 50), problem="P").prompt(processor)], 1, [""])
     [episode] = sampler.episodes
     assert episode.environment.extents == [extent]

@@ -31,10 +31,10 @@ from minivlmrl.losses.advantages import leave_one_out
 from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack_turns
-from tests.agents.test_tool_sampler import END as EYE_END
-from tests.agents.test_tool_sampler import PROCESSOR as TOOLS
-from tests.agents.test_tool_sampler import TEXTS as EYE_TEXTS
-from tests.agents.test_tool_sampler import row as eye_row
+from tests.extras.agents.test_tool_sampler import END as EYE_END
+from tests.extras.agents.test_tool_sampler import PROCESSOR as TOOLS
+from tests.extras.agents.test_tool_sampler import TEXTS as EYE_TEXTS
+from tests.extras.agents.test_tool_sampler import row as eye_row
 
 import tiny
 from stages import ONE
@@ -103,7 +103,7 @@ def row(**columns):
 def play(monkeypatch, scripts, environment="Site", history=None, model=None, rows=None, processor=PROCESSOR, **options):
     """Sample with a policy that writes these tokens until a turn ends; return groups, prompts and model."""
     model = model or model_of()
-    where = environment if ":" in environment else f"tests.agents.test_trajectories:{environment}"
+    where = environment if ":" in environment else f"{__name__}:{environment}"
     sampling = SamplingOptions(environment=where, history=history, **{"max_new_tokens": 60} | options)
     sampler = make_sampler(model, processor, sampling, ONE)
     rows = rows or [row()]
@@ -268,7 +268,7 @@ def tools():
     scripts = [[*TOOLS.tokenizer.encode(words), EYE_END] for words in (*EYE_TEXTS, "<look>two</look>so")]
     return {
         "scripts": scripts,
-        "environment": "tests.agents.test_tool_sampler:Eye",
+        "environment": "tests.extras.agents.test_tool_sampler:Eye",
         "rows": [eye_row(problem="P")],
         "processor": TOOLS,
     }
@@ -338,7 +338,7 @@ def test_turns_are_drawn_by_the_key_of_row_completion_and_turn(eager, environmen
     model = model_of(torch.float32)
     prompts = [row().prompt(PROCESSOR), row(goal="blue").prompt(PROCESSOR)]
     history = 1 if environment == "Site" else None
-    options = {"environment": f"tests.agents.test_trajectories:{environment}", "history": history, "max_new_tokens": 6}
+    options = {"environment": f"{__name__}:{environment}", "history": history, "max_new_tokens": 6}
 
     def drawn(prompts, keys, **more):
         sampler = make_sampler(model, PROCESSOR, SamplingOptions(**options | more), ONE)
@@ -362,7 +362,7 @@ def test_turns_are_drawn_by_the_key_of_row_completion_and_turn(eager, environmen
 @pytest.mark.parametrize("history", [1, None])
 def test_every_turn_has_its_own_key(monkeypatch, eager, history):
     """A key names the prompt, the completion in its group and the turn; two turns never share random numbers."""
-    environment = "tests.agents.test_trajectories:" + ("Site" if history else "Shown")
+    environment = "tests.extras.agents.test_trajectories:" + ("Site" if history else "Shown")
     options = SamplingOptions(environment=environment, history=history, max_new_tokens=30)
     sampler = make_sampler(model_of(torch.float32), PROCESSOR, options, ONE)
     keys = []
@@ -436,7 +436,7 @@ def test_half_a_surrogate_in_an_observation_is_replaced(monkeypatch):
 
 
 def test_what_is_refused():
-    two = SamplingOptions(environment="tests.agents.test_trajectories:Shown", history=2)
+    two = SamplingOptions(environment="tests.extras.agents.test_trajectories:Shown", history=2)
     with pytest.raises(ValueError, match=r"^sampling.history is set, but the environment tests\S+:Shown has"):
         samples_trajectories(two)
     site = Site()
@@ -461,7 +461,7 @@ def test_a_run_says_its_turns(run, plain, eager, capsys):
     """metrics.jsonl and completions.jsonl; held-out rows are asked turn by turn too, and replay scores turns."""
     options = [
         "--stages=[grpo]",
-        "--sampling.environment=tests.agents.test_trajectories:Shown",
+        "--sampling.environment=tests.extras.agents.test_trajectories:Shown",
         "--rewards={environment: 1}",
     ]
     folder = run(*options, "--log_completions=1", "--grpo.max_steps=2")
