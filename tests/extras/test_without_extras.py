@@ -1,0 +1,111 @@
+"""A copy of the package without extras/ trains every recipe that names no extra, to the byte."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import PIL.Image
+import pytest
+from links import ROOT
+
+# the reward of own.py varies already after two steps of SFT, so that GRPO and PPO have a gradient
+SHAPES = ["--data.eval_rows=4", "--sft.max_steps=2", "--rewards={own.py:letters: 1, format: 0.5, accuracy: 1}"]
+RECIPES = {
+    "default": ["recipes/shapes.yaml", *SHAPES, "--grpo.max_steps=2"],
+    "mpo": ["recipes/shapes_mpo.yaml", *SHAPES, "--dpo.max_steps=2"],
+    "ppo": ["recipes/shapes_ppo.yaml", *SHAPES, "--ppo.max_steps=2", "--ppo.critic=separate"],
+    "vlm_r1": [
+        "recipes/rec_qwen2_5_vl_3b_one_card.yaml", "--model.path=model",
+        "--data.train_file=rows.jsonl", "--data.eval_file=rows.jsonl",
+        "--rewards={own.py:letters: 1, iou: 1, box_format: 1}", "--adapter.quantize=nf4",
+        "--grpo.importance_sampling_level=sequence", "--grpo.num_iterations=2", "--grpo.max_steps=2",
+        "--grpo.prompts_per_step=2", "--grpo.num_generations=4", "--sampling.max_new_tokens=12",
+    ],
+}  # fmt: skip
+COMPARED = ("checkpoint/model.safetensors", "metrics.jsonl", "evaluations.jsonl", "completions.jsonl")
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The files of a clone that a run needs, without minivlmrl/extras/."""
+    copy = tmp_path_factory.mktemp("without") / "clone"
+    ignored = shutil.ignore_patterns("__pycache__", "extras")
+    for name in ("minivlmrl", "kernels", "recipes"):
+        shutil.copytree(ROOT / name, copy / name, ignore=ignored)
+    shutil.copy(ROOT / "train.py", copy)
+    return copy
+
+
+def write_files(folder):
+    """Write rows as VLM-R1 has them, and a reward."""
+    lines = []
+    for i in range(4):
+        PIL.Image.new("RGB", (90, 50), (60 * i, 40, 90)).save(folder / f"{i}.png")
+        turns = [("human", "<image>Where is the dog?"), ("gpt", json.dumps([9 * i, 5, 9 * i + 30, 25]))]
+        turns = [{"from": role, "value": text} for role, text in turns]
+        lines.append(json.dumps({"id": i, "image": f"{i}.png", "conversations": turns}) + "\n")
+    (folder / "rows.jsonl").write_text("".join(lines))
+    (folder / "own.py").write_text(
+        "def letters(completions, **columns):\n    return [len({*x}) / 9 for x in completions]\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["default", *(pytest.param(n, marks=pytest.mark.slow) for n in [*RECIPES][1:])])
+def test_the_bytes_of_a_run_do_not_depend_on_extras(copy, tmp_path, name, request):
+    write_files(tmp_path)
+    if name == "vlm_r1":
+        (tmp_path / "model").symlink_to(request.getfixturevalue("checkpoint"))
+    recipe, *options = RECIPES[name]
+    for clone in (ROOT, copy):
+        command = [sys.executable, clone / "train.py", clone / recipe, *options, "--num_threads=1"]
+        folder = tmp_path / ("complete" if clone == ROOT else "without")
+        done = subprocess.run([*command, f"--output_dir={folder}"], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    for file in COMPARED:
+        assert (tmp_path / "complete" / file).read_bytes() == (tmp_path / "without" / file).read_bytes(), file
+    lines = [json.loads(line) for line in (tmp_path / "without" / "metrics.jsonl").open()]
+    assert all(line["grad_norm"] > 0 for line in lines)
+
+
+TRAIN = ["train", "recipes/shapes.yaml"]
+USES = {  # the beginning of the message: the arguments of a command
+    "python -m minivlmrl check: the command check": ["check", "recipes/shapes.yaml"],
+    "python -m minivlmrl memory: the command memory": ["memory", "recipes/shapes.yaml"],
+    "python -m minivlmrl replay: the command replay": ["replay", "recipes/shapes.yaml"],
+    "sampling.engine vllm: engine: vllm": [*TRAIN, "--sampling.engine=vllm"],
+    "optimizer.name adamw_8bit: optimizer: adamw_8bit": [*TRAIN, "--optimizer.name=adamw_8bit"],
+    "sampling.environment": [*TRAIN, "--sampling.environment=recipes/tools.py:Zoom"],
+    "model_type qwen3_5": [*TRAIN, "--model.config=recipes/shapes_qwen3_5_model.json"],
+    "model_type qwen3_vl_moe": [*TRAIN, "--model.config=recipes/shapes_qwen3_vl_moe_model.json"],
+}
+CALL_ALL = """
+import json, sys
+from minivlmrl.__main__ import main
+for arguments in json.load(sys.stdin):
+    try:
+        main(arguments)
+    except SystemExit:
+        pass
+"""
+
+
+def test_a_use_of_an_extra_is_refused_in_one_line(copy):
+    command, uses = [sys.executable, "-c", CALL_ALL], json.dumps([*USES.values()])
+    done = subprocess.run(command, cwd=copy, input=uses, capture_output=True, text=True)
+    assert done.stderr.splitlines() == [f"{use} needs minivlmrl/extras, which this copy lacks" for use in USES]
+
+
+IMPORT_ALL = """
+import importlib, pkgutil
+import minivlmrl
+for module in pkgutil.walk_packages(minivlmrl.__path__, "minivlmrl."):
+    importlib.import_module(module.name)
+    print(module.name)
+"""
+
+
+def test_every_module_of_the_core_can_be_imported(copy):
+    done = subprocess.run([sys.executable, "-c", IMPORT_ALL], cwd=copy, capture_output=True, text=True)
+    assert done.returncode == 0 and "minivlmrl.run.loop" in done.stdout.split(), done.stderr
+    assert "extras" not in done.stdout
