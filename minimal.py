@@ -13,8 +13,8 @@ to bottom; a line above each part says what goes in and what comes out. What is 
 - resume, logs, evaluation: minivlmrl/run/
 - several updates per rollout, DAPO, GSPO, PPO: minivlmrl/trainers/, minivlmrl/losses/
 - videos, conversations, other files of rows: minivlmrl/data/
-- Qwen2-VL, Qwen3-VL, Qwen3.5: minivlmrl/model/families/
-- tools: minivlmrl/agents/
+- Qwen2-VL, Qwen3-VL: minivlmrl/model/families/
+- tools: minivlmrl/extras/agents/
 """
 
 import argparse
