@@ -26,16 +26,15 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Part(NamedTuple):
-    """A part: seconds until it is stopped, command below benchmarks/, packages that it needs, and MINIVLMRL_KERNELS."""
+    """A part: seconds until it is stopped, command below benchmarks/, and packages that it needs."""
 
     seconds: int
     command: str
     needs: tuple[str, ...] = ()
-    kernels: str = "auto"
 
 
 TRL = ("trl", "datasets", "transformers")
-# Sorted by value, the most important part first. The time limits up to `default_run` sum to twelve minutes.
+# Sorted by value, the most important part first. The time limits up to `default_run` sum to less than twelve minutes.
 PARTS = {
     "self_test": Part(35, "gpu.py self_test"),
     "tests": Part(60, "gpu.py tests", ("pytest", "xdist")),
@@ -45,9 +44,6 @@ PARTS = {
     "lora": Part(60, "gpu.py lora"),
     "nf4": Part(70, "gpu.py nf4"),
     "decode": Part(45, "gpu.py decode"),
-    # with the kernels that `auto` does not select, because no GPU had run them when they were written
-    "step_triton": Part(50, "gpu.py step", kernels="triton"),
-    "decode_triton": Part(40, "gpu.py decode", kernels="triton"),
     "attention": Part(25, "gpu.py attention"),
     "logits": Part(30, "gpu.py logits"),
     "default_run": Part(45, "gpu.py train"),
@@ -108,7 +104,7 @@ def run(part: Part, toy: bool, output: Path) -> str:
     command = [sys.executable, str(ROOT / "benchmarks" / script), *(["--toy"] if toy else []), *words]
     environment = os.environ | {
         "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
-        "MINIVLMRL_KERNELS": part.kernels,
+        "MINIVLMRL_KERNELS": "auto",
     }  # fmt: skip
     limit = ["timeout", "--kill-after=1", str(part.seconds)]  # also ends child processes
     begin = time.monotonic()

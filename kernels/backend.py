@@ -55,18 +55,13 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # GPUs report larger numbers.
 CAPABILITY = (8, 0)
 
-# The Triton kernels, and whether a GPU has run them. Auto mode does not select a kernel that no GPU
-# has run.
-KERNELS = {
-    "window_attention": True,
-    "decode_attention": True,
-    "selective_log_softmax": True,
-    "linear_log_softmax": True,
-    "nf4_unpack": True,
-    "rotary_cache": False,
-    "sample_blocks": False,
-}
-CHECKED = tuple(kernel for kernel, has_run in KERNELS.items() if has_run)
+KERNELS = (
+    "window_attention",
+    "decode_attention",
+    "selective_log_softmax",
+    "linear_log_softmax",
+    "nf4_unpack",
+)
 
 
 def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
@@ -80,10 +75,7 @@ def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
     """
     choice = _setting("MINIVLMRL_KERNELS", "auto", "torch", "triton")
     is_checked = _setting("MINIVLMRL_SELF_TEST", "1", "0") == "1"
-    has_run = KERNELS[kernel]
-    if choice == "torch":
-        return "torch"
-    if choice == "auto" and not (has_run and tensor.device.type == "cuda"):
+    if choice == "torch" or (choice == "auto" and tensor.device.type != "cuda"):
         return "torch"
     obstacle = _obstacle(tensor.device, tensor.dtype)
     if choice == "triton" and obstacle:
@@ -99,7 +91,7 @@ def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
             )
         return "torch"
     if choice == "auto" and is_checked:
-        reason = rejected_kernels(tensor.device.index, CHECKED).get(kernel)
+        reason = rejected_kernels(tensor.device.index, KERNELS).get(kernel)
         if reason:
             _warn(
                 f"{kernel} runs on the slower torch path instead of its Triton kernel, because "

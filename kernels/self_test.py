@@ -21,8 +21,6 @@ from minivlmrl.kernels.backend import INTERPRETED
 from minivlmrl.kernels.decode_attention import decode_attention
 from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
 from minivlmrl.kernels.nf4_unpack import BLOCK, GROUP, nf4_unpack
-from minivlmrl.kernels.rotary_cache import rotary_cache
-from minivlmrl.kernels.sample_blocks import sample_blocks
 from minivlmrl.kernels.selective_log_softmax import selective_log_softmax
 from minivlmrl.kernels.window_attention import Segments, window_attention
 
@@ -158,47 +156,6 @@ def check_nf4(device: str) -> list[float]:
     return [relative_error(actual, expected)]
 
 
-def check_rotary_cache(device: str) -> list[float]:
-    R, C = 16, 9
-    newest = torch.arange(R) % C
-    errors = []
-    for K, heads_per_key, D in DECODERS:
-        shapes = [
-            (R, K * heads_per_key, D),
-            *[(R, K, D)] * 2,
-            *[(R, 1, D)] * 2,
-            *[(R, K, C, D)] * 2,
-        ]
-        inputs = [torch.randn(shape).to(DTYPE) for shape in shapes]
-        q, k, v, cos, sin, expected_keys, expected_values = (x.double() for x in inputs)
-        expected_q, expected_k = (x * cos + x.roll(D // 2, -1) * sin for x in (q, k))
-        expected_keys[torch.arange(R), :, newest] = expected_k
-        expected_values[torch.arange(R), :, newest] = v
-        q, k, v, cos, sin, keys, values = (x.to(device) for x in inputs)
-        rotated = rotary_cache(q, k, v, cos, sin, keys, values, newest.to(device))
-        pairs = (rotated, expected_q), (keys, expected_keys), (values, expected_values)
-        errors += [relative_error(actual, expected) for actual, expected in pairs]
-    return errors
-
-
-def check_sample_blocks(device: str) -> list[float]:
-    """Return the error of log-probabilities, and the distance from random numbers to their tokens.
-
-    The distance is measured to the token's interval in the cumulative distribution. It is divided
-    by the mean interval length.
-    """
-    logits = 3 * torch.randn(32, 5_000)
-    uniforms = torch.rand(32, dtype=torch.float64)
-    ids, logps = sample_blocks(logits.to(device), uniforms.to(device), TEMPERATURE)
-    index = ids.cpu()[:, None]
-    log_probs = (logits.double() / TEMPERATURE).log_softmax(-1)
-    lengths = log_probs.exp().gather(1, index)[:, 0]
-    ends = log_probs.exp().cumsum(-1).gather(1, index)[:, 0]
-    distances = torch.maximum(uniforms - ends, ends - lengths - uniforms).clamp(min=0)
-    logp_error = relative_error(logps, log_probs.gather(1, index)[:, 0])
-    return [logp_error, (distances.mean() / lengths.mean()).item()]
-
-
 # kernel -> function that returns relative errors; the names are those in KERNELS in backend.py
 CHECKS = {
     "window_attention": check_windows,
@@ -206,8 +163,6 @@ CHECKS = {
     "selective_log_softmax": check_selective_log_softmax,
     "linear_log_softmax": check_linear_log_softmax,
     "nf4_unpack": check_nf4,
-    "rotary_cache": check_rotary_cache,
-    "sample_blocks": check_sample_blocks,
 }
 
 

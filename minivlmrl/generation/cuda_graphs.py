@@ -10,11 +10,10 @@ finished. A new graph is captured only when the buffers have to grow.
 The random numbers are the same as without a graph. The logits' last bits differ, because the
 sums also include masked keys.
 
-In addition, the attention layers launch fewer kernels, see FusedAttention.
+In addition, q, k and v are one product instead of three, see StaticDecodeAttention.project.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -22,12 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivlmrl.generation.generate import Decode
-from minivlmrl.kernels.backend import backend_for
 from minivlmrl.kernels.decode_attention import decode_attention, fits
-from minivlmrl.kernels.rotary_cache import rotary_cache
-from minivlmrl.model.attention import Attention, DecodeAttention
+from minivlmrl.model.attention import DecodeAttention
 from minivlmrl.model.decoder import SelfAttention, VisionLanguageModel
-from minivlmrl.model.rope import apply_rotary
 
 HEADROOM = 2**30  # free bytes in GPU memory that a capture may request from the driver
 # Initial size of the key and value buffers, in tokens per completion. It is doubled when the
@@ -48,6 +44,8 @@ class StaticDecodeAttention(DecodeAttention):
         self.capacity = capacity
         self.num_row_keys = min(KEYS, capacity)
         self.row_bias = F.pad(self.row_bias, (0, capacity - self.num_row_keys))
+        # layer index -> weight and bias of q, k and v together; a graph reads them at fixed addresses
+        self.joined: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def select(self, unfinished: Tensor) -> None:
         """Keep all rows in the batch, because a graph also computes the finished rows."""
@@ -62,95 +60,51 @@ class StaticDecodeAttention(DecodeAttention):
             for layer in self.row_kv:
                 layer[:] = [F.pad(x, (0, 0, 0, self.num_row_keys - x.shape[2])) for x in layer]
 
+    def project(self, layer: SelfAttention, x: Tensor) -> Sequence[Tensor]:
+        """Compute q, k and v as one product, whose weight is concatenated once per rollout."""
+        if not is_joinable(layer):
+            return super().project(layer, x)
+        if layer.index not in self.joined:
+            self.joined[layer.index] = join_projections(layer)
+        widths = [y.out_features for y in (layer.q_proj, layer.k_proj, layer.v_proj)]
+        return F.linear(x, *self.joined[layer.index]).split(widths, dim=-1)
+
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not fits(q):
             return super().__call__(layer_index, q, k, v)
         self.remember(layer_index, k, v)
-        return self.attend(layer_index, q)
-
-    def rotate_and_attend(
-        self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
-    ) -> Tensor:
-        """Apply rotary embeddings to q and k, and compute the attention output as __call__ does."""
-        if not (fits(q) and backend_for(q, "rotary_cache") == "triton"):
-            return self(layer_index, apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v)
-        row_k, row_v = self.row_kv[layer_index]
-        q = rotary_cache(q, k, v, cos, sin, row_k, row_v, self.newest)
-        return self.attend(layer_index, q)
-
-    def attend(self, layer_index: int, q: Tensor) -> Tensor:
-        """Compute the attention output from rotated q and the cached keys, with a Triton kernel."""
         prompt_k, prompt_v = self.prompt_kv[layer_index]
         row_k, row_v = self.row_kv[layer_index]
         row_bias = self.row_bias[:, 0, 0]
         return decode_attention(q, prompt_k, prompt_v, self.prompt_bias, row_k, row_v, row_bias)
 
 
-class FusedAttention:
-    """Compute a decode step's attention layer with fewer kernels.
+def joinable_layers(model: VisionLanguageModel) -> list[SelfAttention]:
+    """Return the attention layers whose q, k and v StaticDecodeAttention computes as one product.
 
-    q, k and v are one product, whose weight is concatenated once per rollout. They are three
-    products if one of their layers has an adapter or is quantised. StaticDecodeAttention can then
-    rotate q and k and write the cache with one kernel.
-
-    Args:
-        layer: the attention layer; its method `forward` computes the same result.
+    SelfAttention subclasses, such as Qwen3.5's, have another formula and compute three.
     """
-
-    def __init__(self, layer: SelfAttention):
-        self.layer = layer
-        self.projections = layer.q_proj, layer.k_proj, layer.v_proj
-        self.joined: tuple[Tensor, Tensor | None] | None = None  # weight and bias of q, k and v
-        if is_joinable(layer):
-            weights: list[Tensor] = [projection.weight for projection in self.projections]
-            biases: list[Tensor] = [x.bias for x in self.projections if x.bias is not None]
-            self.joined = torch.cat(weights), torch.cat(biases) if biases else None
-
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        assert isinstance(attention, StaticDecodeAttention)
-        layer = self.layer
-        if self.joined is None:
-            products = [projection(x) for projection in self.projections]
-        else:
-            widths = [projection.out_features for projection in self.projections]
-            products = F.linear(x, *self.joined).split(widths, dim=-1)
-        q, k, v = (product.unflatten(-1, (-1, layer.head_dim)) for product in products)
-        out = attention.rotate_and_attend(
-            layer.index, layer.q_norm(q), layer.k_norm(k), v, cos, sin
-        )
-        return layer.o_proj(out.flatten(1))
-
-
-def fusable_layers(model: VisionLanguageModel) -> list[SelfAttention]:
-    """Return the attention layers for which FusedAttention is right.
-
-    SelfAttention subclasses, such as Qwen3.5's, have another formula.
-    """
-    return [layer for layer in model.model.modules() if type(layer) is SelfAttention]
+    layers = [layer for layer in model.model.modules() if type(layer) is SelfAttention]
+    return [layer for layer in layers if is_joinable(layer)]
 
 
 def is_joinable(layer: SelfAttention) -> bool:
-    """Return whether a layer's q, k and v can be one product, which needs plain linear layers."""
+    """Return False if an adapter or a packed weight has replaced one of the linear layers."""
     return all(type(x) is nn.Linear for x in (layer.q_proj, layer.k_proj, layer.v_proj))
 
 
+def join_projections(layer: SelfAttention) -> tuple[Tensor, Tensor | None]:
+    """Concatenate the weights of q, k and v, and their biases, if they have any."""
+    projections = layer.q_proj, layer.k_proj, layer.v_proj
+    biases = [x.bias for x in projections if x.bias is not None]
+    return torch.cat([x.weight for x in projections]), torch.cat(biases) if biases else None
+
+
 def joined_bytes(model: VisionLanguageModel, dtype: torch.dtype) -> int:
-    """Return the size in bytes of all weights that FusedAttention concatenates."""
-    layers = [layer for layer in fusable_layers(model) if is_joinable(layer)]
+    """Return the size in bytes of all weights that join_projections copies."""
+    layers = joinable_layers(model)
     projections = [x for layer in layers for x in (layer.q_proj, layer.k_proj, layer.v_proj)]
     return sum(p.numel() for x in projections for p in x.parameters()) * dtype.itemsize
-
-
-@contextmanager
-def fused(layers: Sequence[FusedAttention]) -> Iterator[None]:
-    """Replace attention layers' method `forward` inside a `with` block."""
-    for fused_layer in layers:
-        fused_layer.layer.forward = fused_layer.__call__
-    try:
-        yield
-    finally:
-        for fused_layer in layers:
-            del fused_layer.layer.forward
 
 
 class CapturedDecode(Decode):
@@ -159,8 +113,6 @@ class CapturedDecode(Decode):
     attention_type = StaticDecodeAttention
 
     def __init__(self):
-        # replacements for the attention layers, which keep the joined weights that the graph reads
-        self.fused_layers: list[FusedAttention] | None = None
         # the attention slots and the buffer size for which the graph was captured
         self.graph_key = None
         self.graph = None
@@ -185,10 +137,7 @@ class CapturedDecode(Decode):
         return self.logits
 
     def step(self, model, attention):
-        if self.fused_layers is None:
-            self.fused_layers = [FusedAttention(layer) for layer in fusable_layers(model)]
-        with fused(self.fused_layers):
-            self.logits = super().__call__(model, self.ids, attention)
+        self.logits = super().__call__(model, self.ids, attention)
 
     def capture(self, model, attention):
         """Capture a step's kernels in a graph, then replay the graph to run the step."""

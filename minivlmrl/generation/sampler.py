@@ -15,7 +15,6 @@ from minivlmrl.distributed.micro_batching import sample_in_micro_batches
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import is_sharded, rollout_weights
 from minivlmrl.errors import error_context
-from minivlmrl.generation.block_sampling import make_block_sampler, samples_in_blocks
 from minivlmrl.generation.generate import (
     Decode,
     TokenSampler,
@@ -146,13 +145,10 @@ class Sampler:
                 f"{vocab_size} tokens; use ids from 0 to {vocab_size - 1}"
             )
         uniforms = uniform_numbers(keys, num_generations, sampling.max_new_tokens)
-        if self.filters is None and samples_in_blocks(sampling.temperature, self.device):
-            sample_token = make_block_sampler(sampling.temperature, stop_ids, uniforms, self.device)
-        else:
-            sample = sample_by_uniforms(uniforms, self.device)
-            sample_token = make_token_sampler(
-                sampling.temperature, stop_ids, sample, self.filters, self.device
-            )
+        sample = sample_by_uniforms(uniforms, self.device)
+        sample_token = make_token_sampler(
+            sampling.temperature, stop_ids, sample, self.filters, self.device
+        )
 
         def sample_and_record(logits: Tensor, rows: Tensor, counts: Tensor):
             ids, logps, turn_ends = sample_token(logits, rows, counts)

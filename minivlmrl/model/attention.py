@@ -156,7 +156,15 @@ def visible(layout: GroupLayout) -> Tensor:
     return (group == group[:, None]) & prompt_or_row & (index <= index[:, None])
 
 
-class GroupAttention:
+class PlainProjections:
+    """Compute a layer's q, k and v with its three linear layers, see StaticDecodeAttention for one product."""
+
+    def project(self, layer, x: Tensor) -> Sequence[Tensor]:
+        """Compute q (N, H * D), k and v (N, K * D) of x (N, hidden_size); `layer` is a SelfAttention."""
+        return layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)
+
+
+class GroupAttention(PlainProjections):
     """Attention for training, scoring and prefill, with two attention calls per prompt length.
 
     Args:
@@ -189,7 +197,7 @@ class GroupAttention:
         return out if layout.in_order else Reorder.apply(out, layout.inverse)
 
 
-class DecodeAttention:
+class DecodeAttention(PlainProjections):
     """Attention for decoding steps, with a KV cache that stores each prompt once per group.
 
     The new token of each row attends to the prompt and to the earlier tokens of its completion.

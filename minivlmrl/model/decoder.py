@@ -179,9 +179,8 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (N, H, D): tokens, heads
-        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # (N, K, D)
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        # q is (N, H, D): tokens, heads; k and v are (N, K, D)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in attention.project(self, x))
         q = apply_rotary(self.q_norm(q), cos, sin)
         k = apply_rotary(self.k_norm(k), cos, sin)
         return self.o_proj(attention(self.index, q, k, v).flatten(1))

@@ -29,7 +29,7 @@ import triton
 from machine_code import instructions, opcode, unwritten_registers
 
 from minivlmrl.kernels import decode_attention as decoding
-from minivlmrl.kernels import nf4_unpack, rotary_cache, sample_blocks
+from minivlmrl.kernels import nf4_unpack
 from minivlmrl.kernels import selective_log_softmax as log_softmax
 from minivlmrl.kernels import window_attention as windows
 
@@ -138,27 +138,8 @@ def nf4_build(dtype: str) -> Build:
     return Build(f"nf4 unpack {dtype}", nf4_unpack._kernel, given, sizes, enable_fp_fusion=False)
 
 
-def decode_step_builds() -> list[Build]:
-    """Return builds for the rotary embedding (3B, 7B and wide heads), and for sampling."""
-    numbers = same("i32", "q_stride", "k_stride", "v_stride", "C") | {"newest": "*i64"}
-    builds = []
-    for dtype in DTYPES:
-        tensors = same(f"*{dtype}", "q", "k", "v", "cos", "sin", "rotated_q", "key_cache", "value_cache")
-        for H, K, D in ((16, 2, 128), (28, 4, 128), (32, 8, 128), (16, 4, 256)):
-            sizes = {"H": H, "K": K, "D": D, "H_ROUNDED": triton.next_power_of_2(H), "K_ROUNDED": K}
-            name = f"rotary_cache {dtype} {H}/{K} heads of {D}"
-            builds.append(Build(name, rotary_cache._kernel, numbers | tensors, sizes, enable_fp_fusion=False))
-    given = same("*fp32", "logits", "tops", "sums") | same("i32", "stride", "width") | {"k": "fp32"}
-    builds.append(Build("sample_blocks, top", sample_blocks._top_kernel, given, {}, sample_blocks.TOP_WARPS))
-    given = given | {"totals": "*i64", "blocks": "i32"}
-    builds.append(Build("sample_blocks, units", sample_blocks._units_kernel, given, {}))
-    given = given | {"uniforms": "*fp64", "ids": "*i64", "logps": "*fp32"}
-    builds.append(Build("sample_blocks, select", sample_blocks._select_kernel, given, {"BLOCKS": 256}))
-    return builds
-
-
 def all_builds() -> list[Build]:
-    builds = [*log_softmax_builds(), *decode_builds("bf16"), *map(nf4_build, DTYPES), *decode_step_builds()]
+    builds = [*log_softmax_builds(), *decode_builds("bf16"), *map(nf4_build, DTYPES)]
     for size in WINDOWS:
         builds += window_builds("bf16", *size)
     return builds

@@ -9,7 +9,7 @@ from interpreter import run_interpreted
 from pretend_cuda import CUDA, PretendCuda
 
 from minivlmrl.kernels import backend
-from minivlmrl.kernels.backend import INSTALLED, INTERPRETED
+from minivlmrl.kernels.backend import INSTALLED, INTERPRETED, KERNELS
 from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
 
 CPU = torch.zeros(1)
@@ -124,9 +124,7 @@ def test_triton_that_cannot_run_says_why(monkeypatch, tensor, state, message):
 @pytest.mark.skipif(INTERPRETED or not INSTALLED, reason="this is the parent, and Triton must be installed")
 def test_all_kernels_in_the_interpreter():
     """All kernels are tested in one process, because it takes long to start."""
-    attention = "decode_attention", "window_attention", "rotary_cache"
-    log_softmax = "selective_log_softmax", "linear_log_softmax"
-    run_interpreted("nf4_unpack", *attention, *log_softmax, "sample_blocks", "self_test")
+    run_interpreted(*KERNELS, "self_test")
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def test_every_launch_chooses_the_fusion_of_multiply_and_add():
             if isinstance(call, ast.Call) and re.match(r"\w*kernel\[", ast.unparse(call.func)):
                 launches.append(f"{path.name}:{call.lineno}")
                 assert "enable_fp_fusion" in {option.arg for option in call.keywords}, launches[-1]
-    assert len(launches) >= 10, launches
+    assert len(launches) >= 6, launches
 
 
 BEFORE = """

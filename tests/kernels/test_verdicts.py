@@ -16,7 +16,7 @@ import torch
 from children import exit_code, fork
 
 from minivlmrl.kernels import backend, verdicts
-from minivlmrl.kernels.backend import CHECKED, backend_for
+from minivlmrl.kernels.backend import KERNELS, backend_for
 from minivlmrl.kernels.verdicts import load_or_check, rejected_kernels
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the stand-in for Python is a shell script")
@@ -70,12 +70,12 @@ def started(tmp_path) -> list[str]:
 
 def test_kernels_are_checked_once_and_the_verdict_is_reused(tmp_path):
     for _ in range(2):
-        assert {backend_for(Tensor(), kernel) for kernel in CHECKED} == {"triton"}
+        assert {backend_for(Tensor(), kernel) for kernel in KERNELS} == {"triton"}
         new_process()
-    assert started(tmp_path) == sorted(f"cuda:0 {kernel}" for kernel in CHECKED)
+    assert started(tmp_path) == sorted(f"cuda:0 {kernel}" for kernel in KERNELS)
     [path] = (tmp_path / "cache").glob("*.json")
     stored = json.loads(path.read_text())
-    assert stored["results"] == dict.fromkeys(CHECKED, 0.003)
+    assert stored["results"] == dict.fromkeys(KERNELS, 0.003)
     assert json.loads(stored["setup"])["gpu"] == "NVIDIA H100"
 
 
@@ -98,9 +98,9 @@ def test_each_setup_has_its_own_verdict(tmp_path, monkeypatch, gpu):
 
 def test_the_check_runs_on_the_device_of_the_rank(tmp_path):
     assert backend_for(Tensor("cuda:3"), "nf4_unpack") == "triton"
-    assert started(tmp_path) == sorted(f"cuda:3 {kernel}" for kernel in CHECKED)
+    assert started(tmp_path) == sorted(f"cuda:3 {kernel}" for kernel in KERNELS)
     assert backend_for(Tensor("cuda:1"), "nf4_unpack") == "triton"  # the same GPU model
-    assert len(started(tmp_path)) == len(CHECKED)
+    assert len(started(tmp_path)) == len(KERNELS)
 
 
 @pytest.mark.parametrize(("script", "reason"), [
@@ -124,7 +124,7 @@ def test_a_kernel_that_is_wrong_crashes_or_hangs_is_replaced_with_one_warning(tm
     [warning] = caught
     message = rf"window_attention runs on the slower torch path instead of its Triton kernel, because {reason}\. "
     assert re.match(message, str(warning.message))
-    assert len(started(tmp_path)) == len(CHECKED)
+    assert len(started(tmp_path)) == len(KERNELS)
 
 
 def test_a_measured_error_is_stored_but_a_crash_is_checked_again_an_hour_later(tmp_path):
@@ -166,24 +166,24 @@ def test_a_folder_that_cannot_be_written_is_reported_once(tmp_path):
     (tmp_path / "cache").write_text("a file instead of a folder")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert {backend_for(Tensor(), kernel) for kernel in CHECKED} == {"triton"}
+        assert {backend_for(Tensor(), kernel) for kernel in KERNELS} == {"triton"}
     [warning] = caught
     assert "cannot be stored (" in str(warning.message) and "Set TRITON_CACHE_DIR" in str(warning.message)
-    assert len(started(tmp_path)) == len(CHECKED)
+    assert len(started(tmp_path)) == len(KERNELS)
 
 
 def test_eight_processes_share_one_check(tmp_path):
-    for kernel in CHECKED:
+    for kernel in KERNELS:
         (tmp_path / kernel).write_text("sleep 0.3; echo $5 0.003")
     (tmp_path / "window_attention").write_text("sleep 0.3; echo $5 0.4")
 
     def rank(index):
-        found = [backend_for(Tensor(f"cuda:{index}"), kernel) for kernel in CHECKED]
-        return int(found != ["torch", *["triton"] * (len(CHECKED) - 1)])
+        found = [backend_for(Tensor(f"cuda:{index}"), kernel) for kernel in KERNELS]
+        return int(found != ["torch", *["triton"] * (len(KERNELS) - 1)])
 
     ranks = [fork(lambda index=index: rank(index)) for index in range(8)]
     assert [exit_code(child) for child in ranks] == [0] * 8
-    assert sorted(line.partition(" ")[2] for line in started(tmp_path)) == sorted(CHECKED)
+    assert sorted(line.partition(" ")[2] for line in started(tmp_path)) == sorted(KERNELS)
 
 
 @pytest.mark.parametrize(("name", "value", "backend_name"), [
@@ -202,11 +202,3 @@ def test_other_values_of_the_variable_are_errors(monkeypatch):
     monkeypatch.setenv("MINIVLMRL_SELF_TEST", "no")
     with pytest.raises(ValueError, match="MINIVLMRL_SELF_TEST is 'no', but it must be 1 or 0"):
         backend_for(torch.zeros(1), "nf4_unpack")
-
-
-def test_a_kernel_that_no_gpu_has_run_needs_an_explicit_choice(tmp_path, monkeypatch):
-    monkeypatch.setitem(backend.KERNELS, "new", False)
-    assert backend_for(Tensor(), "new") == "torch"
-    monkeypatch.setenv("MINIVLMRL_KERNELS", "triton")
-    assert backend_for(Tensor(), "new") == "triton"
-    assert started(tmp_path) == []

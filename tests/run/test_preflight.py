@@ -84,7 +84,7 @@ def test_a_run_prints_its_gpu(capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("on_torch", "says"),
-    [((), "triton"), (("nf4_unpack", "sample_blocks"), "triton (torch for nf4_unpack, sample_blocks)")],
+    [((), "triton"), (("window_attention", "nf4_unpack"), "triton (torch for window_attention, nf4_unpack)")],
 )
 def test_a_run_prints_which_kernels_run_in_torch(capsys, monkeypatch, on_torch, says):
     monkeypatch.setattr(preflight, "backend_for", lambda tensor, kernel: "torch" if kernel in on_torch else "triton")
