@@ -86,13 +86,12 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     "aot_unpaired": lambda pairs: smoothed(
         pairs.beta * (pairs.u.sort().values - pairs.v.sort().values), pairs.e
     ),
-    # 1 - s(b u) + s(b v) raises chosen answers and lowers rejected ones. APO eq. 7 (2408.06266)
-    "apo_zero": lambda pairs: (
-        1 - (pairs.beta * pairs.u).sigmoid() + (pairs.beta * pairs.v).sigmoid()
-    ),
+    # 1 - s(b u) + s(b v) raises chosen answers and lowers rejected ones. APO eq. 7 (2408.06266).
+    # 1 - s(x) is computed as s(-x), because 1 - s(20) is 0 in float32, and so is its gradient.
+    "apo_zero": lambda pairs: (-pairs.beta * pairs.u).sigmoid() + (pairs.beta * pairs.v).sigmoid(),
     # s(b u) + 1 - s(b (u - v)) lowers both answers, the rejected one more. APO eq. 8 (2408.06266)
     "apo_down": lambda pairs: (
-        (pairs.beta * pairs.u).sigmoid() + 1 - (pairs.beta * (pairs.u - pairs.v)).sigmoid()
+        (pairs.beta * pairs.u).sigmoid() + (pairs.beta * (pairs.v - pairs.u)).sigmoid()
     ),
     # logistic and exponential loss, mixed by m = s(b d / tau). DiscoPOP eq. 5 (arXiv 2406.08414)
     "discopop": lambda pairs: torch.lerp(
@@ -221,11 +220,11 @@ def answer_logps(per_token_logps: Tensor, mask: Tensor, ld_alpha: float | None =
     multiplied by ld_alpha.
     Source: LD-DPO eq. 9 (arXiv 2409.06411); DPOTrainer.compute_ref_log_probs in TRL 1.16.
     """
-    weights = mask
+    weights = mask.to(per_token_logps.dtype)  # so that ld_alpha is not rounded to float32
     if ld_alpha is not None:
         shorter = mask.sum(-1).amin(1)  # (B,)
         shared = mask.cumsum(-1) <= shorter[:, None, None]
-        weights = torch.where(shared, mask, ld_alpha * mask)
+        weights = torch.where(shared, weights, ld_alpha * weights)
     return (per_token_logps * weights).sum(-1)
 
 
@@ -240,11 +239,11 @@ def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Te
     if divergence == "reverse_kl" or (divergence == "alpha_divergence" and abs(alpha - 1) < 1e-6):
         return log_ratio
     if divergence == "forward_kl":
-        return 1 - (-log_ratio).exp()
+        return -(-log_ratio).expm1()  # 1 - exp(-x) would round small log-ratios away
     if divergence == "js_divergence":
         return math.log(2) + logsigmoid(log_ratio)
     # clamped, because e^80 is finite
-    return (((alpha - 1) * log_ratio).clamp(max=80.0).exp() - 1) / (alpha - 1)
+    return ((alpha - 1) * log_ratio).clamp(max=80.0).expm1() / (alpha - 1)
 
 
 def kto_loss(
@@ -294,7 +293,8 @@ def kto_loss(
     z = beta * torch.where(good, u - zero_point, zero_point - u)
     desirable = u.new_tensor(desirable_weight)
     undesirable = u.new_tensor(undesirable_weight)
-    per_answer_loss = torch.where(good, desirable, undesirable) * (1 - z.sigmoid())
+    # s(-z) instead of 1 - s(z), see apo_zero
+    per_answer_loss = torch.where(good, desirable, undesirable) * (-z).sigmoid()
     rewards = beta * u.detach()
     metrics = {"rewards/chosen": rewards[good].mean(), "rewards/rejected": rewards[~good].mean()}
     if loss_type == "kto":

@@ -59,6 +59,42 @@ def test_reference_sums_stand_for_those_of_tokens():
         assert pair_loss("ipo", ld_alpha=ld_alpha, **given) == pair_loss("ipo", ld_alpha=ld_alpha)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32, torch.float64], ids=str)
+def test_ld_alpha_is_as_exact_as_the_log_probabilities(dtype):
+    """The rejected answer is -1 - 0.3 = -1.3; a weight of 0.3 in float32 would be off by 1e-8."""
+    sums = losses.answer_logps(PAIR_REF, PAIR_MASK.to(dtype), 0.3)
+    assert sums.tolist() == [[-1.5, -1.3]]
+
+
+@pytest.mark.parametrize("label", [True, False])
+def test_a_kto_loss_near_zero_keeps_its_digits(label):
+    """In float32, 1 - s(20) is 0, but s(-20) is e^-20. A bad answer's loss is s(u), a good one's 1 - s(u)."""
+    sign = 1 if label else -1
+    logps, zero = torch.tensor([[20.0 * sign]], requires_grad=True), torch.zeros(1, 1)
+    options = {"loss_type": "apo_zero_unpaired", "beta": 1.0, "ref_per_token_logps": zero}
+    loss, _ = kto_loss(logps, torch.ones(1, 1), torch.tensor([label]), **options)
+    assert loss.item() == pytest.approx(exp(-20), rel=1e-5)
+    assert torch.autograd.grad(loss, logps)[0].item() == pytest.approx(-sign * exp(-20), rel=1e-5)
+
+
+@pytest.mark.parametrize("loss_type, u, v, gradient", [
+    ("apo_zero", 20.0, 0.0, (-exp(-20), 0.25)), ("apo_down", 0.0, -20.0, (0.25 - exp(-20), exp(-20))),
+])  # fmt: skip
+def test_the_gradient_of_an_apo_loss_keeps_its_digits(loss_type, u, v, gradient):
+    """The slope of 1 - s(x) at x = 20 is -e^-20."""
+    logps = torch.tensor([[[u], [v]]], requires_grad=True)
+    options = {"loss_type": loss_type, "beta": 1.0, "ref_per_token_logps": torch.zeros(1, 2, 1)}
+    loss, _ = dpo_loss(logps, torch.ones(1, 2, 1), **options)
+    assert torch.autograd.grad(loss, logps)[0].flatten().tolist() == pytest.approx(gradient, rel=1e-5)
+
+
+@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "alpha_divergence"])
+def test_the_score_of_a_policy_near_its_reference_keeps_its_digits(divergence):
+    """When a run starts, log-ratios are of order 1e-6, and f' of each divergence is the log-ratio itself."""
+    log_ratio = torch.tensor([1e-6, -3e-6])
+    assert losses.f_score(log_ratio, divergence).tolist() == pytest.approx([1e-6, -3e-6], rel=1e-5)
+
+
 def test_kto_kl():
     """Rows moved by 0.5 and -1: the mean -0.25 becomes 0; by 0.5 and 1: 0.75; a constant for the gradient."""
     assert kto_kl(PAIR[0], PAIR_REF[0], PAIR_MASK[0]).item() == 0
