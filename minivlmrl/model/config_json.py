@@ -37,29 +37,24 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
     Raises:
         ValueError: a value is invalid or not supported.
     """
-    model_type = config.get("model_type")
     _check_model_type(config, where)
     family = FAMILIES[config["model_type"]]
     text = _section(config, where, "text_config")
     vision = _section(config, where, "vision_config")
-    flat = {**config, **text, "model_type": model_type}
+    flat = _merge(config, text, {"model_type": config["model_type"]})
     _check_supported(flat, vision, family, where)
     flat.pop("mrope_section", None)  # only the mrope_section in the rope settings is used
     if family.experts:  # transformers 5 writes num_local_experts instead
-        flat.setdefault("num_experts", flat.pop("num_local_experts", None))
-    for name, value in {**family.defaults, **family.experts}.items():
-        if flat.get(name) is None:  # null is treated as a missing key
-            flat[name] = value
+        flat = _merge({"num_experts": flat.pop("num_local_experts", None)}, flat)
     rope = _rope(flat, where)
-    for name in ("rope_theta", "mrope_section", "partial_rotary_factor"):
-        if name in rope:
-            flat[name] = rope[name]
+    names = rope.keys() & {"rope_theta", "mrope_section", "partial_rotary_factor"}
+    flat = _merge(family.defaults, family.experts, flat, {name: rope[name] for name in names})
     dtype = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype")
     flat["torch_dtype"] = dtype or "float32"
     # The value at the top level takes precedence, because transformers 5 always writes the default
     # value into text_config.
-    tied = flat.get("tie_word_embeddings", False)
-    flat["tie_word_embeddings"] = config.get("tie_word_embeddings", tied)
+    tied = _merge({"tie_word_embeddings": False}, text, config)["tie_word_embeddings"]
+    flat["tie_word_embeddings"] = tied
     flat["vision_config"] = _read_vision(vision, family, where)
     flat |= family.text
     if flat.get("head_dim") is None:
@@ -125,6 +120,17 @@ def without(values: dict, names: Container[str]) -> dict:
     return {name: value for name, value in values.items() if name not in names}
 
 
+def _merge(*sections: dict) -> dict:
+    """Join JSON objects. A later value wins, but a null never replaces a value.
+
+    transformers 4.52 to 4.56 write nulls into text_config beside the values at the top level.
+    """
+    merged = {}
+    for section in sections:
+        merged |= {name: x for name, x in section.items() if x is not None or name not in merged}
+    return merged
+
+
 def _section(config: dict, where: str, *names: str) -> dict:
     """Return the first object under these keys that is not empty; {} if all are empty."""
     for name in names:
@@ -169,10 +175,10 @@ def _check_supported(flat: dict, vision: dict, family: ModelSpec, where: str):
 
 
 def _read_vision(vision: dict, family: ModelSpec, where: str) -> VisionConfig:
-    channels = vision.get("in_chans", vision.get("in_channels", 3))
-    values = family.read_vision(vision | {"in_channels": channels}, where)
+    channels = _merge({"in_channels": 3}, vision, {"in_channels": vision.get("in_chans")})
+    values = family.read_vision(channels, where)
     rope = _rope(vision, f"{where}: vision_config")
-    if "rope_theta" in rope:
+    if rope.get("rope_theta") is not None:
         values = values | {"rope_theta": rope["rope_theta"]}
     names = {field.name for field in fields(family.vision_config)}
     values["extra"] = without(values, names | REWRITTEN_IN_VISION)
@@ -181,90 +187,66 @@ def _read_vision(vision: dict, family: ModelSpec, where: str) -> VisionConfig:
 
 def _check(config: ModelConfig, family: ModelSpec, has_head_dim: bool):
     """Raise ValueError if sizes do not fit together."""
-    _check_heads(config, has_head_dim)
-    _check_tower(config, config.vision_config)
-    _check_layers(config, family)
-
-
-def _check_heads(config: ModelConfig, has_head_dim: bool):
-    """Raise ValueError if the attention-head sizes do not fit together."""
-    heads = config.num_attention_heads
-    width = config.hidden_size
-    fits = has_head_dim or width % heads == 0
-    check_field(fits, "hidden_size", width, f"a multiple of its {heads} heads")
-    key_heads = config.num_key_value_heads
-    check_field(
-        heads % key_heads == 0,
-        "num_key_value_heads",
-        key_heads,
-        f"a divisor of num_attention_heads ({heads})",
-    )
-    section = list(config.mrope_section)
+    vision, experts, recurrent = config.vision_config, config.experts, config.recurrent
+    num_layers, num_heads = config.num_hidden_layers, config.num_attention_heads
+    num_key_heads = config.num_key_value_heads
     rotary_dim = int(config.head_dim * config.partial_rotary_factor)
-    check_field(
-        sum(section) * 2 == rotary_dim,
-        "mrope_section",
-        section,
-        f"three numbers whose sum is half of {rotary_dim}, the rotated part of head_dim",
-    )
-
-
-def _check_tower(config: ModelConfig, vision: VisionConfig):
-    """Raise ValueError if the vision tower does not fit to the decoder."""
-    width = vision.hidden_size
-    check_field(
-        width % (4 * vision.num_heads) == 0,
-        "vision_config.hidden_size",
-        width,
-        "a multiple of 4 x num_heads, for 2-D rotary embeddings",
-    )
-    width = vision.out_hidden_size
-    check_field(
-        width == config.hidden_size,
-        "vision_config.out_hidden_size",
-        width,
-        f"hidden_size ({config.hidden_size}); Qwen2-VL calls it vision_config.hidden_size",
-    )
-    blocks = list(vision.deepstack_visual_indexes)
-    check_field(
-        len(blocks) < config.num_hidden_layers,
-        "vision_config.deepstack_visual_indexes",
-        blocks,
-        f"fewer than num_hidden_layers ({config.num_hidden_layers})",
-    )
-
-
-def _check_layers(config: ModelConfig, family: ModelSpec):
-    """Raise ValueError if recurrent layers or layers with experts cannot be built."""
-    count = config.num_hidden_layers
-    recurrent = config.recurrent
+    section = list(config.mrope_section)
+    levels = list(vision.deepstack_visual_indexes)
+    rules = [  # (whether it holds, name of the field, its value, what it must be)
+        (
+            has_head_dim or config.hidden_size % num_heads == 0,
+            "hidden_size", config.hidden_size, f"a multiple of its {num_heads} heads",
+        ),
+        (
+            num_heads % num_key_heads == 0,
+            "num_key_value_heads", num_key_heads, f"a divisor of num_attention_heads ({num_heads})",
+        ),
+        (
+            sum(section) * 2 == rotary_dim, "mrope_section", section,
+            f"three numbers whose sum is half of {rotary_dim}, the rotated part of head_dim",
+        ),
+        (
+            vision.hidden_size % (4 * vision.num_heads) == 0,
+            "vision_config.hidden_size", vision.hidden_size,
+            "a multiple of 4 x num_heads, for 2-D rotary embeddings",
+        ),
+        (
+            vision.out_hidden_size == config.hidden_size,
+            "vision_config.out_hidden_size", vision.out_hidden_size,
+            f"hidden_size ({config.hidden_size}); Qwen2-VL calls it vision_config.hidden_size",
+        ),
+        (
+            len(levels) < num_layers, "vision_config.deepstack_visual_indexes", levels,
+            f"fewer than num_hidden_layers ({num_layers})",
+        ),
+    ]  # fmt: skip
     if recurrent is not None:
         types = list(config.layer_types)
-        check_field(
-            len(types) == count and "full_attention" in types,
-            "layer_types",
-            types,
-            f"a list of {count} layer types with at least one full_attention",
-        )
-        check_field(
-            recurrent.linear_num_value_heads % recurrent.linear_num_key_heads == 0,
-            "linear_num_key_heads",
-            recurrent.linear_num_key_heads,
-            f"a divisor of linear_num_value_heads ({recurrent.linear_num_value_heads})",
-        )
-    experts = config.experts
+        num_values, num_keys = recurrent.linear_num_value_heads, recurrent.linear_num_key_heads
+        rules += [
+            (
+                len(types) == num_layers and "full_attention" in types, "layer_types", types,
+                f"a list of {num_layers} layer types with at least one full_attention",
+            ),
+            (
+                num_values % num_keys == 0, "linear_num_key_heads", num_keys,
+                f"a divisor of linear_num_value_heads ({num_values})",
+            ),
+        ]  # fmt: skip
     if experts is not None:
-        check_field(
-            experts.num_experts_per_tok <= experts.num_experts,
-            "num_experts_per_tok",
-            experts.num_experts_per_tok,
-            f"num_experts ({experts.num_experts}) or less",
-        )
         size = experts.moe_intermediate_size
-        check_field(
-            not family.transposed_experts or config.hidden_size not in (size, 2 * size),
-            "moe_intermediate_size",
-            size,
-            "neither hidden_size nor half of it, because then the shapes in a file would not show "
-            "whether the experts are transposed",
-        )
+        rules += [
+            (
+                experts.num_experts_per_tok <= experts.num_experts, "num_experts_per_tok",
+                experts.num_experts_per_tok, f"num_experts ({experts.num_experts}) or less",
+            ),
+            (
+                not family.transposed_experts or config.hidden_size not in (size, 2 * size),
+                "moe_intermediate_size", size,
+                "neither hidden_size nor half of it, because then the shapes in a file would not "
+                "show whether the experts are transposed",
+            ),
+        ]  # fmt: skip
+    for rule in rules:
+        check_field(*rule)

@@ -18,8 +18,9 @@ from minivlmrl.model.families.registry import FAMILIES
 
 import tiny
 
-RECORDED, VERSIONS = Path(__file__).parents[1] / "recorded", ["4.49.0", "4.51.3", "4.57.6"]
-RECORDS = {v: json.loads((RECORDED / f"checkpoints_transformers_{v}.json").read_text()) for v in VERSIONS}
+RECORDED = Path(__file__).parents[1] / "recorded"
+FILES = sorted(RECORDED.glob("c*_transformers_4.*.json"))
+VERSIONS = {file.stem.rpartition("_")[2]: json.loads(file.read_text())["configs"] for file in FILES}
 
 
 @pytest.mark.parametrize("size", SIZES | QWEN3_SIZES)
@@ -34,8 +35,8 @@ def test_models_on_the_hub_have_the_known_number_of_parameters(size):
 @pytest.mark.parametrize("size", ["Qwen2.5-VL-3B", "Qwen2.5-VL-7B", "Qwen2-VL-2B"])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_configs_saved_by_older_transformers_are_read(version, size):
-    """Most fine-tuned folders have such files. Version 4.49 leaves out default values."""
-    ours = [config_json.from_dict(content) for content in (real_config(size), RECORDS[version]["configs"][size])]
+    """Most fine-tuned folders have such files. Version 4.49 leaves out default values, 4.52 writes nulls beside them."""
+    ours = [config_json.from_dict(content) for content in (real_config(size), VERSIONS[version][size])]
     for config in ours:
         config.extra, config.vision_config = {}, replace(config.vision_config, extra={})
     assert ours[0] == ours[1]
@@ -47,6 +48,33 @@ def test_the_top_level_decides_whether_the_head_is_tied():
     config = {"model_type": "qwen2_5_vl", "vision_config": tiny.RUN_MODEL["vision_config"], **nested}
     assert config_json.from_dict(config).tie_word_embeddings
     assert not config_json.from_dict(config | {"tie_word_embeddings": False}).tie_word_embeddings
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_a_null_never_wins_over_a_value(model_type):
+    """Each value stands once at the top level, once in text_config, with a null in the other place."""
+    given = tiny_config(model_type, tied=True)
+    vision = given["vision_config"] | {"in_chans": None, "in_channels": 3}
+    text = {**given, **given.pop("text_config", {})}
+    text = {name: text[name] for name in text if name not in ("model_type", "architectures", "vision_config")}
+    rope = {name: text.pop(name) for name in ("rope_scaling", "rope_parameters") if name in text}
+    nulls = dict.fromkeys(text) | {"rope_theta": None, "num_local_experts": None}
+    base = {"model_type": model_type, "vision_config": vision}
+    expected = config_json.from_dict({**base, **text, **rope})
+    for top_level, nested in ((text | rope, nulls), (nulls, text | rope)):
+        found = config_json.from_dict({**base, **top_level, "text_config": nested})
+        found.extra = expected.extra
+        assert found == expected
+    experts = {"num_local_experts": text["num_experts"], "num_experts": None} if "num_experts" in text else {}
+    found = config_json.from_dict({**base, **text, **rope, **experts})
+    assert found.experts == expected.experts
+
+
+def test_a_null_in_the_rope_settings_does_not_win_either():
+    rope = tiny.RUN_MODEL["rope_scaling"] | {"rope_theta": None}
+    vision = tiny.RUN_MODEL["vision_config"] | {"rope_parameters": {"rope_theta": None}, "rope_theta": 5e3}
+    config = config_json.from_dict(tiny.RUN_MODEL | {"rope_theta": 7e5, "rope_scaling": rope, "vision_config": vision})
+    assert config.rope_theta == 7e5 and config.vision_config.rope_theta == 5e3
 
 
 def test_mrope_section_counts_inside_rope_scaling_alone():
