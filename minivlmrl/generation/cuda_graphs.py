@@ -80,10 +80,8 @@ class StaticDecodeAttention(DecodeAttention):
 
 
 def joinable_layers(model: VisionLanguageModel) -> list[SelfAttention]:
-    """Return the attention layers whose q, k and v StaticDecodeAttention computes as one product.
-
-    SelfAttention subclasses, such as Qwen3.5's, have another formula and compute three.
-    """
+    """Return the attention layers whose q, k and v StaticDecodeAttention computes as one product."""
+    # subclasses, such as Qwen3.5's, have another formula and call their three linear layers
     layers = [layer for layer in model.model.modules() if type(layer) is SelfAttention]
     return [layer for layer in layers if is_joinable(layer)]
 

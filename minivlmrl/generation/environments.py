@@ -5,7 +5,6 @@ Only the function `agents` loads these modules, by name, if a recipe sets `sampl
 
 from importlib import import_module
 
-from minivlmrl.config.import_utils import check_call
 from minivlmrl.config.options import RunConfig, SamplingOptions
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Environment, Row
@@ -34,26 +33,16 @@ def make_sampler(
 
     This is a sampler with tools if sampling.environment is set, and otherwise the engine that
     sampling.engine names. See Sampler for the arguments.
-
-    Raises:
-        ValueError: if sampling.engine does not name an engine.
     """
     if sampling.environment is None:
         kind = find_engine(sampling)
-        arguments = model, processor, sampling, world, gather_weights, keeps_vision
-        check_call(f"sampling.engine {sampling.engine}", kind, *arguments)
     else:
         kind = agents().find_sampler(sampling.environment, sampling.history)
     return kind(model, processor, sampling, world, gather_weights, keeps_vision)
 
 
 def check_environment(run: RunConfig):
-    """Check that the recipe's environment and its reward `environment` are consistent.
-
-    Raises:
-        ValueError: if the environment does not match the rewards, or if both the environment and
-            sampling.history define the context windows.
-    """
+    """Raise ValueError if a recipe's environment does not fit its rewards or sampling.history."""
     if run.sampling.environment is not None or "environment" in run.rewards:
         agents().check_reward(run.sampling.environment, run.rewards)
     samples_trajectories(run.sampling)  # raises if there are two rules for context windows
@@ -67,11 +56,7 @@ def samples_trajectories(sampling: SamplingOptions) -> bool:
 
 
 def begin_environment(name: str | None, row: Row) -> Environment | None:
-    """Construct the environment `name` and reset it with a row's columns.
-
-    Returns:
-        The environment, or None if `name` is None.
-    """
+    """Construct the environment `name` and reset it with a row's columns; None without a name."""
     return None if name is None else agents().begin_with_row(name, row)
 
 
@@ -81,9 +66,6 @@ def prepare_tools(processor: Processor, name: str | None) -> Processor:
 
 
 def packed_length(completion: Completion) -> int:
-    """Count the tokens that a completion adds to a packed batch.
-
-    The count includes context windows for all turns after the first.
-    """
+    """Count the tokens that a completion and the context windows of its later turns add to a batch."""
     windows = [turn.prompt for turn in completion.turns[1:] if turn.prompt is not None]
     return len(completion.ids) + sum(len(window.input_ids) for window in windows)

@@ -77,8 +77,6 @@ def generate(
             are offloaded, because they are then on another device.
     Returns:
         A list of num_generations completions for each prompt.
-    Raises:
-        FloatingPointError: if the logits of the model are not finite.
     """
     decode = decode or Decode()
     device = device or model.lm_head.weight.device
@@ -146,8 +144,6 @@ def to_completions(
             index -1 marks a row that had already finished before the step.
     Returns:
         A list of num_generations completions for each prompt.
-    Raises:
-        FloatingPointError: if a sampled token's log-probability is not finite.
     """
     rows, ids, logps, ends = (torch.cat(column).cpu() for column in zip(*steps, strict=True))
     sampled = (rows >= 0).nonzero()[:, 0]  # excludes tokens in finished rows

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from minivlmrl.config.import_utils import call_user_code, defined_in, resolve_object
+from minivlmrl.config.import_utils import resolve_object
 from minivlmrl.config.options import RunConfig, SamplingOptions
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row, uniform_numbers
@@ -87,8 +87,6 @@ class Sampler:
             keys: each prompt's key, from which its random numbers are computed.
         Returns:
             A list of num_generations completions for each prompt.
-        Raises:
-            ValueError: if a stop token is outside the model's vocabulary.
         """
         if self.sampling.max_batch_tokens is None:
             return self.sample(prompts, num_generations, keys)
@@ -99,7 +97,7 @@ class Sampler:
     def sample(
         self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
     ) -> list[list[Completion]]:
-        """Sample completions of all prompts in one batch. See __call__ for the arguments."""
+        """Sample completions of all prompts in one batch."""
         sample_token = self.token_sampler(prompts, num_generations, keys)
         groups = self.sample_with(prompts, num_generations, sample_token)
         self.world.wait()
@@ -108,12 +106,7 @@ class Sampler:
     def token_sampler(
         self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
     ) -> TokenSampler:
-        """Make the function that samples one token per row, with filters and stop strings.
-
-        Raises:
-            ValueError: if a stop token is outside the model's vocabulary, or the longest
-                completion for a prompt exceeds the model's positions.
-        """
+        """Make the function that samples one token per row, with filters and stop strings."""
         sampling = self.sampling
         ids = [prompt.input_ids for prompt in prompts]
         longest = max(map(len, ids), default=0)
@@ -189,10 +182,7 @@ class Sampler:
         return groups
 
     def decode(self) -> Decode:
-        """Make the decode step.
-
-        The samplers in extras/agents/ override this method to also prefill tool outputs.
-        """
+        """Make the decode step; the samplers in extras/agents/ extend it to also prefill tool outputs."""
         if not self.captured:
             return Decode()
         from minivlmrl.generation.cuda_graphs import CapturedDecode
@@ -271,77 +261,34 @@ class Sampler:
             rows: each prompt's row, for error messages.
             completions: each prompt's sampled completions.
             max_logp_mismatch: factor by which the largest accepted difference is multiplied.
-        Raises:
-            ValueError: if the log-probabilities differ too much.
         """
 
 
 def find_engine(sampling: SamplingOptions) -> type[Sampler]:
-    """Return the sampler class that sampling.engine names.
-
-    Raises:
-        ValueError: if sampling.engine does not name a Sampler subclass.
-    """
+    """Return the sampler class that sampling.engine names."""
     with error_context(f"sampling.engine {sampling.engine}"):
         kind, options = resolve_object("engine", sampling.engine, ENGINES)
-        if options or not (isinstance(kind, type) and issubclass(kind, Sampler)):
-            raise ValueError(
-                "the engine must be a subclass of minivlmrl.generation.sampler.Sampler"
-            )
-    if sampling.engine in ENGINES:
-        return kind
-    return type(kind.__name__, (CheckedSampler, kind), {"engine": sampling.engine})
+        if options:
+            raise ValueError("an engine has no options; remove the brackets")
+    return kind
 
 
-class CheckedSampler(Sampler):
-    """First base class of a custom engine, which checks the completions that the engine returns."""
+def check_completions(
+    completions: Sequence[Sequence[Completion]], num_prompts: int, num_generations: int
+):
+    """Raise ValueError unless an engine has sampled num_generations completions for each prompt.
 
-    engine: str  # the option sampling.engine
-
-    def __call__(self, prompts, num_generations, keys):
-        """Sample completions, see Sampler.
-
-        Raises:
-            ValueError: the engine failed, or did not return valid completions.
-        """
-        name = f"sampling.engine {self.engine}"
-        sample = super().__call__
-        groups = call_user_code(name, sample, prompts, num_generations, keys)
-        name += defined_in(sample)
-        shape = f"one list of {num_generations} completions for each of the {len(prompts)} prompts"
-        is_nested = isinstance(groups, list | tuple) and all(
-            isinstance(group, list | tuple) for group in groups
+    Otherwise the rewards of one prompt would be compared with those of another, and NaN as a
+    log-probability would hide that the engine and the trainer differ.
+    """
+    lengths = [len(group) for group in completions]
+    if lengths != [num_generations] * num_prompts:
+        raise ValueError(
+            f"sampling.engine returned lists of {lengths} completions, but it must return "
+            f"{num_generations} for each of the {num_prompts} prompts"
         )
-        lengths = [len(group) for group in groups] if is_nested else None
-        if lengths != [num_generations] * len(prompts):
-            found = f"lists of {lengths}" if is_nested else f"{groups!r:.60}"
-            raise ValueError(f"{name} returned {found}, but it must return {shape}")
-        for completion in chain(*groups):
-            fault = completion_fault(completion, self.model.config.vocab_size)
-            if fault is not None:
-                raise ValueError(
-                    f"{name} returned a completion {fault}; see Completion in minivlmrl/data/rows.py"
-                )
-        return groups
-
-
-def completion_fault(completion: Completion, vocab_size: int) -> str | None:
-    """Describe what is wrong with a sampled completion; None if the completion is valid."""
-    if not isinstance(completion, Completion):
-        return f"of type {type(completion).__name__}, but it must be a Completion"
-    ids, logps = completion.ids, completion.logps
-    is_ids = isinstance(ids, Tensor) and ids.dim() == 1 and ids.dtype == torch.int64
-    if not is_ids or len(ids) == 0:
-        return f"whose ids are {ids!r:.60}, but they must be an int64 tensor with at least one id"
-    if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-        return f"with an id outside of the vocabulary of {vocab_size} tokens"
-    if not isinstance(logps, Tensor) or logps.shape != ids.shape or not logps.is_floating_point():
-        return f"whose logps are {logps!r:.60}, but they must be a float tensor with one log-probability per id"
-    if not logps.isfinite().all():
-        return "whose logps are NaN or infinite"
-    if completion.policy_mask.shape != ids.shape:
-        return f"whose policy_mask does not have one value for each of its {len(ids)} ids"
-    return None
+    if not all(bool(x.sampled_logps.isfinite().all()) for x in chain(*completions)):
+        raise ValueError("sampling.engine returned log-probabilities that are NaN or infinite")
 
 
 def can_capture(model: VisionLanguageModel, sampling: SamplingOptions, by_layer: bool) -> bool:

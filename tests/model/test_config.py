@@ -35,7 +35,7 @@ def test_models_on_the_hub_have_the_known_number_of_parameters(size):
 @pytest.mark.parametrize("size", ["Qwen2.5-VL-3B", "Qwen2.5-VL-7B", "Qwen2-VL-2B"])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_configs_saved_by_older_transformers_are_read(version, size):
-    """Most fine-tuned folders have such files. Version 4.49 leaves out default values, 4.52 writes nulls beside them."""
+    """Most fine-tuned folders have such files. Version 4.49 leaves out defaults, 4.52 writes nulls beside values."""
     ours = [config_json.from_dict(content) for content in (real_config(size), VERSIONS[version][size])]
     for config in ours:
         config.extra, config.vision_config = {}, replace(config.vision_config, extra={})
