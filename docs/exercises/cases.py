@@ -179,7 +179,7 @@ def _(mrope_positions):
     "rotate",
     """
     A pair (a, b) rotated by t is (a cos t - b sin t, b cos t + a sin t). x.chunk(2, -1) gives all a and all b. An angle
-    above 64 would have at most one digit after the point in bfloat16, so compute in float32 and convert the result.
+    of 100.3 would be 100.5 in bfloat16, so compute in float32 and convert the result.
     """,
     {
         "your pairs are neighbours, as in the paper; here, x_i belongs to x_{i + D/2}":
