@@ -94,8 +94,9 @@ def is_joinable(layer: SelfAttention) -> bool:
 def join_projections(layer: SelfAttention) -> tuple[Tensor, Tensor | None]:
     """Concatenate the weights of q, k and v, and their biases, if they have any."""
     projections = layer.q_proj, layer.k_proj, layer.v_proj
-    biases = [x.bias for x in projections if x.bias is not None]
-    return torch.cat([x.weight for x in projections]), torch.cat(biases) if biases else None
+    weights: list[Tensor] = [x.weight for x in projections]
+    biases: list[Tensor] = [x.bias for x in projections if x.bias is not None]
+    return torch.cat(weights), torch.cat(biases) if biases else None
 
 
 def joined_bytes(model: VisionLanguageModel, dtype: torch.dtype) -> int:
