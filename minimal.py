@@ -1,11 +1,13 @@
 """Reinforcement learning for Qwen2.5-VL in one file, from an image file to an optimizer step.
 
-    python minimal.py                          # a tiny model learns shapes on a CPU: SFT, then GRPO
+    python minimal.py                          # a tiny model learns shapes on a CPU
     python minimal.py FOLDER rows.jsonl        # GRPO on your images, with a Hugging Face folder
     python minimal.py FOLDER rows.jsonl --sft  # rows need "completion"; --dpo: "chosen", "rejected"
 
-A row is {"image": "cat.jpg", "problem": "How many cats are there?", "solution": "2"}. Read from top
-to bottom; a line above each part says what goes in and what comes out. What is missing here:
+A row is {"image": "cat.jpg", "problem": "How many cats are there?", "solution": "2"}. Three ways to
+train are here: SFT (imitate given answers), GRPO (sample several answers to a question, and make
+those with more reward more likely) and DPO (prefer one of two given answers). Read from top to
+bottom; a line above each part says what goes in and what comes out. What is missing here:
 - all prompts in one packed sequence, and Triton kernels: minivlmrl/model/packing.py, kernels/
 - log-probabilities without storing all logits: kernels/selective_log_softmax.py
 - several GPUs: minivlmrl/distributed/fsdp.py
@@ -40,8 +42,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-# Letters in shapes: P patches of an image, L tokens of a prompt, G completions of the prompt,
-# T tokens of the longest one, E width of the model, H heads, D width of a head, V vocabulary.
+# Letters in shapes: P patches of an image, h x w of them; n sequences of L tokens; G completions of
+# a prompt, T tokens of the longest; E width of the language model, D width of a head, V vocabulary.
+# For the published models, a patch has 1176 values: 3 channels x 2 frames x 14 x 14 pixels.
 
 # ---- Image file -> patches (P, 1176), as Qwen2-VL reads them (arXiv 2409.12191, section 2.1)
 
@@ -75,7 +78,7 @@ def smart_resize(height, width, factor, min_pixels, max_pixels) -> tuple[int, in
 def patchify(image, patch, merge, min_pixels, max_pixels) -> tuple[Tensor, int, int]:
     """Return an image's patches (P, 3 * 2 * patch * patch), and their rows h and columns w.
 
-    Each merge x merge patches, which the vision tower merges to one token, are neighbours in P.
+    The merge x merge patches that the vision tower merges to one token follow each other in P.
     """
     height, width = smart_resize(image.height, image.width, patch * merge, min_pixels, max_pixels)
     image = image.resize((width, height), PIL.Image.Resampling.BICUBIC)
@@ -83,8 +86,9 @@ def patchify(image, patch, merge, min_pixels, max_pixels) -> tuple[Tensor, int, 
     pixels = (pixels - MEAN) / STD
     frames = np.stack([pixels, pixels])  # a patch covers two frames of a video; here both are equal
     h, w = height // patch, width // patch
+    # axes 0 to 7: frame; block row, row in block, y; block column, column in block, x; channel
     x = frames.reshape(2, h // merge, merge, patch, w // merge, merge, patch, 3)
-    # -> block row, block column, row in the block, column in the block; channel, frame, y, x
+    # -> block row, block column, row in block, column in block; channel, frame, y, x
     patches = x.transpose(1, 4, 2, 5, 7, 0, 3, 6).reshape(h * w, -1)
     return torch.from_numpy(patches), h, w
 
@@ -107,7 +111,7 @@ def render(tokenizer, problem, image_lengths) -> list[int]:
     r"""Return the ids of a question in Qwen2.5-VL's chat template: (L,).
 
     An image takes the place of each <image> in the question; without any, images come first. An
-    image of 3 tokens and "What?" give the ids of
+    image of 3 tokens and "What?" give the ids of this text, which is wrapped here:
         <|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n
         <|vision_start|><|image_pad|><|image_pad|><|image_pad|><|vision_end|>What?<|im_end|>\n
         <|im_start|>assistant\n
@@ -118,10 +122,10 @@ def render(tokenizer, problem, image_lengths) -> list[int]:
     if len(texts) != len(image_lengths):
         raise ValueError(f"{len(texts)} <image> for {len(image_lengths)} images in {problem!r}")
     names = "im_start", "im_end", "vision_start", "image_pad", "vision_end"
-    start, end, *vision = ([tokenizer.token_to_id(f"<|{name}|>")] for name in names)
+    start, end, open_image, pad, close_image = ([tokenizer.token_to_id(f"<|{n}|>")] for n in names)
     pieces = [start, "system\nYou are a helpful assistant.", end, "\n", start, f"user\n{first}"]
     for length, text in zip(image_lengths, texts, strict=True):
-        pieces += [vision[0], vision[1] * length, vision[2], text]
+        pieces += [open_image, pad * length, close_image, text]
     pieces += [end, "\n", start, "assistant\n"]
     ids = []
     for piece in pieces:
@@ -132,7 +136,8 @@ def render(tokenizer, problem, image_lengths) -> list[int]:
 def mrope_positions(ids, grids, image_token) -> Tensor:
     """Return each token's position in time, row and column: (3, L) (arXiv 2409.12191, figure 3).
 
-    Two text tokens, an image of 2 x 3 tokens and one more text token have the positions
+    Text after an image continues one after the image's largest position. Two text tokens, an image
+    of 2 x 3 tokens and one more text token have the positions
         time   0 1 | 2 2 2 2 2 2 | 5
         row    0 1 | 2 2 2 3 3 3 | 5
         column 0 1 | 2 3 4 2 3 4 | 5
@@ -141,7 +146,7 @@ def mrope_positions(ids, grids, image_token) -> Tensor:
     grids = iter(grids)
     position = done = 0
     while done < len(ids):
-        rows, columns = next(grids) if ids[done] == image_token else (1, 1)
+        rows, columns = next(grids) if ids[done] == image_token else (1, 1)  # text is 1 x 1
         axes = torch.zeros(1).long(), torch.arange(rows), torch.arange(columns)
         pieces.append(position + torch.cartesian_prod(*axes).T)
         position += max(rows, columns)
@@ -150,7 +155,7 @@ def mrope_positions(ids, grids, image_token) -> Tensor:
 
 
 def make_prompt(model, row) -> Prompt:
-    """Convert the images and the question of a row to the inputs of a model."""
+    """Convert a row's list of images and its question to the inputs of a model."""
     vision = model.config["vision_config"]
     merge = vision["spatial_merge_size"]
     device = model.lm_head.weight.device
@@ -159,7 +164,7 @@ def make_prompt(model, row) -> Prompt:
         patches, h, w = patchify(load_image(file), vision["patch_size"], merge, *model.pixels)
         images.append((patches.to(device), h, w))
     grids = [(h // merge, w // merge) for _, h, w in images]  # rows and columns of tokens
-    ids = render(model.tokenizer, row["problem"], [h * w for h, w in grids])
+    ids = render(model.tokenizer, row["problem"], [rows * columns for rows, columns in grids])
     positions = mrope_positions(ids, grids, model.config["image_token_id"])
     return Prompt(torch.tensor(ids, device=device), positions.to(device), images)
 
@@ -186,7 +191,10 @@ def frequencies(count, theta, device) -> Tensor:
 
 
 def rotate(x, angles) -> Tensor:
-    """Rotate each pair (x_i, x_{i+D/2}) of x (..., L, D) by angles (L, D/2) (arXiv 2104.09864)."""
+    """Rotate each pair (x_i, x_{i+D/2}) of x (..., L, D) by angles (L, D/2) (arXiv 2104.09864).
+
+    The product of a rotated query and a rotated key depends on the difference of their positions.
+    """
     a, b = x.chunk(2, -1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
@@ -210,7 +218,7 @@ class VisionBlock(nn.Module):
         qkv = self.attn["qkv"](self.norm1(x))  # (P, 3 * width)
         q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(1, 2, 0, 3)  # (H, P, D)
         q, k = rotate(q, angles), rotate(k, angles)
-        out = F.scaled_dot_product_attention(q[None], k[None], v[None], mask)[0]
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None], mask)[0]  # a batch of one
         x = x + self.attn["proj"](out.transpose(0, 1).flatten(1))
         return x + self.mlp(self.norm2(x))
 
@@ -222,6 +230,7 @@ class Vision(nn.Module):
         width = config["hidden_size"]
         size = (2, config["patch_size"], config["patch_size"])
         merged = width * config["spatial_merge_size"] ** 2
+        # Only its weight is used: a convolution with kernels as large as a patch is a product.
         self.patch_embed = nn.ModuleDict({"proj": nn.Conv3d(3, width, size, size, bias=False)})
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config["depth"]))
         mlp = [nn.Linear(merged, merged), nn.GELU(), nn.Linear(merged, config["out_hidden_size"])]
@@ -229,20 +238,19 @@ class Vision(nn.Module):
 
     def forward(self, patches, h, w):
         merge = self.config["spatial_merge_size"]
-        # A convolution with kernels as large as a patch is a matrix product.
         kernels = self.patch_embed["proj"].weight.flatten(1)  # (width, 1176)
         x = F.linear(patches.to(kernels.dtype), kernels)  # (P, width)
-        x = x.to(kernels.dtype)  # the sum over all blocks is float32, also on a GPU
+        x = x.to(kernels.dtype)  # float32 also on a GPU, because each block adds to x
         # The row and the column of each patch, in the order of `patchify`: (P, 2)
         places = torch.cartesian_prod(torch.arange(h), torch.arange(w)).to(x.device)
         places = places.view(h // merge, merge, w // merge, merge, 2).transpose(1, 2)
         places = places.reshape(h * w, 2)
-        # Half of the angles come from the row, half from the column: (P, D / 2)
+        # Half of the angles come from the row, half from the column: (P, 2, D/4) -> (P, D/2)
         count = self.config["hidden_size"] // self.config["num_heads"] // 4
         angles = (places[..., None] * frequencies(count, 10000.0, x.device)).flatten(1)
         # A patch attends to the patches of its window, and in a few blocks to the whole image.
-        side = self.config["window_size"] // self.config["patch_size"] // merge * merge
-        windows = places // side
+        side = self.config["window_size"] // self.config["patch_size"]  # in patches
+        windows = places // (side // merge * merge)  # a token's patches are in one window
         same_window = (windows[:, None] == windows).all(-1)  # (P, P)
         for i, block in enumerate(self.blocks):
             sees_all = i in self.config["fullatt_block_indexes"]
@@ -278,11 +286,12 @@ class Layer(nn.Module):
         q = rotate(self.project("q_proj", normed), angles)
         k = rotate(self.project("k_proj", normed), angles)
         v = self.project("v_proj", normed)
-        if past is not None:  # the prompt's keys and values are stored once for n completions
+        if past is not None:  # of the prompt alone there is one row, which all n rows share
             k = torch.cat([past[0].expand(len(x), -1, -1, -1), k], 2)
             v = torch.cat([past[1].expand(len(x), -1, -1, -1), v], 2)
         # Several query heads share one head of keys and values (arXiv 2305.13245).
-        shared_k, shared_v = (heads.repeat_interleave(self.queries_per_key, 1) for heads in (k, v))
+        shared_k = k.repeat_interleave(self.queries_per_key, 1)
+        shared_v = v.repeat_interleave(self.queries_per_key, 1)
         out = F.scaled_dot_product_attention(q, shared_k, shared_v, mask)
         x = x + self.self_attn["o_proj"](out.transpose(1, 2).flatten(2))
         return x + self.mlp(self.post_attention_layernorm(x)), (k, v)
@@ -310,13 +319,15 @@ class QwenVL(nn.Module):
             tokens = torch.cat([self.visual(*image) for image in images])
             is_image = (ids == self.config["image_token_id"])[..., None]
             x = x.masked_scatter(is_image, tokens.to(x.dtype))
-        # M-RoPE: the first of the D / 2 frequencies turn with time, then row, then column.
+        # M-RoPE: sections [4, 6, 6] make the axes 0000 111111 222222, so that the first of the D/2
+        # frequencies turn with a token's time, the next ones with its row and its column.
         sections = torch.tensor(self.config["mrope_section"], device=x.device)
         axis = torch.arange(3, device=x.device).repeat_interleave(sections)
         theta = self.config["rope_theta"]
         angles = positions[axis].T * frequencies(len(axis), theta, x.device)  # (L, D/2)
-        # A token attends to itself and to all tokens before it.
-        before, L = cache[0][0].shape[2] if cache else 0, ids.shape[1]
+        # A token attends to itself and to all tokens before it: 1110 and 1111 for two after two.
+        before = cache[0][0].shape[2] if cache else 0
+        L = ids.shape[1]
         mask = torch.ones(L, before + L, dtype=torch.bool, device=x.device).tril(before)
         new_cache = []
         for i, layer in enumerate(self.model["layers"]):
@@ -367,7 +378,7 @@ def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
     if config["tie_word_embeddings"]:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, assign=True)
-    if config["tie_word_embeddings"]:
+    if config["tie_word_embeddings"]:  # assign makes two parameters of one tensor
         model.lm_head.weight = model.model["embed_tokens"].weight
     if (folder / "preprocessor_config.json").exists():
         settings = json.loads((folder / "preprocessor_config.json").read_text())
@@ -377,7 +388,8 @@ def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
     smallest = settings.get("min_pixels") or size["shortest_edge"]
     largest = settings.get("max_pixels") or size["longest_edge"]
     model.pixels = (smallest, max_pixels or largest)
-    # A user's text "<|im_end|>" stays text, while "<|box_start|>" is a token, as in transformers.
+    # What is marked as special is encoded like ordinary text, if a user writes it; only `render`
+    # writes these ids. Other control tokens, such as <|box_start|>, are tokens in texts, too.
     tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     for token in tokenizer["added_tokens"]:
         token["special"] = token["content"].startswith(STRUCTURE)
@@ -406,17 +418,18 @@ def save(model, folder):
 
 # ---- Prompt -> completions (G, T), and their log-probabilities (G, T)
 
-# On a GPU, products are computed in bfloat16. Weights and norms stay float32, because bfloat16 has
-# 8 significant bits and rounds most updates at a learning rate of 1e-6 to nothing.
+# A decorator: on a GPU, products are computed in bfloat16. Weights and norms stay float32, because
+# bfloat16 has 8 significant bits and rounds most updates at a learning rate of 1e-6 to nothing.
 in_bfloat16 = torch.autocast("cuda", torch.bfloat16, enabled=torch.cuda.is_available())
 
 
 @in_bfloat16
 @torch.no_grad()
 def sample(model, prompt, G, max_new_tokens) -> tuple[Tensor, Tensor]:
-    """Sample G completions of a prompt, which runs once. Return ids and mask, both (G, T).
+    """Sample G completions of a prompt. Return ids and mask, both (G, T).
 
-    The mask is True up to and including the token that ends a completion.
+    The prompt runs once. The mask is True up to and including the token that ends a completion;
+    what is sampled after it, while others go on, is ignored.
     """
     ends = [model.tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>")]
     ends = torch.tensor(ends, device=prompt.ids.device)
@@ -440,9 +453,10 @@ def sample(model, prompt, G, max_new_tokens) -> tuple[Tensor, Tensor]:
 
 @in_bfloat16
 def log_probabilities(model, prompt, completions) -> Tensor:
-    """Return log pi(o_t | prompt, o_<t) of each token of completions (G, T), in nats.
+    """Return the log-probability of each token o_t of completions o (G, T), given those before it.
 
-    The prompt and its images run once. Their gradient is the sum over the G completions.
+    The prompt and its images run once. All completions read the same keys and values, and expand()
+    adds up their gradients, so that these equal the ones of G separate sequences.
     """
     G, T = completions.shape
     states, cache = model(prompt.ids[None], prompt.positions, images=prompt.images)
@@ -462,7 +476,7 @@ def decode(model, completions, mask) -> list[str]:
 
 
 def tokenize_answers(model, texts) -> tuple[Tensor, Tensor]:
-    """Return written answers as `sample` returns sampled ones: ids and mask, both (G, T)."""
+    """Tokenize given answers. Return ids and mask, both (G, T), as `sample` does."""
     end = model.tokenizer.token_to_id("<|im_end|>")
     device = model.lm_head.weight.device
     ids = [torch.tensor([*to_ids(model.tokenizer, text), end], device=device) for text in texts]
@@ -471,6 +485,10 @@ def tokenize_answers(model, texts) -> tuple[Tensor, Tensor]:
 
 
 # ---- Completions -> rewards and advantages (G,); log-probabilities (G, T) -> loss
+
+# The policy gradient: the gradient of log pi(o), times how much better o is than expected, raises
+# the expected reward. So GRPO is SFT on the model's own completions, each weighted by its advantage
+# A, the distance of its reward from the mean of its group. Equal rewards teach nothing: A is 0.
 
 ANSWER = re.compile(r"<think>.+?</think>\s*<answer>(.+?)</answer>", re.DOTALL)
 
@@ -485,29 +503,39 @@ def reward(text, solution) -> float:
 
 
 def group_advantages(rewards) -> Tensor:
-    """Compare each reward with its group (DeepSeekMath, arXiv 2402.03300, section 4.1.2)."""
+    """Return (reward - mean) / standard deviation (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
+
+    Rewards 1, 1, 0, 0 have the advantages 0.87, 0.87, -0.87, -0.87. Without 1e-4, equal rewards
+    would be 0 / 0.
+    """
     return (rewards - rewards.mean()) / (rewards.std() + 1e-4)
 
 
 def grpo_loss(logps, old_logps, advantages, mask, epsilon=0.2, beta=0.0, ref_logps=None) -> Tensor:
-    """Compute GRPO's loss, the mean over completions of the mean over tokens of
+    """Compute -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A) + beta KL, with r = pi / pi_old.
 
-        -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A) + beta KL,  r = pi / pi_old
-
+    It is averaged over the tokens of each completion, and then over completions. pi_old is the
+    policy that sampled. As soon as an update has moved r out of the bounds in the direction that A
+    asks for, the gradient is 0, so that several updates on the same samples stay near pi_old. With
+    one update, as in this file, r is 1 and nothing is clipped; its gradient is that of log pi.
     Source: DeepSeekMath (arXiv 2402.03300), equations 3 and 4.
     """
     ratio = (logps - old_logps).exp()
     clipped = ratio.clamp(1 - epsilon, 1 + epsilon)
     loss = -torch.min(ratio * advantages[:, None], clipped * advantages[:, None])
     if beta:
-        # k3, an unbiased estimate of KL(pi || pi_ref): pi_ref/pi - log(pi_ref/pi) - 1
-        log_ratio = ref_logps - logps
-        loss = loss + beta * (log_ratio.expm1() - log_ratio)
+        # pi_ref/pi - log(pi_ref/pi) - 1 estimates KL(pi || pi_ref). It is right on average and at
+        # least 0; Schulman's note "Approximating KL divergence" names it k3.
+        log_ref_ratio = ref_logps - logps
+        loss = loss + beta * (log_ref_ratio.expm1() - log_ref_ratio)
     return ((loss * mask).sum(1) / mask.sum(1)).mean()
 
 
 def dpo_loss(logps, ref_logps, mask, beta=0.1) -> Tensor:
-    """Compute DPO's loss (arXiv 2305.18290, eq. 7) of two answers (2, T), the chosen one first."""
+    """Compute DPO's loss (arXiv 2305.18290, eq. 7) of two answers (2, T), the chosen one first.
+
+    It classifies which answer is better, by how much more likely than the reference pi makes each.
+    """
     chosen, rejected = ((logps - ref_logps) * mask).sum(1)  # log pi / pi_ref of the whole answers
     return -F.logsigmoid(beta * (chosen - rejected))
 
@@ -517,7 +545,8 @@ def sft_loss(logps, mask, num_tokens) -> Tensor:
     return -(logps * mask).sum() / num_tokens
 
 
-# ---- Rows -> losses: each of the three stages yields a loss and a metric for each row of a step
+# ---- Rows -> losses: each of the three stages yields a loss and a metric for each row of a step,
+# so that `train` computes the gradient of one row, and frees its memory, before the next row
 
 
 def grpo(model, reference, rows, options):
@@ -533,8 +562,7 @@ def grpo(model, reference, rows, options):
         if options.beta:
             with torch.no_grad():
                 ref_logps = log_probabilities(reference, prompt, completions)
-        # The ratio is 1, because a rollout is used for one update. Its gradient is not 0.
-        old_logps = logps.detach()
+        old_logps = logps.detach()  # the samples are used for one update
         loss = grpo_loss(logps, old_logps, advantages, mask, 0.2, options.beta, ref_logps)
         yield loss / len(rows), rewards.mean()
 
@@ -558,12 +586,12 @@ def sft(model, reference, rows, options):
     for row, (ids, mask) in zip(rows, answers, strict=True):
         logps = log_probabilities(model, make_prompt(model, row), ids)
         loss = sft_loss(logps, mask, num_tokens)
-        yield loss, loss.detach() * len(rows)
+        yield loss, loss.detach() * len(rows)  # the mean of these metrics is the loss of the step
 
 
 def train(model, rows, stage, options):
     """Run optimizer steps. The gradients of the rows of a step add up, one row at a time."""
-    reference = copy.deepcopy(model) if options.beta and stage is not sft else None
+    reference = copy.deepcopy(model) if options.beta or stage is dpo else None
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
     order = []
     for step in range(options.steps):
@@ -575,7 +603,7 @@ def train(model, rows, stage, options):
             loss.backward()
             metrics.append(metric.item())
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
-        # The learning rate rises over the warmup, and then falls to a tenth.
+        # The learning rate rises over the warmup, and then falls from 1 to 0.1 of its maximum.
         decay = (options.steps - step) / max(1, options.steps - options.warmup)
         factor = min((step + 1) / max(1, options.warmup), 0.1 + 0.9 * decay)
         optimizer.param_groups[0]["lr"] = options.learning_rate * factor
@@ -608,7 +636,7 @@ def tagged(label) -> str:
 def draw_row(wrong=0.0) -> dict:
     """Draw an object of random size and place. A share `wrong` of the completions is random."""
     label = random.choice(LABELS)
-    other = random.choice(LABELS)
+    other = random.choice([name for name in LABELS if name != label])
     color, shape = label.split()
     image = PIL.Image.new("RGB", (56, 56), tuple(random.choices(range(200, 256), k=3)))
     side = random.randint(32, 52)
@@ -617,7 +645,7 @@ def draw_row(wrong=0.0) -> dict:
     upper = [((left + right) / 2, top)] if shape == "triangle" else [(right, top), (left, top)]
     corners = [(left, bottom), (right, bottom), *upper]
     PIL.ImageDraw.Draw(image).polygon(corners, COLORS[color])
-    completion = tagged(other if random.random() < wrong else label)
+    completion = tagged(random.choice(LABELS) if random.random() < wrong else label)
     answers = {"completion": completion, "chosen": tagged(label), "rejected": tagged(other)}
     return {"images": [image], "problem": "What is it?", "solution": label, **answers}
 
@@ -667,7 +695,10 @@ def accuracy(model, rows) -> float:
 
 
 def train_tiny(options) -> QwenVL:
-    """Train random weights: SFT on 96 demonstrations, half of them wrong, and then a stage."""
+    """Train random weights: SFT on 96 demonstrations, half of them random, and then GRPO or DPO.
+
+    From these, the model learns the form of an answer, so that some samples earn a reward.
+    """
     torch.set_num_threads(1)  # the tensors are too small to share the work
     make_folder(f"{options.output}/random")
     model = load(f"{options.output}/random")
@@ -706,7 +737,7 @@ def train_folder(options) -> QwenVL:
     rows = read_rows(options.rows, ["problem", *needed[options.stage]])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load(options.folder, device, max_pixels=options.max_pixels)
-    # Keep only the input of each layer, and compute the rest again for the gradients.
+    # Activation checkpointing: keep each layer's input, and compute the rest again for gradients.
     for layer in [*model.visual.blocks, *model.model["layers"]]:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     train(model, rows, options.stage, options)
@@ -725,18 +756,21 @@ def main():
     parser.add_argument("--learning_rate", type=float, default=1e-6)
     parser.add_argument("--warmup", type=int, default=10, help="steps in which the rate rises")
     parser.add_argument("--group", type=int, default=8, help="G, completions of each prompt")
-    parser.add_argument("--beta", type=float, help="weight of GRPO's KL (0), or beta of DPO (0.1)")
+    parser.add_argument("--beta", type=float, default=0.0, help="weight of the KL; DPO's beta")
     parser.add_argument("--max_new_tokens", type=int, default=256)
     parser.add_argument("--max_pixels", type=int, default=401408, help="largest area of an image")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", default="runs/minimal", help="folder for the trained model")
-    if not parser.parse_args().folder:
-        parser.set_defaults(steps=160, learning_rate=3e-4, warmup=5, beta=0.02, max_new_tokens=20)
     options = parser.parse_args()
+    if options.folder and not options.rows:
+        parser.error("name a file of rows after the folder")
     if options.folder and Path(options.folder).resolve() == Path(options.output).resolve():
         parser.error("--output must not be the folder of the model")
-    if options.beta is None:
-        options.beta = 0.1 if options.stage is dpo else 0.0
+    if not options.folder:
+        parser.set_defaults(steps=160, learning_rate=3e-4, warmup=5, beta=0.02, max_new_tokens=20)
+    if options.stage is dpo:
+        parser.set_defaults(beta=0.1)
+    options = parser.parse_args()  # with the defaults of this run
     random.seed(options.seed)
     torch.manual_seed(options.seed)
     model = train_folder(options) if options.folder else train_tiny(options)

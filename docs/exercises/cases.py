@@ -126,8 +126,8 @@ def _(patchify):
     {
         "the line feeds after <|im_end|> are missing": ("in pieces:", 'in [x for x in pieces if x != "\\n"]:'),
         "your control tokens are text, which is split into several tokens; use tokenizer.token_to_id":
-            ('([tokenizer.token_to_id(f"<|{name}|>")] for', '(to_ids(tokenizer, f"<|{name}|>") for'),
-        "each image needs as many <|image_pad|> as it has tokens": ("vision[1] * length", "vision[1]"),
+            ('([tokenizer.token_to_id(f"<|{n}|>")] for', '(to_ids(tokenizer, f"<|{n}|>") for'),
+        "each image needs as many <|image_pad|> as it has tokens": ("pad * length", "pad"),
         "without <image> in the question, the images come before it":
             ('"<image>" * len(image_lengths) + problem', 'problem + "<image>" * len(image_lengths)'),
     },
@@ -413,7 +413,7 @@ MASK = torch.tensor([[True, True, True], [True, True, False]])
             (".sum(1) / mask.sum(1)).mean()", ".sum() / mask.sum())"),
         "you exchanged pi and pi_ref in the KL": ("ref_logps - logps", "logps - ref_logps"),
         "the KL has the wrong sign; it is a cost": ("loss + beta", "loss - beta"),
-        "your KL is k1, the difference of log-probabilities; the paper uses k3": ("log_ratio.expm1()", "0.0"),
+        "your KL is k1, the difference of log-probabilities; the paper uses k3": ("log_ref_ratio.expm1()", "0.0"),
         "the -1 of k3 is missing": ("expm1", "exp"),
         "the KL is detached, so it has no gradient and no effect": ("ref_logps - logps", "ref_logps - logps.detach()"),
     },

@@ -48,8 +48,8 @@ def test_another_right_answer_passes(exercise, lines):
 
 
 @pytest.mark.parametrize("body, says", [
-    ("return (", "mine.py, line 14: SyntaxError: '(' was never closed"),
-    ("return rewards.average()", "mine.py, line 14: AttributeError: 'Tensor' object has no attribute 'average'"),
+    ("return (", "mine.py, line 18: SyntaxError: '(' was never closed"),
+    ("return rewards.average()", "mine.py, line 18: AttributeError: 'Tensor' object has no attribute 'average'"),
     ("rewards - rewards.mean()", "advantages is None, but Tensor is right"),
     ("return rewards[:2]", "the shape of advantages is (2,), but (4,) is right"),
     ("return rewards.float()", "the dtype of advantages is torch.float32, but torch.float64 is right"),
