@@ -30,136 +30,158 @@ if not importlib.util.find_spec("minivlmrl"):  # on Colab; a clone has it instal
     source = "git+https://github.com/minivlmrl/minivlmrl"
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", source], check=True)
 """.strip()
-LOSSES = (Path(__file__).parents[1] / "policy_gradients.md").read_text(encoding="utf-8")
 CELLS = """
 # The first hour
 
 BADGE
 
-In this notebook, you train a tiny vision-language model on two CPU cores. You look at its data, its
-tensors and its answers, train it, and then train it with a reward of your own. All cells take 76
-seconds on two idle cores (Intel Xeon). To run the notebook in a clone, use
-`pip install -c constraints.txt -e . notebook` and then `jupyter notebook docs/first_hour.ipynb`.
-The [walkthrough](walkthrough.md) shows every number of one training step, and
-[this page](step.html) shows every line of code that a step runs. The [FAQ](faq.md) answers common
-questions.
+In this notebook, you train a tiny vision-language model on a CPU. You look at its data, its tensors
+and its answers, train it, and then train it with a reward of your own. Everything comes from one
+file of code, [minimal.py](../minimal.py), and all cells take about 90 seconds on one idle core (AMD
+EPYC). To run the notebook in a clone, use `pip install -c constraints.txt -e . notebook` and then
+`jupyter notebook docs/first_hour.ipynb`. The [walkthrough](walkthrough.md) shows the numbers of one
+training step, [this page](step.html) every line of code in it, and [words](words.md) what a rollout
+or an advantage is.
 ---
-INSTALL
+import importlib.util, sys, urllib.request
+
+sys.path.append("..")  # a clone has minimal.py in the folder above
+if not importlib.util.find_spec("minimal"):  # on Colab
+    source = "https://raw.githubusercontent.com/minivlmrl/minivlmrl/main/minimal.py"
+    urllib.request.urlretrieve(source, "minimal.py")
+import minimal
 ---
 **Rows.** A row has an image, a question and its solution. For SFT, it also has a demonstrated
-answer.
+answer. Half of the demonstrations here name a wrong object, so SFT alone does not solve the task.
 ---
-from minivlmrl.tasks.shapes import Shapes
+import random
+import torch
 
 ROWS, HELD_OUT, STEPS = 512, 64, 100  # fewer are faster, more give better answers
 
-def as_rows(pictures):  # columns: image, problem, solution, and for SFT the demonstrated completion
-    shown = [pictures[i] for i in range(len(pictures))]
-    return [{"image": row.images[0], "completion": row.completion, **row.columns} for row in shown]
-
-
-pictures = Shapes(ROWS, "mine", wrong_labels=0.5)  # half of the demonstrations name a wrong object
-rows, held_out = as_rows(pictures), as_rows(Shapes(HELD_OUT, "eval"))
-print({name: value for name, value in rows[0].items() if name != "image"})
-rows[0]["image"].resize((168, 168))
+random.seed(0)
+torch.manual_seed(0)
+torch.set_num_threads(1)  # the tensors are too small to share the work
+demonstrations = [minimal.draw_row(wrong=0.5) for _ in range(96)]
+rows = [minimal.draw_row() for _ in range(ROWS)]
+held_out = [minimal.draw_row() for _ in range(HELD_OUT)]
+row = rows[0]
+print({name: row[name] for name in ("problem", "solution", "completion")})
+row["images"][0].resize((168, 168))
 ---
 **A prompt consists of tensors.** The image becomes rows of patches, and the text becomes token ids.
 In these ids, the image has one placeholder for each 2 x 2 patches.
 ---
-from minivlmrl.model.build import random_model
-from minivlmrl.config.loading import recipes_folder
-from minivlmrl.tasks import shapes
+minimal.make_folder("tiny")  # random weights and a tokenizer, in the files of Hugging Face
+model = minimal.load("tiny")
+prompt = minimal.make_prompt(model, row)
+[(patches, h, w)] = prompt.images
+print("ids", tuple(prompt.ids.shape), "patches", tuple(patches.shape), "in", h, "x", w)
+model.tokenizer.decode(prompt.ids.tolist(), skip_special_tokens=False)
+---
+**A group of answers.** The model samples several answers to the same prompt. The weights are still
+random, so the answers are random text.
+---
+completions, mask = minimal.sample(model, prompt, 4, max_new_tokens=12)
+minimal.decode(model, completions, mask)
+---
+**Rewards and advantages.** A reward is a number for the text of an answer. The advantage of an
+answer is its reward compared with the rewards of its group.
+---
+texts = ["<think>I see red</think><answer>red square</answer>", "<answer>red square</answer>", "red"]
+rewards = torch.tensor([minimal.reward(text, "red square") for text in texts])
+print(rewards, minimal.group_advantages(rewards))
+---
+**The loss** takes log-probabilities and advantages. It is 0 here, because the advantages add up to 0.
+Its gradient is not 0: the first answer becomes more likely, and the others less likely.
+---
+logps = torch.full((3, 5), -1.0, requires_grad=True)  # three answers with five tokens each
+loss = minimal.grpo_loss(logps, logps.detach(), minimal.group_advantages(rewards), torch.ones(3, 5))
+loss.backward()
+print(round(loss.item(), 6), logps.grad[:, 0])
+---
+**SFT** teaches the model the form of an answer and a rough idea of the task.
+---
+import copy
+from argparse import Namespace
 
-model, processor = random_model(recipes_folder() / "shapes_model.json", shapes.tokenizer(), seed=0)
-prompt = pictures[0].prompt(processor)
-for name in ("input_ids", "pixel_values", "image_grid_thw"):
-    print(f"{name:15}", tuple(getattr(prompt, name).shape), getattr(prompt, name).dtype)
-processor.tokenizer.decode(prompt.input_ids.tolist())
+options = Namespace(steps=min(40, STEPS), rows_per_step=16, learning_rate=3e-3, warmup=10, beta=0.0)
+minimal.train(model, demonstrations, minimal.sft, options)
+after_sft = copy.deepcopy(model)
+print("right answers:", minimal.accuracy(model, held_out))
 ---
-**A group of answers.** The sampler processes the prompt once, and decodes all its answers together.
-The weights are still random, so the answers are random text.
+**GRPO** samples eight answers to each question, and makes those more likely that earn more than
+their group. `minimal.train` takes any function that yields a loss and a metric for each row, so this
+one also notes the rewards.
 ---
-from minivlmrl.config.options import SamplingOptions
-from minivlmrl.generation.sampler import Sampler
+options = Namespace(steps=STEPS, rows_per_step=8, learning_rate=5e-4, warmup=5, beta=0.0)
+options.group, options.max_new_tokens = 8, 20
 
-[answers] = Sampler(model, processor, SamplingOptions(max_new_tokens=12))([prompt], 4, keys=["first"])
-[processor.decode(answer.ids) for answer in answers]
----
-**A loss** takes log-probabilities and advantages. Its file imports only torch, so you can copy it
-into your own code. The advantage of an answer is its reward compared with the rewards of its group.
----
-LOSS
-from minivlmrl.losses.advantages import group_advantages
 
-print(loss.item(), group_advantages(torch.tensor([1.5, 0.5, 0.5, 0.0]), 4))
----
-**Train.** SFT on the demonstrations teaches the model the answer format and a rough idea of the
-task. GRPO then rewards the format and the correctness of answers. Open `runs/first/report.html` in
-a browser to see curves and answers.
----
-from minivlmrl.commands.notebook import train
+def train_grpo(model):
+    mean_rewards = []
 
-train("shapes.yaml", rows, held_out, output_dir="runs/sft", resume="never", stages=["sft"])
-start = {"path": "runs/sft/checkpoint", "config": None}
-steps = {"grpo": {"max_steps": STEPS}, "stages": ["grpo"], "resume": "never"}
-train("shapes.yaml", rows, held_out, output_dir="runs/first", model=start, **steps)
+    def grpo(*arguments):
+        for loss, mean_reward in minimal.grpo(*arguments):
+            mean_rewards.append(mean_reward.item())
+            yield loss, mean_reward
+
+    minimal.train(model, rows, grpo, options)
+    return mean_rewards
+
+
+mean_rewards = train_grpo(model)
+print("right answers:", minimal.accuracy(model, held_out))
 ---
-**The curve.** `metrics.jsonl` has the metrics of each step. This picture shows the mean reward of
-each step, from 0 at the bottom to 1.5 at the top.
+**The curve** shows the mean reward of the eight questions of each step, from 0 at the bottom to 1.5
+at the top.
 ---
-import json
-from pathlib import Path
 from PIL import Image, ImageDraw
 
 
-def curve(run, name, top, width=480, height=140):
-    lines = [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
-    points = []
-    for i, line in enumerate(lines):
-        points.append((width * i / max(1, len(lines) - 1), height * (1 - line[name] / top)))
+def curve(mean_rewards, top=1.5, width=480, height=140):
+    steps = torch.tensor(mean_rewards).view(-1, options.rows_per_step).mean(1).tolist()
+    points = [(width * i / len(steps), height * (1 - reward / top)) for i, reward in enumerate(steps)]
     picture = Image.new("RGB", (width, height), "white")
     ImageDraw.Draw(picture).line(points, "royalblue", 2)
     return picture
 
 
-curve("runs/first", "reward", 1.5)
+curve(mean_rewards)
 ---
-**What does the model answer?** `completions.jsonl` has answers from training, with the weighted sum
-of their rewards. This cell prints answers of the first and the last logged step.
+**What does the model answer?** Here are answers to held-out questions, before and after GRPO.
 ---
-def show(run):
-    groups = [json.loads(line) for line in Path(run, "completions.jsonl").read_text().splitlines()]
-    for group in (groups[0], groups[-1]):
-        print(f"step {group['step']}, solution {group['solution']}")
-        for completion in group["completions"][:4]:
-            print(f"   {completion['reward']:.1f}  {completion['text']}")
+def show(model):
+    for row in held_out[:4]:
+        completions, mask = minimal.sample(model, minimal.make_prompt(model, row), 2, max_new_tokens=20)
+        print(row["solution"], "->", *minimal.decode(model, completions, mask))
 
 
-show("runs/first")
+show(after_sft)
+print()
+show(model)
 ---
-**Your own reward** is a function of the completions' texts. This function rewards the answer
-"triangle", whatever the image shows. Training starts again from the checkpoint after SFT. You will
-see that the model learns what you reward, not what you meant. Change the reward, and train again.
+**Your own reward** is a function of an answer's text and the row's solution. This function rewards
+the answer "triangle", whatever the image shows. Training starts again from the model after SFT. You
+will see that the model learns what you reward, not what you meant. Change the reward, and train again.
 ---
-def triangles(completions, **columns):
-    return [float("triangle</answer>" in text) for text in completions]
+def triangles(text, solution):
+    return 1.0 if text.endswith("triangle</answer>") else 0.0
 
 
-rewards = {"format": 0.5, triangles: 1.0}
-steps |= {"rewards": rewards, "data": {"eval_rewards": ["accuracy"]}}
-summary = train("shapes.yaml", rows, held_out, output_dir="runs/triangles", model=start, **steps)
-lines = [json.loads(line) for line in Path("runs/triangles/metrics.jsonl").read_text().splitlines()]
-print("triangles answered:", *(f"{line['rewards/triangles/mean']:.2f}" for line in (lines[0], lines[-1])))
-print("right answers:     ", *(f"{summary[name]['eval/accuracy_sampled']:.2f}" for name in ("start", "after_grpo")))
-show("runs/triangles")
-curve("runs/triangles", "rewards/triangles/mean", 1.0)
+usual, minimal.reward = minimal.reward, triangles
+model = copy.deepcopy(after_sft)
+mean_rewards = train_grpo(model)
+minimal.reward = usual
+print("right answers:", minimal.accuracy(model, held_out))
+show(model)
+curve(mean_rewards, top=1.0)
 """
 
 
 def page() -> str:
     """Return the notebook first_hour.ipynb as JSON text, without outputs."""
-    [loss] = [code for code in re.findall(r"```python\n(.*?)```", LOSSES, re.DOTALL) if "grpo_loss" in code]
-    return notebook("first_hour", CELLS.replace("LOSS\n", loss, 1))
+    return notebook("first_hour", CELLS)
 
 
 def notebook(name: str, cells: str) -> str:
@@ -210,7 +232,7 @@ def run_cell(source: str, space: dict) -> list[dict]:
             value = eval(compile(ast.Expression(last.value), "cell", "eval"), space)
     outputs = []
     if printed.getvalue():
-        text = printed.getvalue().splitlines(keepends=True)
+        text = re.sub(r"[^\n]*\r", "", printed.getvalue()).splitlines(keepends=True)  # as a terminal shows it
         outputs.append({"name": "stdout", "output_type": "stream", "text": text})
     if value is not None:
         data = {"text/plain": pprint.pformat(value, width=100, sort_dicts=False).splitlines(keepends=True)}
