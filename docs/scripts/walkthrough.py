@@ -301,7 +301,7 @@ def update() -> str:
         picture.box(168, y, max(length, 1), 16, BLUES[1], BLUES[1], 0)
         picture.text(174 + length, y + 12, f"{value:.2g}", 11, SOFT, "start")
     picture.text(580, 28, "change of each completion's log-probability", 14, bold=True)
-    picture.text(580, 48, "number, advantage, change; blue: above the mean of the group", 12, SOFT)
+    picture.text(580, 48, "number, advantage, change; blue: above the mean", 12, SOFT)
     for row, (moved, advantage) in enumerate(zip(change, advantages, strict=True)):
         y, length = 62 + 26 * row, round(80 * abs(moved) / max(map(abs, change)), 2)
         colour = BLUES[1] if advantage > 0 else ORANGES[1]
