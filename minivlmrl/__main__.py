@@ -28,8 +28,7 @@ COMMANDS = {  # name: (module:function, one sentence)
     "generate": ("minivlmrl.commands.evaluate:generate_main", "answer the rows of a file"),
     "check": ("minivlmrl.extras.check.command:main", "find problems of a recipe before training"),
     "memory": ("minivlmrl.extras.memory:main", "estimate the GPU memory that a run needs"),
-    "replay": ("minivlmrl.extras.replay:main", "repeat one step of a run and show it"),
-    "reproduce": ("minivlmrl_audit.verify:main", "repeat a run and compare every file"),
+    "replay": ("minivlmrl.extras.replay.command:main", "repeat a run or a step, and compare"),
     "audit": ("minivlmrl_audit.audit:main", "recompute a step of any trainer and name its bugs"),
 }
 
@@ -48,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         if name not in COMMANDS:
             return print_usage(name)
         module, _, function = COMMANDS[name][0].partition(":")
-        if name in ("reproduce", "audit") and not importlib.util.find_spec("minivlmrl_audit"):
+        if name == "audit" and not importlib.util.find_spec("minivlmrl_audit"):
             raise ValueError(
                 "this command is in a separate package, minivlmrl-audit; install it with "
                 "`pip install ./audit` in a clone of the repository"

@@ -27,25 +27,13 @@ from minivlmrl.model.families.registry import hub_name
 from minivlmrl.model.packing import GroupBatch, pack
 from minivlmrl.model.rope import get_rope_index
 
-# Training: verify.py repeats a run, and audit/mutation_study.py trains the default recipe with a bug.
+# audit/mutation_study.py trains the default recipe with a bug.
 from minivlmrl.commands.train import train_recipe
-from minivlmrl.extras.replay import run_config, train_again
-from minivlmrl.run.callbacks import Callback
-from minivlmrl.run.process import is_first
 
-# A run's files: their names, and functions that read saved states.
-from minivlmrl.run.checkpoint_files import find_pieces, read_rows
-from minivlmrl.run.checkpoints import COMPLETE, state_folders
-from minivlmrl.run.metrics import METRICS, TIMINGS
-from minivlmrl.run.results import BEST
-from minivlmrl.run.rollout_log import COMPLETIONS, LogLine
-from minivlmrl.run.trainer_state import RUN
-from minivlmrl.trainers.reward_model import FOLDER as REWARD_MODEL
-
-# Strict readers and atomic writers for JSON, YAML and safetensors, with errors that name the file.
-from minivlmrl.config.parsing import Reader, parse_yaml
+# Strict readers and atomic writers for JSON and safetensors, with errors that name the file.
+from minivlmrl.config.parsing import Reader
 from minivlmrl.errors import error_context, check_field
-from minivlmrl.json_files import json_text, parse_json, read_json
+from minivlmrl.json_files import read_json
 from minivlmrl.config.types import Count, Dtype, Finite
-from minivlmrl.files import digest, save_tensors
-from minivlmrl.json_files import read_lines, write_json
+from minivlmrl.files import save_tensors
+from minivlmrl.json_files import write_json

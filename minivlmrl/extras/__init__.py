@@ -10,7 +10,7 @@ module when a recipe, a command line or a model's config.json names the feature:
 | families/ | Qwen3.5, and mixtures of experts | `model_type` in config.json |
 | adamw8bit.py | AdamW with moments in 8 bits | `optimizer.name: adamw_8bit` |
 | memory.py | the GPU memory that a run needs | `python -m minivlmrl memory` |
-| replay.py | one step of a run again | `python -m minivlmrl replay` |
+| replay/ | a step of a run, or the whole run, again | `python -m minivlmrl replay` |
 | trl.py, trl_inputs.py | our loss and our input check in TRL's trainers | your own script |
 | vllm.py | rollouts from vLLM's logits | `sampling.engine: vllm` |
 """

@@ -99,13 +99,13 @@ def not_loaded_by_python():
 
 
 def test_only_a_recipe_or_code_that_the_user_names_may_import_from_the_working_folder():
-    own = ["check config.yaml", "reproduce . --recipe=config.yaml", "memory config.yaml --model ."]
+    own = ["check config.yaml", "replay . --all --recipe=config.yaml", "memory config.yaml --model ."]
     own += [f"evaluate --model . --data x.json {option}" for option in ("--rewards={mine:f:1}", "--system_prompt=a:b")]
-    found = ["reproduce .", "report .", "memory --model .", "evaluate --model . --data x.json", "chat --prompt=a:b"]
+    found = ["replay . --all", "report .", "memory --model .", "evaluate --model . --data x.json", "chat --prompt=a:b"]
     assert [line for line in own + found if start.names_own_code(line.split())] == own
 
 
-@pytest.mark.parametrize(("arguments", "imports"), [("reproduce .", False), ("memory config.yaml --model .", True)])
+@pytest.mark.parametrize(("arguments", "imports"), [("replay . --all", False), ("memory config.yaml --model .", True)])
 def test_modules_of_a_found_folder_are_not_imported(tmp_path, arguments, imports):
     """Python puts the working folder first; here it comes last, and only if the user names a recipe or code."""
     for name in ["yaml", "torch", "numpy", *not_loaded_by_python()]:

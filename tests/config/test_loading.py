@@ -18,7 +18,7 @@ from minivlmrl.config.options import FileOptions, GRPOOptions, RunConfig, SFTOpt
 from minivlmrl.config.parsing import options_of, read_value
 from minivlmrl.config.types import Finite
 from minivlmrl.extras.agents.environment import Settings
-from minivlmrl.extras.replay import run_config
+from minivlmrl.extras.replay.again import run_config
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from runs import read_lines, write_lines
 
 from minivlmrl.__main__ import main
 from minivlmrl.config.import_utils import load_name, run_file
-from minivlmrl.extras.replay import compare
+from minivlmrl.extras.replay.command import compare
 
 LOUD = [
     "--rewards={letters: 1.0}",

@@ -1,32 +1,26 @@
-"""`python -m minivlmrl reproduce RUN`: repeat a run's training in RUN.again, and compare all files.
+"""Repeat the training of a run in RUN.again, and compare all files: `replay RUN --all`.
 
 Nothing that a log claims is trusted. docs/audit.md explains what an agreement proves.
 """
 
-import argparse
 import math
 from collections import defaultdict
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
-from minivlmrl_audit.difference import DAMAGED, content, difference, distance
-from minivlmrl_audit.minivlmrl_api import (
-    BEST,
-    COMPLETIONS,
-    METRICS,
-    REWARD_MODEL,
-    RUN,
-    Callback,
-    LogLine,
-    digest,
-    is_first,
-    json_text,
-    read_lines,
-    run_config,
-    state_folders,
-    train_again,
-)
+from minivlmrl.extras.replay.again import run_config, train_again
+from minivlmrl.extras.replay.difference import DAMAGED, content, difference, distance
+from minivlmrl.files import digest
+from minivlmrl.json_files import json_text, read_lines
+from minivlmrl.run.callbacks import Callback
+from minivlmrl.run.checkpoints import state_folders
+from minivlmrl.run.metrics import METRICS
+from minivlmrl.run.process import is_first
+from minivlmrl.run.results import BEST
+from minivlmrl.run.rollout_log import COMPLETIONS, LogLine
+from minivlmrl.run.trainer_state import RUN
+from minivlmrl.trainers.reward_model import FOLDER as REWARD_MODEL
 
 # files that are not compared: the lock file, and the report, which is generated from other files
 DERIVED = [".lock", "report.html"]
@@ -34,26 +28,25 @@ DERIVED = [".lock", "report.html"]
 LARGEST_ROUNDING = 1e-3
 
 
-def main(arguments: list[str]) -> int:
+def repeat_run(
+    folder: Path, recipe: str | None, state_name: str | None, overrides: list[str]
+) -> int:
     """Repeat a run, print the differences, and return the exit status.
 
     0 means that no file differs, 1 that a file differs, and 3 that the differences are small enough to be rounding on
     another machine.
+
+    Args:
+        folder: folder of a finished run.
+        recipe: recipe to train with; None is config.yaml of the run, if that executes no code.
+        state_name: saved state to start from, such as "000120", which is trusted.
+        overrides: options of the command line, such as --data.train_file=rows.jsonl.
     """
-    p = argparse.ArgumentParser("python -m minivlmrl reproduce", description=__doc__, allow_abbrev=False)
-    p.add_argument("run", help="folder of a finished run")
-    p.add_argument(
-        "--recipe", help="recipe to train with; defaults to config.yaml of the run, if that does not execute code"
-    )
-    p.add_argument(
-        "--state", help="saved state to start from, such as 000120; it is trusted, and only later steps are repeated"
-    )
-    options, overrides = p.parse_known_args(arguments)
-    folder = Path(options.run).resolve()
+    folder = folder.resolve()
     check_files(folder)
     again_folder = Path(f"{folder}.again")
-    state = options.state and folder / "states" / options.state
-    first_step = int(options.state or 0)
+    state = folder / "states" / state_name if state_name else None
+    first_step = int(state_name or 0)
     states = [path for path in state_folders(folder / "states") if int(path.name) > first_step]
     # config.yaml differs if command-line options replace the paths in the recipe
     skipped = [*DERIVED, "config.yaml"] if overrides else DERIVED
@@ -74,10 +67,17 @@ def main(arguments: list[str]) -> int:
                     compare(again_state)
                     compare(again_state / RUN)
 
-    config = run_config(folder, options.recipe, overrides)
+    config = run_config(folder, recipe, overrides)
     checkpoint_steps = math.gcd(*(int(path.name) for path in states))
     callback = CompareStates()
-    code = train_again(config, state, again_folder, callback, checkpoint_steps=checkpoint_steps, checkpoint_minutes=0.0)
+    code = train_again(
+        config,
+        state,
+        again_folder,
+        callback,
+        checkpoint_steps=checkpoint_steps,
+        checkpoint_minutes=0.0,
+    )
     if code or not is_first():
         return code
     callback.on_step_begin()
@@ -101,7 +101,9 @@ def check_files(folder: Path):
                 "Replace the link by a copy of its target."
             )
         if not (path.is_file() or path.is_dir()):
-            raise ValueError(f"{path} is a pipe, a socket or a device. Remove it; runs write only files.")
+            raise ValueError(
+                f"{path} is a pipe, a socket or a device. Remove it; runs write only files."
+            )
 
 
 def not_compared(folder: Path, differences: dict[Path, str], first_step: int) -> dict[Path, str]:
@@ -168,7 +170,11 @@ def same_rows(folder: Path, again_folder: Path, faults: dict[Path, str]) -> bool
         fewer, more = sorted((again[step], logged[step]), key=len)
         if not fewer or not fewer <= more:
             return False
-    numbers = [name for name, fault in faults.items() if fault.startswith("line ") and str(name) != "config.yaml"]
+    numbers = [
+        name
+        for name, fault in faults.items()
+        if fault.startswith("line ") and str(name) != "config.yaml"
+    ]
     return all(name in numbers or name.parts[0] == "images" for name in faults)
 
 

@@ -1,4 +1,4 @@
-"""Test that `reproduce` accepts unchanged runs, also resumed runs, and names forged files."""
+"""Test that `replay --all` accepts unchanged runs, also resumed runs, and names forged files."""
 
 import contextlib
 import functools
@@ -69,7 +69,7 @@ def copy(trained, tmp_path):
 
 @pytest.fixture
 def verify(capsys):
-    """Return a function that runs `reproduce` on a folder.
+    """Return a function that runs `replay --all` on a folder.
 
     The function returns the exit status and the printed lines, except lines about files that are not compared.
     """
@@ -77,7 +77,7 @@ def verify(capsys):
     def verify(folder, *options):
         shutil.rmtree(f"{folder}.again", ignore_errors=True)
         capsys.readouterr()
-        code = main(["reproduce", str(folder), *options])
+        code = main(["replay", str(folder), "--all", *options])
         out = capsys.readouterr()
         lines = (out.err if code == 2 else out.out).splitlines()
         return code, [line for line in lines if not line.startswith("not compared: ")]
@@ -93,7 +93,14 @@ def test_an_unchanged_run_is_reproduced_and_its_folder_stays_unchanged(trained, 
     assert verify(trained) == HONEST
     assert verify(trained, "--state=000004") == HONEST
     assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
-    assert main(["reproduce", str(trained)]) == 2, "RUN.again exists already"
+    assert main(["replay", str(trained), "--all"]) == 2, "RUN.again exists already"
+
+
+def test_all_and_state_are_refused_where_they_have_no_effect(recipe, trained, capsys):
+    assert main(["replay", str(recipe), "--all"]) == 2
+    assert capsys.readouterr().err.endswith("recipe.yaml is not the folder of a run\n")
+    assert main(["replay", str(trained), "--state=000004"]) == 2
+    assert capsys.readouterr().err.endswith("--state=000004 needs --all, which repeats all later steps\n")
 
 
 class Killed(BaseException):
@@ -200,17 +207,17 @@ FORGERIES = [
 
 @pytest.fixture(scope="module")
 def trained_again(trained, tmp_path_factory):
-    """Run `reproduce` once, and return the folder with the repeated run."""
+    """Run `replay --all` once, and return the folder with the repeated run."""
     again = tmp_path_factory.mktemp("again") / "run"
     shutil.rmtree(f"{trained}.again", ignore_errors=True)
-    assert main(["reproduce", str(trained)]) == 0
+    assert main(["replay", str(trained), "--all"]) == 0
     shutil.move(f"{trained}.again", again)
     return again
 
 
 @pytest.fixture
 def instant(trained_again, monkeypatch):
-    """Make `reproduce` copy the repeated run, because training it in each test would be slow."""
+    """Make `replay --all` copy the repeated run, because training it in each test would be slow."""
 
     def start(config, see):
         shutil.copytree(trained_again, config.output_dir, dirs_exist_ok=True)
@@ -252,7 +259,7 @@ def test_a_run_can_be_given_by_different_paths(copy, verify, instant, monkeypatc
     before = {*copy.rglob("*")}
     assert verify(f"{copy}/") == HONEST
     monkeypatch.chdir(copy)
-    assert (main(["reproduce", "."]), main(["reproduce", "../run/"])) == (2, 2), "run.again exists"
+    assert (main(["replay", ".", "--all"]), main(["replay", "../run/", "--all"])) == (2, 2), "run.again exists"
     assert {*copy.rglob("*")} == before
 
 
@@ -323,7 +330,7 @@ def on_two_ranks(work):
 def test_a_run_of_two_ranks_is_reproduced_by_two_ranks_and_nearly_by_one(recipe, tmp_path, verify):
     folder = tmp_path / "run"
     assert on_two_ranks(lambda: train_recipe([str(recipe), f"--output_dir={folder}", "--checkpoint_steps=3"])) == [0, 0]
-    assert on_two_ranks(lambda: main(["reproduce", str(folder)])) == [0, 0]
+    assert on_two_ranks(lambda: main(["replay", str(folder), "--all"])) == [0, 0]
     code, lines = verify(folder)
     assert code == 3 and re.match(
         r"both runs used the same rows, and numbers of the first steps differ by [\d.]+e-0[5-9]\. ", lines[-1]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from minivlmrl.extras.replay.difference import MEASURED, difference, distance
 from minivlmrl.files import digest
-from minivlmrl_audit.difference import MEASURED, difference, distance
 
 LOSSES = [{"loss": 1.0}, {"loss": 2.0}]
 

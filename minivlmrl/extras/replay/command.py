@@ -1,17 +1,15 @@
-"""Replay one optimizer step of a run: `python -m minivlmrl replay RUN --step 73 --prompt 4`.
+"""Repeat a run, or one of its steps: `python -m minivlmrl replay RUN --step 73 --prompt 4`.
 
 RUN is a run's folder, or a recipe. Training resumes from the last checkpoint of the run before
 the step, or starts from step 0, and continues up to the step. Nothing is written to RUN. The random
 numbers for a completion depend only on its prompt's key, so a replayed step must agree with
-completions.jsonl and metrics.jsonl to the last bit.
+completions.jsonl and metrics.jsonl to the last bit. With --all, the whole run is repeated in RUN.again,
+and every file is compared; see docs/audit.md.
 """
 
 import argparse
-import shutil
-import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,25 +17,24 @@ from tempfile import TemporaryDirectory
 import torch
 from torch.optim import Optimizer
 
-from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.messages import text_of
 from minivlmrl.data.processor import encode_answer
 from minivlmrl.data.rows import Completion, Row
 from minivlmrl.distributed import process_group
+from minivlmrl.extras.replay.again import run_config, train_again
+from minivlmrl.extras.replay.whole_run import repeat_run
 from minivlmrl.json_files import json_text, parse_json, read_lines
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack_turns
 from minivlmrl.run import loop
-from minivlmrl.run.callbacks import Callback, default_callbacks
+from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.checkpoints import COMPLETE, state_folders
 from minivlmrl.run.metrics import METRICS
-from minivlmrl.run.process import is_first
-from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES, LogLine, groups, is_past
+from minivlmrl.run.rollout_log import LogLine, groups
 from minivlmrl.run.trainer_state import read_trainer_state
 from minivlmrl.trainers.base import Step, Trainer
-from minivlmrl.trainers.reward_model import FOLDER as REWARD_MODEL
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -49,6 +46,14 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--recipe", help="recipe (default: config.yaml of the run, if it names no Python code)"
     )
+    p.add_argument(
+        "--all", action="store_true", help="repeat the whole run in RUN.again and compare all files"
+    )
+    p.add_argument(
+        "--state",
+        help="with --all: saved state to start from, such as 000120; it is trusted, and only later "
+        "steps are repeated",
+    )
     p.add_argument("--stage", help="stage of the step (default: the last stage)")
     p.add_argument("--step", type=int, default=0, help="number of the step in its stage, from 0")
     p.add_argument("--prompt", type=int, default=0, help="number of the prompt to print, from 0")
@@ -56,9 +61,20 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    """Replay a step and print one of its groups; return 1 if the step differs from the logs."""
+    """Repeat a run or a step, and return the exit status, see `repeat_run` and `repeat_step`."""
     options, overrides = build_parser().parse_known_args(arguments)
     folder = Path(options.run)
+    if options.all and not folder.is_dir():
+        raise ValueError(f"--all repeats a finished run, but {folder} is not the folder of a run")
+    if options.all:
+        return repeat_run(folder, options.recipe, options.state, overrides)
+    if options.state:
+        raise ValueError(f"--state={options.state} needs --all, which repeats all later steps")
+    return repeat_step(folder, options, overrides)
+
+
+def repeat_step(folder: Path, options: argparse.Namespace, overrides: list[str]) -> int:
+    """Replay a step and print one of its groups; return 1 if the step differs from the logs."""
     number = options.step
     for override in overrides:
         if folder.is_dir() and not override.startswith("--num_threads="):
@@ -86,24 +102,6 @@ def main(arguments: list[str]) -> int:
     if not same:
         print(f"The logs of the run do not contain this step: {log_end(folder / METRICS)}.")
     return int(not all(same.values()))
-
-
-def run_config(folder: Path, recipe: str | None, overrides: list[str]) -> RunConfig:
-    """Load a run's options from its config.yaml or from a recipe.
-
-    Args:
-        folder: the run's folder, or a recipe.
-        recipe: recipe to use instead of the run's config.yaml.
-        overrides: command-line options, such as --seed=1.
-
-    Raises:
-        ValueError: config.yaml would execute Python code that the command line does not name.
-    """
-    if not folder.is_dir():  # a recipe, whose output_dir may contain another run
-        return load_config(folder, ["--resume=never", *overrides])
-    config_file = recipe or folder / "config.yaml"
-    asked_for = None if recipe else overrides
-    return load_config(config_file, [f"--output_dir={folder}", *overrides], asked_for)
 
 
 class Reached(Exception):
@@ -180,53 +178,6 @@ def go_to(
         f"--step {number}: the stage {stage} has fewer steps, because max_epochs ends it earlier. "
         "Choose an earlier step."
     )
-
-
-def train_again(
-    config: RunConfig, state: Path | None, folder: Path, callback: Callback, **options
-) -> int:
-    """Train a copy of a run from a checkpoint or from step 0, and return the exit code.
-
-    Args:
-        config: the run's options.
-        state: the checkpoint's folder; None starts from step 0.
-        folder: the copy's folder, which is created.
-        callback: callback that is called after the default callbacks.
-        options: RunConfig values that replace the values of `config`.
-
-    Raises:
-        ValueError: `folder` exists.
-    """
-    if is_first():  # the other ranks wait for rank 0 in run_training
-        if folder.exists():
-            raise ValueError(f"{folder} already exists. Remove it or choose another folder.")
-        folder.mkdir()
-        for name in earlier_files(Path(config.output_dir), state) if state else ():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(Path(config.output_dir) / name, folder / name)
-    resume = str(state) if state else "never"
-    config = replace(config, output_dir=str(folder), resume=resume, report_to=[], **options)
-    with redirect_stdout(sys.stderr):
-        return loop.run_training(config, [*default_callbacks(config), callback])
-
-
-def earlier_files(run: Path, state: Path) -> Iterator[Path]:
-    """Yield the files that a resumed run needs in addition to a checkpoint.
-
-    These are the logged completions with their images, and the trained reward model.
-    """
-    progress = read_trainer_state(state)
-    if (run / COMPLETIONS).is_file():
-        yield Path(COMPLETIONS)
-    for line in read_lines(run / COMPLETIONS, LogLine):
-        if is_past(line, progress):
-            paths = list(line["images"])
-            for completion in line["completions"]:
-                paths += completion.get("pictures", ())
-            yield from (Path(IMAGES, Path(path).name) for path in paths)
-    for path in (run / REWARD_MODEL).rglob("*"):
-        if path.is_file():
-            yield path.relative_to(run)
 
 
 @torch.no_grad()

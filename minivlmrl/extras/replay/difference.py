@@ -13,20 +13,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from minivlmrl_audit.minivlmrl_api import (
-    COMPLETE,
-    COMPLETIONS,
-    RUN,
-    TIMINGS,
-    check_field,
-    digest,
-    find_pieces,
-    json_text,
-    parse_json,
-    parse_yaml,
-    read_json,
-    read_rows,
-)
+from minivlmrl.config.parsing import parse_yaml
+from minivlmrl.errors import check_field
+from minivlmrl.files import digest
+from minivlmrl.json_files import json_text, parse_json, read_json
+from minivlmrl.run.checkpoint_files import find_pieces, read_rows
+from minivlmrl.run.checkpoints import COMPLETE
+from minivlmrl.run.metrics import TIMINGS
+from minivlmrl.run.rollout_log import COMPLETIONS
+from minivlmrl.run.trainer_state import RUN
 
 # options that may change when a run is resumed
 OPTIONS = {"output_dir", "report_to", "num_threads", "timeout", "report_minutes"}

@@ -1,0 +1,83 @@
+"""Train a run again, from its start or from one of its states, in another folder."""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+
+from minivlmrl.config.loading import load_config
+from minivlmrl.config.options import RunConfig
+from minivlmrl.json_files import read_lines
+from minivlmrl.run import loop
+from minivlmrl.run.callbacks import Callback, default_callbacks
+from minivlmrl.run.process import is_first
+from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES, LogLine, is_past
+from minivlmrl.run.trainer_state import read_trainer_state
+from minivlmrl.trainers.reward_model import FOLDER as REWARD_MODEL
+
+
+def run_config(folder: Path, recipe: str | None, overrides: list[str]) -> RunConfig:
+    """Load a run's options from its config.yaml or from a recipe.
+
+    Args:
+        folder: the run's folder, or a recipe.
+        recipe: recipe to use instead of the run's config.yaml.
+        overrides: command-line options, such as --seed=1.
+
+    Raises:
+        ValueError: config.yaml would execute Python code that the command line does not name.
+    """
+    if not folder.is_dir():  # a recipe, whose output_dir may contain another run
+        return load_config(folder, ["--resume=never", *overrides])
+    config_file = recipe or folder / "config.yaml"
+    asked_for = None if recipe else overrides
+    return load_config(config_file, [f"--output_dir={folder}", *overrides], asked_for)
+
+
+def train_again(
+    config: RunConfig, state: Path | None, folder: Path, callback: Callback, **options
+) -> int:
+    """Train a copy of a run from a checkpoint or from step 0, and return the exit code.
+
+    Args:
+        config: the run's options.
+        state: the checkpoint's folder; None starts from step 0.
+        folder: the copy's folder, which is created.
+        callback: callback that is called after the default callbacks.
+        options: RunConfig values that replace the values of `config`.
+
+    Raises:
+        ValueError: `folder` exists.
+    """
+    if is_first():  # the other ranks wait for rank 0 in run_training
+        if folder.exists():
+            raise ValueError(f"{folder} already exists. Remove it or choose another folder.")
+        folder.mkdir()
+        for name in earlier_files(Path(config.output_dir), state) if state else ():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(Path(config.output_dir) / name, folder / name)
+    resume = str(state) if state else "never"
+    config = replace(config, output_dir=str(folder), resume=resume, report_to=[], **options)
+    with redirect_stdout(sys.stderr):
+        return loop.run_training(config, [*default_callbacks(config), callback])
+
+
+def earlier_files(run: Path, state: Path) -> Iterator[Path]:
+    """Yield the files that a resumed run needs in addition to a checkpoint.
+
+    These are the logged completions with their images, and the trained reward model.
+    """
+    progress = read_trainer_state(state)
+    if (run / COMPLETIONS).is_file():
+        yield Path(COMPLETIONS)
+    for line in read_lines(run / COMPLETIONS, LogLine):
+        if is_past(line, progress):
+            paths = list(line["images"])
+            for completion in line["completions"]:
+                paths += completion.get("pictures", ())
+            yield from (Path(IMAGES, Path(path).name) for path in paths)
+    for path in (run / REWARD_MODEL).rglob("*"):
+        if path.is_file():
+            yield path.relative_to(run)
