@@ -14,7 +14,6 @@ vLLM is imported inside functions, because the memory estimate must work without
 Dimension letters: r rows in the batch, V vocabulary size.
 """
 
-import dataclasses
 import logging
 import os
 from collections.abc import Sequence
@@ -42,7 +41,7 @@ from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import error_context, is_out_of_memory
+from minivlmrl.errors import did_you_mean, error_context, is_out_of_memory
 from minivlmrl.generation.generate import TokenSampler, to_completions
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.json_files import read_json
@@ -53,6 +52,28 @@ from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 from minivlmrl.model.plain_weights import gather_full_tensor
 
+# vllm.LLM options that a recipe may set. Others, such as worker_cls and kv_transfer_config, can load
+# code, which somebody else's config.yaml must not do, or contradict FIXED_OPTIONS.
+OPTIONS = (
+    "block_size",
+    "cpu_offload_gb",
+    "cudagraph_capture_sizes",
+    "disable_cascade_attn",
+    "dtype",
+    "enable_prefix_caching",
+    "enable_sleep_mode",
+    "enforce_eager",
+    "gpu_memory_utilization",
+    "kv_cache_dtype",
+    "kv_cache_memory_bytes",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "quantization",
+    "seed",
+    "skip_mm_profiling",
+    "swap_space",
+)
 # vllm.LLM options that a recipe cannot change
 FIXED_OPTIONS = {
     "mm_device_do_normalize": False,  # minivlmrl's patches are already normalised
@@ -64,7 +85,6 @@ FIXED_OPTIONS = {
     "load_format": "dummy",  # random weights, because real weights are loaded before each rollout
     "generation_config": "vllm",
 }
-RESERVED_OPTIONS = {*FIXED_OPTIONS, "model", "tokenizer", "logits_processors"}
 # the vllm.LLM for each model that has one, because all stages in a run share an engine
 STARTED = WeakKeyDictionary()
 
@@ -145,19 +165,12 @@ class VLLMSampler(Sampler):
         with error_context(
             "sampling.engine=vllm needs vLLM; install it as docs/notes/vllm.md describes"
         ):
-            fields = dataclasses.fields(load_name("vllm:EngineArgs"))
-        names = {field.name for field in fields} - RESERVED_OPTIONS
-        unknown = sorted(run.sampling.vllm.keys() - names)
-        if unknown:
-            raise ValueError(
-                f"sampling.vllm contains {unknown[0]!r}, which is not an option of "
-                "vllm.EngineArgs, or which minivlmrl sets itself; remove it"
-            )
-        for name, size in run.sampling.vllm.items():
-            if name.endswith("parallel_size") and size != 1:
+            load_name("vllm:LLM")
+        for name in run.sampling.vllm:
+            if name not in OPTIONS:
                 raise ValueError(
-                    f"sampling.vllm.{name} is {size}, but vLLM runs inside the process of each rank, "
-                    "on its GPU and with its own prompts; remove it"
+                    f"sampling.vllm contains {name!r}, but its options are {', '.join(OPTIONS)}"
+                    f"{did_you_mean(name, OPTIONS)}"
                 )
         limit = cls.most_tokens(run.sampling)
         if limit and limit <= run.sampling.max_new_tokens:

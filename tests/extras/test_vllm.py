@@ -202,9 +202,9 @@ def test_unsupported_uses_of_vllm_are_refused(samplers, stage, monkeypatch):
     with pytest.raises(ValueError, match=r"sampling\.vllm: .*load_format"):
         samplers(vllm={"load_format": "auto"})
     for engine_options, says in (
-        ("{tensor_parallel_size: 2}", "tensor_parallel_size is 2, but vLLM runs inside the process of each rank"),
-        ("{max_model_ln: 9}", "sampling.vllm contains 'max_model_ln', which is not an option of vllm.EngineArgs"),
-        ("{load_format: auto}", "sampling.vllm contains 'load_format', .* or which minivlmrl sets itself"),
+        ("{tensor_parallel_size: 2}", "contains 'tensor_parallel_size', but its options are block_size, "),
+        ("{max_model_ln: 9}", "contains 'max_model_ln', but .*; did you mean max_model_len?"),
+        ("{worker_cls: mine.Worker}", "sampling.vllm contains 'worker_cls', but its options are"),
         ("{max_model_len: 6}", "max_model_len is 6, which leaves no room .*, because sampling.max_new_tokens is 6"),
     ):
         with pytest.raises(ValueError, match=says):

@@ -1,7 +1,6 @@
 """A fake vLLM with only the classes that our sampler uses. tests/recorded/vllm_0.32.0.json records the real vLLM."""
 
 import sys
-from dataclasses import make_dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -15,8 +14,6 @@ from minivlmrl.model.checkpoint import read_config
 from minivlmrl.model.families.registry import hub_name
 from minivlmrl.model.logprobs import completion_states
 from minivlmrl.model.packing import pack
-
-EngineArgs = make_dataclass("EngineArgs", ["model", "dtype", "max_model_len", "load_format", "tensor_parallel_size"])
 
 
 class LLM:
@@ -64,7 +61,7 @@ def update(rows, batch, row_of):
 
 GIVEN = ("prompt_token_ids", "mm_kwargs", "mm_hashes", "mm_placeholders")
 MODULES = {
-    "vllm": dict(LLM=LLM, SamplingParams=SimpleNamespace, EngineArgs=EngineArgs),
+    "vllm": dict(LLM=LLM, SamplingParams=SimpleNamespace),
     "vllm.inputs.engine": dict(
         mm_input=lambda *given: dict(zip(GIVEN, given, strict=True), type="multimodal"),
         tokens_input=lambda ids: dict(prompt_token_ids=ids, type="token"),
