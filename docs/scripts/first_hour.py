@@ -15,7 +15,6 @@ import pprint
 import re
 import sys
 import tempfile
-from pathlib import Path
 from types import ModuleType
 
 import PIL.Image
