@@ -4,9 +4,11 @@ import json
 import random
 import re
 from argparse import Namespace
+from contextlib import nullcontext
 
 import pytest
 import torch
+from pretend_cuda import PretendCuda
 from runs import write_lines
 from safetensors.torch import load_file
 
@@ -49,6 +51,24 @@ def test_rows_are_trained_with_less_memory_and_equal_weights(tiny, rows, tmp_pat
     for name, weight in model.state_dict().items():
         assert torch.equal(trained[name], weight), name
     assert not torch.equal(trained["model.norm.weight"], before["model.norm.weight"])
+
+
+@pytest.mark.parametrize("stage", ["grpo", "dpo"])
+def test_it_trains_on_a_gpu(tiny, rows, tmp_path, stage, monkeypatch):
+    """On the simulated GPU no operation mixes devices, and the weights equal the CPU run's weights up to rounding."""
+    load, save, sample = minimal.load_file, minimal.save_file, minimal.sample  # safetensors cannot use this GPU
+    monkeypatch.setattr(minimal, "load_file", lambda file, device: {n: w.to(device) for n, w in load(file).items()})
+    monkeypatch.setattr(minimal, "save_file", lambda weights, *a: save({n: w.cpu() for n, w in weights.items()}, *a))
+    monkeypatch.setattr(minimal, "reward", lambda text, solution: float(len(text)))
+    # both sample, but train on the same completions
+    monkeypatch.setattr(minimal, "sample", lambda *a: (sample(*a), minimal.tokenize_answers(a[0], ["red", "blue"]))[1])
+    options = ("--steps=1", "--warmup=0", "--rows_per_step=1", "--learning_rate=1e-3", "--group=2", "--beta=0.3")
+    for device in ("cpu", "gpu"):
+        with PretendCuda() if device == "gpu" else nullcontext():
+            main(tiny, rows, *NAMES[stage], *options, "--max_new_tokens=3", f"--output={tmp_path / device}")
+    expected = load_file(tmp_path / "cpu" / "model.safetensors")
+    for name, weight in load_file(tmp_path / "gpu" / "model.safetensors").items():
+        torch.testing.assert_close(weight, expected[name], atol=1e-4, rtol=0)
 
 
 def test_sft_learns_a_handful_of_rows(tiny, rows, tmp_path, capsys):
