@@ -138,9 +138,9 @@ at the top.
 from PIL import Image, ImageDraw
 
 
-def curve(mean_rewards, top=1.5, width=480, height=140):
+def curve(mean_rewards, width=480, height=140):
     steps = torch.tensor(mean_rewards).view(-1, options.rows_per_step).mean(1).tolist()
-    points = [(width * i / len(steps), height * (1 - reward / top)) for i, reward in enumerate(steps)]
+    points = [(width * i / len(steps), height * (1 - reward / 1.5)) for i, reward in enumerate(steps)]
     picture = Image.new("RGB", (width, height), "white")
     ImageDraw.Draw(picture).line(points, "royalblue", 2)
     return picture
@@ -160,21 +160,24 @@ show(after_sft)
 print()
 show(model)
 ---
-**Your own reward** is a function of an answer's text and the row's solution. This function rewards
-the answer "triangle", whatever the image shows. Training starts again from the model after SFT. You
+**Your own reward** is a function of an answer's text and the row's solution. This function accepts
+every triangle as right, whatever the image shows. Training starts again from the model after SFT. You
 will see that the model learns what you reward, not what you meant. Change the reward, and train again.
 ---
+usual_reward = minimal.reward
+
+
 def triangles(text, solution):
-    return 1.0 if text.endswith("triangle</answer>") else 0.0
+    return max(usual_reward(text, f"{color} triangle") for color in minimal.COLORS)
 
 
-usual, minimal.reward = minimal.reward, triangles
+minimal.reward = triangles
 model = copy.deepcopy(after_sft)
 mean_rewards = train_grpo(model)
-minimal.reward = usual
+minimal.reward = usual_reward
 print("right answers:", minimal.accuracy(model, held_out))
 show(model)
-curve(mean_rewards, top=1.0)
+curve(mean_rewards)
 """
 
 

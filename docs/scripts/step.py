@@ -2,11 +2,12 @@
 
 sys.settrace calls `Film` before each line. In a call of a function, only the first REPEATS rounds of a loop are
 recorded, and the first REPEATS calls of a function by one line; the others are counted. `python -m docs.scripts.step`
-writes the page.
+writes the page. docs/step.png is a screenshot of it, 620 pixels wide.
 """
 
 import base64
 import contextlib
+import inspect
 import io
 import itertools
 import json
@@ -92,7 +93,7 @@ class Film:
             else:
                 self.more[call.number, frame.f_lineno, ""] += 1
             call.line = frame.f_lineno
-        if event == "return" and frame.f_code.co_name not in ("grpo", "sft", "dpo"):  # these generators continue
+        if event == "return" and not frame.f_code.co_flags & inspect.CO_GENERATOR:  # a generator continues
             del self.open[frame]
         return self.trace
 
