@@ -132,11 +132,6 @@ def group_std(rewards: Tensor, num_generations: int) -> Tensor:
 
 def to_groups(rewards: Tensor, num_generations: int) -> Tensor:
     """Reshape rewards (n,) to (n / num_generations, num_generations), with one row per group."""
-    if len(rewards) % num_generations:
-        raise ValueError(
-            f"{len(rewards)} rewards cannot be split into groups of {num_generations}; the number "
-            "of rewards must be a multiple of num_generations"
-        )
     return rewards.view(-1, num_generations)
 
 

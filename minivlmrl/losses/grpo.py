@@ -199,32 +199,29 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
     the tokens after it; only a KL in the reward has that gradient (docs/notes/bias.md).
 
     Recipes select k1, k2 or k3 with grpo.kl_estimator; the names with a plus are for callers of
-    grpo_loss. To add an estimator, add a branch to this function and its name to
-    GRPOOptions.kl_estimator (config/options.py), and decide in correct_kl whether its gradient
-    flows through the ratio.
+    grpo_loss. To add an estimator, add it to KL_ESTIMATORS and its name to GRPOOptions.kl_estimator
+    (config/options.py), and decide in correct_kl whether its gradient flows through the ratio.
 
     Source: Schulman, "Approximating KL divergence" (2020) for the values; arXiv 2506.09477 for the
         gradients; verl's straight-through estimators for the names with a plus.
     """
     if ref_logps is None:
-        raise ValueError(
-            "ref_per_token_logps is None, but the KL term needs it because beta is not 0; pass "
-            "ref_per_token_logps to grpo_loss, or set beta to 0"
-        )
-    if estimator in ("k1+", "k2+", "k3+"):
-        k2 = kl_term(logps, ref_logps, "k2")
-        return kl_term(logps, ref_logps, estimator[:2]).detach() + k2 - k2.detach()
+        raise ValueError("beta is not 0, so grpo_loss needs ref_per_token_logps")
     d = ref_logps - logps
-    if estimator == "k1":
-        return -d
-    if estimator == "k2":
-        return 0.5 * d.square()
-    if estimator == "k3":
-        # expm1, because d.exp() - 1 would round to 0 for the small d when a run starts
-        return d.expm1() - d
-    raise ValueError(
-        f"kl_estimator is {estimator!r}, but it must be one of k1, k2, k3, k1+, k2+ and k3+"
-    )
+    kl = KL_ESTIMATORS[estimator.removesuffix("+")](d)
+    if estimator.endswith("+"):
+        k2 = KL_ESTIMATORS["k2"](d)
+        kl = kl.detach() + k2 - k2.detach()
+    return kl
+
+
+# For each estimator, a function of d = log pi_ref - log pi.
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda d: -d,
+    "k2": lambda d: 0.5 * d.square(),
+    # expm1, because d.exp() - 1 would round to 0 for the small d when a run starts
+    "k3": lambda d: d.expm1() - d,
+}
 
 
 def correct_kl(kl: Tensor, ratio: Tensor, kl_estimator: str) -> Tensor:
@@ -258,10 +255,7 @@ AVERAGES: dict[str, Callable[[Tensor, Tensor, LossNormalizer], Tensor]] = {
 def max_length(normalizer: LossNormalizer) -> int:
     """Return the constant length by which dr_grpo divides, or raise ValueError if it is not set."""
     if normalizer.max_completion_length is None:
-        raise ValueError(
-            "loss_type dr_grpo divides by normalizer.max_completion_length, but it is None; set it "
-            "to the largest allowed number of tokens in a completion"
-        )
+        raise ValueError("loss_type dr_grpo needs a normalizer with max_completion_length")
     return normalizer.max_completion_length
 
 

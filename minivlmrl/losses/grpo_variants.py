@@ -159,10 +159,7 @@ def kept_tokens(
     if quantile == 1:
         return mask
     if entropies is None:
-        raise ValueError(
-            f"top_entropy_quantile is {quantile}, but entropies is None; pass the entropies of the "
-            "tokens, or set top_entropy_quantile to 1"
-        )
+        raise ValueError("a top_entropy_quantile below 1 needs the tokens' entropies")
     if threshold is None:
         threshold = top_entropy_threshold(entropies[mask.bool()], quantile)
     return mask * (entropies >= threshold)

@@ -161,7 +161,7 @@ def dpo_loss(
     check_dpo_options(loss_types, loss_weights, label_smoothing, f_divergence_type, use_weighting)
     if ref_logps is None:
         if ref_per_token_logps is None:
-            raise ValueError("dpo_loss needs ref_per_token_logps or ref_logps; give one of them")
+            raise ValueError("give ref_per_token_logps or ref_logps")
         ref_logps = answer_logps(ref_per_token_logps, mask, ld_alpha)
     lengths = mask.sum(-1)  # (B, 2)
     if (lengths == 0).any():
@@ -196,7 +196,7 @@ def dpo_loss(
     per_pair_loss = sum(weighted, start=u.new_zeros(()))
     if use_weighting:
         if log_sum_sq_probs is None:
-            raise ValueError("use_weighting needs log_sum_sq_probs; give them to dpo_loss")
+            raise ValueError("use_weighting needs log_sum_sq_probs")
         pair_weights = wpo_weights(per_token_logps.detach(), log_sum_sq_probs, mask)
         per_pair_loss = per_pair_loss * pair_weights
     metrics = _reward_metrics(beta * u.detach(), beta * v.detach())
@@ -205,10 +205,7 @@ def dpo_loss(
 
 
 def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor:
-    """Compute WPO's weight w_c w_r for each pair, (B,).
-
-    An answer's weight is w = exp(mean_t(log pi - log sum_j p_j^2)).
-    """
+    """Compute WPO's pair weights w_c w_r (B,), where w = exp(mean_t(log pi - log sum_j p_j^2))."""
     aligned = ((logps - log_sum_sq_probs) * mask).sum(-1) / mask.sum(-1)  # (B, 2)
     return aligned.sum(-1).exp()
 
@@ -287,7 +284,7 @@ def kto_loss(
     zero_point = u.new_zeros(())
     if loss_type == "kto":
         if kl is None:
-            raise ValueError("loss_type kto needs the argument kl; compute it with kto_kl")
+            raise ValueError("loss_type kto needs kl, see kto_kl")
         zero_point = kl
     good = labels.bool()
     z = beta * torch.where(good, u - zero_point, zero_point - u)
@@ -360,37 +357,32 @@ def check_dpo_options(
     Args:
         prefix: recipe section with a dot, for example "dpo.", for option names in messages.
     """
-    if not loss_types or (loss_weights is not None and len(loss_types) != len(loss_weights)):
-        raise ValueError(
-            f"{prefix}loss_type is {loss_types} and loss_weights is {loss_weights}; "
-            "name at least one loss, and give one weight for each"
-        )
-    _check_known(f"{prefix}f_divergence_type", f_divergence_type, get_args(Divergence))
     for name in loss_types:
         _check_known(f"{prefix}loss_type", name, DPO_LOSSES)
-        if f_divergence_type != "reverse_kl" and name not in F_LOSSES:
-            raise ValueError(
-                f"{prefix}loss_type {name} is only defined for f_divergence_type reverse_kl; "
-                f"with {f_divergence_type} use one of {', '.join(F_LOSSES)}"
-            )
-        if use_weighting and name in ("aot", "aot_unpaired"):
-            raise ValueError(
-                f"{prefix}use_weighting does not fit loss_type {name}, which sorts the pairs; "
-                "set it to false"
-            )
-    if "exo_pair" in loss_types and not label_smoothing:
-        raise ValueError(
-            f"{prefix}loss_type exo_pair takes the logarithm of label_smoothing; set it above 0"
-        )
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(
-            f"{prefix}label_smoothing is {label_smoothing}, but it must be in [0, 0.5)"
-        )
-    if label_smoothing and not set(loss_types) & set(SMOOTHED):
-        raise ValueError(
-            f"{prefix}label_smoothing has no effect on loss_type {loss_types}; it is only used by "
-            f"{', '.join(SMOOTHED)}"
-        )
+    _check_known(f"{prefix}f_divergence_type", f_divergence_type, get_args(Divergence))
+    num_weights = len(loss_types) if loss_weights is None else len(loss_weights)
+    only_reverse_kl = [name for name in loss_types if name not in F_LOSSES]
+    sorting = [name for name in loss_types if name in ("aot", "aot_unpaired")]
+    rules = [  # (whether it is broken, what to say)
+        (not loss_types or len(loss_types) != num_weights,
+         f"loss_type is {loss_types} and loss_weights is {loss_weights}; "
+         "name at least one loss, and give one weight for each"),
+        (f_divergence_type != "reverse_kl" and only_reverse_kl,
+         f"loss_type {only_reverse_kl} is only defined for f_divergence_type reverse_kl; "
+         f"with {f_divergence_type} use one of {', '.join(F_LOSSES)}"),
+        (use_weighting and sorting,
+         f"use_weighting does not fit loss_type {sorting}, which sorts the pairs; set it to false"),
+        ("exo_pair" in loss_types and not label_smoothing,
+         "loss_type exo_pair takes the logarithm of label_smoothing; set it above 0"),
+        (not 0 <= label_smoothing < 0.5,
+         f"label_smoothing is {label_smoothing}, but it must be in [0, 0.5)"),
+        (label_smoothing and not set(loss_types) & set(SMOOTHED),
+         f"label_smoothing has no effect on loss_type {loss_types}; it is only used by "
+         f"{', '.join(SMOOTHED)}"),
+    ]  # fmt: skip
+    for is_broken, says in rules:
+        if is_broken:
+            raise ValueError(f"{prefix}{says}")
 
 
 def _check_known(name: str, value: str, known_names):

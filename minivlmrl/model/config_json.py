@@ -194,59 +194,39 @@ def _check(config: ModelConfig, family: ModelSpec, has_head_dim: bool):
     section = list(config.mrope_section)
     levels = list(vision.deepstack_visual_indexes)
     rules = [  # (whether it holds, name of the field, its value, what it must be)
-        (
-            has_head_dim or config.hidden_size % num_heads == 0,
-            "hidden_size", config.hidden_size, f"a multiple of its {num_heads} heads",
-        ),
-        (
-            num_heads % num_key_heads == 0,
-            "num_key_value_heads", num_key_heads, f"a divisor of num_attention_heads ({num_heads})",
-        ),
-        (
-            sum(section) * 2 == rotary_dim, "mrope_section", section,
-            f"three numbers whose sum is half of {rotary_dim}, the rotated part of head_dim",
-        ),
-        (
-            vision.hidden_size % (4 * vision.num_heads) == 0,
-            "vision_config.hidden_size", vision.hidden_size,
-            "a multiple of 4 x num_heads, for 2-D rotary embeddings",
-        ),
-        (
-            vision.out_hidden_size == config.hidden_size,
-            "vision_config.out_hidden_size", vision.out_hidden_size,
-            f"hidden_size ({config.hidden_size}); Qwen2-VL calls it vision_config.hidden_size",
-        ),
-        (
-            len(levels) < num_layers, "vision_config.deepstack_visual_indexes", levels,
-            f"fewer than num_hidden_layers ({num_layers})",
-        ),
+        (has_head_dim or config.hidden_size % num_heads == 0, "hidden_size", config.hidden_size,
+         f"a multiple of its {num_heads} heads"),
+        (num_heads % num_key_heads == 0, "num_key_value_heads", num_key_heads,
+         f"a divisor of num_attention_heads ({num_heads})"),
+        (sum(section) * 2 == rotary_dim, "mrope_section", section,
+         f"three numbers whose sum is half of {rotary_dim}, the rotated part of head_dim"),
+        (vision.hidden_size % (4 * vision.num_heads) == 0,
+         "vision_config.hidden_size", vision.hidden_size,
+         "a multiple of 4 x num_heads, for 2-D rotary embeddings"),
+        (vision.out_hidden_size == config.hidden_size,
+         "vision_config.out_hidden_size", vision.out_hidden_size,
+         f"hidden_size ({config.hidden_size}); Qwen2-VL calls it vision_config.hidden_size"),
+        (len(levels) < num_layers, "vision_config.deepstack_visual_indexes", levels,
+         f"fewer than num_hidden_layers ({num_layers})"),
     ]  # fmt: skip
     if recurrent is not None:
         types = list(config.layer_types)
         num_values, num_keys = recurrent.linear_num_value_heads, recurrent.linear_num_key_heads
         rules += [
-            (
-                len(types) == num_layers and "full_attention" in types, "layer_types", types,
-                f"a list of {num_layers} layer types with at least one full_attention",
-            ),
-            (
-                num_values % num_keys == 0, "linear_num_key_heads", num_keys,
-                f"a divisor of linear_num_value_heads ({num_values})",
-            ),
+            (len(types) == num_layers and "full_attention" in types, "layer_types", types,
+             f"a list of {num_layers} layer types with at least one full_attention"),
+            (num_values % num_keys == 0, "linear_num_key_heads", num_keys,
+             f"a divisor of linear_num_value_heads ({num_values})"),
         ]  # fmt: skip
     if experts is not None:
-        size = experts.moe_intermediate_size
+        size, chosen = experts.moe_intermediate_size, experts.num_experts_per_tok
         rules += [
-            (
-                experts.num_experts_per_tok <= experts.num_experts, "num_experts_per_tok",
-                experts.num_experts_per_tok, f"num_experts ({experts.num_experts}) or less",
-            ),
-            (
-                not family.transposed_experts or config.hidden_size not in (size, 2 * size),
-                "moe_intermediate_size", size,
-                "neither hidden_size nor half of it, because then the shapes in a file would not "
-                "show whether the experts are transposed",
-            ),
+            (chosen <= experts.num_experts, "num_experts_per_tok", chosen,
+             f"num_experts ({experts.num_experts}) or less"),
+            (not family.transposed_experts or config.hidden_size not in (size, 2 * size),
+             "moe_intermediate_size", size,
+             "neither hidden_size nor half of it, because then the shapes in a file would not show "
+             "whether the experts are transposed"),
         ]  # fmt: skip
-    for rule in rules:
-        check_field(*rule)
+    for holds, name, value, expected in rules:
+        check_field(holds, name, value, expected)

@@ -116,35 +116,20 @@ def test_bounds_may_be_zero_equal_or_infinite():
     assert not any(metrics.values())
 
 
-def test_mistakes_are_refused():
-    one = torch.zeros(1, 1)
-    with pytest.raises(
-        ValueError, match=r"epsilon_low is 0\.3, but it must be between 0 and epsilon_high, which is 0\.2"
-    ):
-        grpo_loss(one, one[0], one, epsilon_low=0.3, epsilon_high=0.2)
-    for name, value in (
-        ("beta", -0.1),
-        ("beta", float("nan")),
-        ("beta", float("inf")),
-        ("epsilon_low", -0.3),
-        ("epsilon_low", float("nan")),
-    ):
-        with pytest.raises(ValueError, match=f"{name} is {value}, but it must be "):
-            grpo_loss(one, one[0], one, **{name: value})
-    with pytest.raises(ValueError, match="grpo_loss got 2 advantages for 1 completions"):
-        grpo_loss(one, torch.ones(2), one)
-    with pytest.raises(ValueError, match="ref_per_token_logps is None, but the KL term needs it"):
-        grpo_loss(one, one[0], one, beta=0.1)
-    with pytest.raises(ValueError, match=r"loss_type dr_grpo divides by .*max_completion_length, but it is None"):
-        grpo_loss(one, one[0], one, loss_type="dr_grpo")
-
-
 @pytest.mark.parametrize("options, says", [
-    ({"loss_type": "sapio"}, "loss_type is 'sapio', but it must be one of grpo, dapo, dr_grpo, bnpo, .*, vespo"),
-    ({"importance_sampling_level": "row"}, "importance_sampling_level is 'row', but it must be one of token, .*"),
-    ({"beta": 1, "kl_estimator": "k4"}, r"kl_estimator is 'k4', but it must be one of k1, k2, k3, k1\+, k2\+ and k3\+"),
+    ({"epsilon_low": 0.3, "epsilon_high": 0.2}, r"epsilon_low is 0.3, but it must be between 0 and epsilon_high"),
+    ({"epsilon_low": -0.3}, "epsilon_low is -0.3, but it must be "),
+    ({"epsilon_low": math.nan}, "epsilon_low is nan, but it must be "),
+    ({"beta": -0.1}, "beta is -0.1, but it must be "),
+    ({"beta": math.nan}, "beta is nan, but it must be "),
+    ({"beta": math.inf}, "beta is inf, but it must be "),
+    ({"loss_type": "gspo"}, "loss_type is 'gspo', but it must be one of grpo, dapo, dr_grpo, bnpo"),
+    ({"importance_sampling_level": "row"}, "level is 'row', but it must be one of token, sequence, sequence_token"),
+    ({"advantages": torch.ones(2)}, "grpo_loss got 2 advantages for 1 completions"),
+    ({"beta": 0.1}, "beta is not 0, so grpo_loss needs ref_per_token_logps"),
+    ({"loss_type": "dr_grpo"}, "dr_grpo needs a normalizer with max_completion_length"),
 ])  # fmt: skip
-def test_an_unknown_name_is_refused_with_the_known_ones(options, says):
+def test_mistakes_are_refused(options, says):
     one = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match=f"^{says}$"):
-        grpo_loss(one, one[0], one, **options, ref_per_token_logps=one)
+    with pytest.raises(ValueError, match=says):
+        grpo_loss(one, mask=one, **{"advantages": one[0], **options})

@@ -138,7 +138,7 @@ def test_the_entropy_bonus_without_its_count_depends_on_how_a_step_is_split():
 
 
 def test_a_threshold_of_entropies_needs_entropies():
-    with pytest.raises(ValueError, match="but entropies is None; pass the entropies"):
+    with pytest.raises(ValueError, match="a top_entropy_quantile below 1 needs the tokens' entropies"):
         policy([[1.0]], [1.0], delta=2.0, top_entropy_quantile=0.2)
 
 
