@@ -10,10 +10,10 @@ the path:
     torch     always use the torch path
     triton    always use Triton, and raise an error with the reason if Triton cannot run
 
-Before auto mode uses Triton on a GPU for the first time, verdicts.py compares each kernel with
-float64 on this GPU, in about 10 s, and stores the result on disk. A kernel that is more than 2 %
-off, or whose check fails, is replaced by torch, with a warning. The environment variable
-MINIVLMRL_SELF_TEST omits the check:
+Before Triton is used on a GPU for the first time, verdicts.py compares each kernel with float64 on
+this GPU, in about 10 s, and stores the result on disk. A kernel that is more than 2 % off, or whose
+check fails, is replaced by torch, with a warning, or is an error if MINIVLMRL_KERNELS is triton.
+The environment variable MINIVLMRL_SELF_TEST omits the check:
 
     1         (default) check the kernels once for each GPU model, driver, version and source
     0         use all kernels without a check
@@ -70,44 +70,27 @@ def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
     Args:
         kernel: a name in KERNELS.
     Raises:
-        ValueError: if MINIVLMRL_KERNELS or MINIVLMRL_SELF_TEST has an unknown value, or if
-            MINIVLMRL_KERNELS is "triton" and Triton cannot run.
+        ValueError: an environment variable has an unknown value, or MINIVLMRL_KERNELS is "triton"
+            and the kernel cannot be used.
     """
     choice = _setting("MINIVLMRL_KERNELS", "auto", "torch", "triton")
-    is_checked = _setting("MINIVLMRL_SELF_TEST", "1", "0") == "1"
     if choice == "torch" or (choice == "auto" and tensor.device.type != "cuda"):
         return "torch"
-    obstacle = _obstacle(tensor.device, tensor.dtype)
-    if choice == "triton" and obstacle:
+    obstacle = _obstacle(tensor.device, tensor.dtype) or _rejection(tensor.device, kernel)
+    if obstacle is None:
+        return "triton"
+    if choice == "triton":
         raise ValueError(
-            f"MINIVLMRL_KERNELS is triton, but the Triton kernels cannot run: {obstacle}; or set "
-            "MINIVLMRL_KERNELS=auto, which uses torch where Triton cannot run"
+            f"MINIVLMRL_KERNELS is triton, but {obstacle}; or set MINIVLMRL_KERNELS=auto, which "
+            "uses torch where Triton cannot run"
         )
-    if obstacle:
-        if tensor.dtype in DTYPES:
-            _warn(
-                "The kernels run on the slower torch path, because the Triton kernels cannot run: "
-                f"{obstacle}"
-            )
-        return "torch"
-    if choice == "auto" and is_checked:
-        reason = rejected_kernels(tensor.device.index, KERNELS).get(kernel)
-        if reason:
-            _warn(
-                f"{kernel} runs on the slower torch path instead of its Triton kernel, because "
-                f"{reason}. `python -m minivlmrl.kernels.self_test` repeats the check; another "
-                "version of Triton may compile the kernel correctly"
-            )
-            return "torch"
-    return "triton"
+    if tensor.dtype in DTYPES:
+        _warn(f"Torch computes instead of a Triton kernel, and is slower, because {obstacle}")
+    return "torch"
 
 
 def _setting(name: str, *values: str) -> str:
-    """Return an environment variable's value; the default is the first entry in `values`.
-
-    Raises:
-        ValueError: if the variable has another value.
-    """
+    """Return an environment variable's value; the default is the first entry in `values`."""
     value = os.environ.get(name, values[0])
     if value not in values:
         raise ValueError(
@@ -117,16 +100,24 @@ def _setting(name: str, *values: str) -> str:
     return value
 
 
+def _rejection(device: torch.device, kernel: str) -> str | None:
+    """Return the reason why verdicts.py has rejected a kernel on a GPU, or None."""
+    if _setting("MINIVLMRL_SELF_TEST", "1", "0") == "0" or device.type != "cuda":
+        return None
+    reason = rejected_kernels(device.index, KERNELS).get(kernel)
+    return reason and (
+        f"{kernel} {reason}. `python -m minivlmrl.kernels.self_test` repeats the check; another "
+        "version of Triton may compile the kernel correctly"
+    )
+
+
 @cache
 def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=3)
 
 
 def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return the reason why Triton cannot run for a device and a dtype, or None if Triton can run.
-
-    ROCm devices also have the device type "cuda".
-    """
+    """Return the reason why Triton cannot run for a device and a dtype, or None if it can."""
     if not INSTALLED:
         package = "triton-windows" if sys.platform == "win32" else "triton"
         return f"Triton is not installed; run pip install {package}"
@@ -137,7 +128,7 @@ def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
         )
     if device.type == "cpu" and INTERPRETED:
         return None
-    if device.type != "cuda":
+    if device.type != "cuda":  # ROCm devices also have the type "cuda"
         return (
             f"the tensor is on the device {device}, which is not a GPU; to run Triton's "
             "interpreter on a CPU, set TRITON_INTERPRET=1 before Python starts"
@@ -150,10 +141,7 @@ def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @cache
 def _compiler_obstacle() -> str | None:
-    """Return the reason why Triton cannot compile a kernel, or None if Triton can do so.
-
-    Triton needs a C compiler and Python's header files.
-    """
+    # Triton needs a C compiler and Python's header files.
     try:
         triton.runtime.driver.active.get_current_target()
     except Exception as error:  # every error counts, because a kernel launch would raise it too

@@ -12,11 +12,10 @@ import os
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,16 +39,16 @@ def rejected_kernels(index: int, kernels: tuple[str, ...]) -> dict[str, str]:
     reasons = {}
     for kernel, result in load_or_check(f"cuda:{index}", kernels).items():
         if isinstance(result, str):
-            reasons[kernel] = f"its self-test failed on the GPU {name} ({result})"
+            reasons[kernel] = f"failed its self-test on the GPU {name} ({result})"
         elif not result <= TOLERANCE:  # also true for NaN
-            reasons[kernel] = f"it has a relative error of {result:.1%} on the GPU {name}"
+            reasons[kernel] = f"has a relative error of {result:.1%} on the GPU {name}"
     return reasons
 
 
 def load_or_check(device: str, kernels: Sequence[str]) -> dict[str, float | str]:
-    """Return each kernel's stored result, or check the kernels and store the results.
+    """Return each kernel's largest relative error, or the reason why there is no error.
 
-    A result is the largest relative error, or the reason why there is no error.
+    The results are stored, and read if they are stored already.
     """
     folder = Path(import_module("triton").knobs.cache.dir)
     key = describe_setup(device)
@@ -57,27 +56,17 @@ def load_or_check(device: str, kernels: Sequence[str]) -> dict[str, float | str]
     results = load_results(path)
     if results is not None:
         return results
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with locked(path.with_suffix(".lock")):
-            results = load_results(path)  # another process may have stored them
-            if results is None:
-                results = check_kernels(device, kernels)
-                path.write_text(json.dumps({"results": results, "setup": key}, indent=2))
-    except OSError as error:
-        warnings.warn(
-            f"The result of the self-test of the Triton kernels cannot be stored ({error}), so "
-            "each process repeats the test. Set TRITON_CACHE_DIR to a folder that can be written",
-            stacklevel=2,
-        )
-    return check_kernels(device, kernels) if results is None else results
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(path.with_suffix(".lock")):
+        results = load_results(path)  # another process may have stored them
+        if results is None:
+            results = check_kernels(device, kernels)
+            path.write_text(json.dumps({"results": results, "setup": key}, indent=2))
+    return results
 
 
 def describe_setup(device: str) -> str:
-    """Return a text with everything that can change kernel results on a GPU.
-
-    Triton's environment variables are included because they can select another assembler.
-    """
+    """Return a text with everything that can change kernel results on a GPU."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     source_hash = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     setup = {
@@ -87,6 +76,7 @@ def describe_setup(device: str) -> str:
         "triton": import_module("triton").__version__,
         "kernels": source_hash,
     }
+    # Triton's environment variables can select another assembler.
     options = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("TRITON_")}
     return json.dumps(setup | options)
 
@@ -103,21 +93,18 @@ def load_results(path: Path) -> dict[str, float | str] | None:
     """Read stored results; return None if there are none, or if a check has to be repeated."""
     try:
         results = json.loads(path.read_text())["results"]
-        age = time.time() - path.stat().st_mtime
     except (OSError, ValueError):  # missing, or another process is writing the file
         return None
+    age = time.time() - path.stat().st_mtime
     is_complete = all(isinstance(result, float) for result in results.values())
     return results if is_complete or age < RETRY_AFTER else None
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Wait until no other process has locked the file, and hold the lock.
-
-    A lock held by a process that ends or is killed is released. Windows has no such lock.
-    """
+    """Wait until no other process has locked the file, and hold the lock until the block ends."""
     with path.open("a") as file:
-        if find_spec("fcntl"):
+        if find_spec("fcntl"):  # not on Windows
             import fcntl
 
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -127,8 +114,7 @@ def locked(path: Path) -> Iterator[None]:
 def check_kernels(device: str, kernels: Sequence[str]) -> dict[str, float | str]:
     """Check all kernels at the same time, each in a process; return a result for each kernel."""
     with ThreadPoolExecutor(len(kernels)) as pool:
-        results = pool.map(lambda kernel: check_kernel(device, kernel), kernels)
-        return dict(zip(kernels, results, strict=True))
+        return dict(zip(kernels, pool.map(partial(check_kernel, device), kernels), strict=True))
 
 
 def check_kernel(device: str, kernel: str) -> float | str:
@@ -147,8 +133,6 @@ def check_kernel(device: str, kernel: str) -> float | str:
         )
     except subprocess.TimeoutExpired:
         return f"no result after {TIME_LIMIT} s"
-    except OSError as error:
-        return f"no process could be started: {error}"
     results = [
         line.split()[1] for line in done.stdout.splitlines() if line.startswith(f"{kernel} ")
     ]

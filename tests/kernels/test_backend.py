@@ -47,8 +47,8 @@ def test_the_device_decides():
 
 
 def test_old_cards_and_missing_triton_stay_with_torch(monkeypatch):
-    """The error in auto mode does not recommend auto mode; only the error in the mode triton does."""
-    reasons = "slower torch path, because the Triton kernels cannot run: "
+    """The warning in auto mode does not recommend auto mode; only the error in the mode triton does."""
+    reasons = "Torch computes instead of a Triton kernel, and is slower, because "
 
     def warning_and_error():
         monkeypatch.setenv("MINIVLMRL_KERNELS", "auto")
@@ -85,12 +85,12 @@ def test_without_a_compiler_torch_computes_and_says_so_once(monkeypatch, recwarn
             logps, _ = linear_log_softmax(weight[:2], weight, ids)
         assert torch.allclose(logps.cpu(), -torch.tensor(4.0).log())
         monkeypatch.setenv("MINIVLMRL_KERNELS", "triton")
-        with pytest.raises(ValueError, match=r"cannot run: Triton cannot compile a kernel .*gcc and python3-dev"):
+        with pytest.raises(ValueError, match=r"is triton, but Triton cannot compile a kernel .*gcc and python3-dev"):
             backend_for(weight)
     assert probe.cache_info().misses == 1
     [warning] = recwarn
     assert str(warning.message).startswith(
-        "The kernels run on the slower torch path, because the Triton kernels cannot run: Triton cannot compile"
+        "Torch computes instead of a Triton kernel, and is slower, because Triton cannot compile"
     )
 
 
