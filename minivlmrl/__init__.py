@@ -7,13 +7,10 @@ This file sets environment variables that torch reads when torch is imported, or
 change variables that the user has set.
 """
 
-# `python -m minivlmrl` imports this file before __main__.py removes the working folder from sys.path.
-# So this file may only import modules that Python itself has loaded by then. `typing` is not one of
-# them.
 import importlib
 import os
+from typing import TYPE_CHECKING
 
-TYPE_CHECKING = False  # type checkers read True, because they do not evaluate __getattr__
 if TYPE_CHECKING:
     from minivlmrl.losses import parity
     from minivlmrl.losses.advantages import group_advantages

@@ -1,23 +1,12 @@
 """Run one of the commands of `python -m minivlmrl COMMAND`."""
 
+import importlib
+import importlib.util
+import io
 import os
 import sys
 
-# `python -m minivlmrl` searches modules in the working folder first, where a folder of unknown origin
-# could have a yaml.py or a torch.py. So the working folder is removed from sys.path before the next
-# import, and appended again for commands that may run code of the user. In a clone that is not
-# installed, the working folder is the clone itself.
-WORKING_FOLDER = None
-PARENT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # contains the package
-if __name__ == "__main__" and sys.path[0] == os.getcwd() != PARENT:
-    WORKING_FOLDER = sys.path.pop(0)
-
-import importlib  # noqa: E402
-import importlib.util  # noqa: E402
-import io  # noqa: E402
-import re  # noqa: E402
-
-from minivlmrl.errors import check_extras, did_you_mean, is_out_of_memory, out_of_memory, shortened  # noqa: E402
+from minivlmrl.errors import check_extras, did_you_mean, is_out_of_memory, out_of_memory, shortened
 
 COMMANDS = {  # name: (module:function, one sentence)
     "train": ("minivlmrl.commands.train:main", "train a recipe, as train.py does"),
@@ -91,25 +80,5 @@ def print_usage(name: str) -> int:
     return 2
 
 
-def names_own_code(arguments: list[str]) -> bool:
-    """Return True if a command line names a recipe, which the user chose, or code such as rewards:f.
-
-    Args:
-        arguments: name of the command, then its own arguments.
-    """
-    name = arguments[0] if arguments else ""
-    if name in ("train", "check"):
-        return True
-    for argument in arguments[1:]:
-        is_recipe = name in ("memory", "replay") and argument.endswith((".yaml", ".yml"))
-        is_code = name not in ("chat", "merge", "report") and re.search(r"^--.*\w:\w", argument)
-        if is_recipe or is_code or argument.startswith("--recipe"):
-            return True
-    return False
-
-
 if __name__ == "__main__":
-    if WORKING_FOLDER is not None and names_own_code(sys.argv[1:]):
-        # at the end, so that a module of the folder never replaces an installed one, such as torch
-        sys.path.append(WORKING_FOLDER)
     sys.exit(main())

@@ -20,15 +20,6 @@ def test_importing_the_package_does_not_import_torch():
     assert done.stdout == "False\n"
 
 
-def test_importing_the_package_does_not_change_the_module_search(tmp_path):
-    """Also not in a script whose arguments look like `python -m minivlmrl`."""
-    code = "import os, sys; sys.argv = ['-m']; sys.path.insert(0, os.getcwd()); path = [*sys.path]; "
-    code += "import minivlmrl.__main__; print(sys.path == path)"
-    command = [sys.executable, "-c", code, "minivlmrl"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout == "True\n"
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_public_name_is_the_object_of_its_module(name):
     value = getattr(minivlmrl, name)

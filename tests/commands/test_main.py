@@ -1,14 +1,12 @@
 """Test `python -m minivlmrl`: the command list, and mistakes in one line."""
 
 import importlib
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 
 import pytest
-from links import ROOT
 
 from minivlmrl import __main__ as start
 
@@ -89,36 +87,3 @@ def test_a_log_that_is_a_folder_is_reported_in_one_line(tmp_path, capsys):
 def test_a_closed_stdout_is_no_error():
     done = subprocess.run(f"{sys.executable} -m minivlmrl | true", shell=True, capture_output=True, text=True)
     assert done.stderr == ""
-
-
-def not_loaded_by_python():
-    """Return the standard library's modules that `python -m` does not load before it runs a module."""
-    code = "import runpy, sys; print(*sys.modules)"
-    loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
-    return [name for name in sys.stdlib_module_names - {*loaded} if importlib.util.find_spec(name)]
-
-
-def test_only_a_recipe_or_code_that_the_user_names_may_import_from_the_working_folder():
-    own = ["check config.yaml", "replay . --all --recipe=config.yaml", "memory config.yaml --model ."]
-    own += [f"evaluate --model . --data x.json {option}" for option in ("--rewards={mine:f:1}", "--system_prompt=a:b")]
-    found = ["replay . --all", "report .", "memory --model .", "evaluate --model . --data x.json", "chat --prompt=a:b"]
-    assert [line for line in own + found if start.names_own_code(line.split())] == own
-
-
-@pytest.mark.parametrize(("arguments", "imports"), [("replay . --all", False), ("memory config.yaml --model .", True)])
-def test_modules_of_a_found_folder_are_not_imported(tmp_path, arguments, imports):
-    """Python puts the working folder first; here it comes last, and only if the user names a recipe or code."""
-    for name in ["yaml", "torch", "numpy", *not_loaded_by_python()]:
-        (tmp_path / f"{name}.py").write_text(f"print('own {name}')\nraise SystemExit")
-    (tmp_path / "config.yaml").write_text("stages: [sft]")
-    # sitecustomize, because no command prints sys.path
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(
-        "import atexit, sys\natexit.register(lambda: print('PATH', sys.path[0], sys.path[-1], sep='|'))"
-    )
-    command = [sys.executable, "-m", "minivlmrl", *arguments.split()]
-    paths = os.pathsep.join([str(tmp_path / "site"), str(ROOT), str(ROOT / "audit")])
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
-    assert "own" not in done.stdout and "usage" not in done.stderr
-    _, first, last = done.stdout.split("PATH", 1)[1].strip().split("|")
-    assert first != str(tmp_path) and (last == str(tmp_path)) is imports
