@@ -36,7 +36,7 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import RowSize
 from minivlmrl.data.rows import Completion, Prompt
-from minivlmrl.diagnostics.memory import RESERVE, MemoryEstimator, estimate_phases, peak_bytes
+from minivlmrl.diagnostics.memory import RESERVE, MemoryEstimator, MemoryQuestion, estimate_phases, peak_bytes
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import recompute_blocks
 from minivlmrl.generation import generate, sampler
@@ -356,7 +356,8 @@ class GRPOStep(Ours):
         text_tokens = len(self.prompts[0].input_ids) - image_tokens
         with mock.patch.dict(os.environ, {"MINIVLMRL_KERNELS": "auto"}):  # the estimate runs on the meta device
             rows = [RowSize(text_tokens, image_tokens)]
-            phases = estimate_phases(self.trainer.run, "grpo", MemoryEstimator(config), 1, rows, held_out=())
+            question = MemoryQuestion(self.trainer.run, "grpo", MemoryEstimator(config), 1, rows, held_out=())
+            phases = estimate_phases(question)
         return (peak_bytes(phases) - RESERVE) / 1e9
 
 

@@ -9,9 +9,11 @@ for the CUDA context, NCCL's buffers and the gaps between allocations.
 import copy
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 from unittest import mock
 
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minivlmrl.config.options import RunConfig
+from minivlmrl.config.options import RunConfig, SamplingOptions
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.row_summary import RowSize
 from minivlmrl.data.rows import Completion, Prompt
@@ -44,6 +46,7 @@ from minivlmrl.run.evaluate import BATCH_SIZE as EVALUATION_ROWS
 from minivlmrl.run.evaluate import evaluation_sampling
 from minivlmrl.run.optimizer import begin_state, build_optimizer
 from minivlmrl.run.setup import patch_dtype
+from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.reference import freeze_shared_layers
 from minivlmrl.trainers.registry import find_trainer
 
@@ -148,6 +151,11 @@ class MemoryEstimator:
             routed = [p for name, p in self.model.named_parameters() if ".mlp.experts." in name]
             self.active_parameters -= round(idle_share * sum(p.numel() for p in routed))
 
+    @classmethod
+    def from_folder(cls, path: str) -> "MemoryEstimator":
+        """Read the config of a model, without its weights."""
+        return cls(read_config(find_folder(path)))
+
     def build(self, run: RunConfig, stage: str) -> VisionLanguageModel:
         """Build a stage's policy on the meta device."""
         model = copy.deepcopy(self.model).to(DTYPES[run.model.dtype])
@@ -164,9 +172,7 @@ class MemoryEstimator:
         if getattr(section, "critic", "shared") == "shared":
             return TrainedModels(model)
         if section.critic_path is not None:
-            backbone = MemoryEstimator(read_config(find_folder(section.critic_path))).build(
-                run, stage
-            )
+            backbone = MemoryEstimator.from_folder(section.critic_path).build(run, stage)
         elif run.uses_fsdp:  # FSDP needs a copy of the base model below the adapters too
             backbone = copy.deepcopy(model)
         else:
@@ -248,9 +254,8 @@ class MemoryEstimator:
 
 def trained_outputs(models: TrainedModels, batch: GroupBatch) -> list[Tensor]:
     """Compute the outputs that a loss uses: log-probabilities and values."""
-    policy = models.policy
     values = [] if models.critic is None else [models.critic]
-    logps, _ = per_token_logps(policy, batch)
+    logps, _ = per_token_logps(models.policy, batch)
     return [logps, *(critic(batch) for critic in values)]
 
 
@@ -277,83 +282,103 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def estimate_phases(
-    run: RunConfig,
-    stage: str,
-    estimator: MemoryEstimator,
-    gpus: int,
-    rows: Sequence[RowSize] = TYPICAL_ROWS,
-    held_out: Sequence[RowSize] = TYPICAL_ROWS,
-    only: str | None = None,
-) -> dict[str, dict[str, float]]:
-    """Estimate the memory on one GPU in bytes, for each phase in a stage and each item in it.
+@dataclass(frozen=True)
+class MemoryQuestion:
+    """How much memory does a stage of a run need on each GPU?"""
 
-    Args:
-        rows: the largest training rows' sizes, the largest first. If a batch has more prompts,
-            the others are counted like the last one.
-        held_out: the largest held-out rows' sizes; empty if the run has no evaluations.
-        only: the only phase to estimate; None estimates all phases.
+    run: RunConfig
+    stage: str
+    estimator: MemoryEstimator
+    gpus: int = 1
+    # sizes of the largest training rows, the largest first; if a batch has more prompts, the others
+    # are counted like the last one
+    rows: Sequence[RowSize] = TYPICAL_ROWS
+    # sizes of the largest held-out rows; empty if the run has no evaluations
+    held_out: Sequence[RowSize] = TYPICAL_ROWS
+
+    @property
+    def options(self) -> Any:
+        return getattr(self.run, self.stage)
+
+    @cached_property
+    def trainer(self) -> type[Trainer]:
+        return find_trainer(self.stage, self.run)
+
+    @cached_property
+    def models(self) -> TrainedModels:
+        return self.estimator.build_trained(self.run, self.stage)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the models compute."""
+        return DTYPES[self.run.model.compute_dtype or self.run.model.dtype]
+
+    @property
+    def has_reference(self) -> bool:
+        return has_reference(self.run, self.stage)
+
+    @property
+    def micro_batch_prompts(self) -> int:
+        """The number of prompts of the largest micro-batch on one GPU."""
+        per_gpu = math.ceil(self.options.prompts_per_step / self.gpus)
+        return min(self.options.micro_batch_size, per_gpu)
+
+    @property
+    def share(self) -> float:
+        """The fraction of a sharded tensor that one GPU holds."""
+        sharding = self.run.sharding
+        return 0.0 if sharding.cpu_offload else 1 / num_shards(sharding, self.gpus)
+
+
+def estimate_phases(question: MemoryQuestion) -> dict[str, dict[str, float]]:
+    """Estimate the memory on one GPU in bytes, for each phase in a stage and each item in it.
 
     Returns:
         {phase: {item: bytes}}, for example {"train": {"weights": 1e9, "gradients": 1e9}}.
     """
-    models = estimator.build_trained(run, stage)
-    shards = num_shards(run.sharding, gpus)
-    # fraction of a sharded tensor that one GPU holds
-    share = 0.0 if run.sharding.cpu_offload else 1 / shards
-    trainer = find_trainer(stage, run)
-    arguments = run, stage, estimator, models
-    phases: dict[str, Callable[[], dict[str, float]]] = {}
-    if held_out:
-        phases["evaluation"] = lambda: evaluation_items(*arguments, held_out)
-    if trainer.samples_completions:
-        work = sampling_batch(run, stage, gpus, rows)
-        phases["rollout"] = lambda: rollout_items(run, estimator, models.policy, work)
-    micro_batch = training_batch(run, stage, gpus, rows)
-    if trainer.samples_completions or has_reference(run, stage):
-        phases["score"] = lambda: score_items(run, estimator, models, micro_batch)
-    phases["train"] = lambda: train_items(*arguments, micro_batch, gpus, share)
-    always = {
-        name: size * share for name, size in persistent_items(run, stage, models, estimator).items()
-    }
-    return {name: always | items() for name, items in phases.items() if only in (None, name)}
+    samples = question.trainer.samples_completions
+    work = training_batch(question)
+    phases: dict[str, dict[str, float]] = {}
+    if question.held_out:
+        phases["evaluation"] = evaluation_items(question)
+    if samples:
+        sampling = question.run.sampling
+        phases["rollout"] = rollout_items(question, sampling, sampling_batch(question))
+    if samples or question.has_reference:
+        phases["score"] = score_items(question, work)
+    phases["train"] = train_items(question, work)
+    sizes = persistent_items(question)
+    always = {name: size * question.share for name, size in sizes.items()}
+    return {name: always | items for name, items in phases.items()}
 
 
-def micro_batch_prompts(run: RunConfig, stage: str, gpus: int) -> int:
-    """Return the number of prompts of a stage's largest micro-batch on one GPU."""
-    config = getattr(run, stage)
-    return min(config.micro_batch_size, math.ceil(config.prompts_per_step / gpus))
+def training_batch(question: MemoryQuestion) -> BatchShape:
+    """Return the shape of the largest micro-batch on one GPU."""
+    config = question.options
+    prompts = question.micro_batch_prompts
+    if not question.trainer.samples_completions:
+        return answers_batch(question, question.rows, prompts)
+    completions = [question.run.sampling.max_new_tokens] * config.num_generations
+    return largest_batch(question.rows, prompts, completions, config.max_tokens_per_micro_batch)
 
 
-def training_batch(run: RunConfig, stage: str, gpus: int, rows: Sequence[RowSize]) -> BatchShape:
-    """Return the shape of a stage's largest micro-batch on one GPU."""
-    config = getattr(run, stage)
-    trainer = find_trainer(stage, run)
-    prompts = micro_batch_prompts(run, stage, gpus)
-    max_tokens = getattr(config, "max_tokens_per_micro_batch", None)
-    if not trainer.samples_completions:
-        return answers_batch(run, stage, rows, prompts)
-    completions = [run.sampling.max_new_tokens] * config.num_generations
-    return largest_batch(rows, prompts, completions, max_tokens)
-
-
-def answers_batch(run: RunConfig, stage: str, rows: Sequence[RowSize], prompts: int) -> BatchShape:
+def answers_batch(question: MemoryQuestion, rows: Sequence[RowSize], prompts: int) -> BatchShape:
     """Return the shape of a micro-batch of given answers.
 
     Answers of unknown length are assumed to have sampling.max_new_tokens tokens.
     """
     lengths = [row.answer_tokens for row in rows if row.answer_tokens is not None]
-    longest = max(lengths, default=run.sampling.max_new_tokens)
-    return largest_batch(rows, prompts, [longest] * len(find_trainer(stage, run).answers), None)
+    longest = max(lengths, default=question.run.sampling.max_new_tokens)
+    return largest_batch(rows, prompts, [longest] * len(question.trainer.answers), None)
 
 
-def sampling_batch(run: RunConfig, stage: str, gpus: int, rows: Sequence[RowSize]) -> BatchShape:
+def sampling_batch(question: MemoryQuestion) -> BatchShape:
     """Return the shape of a rollout's largest sampling batch on one GPU."""
-    config = getattr(run, stage)
+    config, sampling = question.options, question.run.sampling
     steps = getattr(config, "steps_per_generation", 1)
-    prompts = math.ceil(config.prompts_per_step * steps / gpus)
-    completions = [run.sampling.max_new_tokens] * config.num_generations
-    return largest_batch(rows, prompts, completions, run.sampling.max_batch_tokens, whole=True)
+    prompts = math.ceil(config.prompts_per_step * steps / question.gpus)
+    completions = [sampling.max_new_tokens] * config.num_generations
+    return largest_batch(question.rows, prompts, completions, sampling.max_batch_tokens, whole=True)
 
 
 def largest_batch(
@@ -406,53 +431,36 @@ def computed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
     return total
 
 
-def gathered_bytes(run: RunConfig, model: VisionLanguageModel) -> int:
+def gathered_bytes(question: MemoryQuestion, model: VisionLanguageModel) -> int:
     """Return how many bytes of gathered weights FSDP holds at most during a forward pass."""
-    if not run.uses_fsdp:
+    if not question.run.uses_fsdp:
         return 0
-    dtype = compute_dtype(run)
-    blocks = [computed_bytes(block, dtype) for block in family_of(model).blocks(model)]
+    blocks = [computed_bytes(block, question.dtype) for block in family_of(model).blocks(model)]
     # Two blocks are gathered at a time, because one is gathered while the other is computed.
-    return computed_bytes(model, dtype) - sum(blocks) + 2 * max(blocks)
-
-
-def once_per_step_bytes(run: RunConfig, models: TrainedModels, gathered: int) -> tuple[int, int]:
-    """Return the bytes in gathered tensors and full gradients with sharding.once_per_step.
-
-    All weights stay gathered, and the gradients are added up in float32 or wider. In addition, the
-    gradients of the current blocks exist in the layers' dtype.
-
-    Args:
-        gathered: bytes in weights and gradients that are gathered without the option.
-    """
-    weights = sum(computed_bytes(backbone, compute_dtype(run)) for backbone in models.backbones)
-    accumulated = 0
-    for parameter in trained_parameters(models):
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        accumulated += parameter.numel() * dtype.itemsize
-    return weights + gathered // 2, accumulated
+    return computed_bytes(model, question.dtype) - sum(blocks) + 2 * max(blocks)
 
 
 def rollout_items(
-    run: RunConfig, estimator: MemoryEstimator, policy: VisionLanguageModel, work: BatchShape
+    question: MemoryQuestion, sampling: SamplingOptions, work: BatchShape
 ) -> dict[str, float]:
     """Return the size in bytes of each item that is in memory only while completions are sampled.
 
-    The prompts' activations are freed before the first token is sampled, so that only the
-    larger item counts.
-
     Args:
+        sampling: how the completions are sampled.
         work: the sampling batch's shape.
     """
-    dtype = compute_dtype(run)
+    run, estimator, dtype = question.run, question.estimator, question.dtype
+    policy = question.models.policy
     by_layer = run.uses_fsdp and not run.rollout.gather_weights
-    gathered = gathered_bytes(run, policy)
+    gathered = gathered_bytes(question, policy)
     if run.uses_fsdp and not by_layer:
         gathered = computed_bytes(policy, dtype)
     with nullcontext([]) if by_layer else sampling_copies(policy) as copies:
         prefill = estimator.prefill(run, policy, work)
     rows = work.prompts * work.num_generations
     keys_and_values = estimator.keys_and_values(dtype, work)
+    # The prompts' activations are freed before the first token is sampled, so that only the larger
+    # item counts.
     after_prompts = {
         "prompts' forward": max(prefill - keys_and_values, 0),
         "logits": DRAW_BYTES * rows * estimator.config.vocab_size,
@@ -464,105 +472,91 @@ def rollout_items(
         "keys and values": keys_and_values,
         larger: after_prompts[larger],
     }
-    is_captured = run.sampling.engine == "native" and can_capture(policy, run.sampling, by_layer)
+    is_captured = sampling.engine == "native" and can_capture(policy, sampling, by_layer)
     if is_captured and joined_bytes(policy, dtype):
         items["joined weights"] = joined_bytes(policy, dtype)
     # A vLLM engine uses memory only in this phase, because it sleeps in the other phases.
-    return items | find_engine(run.sampling).engine_bytes(run.sampling, estimator.parameters, dtype)
+    return items | find_engine(sampling).engine_bytes(sampling, estimator.parameters, dtype)
 
 
-def evaluation_items(
-    run: RunConfig,
-    stage: str,
-    estimator: MemoryEstimator,
-    models: TrainedModels,
-    held_out: Sequence[RowSize],
-) -> dict[str, float]:
+def evaluation_items(question: MemoryQuestion) -> dict[str, float]:
     """Return the size in bytes of each item that is in memory only during an evaluation.
 
     The answers to held-out rows are sampled first. A stage that trains on given answers then
     computes their log-probabilities, and the larger computation counts.
     """
-    sampling = evaluation_sampling(run.sampling)
-    answering = copy.copy(run)
-    answering.sampling = sampling
+    sampling = evaluation_sampling(question.run.sampling)
     work = largest_batch(
-        held_out, EVALUATION_ROWS, [sampling.max_new_tokens], sampling.max_batch_tokens
+        question.held_out, EVALUATION_ROWS, [sampling.max_new_tokens], sampling.max_batch_tokens
     )
-    items = rollout_items(answering, estimator, models.policy, work)
-    if not find_trainer(stage, run).answers:
+    items = rollout_items(question, sampling, work)
+    if not question.trainer.answers:
         return items
-    micro_batch = answers_batch(run, stage, held_out, getattr(run, stage).micro_batch_size)
-    scored = score_items(run, estimator, models, micro_batch)
-    return max(items, scored, key=lambda parts: sum(parts.values()))
+    micro_batch = answers_batch(question, question.held_out, question.options.micro_batch_size)
+    return max(items, score_items(question, micro_batch), key=lambda parts: sum(parts.values()))
 
 
-def score_items(
-    run: RunConfig, estimator: MemoryEstimator, models: TrainedModels, work: BatchShape
-) -> dict[str, float]:
+def score_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
     """Return the size in bytes of each item of a forward pass without gradients."""
+    run, models = question.run, question.models
     return {
-        "gathered": sum(gathered_bytes(run, backbone) for backbone in models.backbones),
-        "forward": estimator.activations(run, models, work, train=False),
-        "logits": logits_bytes(run, estimator, work),
+        "gathered": sum(gathered_bytes(question, backbone) for backbone in models.backbones),
+        "forward": question.estimator.activations(run, models, work, train=False),
+        "logits": logits_bytes(question, work),
     }
 
 
-def train_items(
-    run: RunConfig,
-    stage: str,
-    estimator: MemoryEstimator,
-    models: TrainedModels,
-    work: BatchShape,
-    gpus: int,
-    share: float,
-) -> dict[str, float]:
-    """Return the size in bytes of each item of a forward and backward pass.
-
-    Args:
-        share: fraction of a sharded tensor that one GPU holds.
-    """
-    gradients = bytes_of(trained_parameters(models)) * share
-    if gpus > 1 and not run.uses_fsdp:
+def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
+    """Return the size in bytes of each item of a forward and backward pass."""
+    run, models = question.run, question.models
+    trained = trained_parameters(models)
+    gradients = bytes_of(trained) * question.share
+    if question.gpus > 1 and not run.uses_fsdp:
         gradients *= 2  # because the ranks sum a copy of the gradients
     # both the weights and their gradients
-    gathered = 2 * sum(gathered_bytes(run, backbone) for backbone in models.backbones)
+    gathered = 2 * sum(gathered_bytes(question, backbone) for backbone in models.backbones)
     if run.sharding.once_per_step:
-        gathered, accumulated = once_per_step_bytes(run, models, gathered)
-        gradients += accumulated
+        # All weights stay gathered, and the gradients are added up in float32 or wider. In
+        # addition, the gradients of the current blocks exist in the layers' dtype.
+        weights = sum(computed_bytes(backbone, question.dtype) for backbone in models.backbones)
+        gathered = weights + gathered // 2
+        for parameter in trained:
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            gradients += parameter.numel() * dtype.itemsize
     return {
         "gathered": gathered,
         "gradients": gradients,
-        "forward and backward": estimator.activations(run, models, work, train=True),
-        "logits": logits_bytes(run, estimator, work),
+        "forward and backward": question.estimator.activations(run, models, work, train=True),
+        "logits": logits_bytes(question, work),
     }
 
 
-def logits_bytes(run: RunConfig, estimator: MemoryEstimator, work: BatchShape) -> int:
+def logits_bytes(question: MemoryQuestion, work: BatchShape) -> int:
     """Return the size in bytes of the trainer's logits, which it computes piece by piece."""
     rows = work.prompts * work.num_generations * work.completion_tokens
-    return piece_bytes(rows, estimator.config.vocab_size, compute_dtype(run))
+    return piece_bytes(rows, question.estimator.config.vocab_size, question.dtype)
 
 
-def persistent_items(
-    run: RunConfig, stage: str, models: TrainedModels, estimator: MemoryEstimator
-) -> dict[str, int]:
+def persistent_items(question: MemoryQuestion) -> dict[str, int]:
     """Return the size in bytes of each item that is in memory in all phases, before sharding."""
-    trainer = find_trainer(stage, run)
+    run, models = question.run, question.models
     policy = models.policy
     weights = bytes_of([*policy.parameters(), *policy.buffers()])
     # With adapters, a second model shares the base weights and needs only its own adapters.
     adapters = bytes_of(adapter_parameters(policy))
-    items = {"weights": weights, "optimizer": optimizer_bytes(run, stage, models)}
+    optimizer = build_optimizer(models, question.options, run.optimizer)
+    begin_state(optimizer, trained_parameters(models))
+    moments = sum(bytes_of(state.values()) for state in optimizer.state.values())
+    items = {"weights": weights, "optimizer": moments}
     if models.critic is not None:
         items["critic"] = bytes_of([*models.parameters(), *models.buffers()]) - weights
-    if has_reference(run, stage):
-        items["reference"] = reference_bytes(run, policy)
-    if not trainer.trains_policy:  # the policy is in memory in addition to the trained model
+    if question.has_reference:
+        items["reference"] = reference_bytes(question)
+    if not question.trainer.trains_policy:  # the policy is in memory besides the trained model
         items["policy"] = adapters or weights
-    if trainer.samples_completions and "reward_model" in run.rewards:
+    if question.trainer.samples_completions and "reward_model" in run.rewards:
         path = run.reward_model.path
-        judge = estimator if path is None else MemoryEstimator(read_config(find_folder(path)))
+        judge = question.estimator if path is None else MemoryEstimator.from_folder(path)
         items["reward model"] = judge.parameters * DTYPES[run.model.dtype].itemsize
     return items
 
@@ -571,30 +565,19 @@ def has_reference(run: RunConfig, stage: str) -> bool:
     return find_trainer(stage, run).has_reference(getattr(run, stage))
 
 
-def reference_bytes(run: RunConfig, policy: nn.Module) -> int:
+def reference_bytes(question: MemoryQuestion) -> int:
     """Return a reference model's size in bytes, before sharding.
 
     Weights that the reference model shares with the policy are not counted.
     """
+    run, policy = question.run, question.models.policy
     reference = run.reference
-    dtype = DTYPES[run.model.dtype] if reference.sync_ref_model else compute_dtype(run)
+    dtype = DTYPES[run.model.dtype] if reference.sync_ref_model else question.dtype
     if reference.path is not None:
-        estimator = MemoryEstimator(read_config(find_folder(reference.path)))
-        return estimator.parameters * dtype.itemsize
+        return MemoryEstimator.from_folder(reference.path).parameters * dtype.itemsize
     if run.adapter.r or reference.num_shared_layers is not None:
         return bytes_of(trained_parameters(policy))
     return computed_bytes(policy, dtype)
-
-
-def optimizer_bytes(run: RunConfig, stage: str, model: nn.Module) -> int:
-    """Return the optimizer state's size in bytes, before sharding."""
-    optimizer = build_optimizer(model, getattr(run, stage), run.optimizer)
-    begin_state(optimizer, trained_parameters(model))
-    return sum(bytes_of(state.values()) for state in optimizer.state.values())
-
-
-def compute_dtype(run: RunConfig) -> torch.dtype:
-    return DTYPES[run.model.compute_dtype or run.model.dtype]
 
 
 def peak_bytes(phases: dict[str, dict]) -> float:
@@ -607,10 +590,10 @@ def largest_phase(phases: dict[str, dict]) -> str:
     return max(phases, key=lambda name: sum(phases[name].values()))
 
 
-def state_bytes(run: RunConfig, stage: str, estimator: MemoryEstimator) -> int:
+def state_bytes(question: MemoryQuestion) -> int:
     """Return one saved training state's size on disk in bytes."""
-    models = estimator.build_trained(run, stage)
-    items = persistent_items(run, stage, models, estimator)
-    items["weights"] = bytes_of(adapter_parameters(models.policy)) or items["weights"]
+    items = persistent_items(question)
+    adapters = adapter_parameters(question.models.policy)
+    items["weights"] = bytes_of(adapters) or items["weights"]
     saved = ("weights", "optimizer", "critic", "reference", "policy")
     return sum(items.get(name, 0) for name in saved)

@@ -2,7 +2,6 @@
 
 import math
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,6 @@ from torch.optim import Optimizer
 from minivlmrl.config.loading import as_overrides
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.types import Plain
-from minivlmrl.data.download import find_folder
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import RowSize, measure_rows
@@ -23,22 +21,21 @@ from minivlmrl.diagnostics.largest_batch import largest_rows, try_largest_batch
 from minivlmrl.diagnostics.memory import (
     GB,
     MemoryEstimator,
+    MemoryQuestion,
     bytes_of,
     estimate_phases,
     largest_phase,
-    micro_batch_prompts,
     peak_bytes,
     state_bytes,
 )
 from minivlmrl.distributed.process_group import World
-from minivlmrl.model.checkpoint import DTYPES, read_config
+from minivlmrl.model.checkpoint import DTYPES
 from minivlmrl.model.lora import adapter_parameters
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.checkpoints import NUM_KEPT_STATES
 from minivlmrl.run.out_of_memory import cures
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
-from minivlmrl.trainers.registry import find_trainer
 
 # phase of the estimate -> phase of a run
 MEASURED = {
@@ -66,9 +63,9 @@ class MemoryCheck(Callback):
         self.config, self.gpus = config, world.size
         if config.model.path is None:  # models with random weights are so small that they fit
             return
-        self.estimator = MemoryEstimator(read_config(find_folder(config.model.path)))
+        self.estimator = MemoryEstimator.from_folder(config.model.path)
         for stage in config.stage_names:
-            check_disk(config, stage, self.estimator)
+            check_disk(MemoryQuestion(config, stage, self.estimator, world.size))
 
     def on_rows(
         self, config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World
@@ -78,17 +75,21 @@ class MemoryCheck(Callback):
         free, _ = torch.cuda.mem_get_info(world.device)
         available = min(world.gather_objects(free))
         for stage in config.stage_names:
-            measure = partial(measure_datasets, stage, config, datasets, processor)
+            question = MemoryQuestion(config, stage, self.estimator, world.size)
+            measure = partial(measure_datasets, question, datasets, processor)
             rows, held_out = world.compute_on_rank_zero(measure)
-            arguments = config, stage, self.estimator, world.size, rows, held_out
-            self.plans[stage] = estimate_phases(*arguments)
+            question = replace(question, rows=rows, held_out=held_out)
+            self.plans[stage] = estimate_phases(question)
             if peak_bytes(self.plans[stage]) > available:
-                raise ValueError(refusal(*arguments, processor.image_processor, available))
-            count = micro_batch_prompts(config, stage, world.size)
-            skips = config.data.skip_unreadable
-            answers = find_trainer(stage, config).answers
-            found = largest_rows(datasets[stage], rows, processor, count, skips, answers)
-            self.largest_rows[stage] = found
+                raise ValueError(refusal(question, processor.image_processor, available))
+            self.largest_rows[stage] = largest_rows(
+                datasets[stage],
+                rows,
+                processor,
+                question.micro_batch_prompts,
+                config.data.skip_unreadable,
+                question.trainer.answers,
+            )
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
         if self.largest_rows.get(trainer.stage):
@@ -99,40 +100,31 @@ class MemoryCheck(Callback):
     def memory_plan(self, stage: str) -> dict[str, dict[str, float]] | None:
         # A CPU's memory is not checked, so typical rows are estimated when memory runs out.
         if stage not in self.plans and self.estimator is not None:
-            self.plans[stage] = estimate_phases(self.config, stage, self.estimator, self.gpus)
+            question = MemoryQuestion(self.config, stage, self.estimator, self.gpus)
+            self.plans[stage] = estimate_phases(question)
         return self.plans.get(stage)
 
 
 def measure_datasets(
-    stage: str, config: RunConfig, datasets: dict[str, Dataset], processor: Processor
+    question: MemoryQuestion, datasets: dict[str, Dataset], processor: Processor
 ) -> tuple[list[RowSize], list[RowSize]]:
     """Measure a stage's largest training rows, and the largest held-out rows."""
-    answers = find_trainer(stage, config).answers
-    rows = measure_rows(datasets[stage], processor, answers)
+    answers = question.trainer.answers
+    rows = measure_rows(datasets[question.stage], processor, answers)
     return rows, measure_rows(datasets.get("eval", ()), processor, answers)
 
 
-def refusal(
-    run: RunConfig,
-    stage: str,
-    estimator: MemoryEstimator,
-    gpus: int,
-    rows: Sequence[RowSize],
-    held_out: Sequence[RowSize],
-    images: ImageProcessor,
-    available: float,
-) -> str:
+def refusal(question: MemoryQuestion, images: ImageProcessor, available: float) -> str:
     """Say that a stage does not fit, with its largest row and with the options that help.
 
     Args:
-        rows, held_out: see `estimate_phases`.
         images: the model's image processor.
         available: a GPU's free memory in bytes.
     """
-    arguments = stage, estimator, gpus, rows, held_out
-    phases = estimate_phases(run, *arguments)
+    stage, gpus = question.stage, question.gpus
+    phases = estimate_phases(question)
     phase = largest_phase(phases)
-    row = (held_out if phase == "evaluation" else rows)[0]
+    row = (question.held_out if phase == "evaluation" else question.rows)[0]
     row_text = f"prompts of {row.prompt_tokens:,} tokens are assumed"
     if row.where:
         row_text = f"the largest row is {row.where}, with a prompt of {row.prompt_tokens:,} tokens"
@@ -140,12 +132,12 @@ def refusal(
         row_text += f", of which {row.image_tokens:,} show {row.media}"
     on_gpus = f"each of {gpus} GPUs" if gpus > 1 else "the GPU"
     ways = []
-    smaller = fitting_max_pixels(run, *arguments, images, available)
+    smaller = fitting_max_pixels(question, images, available)
     if smaller:
-        ways.append(f"set {options_text(smaller)}, with which it fits")
+        ways.append(f"set {' '.join(as_overrides(smaller))}, with which it fits")
     items = phases[phase]
     is_stored = max(items, key=lambda name: items[name]) in STORED
-    options = cures(run, stage, "weights" if is_stored else MEASURED[phase], gpus)
+    options = cures(question.run, stage, "weights" if is_stored else MEASURED[phase], gpus)
     if options:
         ways.append(f"try {', then '.join(options)}")
     ways.append("use a larger GPU, more GPUs or a smaller model")
@@ -157,19 +149,8 @@ def refusal(
     )
 
 
-def options_text(options: dict[str, Plain]) -> str:
-    return " ".join(as_overrides(options))
-
-
 def fitting_max_pixels(
-    run: RunConfig,
-    stage: str,
-    estimator: MemoryEstimator,
-    gpus: int,
-    rows: Sequence[RowSize],
-    held_out: Sequence[RowSize],
-    images: ImageProcessor,
-    available: float,
+    question: MemoryQuestion, images: ImageProcessor, available: float
 ) -> dict[str, Plain]:
     """Return the largest max_pixels for images and for frames with which a stage fits, or {}.
 
@@ -177,7 +158,7 @@ def fitting_max_pixels(
     between the smallest and the present images, and then lowered until the stage fits.
     """
     token_pixels = images.factor**2
-    everything = [*rows, *held_out]
+    everything = [*question.rows, *question.held_out]
     has_videos = any(row.has_videos for row in everything)
     smallest = math.ceil(images.min_pixels / token_pixels)
     if has_videos:  # frames with fewer pixels are enlarged
@@ -185,9 +166,9 @@ def fitting_max_pixels(
     largest = max((math.ceil(row.image_tokens / row.frames) for row in everything), default=0)
 
     def needed(limit: int) -> float:
-        smaller = [bounded_row(row, limit) for row in rows]
-        smaller_held_out = [bounded_row(row, limit) for row in held_out]
-        return peak_bytes(estimate_phases(run, stage, estimator, gpus, smaller, smaller_held_out))
+        rows = [bounded_row(row, limit) for row in question.rows]
+        held_out = [bounded_row(row, limit) for row in question.held_out]
+        return peak_bytes(estimate_phases(replace(question, rows=rows, held_out=held_out)))
 
     if largest <= smallest:
         return {}
@@ -211,17 +192,18 @@ def bounded_row(row: RowSize, limit: int) -> RowSize:
     return replace(row, image_tokens=min(row.image_tokens, row.frames * limit))
 
 
-def written_bytes(run: RunConfig, stage: str, estimator: MemoryEstimator) -> dict[str, float]:
+def written_bytes(question: MemoryQuestion) -> dict[str, float]:
     """Return the bytes that a stage writes to the disk at most at one time, by the kind of files.
 
     A new state or checkpoint is complete before an old one is deleted, so both count.
     """
+    run, estimator = question.run, question.estimator
     sizes = {}
     if run.checkpoint_steps or run.checkpoint_minutes:
-        sizes["training states"] = (NUM_KEPT_STATES + 1) * state_bytes(run, stage, estimator)
+        sizes["training states"] = (NUM_KEPT_STATES + 1) * state_bytes(question)
     dtype = run.model.save_dtype or estimator.config.torch_dtype
     weights = estimator.parameters * DTYPES[dtype].itemsize
-    adapter = bytes_of(adapter_parameters(estimator.build(run, stage)))
+    adapter = bytes_of(adapter_parameters(estimator.build(run, question.stage)))
     saved = adapter if run.save == "adapter" else weights
     folder = Path(run.output_dir)
     sizes["weights"] = weights
@@ -232,24 +214,25 @@ def written_bytes(run: RunConfig, stage: str, estimator: MemoryEstimator) -> dic
     return sizes
 
 
-def check_disk(run: RunConfig, stage: str, estimator: MemoryEstimator):
+def check_disk(question: MemoryQuestion):
     """Raise ValueError if a run's training states and weights do not fit on the disk.
 
     Training states and checkpoints that the output folder already contains count as free space,
     because the run deletes them.
     """
+    run = question.run
     folder = Path(run.output_dir).absolute()
     earlier = 0
     for pattern in ("states/*/*", "checkpoint/**/*", "best/**/*"):
         earlier += sum(path.stat().st_size for path in folder.glob(pattern) if path.is_file())
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
     free = shutil.disk_usage(existing).free + earlier
-    sizes = written_bytes(run, stage, estimator)
+    sizes = written_bytes(question)
     if sum(sizes.values()) > free:
         texts = [f"{size / GB:.2g} GB of {name}" for name, size in sizes.items()]
         hint = "set save to adapter, " if run.adapter.r and run.save == "merged" else ""
         raise ValueError(
-            f"{stage} writes {' and '.join(texts)}, but only {free / GB:.2g} GB are free for "
+            f"{question.stage} writes {' and '.join(texts)}, but only {free / GB:.2g} GB are free for "
             f"{run.output_dir}. Free some space, choose another output_dir, {hint}or skip this "
             "check with --check_memory=false."
         )

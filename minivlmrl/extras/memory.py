@@ -11,6 +11,7 @@ explains the estimate.
 
 import argparse
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,7 +24,14 @@ from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import RowSize
 from minivlmrl.data.rows import Dataset
-from minivlmrl.diagnostics.memory import GB, RESERVE, MemoryEstimator, estimate_phases, peak_bytes
+from minivlmrl.diagnostics.memory import (
+    GB,
+    RESERVE,
+    MemoryEstimator,
+    MemoryQuestion,
+    estimate_phases,
+    peak_bytes,
+)
 from minivlmrl.diagnostics.memory_check import measure_datasets, refusal
 from minivlmrl.distributed.process_group import World
 from minivlmrl.json_files import read_json
@@ -56,16 +64,16 @@ def main(arguments: list[str]):
     if options.text_tokens is None and options.image_tokens is None:
         measured = open_rows(run, find_settings(name))
     for stage in run.stage_names:
-        rows, held_out = typical, typical
+        question = MemoryQuestion(run, stage, costs, options.gpus, typical, typical)
         if measured is not None:
             datasets, processor = measured
             images = processor.image_processor
-            rows, held_out = measure_datasets(stage, run, datasets, processor)
-        planned = run, stage, costs, options.gpus, rows, held_out
-        phases = estimate_phases(*planned)
-        print(f"\n{stage}: {row_text(rows[0])}\n{memory_table(phases, gpu_bytes)}")
+            rows, held_out = measure_datasets(question, datasets, processor)
+            question = replace(question, rows=rows, held_out=held_out)
+        phases = estimate_phases(question)
+        print(f"\n{stage}: {row_text(question.rows[0])}\n{memory_table(phases, gpu_bytes)}")
         if peak_bytes(phases) > gpu_bytes:
-            print(f"\n{refusal(*planned, images, gpu_bytes)}")
+            print(f"\n{refusal(question, images, gpu_bytes)}")
 
 
 def parameters_text(costs: MemoryEstimator) -> str:

@@ -15,6 +15,7 @@ from minivlmrl.diagnostics.memory import (
     AllocationTracker,
     BatchShape,
     MemoryEstimator,
+    MemoryQuestion,
     TrainedModels,
     estimate_phases,
     largest_batch,
@@ -56,6 +57,10 @@ def run_config(**sections):
     return run
 
 
+def estimate(*question):
+    return estimate_phases(MemoryQuestion(*question))
+
+
 FORMS = {
     "all weights": [],
     "LoRA on bfloat16, recomputed": [*LORA, *BFLOAT16, "--model.activation_checkpointing=true"],
@@ -87,7 +92,7 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequ
     sizes = [f"--{stage}.num_generations=3", f"--{stage}.prompts_per_step=2", f"--{stage}.micro_batch_size=2"]
     sizes += [f"--sampling.max_new_tokens={WORK.completion_tokens}", f"--stages=[{stage}]", "--ppo.kl_coef=0"]
     run = load_config(home / "recipe.yaml", [*sizes, *FORMS[form]])
-    estimated = estimate_phases(run, stage, MemoryEstimator(config), 1, ROWS)["train"]
+    estimated = estimate(run, stage, MemoryEstimator(config), 1, ROWS)["train"]
     ids = torch.cat([torch.full((64,), config.image_token_id), torch.randint(0, 400, (WORK.text_tokens,))])
     patches = torch.rand(256, config.vision_config.patch_dim).to(patch_dtype(run))
     prompt = Prompt(ids, patches, torch.tensor([[1, 16, 16]]))
@@ -171,7 +176,7 @@ def test_16_bit_copies_of_adapters_are_estimated():
     for dtype in ("bfloat16", "float32"):
         run = run_config(adapter=LoRAOptions(r=4))
         run.model.dtype = dtype
-        phases = estimate_phases(run, "grpo", costs, 1, ROWS, ROWS)
+        phases = estimate(run, "grpo", costs, 1, ROWS, ROWS)
         found[dtype] = {name: items.get("16-bit adapters") for name, items in phases.items()}
         gradients = phases["train"]["gradients"]
     copies = gradients / 2
@@ -201,30 +206,30 @@ def test_a_rollout_joins_the_weights_of_q_k_and_v():
     layer = costs.model.model.layers[0].self_attn
     projections = torch.nn.ModuleList([layer.q_proj, layer.k_proj, layer.v_proj])
     size = costs.config.num_hidden_layers * sum(p.numel() for p in projections.parameters()) * 4
-    assert estimate_phases(run_config(), "grpo", costs, 1, ROWS, ROWS)["rollout"]["joined weights"] == size
+    assert estimate(run_config(), "grpo", costs, 1, ROWS, ROWS)["rollout"]["joined weights"] == size
     eager, adapted = run_config(), run_config(adapter=LoRAOptions(r=4))
     eager.sampling.cuda_graph = "never"
     for run in (eager, adapted):
-        assert "joined weights" not in estimate_phases(run, "grpo", costs, 1, ROWS, ROWS)["rollout"]
+        assert "joined weights" not in estimate(run, "grpo", costs, 1, ROWS, ROWS)["rollout"]
 
 
 def test_options_that_save_memory():
     """Sharding divides the memory by the rank count. Unneeded parts take no memory."""
     costs = MemoryEstimator(config_json.from_dict(MODEL))
-    alone = estimate_phases(run_config(), "grpo", costs, 1, ROWS, ROWS)["train"]
+    alone = estimate(run_config(), "grpo", costs, 1, ROWS, ROWS)["train"]
     run = run_config(sharding=ShardingOptions(enabled=True))
-    shared = estimate_phases(run, "grpo", costs, 4, ROWS, ROWS)["train"]
+    shared = estimate(run, "grpo", costs, 4, ROWS, ROWS)["train"]
     for name in ("weights", "optimizer", "gradients"):
         assert shared[name] == alone[name] / 4
     assert "reference" not in alone
     run = run_config()
     run.grpo.beta = 0.1
-    assert estimate_phases(run, "grpo", costs, 1, ROWS, ROWS)["train"]["reference"] == alone["weights"]
+    assert estimate(run, "grpo", costs, 1, ROWS, ROWS)["train"]["reference"] == alone["weights"]
     # vLLM's weight copy has this dtype
     run.sampling = SamplingOptions(engine="vllm", vllm={"dtype": "bfloat16"})
-    assert estimate_phases(run, "grpo", costs, 1, ROWS, ROWS)["rollout"]["vLLM's weights"] == 2 * costs.parameters
+    assert estimate(run, "grpo", costs, 1, ROWS, ROWS)["rollout"]["vLLM's weights"] == 2 * costs.parameters
     run = run_config(sharding=ShardingOptions(enabled=True, cpu_offload=True))
-    assert estimate_phases(run, "grpo", costs, 4, ROWS, ROWS)["train"]["weights"] == 0
+    assert estimate(run, "grpo", costs, 4, ROWS, ROWS)["train"]["weights"] == 0
 
 
 @pytest.mark.parametrize("form", ["all weights", "LoRA"])
@@ -236,7 +241,7 @@ def test_once_per_step_keeps_weights_and_gradients(form):
         run = run_config(sharding=ShardingOptions(enabled=True, once_per_step=once))
         run.adapter = LoRAOptions(r=4 if form == "LoRA" else 0)
         run.model.compute_dtype = "bfloat16"
-        found[once] = estimate_phases(run, "grpo", costs, 4, ROWS, ROWS)
+        found[once] = estimate(run, "grpo", costs, 4, ROWS, ROWS)
     assert found[True].keys() == found[False].keys()
     plain, train = found[False].pop("train"), found[True].pop("train")
     assert found[True] == found[False]  # other phases do not change
@@ -253,7 +258,7 @@ def test_a_reference_takes_the_estimated_memory(option, stage, checkpoint):
     """The reference is counted besides the policy. Weights that both share have no gradients."""
     option = f"reference.path={checkpoint}" if "path" in option else option
     run = stage("dpo", *([f"--{option}"] if option else []), dtype=torch.float32)
-    estimated = estimate_phases(run.trainer.run, "dpo", MemoryEstimator(run.model.config), 1, ROWS)["train"]
+    estimated = estimate(run.trainer.run, "dpo", MemoryEstimator(run.model.config), 1, ROWS)["train"]
     trained = [p for p in run.model.parameters() if p.requires_grad]
     found = {"reference": run.trainer.reference.model.parameters(), "gradients": trained}
     assert {name: estimated[name] for name in found} == {name: sum(p.nbytes for p in found[name]) for name in found}
@@ -265,7 +270,7 @@ def test_estimates_do_not_depend_on_earlier_ones():
     For 16 images and a 3B model, the cached tables take 43 MB.
     """
     costs = MemoryEstimator(config_json.from_dict(MODEL))
-    estimates = [estimate_phases(run_config(), "grpo", costs, 1, ROWS) for _ in range(3)]
+    estimates = [estimate(run_config(), "grpo", costs, 1, ROWS) for _ in range(3)]
     assert estimates[1] == estimates[2]
     for name, items in estimates[0].items():
         # the first estimate also creates rotary frequencies
@@ -276,7 +281,7 @@ def test_a_reward_model_is_estimated_by_its_own_config(checkpoint):
     run = run_config(rewards={"reward_model": 1.0})
     run.reward_model.path = str(checkpoint)
     costs = MemoryEstimator(config_json.from_dict(CONFIGS["wider"]))
-    estimated = estimate_phases(run, "grpo", costs, 1, ROWS)["train"]["reward model"]
+    estimated = estimate(run, "grpo", costs, 1, ROWS)["train"]["reward model"]
     assert estimated == sum(p.nbytes for p in load_model(checkpoint).parameters())
 
 
@@ -284,9 +289,9 @@ def test_a_reward_model_is_estimated_by_its_own_config(checkpoint):
 def test_dpo_without_a_reference_is_estimated_without_one(option):
     costs = MemoryEstimator(config_json.from_dict(MODEL))
     run = run_config()
-    kept = estimate_phases(run, "dpo", costs, 1, ROWS, ROWS)
+    kept = estimate(run, "dpo", costs, 1, ROWS, ROWS)
     setattr(run.dpo, option, True)
-    lean = estimate_phases(run, "dpo", costs, 1, ROWS, ROWS)
+    lean = estimate(run, "dpo", costs, 1, ROWS, ROWS)
     for phase in ("train", "evaluation"):
         assert kept[phase].pop("reference") == kept[phase]["weights"]
     del kept["score"]
@@ -305,7 +310,7 @@ def test_a_custom_optimizer_is_estimated_by_its_state(tmp_path, moments):
         "    return torch.optim.SGD(parameters, rate, momentum)\n"
     )
     run = run_config(optimizer=OptimizerOptions(f"{file}:sgd(momentum=0.{9 * moments})"))
-    phases = estimate_phases(run, "grpo", MemoryEstimator(config_json.from_dict(MODEL)), 1, ROWS)
+    phases = estimate(run, "grpo", MemoryEstimator(config_json.from_dict(MODEL)), 1, ROWS)
     assert phases["train"]["optimizer"] == moments * phases["train"]["gradients"] < phases["train"]["weights"] + 1
 
 
@@ -368,7 +373,7 @@ def test_the_peak_of_each_phase(family, home, monkeypatch):
     }
     held = sum(x.nbytes for x in weights)
     for (stage, phase), peak in measured.items():
-        items = estimate_phases(run, stage, estimator, 1, ROWS, ROWS)[phase]
+        items = estimate(run, stage, estimator, 1, ROWS, ROWS)[phase]
         counted = {"gathered", "keys and values", "prompts' forward", "forward", "forward and backward"}
         counted |= {"logits"} if phase in ("rollout", "evaluation") else set()
         estimated = sum(size for name, size in items.items() if name in counted)

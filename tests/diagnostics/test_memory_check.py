@@ -10,7 +10,7 @@ import torch
 from runs import write_lines
 
 from minivlmrl.config.loading import load_config
-from minivlmrl.diagnostics.memory import GB, MemoryEstimator, peak_bytes, state_bytes
+from minivlmrl.diagnostics.memory import GB, MemoryEstimator, MemoryQuestion, peak_bytes, state_bytes
 from minivlmrl.diagnostics.memory_check import MemoryCheck
 from minivlmrl.distributed.process_group import World
 from minivlmrl.json_files import read_json
@@ -93,7 +93,7 @@ def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_is_refused(checkpoint, h
     run = load_config(home / "recipe.yaml", [*given, f"--model.path={checkpoint}", "--data.eval_rows=1"])
     run_training(run)
     estimator = MemoryEstimator(config_json.from_dict(read_json(checkpoint / "config.json")))
-    size, weights = state_bytes(run, "sft", estimator), estimator.parameters * 4
+    size, weights = state_bytes(MemoryQuestion(run, "sft", estimator)), estimator.parameters * 4
     for state in folder.glob("states/*"):
         assert sum(file.stat().st_size for file in state.glob("*.safetensors")) == pytest.approx(size, rel=0.1)
     assert (folder / "checkpoint" / "model.safetensors").stat().st_size == pytest.approx(weights, rel=0.1)

@@ -12,7 +12,7 @@ from hub_configs import real_config
 
 from minivlmrl.__main__ import main as start
 from minivlmrl.config.loading import load_config
-from minivlmrl.diagnostics.memory import GB, MemoryEstimator, estimate_phases, peak_bytes
+from minivlmrl.diagnostics.memory import GB, MemoryEstimator, MemoryQuestion, estimate_phases, peak_bytes
 from minivlmrl.extras.memory import memory_table
 from minivlmrl.model import config_json
 
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("cached_activations")
 
 def needed(config, stage, model, num_layers=None, gpus=1):
     """Return a step's peak memory in GB on each GPU, as the command prints it."""
-    return peak_bytes(estimate_phases(config, stage, estimator_for(model, num_layers), gpus)) / GB
+    return peak_bytes(estimate_phases(MemoryQuestion(config, stage, estimator_for(model, num_layers), gpus))) / GB
 
 
 def needed_by_layers(config, stage, model):
