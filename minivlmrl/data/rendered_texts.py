@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator, Sequence
+from unicodedata import normalize
 
 from minivlmrl.config.types import Plain
 from minivlmrl.data.messages import THOUGHT_KEYS, content_parts, part_kind
@@ -51,8 +52,8 @@ def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> 
 
 
 def _compact(text: str) -> str:
-    """Remove all whitespace from a text."""
-    return "".join(text.split())
+    """Remove all whitespace from a text, and compose its characters, as tokenizers do."""
+    return "".join(normalize("NFC", text).split())
 
 
 def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
