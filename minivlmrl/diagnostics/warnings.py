@@ -27,6 +27,7 @@ from minivlmrl.trainers.base import Rollout, Step, Trainer
 WINDOW = 10  # consecutive optimizer steps for which a condition must hold
 # rollouts over which the rewards are compared with a constant answer's rewards
 BASELINE_ROLLOUTS = 50
+Rule = tuple[str, bool, str]  # name, True if the last steps violate the rule, warning
 # suggested fixes that extras/check/completions.py uses too
 RAISE_LIMIT_ADVICE = "Raise this limit, or ask for shorter answers in data.prompt_template."
 FORMAT_ADVICE = (
@@ -72,7 +73,7 @@ class WarningRules:
         self.run = trainer.run
         self.recent = deque(maxlen=WINDOW)  # the last steps' metrics
         self.first: dict[str, float] = {}  # the first step's metrics
-        self.violated = set()  # rules that were violated at the last step
+        self.said: set[str] = set()  # rules that were violated at the last step
         self.rollout = None
         # (solutions, rewards) for each of the last rollouts
         self.recent_rewards = deque(maxlen=BASELINE_ROLLOUTS)
@@ -89,29 +90,24 @@ class WarningRules:
             self.extremes = ordered[:1] + ordered[-1:]
         self.recent.append(metrics)
         self.first = self.first or metrics
-        violated = dict(self.rules()) if len(self.recent) == WINDOW else {}
-        new_sentences = [text for name, text in violated.items() if name not in self.violated]
+        found = dict(self.violated()) if len(self.recent) == WINDOW else {}
+        new = [sentence for name, sentence in found.items() if name not in self.said]
         # The warning "solved" is never repeated, so it stays in the set.
-        self.violated = set(violated) | (self.violated & {"solved"})
-        return new_sentences
+        self.said = set(found) | (self.said & {"solved"})
+        return new
 
     def state(self) -> str:
         """Return the rules' state as JSON, so that a resumed run gives the same warnings."""
-        recent_rewards = [
-            (solutions, rewards.tolist()) for solutions, rewards in self.recent_rewards
-        ]
-        recent = list(self.recent)
-        violated = sorted(self.violated)
-        return json.dumps([recent, violated, self.first, recent_rewards, self.extremes])
+        rewards = [(solutions, rewards.tolist()) for solutions, rewards in self.recent_rewards]
+        state = [list(self.recent), sorted(self.said), self.first, rewards, self.extremes]
+        return json.dumps(state)
 
     def restore(self, state: str):
         """Load the JSON that `state` returned."""
-        recent, violated, self.first, recent_rewards, self.extremes = json.loads(state)
+        recent, said, self.first, rewards, self.extremes = json.loads(state)
         self.recent.extend(recent)
-        self.violated.update(violated)
-        self.recent_rewards.extend(
-            (solutions, torch.tensor(rewards)) for solutions, rewards in recent_rewards
-        )
+        self.said.update(said)
+        self.recent_rewards += [(solutions, torch.tensor(values)) for solutions, values in rewards]
 
     def always(self, name: str, holds: Callable[[float], bool]) -> bool:
         """Return whether each of the last steps has a metric whose value satisfies `holds`."""
@@ -121,9 +117,9 @@ class WarningRules:
         """Return a metric's mean over the last steps, or NaN if a step lacks the metric."""
         return sum(metrics.get(name, math.nan) for metrics in self.recent) / len(self.recent)
 
-    def rules(self) -> Iterator[tuple[str, str]]:
-        """Yield each violated rule's name and warning."""
-        stuck = [*self.learning_rules(), *self.entropy_rules()]
+    def violated(self) -> Iterator[tuple[str, str]]:
+        """Yield the name and the warning of each rule that the last steps violate."""
+        stuck = [(name, sentence) for name, holds, sentence in self.stuck_rules() if holds]
         reward = self.mean("reward")
         lowest, highest = self.extremes or (0, 0)
         if stuck and lowest < highest and reward >= lowest + 0.9 * (highest - lowest):
@@ -134,96 +130,71 @@ class WarningRules:
             )
             stuck = [("solved", sentence)]
         yield from stuck
-        yield from self.completion_rules()
-        yield from self.tool_rules()
+        yield from ((name, sentence) for name, holds, sentence in self.other_rules() if holds)
         yield from self.majority_baseline()
         yield from self.unused_parameters()
 
-    def learning_rules(self) -> Iterator[tuple[str, str]]:
-        """Yield warnings about rewards or gradients that carry no training signal."""
-        rewards = self.run.rewards
-        sampling = self.run.sampling
-        stds = [f"rewards/{name}/std" for name in rewards]
-        if stds and all(self.always(name, lambda std: std == 0) for name in stds):
-            metrics = self.recent[-1]
-            means = (f"{name} is {metrics[f'rewards/{name}/mean']:.3g}" for name in rewards)
-            yield (
+    def stuck_rules(self) -> list[Rule]:
+        """Rules about a run that does not learn, which a run that has converged violates, too."""
+        sampling, stage, last = self.run.sampling, self.trainer.stage, self.recent[-1]
+        stds = [f"rewards/{name}/std" for name in self.run.rewards]
+        means = [f"{x} is {last.get(f'rewards/{x}/mean', 0):.3g}" for x in self.run.rewards]
+        is_constant = bool(stds) and all(self.always(name, lambda std: std == 0) for name in stds)
+        is_equal = self.always("frac_reward_zero_std", lambda share: share == 1)
+        uniform = math.log(self.trainer.policy.config.vocab_size)  # entropy of random tokens
+        samples = "reward" in last
+        wrote_text = samples and self.first.get("entropy", uniform) < 0.5 * uniform
+        return [
+            (
                 "constant",
+                is_constant,
                 f"The rewards are equal for all completions: {' and '.join(means)}. Compare "
                 "completions.jsonl with what these reward functions expect.",
-            )
-        elif self.always("frac_reward_zero_std", lambda share: share == 1):
-            yield (
+            ),
+            (
                 "equal",
+                is_equal and not is_constant,
                 "All completions of each group have the same reward, so nothing is learned. If the "
                 "prompts are too easy or too hard, use other prompts or raise num_generations. If "
                 f"sampling.temperature ({sampling.temperature:g}) is low or sampling.top_k "
                 f"({sampling.top_k}, 0 disables it) is small, the same text is sampled repeatedly; "
                 "set them to 1.0 and 0.",
-            )
-        elif self.always("grad_norm", lambda norm: norm == 0):
-            yield (
+            ),
+            (
                 "zero",
+                self.always("grad_norm", lambda x: x == 0) and not (is_equal or is_constant),
                 "All gradients are zero, so nothing is learned. Either model.freeze freezes the "
                 "weights that these rows would train, or the weights have diverged; in that case "
-                f"lower {self.trainer.stage}.learning_rate.",
-            )
-
-    def completion_rules(self) -> Iterator[tuple[str, str]]:
-        """Yield warnings about truncated completions and about formats that never occur."""
-        limit = self.run.sampling.max_new_tokens
-        if self.always("completions/clipped_ratio", lambda share: share >= 0.9):
-            yield (
-                "cut",
-                f"9 of 10 completions are truncated at sampling.max_new_tokens ({limit}). "
-                f"{RAISE_LIMIT_ADVICE}",
-            )
-        for name in self.run.rewards:
-            if "format" in name and self.always(f"rewards/{name}/mean", lambda mean: mean == 0):
-                yield (
-                    name,
-                    f"No completion has the format that reward {name} expects. {FORMAT_ADVICE}",
-                )
-
-    def tool_rules(self) -> Iterator[tuple[str, str]]:
-        """Yield warnings about tool calls that fail, and about tool results that are too long."""
-        answered = self.mean("tools/answered_frequency")
-        first_answered = self.first.get("tools/answered_frequency", 0)
-        expected = max(first_answered, self.mean("tools/call_frequency"))
-        if answered < 0.8 * expected:
-            yield (
-                "unanswered",
-                f"Only {answered:.2g} of {expected:.2g} tool calls per completion succeed. (The "
-                "second number counts the calls of the last steps, or the successful calls of the "
-                "first step if these were more.) See completions.jsonl for the failed calls. If "
-                "this persists, reward successful calls (docs/agents.md).",
-            )
-        if self.always("tools/cut_ratio", lambda share: share >= 0.5):
-            limit = self.run.sampling.max_new_tokens
-            yield (
-                "unfit",
-                "Half of the completions end early, because a tool result exceeds the limit of "
-                f"sampling.max_new_tokens ({limit}). Raise the limit, or return shorter results.",
-            )
-
-    def entropy_rules(self) -> Iterator[tuple[str, str]]:
-        """Yield warnings about an entropy near zero and one near random tokens' entropy."""
-        if "reward" not in self.recent[-1]:
-            return
-        if self.always("entropy", lambda nats: nats < 1e-3):
-            yield (
+                f"lower {stage}.learning_rate.",
+            ),
+            (
                 "certain",
+                samples and self.always("entropy", lambda nats: nats < 1e-3),
                 "The policy is certain of every token (entropy below 0.001) and no longer "
                 "explores. If its reward is still too low, lower the learning rate, set beta, or "
                 "restart from an earlier checkpoint.",
-            )
-        uniform = math.log(self.trainer.policy.config.vocab_size)
-        wrote_text = self.first.get("entropy", uniform) < 0.5 * uniform
-        if wrote_text and self.always("entropy", lambda nats: nats > 0.9 * uniform):
-            yield (
+            ),
+            (
                 "noise",
+                wrote_text and self.always("entropy", lambda nats: nats > 0.9 * uniform),
                 "The policy generates almost random tokens now (entropy "
-                f"{self.recent[-1]['entropy']:.1f}). Lower {self.trainer.stage}.learning_rate.",
+                f"{last.get('entropy', 0):.1f}). Lower {stage}.learning_rate.",
+            ),
+        ]
+
+    def other_rules(self) -> Iterator[Rule]:
+        """Rules about truncated completions, and about formats that never occur."""
+        yield (
+            "cut",
+            self.always("completions/clipped_ratio", lambda share: share >= 0.9),
+            "9 of 10 completions are truncated at sampling.max_new_tokens "
+            f"({self.run.sampling.max_new_tokens}). {RAISE_LIMIT_ADVICE}",
+        )
+        for name in self.run.rewards:
+            yield (
+                name,
+                "format" in name and self.always(f"rewards/{name}/mean", lambda mean: mean == 0),
+                f"No completion has the format that reward {name} expects. {FORMAT_ADVICE}",
             )
 
     def majority_baseline(self) -> Iterator[tuple[str, str]]:
@@ -234,12 +205,9 @@ class WarningRules:
         """
         if len(self.recent_rewards) < BASELINE_ROLLOUTS:
             return
-        solutions = []
-        reward_blocks = []
-        for row_solutions, rewards in self.recent_rewards:
-            solutions += row_solutions
-            reward_blocks.append(rewards.view(len(row_solutions), -1, rewards.shape[1]))
-        columns = torch.cat(reward_blocks).unbind(2)  # for each reward, (rows, completions per row)
+        solutions = [solution for texts, _ in self.recent_rewards for solution in texts]
+        blocks = [rewards.unflatten(0, (len(texts), -1)) for texts, rewards in self.recent_rewards]
+        columns = torch.cat(blocks).unbind(2)  # for each reward, (rows, completions per row)
         for reward, column in zip(training_rewards(self.run), columns, strict=True):
             is_scored = ~column.isnan().any(1)  # rows whose completions were all scored
             if "solution" not in reward.columns or not is_scored.any():
@@ -248,9 +216,7 @@ class WarningRules:
             [(solution, count)] = counts.most_common(1)
             share = count / is_scored.sum().item()
             values = column[is_scored].double()
-            low = values.min().item()
-            high = values.max().item()
-            mean = values.mean().item()
+            low, high, mean = values.min().item(), values.max().item(), values.mean().item()
             baseline = low + (high - low) * share
             if low < high and mean <= baseline:
                 yield (
@@ -274,14 +240,15 @@ class WarningRules:
                 names.append(name)
         if not names:
             return
-        sentence = (
-            f"{len(names)} trainable parameters, for example {names[0]}, have never had a "
-            "gradient. Add them to model.freeze."
-        )
         if all("visual" in name for name in names):
             sentence = (
                 f"The vision tower ({names[0]} and others) has never had a gradient, because no "
                 "row had an image. Check the image column, or set model.freeze=[vision, merger]."
+            )
+        else:
+            sentence = (
+                f"{len(names)} trainable parameters, for example {names[0]}, have never had a "
+                "gradient. Add them to model.freeze."
             )
         yield "untouched", sentence
 
@@ -325,9 +292,6 @@ def accuracy_regressed(evaluations: list[dict], rows: int, reward: str) -> str |
     """Return a warning if greedy answers to held-out rows are worse than before the stage.
 
     Only rewards of at most 1 are checked, and only a fall by more than 1 / sqrt(rows) counts.
-
-    Args:
-        evaluations, rows, reward: the same as for ignores_images.
     """
     greedy = metric_name(reward, "greedy")
     stage = evaluations[-1]["stage"]
