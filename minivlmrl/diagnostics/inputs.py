@@ -158,7 +158,9 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
                 stack.callback(module.register_forward_pre_hook(keep_input).remove)
             elif isinstance(module, ValueHead):
                 stack.callback(module.register_forward_hook(add_states).remove)
-        loss, _ = trainer.loss(replace(batch, group=replace(batch.group, **{name: leaves[0]})))
+        loss, _ = trainer.training_loss(
+            replace(batch, group=replace(batch.group, **{name: leaves[0]}))
+        )
         slopes: tuple[Tensor | None, ...] = (None,) * len(leaves)
         if loss.requires_grad:
             slopes = torch.autograd.grad(loss, leaves, allow_unused=True)

@@ -52,14 +52,10 @@ class DPOTrainer(PairTrainer):
     def on_stage_begin(
         self, batches: Batches, held_out: Dataset | None, saved_state: dict[str, list[float]] | None
     ) -> dict[str, list[float]]:
-        """Compute the reference's log-probabilities for all pairs if the recipe precomputes them.
-
-        The option dpo.precompute_ref_log_probs enables this. If the run is resumed, the
-        log-probabilities are taken from its checkpoint.
+        """Compute the reference's log-probabilities of all pairs, if the recipe precomputes them.
 
         Returns:
-            A dictionary from each pair's pair_key to the log-probabilities of its chosen and
-            its rejected answer.
+            {pair_key: log-probabilities of the chosen and the rejected answer}.
         """
         self.precomputed = saved_state or {}
         if saved_state is None and self.config.precompute_ref_log_probs:
@@ -70,13 +66,9 @@ class DPOTrainer(PairTrainer):
 
     @torch.no_grad()
     def precompute_ref_logps(self, rows: Dataset, make_row: Callable[[int], Row]):
-        """Compute the reference's log-probabilities for all pairs in a dataset, on all ranks.
+        """Compute the log-probabilities of all pairs in a dataset, as the stage trains on them.
 
-        The policy computes them, because it is equal to the reference before its first update. Rows
-        that already have values in the columns REF_COLUMNS are skipped.
-
-        Args:
-            make_row: function that returns the row with an index exactly as the stage trains on it.
+        The policy computes them, because it is equal to the reference before its first update.
         """
         indices = self.rows_with_answers(rows)
         missing = [index for index in indices if self.given_ref_logps(rows[index]) is None]
@@ -95,11 +87,7 @@ class DPOTrainer(PairTrainer):
             self.precomputed.update(logps_of_rank)
 
     def given_ref_logps(self, row: Row) -> list[float] | None:
-        """Return a row's values in the columns REF_COLUMNS, or None if both columns are empty.
-
-        Raises:
-            ValueError: only one column has a value, or the options do not support these columns.
-        """
+        """Return a row's values in the columns REF_COLUMNS, or None if both columns are empty."""
         values = [row.columns[name] for name in REF_COLUMNS if row.columns.get(name) is not None]
         if not values:
             return None
@@ -122,11 +110,10 @@ class DPOTrainer(PairTrainer):
         return DPOBatch(**vars(batch), ref_logps=ref_logps)
 
     def ref_logps(self, prompt: Prompt, pair: list[Completion]) -> list[float]:
-        """Return the reference's log-probabilities for a pair if they are known without a model.
+        """Return a pair's log-probabilities from its row's columns or from precompute_ref_logps.
 
-        The values are taken from the row's columns, or from precompute_ref_logps. If the
-        option precompute_ref_log_probs is off, the method returns zeros, because either the
-        reference model computes the log-probabilities in `pack`, or the loss is reference-free.
+        Otherwise they are zeros, because either the reference model computes them in `pack`, or
+        the loss is reference-free.
         """
         values = None
         if prompt.row is not None:
@@ -164,11 +151,7 @@ class DPOTrainer(PairTrainer):
         return loss, metrics | {"entropy": batch.mean(entropies)}
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
-        """Compute each pair's implicit reward margin, (B,), in nats.
-
-        The margin is the log-ratio of policy to reference for the chosen answer, minus the
-        log-ratio for the rejected answer.
-        """
+        """Compute each pair's implicit reward margin, (B,), in nats."""
         batch = self.pack(*self.encode(rows))
         logps, _ = per_token_logps(self.policy, batch.group)
         log_ratio = self.sum_logps(batch.loss_mask, batch.group.pad(logps)) - batch.ref_logps

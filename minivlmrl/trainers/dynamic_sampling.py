@@ -40,14 +40,12 @@ def sample_until_groups_differ(
 ) -> tuple[Rollout, int]:
     """Sample batches of rows until the rewards differ in enough groups, and build a rollout.
 
-    If there are still too few groups whose rewards differ after the last batch, the rollout is
-    filled up with groups whose rewards are equal.
+    After the last batch, the rollout is filled up with groups whose rewards are equal.
 
     Args:
         rows: the first batch.
         compared_rewards: returns a rollout's rewards (n, K). A group differs if the
             prompt's completions differ in at least one column.
-        max_num_batches: maximum number of batches.
     Returns:
         The rollout, and the number of sampled batches.
     """

@@ -100,10 +100,7 @@ class GRPOTrainer(RolloutTrainer):
     # ------------------------------------------------------------------------ rollout and rewards
 
     def roll_out(self, rows: Sequence[Row]) -> Rollout:
-        """Sample completions for a batch of rows and compute their rewards.
-
-        If dynamic sampling is enabled, completions for further batches of rows may be sampled.
-        """
+        """Sample completions and compute their rewards, with dynamic sampling for more rows."""
         most_batches = self.config.max_num_gen_batches
         if most_batches == 1:
             return self.sample_rollout(rows)
@@ -121,10 +118,7 @@ class GRPOTrainer(RolloutTrainer):
         return self.total_rewards(rollout.samples)[:, None]
 
     def total_rewards(self, samples: Sequence[Sample]) -> Tensor:
-        """Compute each sample's weighted reward sum: (n,).
-
-        If the option soft_punish_cache is set, a penalty for overlong completions is included.
-        """
+        """Compute each sample's weighted reward sum with soft_punish_cache's penalty: (n,)."""
         total = super().total_rewards(samples)
         cache = self.config.soft_punish_cache
         if cache:
@@ -176,12 +170,7 @@ class GRPOTrainer(RolloutTrainer):
         return find_advantages(self.config)
 
     def compute_advantages(self, totals: Tensor, rewards: Tensor) -> Tensor:
-        """Compute this rank's sample advantages: (n,).
-
-        Args:
-            totals: weighted reward sums on all ranks, of shape (n * world.size,).
-            rewards: the K rewards on all ranks, of shape (n * world.size, K).
-        """
+        """Compute this rank's advantages (n,) from totals and rewards (..., K) of all ranks."""
         function = self.advantage_function
         tensors = {"rewards_per_func": rewards, "reward_weights": self.reward_weights}
         arguments = loss_arguments(self.config, function, **tensors)
@@ -196,13 +185,9 @@ class GRPOTrainer(RolloutTrainer):
         return advantages[batch.completion_index].to(self.world.device)
 
     def micro_batches(self, groups: Sequence[list[Sample]], advantages: Tensor) -> list[GRPOBatch]:
-        """Pack one optimizer step's micro-batches.
+        """Pack the micro-batches of a step on some groups, with this rank's advantages (n,).
 
         All values that stay fixed while the rollout is trained on are computed here once.
-
-        Args:
-            groups: rollout groups that the step trains on.
-            advantages: advantages for this rank's samples, of shape (n,).
         """
         config = self.config
         normalizer = self.count_tokens(groups)
@@ -236,8 +221,14 @@ class GRPOTrainer(RolloutTrainer):
             if config.rollout_correction:
                 assert logps is not None  # because needs_old_logps is True
                 clip_min, clip_max = config.rollout_correction_bounds
-                given = logps, batch.sampler_logps, batch.loss_mask, config.rollout_correction
-                ratio = rollout_importance_ratio(*given, clip_max, clip_min)
+                ratio = rollout_importance_ratio(
+                    logps,
+                    batch.sampler_logps,
+                    batch.loss_mask,
+                    config.rollout_correction,
+                    clip_max,
+                    clip_min,
+                )
             batches.append(
                 GRPOBatch(
                     **vars(batch),
@@ -252,11 +243,7 @@ class GRPOTrainer(RolloutTrainer):
 
     @cached_property
     def needs_all_samples(self) -> bool:
-        """Return True if samples whose advantage is 0 change the gradient.
-
-        The KL, the entropy terms, bnpo's mean over a micro-batch and custom losses need all
-        samples. Otherwise samples without an advantage are dropped.
-        """
+        """Return True if samples whose advantage is 0 change the gradient, and must be kept."""
         config = self.config
         return bool(
             config.beta
@@ -268,11 +255,7 @@ class GRPOTrainer(RolloutTrainer):
 
     @property
     def needs_old_logps(self) -> bool:
-        """Return True if the policy's log-probabilities before its update are needed.
-
-        They are needed to train on a rollout in several steps, to correct for the sampler, to
-        compute the KL in RLOO's reward, or to select tokens by their entropy.
-        """
+        """Return True if the policy's log-probabilities before its update are needed."""
         return bool(
             self.policy_moves
             or self.config.rollout_correction
@@ -289,11 +272,7 @@ class GRPOTrainer(RolloutTrainer):
         return sample.completion.stopped or not self.config.mask_truncated_completions
 
     def gather_kl(self, batches: Sequence[GRPOBatch]) -> Tensor:
-        """Estimate each sample's KL from the reference with k1, on all ranks.
-
-        Returns:
-            A tensor of shape (n * world.size,), in nats per completion.
-        """
+        """Estimate all samples' KL from the reference with k1, in nats: (n * world.size,)."""
         kl = []
         for batch in batches:
             assert batch.old_per_token_logps is not None and batch.ref_per_token_logps is not None
@@ -326,12 +305,14 @@ class GRPOTrainer(RolloutTrainer):
             "ref_per_token_logps": batch.ref_per_token_logps,
             "normalizer": batch.normalizer,
         }
-        inputs = padded_logps, batch.advantages, batch.loss_mask
+        advantages, mask = batch.advantages, batch.loss_mask
         if is_builtin:
-            arguments |= self.weights(batch, padded_entropies)
-            loss, metrics = grpo_loss(*inputs, **arguments)
+            weights = self.weights(batch, padded_entropies)
+            loss, metrics = grpo_loss(padded_logps, advantages, mask, **arguments, **weights)
         else:
-            loss, metrics = call_loss(self.loss_function, self.config, *inputs, **arguments)
+            loss, metrics = call_loss(
+                self.loss_function, self.config, padded_logps, advantages, mask, **arguments
+            )
         if self.config.entropy_coef and is_builtin:
             num_tokens = batch.num_entropy_tokens or batch.normalizer.tokens
             token_mask = self.kept_tokens(batch, padded_entropies)

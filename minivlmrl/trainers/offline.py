@@ -60,11 +60,7 @@ class OfflineTrainer(Trainer):
         return self.pack(*self.encode(rows))
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[Prompt], list[list[Completion]]]:
-        """Tokenize rows' prompts and answers.
-
-        Returns:
-            The prompts, and a list with the tokenized answers for each prompt.
-        """
+        """Tokenize the rows' prompts, and the answers to each prompt."""
         answers = []
         for row in rows:
             texts = [getattr(row, name) for name in self.answers]
@@ -73,10 +69,7 @@ class OfflineTrainer(Trainer):
         return [row.prompt(self.processor) for row in rows], answers
 
     def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> MicroBatch:
-        """Pack prompts and answers into a micro-batch, whose normalizer counts only itself.
-
-        If the stage has a reference model, its log-probabilities are added.
-        """
+        """Pack prompts and answers into a micro-batch, whose normalizer counts only itself."""
         group = pack_turns(prompts, answers, self.policy.config, self.world.device)
         mask = group.completion_mask
         ref_logps = None if self.reference is None else self.reference.logps(group)
@@ -98,17 +91,13 @@ class OfflineTrainer(Trainer):
         often. Therefore some rows may be repeated at the end of a rank's list.
 
         Returns:
-            This rank's row indices, which are empty if no row has all answers, and the
-            number of indices at the list's start that are not repeats.
+            This rank's row indices, and how many of them are not repeats.
         """
         indices = self.rows_with_answers(rows)
         return self.world.shard_evenly(indices) if indices else ([], 0)
 
     def step(self, batches: Sequence[MicroBatch]) -> Step:
-        """Build an optimizer step whose loss is divided by the number of answers or tokens.
-
-        These numbers are summed over all micro-batches and ranks.
-        """
+        """Build a step, with a normalizer that counts all its micro-batches on all ranks."""
         tokens = sum(batch.loss_mask[self.counted_rows].sum().item() for batch in batches)
         sequences = sum(len(batch.loss_mask) for batch in batches)
         sequences, tokens = self.world.sum(sequences, tokens)

@@ -111,11 +111,7 @@ class PPOTrainer(RolloutTrainer):
     def prepare(
         self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]
     ) -> list[list[PPOBatch]]:
-        """Pack each optimizer step's micro-batches, with advantages and returns (R, T).
-
-        Args:
-            parts: the rollout groups that each optimizer step trains on.
-        """
+        """Pack each optimizer step's micro-batches, with advantages and returns (R, T)."""
         rewards = self.world.all_gather(rollout.rewards)
         totals = combine(rewards, self.reward_weights)
         rollout.metrics = self.rollout_metrics(rollout, rewards, totals)
@@ -132,12 +128,7 @@ class PPOTrainer(RolloutTrainer):
         return [[replace(batch, advantages=next(advantages)) for batch in step] for step in steps]
 
     def micro_batches(self, groups: Sequence[list[Sample]], scores: Tensor) -> list[PPOBatch]:
-        """Pack one optimizer step's micro-batches, with advantages and returns from GAE.
-
-        Args:
-            groups: rollout groups that the step trains on.
-            scores: weighted reward sums for this rank's samples, of shape (n,).
-        """
+        """Pack the micro-batches of a step, with GAE from the scores (n,) of this rank's samples."""
         config = self.config
         normalizer = self.count_tokens(groups)
         batches = []
@@ -146,13 +137,13 @@ class PPOTrainer(RolloutTrainer):
             group = batch.group
             logps, _, values = self.logps_and_values(group)
             old_logps, old_values = group.pad(logps), group.pad(values)
-            ref_logps = (
-                old_logps if batch.ref_per_token_logps is None else batch.ref_per_token_logps
-            )
+            ref_logps = batch.ref_per_token_logps
+            ref_logps = old_logps if ref_logps is None else ref_logps
             own_scores = scores[batch.completion_index].to(old_logps.device)
             mask = group.completion_mask
-            kl_options = config.kl_coef, config.kl_estimator
-            rewards = token_rewards(own_scores, old_logps, ref_logps, mask, *kl_options)
+            rewards = token_rewards(
+                own_scores, old_logps, ref_logps, mask, config.kl_coef, config.kl_estimator
+            )
             advantages, returns = gae(rewards, old_values, config.gamma, config.lam)
             batches.append(
                 PPOBatch(

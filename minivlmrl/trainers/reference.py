@@ -82,11 +82,7 @@ class Reference:
 
     @torch.no_grad()
     def after_step(self, steps: int):
-        """Move the reference towards the policy once every ref_model_sync_steps optimizer steps.
-
-        Args:
-            steps: optimizer steps that the stage has made.
-        """
+        """Move the reference towards the policy once every ref_model_sync_steps optimizer steps."""
         config = self.config
         if not config.sync_ref_model or steps % config.ref_model_sync_steps:
             return
@@ -117,10 +113,7 @@ class SwappedParameters(nn.Module):
         self.copies = nn.ParameterList(copies).requires_grad_(False)
 
     def originals(self) -> list[nn.Parameter]:
-        """Return the model parameters that were copied.
-
-        If the model is sharded, it must be resharded before this method is called.
-        """
+        """Return the parameters that were copied, of a model that is not gathered."""
         parameters = dict(self.models[0].named_parameters())
         return [parameters[name] for name in self.names]
 
@@ -153,10 +146,7 @@ class SwappedParameters(nn.Module):
 def swapped_in(
     model: VisionLanguageModel | SwappedParameters, policy: VisionLanguageModel
 ) -> Iterator[VisionLanguageModel]:
-    """Yield a reference that can run a forward pass.
-
-    If `model` is a SwappedParameters, its copies are swapped into the policy meanwhile.
-    """
+    """Yield a reference that can run a forward pass; copies are swapped into the policy meanwhile."""
     reshard(policy)
     if not isinstance(model, SwappedParameters):
         yield model
@@ -167,11 +157,7 @@ def swapped_in(
 
 
 def freeze_shared_layers(policy: VisionLanguageModel, config: ReferenceOptions):
-    """Freeze all parameters before layer num_shared_layers, because the reference shares them.
-
-    Raises:
-        ValueError: no trainable parameter is left.
-    """
+    """Freeze all parameters before layer num_shared_layers, because the reference shares them."""
     if config.num_shared_layers is None:
         return
     layer_name = config.pattern.replace("{layer}", str(config.num_shared_layers))
@@ -188,7 +174,6 @@ def freeze_shared_layers(policy: VisionLanguageModel, config: ReferenceOptions):
 
 
 def shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """Return a dictionary from a model's parameter names to their shapes."""
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
@@ -214,8 +199,6 @@ def load_frozen(
     Args:
         in_compute_dtype: True loads the weights in the dtype in which a sharded policy computes;
             False loads them in the policy parameters' dtype.
-    Raises:
-        ValueError: the model's tokenizer differs from the policy's tokenizer.
     """
     ids = processor.tokenizer.backend.get_vocab()
     other_ids = load_tokenizer(find_folder(path) / "tokenizer.json").backend.get_vocab()

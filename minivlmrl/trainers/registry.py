@@ -16,13 +16,7 @@ TRAINERS = {
 
 
 def find_class(stage: str) -> type[Trainer]:
-    """Import the trainer class that an item of `stages` names.
-
-    Args:
-        stage: the item, which is a key in TRAINERS, or "file.py:Class" for a custom trainer.
-    Raises:
-        ValueError: there is no such class, or it is not a Trainer subclass with a stage name.
-    """
+    """Import the trainer class that an item of `stages` names: a key in TRAINERS or file.py:Class."""
     trainer = find_stage(stage, TRAINERS)
     with error_context(f"stages: {stage}"):
         is_trainer = isinstance(trainer, type) and issubclass(trainer, Trainer)
@@ -39,21 +33,13 @@ def find_class(stage: str) -> type[Trainer]:
 
 
 def find_trainer(stage: str, config) -> type[Trainer]:
-    """Return a stage's trainer class, given the stage's section name in the recipe.
-
-    Raises:
-        ValueError: there is no stage with this name.
-    """
+    """Return a stage's trainer class, given the stage's section name in the recipe."""
     classes = {trainer.stage: trainer for trainer in map(find_class, config.stages)}
     return classes.get(stage) or find_class(stage)
 
 
 def find_trainers(config) -> dict[str, type[Trainer]]:
-    """Check a recipe, and return each stage's trainer class.
-
-    Raises:
-        ValueError: a stage does not exist, or it cannot run the recipe.
-    """
+    """Check a recipe, and return each stage's trainer class."""
     trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
     # A recipe without stages may still need a reference model, so its reference options are not
     # reported as unused.

@@ -151,10 +151,7 @@ class RewardModelScores:
     def __call__(
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
     ) -> list[float]:
-        """Compute one score for each completion, in the completions' order.
-
-        All ranks must call this method with the same number of prompts.
-        """
+        """Compute one score for each completion; all ranks must have the same number of prompts."""
         if self.reads_texts:
             prompts, completions = self.encode_texts(prompts, completions)
         scores = []
@@ -201,20 +198,12 @@ class RewardModelScores:
 def reward_model(
     completions: list[str], reward_model_scores: list[float], **columns
 ) -> list[float]:
-    """Return the reward model's scores, which are unbounded and have no unit.
-
-    This is the reward function `reward_model`. RewardModelScores computes its argument
-    `reward_model_scores`.
-    """
+    """Return the reward model's scores, which are unbounded, for the reward `reward_model`."""
     return reward_model_scores
 
 
 def check_stage_order(run: RunConfig, stage: str):
-    """Raise ValueError if a recipe's reward model will not exist when a stage starts.
-
-    Args:
-        stage: the stage's name, which uses the reward `reward_model`.
-    """
+    """Raise ValueError if a recipe's reward model will not exist when a stage starts."""
     if run.reward_model.path is not None:
         check_value_model_folder(run.reward_model.path)
     elif FOLDER not in run.stage_names[: run.stage_names.index(stage)]:

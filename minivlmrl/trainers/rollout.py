@@ -122,11 +122,7 @@ class RolloutTrainer(Trainer):
     def prepare(
         self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]
     ) -> list[Sequence[MicroBatch]]:
-        """Set a rollout's metrics, and pack each optimizer step's micro-batches.
-
-        Args:
-            parts: the rollout groups that each optimizer step trains on.
-        """
+        """Set a rollout's metrics, and pack the micro-batches of each step on a part of its groups."""
         raise NotImplementedError
 
     def steps(self, batches: Batches) -> Iterator[Step]:
@@ -163,9 +159,8 @@ class RolloutTrainer(Trainer):
             completion = Completion(prompt.input_ids[-1:].repeat(length), torch.zeros(length))
             completions.append([completion] * self.config.num_generations)
         num_samples = len(rows) * self.config.num_generations
-        rewards = (
-            (torch.arange(num_samples) % 2).float()[:, None].expand(-1, len(self.reward_weights))
-        )
+        zeros_and_ones = (torch.arange(num_samples) % 2).float()
+        rewards = zeros_and_ones[:, None].expand(-1, len(self.reward_weights))
         rollout = Rollout.join(rows, prompts, completions, rewards)
         [batches] = self.prepare(rollout, [rollout.groups])
         return batches
@@ -206,11 +201,9 @@ class RolloutTrainer(Trainer):
     def rollout_metrics(
         self, rollout: Rollout, rewards: Tensor, totals: Tensor, **others: float
     ) -> dict[str, float]:
-        """Compute a rollout's metrics over all ranks' completions.
+        """Compute a rollout's metrics from the rewards (..., K) and totals of all ranks.
 
         Args:
-            rewards: rewards on all ranks, of shape (n * world.size, K).
-            totals: these rewards' weighted sums, of shape (n * world.size,).
             others: metrics that the trainer itself has computed.
         """
         metrics = reward_metrics(rewards, totals, list(self.run.rewards))
@@ -255,12 +248,7 @@ class RolloutTrainer(Trainer):
         return LossNormalizer(sequences, max(tokens, 1), self.run.sampling.max_new_tokens)
 
     def pack(self, samples: Sequence[Sample], normalizer: LossNormalizer) -> SampledBatch:
-        """Pack samples, each after its prompt, with the reference's log-probabilities.
-
-        Args:
-            samples: a micro-batch's samples; a prompt's samples are next to each other.
-            normalizer: the optimizer step's totals.
-        """
+        """Pack samples, those of a prompt after each other, with the reference's log-probabilities."""
         device = self.world.device
         groups = [list(group) for _, group in groupby(samples, lambda sample: id(sample.prompt))]
         prompts = [group[0].prompt for group in groups]

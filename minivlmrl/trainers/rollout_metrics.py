@@ -19,8 +19,6 @@ def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict
             function returned None.
         total: each completion's weighted reward sum, of shape (n,).
         names: the K rewards' names.
-    Raises:
-        ValueError: all reward functions returned None for all completions.
     """
     if rewards.isnan().all():
         raise ValueError(
@@ -71,14 +69,10 @@ def group_metrics(total: Tensor, num_generations: int) -> dict[str, float]:
 
 
 def logged_metrics(log: RewardLog, metrics: dict[str, float], world: World) -> dict[str, float]:
-    """Average the metrics that reward functions logged during a rollout, and clear the log.
-
-    The average is taken over all values that were logged on all ranks.
+    """Average the metrics that reward functions logged on all ranks, and clear the log.
 
     Args:
         metrics: rollout metrics that the trainer itself has computed.
-    Raises:
-        ValueError: a reward function logged a metric whose name is already in `metrics`.
     """
     metrics_of_ranks = world.gather_objects(log.metrics)
     log.metrics = {}
@@ -95,14 +89,7 @@ def logged_metrics(log: RewardLog, metrics: dict[str, float], world: World) -> d
 
 
 def length_metrics(lengths: list[int], terminated: list[int]) -> dict[str, float]:
-    """Compute the mean, minimum and maximum length for all and for terminated completions.
-
-    A completion is terminated if it was not truncated.
-
-    Args:
-        lengths: each completion's token count.
-        terminated: each terminated completion's token count.
-    """
+    """Compute the mean, minimum and maximum length of all and of untruncated completions."""
     metrics = {}
     for name, values in (("length", lengths), ("terminated_length", terminated or [0])):
         metrics[f"completions/mean_{name}"] = sum(values) / len(values)
@@ -113,12 +100,7 @@ def length_metrics(lengths: list[int], terminated: list[int]) -> dict[str, float
 
 
 def tool_metrics(calls: list[tuple[int, int, bool]]) -> dict[str, float]:
-    """Compute how often tools are called, calls fail, and call results are truncated.
-
-    Args:
-        calls: a tuple for each completion: the number of tool calls, the number of failed calls,
-            and whether a result was truncated.
-    """
+    """Compute how often tools are called, calls fail, and results are cut, see Completion.calls."""
     num_calls, num_failed, num_cut = (sum(values) for values in zip(*calls, strict=True))
     return {
         "tools/call_frequency": num_calls / len(calls),
