@@ -121,16 +121,10 @@ def reads_nothing(completions, **columns):
     return [1.0] * len(completions)
 
 
-def reads_images(completions, images, **columns):
-    return [1.0] * len(completions)
-
-
-def test_pictures_and_solutions_are_exchanged_only_for_rewards_that_read_them():
-    rewards = [Reward("own", one) for one in (ignores_solution, reads_nothing, reads_images)]
-    only_text = [check_completions.reads_only_completion(reward) for reward in [*rewards, get_reward("format")]]
-    assert only_text == [False, True, False, True]
+def test_solutions_are_exchanged_only_for_rewards_that_read_them():
+    rewards = [Reward("own", one) for one in (ignores_solution, reads_nothing)]
     columns = {"completions": ["a", "b", "c"], "solution": ["a", "bb", "ccc"]}
-    assert not list(check_completions.check_labels(rewards[:2], columns, 1))
+    assert not list(check_completions.check_labels(rewards, columns, 1))
     columns["solution"] = ["b", "c", "a"]
     [said] = check_completions.check_labels([get_reward("accuracy")], columns | {"answer_texts": ["a", "b", "c"]}, 1)
     assert said.startswith("The mean of reward accuracy is 0.00 with the solution of the same row, and 0.50")

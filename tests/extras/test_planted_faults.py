@@ -147,10 +147,6 @@ FAULTS = {
         ["--rewards={one.py:words: 1}"],
         check=("Reward one.py:words is 1.00 for the same word, 60 times", "depends on the answer"),
     ),
-    "a reward that needs no picture": Fault(
-        ["--rewards={one.py:length: 1}"],
-        check=("with gray images", "Check that each image belongs"),
-    ),
     # rows
     "all rows show one file": Fault(
         change=lambda i, row: {"image": row["image"].replace(f"{i}.png", "0.png")},
@@ -314,9 +310,6 @@ def one(completions, **columns):
 
 def words(completions, solution, **columns):
     return [float(len(c.split()) > 50) for c in completions]
-
-def length(completions, solution, **columns):
-    return [float(len(c)) for c in completions]
 
 def chance(completions, **columns):
     return [random.random() for _ in completions]

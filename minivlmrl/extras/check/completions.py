@@ -1,19 +1,15 @@
 """Check the untrained model's completions and their rewards.
 
 The checks find truncated completions, groups whose rewards are all equal, completions without an
-answer, and rewards that do not depend on the image.
+answer, and solutions that belong to other rows.
 """
 
-import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from minivlmrl.data.messages import text_of
-from minivlmrl.data.rows import REWARD_ARGUMENTS
 from minivlmrl.diagnostics.warnings import FORMAT_ADVICE, RAISE_LIMIT_ADVICE
 from minivlmrl.extras.check.rewards import Trial, unparsed_boxes
 from minivlmrl.generation.sampler import Sampler
@@ -21,18 +17,8 @@ from minivlmrl.losses.advantages import combine, group_std
 from minivlmrl.rewards.columns import call_rewards
 from minivlmrl.rewards.registry import Reward, recipe_columns
 from minivlmrl.rewards.text import find_answer, normalize
-from minivlmrl.run.evaluate import IMAGE_ABLATIONS, generate_and_score
+from minivlmrl.run.evaluate import generate_and_score
 
-# reward function arguments that depend only on the completion
-COMPLETION_ARGUMENTS = {
-    "completions",
-    "completion_ids",
-    "answer_texts",
-    "turn_texts",
-    "trainer_state",
-    "log_metric",
-    "log_extra",
-}
 ROUNDING = 1e-5  # means of float32 rewards of equal size differ by less
 
 
@@ -46,8 +32,7 @@ def check_completions(trial: Trial, sample: Sampler, num_generations: int) -> It
 
     Yields:
         A message for each problem: truncated completions, groups with equal rewards, completions
-        without an answer, boxes that cannot be parsed, rewards that do not depend on the image, and
-        solutions that belong to other rows.
+        without an answer, boxes that cannot be parsed, and solutions that belong to other rows.
     """
     rows = trial.rows
     rewards = trial.rewards
@@ -79,26 +64,9 @@ def check_completions(trial: Trial, sample: Sampler, num_generations: int) -> It
     texts = [processor.decode_assistant_turn(completion) for completion in completions]
     yield from check_answers_found(texts, processor.answer_format)
     yield from unparsed_boxes(rewards, texts, processor)
-    # a reward that reads only the completion does not depend on the image and should not
-    reads_only_text = torch.tensor([reads_only_completion(reward) for reward in rewards])
-    is_informative = equal_groups < 1 and not reads_only_text.all()
-    if is_informative and any(row.images for row in rows):
-        grey_rows = [replace(row, images=IMAGE_ABLATIONS["gray_image"](row, rows)) for row in rows]
-        grey_values, _ = generate_and_score(sample, grey_rows, num_generations, rewards)
-        kept = [
-            combine(scores.masked_fill(reads_only_text, torch.nan), trial.weights)
-            for scores in (values, grey_values)
-        ]
-        yield from check_grey(*kept)
     columns = recipe_columns(rows, [row.prompt(processor) for row in rows], groups, processor)
     yield from check_labels(rewards, columns, num_generations)
     yield from check_agreement(rewards, columns, num_generations)
-
-
-def reads_only_completion(reward: Reward) -> bool:
-    """Return whether a reward function reads nothing except the completion."""
-    arguments = inspect.signature(reward.function).parameters.keys() & REWARD_ARGUMENTS
-    return not (reward.columns or arguments - COMPLETION_ARGUMENTS)
 
 
 def check_answers_found(texts: Sequence[str], answer_format: str) -> Iterator[str]:
@@ -115,23 +83,6 @@ def check_answers_found(texts: Sequence[str], answer_format: str) -> Iterator[st
             f"{unparsed_share:.0%} of the completions have no answer that data.answer_format "
             f"({answer_format}) can find. Set data.answer_format to tags, whole or last_line. "
             f"{FORMAT_ADVICE}"
-        )
-
-
-def check_grey(totals: Tensor, grey_totals: Tensor) -> Iterator[str]:
-    """Check that the rewards are lower if the real images are replaced by gray images.
-
-    Args:
-        totals: (n,) weighted rewards for completions that were sampled with the real images.
-        grey_totals: (n,) weighted rewards for completions that were sampled with gray images.
-    """
-    real_mean = totals.nanmean()
-    grey_mean = grey_totals.nanmean()
-    if real_mean > 0 and grey_mean > 0.95 * real_mean:
-        yield (
-            f"The mean reward is {grey_mean:.2f} with gray images and {real_mean:.2f} with the "
-            "real ones, so the rewards hardly depend on the images. Check that each image belongs "
-            "to its row."
         )
 
 
