@@ -307,8 +307,8 @@ class GRPOTrainer(RolloutTrainer):
         }
         advantages, mask = batch.advantages, batch.loss_mask
         if is_builtin:
-            weights = self.weights(batch, padded_entropies)
-            loss, metrics = grpo_loss(padded_logps, advantages, mask, **arguments, **weights)
+            arguments |= self.weights(batch, padded_entropies)
+            loss, metrics = grpo_loss(padded_logps, advantages, mask, **arguments)
         else:
             loss, metrics = call_loss(
                 self.loss_function, self.config, padded_logps, advantages, mask, **arguments
