@@ -29,6 +29,10 @@ class Ranks(Protocol):
         """Return the items that belong to this rank."""
         ...
 
+    def wait(self):
+        """Wait for all ranks."""
+        ...
+
 
 class Stage(Protocol):
     """Trainer attributes that determine its rollouts' rows."""
@@ -113,6 +117,7 @@ class Batches(Iterator[list[Row]]):
         except BaseException:  # The process ends, so there is no reason to wait for other rows.
             self.workers.shutdown(wait=False, cancel_futures=True)
             raise
+        self.world.wait()  # for a rank that reads its images slowly
         self.draws += 1
         return rows
 

@@ -4,6 +4,8 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -105,6 +107,33 @@ def wait_for_ranks(store: Store, rank: int, size: int, limit: timedelta) -> list
             "rank, and check that each host has its own --node_rank and the same --nnodes"
         ) from error
     return [name.decode() for name in store.multi_get(keys)]
+
+
+@contextmanager
+def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
+    """Give up connections that a block opens once the other host has not answered for some seconds.
+
+    Then the gloo operations that wait for this host fail. A rank that computes for long is no dead
+    host, because the kernel of its host answers. Only Linux has these options of connections.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    before = set(os.listdir("/proc/self/fd"))
+    yield
+    pause = max(1, round(seconds / 4))
+    options = {
+        socket.TCP_KEEPIDLE: pause,  # seconds without data until the kernel asks the other host
+        socket.TCP_KEEPINTVL: pause,
+        socket.TCP_KEEPCNT: 3,
+        socket.TCP_USER_TIMEOUT: round(1000 * seconds),  # for data that the other host must confirm
+    }
+    for number in set(os.listdir("/proc/self/fd")) - before:
+        # other files than connections do not have the options
+        with suppress(OSError), socket.fromfd(int(number), socket.AF_INET, socket.SOCK_STREAM) as x:
+            x.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in options.items():
+                x.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def describe(problem: str, hosts: list[str], rank: int, has_gpu: bool) -> str:

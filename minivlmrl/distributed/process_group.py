@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minivlmrl.distributed.device import find_device
-from minivlmrl.distributed.network import attempt_store, connect
+from minivlmrl.distributed.network import attempt_store, connect, ending_with_dead_hosts
 
 Value = TypeVar("Value")
 
@@ -219,8 +219,11 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
         connect(store, rank, size, device, time_limit)
         if size > 1:
             global waiting_group
-            # this rank is a member, for which new_group returns no int
-            waiting_group = dist.new_group(backend="gloo", timeout=NO_LIMIT)  # pyright: ignore[reportAssignmentType]
+            with ending_with_dead_hosts(timeout):
+                # this rank is a member, for which new_group returns no int
+                waiting_group = dist.new_group(  # pyright: ignore[reportAssignmentType]
+                    backend="gloo", timeout=NO_LIMIT
+                )
     return World(rank, size, device, timeout=timeout)
 
 

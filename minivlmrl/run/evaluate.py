@@ -197,6 +197,7 @@ def generate_and_score(
         The rewards (rows * count, K), and a list of completions for each row.
     """
     prompts = [row.prompt(sample.processor) for row in rows]
+    sample.world.wait()  # for a rank that reads its images slowly
     completions = sample(prompts, count, [row.key for row in rows])
     columns = recipe_columns(rows, prompts, completions, sample.processor)
     rewards = [reward.on(sample.world) for reward in rewards]

@@ -82,6 +82,7 @@ def train_stages(
         for callback in callbacks:
             callback.on_run_begin(config, log)
             log.callback(callback.on_run_end)  # also called after an error or a signal
+        world.wait()  # for the trackers of rank 0
         trainer = None
         if checkpoints.resumed is None:
             results.measure("start")
@@ -172,6 +173,7 @@ def train_stage(
             values = log.step(number, metrics, step)
             for callback in callbacks:
                 callback.on_step_end(trainer, step, number, values)
+            trainer.world.wait()  # for the page of rank 0
             log.mark()
         state.advance(stage, batches.draws, log.seconds)
         checkpoints.after_step(state, log, step.ends_rollout)

@@ -140,9 +140,21 @@ class MetricsLog(ExitStack):
         self.steps += 1
         phases = self.trainer.timer.take()
         seconds_waited = self.world.take_wait()
-        if not self.files:
-            self.completions.step(self.trainer, step, number)  # rank 0 gathers completions
-            return metrics
+        if self.files:
+            self.write_step(number, metrics, step, phases, seconds_waited)
+        self.world.wait()  # for the trackers of rank 0
+        self.completions.step(self.trainer, step, number)
+        return metrics
+
+    def write_step(
+        self, number: int, metrics: dict, step: Step, phases: dict[str, float], waited: float
+    ):
+        """Write a step's metrics and times, send them to the trackers, and print them.
+
+        Args:
+            phases: seconds of each phase of the step.
+            waited: seconds for which the ranks waited for each other.
+        """
         line = {"stage": self.name, "step": number}
         seconds = self.seconds
         self.write(METRICS, line | metrics)
@@ -150,7 +162,7 @@ class MetricsLog(ExitStack):
         step_time = seconds - self.last_seconds
         timing = {"seconds": seconds} | self.speed(step, step_time, phases) | memory_use()
         if self.world.size > 1:
-            timing["wait_share"] = seconds_waited / step_time
+            timing["wait_share"] = waited / step_time
         self.write(TIMINGS, line | timing)
         self.last_seconds = seconds
         self.show(number, metrics, step_time)
@@ -158,8 +170,6 @@ class MetricsLog(ExitStack):
         if (number + 1) % SPEED_EVERY == 0:
             with stopping_if_stdout_closes():
                 tqdm.write(f"speed, {self.name} {number + 1}: {describe_speed(self.timings)}")
-        self.completions.step(self.trainer, step, number)
-        return metrics
 
     def speed(self, step: Step, step_time: float, phases: dict[str, float]) -> dict:
         """Return a step's times, and the share of the GPU's peak that training reaches.

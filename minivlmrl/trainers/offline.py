@@ -82,6 +82,7 @@ class OfflineTrainer(Trainer):
             row = rows[index]
             if all(getattr(row, name) is not None for name in self.answers):
                 local.append(index)
+        self.world.wait()  # for a rank that reads its images slowly
         return sorted(chain(*self.world.gather_objects(local)))
 
     def shard_rows_with_answers(self, rows: Dataset) -> tuple[list[int], int]:
@@ -126,6 +127,7 @@ class PairTrainer(OfflineTrainer):
         margins = torch.cat([self.margins([rows[index] for index in part]) for part in parts])
         margins = margins[:count]
         reshard(self.trained)
+        self.world.wait()
         ahead, pairs = self.world.sum((margins > 0).sum().item(), count)
         return {"eval/pair_accuracy": ahead / pairs}
 

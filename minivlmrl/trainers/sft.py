@@ -44,6 +44,7 @@ class SFTTrainer(OfflineTrainer):
         sums = torch.zeros(2).double()  # sum of the loss over all tokens, and token count
         for start in range(0, len(local_indices), size):
             batch = self.micro_batch([rows[index] for index in local_indices[start : start + size]])
+            self.world.wait()  # for a rank that reads its images slowly
             mask = batch.loss_mask
             # rows from index `count` on are repeats of other ranks' rows, and must not count twice
             mask[max(0, count - start) :] = 0

@@ -11,13 +11,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from children import fork_ranks
+from children import fork_processes, fork_ranks
+from runs import metrics
 
+from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.options import ShardingOptions
+from minivlmrl.diagnostics import report
 from minivlmrl.distributed.process_group import shutdown
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.rewards.registry import Reward, RewardFailed
 from minivlmrl.run.process import lost_ranks
+from minivlmrl.tasks.shapes import Shapes
 
 TIMEOUT = 2.0  # timeout for collective operations; longer work is slow
 
@@ -53,6 +57,66 @@ def test_ranks_wait_for_slow_work_longer_than_the_timeout(work):
         shutdown(world)
 
     assert fork_ranks(2, begin, TIMEOUT) == [0, 0]
+
+
+TRACKER = f"""
+import os, time
+
+
+def tracker(config, steps, stack):
+    time.sleep({2 * TIMEOUT})
+
+    def log(values, step):
+        time.sleep({2 * TIMEOUT} if step == 1 else 0)
+    return log
+"""
+
+
+def slow_pictures(pictures, monkeypatch):
+    """Let rank 1 read each picture slowly in training or in evaluations."""
+    original = Shapes.__getitem__
+
+    def read(rows, index):
+        is_held_out = rows.seed == "eval"
+        if os.environ.get("RANK") == "1" and is_held_out == (pictures == "held-out"):
+            time.sleep(2 * TIMEOUT)
+        return original(rows, index)
+
+    monkeypatch.setattr(Shapes, "__getitem__", read)
+
+
+def slow_page(monkeypatch):
+    original = report.write_page
+
+    def write_page(*arguments):
+        time.sleep(2 * TIMEOUT)
+        original(*arguments)
+
+    monkeypatch.setattr(report, "write_page", write_page)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("work", ["tracker", "page", "pictures", "held-out pictures"])
+def test_a_run_waits_for_slow_work_of_one_rank(work, home, lively, tmp_path, monkeypatch):
+    options = [
+        "--stages=[sft, grpo]",
+        "--sft.max_steps=2",
+        "--grpo.max_steps=2",
+        "--data.eval_rows=2",
+        "--eval_steps=1",
+    ]
+    if work == "tracker":
+        (tmp_path / "my_tracker.py").write_text(TRACKER)
+        options.append(f"--report_to=[{tmp_path}/my_tracker.py:tracker]")
+    elif work == "page":
+        options.append("--report_minutes=0.0001")
+        slow_page(monkeypatch)
+    else:
+        slow_pictures(work.split()[0], monkeypatch)
+
+    recipe = [str(home / "recipe.yaml"), f"--output_dir={tmp_path}/run", f"--timeout={TIMEOUT}", *options]
+    assert fork_processes(2, lambda rank: train_recipe(recipe)) == [0, 0]
+    assert len(metrics(tmp_path / "run")) == 4
 
 
 def test_a_lost_rank_ends_the_wait_at_once(monkeypatch):

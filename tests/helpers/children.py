@@ -36,8 +36,8 @@ def exit_code(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def fork_ranks(size: int, work: Callable[[process_group.World], int | None], timeout: float) -> list[int]:
-    """Call work(world) on gloo ranks in forked processes, and return their exit codes."""
+def fork_processes(size: int, work: Callable[[int], int | None]) -> list[int]:
+    """Call work(rank) in forked processes with torchrun's environment variables, and return their exit codes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -46,9 +46,14 @@ def fork_ranks(size: int, work: Callable[[process_group.World], int | None], tim
         gc.freeze()  # a forked process lacks the threads of earlier process groups, so freeing them would abort
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        return work(process_group.setup(1, timeout, sharded=False))
+        return work(rank)
 
     return [exit_code(child) for child in [fork(partial(begin, rank)) for rank in range(size)]]
+
+
+def fork_ranks(size: int, work: Callable[[process_group.World], int | None], timeout: float) -> list[int]:
+    """Call work(world) on gloo ranks in forked processes, and return their exit codes."""
+    return fork_processes(size, lambda rank: work(process_group.setup(1, timeout, sharded=False)))
 
 
 @pytest.fixture
