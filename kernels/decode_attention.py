@@ -226,10 +226,7 @@ def _join_kernel(outs, log_sums, out, lines, parts, D: constexpr, PARTS: constex
 
 
 def fits(q: Tensor) -> bool:
-    """Return whether the Triton kernels support the queries `q` (R, H, D).
-
-    If the result is False, the caller computes attention in torch.
-    """
+    """Return whether the Triton kernels support the queries `q` (R, H, D); if not, call torch."""
     is_supported = q.shape[-1] in WARPS and q.dtype in DTYPES
     return is_supported and backend_for(q, "decode_attention") == "triton"
 
@@ -244,12 +241,7 @@ class WorkSplit(NamedTuple):
 
 
 def split_work(k: Tensor, queries: int) -> WorkSplit:
-    """Divide the keys k (B, K, T, D) among about PROGRAMS programs.
-
-    Args:
-        k: T keys for each of B groups and K key heads.
-        queries: how many queries attend to each key.
-    """
+    """Divide the keys k (B, K, T, D) among about PROGRAMS programs; `queries` attend to each key."""
     (B, K, T, _) = k.shape
     # A matrix instruction needs at least 16 rows.
     tile = min(TILE, max(16, 1 << (queries - 1).bit_length()))

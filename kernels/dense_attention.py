@@ -93,17 +93,11 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
 
 
 def stack_queries(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tensor, Tensor | None]:
-    """Stack the queries from each key head's H / K query heads along the token axis.
-
-    Args:
-        q, k, is_causal: as in dense_attention.
-    Returns:
-        The queries (S, K, H/K*L, D), and the mask (H/K*L, T), or None without is_causal.
-    """
+    """Stack the queries of each key head's H / K query heads: (S, K, H/K*L, D), and their mask."""
     repeat = q.shape[1] // k.shape[1]
     L = q.shape[2]
     T = k.shape[2]
-    mask = None
+    mask = None  # (H/K*L, T)
     if is_causal:
         mask = q.new_full((L, T), -math.inf).triu(T - L + 1).repeat(repeat, 1)
     return q.unflatten(1, (-1, repeat)).flatten(2, 3), mask
@@ -161,10 +155,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
 
 
 def with_more_digits(*inputs: Tensor) -> list[Tensor]:
-    """Convert 16-bit tensors on a CPU to float32; all other tensors are returned unchanged.
-
-    Tensors on the meta device stand for an NVIDIA GPU, see has_flash_attention.
-    """
+    """Convert 16-bit tensors on a CPU to float32; all other tensors are returned unchanged."""
     if inputs[0].device.type != "cpu":
         return [*inputs]
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in inputs]

@@ -32,10 +32,8 @@ def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _convert_and_multiply(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
-    """Compute a @ b, and convert b to a's dtype in pieces.
-
-    A whole copy of a head with 151,936 rows would take 0.5 GB and half the time of a decode step.
-    """
+    # b is converted in pieces, because a copy of a head with 151,936 rows would take 0.5 GB and half
+    # the time of a decode step
     if b.dtype == a.dtype or b.dim() > 2 or b.shape[1] <= COLUMNS:
         return torch.matmul(a, b.to(a.dtype), out=out)
     if out is None:

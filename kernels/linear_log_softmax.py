@@ -127,18 +127,12 @@ def tile_width(rows: int, vocab: int) -> int:
 
 
 def slices(count: int, size: int) -> list[slice]:
-    """Divide range(count) into slices with at most `size` elements.
-
-    If `count` is 0, the result is one empty slice.
-    """
+    """Divide range(count) into slices of at most `size` elements, at least one, which may be empty."""
     return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
 
 
 def mask_logits_(z: Tensor, rows: Tensor, columns: Tensor) -> None:
-    """Overwrite all logits z (m, width) with -inf, except the logits at (rows, columns).
-
-    Pairs (row, column) outside z are ignored.
-    """
+    """Overwrite all logits z (m, width) with -inf, except those at (rows, columns) inside z."""
     m, width = z.shape
     inside = (rows >= 0) & (rows < m) & (columns >= 0) & (columns < width)
     # Pairs outside z are redirected to an additional element after the last logit.
@@ -245,10 +239,7 @@ def _linear_log_softmax_backward(
     temperature: float,
     needed: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients for hidden and weight.
-
-    A gradient that is not `needed` is returned as an empty tensor.
-    """
+    """Compute the gradients for hidden and weight; one that is not `needed` is an empty tensor."""
     hidden, weight, ids, mask = inputs
     rows = slice(None)
     # Select only the rows with an upstream gradient. On a GPU, all rows are kept, because the host
@@ -323,8 +314,6 @@ def linear_log_softmax(
     Returns:
         The log-probabilities and the entropies, both (M,), in nats, in float32 (float64 for float64
         inputs). Both are differentiable.
-    Raises:
-        ValueError: if the shapes or dtypes do not match, or the temperature is not positive.
     Source: TRL's selective_log_softmax and entropy_from_logits, applied to logits / temperature;
         the mask is DeepSeek-V3.2's Keep Sampling Mask (arXiv 2512.02556) and vLLM's SamplingMask.
     """

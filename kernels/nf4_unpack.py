@@ -31,10 +31,7 @@ def _kernel(
     BYTES: constexpr,
     GROUP: constexpr,
 ):
-    """Unpack BYTES bytes into two values each.
-
-    `size` is the whole tensor's byte count.
-    """
+    """Unpack BYTES bytes into two values each; `size` is the whole tensor's byte count."""
     begin = tl.program_id(0).to(tl.int64) * BYTES
     byte = begin + tl.arange(0, BYTES)
     inside = byte < size
@@ -61,7 +58,8 @@ def nf4_unpack(
     Args:
         packed: (n / 2,), bytes with two values each.
         indices, scales, offset: scale_indices, scale_scales and offset from pack_nf4 in
-        model/nf4.py. tables: the scale table (256,) and the value table (16,).
+            model/nf4.py.
+        tables: the scale table (256,) and the value table (16,).
     """
     size = packed.numel()
     out = packed.new_empty(2 * size, dtype=dtype)

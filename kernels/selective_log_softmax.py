@@ -392,8 +392,6 @@ def selective_log_softmax(
     Returns:
         The log-probabilities and the entropies under softmax(logits / temperature), both (...), in
         nats, in float32 (float64 for float64 logits). Both are differentiable.
-    Raises:
-        ValueError: if the shapes do not match, or the temperature is not positive.
     Source: TRL's selective_log_softmax and entropy_from_logits, applied to logits / temperature.
     """
     if logits.shape[:-1] != ids.shape:

@@ -90,10 +90,7 @@ def batched_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Te
 
 
 def _equal_segments(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
-    """Compute attention within S consecutive segments that have the same length.
-
-    q, k and v have the shape (S * length, H, D).
-    """
+    """Compute attention within consecutive segments of the same length; q is (S * length, H, D)."""
     # (S, H, L, D): segments, heads, tokens in a segment, head dimension
     q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
     return dense_attention(q, k, v).transpose(1, 2).flatten(0, 1)
@@ -105,10 +102,7 @@ def supports_varlen(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-    """Compute `window_attention` with one call to torch's fused kernel, which needs an NVIDIA GPU.
-
-    The scale is varlen_attn's default, D^-1/2.
-    """
+    """Compute `window_attention` with one call to torch's fused kernel, which needs an NVIDIA GPU."""
     # Imported here, because this module imports torch._dynamo, which takes more than a second.
     from torch.nn.attention.varlen import varlen_attn
 
@@ -165,13 +159,11 @@ def _softmax(scores, length, D: constexpr, ROWS: constexpr):
 
 @triton.jit
 def _segment(cu_seqlens, H: constexpr):
-    """Return the program's head, and its segment's first token and length.
-
-    The first token is int64, because offsets that are computed from it may exceed 32 bits.
-    """
+    """Return the program's head, and its segment's first token and length."""
     segment = tl.program_id(0) // H
     start = tl.load(cu_seqlens + segment)
     length = tl.load(cu_seqlens + segment + 1) - start
+    # int64, because offsets that are computed from the first token may exceed 32 bits
     return tl.program_id(0) % H, start.to(tl.int64), length
 
 
@@ -269,10 +261,7 @@ def block_sizes(longest: int, head_dim: int) -> tuple[int, int]:
 def _launch(
     kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, **tensors: Tensor
 ) -> None:
-    """Launch one `kernel` program for each segment and head.
-
-    `tensors` are the kernel's remaining arguments, which differ between forward and backward.
-    """
+    """Launch one `kernel` program for each segment and head; `tensors` are its other arguments."""
     # The kernels accept any strides between rows and between heads, but columns must be contiguous.
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     (_, H, D) = q.shape

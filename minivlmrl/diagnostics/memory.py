@@ -435,7 +435,7 @@ def gathered_bytes(question: MemoryQuestion, model: VisionLanguageModel) -> int:
     """Return how many bytes of gathered weights FSDP holds at most during a forward pass."""
     if not question.run.uses_fsdp:
         return 0
-    blocks = [computed_bytes(block, question.dtype) for block in family_of(model).blocks(model)]
+    blocks = [computed_bytes(block, question.dtype) for block in model.blocks()]
     # Two blocks are gathered at a time, because one is gathered while the other is computed.
     return computed_bytes(model, question.dtype) - sum(blocks) + 2 * max(blocks)
 

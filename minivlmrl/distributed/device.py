@@ -16,12 +16,7 @@ OLDER_CUDA, NEWER_CUDA = "cu126", "cu130"
 
 
 def find_device(local_rank: int = 0) -> torch.device:
-    """Return a rank's GPU, or the CPU if the machine has no GPU.
-
-    Raises:
-        ValueError: there are fewer GPUs than ranks, CUDA cannot use the GPU, or PyTorch was built
-            for other GPUs.
-    """
+    """Return a rank's GPU, or the CPU if the machine has no GPU."""
     if torch.cuda.is_available():
         num_gpus = torch.cuda.device_count()
         if local_rank >= num_gpus:

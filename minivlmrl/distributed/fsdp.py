@@ -90,7 +90,7 @@ class Sharding:
             )
         if self.recompute:
             recompute_blocks(model)
-        for block in family_of(model).blocks(model):
+        for block in model.blocks():
             self.make_unit(block, self.precision)
         is_untied = model.lm_head.weight is not model.model.embed_tokens.weight
         if is_untied:
@@ -183,14 +183,11 @@ class Sharding:
 
 
 def make_mesh(num_shards: int, world: World) -> DeviceMesh:
-    """Arrange the ranks as (replicate, shard), or as (shard,) if there is only one replica.
-
-    Groups for a mesh with replicas are made here, because init_device_mesh gives them torch's
-    default timeouts instead of the run's timeout.
-    """
+    """Arrange the ranks as (replicate, shard), or as (shard,) if there is only one replica."""
     device = world.device.type
     if num_shards == world.size:
         return init_device_mesh(device, (num_shards,), mesh_dim_names=("shard",))
+    # made here, because init_device_mesh would give the groups torch's timeouts, not the run's
     ranks = torch.arange(world.size).view(-1, num_shards)
     limit = timedelta(seconds=world.timeout)
     groups = []
@@ -206,11 +203,9 @@ def sharded_blocks(tower: nn.ModuleList) -> list[FSDPModule]:
 
 
 def layers_without_experts(model: VisionLanguageModel) -> list[FSDPModule]:
-    """Return the decoder layers in which all parameters have gradients in every micro-batch.
-
-    An expert has none in a micro-batch without tokens for it. The same holds for the vision tower,
-    and for the merger, which is in the root, in a micro-batch without images.
-    """
+    """Return the decoder layers in which all parameters have gradients in every micro-batch."""
+    # An expert has none in a micro-batch without tokens for it, and the vision tower in one without
+    # images. The same holds for the merger, which is in the root.
     experts = model.config.experts
     layers = enumerate(sharded_blocks(model.model.layers))
     return [layer for i, layer in layers if experts is None or not experts.has_experts(i)]
@@ -286,10 +281,7 @@ class DummyVisionForward:
 
 
 def forward_black_image(tower: nn.Module, config: VisionConfig, device: torch.device) -> Tensor:
-    """Run a vision tower on one black image token, and return the sum of its output times 0.
-
-    The result is 0, but depends on all tower weights, so that the backward pass runs too.
-    """
+    """Return 0 x the output of a tower for one black image token, so that its backward pass runs."""
     merge_size = config.spatial_merge_size
     black_patches = torch.zeros(merge_size**2, config.patch_dim, device=device)
     return 0 * tower(black_patches, torch.tensor([[1, merge_size, merge_size]])).sum()

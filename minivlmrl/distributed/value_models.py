@@ -75,11 +75,7 @@ def load_critic(
     run: RunConfig,
     device: torch.device,
 ) -> ValueModel:
-    """Load a value model to train as a critic, with the recipe's adapter and freeze options.
-
-    Raises:
-        ValueError: the model has another tokenizer or family than the policy.
-    """
+    """Load a value model to train as a critic, with the recipe's adapter and freeze options."""
     dtype = policy.lm_head.weight.dtype
     inject = partial(inject_adapters, options=run.adapter)
     critic = load_value_model(folder, dtype, device, policy.sharding, inject)

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from minivlmrl.config.options import ShardingOptions
 from minivlmrl.model.decoder import VisionLanguageModel
-from minivlmrl.model.families.registry import family_of
 from minivlmrl.model.lora import sampling_copies
 from minivlmrl.model.plain_weights import shared_base
 
@@ -32,11 +31,7 @@ compute_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=Fals
 
 
 def num_shards(section: ShardingOptions, num_ranks: int) -> int:
-    """Return the number of ranks that share one model's weights.
-
-    Raises:
-        ValueError: the number of ranks is not a multiple of sharding.replicas.
-    """
+    """Return the number of ranks that share one model's weights."""
     if num_ranks % section.replicas:
         raise ValueError(
             f"sharding.replicas is {section.replicas}, but the number of ranks, {num_ranks}, is "
@@ -189,5 +184,5 @@ def copy_model(model: VisionLanguageModel, in_compute_dtype: bool = False) -> Vi
 
 def recompute_blocks(model: VisionLanguageModel):
     """Enable activation checkpointing for each vision block and decoder layer in a model."""
-    for block in family_of(model).blocks(model):
+    for block in model.blocks():
         block.forward = partial(compute_again, block.forward)

@@ -35,7 +35,7 @@ UNITS = 2**52
 # row has so far. Each result is (r,), and `ends` is True where the token ends the completion.
 TokenSampler = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 # a function sample(probs, rows, counts) that samples ids (r,) from probabilities (r, V)
-Sample = Callable[[Tensor, Tensor, Tensor], Tensor]
+SampleIds = Callable[[Tensor, Tensor, Tensor], Tensor]
 # a function logits_processor(logits, rows, counts) that computes scores (r, V) from logits (r, V)
 LogitsProcessor = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -164,7 +164,7 @@ def to_completions(
 def make_token_sampler(
     temperature: float,
     stop_ids: Sequence[int],
-    sample: Sample,
+    sample: SampleIds,
     logits_processor: LogitsProcessor | None = None,
     device: torch.device | str = "cpu",
 ) -> TokenSampler:
@@ -201,7 +201,7 @@ def make_token_sampler(
     return sample_token
 
 
-def sample_by_uniforms(uniforms: Tensor, device: torch.device | str = "cpu") -> Sample:
+def sample_by_uniforms(uniforms: Tensor, device: torch.device | str = "cpu") -> SampleIds:
     """Make a function that samples ids (r,) from probabilities (r, V) with given random numbers.
 
     Args:

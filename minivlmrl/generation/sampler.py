@@ -273,7 +273,7 @@ def find_engine(sampling: SamplingOptions) -> type[Sampler]:
     return kind
 
 
-def check_completions(
+def check_groups(
     completions: Sequence[Sequence[Completion]], num_prompts: int, num_generations: int
 ):
     """Raise ValueError unless an engine has sampled num_generations completions for each prompt.

@@ -88,15 +88,11 @@ class GroupLayout:
         self.inverse = to_device(inverse, device)
 
     def predicting_tokens(self) -> list[int]:
-        """Return, for each completion token, the position that predicts it.
-
-        The last token of the prompt predicts the first token of a completion, and each token of
-        the completion predicts the next token.
-        """
+        """Return, for each completion token, the position that predicts it."""
         tokens = []
         for prompt_span, spans in zip(self.prompt_spans, self.completion_spans, strict=True):
             for span in spans:
-                tokens += [prompt_span[-1], *span]
+                tokens += [prompt_span[-1], *span]  # the prompt's last token predicts the first
         return tokens
 
     def lay_blocks(

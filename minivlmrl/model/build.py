@@ -93,11 +93,7 @@ def default_template(family: ModelSpec) -> "ChatTemplate | None":
 
 
 def model_from_config(config: ModelConfig, where: str | Path) -> VisionLanguageModel:
-    """Build the model for a config with uninitialised weights.
-
-    Raises:
-        ValueError: a model cannot be built with the sizes in the config.
-    """
+    """Build the model for a config with uninitialised weights."""
     try:
         return FAMILIES[config.model_type].model(config)
     except (RuntimeError, OverflowError, TypeError) as error:

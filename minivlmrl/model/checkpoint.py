@@ -83,8 +83,6 @@ def load_model(
             sharding.device.
         adapt: function that adds adapters to the model while it is on the meta device. The folder
             does not have weights for these adapters.
-    Raises:
-        ValueError: config.json or a weights file is invalid.
     """
     folder = find_folder(folder)
     config = read_config(folder)
@@ -122,13 +120,8 @@ def _read_weights(
 ) -> dict[str, Tensor]:
     """Read a model's weights from files, and return them by parameter name.
 
-    Quantised layers' weights are not returned, because each of these layers packs and stores
-    its weight as soon as it is read.
-
-    Args:
-        take_shard: function (tensor in the file, parameter) -> the shard that this rank keeps.
-    Raises:
-        ValueError: a tensor is missing, unexpected, duplicated, not finite or has a wrong shape.
+    Quantised layers pack and store their weights as soon as they are read. `take_shard` maps (tensor
+    in the file, parameter) to the shard that this rank keeps.
     """
     expected = base_weights(model)  # lists a tied head only as the embedding
     is_tied = model.config.tie_word_embeddings
@@ -142,20 +135,19 @@ def _read_weights(
                 continue
             # some folders also store a tied head, in addition to the embedding
             like = expected.get(EMBEDDING if is_tied and name == HEAD else name)
+            fault = None
             if like is None:
-                raise ValueError(
-                    f"{file}: the model does not have a parameter for the tensor {name:.80}. Use "
-                    "the config.json that belongs to these weights."
+                fault = "is not a parameter of the model"
+            elif name in read_names:
+                fault = "occurs twice in this folder"
+            elif tensor.shape != like.shape:
+                fault = (
+                    f"has shape {tuple(tensor.shape)}, but config.json requires {tuple(like.shape)}"
                 )
-            if name in read_names:
+            if fault or like is None:
                 raise ValueError(
-                    f"{file}: the tensor {name} occurs twice in this folder. Remove one of the two."
-                )
-            if tensor.shape != like.shape:
-                raise ValueError(
-                    f"{file}: the tensor {name} has shape {tuple(tensor.shape)}, but config.json "
-                    f"requires {tuple(like.shape)}. Use the config.json that belongs to these "
-                    "weights."
+                    f"{file}: the tensor {name:.80} {fault}. Use the config.json and the files that "
+                    "belong together."
                 )
             read_names.add(name)
             if isinstance(like, Tensor):
@@ -182,12 +174,9 @@ def _read_weights(
 
 
 def check_loaded(weight: Tensor, name: str, file: Path):
-    """Raise ValueError if a loaded weight contains NaN or infinite values.
-
-    Only the sum of all values is checked, because one such value makes the whole sum NaN or
-    infinite.
-    """
+    """Raise ValueError if a loaded weight contains NaN or infinite values."""
     local_weight = weight.to_local() if isinstance(weight, Sharded) else weight
+    # one such value makes the whole sum NaN or infinite
     total = local_weight.sum(dtype=torch.promote_types(weight.dtype, torch.float32))
     if not total.isfinite():
         raise ValueError(
@@ -255,8 +244,6 @@ def load_processor(
         folder: folder path or repository name.
         min_pixels, max_pixels: bounds on the image area in pixels. They default to the bounds in
             the folder.
-    Raises:
-        ValueError: a file is invalid, or two files contradict each other.
     """
     # imported here, because a model with random weights does not need Jinja
     from minivlmrl.data.folder_template import ChatTemplate
@@ -333,8 +320,6 @@ def save_model(
         base: the base model's folder or repository, for PEFT's adapter_config.json.
         write_more_files: function that writes additional files into the new folder.
         max_shard_size: maximum size for one weights file, in bytes.
-    Raises:
-        ValueError: a weight is not finite.
     """
     weights = file_weights(model)
     write_adapter = adapter_writer(model, base)
@@ -418,10 +403,7 @@ def split_weights(
     unused: Mapping[str, Tensor],
     max_shard_size: int,
 ) -> StateDictSplit:
-    """Assign each weight in a model, and each unused tensor, to a file of max_shard_size bytes.
-
-    A weight that is larger than max_shard_size gets its own file.
-    """
+    """Assign each weight in a model, and each unused tensor, to a file of max_shard_size bytes."""
     shapes = {}
     for name, weight in weights.items():
         shape = on_meta(weight)
@@ -439,10 +421,7 @@ def on_meta(weight: Weight) -> Tensor:
 
 
 def file_weights(model: VisionLanguageModel) -> dict[str, Weight]:
-    """Return a model's weights, named as in its family's files.
-
-    gather_full_tensor computes each weight's full tensor.
-    """
+    """Return a model's weights, named as in its family's files, for gather_full_tensor."""
     family = family_of(model)
     file_name = module_name if family.files_have_module_names else str
     weights = {file_name(name): weight for name, weight in plain_weights(model).items()}

@@ -34,8 +34,6 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
     Args:
         config: the parsed JSON object.
         where: file name, for error messages.
-    Raises:
-        ValueError: a value is invalid or not supported.
     """
     _check_model_type(config, where)
     family = FAMILIES[config["model_type"]]

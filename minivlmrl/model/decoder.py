@@ -1,9 +1,8 @@
 """Decoder and LM head for the vision-language models Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5.
 
 The decoder processes a packed sequence of N tokens. Its argument `attention` decides which tokens
-attend to each other. model/families/registry.py defines the vision tower, the layers and the
-each model family's norm. Parameters have the same names as in the checkpoints on the Hugging Face
-hub.
+attend to each other. model/families/registry.py names each family's vision tower, layers and norm.
+Parameters have the same names as in checkpoints on the Hugging Face hub.
 
 Dimension letters: N tokens, H query heads, K key/value heads, D head_dim. `config` is the
 ModelConfig in model/config.py.
@@ -71,6 +70,10 @@ class VisionLanguageModel(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
+    def blocks(self) -> list[nn.Module]:
+        """Return the blocks of tower and decoder: the units of sharding and of recomputation."""
+        return [*self.visual.blocks, *self.model.layers]
+
     def forward(
         self, batch: GroupBatch, attention: Attention | None = None, select: Tensor | None = None
     ) -> Tensor:
@@ -99,16 +102,10 @@ class VisionLanguageModel(nn.Module):
 
 
 def place_images(x: Tensor, vision_embeds: Tensor, index: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Replace image-token embeddings by the vision tower's output.
+    """Replace the embeddings x (N, hidden_size) at `index` (M,) by the vision tower's output.
 
-    Args:
-        x: (N, hidden_size) token embeddings.
-        vision_embeds: (M, k * hidden_size) tower output, where k > 1 with DeepStack.
-        index: (M,) image-token positions in x.
-    Returns:
-        A copy of x, in which the first hidden_size columns of vision_embeds replace the rows
-        `index`, and a list of the other k - 1 blocks of columns, for the argument `deep` of
-        TextModel.
+    With DeepStack, vision_embeds are (M, k * hidden_size), k > 1: the other k - 1 blocks of columns
+    are returned too, for the argument `deep` of TextModel.
     """
     first, *deep = vision_embeds.to(x.dtype).split(x.shape[1], dim=-1)
     return x.index_copy(0, index, first), deep

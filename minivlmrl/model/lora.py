@@ -104,10 +104,7 @@ class LoRALinear(ReplacedLinear):
 
     @torch.no_grad()
     def plain_weight(self) -> Tensor:
-        """Return the merged weight W + scaling * B A, in W's dtype.
-
-        All ranks must call this method, because it gathers a sharded model's parameters.
-        """
+        """Return the merged weight W + scaling * B A, in W's dtype; all ranks must call it."""
         weight, update = self.weight_and_update()
         return (weight + update).to(weight.dtype)
 
@@ -209,15 +206,9 @@ def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
 
 @torch.no_grad()
 def surviving_share(model: nn.Module) -> float:
-    """Compute the share of the updated weights that differ from the base after a merge.
-
-    A merged weight is rounded to the base dtype. If the update is less than half of the
-    distance to the next number, the merged weight is the base weight, and this part of the training
-    is lost. All ranks must call this function.
-
-    Returns:
-        A number from 0 to 1; 1.0 if no weight has an update.
-    """
+    """Compute the share of the updated weights that differ from the base after a merge, 0 to 1."""
+    # A merged weight is rounded to the base dtype. If the update is less than half of the distance
+    # to the next number, the merged weight is the base weight, and this training is lost.
     num_changed = num_updated = 0
     for layer in adapters(model).values():
         weight, update = layer.weight_and_update()
@@ -330,25 +321,17 @@ def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
     Args:
         target: a model part such as "language", or a regular expression that must match the
             whole layer name. The head and the embeddings are never selected.
-    Raises:
-        ValueError: the target is not a valid regular expression, or it does not select any layer.
     """
-    linear_names = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name != "lm_head":
-            linear_names.append(name)
+    layers = model.named_modules()
+    linear_names = [n for n, x in layers if isinstance(x, nn.Linear) and n != "lm_head"]
     kinds = family_of(model).adapter_targets
     try:
-        target_names = [
-            name
-            for name in linear_names
-            if kind_of(name, kinds) == target or re.fullmatch(target, name)
-        ]
+        pattern = re.compile(target)
     except re.error as error:
         raise ValueError(
-            f"target is {target!r}, which is not a valid regular expression ({error}). Name a part "
-            "such as language, or correct the expression."
+            f"target is {target!r}, which is not a valid regular expression ({error})"
         ) from error
+    target_names = [n for n in linear_names if kind_of(n, kinds) == target or pattern.fullmatch(n)]
     check_field(
         bool(target_names),
         "target",
@@ -360,12 +343,7 @@ def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
 
 
 def kind_of(layer_name: str, kinds: Mapping[str, re.Pattern[str]]) -> str:
-    """Return the model part that contains a layer, under the name in adapter.target.
-
-    Args:
-        kinds: the additional parts that a model family defines, such as "experts", each with the
-            pattern for its layer names.
-    """
+    """Return the part of a model that contains a layer; `kinds` are a family's additional parts."""
     for kind, pattern in kinds.items():
         if pattern.search(layer_name):
             return kind

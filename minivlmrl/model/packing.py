@@ -77,8 +77,6 @@ def pack(
         config: the model's config, which determines token ids and image positions.
         device: device for all tensors in the batch except image_grid_thw.
         rows: each completion's row index; see GroupLayout.
-    Raises:
-        ValueError: a completion has no tokens.
     """
     all_completions = list(chain(*completions))
     if not all(len(completion.ids) for completion in all_completions):
@@ -181,10 +179,7 @@ def lay_group(prompt: Prompt, group: Sequence[Completion], config: ModelConfig) 
 def join_vision_embeds(
     prompts: Sequence[Prompt], completions: Sequence[Completion]
 ) -> Tensor | None:
-    """Concatenate the cached embeddings for all images, or return None if some are not cached.
-
-    Embeddings are cached only if the vision tower is frozen.
-    """
+    """Concatenate the cached embeddings for all images, or return None if some are not cached."""
     embeds = [x for prompt in prompts if (x := prompt.vision_embeds) is not None]
     if len(embeds) < len(prompts) or any(completion.pictures for completion in completions):
         return None

@@ -48,10 +48,7 @@ UNSUPPORTED = (
 
 @dataclass
 class PeftConfig:
-    """The adapter_config.json fields that are used when an adapter is loaded.
-
-    The ranks and the layers are not read from this file, because the tensors determine them.
-    """
+    """The fields of adapter_config.json that are read; the tensors have the layers and ranks."""
 
     peft_type: Literal["LORA"]
     lora_alpha: Annotated[float, "(0, inf)"]
@@ -61,11 +58,7 @@ class PeftConfig:
 
 
 def load_adapter(model: VisionLanguageModel, folder: str | Path):
-    """Add the adapters in a PEFT folder to a model, and freeze all other parameters.
-
-    Raises:
-        ValueError: the folder is not an adapter for this model, or it uses an unsupported feature.
-    """
+    """Add the adapters in a PEFT folder to a model, and freeze all other parameters."""
     shapes, weights = _read(model.requires_grad_(False), folder)
     for name, shape in shapes.items():
         add_lora(model, name, *shape)
@@ -73,16 +66,14 @@ def load_adapter(model: VisionLanguageModel, folder: str | Path):
 
 
 def load_adapter_weights(model: VisionLanguageModel, folder: str | Path):
-    """Initialise a model's existing adapters with the weights in a PEFT folder.
-
-    Raises:
-        ValueError: the adapters in the folder and in the model differ in layers, r or scaling.
-    """
+    """Initialise a model's existing adapters with the weights in a PEFT folder."""
     folder_shapes, weights = _read(model, folder)
     model_shapes = {name: (layer.r, layer.scaling) for name, layer in adapters(model).items()}
     for name in sorted(folder_shapes.keys() | model_shapes.keys()):
-        folder_text = _shape_text(folder_shapes.get(name))
-        model_text = _shape_text(model_shapes.get(name))
+        folder_text, model_text = (
+            "r {} and scaling {:g}".format(*shapes[name]) if name in shapes else "no adapter"
+            for shapes in (folder_shapes, model_shapes)
+        )
         if folder_text != model_text:
             raise ValueError(
                 f"adapter.path: for the layer {name}, {folder} has {folder_text}, but the recipe "
@@ -90,13 +81,6 @@ def load_adapter_weights(model: VisionLanguageModel, folder: str | Path):
                 "folder."
             )
     set_parameters(model, weights)
-
-
-def _shape_text(shape: AdapterShape | None) -> str:
-    if shape is None:
-        return "no adapter"
-    r, scaling = shape
-    return f"an adapter with r {r} and scaling {scaling:g}"
 
 
 def find_adapter(folder: str | Path) -> Path:
@@ -120,11 +104,7 @@ def is_adapter_folder(folder: str | Path) -> bool:
 
 
 def base_model(folder: str | Path) -> str:
-    """Return the folder or repository of an adapter's base model, as adapter_config.json names it.
-
-    Raises:
-        ValueError: the file does not name a base model.
-    """
+    """Return the folder or repository of an adapter's base model, as adapter_config.json names it."""
     file = find_adapter(folder) / CONFIG
     base = read_json(file).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
@@ -140,8 +120,6 @@ def adapter_options(folder: str | Path, quantize: Literal["nf4"] | None = None) 
 
     Args:
         quantize: adapter.quantize in the adapter's run.
-    Raises:
-        ValueError: the adapter's layers differ in r or alpha, which a recipe cannot state.
     """
     folder = find_adapter(folder)
     config = _read_config(folder / CONFIG)
@@ -183,12 +161,9 @@ def _read(
     with error_context(file):
         for name, tensor in tensors.items():
             is_float = tensor.is_floating_point() and tensor.element_size() > 1
-            check_field(
-                is_float and bool(tensor.isfinite().all()),
-                name,
-                tensor.dtype,
-                "a float tensor with at least 16 bits per value and without NaN or infinite values",
-            )
+            is_valid = is_float and bool(tensor.isfinite().all())
+            expected = "a finite float tensor with at least 16 bits per value"
+            check_field(is_valid, name, tensor.dtype, expected)
             match = TENSOR.fullmatch(name)
             if match is None:
                 raise ValueError(
@@ -218,12 +193,9 @@ def _read_config(file: Path) -> PeftConfig:
                     "into its base model with PEFT, and load the merged model."
                 )
         for name in config.alpha_pattern or {}:
-            check_field(
-                LAYER.fullmatch(name) is not None,
-                "alpha_pattern",
-                name,
-                "a layer name or the end of a layer name, and not a regular expression",
-            )
+            # a regular expression would match other layers in PEFT than here
+            is_name = LAYER.fullmatch(name) is not None
+            check_field(is_name, "alpha_pattern", name, "a layer name or the end of a layer name")
     return config
 
 
@@ -269,12 +241,9 @@ def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Calla
     layers = {module_name(name): layer for name, layer in adapters(model).items()}
     tensors = {}
     for name, layer in layers.items():
-        tensors[f"{PREFIX}{name}.lora_A.weight"] = (
-            gather_full_tensor(layer.lora_A).cpu().contiguous()
-        )
-        tensors[f"{PREFIX}{name}.lora_B.weight"] = (
-            gather_full_tensor(layer.lora_B).cpu().contiguous()
-        )
+        for kind, matrix in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
+            full = gather_full_tensor(matrix).cpu().contiguous()
+            tensors[f"{PREFIX}{name}.{kind}.weight"] = full
     ranks = {name: layer.r for name, layer in layers.items()}
     # PEFT computes the scaling as alpha / r, so alpha is scaling * r here, even for an adapter that
     # was loaded with the scaling alpha / sqrt(r)

@@ -43,10 +43,7 @@ class ReplacedLinear(nn.Module):
 
 
 class PackedProduct(torch.autograd.Function):
-    """Compute x W^T with a packed W, without saving x or the unpacked W for the backward pass.
-
-    The backward pass does not need x, because W is not trained, and it unpacks W again.
-    """
+    """Compute x W^T with a packed, frozen W; the backward pass needs no x and unpacks W again."""
 
     @staticmethod
     def forward(ctx, x: Tensor, layer: "PackedLinear") -> Tensor:

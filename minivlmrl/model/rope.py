@@ -42,8 +42,6 @@ def get_rope_index(
             means 1 second.
     Returns:
         position_ids: (3, N) int64.
-    Raises:
-        ValueError: input_ids have too few or too many placeholders for the grids.
     Source: Qwen2.5-VL report, "Multimodal Rotary Position Embedding Aligned to Absolute Time";
         transformers 4.49 to 4.51 and vLLM. Later releases of transformers compute other
         positions for videos; see docs/numerical_parity.md.
@@ -158,10 +156,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @cache
 def _inverse_frequencies(count: int, theta: float, device: torch.device | str) -> Tensor:
-    """Return rotary frequencies theta^(-i/count) for i from 0 to count - 1: (count,) float32.
-
-    The lowest frequency is about `theta` times lower than the highest.
-    """
+    """Return rotary frequencies theta^(-i/count) for i from 0 to count - 1: (count,) float32."""
     return 1.0 / theta ** (torch.arange(count, dtype=torch.float32, device=device) / count)
 
 

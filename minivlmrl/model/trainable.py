@@ -11,13 +11,7 @@ from minivlmrl.model.plain_weights import base_weights, has_adapters, is_adapter
 
 
 def select_trained(model: nn.Module, freeze: Sequence[Part]):
-    """Set requires_grad for all parameters in a model.
-
-    Args:
-        freeze: model parts that are not trained, as in the option model.freeze.
-    Raises:
-        ValueError: no parameter would be trained.
-    """
+    """Set requires_grad for all parameters in a model, as the option model.freeze says."""
     adapted = has_adapters(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_trained(name, freeze, adapted))

@@ -44,22 +44,18 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
     def must_align(self, x: Tensor) -> bool:
-        """Return True if the intermediate values' rows should begin at multiples of 16 bytes.
-
-        cuBLAS has fast kernels for 16-bit products only if all rows do. The 3,420 columns of the
-        towers in Qwen2.5-VL-3B and 7B do not, and on an H100 their products then take about three
-        times as long. Layers with adapters or packed weights compute the unpadded product.
-        """
+        """Return True if the intermediate values' rows should begin at multiples of 16 bytes."""
+        # cuBLAS has fast kernels for 16-bit products only if all rows do. The 3,420 columns of the
+        # towers in Qwen2.5-VL-3B and 7B do not, and on an H100 their products then take about three
+        # times as long. Layers with adapters or packed weights compute the unpadded product.
         layers = (self.gate_proj, self.up_proj, self.down_proj)
         are_plain = all(type(layer) is nn.Linear for layer in layers)
         return is_half_on_gpu(x.device, x.dtype) and are_plain
 
     def forward_padded(self, x: Tensor, missing: int) -> Tensor:
-        """Compute the same result with `missing` more intermediate columns, which are all 0.
-
-        The weights are padded here and not when they are loaded, so that checkpoints, optimizer
-        states and shards keep the config's shapes. Gradients for the padding are dropped.
-        """
+        """Compute the same result with `missing` more intermediate columns, which are all 0."""
+        # The weights are padded here and not when they are loaded, so that checkpoints, optimizer
+        # states and shards keep the config's shapes. Gradients for the padding are dropped.
         gate, up = (
             F.linear(
                 x,

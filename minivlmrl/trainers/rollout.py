@@ -31,7 +31,7 @@ from minivlmrl.generation.environments import (
     packed_length,
     samples_trajectories,
 )
-from minivlmrl.generation.sampler import check_completions, find_engine
+from minivlmrl.generation.sampler import check_groups, find_engine
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.losses.grpo import LossNormalizer
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -179,7 +179,7 @@ class RolloutTrainer(Trainer):
         keys = [row.key for row in rows]
         with self.phase("sampling"):
             completions = self.sampler(prompts, self.config.num_generations, keys)
-        check_completions(completions, len(prompts), self.config.num_generations)
+        check_groups(completions, len(prompts), self.config.num_generations)
         max_mismatch = self.run.rollout.max_logp_mismatch
         self.sampler.verify_logps(rows, prompts, completions, max_mismatch)
         with self.phase("rewards"):

@@ -349,7 +349,7 @@ NORM = "visual.merger.ln_q.weight"
 
 @pytest.mark.parametrize("change, says", [
     (lambda w: w.pop(NORM), f"lack 1 of the model's .*{NORM}"),
-    (lambda w: w.update(extra=torch.ones(1)), "does not have a parameter for the tensor extra"),
+    (lambda w: w.update(extra=torch.ones(1)), "the tensor extra is not a parameter of the model"),
     (lambda w: w.update({"lm_head.weight": torch.ones(3, 128)}), r"lm_head.weight has shape \(3, 128\)"),
     (lambda w: w.update({NORM: w[NORM].long()}), f"{NORM} is torch.int64, but quantised"),
     (lambda w: w[NORM].__setitem__(1, torch.nan), f"tensor {NORM} contains NaN or infinite values"),

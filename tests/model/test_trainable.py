@@ -154,8 +154,8 @@ def test_a_run_continues_from_an_adapter(run, plain, own, checkpoint, home):
 
 
 @pytest.mark.parametrize(("option", "says"), [
-    ("r=2", r"layer model\.\S+, .* has an adapter with r 4 and scaling 8, but .* with r 2 and scaling 16. Change"),
-    ("alpha=5", "with r 4 and scaling 8, but the recipe has an adapter with r 4 and scaling 1.25."),
+    ("r=2", r"layer model\.\S+, .* has r 4 and scaling 8, but the recipe has r 2 and scaling 16. Change"),
+    ("alpha=5", "has r 4 and scaling 8, but the recipe has r 4 and scaling 1.25."),
     ("target=merger", r"layer model\.\S+, .* but the recipe has no adapter|layer visual.merger.* has no adapter"),
 ])  # fmt: skip
 def test_an_adapter_with_other_settings_is_refused(tmp_path, home, checkpoint, option, says):

@@ -38,7 +38,7 @@ class Qwen3VisionConfig(VisionConfig):
     hidden_size: Size = 1152
     intermediate_size: Size = 4304
     patch_size: Size = 16
-    # number of learned position embeddings, which form a square grid that is interpolated to the
+    # number of learned position embeddings, which form a square grid that is interpolated to
     # each image's size
     num_position_embeddings: Size = 2304
 
@@ -73,11 +73,7 @@ def gelu_mlp(hidden_size: int, intermediate_size: int, bias: bool) -> nn.Module:
 
 
 class Merger(nn.Module):
-    """Merge 2 x 2 patches into one token.
-
-    In DeepStack, norm_all_patches is True, and the four patches are normalised together. Otherwise
-    each patch is normalised separately.
-    """
+    """Merge 2 x 2 patches into one token; norm_all_patches (DeepStack) normalises them together."""
 
     def __init__(self, config: VisionConfig, norm_all_patches: bool):
         super().__init__()
@@ -151,12 +147,9 @@ class Qwen3VisionTransformer(VisionTower):
 
 
 def interpolation_weights(count: int, side: int) -> Tensor:
-    """Compute linear interpolation weights from `side` to `count` points on one axis.
+    """Compute float64 weights (count, side) that interpolate linearly from `side` to `count` points.
 
     Example: from 2 to 3 points, the weights are (1, 0), (.5, .5) and (0, 1).
-
-    Returns:
-        Weights (count, side) in float64.
     """
     positions = torch.arange(count, dtype=torch.float64) * (side - 1) / max(count - 1, 1)
     distances = (positions[:, None] - torch.arange(side)).abs()
@@ -307,11 +300,7 @@ VIDEO_FIXED = {
 
 
 def read_videos(settings: dict, where: str, images: ImageProcessor) -> Videos:
-    """Parse a video_preprocessor_config.json, whose patch settings must equal the image settings.
-
-    Raises:
-        ValueError: a setting has an unsupported value.
-    """
+    """Parse a video_preprocessor_config.json, whose patch settings must equal the image settings."""
     for name, expected in {**VIDEO_FIXED, **patch_settings(images)}.items():
         value = settings.get(name)
         same = value is None or expected == (tuple(value) if isinstance(value, list) else value)

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.errors import check_extras
@@ -53,10 +53,18 @@ TensorsOfFile = Iterable[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Everything that differs between families. FAMILIES maps each `model_type` to a ModelSpec."""
+    """What differs between families. A family gives the first two fields, and others if it must.
+
+    The defaults are those of Qwen2.5-VL.
+    """
 
     architecture: str  # class name in transformers, as in config.json
     vision_config: type[VisionConfig]  # dataclass with the fields in config.json's vision_config
+    # (ModelConfig) -> model with the modules visual, model and lm_head; a family with its
+    # own tower sets partial(VisionLanguageModel, tower=its subclass of VisionTower)
+    model: Callable[..., VisionLanguageModel] = VisionLanguageModel
+
+    # ---- config.json
     # ModelConfig values that config.json does not contain
     text: dict[str, Any] = field(default_factory=lambda: QWEN2_TEXT)
     # transformers' defaults for keys that config.json may omit
@@ -66,12 +74,24 @@ class ModelSpec:
     read_vision: Callable[[dict, str], dict] = lambda vision, where: vision
     # flat config.json -> config.json in the family's layout
     write: Callable[[dict], dict] = lambda config: config
+
+    # ---- weights
     # whether tensors in files are named after transformers' modules; see module_name
     files_have_module_names: bool = False
     unused_prefixes: tuple[str, ...] = ()  # prefixes for tensors that are not used
-    # (ModelConfig) -> model with the modules visual, model and lm_head; a family with its
-    # own tower sets partial(VisionLanguageModel, tower=its subclass of VisionTower)
-    model: Callable[..., VisionLanguageModel] = VisionLanguageModel
+
+    # ---- prompts, images and videos
+    # whether the chat template adds a default system message to prompts without one
+    default_system: bool = True
+    # defaults for keys that preprocessor_config.json may omit
+    images: dict[str, Any] = field(default_factory=dict)
+    # parses video_preprocessor_config.json; None means that videos are processed as in Qwen2.5-VL
+    read_videos: Callable = lambda settings, where, images: None
+    # (ImageProcessor) -> video_preprocessor_config.json contents
+    write_videos: Callable[[ImageProcessor], dict] = lambda images: {}
+    box_space: str = "resized"  # box coordinates in answers; see data/boxes.py
+
+    # ---- experts and recurrent layers
     # config.json keys that describe experts, with transformers' defaults
     experts: dict[str, Any] = field(default_factory=dict)
     transposed_experts: bool = False  # whether files may have transposed expert weights
@@ -93,20 +113,6 @@ class ModelSpec:
         lambda model, rows: []
     )
     in_vllm: bool = True  # whether extras/vllm.py supports the family
-    # whether the chat template adds a default system message to prompts without one
-    default_system: bool = True
-    # defaults for keys that preprocessor_config.json may omit
-    images: dict[str, Any] = field(default_factory=dict)
-    # parses video_preprocessor_config.json; None means that videos are processed as in Qwen2.5-VL
-    read_videos: Callable = lambda settings, where, images: None
-    # (ImageProcessor) -> video_preprocessor_config.json contents
-    write_videos: Callable[[ImageProcessor], dict] = lambda images: {}
-    box_space: str = "resized"  # box coordinates in answers; see data/boxes.py
-    # (model) -> blocks, each a unit for sharding and activation checkpointing
-    blocks: Callable[[VisionLanguageModel], list[nn.Module]] = lambda model: [
-        *model.visual.blocks,
-        *model.model.layers,
-    ]
 
 
 class Families(Mapping[str, ModelSpec]):

@@ -79,7 +79,7 @@ def test_tensors_for_multi_token_prediction_are_kept(tmp_path, most):
         save_model(base, model, processor)
     file = base / "model.safetensors"
     save_file(weights | {"mtq.fc.weight": torch.zeros(2)}, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"does not have a parameter for the tensor mtq\.fc"):
+    with pytest.raises(ValueError, match=r"the tensor mtq\.fc\S* is not a parameter of the model"):
         load_model(base)
 
 

@@ -19,7 +19,7 @@ def test_the_blocks_of_a_model_cover_its_layers_once(model_type):
     family = family_of(model)
     assert family is FAMILIES[model_type] and type(model) is VisionLanguageModel
     names = {id(module): name for name, module in model.named_modules()}
-    blocks = [names[id(block)] for block in family.blocks(model)]
+    blocks = [names[id(block)] for block in model.blocks()]
     assert blocks == [f"visual.blocks.{i}" for i in range(4)] + [f"model.layers.{i}" for i in range(3)]
 
 
