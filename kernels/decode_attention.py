@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from minivlmrl.kernels.backend import backend_for, tl, triton
-from minivlmrl.kernels.window_attention import DTYPES
+from minivlmrl.kernels.window_attention import TILE_DTYPES
 
 # Target program count for all prompts' keys, and also for all rows' own keys. This is about one
 # program for each GPU multiprocessor.
@@ -227,7 +227,7 @@ def _join_kernel(outs, log_sums, out, lines, parts, D: constexpr, PARTS: constex
 
 def fits(q: Tensor) -> bool:
     """Return whether the Triton kernels support the queries `q` (R, H, D); if not, call torch."""
-    is_supported = q.shape[-1] in WARPS and q.dtype in DTYPES
+    is_supported = q.shape[-1] in WARPS and q.dtype in TILE_DTYPES
     return is_supported and backend_for(q, "decode_attention") == "triton"
 
 

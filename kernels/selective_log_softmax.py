@@ -380,6 +380,12 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
         return dz.masked_fill_(~has_gradient(g, e)[:, None], 0.0), None, None
 
 
+def check_temperature(temperature: float):
+    """Raise ValueError unless logits can be divided by the temperature."""
+    if not temperature > 0:
+        raise ValueError(f"the temperature is {temperature}, but it must be greater than 0")
+
+
 def selective_log_softmax(
     logits: Tensor, ids: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
@@ -399,11 +405,7 @@ def selective_log_softmax(
             f"ids have the shape {tuple(ids.shape)}, but they must have the shape "
             f"{tuple(logits.shape[:-1])}, which is the shape of the logits without the last axis"
         )
-    if not temperature > 0:
-        raise ValueError(
-            f"the temperature is {temperature}, but it must be greater than 0, because logits are "
-            "divided by the temperature"
-        )
+    check_temperature(temperature)
     rows = logits.reshape(-1, logits.shape[-1]).contiguous()
     logps, entropies = _SelectiveLogSoftmax.apply(rows, ids.flatten(), temperature)
     return logps.view(ids.shape), entropies.view(ids.shape)

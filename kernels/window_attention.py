@@ -43,7 +43,7 @@ from minivlmrl.kernels.dense_attention import Reorder, dense_attention, has_flas
 # in the backward pass. Therefore torch computes float32 on a GPU. The interpreter does not have
 # this limit.
 MAX_TOKENS, MAX_HEAD_DIM = 64, 128
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]
+TILE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]
 
 # Sorting this many tokens takes a CPU as long as one attention call. Segments are sorted by
 # length if their runs have fewer tokens on average.
@@ -340,7 +340,7 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
     Source: equals transformers' Qwen2_5_VLVisionAttention with cu_seqlens.
     """
     is_short = segments.longest <= MAX_TOKENS
-    fits = is_short and q.shape[-1] <= MAX_HEAD_DIM and q.dtype in DTYPES
+    fits = is_short and q.shape[-1] <= MAX_HEAD_DIM and q.dtype in TILE_DTYPES
     if fits and backend_for(q, "window_attention") == "triton":
         return _window_attention(q, k, v, segments.cu_seqlens, segments.longest)
     # Longer segments are few, and varlen_attn was not measured with them.

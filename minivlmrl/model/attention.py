@@ -153,10 +153,10 @@ def visible(layout: GroupLayout) -> Tensor:
 
 
 class PlainProjections:
-    """Compute a layer's q, k and v with its three linear layers, see StaticDecodeAttention for one product."""
+    """Base class for attention objects, in which q, k and v are three products."""
 
     def project(self, layer, x: Tensor) -> Sequence[Tensor]:
-        """Compute q (N, H * D), k and v (N, K * D) of x (N, hidden_size); `layer` is a SelfAttention."""
+        """Compute q (N, H * D), k and v (N, K * D) with a SelfAttention layer of x (N, hidden_size)."""
         return layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)
 
 

@@ -187,7 +187,7 @@ def test_kernels_are_checked_before_a_graph_is_captured(monkeypatch):
         capturing.append(PretendCuda.current.capturing)
         return dict.fromkeys(kernels, "it is a stand-in")
 
-    monkeypatch.setattr(decode_attention, "DTYPES", (torch.float32,))  # the simulated GPU has no 16-bit kernels
+    monkeypatch.setattr(decode_attention, "TILE_DTYPES", (torch.float32,))  # the simulated GPU has no 16-bit kernels
     monkeypatch.setattr(backend, "rejected_kernels", reject)
     monkeypatch.setattr(backend, "INSTALLED", True)
     monkeypatch.setattr(backend, "_compiler_obstacle", lambda: None)
