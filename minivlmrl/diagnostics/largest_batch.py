@@ -9,38 +9,27 @@ from torch.optim import Optimizer
 
 from minivlmrl.data.loader import readable_prompt
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_summary import RowSize
 from minivlmrl.data.rows import Dataset, Row
+from minivlmrl.diagnostics.memory import MemoryQuestion
 from minivlmrl.errors import phase
 from minivlmrl.run.loop import num_tokens, run_micro_batches
 from minivlmrl.trainers.base import Trainer
 
 
-def largest_rows(
-    dataset: Dataset,
-    sizes: Sequence[RowSize],
-    processor: Processor,
-    count: int,
-    skip_unreadable: bool,
-    answers: Sequence[str] = (),
-) -> list[Row]:
-    """Return the `count` largest rows of a dataset; rows are repeated if fewer were measured.
+def largest_rows(question: MemoryQuestion, dataset: Dataset, processor: Processor) -> list[Row]:
+    """Return the rows of the largest micro-batch; rows are repeated if fewer were measured.
 
-    Args:
-        sizes: sizes of rows of the dataset, the largest first.
-        skip_unreadable: True leaves out rows whose images cannot be decoded.
-        answers: Row fields with the answers that the stage trains on.
-
-    Raises:
-        ValueError: a row is unreadable, and skip_unreadable is False.
+    Rows whose images cannot be decoded are left out if data.skip_unreadable is set, and otherwise
+    raise ValueError.
     """
     rows = []
-    for size in sizes:
+    count = question.micro_batch_prompts
+    for size in question.rows:
         if len(rows) == count:
             break
-        with suppress(ValueError) if skip_unreadable else nullcontext():
+        with suppress(ValueError) if question.run.data.skip_unreadable else nullcontext():
             row = replace(dataset[size.index], index=size.index)
-            readable_prompt(row, processor, answers)
+            readable_prompt(row, processor, question.trainer.answers)
             rows.append(row)
     return [rows[number % len(rows)] for number in range(count if rows else 0)]
 

@@ -82,14 +82,7 @@ class MemoryCheck(Callback):
             self.plans[stage] = estimate_phases(question)
             if peak_bytes(self.plans[stage]) > available:
                 raise ValueError(refusal(question, processor.image_processor, available))
-            self.largest_rows[stage] = largest_rows(
-                datasets[stage],
-                rows,
-                processor,
-                question.micro_batch_prompts,
-                config.data.skip_unreadable,
-                question.trainer.answers,
-            )
+            self.largest_rows[stage] = largest_rows(question, datasets[stage], processor)
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
         if self.largest_rows.get(trainer.stage):

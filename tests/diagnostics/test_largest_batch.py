@@ -8,11 +8,13 @@ import torch
 from runs import metrics, write_lines
 
 from minivlmrl.config.loading import load_config
+from minivlmrl.config.options import DataOptions, RunConfig
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import measure_rows
 from minivlmrl.diagnostics.largest_batch import largest_rows, try_largest_batch
+from minivlmrl.diagnostics.memory import MemoryQuestion
 from minivlmrl.diagnostics.memory_check import MemoryCheck
 from minivlmrl.distributed.process_group import World
 from minivlmrl.run import loop
@@ -128,9 +130,14 @@ def test_unreadable_rows_are_not_tried(write_rows, tmp_path):
     data = FileDataset(write_rows(*({"problem": "a", "image": f"{name}.png"} for name in ("broken", "large", "red"))))
     sizes = measure_rows(data, PROCESSOR)
     assert [size.index for size in sizes] == [0, 1, 2] and sizes[0].weight == sizes[1].weight > sizes[2].weight
-    found = largest_rows(data, sizes, PROCESSOR, 1, skip_unreadable=True)
-    found += largest_rows(data, sizes, PROCESSOR, 3, skip_unreadable=True)
-    assert [row.index for row in found] == [1, 1, 2, 1]
+
+    def rows_of(count, skips=True, sizes=sizes):
+        run = RunConfig(data=DataOptions(skip_unreadable=skips))
+        run.grpo.micro_batch_size = run.grpo.prompts_per_step = count
+        question = MemoryQuestion(run, "grpo", None, 1, sizes)
+        return [row.index for row in largest_rows(question, data, PROCESSOR)]
+
+    assert rows_of(1) + rows_of(3) == [1, 1, 2, 1]
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*broken\.png"):
-        largest_rows(data, sizes, PROCESSOR, 1, skip_unreadable=False)
-    assert largest_rows(data, sizes[:1], PROCESSOR, 1, skip_unreadable=True) == []
+        rows_of(1, skips=False)
+    assert rows_of(1, sizes=sizes[:1]) == []
