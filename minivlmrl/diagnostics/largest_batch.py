@@ -42,7 +42,6 @@ def try_largest_batch(
     The weights, the optimizer and the random generators do not change. All gradients are removed.
 
     Args:
-        rows: the rows of the micro-batch.
         optimizer_bytes: size of the optimizer state on this GPU. It is reserved during the pass,
             because the optimizer creates its state only in the first step.
     """

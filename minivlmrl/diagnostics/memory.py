@@ -182,11 +182,9 @@ class MemoryEstimator:
     def activations(
         self, run: RunConfig, models: TrainedModels, work: BatchShape, train: bool
     ) -> int:
-        """Return a forward pass's peak memory in bytes, without weights and gradients.
+        """Return the peak memory in bytes of a forward pass, and of a backward pass with `train`.
 
-        Args:
-            work: the batch's shape.
-            train: True to include the backward pass.
+        It includes neither weights nor gradients.
         """
         batch = meta_batch(self.config, work, patch_dtype(run))
         with self.tracked(run, models, batch, train) as (models, live):
@@ -214,11 +212,7 @@ class MemoryEstimator:
     def tracked(
         self, run: RunConfig, models: TrainedModels, batch: GroupBatch, train: bool
     ) -> Iterator[tuple[TrainedModels, AllocationTracker]]:
-        """Count a computation's memory in the `with` block, with a recipe's options.
-
-        Yields:
-            Copies of the models that compute as in a run, and the tracker.
-        """
+        """Yield copies of the models that compute as in a run, and a tracker of their memory."""
         models = copy.deepcopy(models)
         if run.model.compute_dtype:
             models.to(DTYPES[run.model.compute_dtype])
@@ -270,9 +264,10 @@ def fused_attention(
     """Call the CPU's fused attention kernel.
 
     On the meta device, scaled_dot_product_attention would use the unfused formula, which needs more
-    memory than a GPU's kernels. In float32, the mask is kept for the backward pass. In 16
-    bits, a GPU uses no mask, see dense_attention.
+    memory than a GPU's kernels.
     """
+    # In float32, the mask is kept for the backward pass. In 16 bits, a GPU uses no mask, see
+    # dense_attention.
     mask = attn_mask if q.dtype == torch.float32 else None
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(q, k, v, attn_mask=mask)[0]
@@ -393,11 +388,8 @@ def largest_batch(
     The shape's prompts are equal; their sizes are the means over the batch's rows.
 
     Args:
-        rows: row sizes, the largest first.
-        prompts: number of prompts to divide.
         completions: token counts of each prompt's completions.
-        max_tokens: largest number of tokens in a batch; None for no limit.
-        whole: whether all a prompt's completions are in the same batch.
+        whole: True if all completions of a prompt are in the same batch.
     """
     sizes = [rows[min(number, len(rows) - 1)] for number in range(prompts)]
     parts = [sum(completions)] if whole else completions
@@ -443,12 +435,7 @@ def gathered_bytes(question: MemoryQuestion, model: VisionLanguageModel) -> int:
 def rollout_items(
     question: MemoryQuestion, sampling: SamplingOptions, work: BatchShape
 ) -> dict[str, float]:
-    """Return the size in bytes of each item that is in memory only while completions are sampled.
-
-    Args:
-        sampling: how the completions are sampled.
-        work: the sampling batch's shape.
-    """
+    """Return the size in bytes of each item that is in memory only while completions are sampled."""
     run, estimator, dtype = question.run, question.estimator, question.dtype
     policy = question.models.policy
     by_layer = run.uses_fsdp and not run.rollout.gather_weights

@@ -76,26 +76,16 @@ class ReportPage(Callback):
             write_page([self.folder], self.folder / PAGE)
 
     def refresh(self):
-        """Update the page if an update is due.
-
-        The interval grows with an update's duration, so that updates take at most about 1 % of
-        the training time.
-        """
+        """Update the page if an update is due."""
         begin = clock()
         if self.is_main and self.seconds and begin >= self.next_time:
             write_page([self.folder], self.folder / PAGE, self.seconds)
+            # so that updates take at most about 1 % of the training time
             self.next_time = clock() + max(self.seconds, 100 * (clock() - begin))
 
 
 def write_page(folders: list[Path], out: Path, seconds: float = 0):
-    """Write one page about one or several runs.
-
-    Args:
-        folders: the runs' folders.
-        out: the page's path.
-        seconds: interval at which a browser reloads the page. With 0, for example for a finished
-            run, the page is not reloaded.
-    """
+    """Write one page about one or several runs, which a browser reloads every `seconds`, or never."""
     runs = [collect_run(folder) | {"reload": seconds} for folder in folders]
     fill_template(TEMPLATE, json_text(runs), out)
 
@@ -142,12 +132,7 @@ def collect_run(folder: Path) -> dict:
 
 
 def thin_out(metrics: list[dict]) -> dict:
-    """Replace steps by means over several steps, so that a stage has at most POINTS lines.
-
-    Returns:
-        `metrics`, the lines, each with its last step's number; and `steps_per_point`, the
-        number of steps per line, by the stage's name.
-    """
+    """Replace steps by means over several steps, so that a stage has at most POINTS lines."""
     lines_of_stage = {}
     for line in metrics:
         lines_of_stage.setdefault(line["stage"], []).append(line)
@@ -210,13 +195,9 @@ def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:
 
 
 def data_uri(folder: Path, path: str) -> str:
-    """Encode an image that completions.jsonl names as a data URI.
-
-    Raises:
-        ValueError: the path is not a file in the run's images folder. Without this check,
-            completions.jsonl could name any file on the computer, and the page would contain it.
-    """
+    """Encode an image that completions.jsonl names as a data URI."""
     file = (folder / path).resolve()
+    # otherwise completions.jsonl could name any file on the computer, and the page would contain it
     if file.parent != folder.resolve() / IMAGES or not file.is_file():
         raise ValueError(
             f"{folder / COMPLETIONS}: {path!r:.80} is not an image in the folder {IMAGES}/ of the "

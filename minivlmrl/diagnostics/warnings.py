@@ -256,14 +256,9 @@ class WarningRules:
 def ignores_images(evaluations: list[dict], rows: int, reward: str) -> str | None:
     """Return a warning if held-out accuracy rises while the benefit of seeing the image shrinks.
 
-    The benefit is the reward with the true image, minus the reward with a gray image or with the
-    another row's image, whichever is higher. A change counts if it exceeds
-    1 / sqrt(rows), which is two standard errors of an accuracy of 0.5.
-
-    Args:
-        evaluations: lines in evaluations.jsonl.
-        rows: number of held-out rows.
-        reward: the first evaluation reward's name.
+    The benefit is the reward with the true image, minus the reward with a gray image or with
+    another row's image, whichever is higher. A change counts if it exceeds 1 / sqrt(rows), which is
+    two standard errors of an accuracy of 0.5.
     """
     sampled = metric_name(reward, "sampled")
     gray, swapped = (metric_name(reward, way) for way in IMAGE_ABLATIONS)
