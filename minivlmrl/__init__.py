@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from minivlmrl.losses.sft import sft_loss
     from minivlmrl.model.logprobs import per_token_logps
 
-__version__ = "0.5.0"  # pyproject.toml reads this line
+__version__ = "0.6.0"  # pyproject.toml reads this line
 __all__ = [
     "LossNormalizer",
     "__version__",

@@ -127,7 +127,7 @@ def test_commands_of_scripts_have_files_and_flags_that_exist():
             flags = re.findall(r" (--\w+)(?=[= ]|$)", command)
             assert [flag for flag in flags if f'"{flag}"' not in path.read_text()] == [], command
             found += 1
-    assert found > 20
+    assert found > 10
 
 
 def test_the_reading_list_names_what_its_files_define():
@@ -387,16 +387,19 @@ def test_the_chinese_readme_agrees_with_the_english_one(pattern, written_differe
 
 
 def test_the_readme_begins_with_a_quotation_of_minimal():
-    assert blocks(README, "python")[0] in (ROOT / "minimal.py").read_text()
+    quoted = blocks(README, "python")[0]
+    assert quoted.startswith("def grpo(") and quoted in (ROOT / "minimal.py").read_text()
 
 
 def test_the_sizes_in_the_readme():
     def lines(*patterns):
         return sum(len(file.read_text().splitlines()) for pattern in patterns for file in ROOT.glob(pattern))
 
-    package = lines("minivlmrl/**/*.py", "kernels/*.py")
+    extras = lines("minivlmrl/extras/**/*.py")
+    core = lines("minivlmrl/**/*.py", "kernels/*.py") - extras
     assert f"minimal.py has {round(lines('minimal.py'), -1)} lines." in README
-    assert f"The package and its kernels have {round(package, -2):,}." in README
+    assert f"in minivlmrl/ and kernels/, has {round(core, -2):,}, and" in README
+    assert f"in minivlmrl/extras/, has {round(extras, -2):,}." in README
 
 
 @pytest.mark.parametrize("text", [README, CHINESE], ids=["English", "Chinese"])
