@@ -11,6 +11,7 @@ import minimal
 from minivlmrl.config.options import OptimizerOptions, TrainingOptions
 from minivlmrl.data.image import ImageProcessor, load_image, smart_resize
 from minivlmrl.data.messages import conversation
+from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion
 from minivlmrl.distributed.process_group import World
 from minivlmrl.generation.generate import generate, make_token_sampler
@@ -18,7 +19,8 @@ from minivlmrl.losses.advantages import group_advantages
 from minivlmrl.losses.grpo import grpo_loss
 from minivlmrl.losses.preference import dpo_loss
 from minivlmrl.losses.sft import sft_loss
-from minivlmrl.model.checkpoint import load_model, load_processor
+from minivlmrl.model import config_json
+from minivlmrl.model.checkpoint import load_model, load_processor, save_model
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 from minivlmrl.model.rope import get_rope_index
@@ -27,15 +29,18 @@ from minivlmrl.run.optimizer import finish_gradients, learning_rate, make_optimi
 from tests.minimal.pairs import (
     IDS,
     IMAGE,
+    PIXELS,
     ROWS,
+    TOKENIZER,
     completions,
+    hub_config,
     in_float64,
     largest_difference,
     padded,
     row_of,
-    write_folder,
 )
 
+import tiny
 from by_hand import tensor
 from draws import seeded
 
@@ -47,11 +52,13 @@ PROMPTS = ROWS | {"structure in a text": (STRUCTURE, [(90, 30)])}
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def both(request, tmp_path_factory, transformers):
-    """One folder as minimal.py and as the package read it."""
-    folder = tmp_path_factory.mktemp("folder")
-    write_folder(folder, request.param)
-    package = load_model(folder, torch.float64)
+def both(request, tmp_path_factory):
+    """A folder that the package wrote, as minimal.py and as the package read it."""
+    folder = tmp_path_factory.mktemp("run") / "folder"
+    model = tiny.model_of(config_json.from_dict(hub_config(request.param))).double()
+    smallest, largest = PIXELS
+    save_model(folder, model, Processor(TOKENIZER, ImageProcessor(min_pixels=smallest, max_pixels=largest)))
+    package = load_model(folder)
     return SimpleNamespace(ours=in_float64(folder), package=package, processor=load_processor(folder), folder=folder)
 
 
