@@ -1,4 +1,4 @@
-"""Tiny Qwen2.5-VL folders as transformers writes them, and rows with images of odd sizes."""
+"""Rows with images of odd sizes, tiny folders, completions, and the command line, for all tests of minimal.py."""
 
 import json
 import sys
@@ -9,7 +9,6 @@ from hub_configs import tiny_config
 from record_vision import noise
 
 import minimal
-from minivlmrl.data.rows import Completion
 from minivlmrl.tasks import shapes
 
 import tiny
@@ -35,7 +34,7 @@ def row_of(problem: str, sizes: list[tuple[int, int]]) -> dict:
 
 
 def hub_config(tied: bool) -> dict:
-    """Return the content of config.json as transformers 4.49 reads it, all values written out."""
+    """Return the content of config.json as on the Hub, where no value is left out."""
     names = {f"{kind}_token_id": IDS[f"<|{kind}_pad|>"] for kind in ("image", "video")}
     names |= {f"vision_{end}_token_id": IDS[f"<|vision_{end}|>"] for end in ("start", "end")}
     return tiny_config("qwen2_5_vl", tied) | names | {"vocab_size": len(TOKENIZER)}
@@ -76,10 +75,6 @@ def padded(answers: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=7)
     lengths = torch.tensor([len(answer) for answer in answers])
     return ids, torch.arange(ids.shape[1]) < lengths[:, None]
-
-
-def scored(answers: list[torch.Tensor]) -> list[Completion]:
-    return [Completion(answer) for answer in answers]
 
 
 def largest_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -133,7 +133,7 @@ def test_prompts_are_equal(both, name):
 
 
 def sampled() -> list[torch.Tensor]:
-    """Return completions of which one consists of one token, and two contain a sampled <|image_pad|>."""
+    """Return completions: one is a single token, and each other one contains a sampled <|image_pad|>."""
     answers = completions()
     answers[1][0] = answers[2][3] = answers[3][-1] = IMAGE
     return answers
