@@ -6,7 +6,7 @@ import io
 import os
 import sys
 
-from minivlmrl.errors import check_extras, did_you_mean, is_out_of_memory, out_of_memory, shortened
+from minivlmrl.errors import check_extras, did_you_mean, mistake
 
 COMMANDS = {  # name: (module:function, one sentence)
     "train": ("minivlmrl.commands.train:main", "train a recipe, as train.py does"),
@@ -47,21 +47,10 @@ def main(arguments: list[str] | None = None) -> int:
         # without a new stdout, Python's last flush would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (ValueError, FloatingPointError, OSError) as error:  # mistakes that the user can correct
-        line = shortened(" ".join(str(error).split()))
-        print(f"python -m minivlmrl {name}: {line}", file=sys.stderr)
-        return 2
     except Exception as error:
-        if is_out_of_memory(error):
-            print(f"python -m minivlmrl {name}: {out_of_memory(error)}", file=sys.stderr)
-            return 2
-        # imported here, because the module imports torch, which takes a second
-        from minivlmrl.config.import_utils import describe_user_error
-
-        described = describe_user_error(error)
-        if described is None:
+        line = mistake(error)
+        if line is None:
             raise
-        line = shortened(" ".join(described.split()))
         print(f"python -m minivlmrl {name}: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

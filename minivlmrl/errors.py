@@ -1,12 +1,19 @@
 """Say where an error occurred, which value is wrong, and which name was probably meant."""
 
 import difflib
+import os
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
+
+PACKAGE = Path(__file__).resolve().parent
+OURS = tuple(f"{folder}{os.sep}" for folder in (PACKAGE, PACKAGE.parent / "recipes"))
+# files of code that options name, except those of this package; see config/import_utils.py
+USER_FILES: set[str] = set()
 
 # quoted texts of 80 characters or more (not apostrophes), and words of 500 characters or more
 LONG_QUOTES = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}""")
@@ -20,7 +27,8 @@ NO_MEMORY = re.compile(
 class error_context(AbstractContextManager):
     """Prefix errors raised in the block with the file, row or field concerned.
 
-    An error that already begins with this prefix does not get the prefix twice.
+    A ValueError that already begins with this prefix does not get the prefix twice. Errors of other
+    types, which users' code may raise, keep their type and get a note.
     """
 
     # A class is faster than a generator with @contextmanager, which matters because each of 200,000
@@ -29,8 +37,36 @@ class error_context(AbstractContextManager):
         self.where = where
 
     def __exit__(self, kind, error, traceback):
-        if isinstance(error, ValueError) and not str(error).startswith(f"{self.where}: "):
-            raise ValueError(f"{self.where}: {shortened(error)}") from error
+        if isinstance(error, ValueError):
+            if not str(error).startswith(f"{self.where}: "):
+                raise ValueError(f"{self.where}: {shortened(error)}") from error
+        elif isinstance(error, Exception):
+            error.add_note(f"in {self.where}")
+
+
+def mistake(error: BaseException) -> str | None:
+    """Describe an error in one line if the user can correct it without a traceback, else None.
+
+    These are a lack of memory, errors of the system such as a full disk, and errors that a `raise`
+    statement of this package raised. If a user's own file is the cause, its traceback is needed.
+    """
+    if is_out_of_memory(error):
+        return out_of_memory(error)
+    last = extract_tb(error.__traceback__)[-1]
+    is_raised = last.filename.startswith(OURS) and (last.line or "").startswith("raise ")
+    is_known = isinstance(error, ValueError | FloatingPointError) and is_raised
+    if not is_known and not isinstance(error, OSError):
+        return None
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    for frame in reversed(extract_tb(cause.__traceback__)):
+        if frame.filename.startswith(OURS) or is_out_of_memory(cause):
+            break
+        if frame.filename in USER_FILES:
+            return None
+    message = "; ".join([str(error), *getattr(error, "__notes__", ())])
+    return shortened(" ".join(message.split()))
 
 
 def check_field(valid: bool, name: str, value: Any, expected: str):
@@ -74,9 +110,9 @@ def out_of_memory(error: BaseException) -> str:
 
 
 class phase(AbstractContextManager):
-    """Mark a block as one phase of a run, such as "forward", for the message if memory runs out.
+    """Mark a block as one phase of a run, such as "forward", for the messages after an error.
 
-    An out-of-memory error gets the attributes `phase` and `rows` of the innermost block around it.
+    An error gets the attributes `phase` and `rows` of the innermost block around it.
 
     Args:
         name: name of the phase, as the message shows it.
@@ -87,7 +123,7 @@ class phase(AbstractContextManager):
         self.name, self.rows = name, rows
 
     def __exit__(self, kind, error, traceback):
-        if is_out_of_memory(error) and not hasattr(error, "phase"):
+        if error is not None and not hasattr(error, "phase"):
             error.phase, error.rows = self.name, self.rows
 
 

@@ -20,7 +20,7 @@ def detection(answer_texts, solution, image_sizes, answer_extents, log_extra=Non
     Objects are matched as in the reward `iou`.
     """
     return score_boxes(
-        "detection", LABELLED, mean_similarity, answer_texts, solution, image_sizes, answer_extents, log_extra=log_extra
+        LABELLED, mean_similarity, answer_texts, solution, image_sizes, answer_extents, log_extra=log_extra
     )
 
 
@@ -43,7 +43,7 @@ def ap_50(
         return total / len(labels)
 
     return score_boxes(
-        "ap_50", LABELLED, mean_over_labels, answer_texts, solution, image_sizes, answer_extents, log_extra=log_extra
+        LABELLED, mean_over_labels, answer_texts, solution, image_sizes, answer_extents, log_extra=log_extra
     )
 
 
@@ -75,9 +75,7 @@ def weighted_sum(
         scores = sum(right_ious) / len(true), len(right_ious) / len(true), complete
         return sum(weight * score for weight, score in zip(weights, scores, strict=True)) / sum(weights)
 
-    return score_boxes(
-        "weighted_sum", LABELLED, weighted, answer_texts, solution, image_sizes, answer_extents, log_extra=log_extra
-    )
+    return score_boxes(LABELLED, weighted, answer_texts, solution, image_sizes, answer_extents, log_extra=log_extra)
 
 
 def average_precision(answered: Objects, true: Objects) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-from minivlmrl.config.import_utils import call_user_code, defined_in, resolve_object, with_options
+from minivlmrl.config.import_utils import resolve_object, with_options
 from minivlmrl.config.options import VideoOptions
 from minivlmrl.config.parsing import read_value
 from minivlmrl.config.types import Plain
@@ -69,16 +69,16 @@ def find_format(name: str) -> Callable[[dict], dict]:
         function = with_options(*resolve_object("format", name, {}))
 
     def convert(row: dict) -> dict:
-        columns = call_user_code(f"data.format {name}", function, row)
+        columns = function(row)
         if not isinstance(columns, dict) or not all(isinstance(key, str) for key in columns):
             raise ValueError(
-                f"data.format {name}{defined_in(function)} returned {columns!r:.60}, but it must "
+                f"data.format {name} returned {columns!r:.60}, but it must "
                 "return a dictionary that maps the names of columns to values"
             )
         for column, value in columns.items():
             if getattr(value, "ndim", 0):
                 raise ValueError(
-                    f"data.format {name}{defined_in(function)} returned an array of type "
+                    f"data.format {name} returned an array of type "
                     f"{type(value).__name__} in the column {column!r}; convert it with tolist()"
                 )
         return columns

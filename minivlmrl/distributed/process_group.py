@@ -136,7 +136,7 @@ class World:
             future.set_exception(error)
         self.wait()
         for error in filter(None, self.gather_objects(future.exception())):
-            raise error
+            raise error from future.exception()  # which has this rank's traceback
         return future.result()
 
     def run_on_rank_zero(self, work: Callable[[], Value]) -> Value | None:

@@ -50,7 +50,6 @@ def mean_iou(
         ValueError: a solution is not a box. The message quotes it.
     """
     return score_boxes(
-        "iou",
         BOXES,
         mean_similarity,
         answer_texts,
@@ -75,7 +74,6 @@ def acc_0_5(answer_texts, solution, image_sizes, answer_extents, log_extra=None,
         return sum(value >= 0.5 for value in values) / len(values)
 
     return score_boxes(
-        "acc_0_5",
         BOXES,
         share_of_hits,
         answer_texts,
@@ -104,7 +102,6 @@ def mean_giou(
         return mean_similarity(predicted, true, lambda a, b: boxes.giou(a[1], b[1]), missing=-1.0)
 
     return score_boxes(
-        "giou",
         BOXES,
         measure,
         answer_texts,
@@ -193,7 +190,6 @@ class ObjectFormat:
 
 
 def score_boxes(
-    name: str,
     form: ObjectFormat,
     measure: Callable[[Objects, Objects], float],
     answer_texts: list,
@@ -208,7 +204,6 @@ def score_boxes(
     Answers, solutions, sizes, extents and returned values are described in mean_iou.
 
     Args:
-        name: reward name, for error messages.
         form: functions that read objects from solutions and answers.
         measure: function that computes a reward from an answer's objects and the true objects.
         missing: reward for an answer without objects.
@@ -229,7 +224,7 @@ def score_boxes(
         # an invalid solution is an error, because no answer could ever get a reward for it
         true = form.read_solution(truth, size)
         if not true or not all(box.valid for _, box in true):
-            raise ValueError(f"reward {name}: solution {solution!r:.300} {form.requirement}")
+            raise ValueError(f"solution {solution!r:.300} {form.requirement}")
         predicted = [(label, box.to(size)) for label, box in form.read_answer(answer or "", extent)]
         if not predicted:
             scored.append((missing, NO_ANSWER if answer is None else NO_BOX))

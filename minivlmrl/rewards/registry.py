@@ -11,28 +11,23 @@ import math
 import numbers
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, compress
 from threading import Thread
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
-from minivlmrl.config.import_utils import (
-    place,
-    raised,
-    resolve_object,
-    unchanged_process,
-    with_options,
-)
+from minivlmrl.config.import_utils import resolve_object, with_options
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.time_limit import Overtime, is_interrupt, time_limit
+from minivlmrl.config.time_limit import Overtime, time_limit
 from minivlmrl.data.boxes import box_columns
 from minivlmrl.data.messages import text_of
 from minivlmrl.data.rows import REWARD_ARGUMENTS
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import did_you_mean, error_context
+from minivlmrl.errors import error_context
 from minivlmrl.rewards.columns import reward_columns
 
 REWARDS: dict[str, str | Callable] = {  # name: "module:function", or the function itself
@@ -98,7 +93,7 @@ class RewardLog:
     def log_metric(self, name: str, value: float):
         """Log a finite number; metrics.jsonl has the mean over a rollout's numbers."""
         number = plain_value(value)
-        if name in STEP_METRICS:
+        if name in STEP_METRICS:  # the line of the step would lose its own value
             raise ValueError(
                 f"log_metric: {name!r} is already a metric of every step; use another name"
             )
@@ -115,19 +110,15 @@ class RewardFailed(ValueError):
 
 @dataclass(eq=False)
 class Reward:
-    """A reward function with its name, which checks arguments and returned values.
-
-    The function has the same signature as TRL's reward functions.
-    """
+    """A reward function with its name; the function has the signature of TRL's reward functions."""
 
     name: str
     function: Callable
     # World.run_on_all_ranks, which raises one rank's error on all ranks
     run_on_all_ranks: Callable = World().run_on_all_ranks
     log: RewardLog | None = None  # the stage's log; None in evaluations and commands
-    max_seconds: float | None = (
-        None  # time limit for a call; None for a reward that another one calls
-    )
+    # time limit for a call; None for a reward that another one calls
+    max_seconds: float | None = None
 
     @property
     def columns(self) -> set[str]:
@@ -143,95 +134,62 @@ class Reward:
     def __call__(self, /, completions: list[str], **columns) -> list[float]:
         """Compute rewards for n completions; None values from the function become NaN.
 
+        Rows whose column row_rewards does not list this reward are not scored: their values are
+        NaN. The column has the rewards that data.train gives for the file of a row.
+
         Raises:
             RewardFailed: the function failed. The message names the row.
-        """
-        columns = {"completions": completions} | columns
-        score = partial(self._score, columns)
-        if self.max_seconds is not None:
-            score = partial(self._score_in_time, columns, self.max_seconds)
-        try:
-            return self.run_on_all_ranks(score)
-        except ValueError as error:
-            raise RewardFailed(*error.args) from error
-
-    def _score_in_time(self, columns: dict[str, list], seconds: float) -> list[float]:
-        """Call `_score` with a time limit."""
-        name = f"{rows_prefix(columns.get('row_names', ()))}reward {self.name}"
-        num_completions = len(columns["completions"])
-        try:
-            with time_limit(seconds):
-                return self._score(columns)
-        except Overtime as error:
-            raise ValueError(
-                f"{name} took more than {seconds:g} seconds for {num_completions} completions"
-                f"{place(self.function, error)}; make it faster, or increase max_reward_seconds"
-            ) from error
-
-    def _score(self, columns: dict[str, list]) -> list[float]:
-        """Call the function on the rows that use this reward; other rows' values are NaN.
-
-        The column row_rewards lists a row's rewards, if data.train gives rewards for its file.
         """
         log = self.log or RewardLog()
         callbacks = {"trainer_state": log.trainer_state, "log_metric": log.log_metric}
         for name in [*callbacks, "log_extra"]:
             if name in columns:  # given by another reward function that calls this reward
                 callbacks[name] = columns.pop(name)
-        row_rewards = columns.pop("row_rewards", [None] * len(columns["completions"]))
+        row_rewards = columns.pop("row_rewards", [None] * len(completions))
         is_scored = [names is None or self.name in names for names in row_rewards]
-        if not any(is_scored):
-            return [math.nan] * len(is_scored)
-        columns = {column: list(compress(values, is_scored)) for column, values in columns.items()}
-        missing_columns = sorted(self.columns - columns.keys())
-        if missing_columns:
-            raise ValueError(
-                f"reward {self.name} needs column {missing_columns[0]!r}; "
-                f"the rows have {sorted(columns.keys() - REWARD_ARGUMENTS)}"
-                f"{did_you_mean(missing_columns[0], columns)}"
-            )
-        texts = columns["completions"]
-        extras = columns.pop("extras", [{} for _ in texts])
+        columns["completions"] = [Text(text) for text in completions]
+        columns = {name: list(compress(values, is_scored)) for name, values in columns.items()}
+        extras = columns.pop("extras", [{} for _ in columns["completions"]])
         callbacks.setdefault("log_extra", partial(log_extra, self.name, extras))
-        prefixes = [f"{row}: " for row in columns.get("row_names", ())] or [""] * len(texts)
-        columns["completions"] = [Text(text) for text in texts]
         if columns.get("prompts"):
             columns["prompts"] = [last_turn(prompt) for prompt in columns["prompts"]]
-        with unchanged_process(f"reward {self.name}"):
-            try:
-                values = _call(self.function, columns | callbacks)
-            except BaseException as error:
-                if is_interrupt(error):
-                    raise
-                raise self._failure(texts, prefixes, columns, callbacks, error) from error
-        values = iter(checked_values(self.name, values, texts, prefixes))
-        return [next(values) if scored else math.nan for scored in is_scored]
+        scored = iter(self.run_on_all_ranks(partial(self._score, columns, callbacks)))
+        return [next(scored) if is_one else math.nan for is_one in is_scored]
 
-    def _failure(
-        self, texts: list[str], prefixes: list[str], columns: dict, callbacks: dict, error
-    ) -> ValueError:
-        """Return an error whose message names the first completion for which the function fails.
+    def _score(self, columns: dict[str, list], callbacks: dict[str, Any]) -> list[float]:
+        """Call the function on m rows, and check its m values."""
+        texts = columns["completions"]
+        if not texts:
+            return []
+        rows = columns.get("row_names") or ["" for _ in texts]
+        try:
+            with nullcontext() if self.max_seconds is None else time_limit(self.max_seconds):
+                try:
+                    values = call_function(self.function, columns | callbacks)
+                except Exception as error:
+                    found = self._find_failure(columns, callbacks)
+                    raise RewardFailed(f"{found}: {type(error).__name__}: {error}") from error
+        except Overtime as error:
+            raise RewardFailed(
+                f"{rows_prefix(rows)}reward {self.name} took more than {self.max_seconds:g} seconds "
+                f"for {len(texts)} completions; make it faster, or increase max_reward_seconds"
+            ) from error
+        return checked_values(self.name, values, texts, [row and f"{row}: " for row in rows])
+
+    def _find_failure(self, columns: dict[str, list], callbacks: dict[str, Any]) -> str:
+        """Name the first completion for which the function fails, and its row.
 
         To find this completion, the function is called on one completion after the other.
         """
-        prefix = ""
-        failed_with = f"{len(texts)} completions together (it accepts each one separately)"
-        for i, text in enumerate(texts):
-            callbacks["log_extra"] = partial(log_extra, self.name, [{}])
+        callbacks = callbacks | {"log_extra": lambda *_: None}
+        rows = columns.get("row_names") or ["" for _ in columns["completions"]]
+        for i, (row, text) in enumerate(zip(rows, columns["completions"], strict=True)):
             try:
-                row = {name: [values[i]] for name, values in columns.items()}
-                _call(self.function, row | callbacks)
-            except BaseException as row_error:
-                if is_interrupt(row_error):
-                    raise
-                prefix = prefixes[i]
-                failed_with = f"the completion {text!r:.80}"
-                error = row_error
-                break
-        if isinstance(error, ValueError) and str(error).startswith("reward "):
-            return ValueError(f"{prefix}{error}")  # minivlmrl's rewards raise complete messages
-        reason = raised(self.function, error, columns)
-        return ValueError(f"{prefix}reward {self.name}, for {failed_with}, {reason}")
+                one = {name: [values[i]] for name, values in columns.items()}
+                call_function(self.function, one | callbacks)
+            except Exception:
+                return f"{row and f'{row}: '}reward {self.name}, for the completion {text!r:.80}"
+        return f"reward {self.name}, for {len(rows)} completions together"
 
 
 def rows_prefix(names: Iterable[str]) -> str:
@@ -241,21 +199,10 @@ def rows_prefix(names: Iterable[str]) -> str:
 
 
 def get_reward(name: str) -> Reward:
-    """Return the reward that a name, with or without options, refers to.
-
-    Raises:
-        ValueError: there is no such reward, or the function does not accept the given options.
-    """
+    """Return the reward that a name, with or without options, refers to."""
     function, options = resolve_object("reward", name, REWARDS)
     with error_context(f"reward {name}"):
-        function = with_options(function, options)
-        if not inspect.getfullargspec(function).varkw:
-            raise ValueError(
-                "the arguments of a reward function must end with **columns, because it is called "
-                "with all columns of the rows and with completions, answer_texts, prompts and "
-                "others, each a list with one value per completion"
-            )
-        return Reward(name, function)
+        return Reward(name, with_options(function, options))
 
 
 def training_rewards(run: RunConfig) -> list[Reward]:
@@ -301,7 +248,7 @@ def checked_values(name: str, values, completions: list[str], prefixes: list[str
         completions: completion texts, for error messages.
         prefixes: beginning of each completion's error message, "" or "FILE:LINE: ".
     Raises:
-        ValueError: the values are not n finite numbers or None.
+        RewardFailed: the values are not n finite numbers or None.
     """
     try:
         # iterating over a dict, a set or a str could give n values by accident
@@ -309,7 +256,7 @@ def checked_values(name: str, values, completions: list[str], prefixes: list[str
             raise TypeError
         scored_rows = list(zip(values, completions, prefixes, strict=True))
     except (TypeError, ValueError) as error:
-        raise ValueError(
+        raise RewardFailed(
             f"reward {name} returned {values!r:.80}, but "
             f"it must return a list with one number per completion, here {len(completions)}"
         ) from error
@@ -321,25 +268,16 @@ def checked_values(name: str, values, completions: list[str], prefixes: list[str
         elif isinstance(value, float | int | numbers.Real) and abs(value) <= MAX_FLOAT32:
             checked.append(float(value))
         else:
-            raise ValueError(
+            raise RewardFailed(
                 f"{prefix}reward {name} returned {value!r:.80} for the completion {text!r:.80}, "
                 "but it must return a finite number, or None if it cannot score the completion"
             )
     return checked
 
 
-@runtime_checkable
-class Array(Protocol):
-    """Protocol of any library's tensors and arrays."""
-
-    @property
-    def ndim(self) -> int: ...
-    def item(self) -> float: ...
-
-
-def plain_value(value: Array | float | str | None) -> Array | float | str | None:
+def plain_value(value: Any) -> float | str | None:
     """Convert a tensor or array without dimensions to a Python value; keep other values."""
-    return value.item() if isinstance(value, Array) and value.ndim == 0 else value
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
@@ -348,15 +286,7 @@ def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
     The column "why" has the reasons for a reward's values. They are logged as {name of the
     reward: reason}, because several rewards give reasons; None and "" are left out. Values that are
     not a number, a str or None are logged as str(value), because the log is JSON.
-
-    Raises:
-        ValueError: the number of values differs from the number of completions.
     """
-    if len(values) != len(extras):
-        raise ValueError(
-            f"log_extra: {column} has {len(values)} values, but it must have {len(extras)}, "
-            "one per completion"
-        )
     for extra, value in zip(extras, map(plain_value, values), strict=True):
         is_json = value is None or isinstance(value, str | int | float)
         value = value if is_json else str(value)
@@ -366,7 +296,7 @@ def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
             extra.setdefault("why", {})[reward_name] = value
 
 
-def _call(function: Callable, columns: dict[str, list]) -> list:
+def call_function(function: Callable, columns: dict[str, list]) -> list:
     values = function(**columns)
     return _run_in_thread(values) if inspect.iscoroutine(values) else values
 

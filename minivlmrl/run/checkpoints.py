@@ -15,7 +15,6 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from time import monotonic as clock
 
@@ -24,7 +23,6 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from minivlmrl.config.import_utils import describe_user_error
 from minivlmrl.config.loading import flat
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.download import find_folder, find_split
@@ -39,11 +37,12 @@ from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.checkpoint_files import find_pieces, read_into, sampled_blocks, write_tensors
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.optimizer import begin_state
-from minivlmrl.run.signals import StopSignals
+from minivlmrl.run.signals import Preempted, StopSignals
 from minivlmrl.run.trainer_state import RUN, TrainerState, read_trainer_state
 from minivlmrl.trainers.base import Trainer
 
 COMPLETE = "complete.json"
+UPDATING = "optimizer", "metrics"  # phases in which the optimizer may have updated some weights
 NUM_KEPT_STATES = 2  # checkpoints that a run keeps: two, in case the newest is damaged
 # stage options that determine how many rows the stage takes from its dataset at a time
 DRAW_SIZES = "prompts_per_step", "steps_per_generation", "num_mini_batches"
@@ -141,21 +140,15 @@ class CheckpointManager:
         self.resumed = None  # checkpoint folder that the next stage loads
         self.saved_steps = 0  # optimizer steps at the last checkpoint
         self.saved_time = clock()  # the last checkpoint's time
-        self.between_rollouts = True  # True if no rollout is in use, so a checkpoint can be saved
+        self.stage = ""  # the stage that has begun, see `restore`
+        self.can_save = True  # False while a rollout is in use
+        signals.can_stop = lambda: self.can_save
 
     def after_step(self, progress: TrainerState, log: MetricsLog, ends_rollout: bool):
-        """Save a checkpoint if one is due and the rollout has ended.
-
-        After a signal, the method saves a checkpoint and then raises Preempted.
-        """
-        stage = progress.stages[progress.stage]
-        stage_ends = progress.step == getattr(self.config, stage).max_steps
-        self.between_rollouts = ends_rollout or stage_ends
-        if not self.between_rollouts:
-            self.signals.save = lambda: None
-            return
-        self.signals.save = partial(self.ensure_saved, progress, log)
-        if self.is_due(progress.steps, stage_ends):
+        """Save a checkpoint if one is due and the rollout has ended; stop the run after a signal."""
+        stage_ends = progress.step == getattr(self.config, self.stage).max_steps
+        self.can_save = ends_rollout or stage_ends
+        if self.can_save and self.is_due(progress.steps, stage_ends):
             self.ensure_saved(progress, log)
         self.signals.stop_if_preempted()
 
@@ -186,82 +179,48 @@ class CheckpointManager:
 
     @contextmanager
     def saved_on_error(self, progress: TrainerState, log: MetricsLog) -> Iterator[None]:
-        """Save a checkpoint if the rollout or evaluation in the `with` block raises ValueError.
-
-        Any other error in a user's code has the same effect.
-
-        A model that has diverged is not saved. With several ranks, a checkpoint is only saved after
-        a RewardFailed, because all ranks must save together and only this error is raised on all
-        ranks.
-        """
+        """Save a checkpoint after an error or a signal, and add a note about it to the error."""
         try:
             yield
-        except (Exception, SystemExit) as error:
-            # an error in a user's code may have any type
-            described = str(error) if isinstance(error, ValueError) else describe_user_error(error)
-            if described is None:
-                raise
-            all_ranks_fail = self.world.size == 1 or isinstance(error, RewardFailed)
-            diverged = isinstance(error.__cause__, FloatingPointError)
-            can_save = self.between_rollouts and progress.steps > 0
-            if not can_save or diverged or not all_ranks_fail:
-                raise
-            folder = self.ensure_saved(progress, log)
-            raise ValueError(
-                f"{described}; the steps before this error are saved in {folder}: fix the cause, then "
-                "continue with --resume=auto"
-            ) from error
+        except Exception as error:
+            if progress.steps:
+                error.add_note(self.save_after(error, progress, log))
+            raise
 
-    def save_if_possible(self, progress: TrainerState, log: MetricsLog, updating: bool) -> str:
-        """Save a checkpoint after memory ran out, and describe the checkpoint to continue from.
+    def save_after(self, error: Exception, progress: TrainerState, log: MetricsLog) -> str:
+        """Save a checkpoint after an error if possible, and state from where the run continues.
 
         The weights are those of the last completed step, because only the optimizer changes them.
-        No checkpoint can be saved if that update was interrupted, or if the rollout in the last
-        step is still in use. With several ranks none is saved either, because all ranks must save
-        together, and only this rank has failed.
-
-        Args:
-            updating: True if the optimizer may have updated some weights.
-
-        Returns:
-            The end of an error message, after a semicolon.
         """
         stage = progress.stages[progress.stage]
-        if progress.steps == 0:
-            return "no step was done, so nothing is lost: start the run again"
-        reason = ""
-        if self.world.size > 1:
+        is_saved = self.saved_steps == progress.steps
+        # all ranks must save together
+        if self.world.size > 1 and not isinstance(error, RewardFailed | Preempted):
             reason = "the other ranks cannot save with this rank"
-        elif updating:
+        elif isinstance(error.__cause__, FloatingPointError):
+            reason = "the model has diverged"
+        elif getattr(error, "phase", getattr(error.__cause__, "phase", "")) in UPDATING:
             reason = f"the update of {stage} step {progress.step} was interrupted"
-        elif not self.between_rollouts:
+        elif not self.can_save:
             reason = "the rollout of the last step is still in use"
-        elif self.trainer.stage != stage and self.saved_steps != progress.steps:
+        elif not is_saved and self.stage != stage:
             reason = f"{stage} has not begun"
-        if not reason:
-            self.optimizer.zero_grad()
-            for module in self.trainer.modules().values():
-                reshard_interrupted(module)
+        else:
             try:
+                if not is_saved:
+                    self.optimizer.zero_grad()
+                    for module in self.trainer.modules().values():
+                        reshard_interrupted(module)
                 folder = self.ensure_saved(progress, log)
-                return (
-                    f"the steps before this error are saved in {folder}: continue with "
-                    "--resume=auto, which repeats this step"
-                )
-            except (MemoryError, RuntimeError, ValueError) as error:
-                if isinstance(error, ValueError):
-                    reason = str(error)
-                elif is_out_of_memory(error):
+                return f"the steps before this are saved in {folder}: continue with --resume=auto"
+            except Exception as failure:
+                reason = str(failure)
+                if is_out_of_memory(failure):
                     reason = "saving needs more memory, too"
-                else:
-                    raise
-        folders = state_folders(self.folder)
-        if not folders:
-            return f"no checkpoint could be saved, because {reason}: start the run again"
-        return (
-            f"no newer checkpoint could be saved, because {reason}: --resume=auto continues from "
-            f"{folders[-1]}"
-        )
+        older = state_folders(self.folder)
+        if not older:
+            return f"no checkpoint was saved, because {reason}: start the run again"
+        return f"no newer checkpoint was saved, because {reason}: --resume=auto continues from {older[-1]}"
 
     def to_resume(self) -> TrainerState:
         """Return the checkpoint's TrainerState to resume, or a new one for a new run.
@@ -343,12 +302,14 @@ class CheckpointManager:
             ValueError: if names, shapes or dtypes of the checkpoint's tensors differ from those of
                 the stage.
         """
-        self.trainer, self.optimizer = trainer, optimizer
-        self.between_rollouts = True
         folder = self.resumed
         self.resumed = None  # only the first stage after a resume starts from the checkpoint
-        if folder is None:
-            return
+        if folder is not None:
+            self.read_tensors(folder, trainer, optimizer)
+        self.stage, self.trainer, self.optimizer = trainer.stage, trainer, optimizer
+
+    def read_tensors(self, folder: Path, trainer: Trainer, optimizer: Optimizer):
+        """Copy a checkpoint's tensors into the weights and the optimizer's moments."""
         try:
             pieces = find_pieces(folder)
             with_moments = []
@@ -459,14 +420,13 @@ class CheckpointManager:
                 for rank_checksums in self.world.gather_objects(checksums):
                     checksums.update(rank_checksums)
                 self.world.run_on_rank_zero(finish)
-        except (OSError, SafetensorError, ValueError, MemoryError, RuntimeError) as error:
+        except Exception as error:
             shutil.rmtree(draft, ignore_errors=True)
-            if isinstance(error, MemoryError | RuntimeError):
-                raise
-            raise ValueError(
-                f"the checkpoint {folder} could not be written ({error}); earlier checkpoints "
-                "are intact: fix the cause, then continue with --resume=auto"
-            ) from error
+            if isinstance(error, OSError | SafetensorError):
+                raise ValueError(
+                    f"the checkpoint {folder} could not be written ({error})"
+                ) from error
+            raise
         self.saved_steps = progress.steps
         self.saved_time = clock()
 

@@ -6,12 +6,10 @@ calls optimizer_step for each step.
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
-from minivlmrl.config.import_utils import check_call, defined_in
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.processor import Processor
@@ -74,9 +72,9 @@ def train_stages(
         print(f"output: {config.output_dir}; open report.html there in a browser", flush=True)
     with (
         MetricsLog(config, world, state, checkpoints.resumed) as log,
+        checkpoints.saved_on_error(state, log),
         reporting_out_of_memory(situation),
     ):
-        situation.save = partial(checkpoints.save_if_possible, state, log)
         held_out = datasets.get("eval")
         results = Results(config, model, processor, log, held_out, state, callbacks)
         for callback in callbacks:
@@ -121,7 +119,6 @@ def set_up(
 
 def load_trainer(stage: str, trainer_class: type[Trainer], *arguments) -> Trainer:
     """Create a stage's trainer, which loads its reference and its optimizer's parameters."""
-    check_call(f"the class of the stage {stage}", trainer_class, *arguments)
     with phase("load"):
         return trainer_class(*arguments)
 
@@ -154,12 +151,11 @@ def train_stage(
     steps = trainer.steps(batches)
     for number in range(state.step, config.max_steps):
         try:
-            with checkpoints.saved_on_error(state, log):
-                # Evaluate and save the model after the first `number` steps. This happens before
-                # the next step, so that a run that is killed here repeats it after a resume.
-                results.after_step(trainer, number)
-                with trainer.phase("preparation"):
-                    step = next_step(trainer, steps)
+            # Evaluate and save the model after the first `number` steps. This happens before the
+            # next step, so that a run that is killed here repeats it after a resume.
+            results.after_step(trainer, number)
+            with trainer.phase("preparation"):
+                step = next(steps)
             for callback in callbacks:
                 callback.on_step_begin(trainer, optimizer, step, number, batches)
             metrics = optimizer_step(trainer, step, optimizer, number)
@@ -178,25 +174,8 @@ def train_stage(
         state.advance(stage, batches.draws, log.seconds)
         checkpoints.after_step(state, log, step.ends_rollout)
     state.seconds[stage] = log.end_stage()
-    with checkpoints.saved_on_error(state, log):
-        results.after_step(trainer, config.max_steps)
-        results.measure(f"after_{stage}", trainer)
-
-
-def next_step(trainer: Trainer, steps: Iterator[Step]) -> Step:
-    """Return a stage's next optimizer step.
-
-    Raises:
-        ValueError: the stage's method `steps` did not yield another Step.
-    """
-    step = next(steps, None) if isinstance(steps, Iterator) else None
-    if isinstance(step, Step):
-        return step
-    raise ValueError(
-        f"the method steps of the stage {trainer.stage}{defined_in(trainer.steps)} did not yield a "
-        "Step of minivlmrl.trainers.base; it must be a generator that yields one Step for each of "
-        "the max_steps optimizer steps"
-    )
+    results.after_step(trainer, config.max_steps)
+    results.measure(f"after_{stage}", trainer)
 
 
 def optimizer_step(

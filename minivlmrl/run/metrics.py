@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minivlmrl.config.import_utils import call_user_code, defined_in, resolve_object, with_options
+from minivlmrl.config.import_utils import resolve_object, with_options
 from minivlmrl.config.options import RunConfig
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import error_context
@@ -72,14 +71,7 @@ class MetricsLog(ExitStack):
             self.num_lines[name] = begin_log(path, progress, resumed)
             self.files[name] = self.enter_context(path.open("ab"))
         for name in dict.fromkeys(config.report_to):
-            tracker = find_tracker(name)
-            log = call_user_code(f"report_to {name}", tracker, config, self.steps, self)
-            if not callable(log):
-                raise ValueError(
-                    f"report_to {name}{defined_in(tracker)} returned an object of type "
-                    f"{type(log).__name__}, but it must return a function (values, step)"
-                )
-            self.trackers.append(partial(call_user_code, f"report_to {name}", log))
+            self.trackers.append(find_tracker(name)(config, self.steps, self))
 
     def write(self, name: str, line: dict):
         """Append one JSON line to the log file called `name`."""

@@ -1,12 +1,13 @@
 """Report that memory ran out: one sentence with the phase, the sizes and the option to change.
 
-The blocks of `minivlmrl.errors.phase` and `Trainer.phase` mark a run's phases. A training state is saved first, so
-that the run continues with --resume=auto.
+The blocks of `minivlmrl.errors.phase` and `Trainer.phase` mark a run's phases.
+CheckpointManager.saved_on_error then saves a training state, from which the run continues with
+--resume=auto.
 """
 
 import gc
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,8 +24,6 @@ from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
 
 GB = 10**9
-# phases in which the optimizer may have updated some weights
-UPDATING = "optimizer", "metrics"
 # run phase -> phase in the memory estimate; the estimate does not contain other phases
 PLANNED = {
     "sampling": "rollout",
@@ -41,7 +40,7 @@ STEP_PHASES = {*PLANNED, "preparation", "rewards", "metrics"} - {"evaluation"}
 
 
 class OutOfMemory(ValueError):
-    """Memory ran out during a run. The message names the phase, and the saved training state."""
+    """Memory ran out during a run. The message names the phase."""
 
 
 @dataclass
@@ -52,8 +51,6 @@ class Situation:
     world: World
     callbacks: Sequence[Callback]
     state: TrainerState | None = None  # None before the model is loaded
-    # function (updating) that saves a training state and describes it; None if there is none yet
-    save: Callable[[bool], str] | None = None
     trainer: Trainer | None = None  # the current stage's trainer, None between two stages
 
     @property
@@ -65,25 +62,18 @@ class Situation:
 
 @contextmanager
 def reporting_out_of_memory(situation: Situation) -> Iterator[None]:
-    """Convert an out-of-memory error of the block to an OutOfMemory, after saving a training state.
-
-    Raises:
-        OutOfMemory: memory ran out.
-    """
+    """Convert an out-of-memory error of the block to an OutOfMemory, and free the activations."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         message = describe(situation, error)
-        # Free the activations, which the traceback's frames still hold, before saving.
+        # The traceback's frames still hold the activations, and saving needs memory.
         traceback.clear_frames(error.__traceback__)
         gc.collect()
         torch.cuda.empty_cache()
-        outcome = "nothing was trained yet"
-        if situation.save is not None:
-            outcome = situation.save(getattr(error, "phase", "") in UPDATING)
-        raise OutOfMemory(f"{message}; {outcome}") from error
+        raise OutOfMemory(message) from error
 
 
 def describe(situation: Situation, error: BaseException) -> str:

@@ -1,6 +1,5 @@
 """Run a rank's process, and report its errors to torchrun and to the user."""
 
-import errno
 import os
 import re
 import signal
@@ -14,42 +13,14 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from minivlmrl.config.import_utils import describe_user_error, recipes_folder
 from minivlmrl.distributed.process_group import monitored_barrier
-from minivlmrl.errors import is_out_of_memory, out_of_memory, shortened
+from minivlmrl.errors import mistake
 from minivlmrl.json_files import write_json
 
 
 def is_first() -> bool:
     """Return True on rank 0, also before and after torch.distributed is initialised."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def show_mistake(error: Exception | SystemExit) -> bool:
-    """Print a user's mistake or a disk error as one line, without a traceback.
-
-    An error counts as a user's mistake if a `raise` statement in this package or in a file of
-    recipes/ raised it, or if it was raised in a user's file, such as my_stage.py.
-
-    Returns:
-        True if the error was printed. False means that the error is a bug, which needs a traceback.
-    """
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    our_folders = (str(Path(__file__).parents[1]), str(recipes_folder()))
-    is_ours = isinstance(error, ValueError | OSError) and last.filename.startswith(our_folders)
-    message = str(error)
-    code = getattr(error, "errno", None)
-    if code in (errno.ENOSPC, errno.EDQUOT):
-        message += ": the disk is full; free some space and continue with --resume=auto"
-    elif code == errno.EFBIG:
-        message += ": raise the limit of file sizes (ulimit -f) and continue with --resume=auto"
-    elif not (is_ours and (last.line or "").startswith("raise ")):
-        described = describe_user_error(error)
-        if described is None and getattr(error, "filename", None) is None:
-            return False
-        message = described or message
-    report_mistake(shortened(" ".join(message.split())))
-    return True
 
 
 def report_mistake(message: str):
@@ -85,18 +56,19 @@ def lost_ranks(error: RuntimeError) -> str:
 def run_rank(work: Callable[[], int]):
     """Call `work` as one rank, and exit with its return code.
 
-    The exit code is 2 after a user's mistake, a disk error or if memory runs out, and 1 after a bug.
+    The exit code is 2 after an error that is one line (see `mistake`), and 1 after a bug.
     """
 
     @record
     def recorded() -> int:
         try:
             return work()
-        except (Exception, SystemExit) as error:  # a user's code may raise any error
-            if is_out_of_memory(error):
-                report_mistake(out_of_memory(error))
-                return 2
-            if show_mistake(error):
+        except SystemExit as error:  # `record` would take sys.exit(0) for the end of the run
+            raise RuntimeError("the run called sys.exit before its end") from error
+        except Exception as error:
+            line = mistake(error)
+            if line is not None:
+                report_mistake(line)
                 return 2
             is_runtime = isinstance(error, RuntimeError)
             if not is_runtime or not (isinstance(error, dist.DistError) or "gloo" in str(error)):

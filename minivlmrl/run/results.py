@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from minivlmrl.config.import_utils import defined_in
 from minivlmrl.config.loading import to_yaml
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.processor import Processor
@@ -149,13 +148,7 @@ class Results:
         if trainer is not None:
             stage = trainer.stage
             with phase("evaluation"):
-                metrics = trainer.evaluate(held_out)
-            if not isinstance(metrics, dict):
-                raise ValueError(
-                    f"the method evaluate of the stage {stage}{defined_in(trainer.evaluate)} "
-                    f"returned {metrics!r:.60}, but it must return a dictionary of metrics"
-                )
-            values |= metrics
+                values |= trainer.evaluate(held_out)
         seconds = time.perf_counter() - begin
         self.log.evaluation(stage, steps_done, values, seconds)
         for callback in self.callbacks:

@@ -17,7 +17,7 @@ SAME_REQUEST = 5.0
 
 
 class Preempted(Exception):
-    """Raised after a signal, once the checkpoint is saved; the process exits with PREEMPTED."""
+    """Raised on all ranks after a signal; the run saves a checkpoint and exits with PREEMPTED."""
 
 
 class StopSignals:
@@ -34,9 +34,8 @@ class StopSignals:
         self.world = replace(world, stop_if_preempted=self.stop_if_preempted)
         self.first: float | None = None  # the first signal's time
         self.exit_code = 0  # the run's exit code: PREEMPTED if a signal ended it
-        # Saves a checkpoint if necessary and returns its folder. Returns None during a rollout's
-        # optimizer steps, where the run cannot stop without losing work.
-        self.save: Callable[[], object] = lambda: "the last checkpoint, if there is one"
+        # returns False during a rollout's optimizer steps, where stopping would lose work
+        self.can_stop: Callable[[], bool] = lambda: True
 
     def __enter__(self) -> "StopSignals":
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
@@ -56,7 +55,7 @@ class StopSignals:
             return False
         self.exit_code = PREEMPTED
         if self.world.is_main:
-            print(error, flush=True)
+            print(error, *getattr(error, "__notes__", ()), sep=": ", flush=True)
         return True
 
     def on_signal(self, number: int, _frame):
@@ -84,11 +83,8 @@ class StopSignals:
 
         All ranks must call this method together.
         """
-        if not self.is_requested():
-            return
-        state = self.save()
-        if state:
-            raise Preempted(f"preempted: --resume=auto continues from {state}")
+        if self.is_requested() and self.can_stop():
+            raise Preempted("preempted")
 
     def is_requested(self) -> bool:
         """Return True if any rank has received a signal.

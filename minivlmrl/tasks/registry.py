@@ -65,9 +65,7 @@ def get_task(name: str) -> Task:
 
 def _call(name: str, function: Callable, expected: str, /, *arguments, **options) -> Any:
     """Call a custom task's function, and raise ValueError if it returns no `expected` value."""
-    from minivlmrl.config.import_utils import call_user_code, defined_in
-
-    result = call_user_code(name, function, *arguments, **options)
+    result = function(*arguments, **options)
     if expected == "a float":
         valid = isinstance(result, int | float)
     elif expected == "a Tokenizer":
@@ -80,7 +78,7 @@ def _call(name: str, function: Callable, expected: str, /, *arguments, **options
             valid = valid and (len(rows) == 0 or isinstance(rows[0], Row))
     if not valid:
         raise ValueError(
-            f"{name}{defined_in(function)} returned {result!r:.60}, but it must return {expected}; "
+            f"{name} returned {result!r:.60}, but it must return {expected}; "
             "see Task in minivlmrl/tasks/registry.py"
         )
     return result

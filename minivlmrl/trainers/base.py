@@ -249,7 +249,7 @@ class Trainer:
     def training_loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute `loss`, and check that it returns a loss and metrics."""
         name = f"the method loss of the stage {self.stage}"
-        return checked_loss(name, self.loss, self.loss(batch))
+        return checked_loss(name, self.loss(batch))
 
     def modules(self) -> dict[str, nn.Module]:
         """Return a dictionary with the modules whose weights must be saved in a checkpoint."""

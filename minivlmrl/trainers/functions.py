@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivlmrl.config.import_utils import call_user_code, defined_in, resolve_object, with_options
+from minivlmrl.config.import_utils import resolve_object, with_options
 from minivlmrl.config.options import GRPOOptions, TrainingOptions
 from minivlmrl.config.validation import is_set
 from minivlmrl.errors import error_context
@@ -41,7 +41,7 @@ def load_function(option: str, text: str, table: dict[str, Any], config: GRPOOpt
         return with_options(function, bound)
 
 
-def checked_loss(name: str, function: Callable, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Return what a loss function returned, or raise ValueError unless it can be trained and logged."""
     is_pair = isinstance(result, tuple | list) and len(result) == 2 and isinstance(result[1], dict)
     values = [result[0], *result[1].values()] if is_pair else [None]
@@ -49,7 +49,7 @@ def checked_loss(name: str, function: Callable, result: Any) -> tuple[Tensor, di
     # each line of metrics.jsonl has these fields already
     if not is_scalar or result[1].keys() & {"stage", "step", "loss"}:
         raise ValueError(
-            f"{name}{defined_in(function)} returned {result!r:.200}, but it must return the loss, a "
+            f"{name} returned {result!r:.200}, but it must return the loss, a "
             "tensor without dimensions, and a dictionary of metrics, which are such tensors and have "
             "other names than stage, step and loss: return loss, {}"
         )
@@ -59,8 +59,7 @@ def checked_loss(name: str, function: Callable, result: Any) -> tuple[Tensor, di
 
 def call_loss(loss: Callable, config: GRPOOptions, *arguments, **options):
     """Call a custom loss function, and check that it returns a loss and its metrics."""
-    name = f"grpo.loss_type {config.loss_type}"
-    return checked_loss(name, loss, call_user_code(name, loss, *arguments, **options))
+    return checked_loss(f"grpo.loss_type {config.loss_type}", loss(*arguments, **options))
 
 
 def try_loss(loss: Callable, config: GRPOOptions):
@@ -76,7 +75,7 @@ def try_loss(loss: Callable, config: GRPOOptions):
         value.backward()
     if logps.grad is None or not (value.isfinite() and logps.grad.isfinite().all()):
         raise ValueError(
-            f"grpo.loss_type {config.loss_type}{defined_in(loss)}: for two completions with "
+            f"grpo.loss_type {config.loss_type}: for two completions with "
             f"log-probabilities of -1, the loss is {value.item()}, and its gradient with respect to "
             f"the log-probabilities, its first argument, is {logps.grad}; both must be finite"
         )
@@ -86,12 +85,11 @@ def call_advantages(
     function: Callable[..., Tensor], config: GRPOOptions, rewards: Tensor, **arguments
 ) -> Tensor:
     """Call a custom function, and check that it returns a finite advantage for each reward."""
-    name = f"grpo.advantages {config.advantages_name}"
-    found = call_user_code(name, function, rewards, **arguments)
+    found = function(rewards, **arguments)
     is_float = isinstance(found, Tensor) and found.is_floating_point()
     if not is_float or found.shape != rewards.shape or not found.isfinite().all():
         raise ValueError(
-            f"{name}{defined_in(function)} returned {found!r:.200}, but it must return a float tensor "
+            f"grpo.advantages {config.advantages_name} returned {found!r:.200}, but it must return a float tensor "
             f"of shape ({len(rewards)},) with one finite advantage for each completion"
         )
     return found

@@ -1,6 +1,6 @@
 """Registry for the training stages that a recipe can name, and their trainer classes."""
 
-from minivlmrl.config.import_utils import defined_in, find_stage
+from minivlmrl.config.import_utils import find_stage
 from minivlmrl.config.validation import check_dtypes, check_effects
 from minivlmrl.errors import check_field, error_context
 from minivlmrl.trainers.base import Trainer
@@ -26,7 +26,7 @@ def find_class(stage: str) -> type[Trainer]:
         for method in ("steps", "loss"):
             if getattr(trainer, method) is getattr(Trainer, method):
                 raise ValueError(
-                    f"the class {trainer.__name__}{defined_in(trainer)} has no method {method}; "
+                    f"the class {trainer.__name__} has no method {method}; "
                     "define this method, see minivlmrl/trainers/base.py"
                 )
     return trainer

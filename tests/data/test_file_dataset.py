@@ -347,10 +347,6 @@ def tensor(row):
     import numpy
 
     return {"problem": "?", "point": numpy.zeros(2)}
-
-
-def narrow():
-    return {}
 """
 NESTED = {"example": {"picture": {"path": "red.png"}, "turns": ["Which colour?", "red"]}}
 
@@ -376,16 +372,18 @@ def test_a_format_may_have_options(write_rows, own_format):
 
 
 @pytest.mark.parametrize(("name", "says"), [
-    ("tensor", r"rows\.jsonl:1: data\.format .*:tensor \(defined in .*my_format\.py:\d+\) returned an array"),
-    ("narrow", r"rows\.jsonl:1: data\.format .*my_format\.py:narrow \(defined in .*\) cannot be called"),
+    ("tensor", r"rows\.jsonl:1: data\.format .*:tensor returned an array"),
     ("read(kee=1)", r"^data\.format .*my_format\.py:read\(kee=1\): there is no option 'kee'; the options are: key"),
-    ("gone", r"^data\.format .*my_format\.py:gone.* cannot be loaded"),
-    ("nothing", r"rows\.jsonl:1: data\.format .*my_format\.py:nothing \(defined in .*my_format\.py:7\) returned None"),
-    ("read(key='said')", r"rows\.jsonl:1: data\.format .*:read\(.*\) raised KeyError: 'said' in .*my_format\.py:3"),
+    ("nothing", r"rows\.jsonl:1: data\.format .*my_format\.py:nothing returned None"),
 ])  # fmt: skip
 def test_invalid_formats_are_refused(write_rows, own_format, name, says):
     with pytest.raises(ValueError, match=says):
         FileDataset(write_rows(NESTED), format=f"{own_format}:{name}")
+
+
+def test_an_error_of_a_format_has_a_note_with_the_row(write_rows, own_format):
+    with pytest.raises(KeyError, match=r"^'said'\n(in .*\n)*in .*rows\.jsonl:1"):
+        FileDataset(write_rows(NESTED), format=f"{own_format}:read(key='said')")
 
 
 def test_a_format_must_be_in_a_file(write_rows):

@@ -8,6 +8,7 @@ import pickle
 import signal
 import threading
 import time
+import traceback
 
 import numpy as np
 import PIL.Image
@@ -98,55 +99,33 @@ def test_an_async_reward_also_where_an_event_loop_runs(monkeypatch):
     assert ask(monkeypatch, slow, ["two"]) == asyncio.run(notebook()) == [3.0]
 
 
-def test_an_error_names_row_reward_and_text(monkeypatch):
-    def strict(completions, **columns):
-        return [{"two": 2}[text] for text in completions]
-
-    rows = ["rows.jsonl:1", "rows.jsonl:2", "rows.jsonl:3"]
-    expected = (
-        r"^rows.jsonl:2: reward own, for the completion 'five', raised KeyError: 'five' in .*test_registry.py:\d+$"
-    )
-    with pytest.raises(ValueError, match=expected) as caught:
-        ask(monkeypatch, strict, ["two", "five", "six"], row_names=rows)
-    assert isinstance(caught.value.__cause__.__cause__, KeyError)
-
-    def misspelt(completions, **columns):
-        return columns["says_clas"]
-
-    with pytest.raises(ValueError, match=r"KeyError: 'says_clas' in .*; did you mean says_class\?$"):
-        ask(monkeypatch, misspelt, ["two"], says_class=["a"])
-
-    def logging(completions, log_extra, **columns):
-        log_extra("length", [len(text) for text in completions])
-        return strict(completions)
-
-    with pytest.raises(ValueError, match=r"^rows.jsonl:2: reward own, .*raised KeyError: 'five'"):
-        ask(monkeypatch, logging, ["two", "five", "six"], row_names=rows)
-
-    def fickle(completions, **columns):
-        if len(completions) > 1:
-            raise OSError("too many")
-        return [0.0]
-
-    expected = (
-        r"^reward own, for 2 completions together \(it accepts each one .*\), raised OSError: too many in .*:\d+$"
-    )
-    with pytest.raises(ValueError, match=expected):
-        ask(monkeypatch, fickle, ["two", "five"])
+def strict(completions, **columns):
+    return [{"two": 2}[text] for text in completions]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt("no"), GeneratorExit("no"), SystemExit("no"), BaseException("no")])
-def test_any_exception_of_a_reward_is_one_sentence(monkeypatch, error):
-    def strict(completions, **columns):
-        if "five" in completions:
-            raise error
-        return [0.0] * len(completions)
+def logging(completions, log_extra, **columns):
+    log_extra("length", [len(text) for text in completions])
+    return strict(completions)
 
-    sentence = (
-        rf"^a:2: reward own, for the completion 'five', raised {type(error).__name__}: no in .*test_registry.py:\d+$"
-    )
-    with StopSignals(World()), pytest.raises(ValueError, match=sentence):
-        ask(monkeypatch, strict, ["two", "five"], row_names=["a:1", "a:2"])
+
+def fickle(completions, **columns):
+    if len(completions) > 1:
+        raise OSError("too many")
+    return [0.0]
+
+
+FIVE = "rows.jsonl:2: reward own, for the completion 'five': KeyError: 'five'"
+
+
+@pytest.mark.parametrize(("function", "sentence"), [
+    (strict, FIVE), (logging, FIVE), (fickle, "reward own, for 3 completions together: OSError: too many"),
+])  # fmt: skip
+def test_an_error_names_row_reward_and_text(monkeypatch, function, sentence):
+    with pytest.raises(file.RewardFailed) as caught:
+        ask(monkeypatch, function, ["two", "five", "six"], row_names=["rows.jsonl:1", "rows.jsonl:2", "rows.jsonl:3"])
+    assert str(caught.value) == sentence
+    [*_, last] = traceback.extract_tb(caught.value.__cause__.__traceback__)
+    assert last.filename == __file__
 
 
 @pytest.mark.usefixtures("default_signals")
@@ -172,14 +151,12 @@ def slow(completions, **columns):
     time.sleep(60)
 
 
-@pytest.mark.parametrize(("function", "place"), [
-    (slow, r" in .*test_registry.py:\d+"), (slow_async, r" \(defined in .*test_registry.py:\d+\)"),
-])  # fmt: skip
-def test_a_reward_over_its_time_limit_is_reported(function, place):
+@pytest.mark.parametrize("function", [slow, slow_async])
+def test_a_reward_over_its_time_limit_is_reported(function):
     reward = file.Reward("own", function, max_seconds=0.05)
     sentence = (
-        r"^a:1 and 1 other rows: reward own took more than 0.05 seconds for 3 completions"
-        rf"{place}; make it faster, or increase max_reward_seconds$"
+        "^a:1 and 1 other rows: reward own took more than 0.05 seconds for 3 completions; make it faster, or increase "
+        "max_reward_seconds$"
     )
     with pytest.raises(file.RewardFailed, match=sentence):
         reward(completions=["two", "five", "six"], row_names=["a:1", "a:1", "a:3"])
@@ -209,23 +186,6 @@ def test_an_async_reward_uses_the_gpu_of_its_rank(monkeypatch):
     assert ask(monkeypatch, device, ["two"]) == [3.0]
 
 
-def test_a_reward_that_changes_the_process_is_reported(monkeypatch):
-    """test_import_utils.py tests all settings. The function is not called again to find the row."""
-    calls = []
-
-    def fast(completions, **columns):
-        calls.append(completions)
-        torch.set_default_dtype(torch.float64)
-        return [0.0] * len(completions)
-
-    try:
-        with pytest.raises(ValueError, match=r"^reward own changed the default dtype from torch.float32 to"):
-            ask(monkeypatch, fast, ["two", "five"])
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert len(calls) == 1
-
-
 def test_invalid_values_and_solutions_are_reported_with_their_row(monkeypatch):
     with pytest.raises(
         ValueError, match=r"^a:7: reward own returned nan for the completion 'five', but it must return"
@@ -233,7 +193,7 @@ def test_invalid_values_and_solutions_are_reported_with_their_row(monkeypatch):
         ask(monkeypatch, lambda completions, **columns: [1.0, float("nan")], ["two", "five"], row_names=["a:1", "a:7"])
     columns = {"solution": [[1, 1, 2, 2], "cat"], "row_names": ["a:1", "a:7"], "answer_texts": ["1 1 2 2"] * 2}
     columns |= {"image_sizes": [(9, 9)] * 2, "answer_extents": [(9, 9)] * 2}
-    with pytest.raises(ValueError, match=r"^a:7: reward iou: solution 'cat' is not a box; the solution must be"):
+    with pytest.raises(ValueError, match=r"^a:7: reward iou, .*solution 'cat' is not a box; the solution must be"):
         file.get_reward("iou")(["1 1 2 2"] * 2, **columns)
 
 
@@ -278,7 +238,7 @@ def test_rewards_get_trls_trainer_state_and_can_log(run, monkeypatch):
     ]
     options += ["--data.eval_rewards=[told]"]
     options += ["--grpo.max_steps=3"]
-    with pytest.raises(ValueError, match="fix the cause, then continue with --resume=auto"):
+    with pytest.raises(ValueError, match="states/000002: continue with --resume=auto"):
         run(*options)
     fails_at.clear()
     folder = run(*options, "--resume=auto")
@@ -329,11 +289,11 @@ def test_dicts_sets_and_strings_are_refused(monkeypatch, values):
     [
         (lambda log_metric, **_: log_metric("loss", 1), "'loss' is already a metric of every step; use another"),
         (lambda log_metric, **_: log_metric("a", "1"), "a is '1', but it must be a finite number"),
-        (lambda log_extra, **_: log_extra("a", [1, 2]), "a has 2 values, but it must have 1, one per completion"),
+        (lambda log_extra, **_: log_extra("a", [1, 2]), "argument 2 is longer"),
     ],
 )
 def test_invalid_logged_values_are_refused(monkeypatch, log, says):
-    with pytest.raises(ValueError, match=rf"reward own, .* raised .*{says}"):
+    with pytest.raises(ValueError, match=f"reward own, .*{says}"):
         ask(monkeypatch, lambda completions, **columns: log(**columns), ["a"])
 
 
@@ -388,15 +348,3 @@ def test_options_in_a_name_are_parameters_and_not_columns(monkeypatch, name, tol
     monkeypatch.setitem(REWARDS, "near", near)
     assert get_reward(name).function(["a"], ["b"]) == [tolerance]
     assert get_reward(name).columns == {"solution"}
-
-
-@pytest.mark.parametrize(("text", "says"), [
-    ("def f(completions, **columns)\n    return", r"cannot be loaded \(SyntaxError: .*\(mine.py, line 1\)\)$"),
-    ("exit(0)", r"cannot be loaded \(SystemExit: 0 in .*mine\.py:1\)$"),
-    ("f = undefined", r"cannot be loaded \(NameError: name 'undefined' is not defined in .*mine\.py:1\)$"),
-    ("def f(completions):\n    return []", r"must end with \*\*columns, because it is called .* completions"),
-])  # fmt: skip
-def test_errors_in_a_custom_file_are_one_line(tmp_path, text, says):
-    (tmp_path / "mine.py").write_text(text)
-    with pytest.raises(ValueError, match=rf"^reward:? .*mine\.py:f:? .*{says}"):
-        get_reward(f"{tmp_path / 'mine.py'}:f")

@@ -51,7 +51,7 @@ def test_built_in_rewards_are_tried_on_a_row():
     box, wrong = (Row(text.messages, [picture], {"problem": "?", "solution": x}) for x in ([1, 2, 3, 4], "a"))
     try_rewards(config, {"grpo": "prompts"}, {"grpo": [box], "eval": [box]})
     try_rewards(config, {"dpo": "pairs"}, {"dpo": [text], "eval": [text]})  # held-out pairs need no solution
-    with pytest.raises(ValueError, match="reward iou: solution 'a' is not a box"):
+    with pytest.raises(ValueError, match=r"reward iou, .*solution 'a' is not a box"):
         try_rewards(config, {"grpo": "prompts"}, {"grpo": [wrong]})
 
 
@@ -220,6 +220,6 @@ def test_evaluation_rows_that_are_training_rows_are_counted(write_rows, tmp_path
 
 def test_only_training_rewards_need_their_columns():
     row = Row([{"role": "user", "content": "?"}], [], {"problem": "?"}, where="rows.jsonl:1")
-    with pytest.raises(ValueError, match=r"reward accuracy needs column 'solution'; the rows have \['problem'\]"):
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: reward accuracy, .* argument: 'solution'"):
         try_rewards(RunConfig(), {"grpo": "prompts"}, {"grpo": [row]})
     try_rewards(RunConfig(), {}, {"eval": [row]})

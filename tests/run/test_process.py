@@ -4,7 +4,6 @@ A user's mistake is one line, a bug is a traceback, and torchrun's summary conta
 """
 
 import errno
-import re
 from functools import partial
 
 import pytest
@@ -102,24 +101,45 @@ class NoMetrics(Base):
 """
 
 
-@pytest.mark.parametrize(("name", "sentence"), [
-    ("Nameless", r"stages: .*: the attribute stage of the class \(defined in .*my_stage\.py:6\) is None, but it"),
-    ("Stepless", r"stages: .*: the class Stepless \(defined in .*my_stage\.py:10\) has no method steps; define"),
-    ("Narrow", r"the class of the stage own \(defined in .*my_stage\.py:18\) cannot be called"),
-    ("Gone", r".*my_stage\.py:25: the code of this file raised KeyError: 'gone'"),
-    ("Exit", r".*my_stage\.py:30: the code of this file raised SystemExit: 0"),
-    ("Scalar", r"the method loss of the stage own \(defined in .*my_stage\.py:34\) returned tensor\("),
-    ("Ends", r"the method steps of the stage own \(defined in .*my_stage\.py:39\) did not yield a Step"),
-    ("NoMetrics", r"the method evaluate of the stage own \(defined in .*my_stage\.py:44\) returned None, but it must"),
+@pytest.mark.parametrize(("name", "code", "line"), [
+    ("Nameless", 1, "AttributeError: type object 'Nameless' has no attribute 'stage'"),
+    ("Stepless", 2, "stages: FILE:Stepless: the class Stepless has no method steps; define this method, see"),
+    ("Narrow", 1, "TypeError: Narrow.__init__() takes 2 positional arguments but 6 were given"),
+    ("Gone", 1, "KeyError: 'gone'"),
+    ("Exit", 1, "RuntimeError: the run called sys.exit before its end"),
+    ("Scalar", 2, "the method loss of the stage own returned tensor("),
+    ("Ends", 1, "StopIteration"),
+    ("NoMetrics", 1, "TypeError: 'NoneType' object is not iterable"),
+    ("gone", 1, "AttributeError: module '"),
 ])  # fmt: skip
-def test_a_mistake_in_an_own_stage_names_its_line(ended, home, tmp_path, name, sentence):
-    (tmp_path / "my_stage.py").write_text(OWN_STAGE)
-    arguments = [f"--stages=[{tmp_path}/my_stage.py:{name}]", f"--output_dir={tmp_path}/run"]
-    if name not in ("Nameless", "Stepless"):
+def test_a_mistake_in_an_own_stage(ended, home, tmp_path, name, code, line):
+    """An own file's errors have their own traceback, with the line."""
+    file = tmp_path / "my_stage.py"
+    file.write_text(OWN_STAGE)
+    arguments = [f"--stages=[{file}:{name}]", f"--output_dir={tmp_path}/run"]
+    if name not in ("Nameless", "Stepless", "gone"):
         arguments += ["--own.prompts_per_step=4", "--own.micro_batch_size=4", "--own.max_steps=1"]
-    code, printed, _ = ended(train_recipe, str(home / "recipe.yaml"), *arguments)
-    assert code == 2 and "Traceback" not in printed
-    assert re.match(sentence, printed.splitlines()[-1]), printed
+    found, printed, _ = ended(train_recipe, str(home / "recipe.yaml"), *arguments)
+    assert found == code and ("Traceback" in printed) == (code == 1)
+    assert f"\n{line}".replace("FILE", str(file)) in f"\n{printed}"
+    lines = {"Gone": 25, "Exit": 30}
+    assert name not in lines or f'File "{file}", line {lines[name]}, in ' in printed
+
+
+@pytest.mark.parametrize(("text", "code", "last_line"), [
+    ("def f(completions, **columns)\n    return", 1, "SyntaxError: expected ':'"),
+    ("exit(0)", 1, "RuntimeError: the run called sys.exit before its end"),
+    ("f = undefined", 1, "NameError: name 'undefined' is not defined"),
+    ("def f(completions):\n    return []", 2, "row -1: reward FILE:f, for the completion '<answer>invented</answer>'"),
+    (None, 2, "[Errno 2] No such file or directory: 'FILE'"),
+])  # fmt: skip
+def test_a_mistake_in_an_own_reward(ended, home, tmp_path, text, code, last_line):
+    file = tmp_path / "mine.py"
+    if text is not None:
+        file.write_text(text)
+    rewards = f"--rewards={{{file}:f: 1}}"
+    found, printed, _ = ended(train_recipe, str(home / "recipe.yaml"), rewards, f"--output_dir={tmp_path}/run")
+    assert found == code and printed.splitlines()[-1].startswith(last_line.replace("FILE", str(file)))
 
 
 def test_only_the_first_rank_prints_a_mistake(ended, monkeypatch):
@@ -139,12 +159,11 @@ def test_a_full_disk_is_reported_as_full(ended):
             print("metrics", file=file)
 
     code, printed, _ = ended(main)
-    said = "[Errno 28] No space left on device: the disk is full; free some space and continue with --resume=auto\n"
-    assert (code, printed) == (2, said)
+    assert (code, printed) == (2, "[Errno 28] No space left on device\n")
 
 
 @pytest.mark.parametrize(("error", "says"), [
-    (OSError(errno.EFBIG, "File too large"), "[Errno 27] File too large: raise the limit of file sizes (ulimit -f)"),
+    (OSError(errno.EFBIG, "File too large"), "[Errno 27] File too large"),
     (IsADirectoryError(errno.EISDIR, "Is a directory", "metrics.jsonl"), "[Errno 21] Is a directory: 'metrics.jsonl'"),
 ])  # fmt: skip
 def test_file_system_errors_are_one_line(ended, error, says):

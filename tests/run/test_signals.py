@@ -71,9 +71,9 @@ def test_long_work_stops_at_once_if_a_checkpoint_can_be_saved():
     with StopSignals(world) as stop:
         stop.world.stop_if_preempted()
         os.kill(os.getpid(), signal.SIGTERM)
-        stop.save = lambda: None
+        stop.can_stop = lambda: False
         stop.world.stop_if_preempted()
-        stop.save = lambda: "states/000004"
+        stop.can_stop = lambda: True
         stop.world.stop_if_preempted()
         raise AssertionError
     assert stop.exit_code == PREEMPTED
@@ -93,10 +93,12 @@ def test_a_later_signal_ends_the_process(monkeypatch):
 
 
 def test_preempted_becomes_the_exit_code_and_its_message(capsys):
+    error = Preempted("preempted")
+    error.add_note("saved states/000004")
     with StopSignals(ONE) as stop:
-        raise Preempted("saved states/000004")
+        raise error
     assert stop.exit_code == PREEMPTED == 75
-    assert capsys.readouterr().out == "saved states/000004\n"
+    assert capsys.readouterr().out == "preempted: saved states/000004\n"
 
 
 def test_other_errors_propagate_and_handlers_are_restored():

@@ -219,10 +219,6 @@ def flat(logps, advantages, mask, **others):
     return (advantages.sum() * torch.ones((), requires_grad=True)), {}
 
 
-def narrow(logps, advantages, mask):
-    return logps.sum(), {}
-
-
 def scalar(logps, advantages, mask, **others):
     return logps.sum()
 
@@ -265,16 +261,6 @@ def in_place(logps, advantages, mask, **others):
     return values.sum(), {}
 
 
-def key(logps, advantages, mask, **others):
-    return others["epsilon_lwo"], {}
-
-
-def later(logps, advantages, mask, **others):
-    if len(mask) != 2:
-        return {}["gone"]
-    return logps.sum(), {}
-
-
 def later_nan(logps, advantages, mask, **others):
     return logps.sum() * (1 if len(mask) == 2 else float("nan")), {}
 """
@@ -312,8 +298,7 @@ def test_a_custom_loss_gets_the_options_of_its_section(stage, own_loss):
 
 @pytest.mark.parametrize(("name", "says"), [
     ("options_as_metrics(learning_rate=0.5)", "learning_rate is an option of the section grpo; set grpo.learning_rate"),
-    ("gone", "cannot be loaded"), ("flat", "first argument, is None; both must be finite"),
-    ("narrow", "3 positional arguments and the keywords loss_type, .*; change its parameters, which may end with"),
+    ("flat", "first argument, is None; both must be finite"),
     ("scalar", r"returned tensor\(-4., .* but it must return the loss, a tensor without dimensions, and a dictionary"),
     ("per_row", r"returned \(tensor\(\[-2., -2.\], .* but it must return the loss, a tensor without dimensions"),
     ("one_element", r"returned \(tensor\(\[-4.\], "), ("detached", "the loss is -4.0, and its gradient .* is None"),
@@ -321,7 +306,6 @@ def test_a_custom_loss_gets_the_options_of_its_section(stage, own_loss):
     ("number_as_metric", "returned .*{'seen': 1.0}.*, but it must return"),
     ("second_loss", "returned .* have other names than stage, step and loss"), ("not_a_number", "the loss is nan"),
     ("gradient_of_root", r"the loss is 0.0, and its gradient .* is tensor\(\[\[(nan|-?inf)"),
-    ("key", r"raised KeyError: 'epsilon_lwo' in .*my_loss\.py:72; did you mean epsilon_low"),
     ("all_rows(scle=1)", "there is no option 'scle'; the options are: scale"),
 ])  # fmt: skip
 def test_invalid_custom_losses_are_refused_early(stage, own_loss, name, says):
@@ -334,8 +318,6 @@ def test_invalid_custom_losses_are_refused_early(stage, own_loss, name, says):
 
 
 def test_errors_of_a_custom_loss_in_a_step_are_raised(stage, own_loss):
-    with pytest.raises(ValueError, match=r"^grpo\.loss_type .*my_loss\.py:later raised KeyError: 'gone' in .*py:\d+$"):
-        stage("grpo", f"{own_loss}:later").go(1)
     with pytest.raises(FloatingPointError, match=r"^the loss nan or the gradient norm nan is not finite"):
         stage("grpo", f"{own_loss}:later_nan").go(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # before the model is loaded
@@ -375,10 +357,6 @@ def not_finite(rewards):
 
 def whole(rewards):
     return rewards.long()
-
-
-def breaks(rewards):
-    return {}["gone"]
 """
 
 
@@ -441,13 +419,11 @@ def test_own_advantages_compare_rewards_minus_the_kl_with_rloo(stage, own_advant
 @pytest.mark.parametrize(("name", "says"), [
     ("max_rl(num_generations=2)", "num_generations is an option of the section grpo; set grpo.num_generations instead"),
     ("max_rl(lest=1)", "there is no option 'lest'; the options are: least"),
-    ("gone", "cannot be loaded"),
     ("one_per_group", r"returned tensor\(\[1., 4.\]\), but it must return a float tensor of shape \(6,\) with one "
      "finite advantage for each completion"),
     ("a_list", r"returned \[0.0, 1.0, 2.0, 3.0, 4.0, 5.0\], but it must return"),
     ("not_finite", r"returned tensor\(\[nan, inf, .*\]\), but it must return"),
     ("whole", r"returned tensor\(\[0, 1, 2, 3, 4, 5\]\), but it must return a float tensor"),
-    ("breaks", "raised KeyError: 'gone' in .*my_advantages.py:37"),
 ])  # fmt: skip
 def test_invalid_advantages_are_refused_early(stage, own_advantages, name, says):
     with pytest.raises(ValueError, match=rf"^grpo\.advantages .*my_advantages\.py:{re.escape(name)}.* {says}"):
@@ -465,5 +441,5 @@ def test_advantages_with_an_unknown_name_or_an_unused_option_are_refused(stage, 
 def test_advantages_of_a_later_rollout_are_checked(stage, own_advantages, script):
     """A function may return NaN only for some rewards, here where no reward could score a completion."""
     script([1.0, None, 0.0] * 4)
-    with pytest.raises(ValueError, match=r"my_advantages\.py:max_rl \(defined in .*:5\) returned tensor"):
+    with pytest.raises(ValueError, match=r"my_advantages\.py:max_rl returned tensor"):
         stage("grpo", f"{own_advantages}:max_rl").next()

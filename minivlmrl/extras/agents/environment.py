@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import Annotated, Protocol
 
-from minivlmrl.config.import_utils import call_user_code, resolve_object, with_options
+from minivlmrl.config.import_utils import resolve_object, with_options
 from minivlmrl.config.parsing import build
 from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate
 from minivlmrl.data.processor import Processor
@@ -63,7 +63,7 @@ def get_environment(name: str) -> Callable[[], Environment]:
         if not inspect.isclass(kind):
             kind = class_of(kind)
         make = with_options(kind, options)
-        environment = call_user_code("__init__", make)
+        environment = make()
         settings_of(environment)
         tools = tools_of(environment)
         if not tools or not hasattr(environment, "reset"):
@@ -140,7 +140,7 @@ def environment_reward(
         with error_context("reward environment"):
             reward = None
             if environment is not None:
-                reward = call_user_code("get_reward", environment.get_reward)
+                reward = environment.get_reward()
             if isinstance(reward, list):
                 if len(texts) - len(reward) not in (0, 1):
                     raise ValueError(
@@ -208,7 +208,7 @@ def arguments_of(tool: Callable) -> type:
     """
     arguments = []
     with error_context(f"tool {tool.__name__}"):
-        hints = call_user_code("a type", typing.get_type_hints, tool, include_extras=True)
+        hints = typing.get_type_hints(tool, include_extras=True)
         for name, parameter in inspect.signature(tool).parameters.items():
             if name not in hints:
                 raise ValueError(f"the argument {name!r} does not have a type hint; add one")

@@ -15,9 +15,8 @@ from typing import Any
 
 from PIL.Image import Image
 
-from minivlmrl.config.import_utils import call_user_code, shown_error, unchanged_process
 from minivlmrl.config.parsing import build, read_value
-from minivlmrl.config.time_limit import Overtime, is_interrupt, time_limit
+from minivlmrl.config.time_limit import Overtime, time_limit
 from minivlmrl.data.chat_template import END, join_text, layout_turn, render
 from minivlmrl.data.image import ImageProcessor, smart_resize, to_rgb
 from minivlmrl.data.messages import part_kind
@@ -91,32 +90,19 @@ def answer_call(
 
     Returns:
         The message parts, the images with their grids, and whether the call succeeded.
-
-    Raises:
-        ValueError: if the tool raised KeyboardInterrupt or another exception that is not an
-            `Exception`, or changed the process, see unchanged_process. This ends the run.
     """
-    called = f"the tool call {name or inside:.80}"
-    with unchanged_process(called):
-        try:
-            with time_limit(settings.max_tool_seconds):
-                result = call(tools, name, inside)
-                results = result if isinstance(result, list) else [result]
-                parts = [part(item) for item in results]
-            images = [shown["image"] for shown in parts if "image" in shown]
-            check_limits(parts, images, settings)
-            pictures = [(image, grid_of(image, processor.image_processor)) for image in images]
-            return parts, pictures, True
-        except FAILURES as error:  # the error message becomes the result, which the model reads
-            text = f"error: {without_addresses(str(error)) or type(error).__name__}"
-            return [part(text[: settings.max_tool_characters])], [], False
-        except BaseException as error:
-            if is_interrupt(error):
-                raise
-            raise ValueError(
-                f"{called} raised {shown_error(error)}, so the run ends; raise an Exception, whose "
-                "message the model reads"
-            ) from error
+    try:
+        with time_limit(settings.max_tool_seconds):
+            result = call(tools, name, inside)
+            results = result if isinstance(result, list) else [result]
+            parts = [part(item) for item in results]
+        images = [shown["image"] for shown in parts if "image" in shown]
+        check_limits(parts, images, settings)
+        pictures = [(image, grid_of(image, processor.image_processor)) for image in images]
+        return parts, pictures, True
+    except FAILURES as error:  # the error message becomes the result, which the model reads
+        text = f"error: {without_addresses(str(error)) or type(error).__name__}"
+        return [part(text[: settings.max_tool_characters])], [], False
 
 
 def check_limits(parts: list[dict], images: list[Image], settings: Settings):
@@ -159,9 +145,9 @@ def begin(make: Callable[[], Environment], columns: dict) -> Environment:
     """Construct an environment, and call its `reset` with a row's columns.
 
     Raises:
-        ValueError: if `reset` raised an exception, exceeded max_tool_seconds, or returned a value.
+        ValueError: `reset` exceeded max_tool_seconds, or returned a value.
     """
-    environment = call_user_code("__init__", make)
+    environment = make()
     text = call_method(environment, "reset", **columns)
     if text is not None:
         raise ValueError(
@@ -186,11 +172,11 @@ def call_method(environment: Environment, name: str, /, *arguments, **columns):
     """Call an environment method that is not a tool, for example `reset` or `observe`.
 
     Raises:
-        ValueError: if the method raised an exception or exceeded max_tool_seconds.
+        ValueError: the method exceeded max_tool_seconds.
     """
     try:
         with time_limit(settings_of(environment).max_tool_seconds):
-            return call_user_code(name, getattr(environment, name), *arguments, **columns)
+            return getattr(environment, name)(*arguments, **columns)
     except Overtime as error:
         raise ValueError(f"{name}: {error}") from error
 

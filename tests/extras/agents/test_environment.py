@@ -63,7 +63,6 @@ def shout(text: str) -> str:
 
 
 def untyped(x) -> str: ...
-def unknown(x: "Nothing") -> str: ...
 def odd(x: datetime.date) -> str: ...
 class Refusing(Counter):
     def reset(self, prompt, images, extents, **columns): columns["answer"]
@@ -72,8 +71,6 @@ class Refusing(Counter):
 class Empty: reset = lambda self, **columns: None
 class Unset: look = lambda self: ""
 class Endless(Counter): max_tool_calls = None
-class Broken(Counter): __init__ = lambda self: {}["a"]
-class Leaving(Counter): __init__ = lambda self: exit(0)
 
 
 tools, number = [double, shout], 3
@@ -121,9 +118,7 @@ def test_get_reward_is_a_reward(own):
     assert get_reward("environment")(["a", "b"], environments=[first, second], turn_texts=[["a"], ["b"]]) == [6.0, 0.0]
 
     failing = own("Failing")()
-    with pytest.raises(
-        ValueError, match=r"^reward environment: get_reward raised ZeroDivisionError: .* in .*own\.py:\d+$"
-    ):
+    with pytest.raises(ValueError, match=r"^reward environment, for the completion 'a': ZeroDivisionError: "):
         get_reward("environment")(["a"], environments=[failing], turn_texts=[["a"]])
 
 
@@ -135,9 +130,7 @@ def test_a_reward_with_environments_is_tried_after_a_reset(own, tmp_path):
     try_rewards(config, {"grpo": "prompts"}, {"grpo": [Row([user("?")], [], {"problem": "?"})]})
     config.sampling.environment = f"{tmp_path}/own.py:Refusing"
     try_rewards(config, {"grpo": "prompts"}, {"grpo": [Row([user("?")], [], {"problem": "?", "answer": "4"})]})
-    with pytest.raises(
-        ValueError, match=r"^the first row: sampling.environment .*own\.py:Refusing: reset raised KeyError: 'answer'"
-    ):
+    with pytest.raises(KeyError, match=r"^'answer'\nin the first row: sampling.environment .*own\.py:Refusing$"):
         try_rewards(config, {"grpo": "prompts"}, {"grpo": [Row([user("?")], [], {"problem": "?"})]})
 
 
@@ -157,14 +150,11 @@ def test_options_are_arguments_of_the_class(own):
     ("name", "error"),
     [
         ("untyped", "tool untyped: the argument 'x' does not have a type hint"),
-        ("unknown", "tool unknown: a type raised NameError"),
         ("odd", "tool odd: JSON cannot represent the type hint <class 'datetime.date'>"),
         ("number", "expected a class, a function or a list of functions, but found 3"),
         ("Empty", r"an environment needs a method reset\(self, \*\*columns\) and at least one"),
         ("Unset", r"an environment needs a method reset\(self, \*\*columns\) and at least one"),
         ("Endless", "Endless: max_tool_calls is None, but it must be of type int"),
-        ("Broken", r"__init__ raised KeyError: 'a' in .*own.py:\d+$"),
-        ("Leaving", r"__init__ raised SystemExit: 0 in"),
     ],
 )
 def test_invalid_environments_are_refused(own, name, error):

@@ -10,16 +10,12 @@ from typing import Literal
 
 import PIL.Image
 import pytest
-import torch
-from children import exit_code, fork
 
 from minivlmrl.data.chat_template import IMAGE
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
-from minivlmrl.distributed.process_group import World
 from minivlmrl.extras.agents.environment import Settings
 from minivlmrl.extras.agents.tool_calls import answer_call, begin, call, find_calls, part, render_answers, turn_opening
-from minivlmrl.run.signals import StopSignals
 from minivlmrl.tasks import shapes
 
 TOOLS = {"zoom": lambda: 0, "zoom_out": lambda: 0}
@@ -198,24 +194,6 @@ def test_a_slow_reset_ends_the_run():
         begin(lambda: SimpleNamespace(reset=lambda: time.sleep(60), max_tool_seconds=0.3), {})
 
 
-class Ending(BaseException):
-    """An exception that does not inherit from Exception."""
-
-
-@pytest.mark.parametrize(("error", "text"), [
-    (KeyboardInterrupt(), "KeyboardInterrupt"), (GeneratorExit("now"), "GeneratorExit: now"), (Ending(), "Ending"),
-])  # fmt: skip
-def test_a_tool_may_not_end_the_process(error, text):
-    def end():
-        raise error
-
-    with StopSignals(World()):  # as in a run, in which Ctrl-C does not raise KeyboardInterrupt
-        with pytest.raises(ValueError, match=rf"^the tool call f raised {text}, so the run ends; raise an Exception"):
-            answer_call({"f": end}, "f", "", PROCESSOR, Settings())
-        with pytest.raises(ValueError, match=rf"^reset raised {text} in .*test_tool_calls.py:\d+$"):
-            begin(lambda: SimpleNamespace(reset=end), {})
-
-
 @pytest.mark.usefixtures("default_signals")
 def test_ctrl_c_in_a_tool_ends_a_command():
     def pressed():
@@ -225,24 +203,6 @@ def test_ctrl_c_in_a_tool_ends_a_command():
         answer_call({"f": pressed}, "f", "", PROCESSOR, Settings())
     with pytest.raises(KeyboardInterrupt):
         begin(lambda: SimpleNamespace(reset=pressed), {})
-
-
-@pytest.mark.parametrize("called", ["the tool call f", "reset"])
-def test_a_tool_that_changes_the_process_ends_the_run(called):
-    """test_import_utils.py tests all settings."""
-
-    def work():
-        with pytest.raises(ValueError, match=f"^{called} changed the default dtype from torch.float32 to"):
-            if called == "reset":
-                begin(lambda: SimpleNamespace(reset=change_dtype), {})
-            else:
-                answer_call({"f": change_dtype}, "f", "", PROCESSOR, Settings())
-
-    assert exit_code(fork(work)) == 0
-
-
-def change_dtype():
-    torch.set_default_dtype(torch.float64)
 
 
 def test_image_results_are_not_yet_split_into_patches():
