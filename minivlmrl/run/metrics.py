@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import error_context
 from minivlmrl.json_files import json_text
 from minivlmrl.model.flops import batch_flops, flops_by_input, peak_flops
-from minivlmrl.run.rollout_log import CompletionsLog
+from minivlmrl.run.rollout_log import COMPLETIONS, CompletionsLog
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Step, Trainer
 
@@ -60,13 +61,15 @@ class MetricsLog(ExitStack):
         self.world = world
         self.steps = progress.steps  # optimizer steps done in all stages
         self.begin_time = 0.0  # the current stage's start time
-        self.completions = CompletionsLog(config, world, progress)
+        write = partial(self.write, COMPLETIONS)
+        self.completions = CompletionsLog(config, world, write, resumed)
         self.files = {}
-        self.num_lines = {}  # number of lines in each log file
+        # lines in each log file; a resumed run may not write all logs of the checkpoint
+        self.num_lines = dict(progress.num_log_lines)
         self.trackers = []
         if not world.is_main:
             return
-        for name in FILES:
+        for name in [*FILES, COMPLETIONS] if config.log_completions else FILES:
             path = Path(config.output_dir, name)
             self.num_lines[name] = begin_log(path, progress, resumed)
             self.files[name] = self.enter_context(path.open("ab"))
@@ -239,29 +242,25 @@ def begin_log(path: Path, progress: TrainerState, resumed: Path | None) -> int:
 
     If the checkpoint belongs to the same run, the file is truncated in place, so that its lines are
     not lost if the process is killed meanwhile.
-
-    Args:
-        path: the log file's path.
-        progress: the checkpoint's TrainerState.
-        resumed: the checkpoint's folder, or None for a new run.
     """
-    num_lines = progress.num_log_lines.get(path.name, 0)
-    kept = []
-    source = resumed.resolve().parents[1] / path.name if resumed else path
-    if num_lines and source.is_file():
+    # None keeps all lines of a log that the checkpoint does not know
+    num_lines = progress.num_log_lines.get(path.name) if resumed else 0
+    source = resumed.resolve().parents[1] / path.name if resumed else path.resolve()
+    sizes = []
+    if source.is_file():
         with source.open("rb") as file:
-            kept = [line for line in islice(file, num_lines) if line.endswith(b"\n")]
-    if len(kept) < num_lines:
+            sizes = [len(line) for line in islice(file, num_lines) if line.endswith(b"\n")]
+        if source != path.resolve():
+            shutil.copyfile(source, path)
+    if len(sizes) < (num_lines or 0):
         print(
-            f"{source} has only {len(kept)} of the {num_lines} lines that it had when {resumed} was "
+            f"{source} has only {len(sizes)} of the {num_lines} lines that it had when {resumed} was "
             "saved; the log continues without the missing lines",
             flush=True,
         )
-    if path.is_file() and path.resolve() == source:
-        os.truncate(path, sum(map(len, kept)))
-    else:
-        path.write_bytes(b"".join(kept))
-    return len(kept)
+    path.touch()
+    os.truncate(path, sum(sizes))
+    return len(sizes)
 
 
 @contextmanager

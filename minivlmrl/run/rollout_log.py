@@ -27,9 +27,8 @@ image belongs to the row.
 """
 
 import json
-import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import islice
@@ -44,9 +43,7 @@ from minivlmrl.data.messages import content_parts
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion
 from minivlmrl.distributed.process_group import World
-from minivlmrl.json_files import json_text, read_lines
 from minivlmrl.rewards.text import find_answer
-from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Sample, SampledBatch, Step, Trainer
 
 COMPLETIONS, IMAGES = "completions.jsonl", "images"
@@ -65,52 +62,29 @@ class CompletionsLog:
     """Log the completions of every `log_completions`-th optimizer step.
 
     `log_completions=0` disables the log. `num_logged_prompts` selects a step's prompts. Only
-    rank 0 writes files. A resumed run removes the lines for steps that it repeats.
+    rank 0 writes files.
+
+    Args:
+        write: function that appends a line to completions.jsonl.
+        resumed: checkpoint folder that the run resumes; None for a new run.
     """
 
-    def __init__(self, config: RunConfig, world: World, progress: TrainerState):
+    def __init__(
+        self, config: RunConfig, world: World, write: Callable[[dict], None], resumed: Path | None
+    ):
         self.folder = Path(config.output_dir)
         self.world = world
+        self.write = write
         self.every = config.log_completions
         self.num_prompts = config.num_logged_prompts
         if not self.every or not world.is_main:
             return
-        self.path = self.folder / COMPLETIONS
-        num_bytes = 0  # bytes in the lines that are kept
-        if not progress.steps:
-            shutil.rmtree(self.folder / IMAGES, ignore_errors=True)
-        else:
-            if self.path.is_file():
-                lines = self.path.read_bytes().splitlines(keepends=True)
-                num_past = sum(is_past(line, progress) for line in read_lines(self.path, LogLine))
-                num_bytes = sum(len(line) for line in lines[:num_past])
-            self.report_lost_lines(progress)
-        self.path.touch()
-        # The file is truncated instead of written again, so that the lines that are kept cannot be
-        # lost if the process is killed or the disk is full.
-        os.truncate(self.path, num_bytes)
-
-    def report_lost_lines(self, progress: TrainerState):
-        """Print a sentence if the log has no lines for earlier steps, which cannot be repeated."""
-        logged = {(line["stage"], line["step"]) for line in read_lines(self.path, LogLine)}
-        lost = []
-        # The name is METRICS of metrics.py, which imports this module. The file may still have lines
-        # of steps that the run repeats.
-        for line in read_lines(self.folder / "metrics.jsonl", LogLine):
-            name = line["stage"], line["step"]
-            # only steps with a rollout have rewards, and evaluations have no rewards
-            if not is_past(line, progress):
-                continue
-            if "reward" in line and name[1] % self.every == 0 and name not in logged:
-                lost.append(name)
-        if lost:
-            stage, step = lost[0]
-            print(
-                f"{self.path} has no completions of {len(lost)} earlier steps, the first is step "
-                f"{step} of {stage}: the file was removed or cut, or log_completions was different; the run "
-                "goes on without them",
-                flush=True,
-            )
+        images = self.folder / IMAGES
+        earlier = resumed.resolve().parents[1] / IMAGES if resumed else None
+        if earlier is None:
+            shutil.rmtree(images, ignore_errors=True)
+        elif earlier.is_dir() and earlier != images.resolve():
+            shutil.copytree(earlier, images, dirs_exist_ok=True)
 
     def step(self, trainer: Trainer, step: Step, number: int):
         """Log an optimizer step's completions if its turn has come and it has a rollout.
@@ -129,8 +103,8 @@ class CompletionsLog:
                 return
             for name, encoded in images.items():
                 self.write_image(name, encoded)
-            with self.path.open("ab") as file:
-                file.writelines(f"{json_text(line)}\n".encode() for line in lines)
+            for line in lines:
+                self.write(line)
 
     def describe(
         self, trainer: Trainer, step: Step, number: int
@@ -175,13 +149,6 @@ def encode_image(image: PIL.Image.Image) -> bytes:
     buffer = BytesIO()
     small.save(buffer, "WEBP", quality=90, lossless=max(small.size) < 128)
     return buffer.getvalue()
-
-
-def is_past(line: dict, progress: TrainerState) -> bool:
-    """Return True if a log line belongs to a step that a resumed run does not repeat."""
-    is_done = line["stage"] in progress.stages[: progress.stage]
-    is_present = line["stage"] == progress.stages[progress.stage]
-    return is_done or (is_present and line["step"] < progress.step)
 
 
 def groups(trainer: Trainer, step: Step) -> Iterator[dict]:

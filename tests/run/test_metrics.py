@@ -15,6 +15,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.distributed.process_group import World
 from minivlmrl.run import metrics as metrics_file
 from minivlmrl.run.metrics import EVALUATIONS, METRICS, TIMINGS, WARNINGS, MetricsLog, describe_speed, memory_use, merge
+from minivlmrl.run.rollout_log import COMPLETIONS
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.phase_timer import PhaseTimer
 
@@ -144,7 +145,7 @@ def test_a_resumed_run_goes_on_after_what_was_written(tmp_path, kind):
     log.step(0, {"loss": 1.0}, STEP)
     log.mark()
     kept = {"num_log_lines": log.lines_to_keep(), "resumed": folder / "states" / "000001"}
-    assert kept["num_log_lines"] == {METRICS: 1, TIMINGS: 1, EVALUATIONS: 0, WARNINGS: 0}
+    assert kept["num_log_lines"] == {METRICS: 1, TIMINGS: 1, EVALUATIONS: 0, WARNINGS: 0, COMPLETIONS: 0}
     log.step(1, {"loss": 9.0}, STEP)  # lost: made again
     before = (folder / METRICS).stat().st_ino
     again = other if kind == "another folder" else folder

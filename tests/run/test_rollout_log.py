@@ -1,6 +1,5 @@
 """Test that completions.jsonl shows a step's completions, and does not change the run."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -8,7 +7,7 @@ from types import SimpleNamespace
 import PIL.Image
 import pytest
 import torch
-from on_ranks import ONE, launch
+from on_ranks import launch
 from pytest import approx
 from runs import LETTERS, metrics
 
@@ -20,7 +19,8 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion
 from minivlmrl.model.checkpoint import load_processor
 from minivlmrl.rewards.text import find_answer, tag_format
-from minivlmrl.run.rollout_log import CompletionsLog, describe_group, tokens
+from minivlmrl.run.metrics import MetricsLog
+from minivlmrl.run.rollout_log import describe_group, tokens
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
@@ -126,7 +126,7 @@ def test_the_number_of_prompts_of_a_step(run):
 def log_on_rank(folder, overrides, world):
     """Log one step, in which rank 0 trains on two prompts and rank 1 on one prompt."""
     config = RunConfig(output_dir=str(folder), **overrides)
-    log = CompletionsLog(config, world, TrainerState(0, ["grpo"], num_log_lines={}))
+    log = MetricsLog(config, world, TrainerState(0, ["grpo"], num_log_lines={})).completions
     rows = [replace(row, index=10 * world.rank + i) for i, row in enumerate(list(Shapes(2, "rows")))]
     processor = Processor(shapes.tokenizer(), ImageProcessor())
     one = Completion(torch.tensor(processor.tokenizer.encode("a")), torch.tensor([-0.5]))
@@ -160,20 +160,3 @@ def test_a_character_of_several_tokens_is_shown_at_its_last_token(checkpoint):
     drawn = Completion(torch.tensor(ids), torch.full((len(ids),), -0.5))
     texts = [text for text, _ in tokens(drawn, processor)]
     assert "".join(texts) == "a \u4f60!" and "\ufffd" not in "".join(texts) and len(texts) == len(ids)
-
-
-def test_a_line_cut_by_a_full_disk_is_dropped(tmp_path):
-    """Lines for steps that the resumed run repeats are dropped too.
-
-    The file is truncated in place, so a reader always sees all lines that are kept.
-    """
-    lines = [json.dumps({"stage": "grpo", "step": step, "prompt": "\u2028" * 9}) + "\n" for step in range(4)]
-    path = tmp_path / "completions.jsonl"
-    path.write_text("".join(lines)[:-20])
-    before = path.stat().st_ino
-    progress = TrainerState(0, ["sft", "grpo"], stage=1, step=2, steps=5, num_log_lines={})
-    CompletionsLog(RunConfig(output_dir=str(tmp_path)), ONE, progress)
-    assert path.read_text() == "".join(lines[:2]) and path.stat().st_ino == before
-    path.write_text(lines[0] + lines[1][:20] + "\n" + lines[2])
-    with pytest.raises(ValueError, match=r"completions.jsonl:2: the text is not valid JSON"):
-        CompletionsLog(RunConfig(output_dir=str(tmp_path)), ONE, progress)

@@ -2,19 +2,15 @@
 
 import shutil
 import sys
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
-from minivlmrl.json_files import read_lines
 from minivlmrl.run import loop
 from minivlmrl.run.callbacks import Callback, default_callbacks
 from minivlmrl.run.process import is_first
-from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES, LogLine, is_past
-from minivlmrl.run.trainer_state import read_trainer_state
 from minivlmrl.trainers.reward_model import FOLDER as REWARD_MODEL
 
 
@@ -55,29 +51,10 @@ def train_again(
         if folder.exists():
             raise ValueError(f"{folder} already exists. Remove it or choose another folder.")
         folder.mkdir()
-        for name in earlier_files(Path(config.output_dir), state) if state else ():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(Path(config.output_dir) / name, folder / name)
+        reward_model = Path(config.output_dir) / REWARD_MODEL
+        if state and reward_model.is_dir():
+            shutil.copytree(reward_model, folder / REWARD_MODEL)
     resume = str(state) if state else "never"
     config = replace(config, output_dir=str(folder), resume=resume, report_to=[], **options)
     with redirect_stdout(sys.stderr):
         return loop.run_training(config, [*default_callbacks(config), callback])
-
-
-def earlier_files(run: Path, state: Path) -> Iterator[Path]:
-    """Yield the files that a resumed run needs in addition to a checkpoint.
-
-    These are the logged completions with their images, and the trained reward model.
-    """
-    progress = read_trainer_state(state)
-    if (run / COMPLETIONS).is_file():
-        yield Path(COMPLETIONS)
-    for line in read_lines(run / COMPLETIONS, LogLine):
-        if is_past(line, progress):
-            paths = list(line["images"])
-            for completion in line["completions"]:
-                paths += completion.get("pictures", ())
-            yield from (Path(IMAGES, Path(path).name) for path in paths)
-    for path in (run / REWARD_MODEL).rglob("*"):
-        if path.is_file():
-            yield path.relative_to(run)
