@@ -8,72 +8,51 @@ from pathlib import Path
 from typing import IO
 from uuid import uuid4
 
+NO_LOCKS = errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS  # errors of file systems without locks
+
 
 @contextmanager
 def locked(folder: str | Path, world) -> Iterator[None]:
-    """Create a run's folder and lock the folder, so that no other run writes into it.
+    """Create a run's folder and lock its file .lock, which all ranks must see.
 
     Raises:
-        ValueError: another run holds the lock, or not all ranks see the folder. The error is raised
-            on all ranks.
+        ValueError: on all ranks, because another run holds the lock, or because a rank has another
+            folder of this name. Each host would then write its own part of a checkpoint.
     """
     path = Path(folder) / ".lock"
-    failure = None
-    with ExitStack() as open_files:
-        try:
-            if world.is_main:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                _lock(open_files.enter_context(path.open("ab")))
-        except BlockingIOError:
-            failure = (
-                f"another run is writing into {folder}. Wait until that run ends, or choose "
-                "another folder."
+    with ExitStack() as closing:
+
+        def lock() -> str:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = closing.enter_context(path.open("a+b"))
+            try:
+                _lock(file)
+            except BlockingIOError as error:
+                raise ValueError(
+                    f"output_dir: another run is writing into {folder}. Wait until that run ends, or "
+                    "choose another folder."
+                ) from error
+            except OSError as error:
+                if error.errno not in NO_LOCKS:  # other runs are not detected there
+                    raise
+            if world.size == 1:
+                return ""
+            token = uuid4().hex
+            file.truncate(0)
+            file.write(token.encode())
+            file.flush()
+            return token
+
+        token = world.compute_on_rank_zero(lock)
+        sees = world.gather_objects(not token or (path.is_file() and path.read_text() == token))
+        blind = [str(rank) for rank, sees_folder in enumerate(sees) if not sees_folder]
+        if blind:
+            raise ValueError(
+                f"output_dir: {'rank' if len(blind) == 1 else 'ranks'} {', '.join(blind)} cannot see "
+                f"the folder {folder} of rank 0. All hosts must share this folder; set output_dir to "
+                "an absolute path on a shared file system."
             )
-        except OSError as error:
-            # a file system without locks is accepted, although other runs are not detected there
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                failure = (
-                    f"{folder} cannot be written ({error}). {_remedy(error)}, or choose another "
-                    "folder with --output_dir."
-                )
-        failure = world.gather_objects(failure)[0]
-        if failure:
-            raise ValueError(f"output_dir: {failure}")
-        if world.size > 1:
-            check_shared(path.parent, world)
         yield
-
-
-def _remedy(error: OSError) -> str:
-    """Return the beginning of a sentence about what to do if a folder cannot be written."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "Free some space on the disk"
-    if isinstance(error, FileExistsError | NotADirectoryError):
-        return "A file has the name of a folder of this path; move the file"
-    return "Change the permissions of the folder"
-
-
-def check_shared(folder: Path, world):
-    """Raise ValueError on all ranks if a rank does not see rank 0's folder.
-
-    Otherwise hosts with their own folders would train to the end, and write checkpoints of which
-    each host has only a part.
-    """
-    # a new name, because an earlier run's file may be in all hosts' folders
-    marker = folder / world.gather_objects(f".shared-{uuid4().hex}")[0]
-    if world.is_main:
-        marker.touch()
-    world.barrier()
-    sees_folder = world.gather_objects(marker.is_file())
-    if world.is_main:
-        marker.unlink()
-    blind = [str(rank) for rank, sees in enumerate(sees_folder) if not sees]
-    if blind:
-        raise ValueError(
-            f"output_dir: {'rank' if len(blind) == 1 else 'ranks'} {', '.join(blind)} cannot see the "
-            f"folder {folder} of rank 0. All hosts must share this folder; set output_dir to an "
-            "absolute path on a shared file system."
-        )
 
 
 def _lock(file: IO):

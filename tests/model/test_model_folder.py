@@ -9,7 +9,6 @@ from minivlmrl.files import check_model_folder, weight_files
 from minivlmrl.json_files import parse_json, read_json
 from minivlmrl.model import config_json
 from minivlmrl.model.checkpoint import load_model, load_processor, read_tensors
-from minivlmrl.run.lock import locked
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 
@@ -75,25 +74,6 @@ def test_a_file_is_no_model(tmp_path):
         (tmp_path / name).write_text("")
         with pytest.raises(ValueError, match=rf"(?i){name} is a file, but a model is a folder .*{says}"):
             find_folder(tmp_path / name)
-
-
-class World:
-    is_main = True
-
-    def gather_objects(self, value):
-        return [value]
-
-
-def test_an_output_that_cannot_be_written_is_explained(tmp_path):
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
-        with (
-            pytest.raises(
-                ValueError, match=r"^output_dir: .* cannot be written \(.*\)\. A file has the name of a folder"
-            ),
-            locked(folder, World()),
-        ):
-            pass
 
 
 @pytest.mark.parametrize(("text", "says"), [
