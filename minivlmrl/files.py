@@ -24,6 +24,39 @@ RUN_CONFIG = "config.yaml"  # file in the folder of a run, with all options of t
 INFERENCE_CONFIG = "minivlmrl.yaml"
 
 
+# kinds of folders that lack config.json or weights: (pattern of a file in it, what to do instead)
+OTHER_FOLDERS = (
+    ("checkpoint/config.json", "It is the folder of a run; use its folder checkpoint"),
+    (
+        "states",
+        "It is the folder of a run that has not saved a model yet; continue it with --resume=auto, and "
+        "use its folder checkpoint",
+    ),
+    (
+        "adapter_*",
+        "It is an adapter; set model.path to the base model and adapter.path to this folder, or merge "
+        "both with `python -m minivlmrl merge`",
+    ),
+    (
+        "*.gguf",
+        "It has a GGUF file of llama.cpp, which cannot be trained; download the safetensors files of "
+        "the original model",
+    ),
+    (
+        "*.bin",
+        "It has weights in PyTorch's pickle format; convert them with from_pretrained and "
+        "save_pretrained of transformers",
+    ),
+    ("*/config.json", "A folder in it has a config.json; use that folder"),
+)
+
+
+def _what_to_do(folder: Path) -> str:
+    """Return what to do about a folder that lacks config.json or weights."""
+    kinds = (advice for pattern, advice in OTHER_FOLDERS if any(folder.glob(pattern)))
+    return next(kinds, "Download the folder again")
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Return the weight files of a folder: model.safetensors if the file exists, else all shards.
 
@@ -35,7 +68,7 @@ def weight_files(folder: Path) -> list[Path]:
     if single_file.is_file():
         return [single_file]
     if not index.is_file():
-        raise ValueError(f"{single_file} does not exist. {_other_weights(folder)}")
+        raise ValueError(f"{single_file} does not exist. {_what_to_do(folder)}.")
     weight_map = read_json(index).get("weight_map")
     shards = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
     if not shards or not all(map(SHARD.fullmatch, shards)):
@@ -53,61 +86,10 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _other_weights(folder: Path) -> str:
-    """Return a sentence about the weights in a folder that has no safetensors files."""
-    if [*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.pt")]:
-        return (
-            "The folder only has weights in PyTorch's pickle format, such as pytorch_model.bin; "
-            "convert them with transformers: "
-            "AutoModelForImageTextToText.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)."
-        )
-    if [*folder.glob("*.gguf")]:
-        return (
-            "The folder only has a GGUF file of llama.cpp, which cannot be trained; download the "
-            "safetensors files of the original model."
-        )
-    if [*folder.glob("adapter_model.safetensors")]:
-        return (
-            "The folder is an adapter, not a model; set model.path to the base model, and "
-            "adapter.path to this folder."
-        )
-    others = sorted(file.name for file in folder.glob("*.safetensors"))
-    if others:
-        return (
-            f"The folder has {others[0]}, but no {INDEX}, which lists the files of weights; "
-            "download the folder again."
-        )
-    return "Download the folder again."
-
-
 def check_model_folder(folder: Path):
     """Raise ValueError if a folder without config.json is a run, an adapter or something else."""
-    if (folder / "config.json").is_file():
-        return
-    inside = folder / "checkpoint"
-    if (inside / "config.json").is_file():
-        advice = f"is the folder of a run, not of a model. Use its checkpoint, {inside}."
-    elif (folder / RUN_CONFIG).is_file() or (folder / "states").is_dir():
-        advice = (
-            "is the folder of a run that has not saved a model yet. Continue the run with "
-            "--resume=auto; at its end, it saves the folder checkpoint."
-        )
-    elif (folder / "adapter_config.json").is_file():
-        advice = (
-            "is an adapter, not a model. Set model.path to the base model, and adapter.path to "
-            "this folder, or merge both with `python -m minivlmrl merge`."
-        )
-    elif [*folder.glob("*.gguf")]:
-        advice = (
-            "has a GGUF file of llama.cpp, which cannot be trained. Download the folder of the "
-            "original model, with config.json and safetensors files."
-        )
-    elif [*folder.glob("*/config.json")]:
-        inner = min(folder.glob("*/config.json")).parent
-        advice = f"has no config.json, but a folder in it has one. Use that folder, {inner}."
-    else:
-        return  # the error about the missing config.json says enough
-    raise ValueError(f"{folder} {advice}")
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} has no config.json. {_what_to_do(folder)}.")
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path):

@@ -1,12 +1,11 @@
 """Read and write JSON and JSON lines."""
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 from minivlmrl.config.parsing import build
-from minivlmrl.errors import error_context
+from minivlmrl.errors import check_field, error_context
 
 LFS = b"version https://git-lfs"  # beginning of a pointer file
 _DECODER = json.JSONDecoder(parse_constant=lambda name: None)
@@ -24,25 +23,9 @@ def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments
         ValueError: the text is not JSON, is nested too deep, or has half of a surrogate pair.
     """
     try:
-        text = text.decode() if isinstance(text, bytes) else text
-        return decode(text, *arguments)
-    except ValueError as error:
-        raise ValueError(f"the text is not valid JSON ({error}){_comma_hint(error)}") from error
-    except RecursionError as error:
-        raise ValueError("the JSON text cannot be read, because it is nested too deep") from error
-
-
-def _comma_hint(error: ValueError) -> str:
-    """Return "; remove the comma ..." if a comma is the reason why a text is not JSON, else ""."""
-    if not isinstance(error, json.JSONDecodeError):
-        return ""
-    before, after = error.doc[: error.pos].rstrip(), error.doc[error.pos :].strip()
-    if after == ",":
-        return "; remove the comma at the end"
-    bracket = re.match(r",?\s*([}\]])", after)
-    if bracket and (after[0] == "," or before.endswith(",")):
-        return f"; remove the comma before {bracket[1]}"
-    return ""
+        return decode(text.decode() if isinstance(text, bytes) else text, *arguments)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the text is not valid JSON ({error})") from error
 
 
 def check_downloaded(path: Path):
@@ -63,16 +46,11 @@ def read_json(path: Path) -> dict:
         ValueError: the file is missing, or does not contain a JSON object.
     """
     if not path.is_file():
-        raise ValueError(
-            f"{path}: this file is missing; every folder of a model, run or state must have it"
-        )
+        raise ValueError(f"{path}: this file is missing")
     check_downloaded(path)
     with error_context(path):
         content = parse_json(path.read_bytes())
-        if not isinstance(content, dict):
-            raise ValueError(
-                f"the file must contain a JSON object, but it contains {content!r:.40}"
-            )
+        check_field(isinstance(content, dict), "the content", content, "a JSON object")
         return content
 
 
@@ -89,12 +67,10 @@ def read_lines(path: Path, form: type) -> list[dict]:
     """Parse the complete lines of a JSON lines file; return [] if the file does not exist.
 
     A last line without a newline is ignored, because it is incomplete: a run is still writing this
-    line, or the disk was full.
+    line, or the disk was full. An error names the file and the number of the line.
 
     Args:
         form: dataclass with the fields that each line must have.
-    Raises:
-        ValueError: a line is not valid. The message contains the file and the number of the line.
     """
     text = path.read_bytes() if path.is_file() else b""
     contents = []

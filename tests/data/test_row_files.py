@@ -74,7 +74,7 @@ WRONG = {  # {file content: error message after the file name}
     '{"problem": "a"}\n{"problem": ': r":2: the text is not valid JSON \(Expecting value",
     '[{"problem": "a"}, {"problem"}]': r":1: the text is not valid JSON \(Expecting ':'",
     '[\n{"problem": "a"},\n3]': r":3: the row is 3, .* a JSON object that maps columns to values",
-    '[{"problem": ' + DEEP: r":1: the JSON text cannot be read, because it is nested too deep",
+    '[{"problem": ' + DEEP: r":1: the text is not valid JSON \(maximum recursion depth exceeded",
     "[]": " has no rows",
 }
 
@@ -107,7 +107,7 @@ def test_a_csv_row_with_too_many_cells_or_a_deep_one_is_named(tmp_path):
     (tmp_path / "deep.csv").write_text(f'problem,images\na,"{DEEP}"\n')
     for name, says in (
         ("rows", r"3: the row has 4 cells, but the first line of the file has 3 column names; put cells"),
-        ("deep", "2: column 'images': the JSON text cannot be read, .* too deep"),
+        ("deep", "2: column 'images': the text is not valid JSON .*recursion"),
     ):
         with pytest.raises(ValueError, match=rf"{name}\.csv:{says}"):
             FileDataset(tmp_path / f"{name}.csv")

@@ -369,7 +369,7 @@ def test_infinite_values_are_found_before_quantisation(copy):
 
 
 @pytest.mark.parametrize("file, content, says", [
-    ("config.json", None, "config.json: this file is missing"),
+    ("config.json", None, "has no config.json. Download the folder again."),
     ("config.json", b'{"model_type": "llama"}', "copy/config.json: model_type is 'llama'"),
     ("model.safetensors", None, "model.safetensors does not exist"),
     # huge sizes are refused without allocating memory

@@ -416,7 +416,7 @@ def test_a_checkpoint_cannot_run_code(recipe, copy, tmp_path, monkeypatch, name)
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"results": {"start": {"greedy": "x"}}}, "results.start.greedy is 'x', but it must be of type float"),
-    ([], "the file must contain a JSON object"),
+    ([], "the content is [], but it must be a JSON object"),
 ])  # fmt: skip
 def test_invalid_values_damage_a_checkpoint(recipe, copy, monkeypatch, capsys, change, message):
     state = copy / "states" / "000003"

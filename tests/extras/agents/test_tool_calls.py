@@ -124,7 +124,7 @@ def test_a_parameter_without_quotes_is_json_that_fits_or_else_text(hint, text, v
         ("", PARAMETERS.format("look", "left", "-Infinity", "place", 2), "left is -inf, but it must be finite"),
         ("", r'{"name": "name", "arguments": {"it": "a\ud800"}}', r"name: it: 'a\\ud800' is not valid Unicode"),
         ("", '{"name": ["look"]}', "a tool call must have the form"),
-        ("", "[" * 99999, "nested too deep"),
+        ("", "[" * 99999, "maximum recursion depth exceeded"),
     ],
 )
 def test_invalid_calls_are_reported(tool, said, error):
