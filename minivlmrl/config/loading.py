@@ -80,13 +80,15 @@ def load_config(
     if any(":" in stage for stage in set(recipe_stages) - set(stages)):
         unused_sections = [name for name in values if name not in vars(config_class())]
         values = {name: value for name, value in values.items() if name not in unused_sections}
-    if asked_for is None:
-        # built without overrides first, so that an error in the recipe is reported with its name
-        _build_run(config_class, values, recipe)
+    hints = {option.path: option.hint for option in options_of(config_class)}
     try:
-        config = _build_overridden(config_class, values, overrides, resolver)
+        overridden = values
+        for override in overrides:
+            overridden = _apply(override, overridden, hints)
+        config = _build_run(config_class, overridden, "command line", resolver)
     except ValueError:
-        _build_run(config_class, values, recipe)  # raises if the fault is in the recipe itself
+        # without overrides, so that an error in the recipe is reported with its name
+        _build_run(config_class, values, recipe)
         raise
     if asked_for is not None:
         check_named_code(recipe, resolver.code, asked_for)
@@ -96,36 +98,18 @@ def load_config(
     return config
 
 
-def _build_overridden(
-    config_class: type[RunConfig], values: dict, overrides: Sequence[str], resolver: ChangeText
-) -> RunConfig:
-    """Apply the overrides to a recipe's values, and build its config."""
-    hints = {option.path: option.hint for option in options_of(config_class)}
-    for override in overrides:
-        values = _apply(override, values, hints)
-    return _build_run(config_class, values, "command line", resolver)
-
-
 def _build_run(
     config_class: type[RunConfig],
     values: dict,
     where: str | Path,
     change_text: ChangeText | None = None,
 ) -> RunConfig:
-    """Build a config, and check the rules that the option dataclasses cannot check themselves.
-
-    The dataclasses do not check these rules, because they avoid importing other modules.
-
-    Raises:
-        ValueError: the config breaks a rule.
-    """
+    """Build a config, and check the rules for which the option dataclasses would import modules."""
     config = build(config_class, values, str(where), change_text=change_text)
     with error_context(where):
         for name, options_class in (("image", ImageOptions), ("video", VideoOptions)):
-            with error_context(f"data.{name}"):
-                options = check_values(
-                    options_class, getattr(config.data, name), f"options of the {name}"
-                )
+            where = f"data.{name}: options of the {name}"
+            options = check_values(options_class, getattr(config.data, name), where)
             setattr(config.data, name, options)
         if config.dpo != DPOOptions():
             from minivlmrl.losses.preference import check_dpo_options
@@ -143,11 +127,7 @@ def _build_run(
 
 
 def _find_recipe(recipe: str | Path) -> Path:
-    """Find a recipe by its path, or by its name in the folder `recipes`.
-
-    Raises:
-        ValueError: there is no such recipe.
-    """
+    """Find a recipe by its path, or by its name in the folder `recipes`."""
     for path in (Path(recipe), recipes_folder() / recipe):
         if path.is_file():
             return path
@@ -237,10 +217,8 @@ class Resolver:
     def _code(self, text: str, short: bool) -> str:
         """Make the path in "file.py:name" absolute.
 
-        Args:
-            text: "file.py:name" or "package.module:name".
-            short: True removes the working directory from the path, because a reward's name is
-                also its metrics' name.
+        With `short`, the working directory is removed, because a reward's name is also the name of
+        its metrics.
         """
         match = re.match(r"(.*?\.py)(:.*)", text, re.DOTALL)
         if not match:
@@ -290,16 +268,10 @@ def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
 
 
 def _override_value(text: str, path: str, hint: TypeHint) -> Plain:
-    """Parse an override's value as YAML.
-
-    For a text field, a value that is not valid YAML, or not a text in YAML, is used as it is.
-    """
+    """Parse an override's value as YAML; a text field takes other values as they are."""
     is_text = any(hint in (text_type, text_type | None) for text_type in TEXTS)
-    with (
-        suppress(ValueError)
-        if is_text
-        else error_context(f"command line: quote the value of {path}")
-    ):
+    where = f"command line: quote the value of {path}"
+    with suppress(ValueError) if is_text else error_context(where):
         value = parse_yaml(text)
         if not is_text or isinstance(value, str | None):
             return value

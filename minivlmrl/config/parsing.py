@@ -1,9 +1,9 @@
 """Read values in recipes and config files by a dataclass's type hints.
 
 `Reader` walks over a value together with its type hint, checks and converts the value, and lets the
-caller change texts that name files or code. `build` uses a Reader to create a dataclass from the
-a file's values, and `read_value` reads a single value. `options_of` lists the fields in a
-dataclass, for overrides and for --help.
+caller change texts that name files or code. `build` creates a dataclass from the values of a file,
+and `read_value` reads a single value. `options_of` lists the fields of a dataclass, for overrides
+and for --help.
 """
 
 import dataclasses
@@ -169,16 +169,14 @@ class Reader:
         if origin is Annotated:
             number_type, bounds = typing.get_args(hint)
             number = self._read_plain(number_type, value, name)
-            check_field(
-                within_bounds(number, bounds), name, number, bounds_text(*typing.get_args(hint))
-            )
+            if not within_bounds(number, bounds):
+                raise _invalid(name, number, bounds_text(number_type, bounds))
             return number
         if origin is Literal:
-            valid = any(
-                type(value) is type(choice) and value == choice for choice in typing.get_args(hint)
-            )
-            if not valid:  # type_text is only computed for an error, because it is slow
-                check_field(valid, name, value, type_text(hint))
+            # 1 and True are equal
+            choices = [(type(choice), choice) for choice in typing.get_args(hint)]
+            if (type(value), value) not in choices:
+                raise _invalid(name, value, type_text(hint))
             return value
         if origin is dict:
             return self._read_dict(hint, value, name)
@@ -189,7 +187,6 @@ class Reader:
         return self._read_plain(hint, value, name)
 
     def _read_plain(self, hint: TypeHint, value: Plain, name: str) -> Any:
-        """Read a value without bounds: a number, a bool, a text or a value of any type."""
         plain = getattr(hint, "__supertype__", hint)  # str for a NewType
         if hint is float and (type(value) is int or (isinstance(value, str) and not self.json)):
             with suppress(ValueError, OverflowError):
@@ -258,21 +255,14 @@ class Reader:
         return tuple(self.read(item_hint, item, name) for item_hint, item in items)
 
     def _changed(self, hint: TypeHint, value: Plain) -> Plain:
-        """Apply change_text to a value whose type is a text type from config/types.py.
-
-        Other values are returned unchanged.
-        """
+        """Apply change_text to a value whose type is a text type from config/types.py."""
         if self.change_text and hasattr(hint, "__supertype__") and isinstance(value, str):
             return self.change_text(hint, value)
         return value
 
 
 def _suggestion(root: type, section: type, prefix: str, key: str) -> str:
-    """Suggest what to write instead of an unknown key.
-
-    The suggestion is the option that corresponds to a TRL option, the place of an option that
-    is in another section, or a similar name.
-    """
+    """Suggest the option of TRL's name, an option of another section, or a similar name."""
     if key in NO_COUNTERPART:
         return NO_COUNTERPART[key]
     alias = TRL_ALIASES.get(key)
@@ -322,15 +312,13 @@ def options_of(cls: type, prefix: str = "") -> Iterator[Option]:
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             yield from options_of(hint, f"{prefix}{field.name}.")
         else:
-            declaring = [
-                part for part in cls.__mro__ if field.name in inspect.get_annotations(part)
-            ]
-            yield Option(prefix + field.name, hint, field, declaring[0])
+            classes = (part for part in cls.__mro__ if field.name in inspect.get_annotations(part))
+            yield Option(prefix + field.name, hint, field, next(classes))
 
 
 @functools.cache
 def _field_comments(cls: type) -> dict[str, str]:
-    """Return the comment on each field in a dataclass, from the lines above and after the field."""
+    """Return the comments above and after each field of a dataclass."""
     comments = {}
     above = []  # comment lines since the last field
     name = ""
@@ -383,22 +371,21 @@ def within_bounds(number: float, bounds: str) -> bool:
     return above_low and below_high
 
 
+BOUNDS_IN_WORDS = {
+    "(0, inf)": "over 0 and finite",
+    "[0, inf)": "0 or more and finite",
+    "(-inf, inf)": "finite",
+    "(0, inf]": "over 0",
+    "[0, inf]": "0 or more",
+}
+
+
 def bounds_text(number_type: type, bounds: str) -> str:
     """Describe bounds in words, such as "1 or more" or "over 0 (.inf does not clip)"."""
     interval, _, advice = bounds.partition("; ")
-    number = interval.strip(">= ")
-    words = f"in {interval}"
+    words = BOUNDS_IN_WORDS.get(interval, f"in {interval}")
     if interval.startswith(">"):
+        number = interval.strip(">= ")
         words = f"{number} or more" if "=" in interval else f"over {number}"
         words += " and finite" if number_type is float else ""
-    elif interval == "(0, inf)":
-        words = "over 0 and finite"
-    elif interval == "[0, inf)":
-        words = "0 or more and finite"
-    elif interval == "(-inf, inf)":
-        words = "finite"
-    elif interval == "(0, inf]":
-        words = "over 0"
-    elif interval == "[0, inf]":
-        words = "0 or more"
     return f"{words} ({advice})" if advice else words

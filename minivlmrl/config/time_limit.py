@@ -12,17 +12,6 @@ class Overtime(BaseException):
     """Raised inside code that exceeds its time limit; not an Exception, which the code may catch."""
 
 
-def is_interrupt(error: BaseException) -> bool:
-    """Return True for Ctrl-C and Overtime, which are no errors of the code in which they are raised.
-
-    During a run, Ctrl-C does not raise KeyboardInterrupt, because StopSignals handles the signal. A
-    KeyboardInterrupt is then an error of the code.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    ctrl_c = isinstance(error, KeyboardInterrupt) and handler is signal.default_int_handler
-    return ctrl_c or isinstance(error, Overtime)
-
-
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise Overtime inside a `with` block that runs longer than `seconds`.

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from minivlmrl.config.time_limit import Overtime, is_interrupt, time_limit
+from minivlmrl.config.time_limit import Overtime, time_limit
 
 
 def endless():
@@ -44,15 +44,3 @@ def test_overtime_is_raised_again_in_code_that_catches_it():
                 if len(caught) == 3:
                     raise
     assert len(caught) == 3
-
-
-def test_ctrl_c_is_not_an_error_of_the_code():
-    """During a run StopSignals handles SIGINT, so that a KeyboardInterrupt comes from the code."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        assert is_interrupt(KeyboardInterrupt()) and is_interrupt(Overtime())
-        assert not is_interrupt(SystemExit()) and not is_interrupt(GeneratorExit())
-        signal.signal(signal.SIGINT, lambda *_: None)
-        assert not is_interrupt(KeyboardInterrupt()) and is_interrupt(Overtime())
-    finally:
-        signal.signal(signal.SIGINT, before)
