@@ -20,5 +20,6 @@ Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 Part = Literal["vision", "merger", "language", "embeddings"]
 Count = Annotated[int, ">= 1"]
 Finite = Annotated[float, "(-inf, inf)"]
+# the patches for 2**25 pixels take 2 GB while they are computed
 MinPixels = Annotated[int, f"[1, {2**25}]; patches of a larger image would fill the memory"]
 Weights = dict[RewardName, Finite]

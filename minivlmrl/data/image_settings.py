@@ -10,6 +10,7 @@ import PIL.Image
 import torch
 
 from minivlmrl.config.parsing import build
+from minivlmrl.config.types import Count, MinPixels
 from minivlmrl.data.image import ImageProcessor, look_up, resize_frames, smart_resize
 from minivlmrl.errors import error_context
 from minivlmrl.json_files import read_json
@@ -40,9 +41,6 @@ def torch_resize_frames(
 # {data.resize_backend value: function that resizes and normalises frames}
 RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}
 
-Count = Annotated[int, ">= 1"]
-# upper bound, because the patches for 2**25 pixels take 2 GB while they are computed
-MinPixels = Annotated[int, f"[1, {2**25}]; patches of a larger image would fill the memory"]
 Mean = Annotated[float, "(-1e6, 1e6)"]
 Std = Annotated[float, "[1e-6, 1e6)"]  # positive, because pixels are divided by Std
 # Here only the type that ends with Fast resizes with torch. In transformers 5 the type without a

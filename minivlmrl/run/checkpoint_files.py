@@ -64,11 +64,7 @@ def writes(tensor: Tensor, number: int, world: World) -> bool:
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> list[str]:
-    """Write this rank's rows from all tensors to files of about FILE_SIZE bytes.
-
-    Returns:
-        The file names.
-    """
+    """Write this rank's rows from all tensors to files of about FILE_SIZE bytes; return their names."""
     names = [name for i, name in enumerate(tensors) if writes(tensors[name], i, world)]
     files = []
     content = {}
@@ -118,11 +114,7 @@ def read_rows(name: str, pieces: list[tuple[int, int, Path]], start: int, end: i
 
 @torch.no_grad()
 def read_into(tensor: Tensor, name: str, pieces: list[tuple[int, int, Path]]):
-    """Copy this rank's rows from a saved tensor into `tensor`.
-
-    Raises:
-        ValueError: if the saved tensor has another shape or dtype than `tensor`.
-    """
+    """Copy this rank's rows from a saved tensor into `tensor`, of the same shape and dtype."""
     saved_rows = sum(num_rows for _, num_rows, _ in pieces)
     tensor_rows = len(tensor) if tensor.dim() else 1
     check_field(

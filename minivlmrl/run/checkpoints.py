@@ -28,7 +28,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.download import find_folder, find_split
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard, reshard_interrupted
-from minivlmrl.errors import is_out_of_memory, phase
+from minivlmrl.errors import error_context, is_out_of_memory, phase
 from minivlmrl.files import digest, flush_file, weight_files
 from minivlmrl.json_files import json_text, parse_json, read_json, write_json
 from minivlmrl.model.plain_weights import plain_name, shared_base
@@ -102,8 +102,7 @@ def check_resume(config: RunConfig) -> list[Path]:
     """Return the checkpoint folders in output_dir, the oldest first.
 
     Raises:
-        ValueError: if the run would overwrite these checkpoints, or if config.resume names a folder
-            that is not a checkpoint.
+        ValueError: the run would overwrite these checkpoints, or config.resume is no checkpoint.
     """
     folder = Path(config.output_dir) / "states"
     resume = config.resume
@@ -226,9 +225,6 @@ class CheckpointManager:
         """Return the checkpoint's TrainerState to resume, or a new one for a new run.
 
         config.resume selects the checkpoint; its folder is stored in `resumed`.
-
-        Raises:
-            ValueError: if no checkpoint can be read, or if the checkpoint does not fit the recipe.
         """
         config = self.config
         new_progress = TrainerState(
@@ -261,13 +257,8 @@ class CheckpointManager:
     def compare(self, progress: TrainerState, recipe: dict[str, object]):
         """Print the options that changed since the checkpoint, and reject incompatible changes.
 
-        Args:
-            progress: the checkpoint's TrainerState.
-            recipe: the current recipe's options, as recipe_values returns them.
-
-        Raises:
-            ValueError: if the adapter's base weights changed, or if the changes would make the
-                run skip or repeat rows.
+        Changes of an adapter's base weights are rejected, and changes that would make the run skip
+        or repeat rows.
         """
         stage = self.config.stage_names[progress.stage]
         # A user who names a checkpoint's folder may continue with other rows.
@@ -296,12 +287,7 @@ class CheckpointManager:
                 print(change, flush=True)
 
     def restore(self, trainer: Trainer, optimizer: Optimizer):
-        """Load the checkpoint to resume, if there is one, into the stage's weights and optimizer.
-
-        Raises:
-            ValueError: if names, shapes or dtypes of the checkpoint's tensors differ from those of
-                the stage.
-        """
+        """Load the checkpoint to resume, if there is one, into the stage's weights and optimizer."""
         folder = self.resumed
         self.resumed = None  # only the first stage after a resume starts from the checkpoint
         if folder is not None:
@@ -310,26 +296,20 @@ class CheckpointManager:
 
     def read_tensors(self, folder: Path, trainer: Trainer, optimizer: Optimizer):
         """Copy a checkpoint's tensors into the weights and the optimizer's moments."""
-        try:
-            pieces = find_pieces(folder)
-            with_moments = []
-            for name, parameter in trainer.trained.named_parameters():
-                if any(key.startswith(f"optimizer.{name}/") for key in pieces):
-                    with_moments.append(parameter)
-            begin_state(optimizer, with_moments)
-            targets = tensors(trainer, optimizer)
-            unmatched = sorted(targets.keys() ^ pieces.keys())
+        where = f"{folder}: this checkpoint was saved with another model or recipe"
+        pieces = find_pieces(folder)
+        with_moments = []
+        for name, parameter in trainer.trained.named_parameters():
+            if any(key.startswith(f"optimizer.{name}/") for key in pieces):
+                with_moments.append(parameter)
+        begin_state(optimizer, with_moments)
+        targets = tensors(trainer, optimizer)
+        unmatched = sorted(targets.keys() ^ pieces.keys())
+        with error_context(where):
             if unmatched:
                 raise ValueError(f"{unmatched[0]} is only in the checkpoint or only in the run")
             for name, tensor in targets.items():
                 read_into(tensor, name, pieces[name])
-        except (SafetensorError, KeyError, RuntimeError, ValueError) as error:
-            if is_out_of_memory(error):
-                raise
-            raise ValueError(
-                f"{folder}: this checkpoint was saved with another model or recipe ({error}); "
-                "resume it with the recipe that saved it"
-            ) from error
 
     def select_checkpoint(self) -> TrainerState | None:
         """Read the checkpoint that config.resume selects, and delete all newer ones in the run.

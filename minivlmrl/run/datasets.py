@@ -41,10 +41,6 @@ def load_datasets(
             its own rewards only needs these rewards' columns.
         eval_columns: columns that the held-out rows' rewards need.
         world: the ranks; None is a single process.
-
-    Raises:
-        ValueError: if the recipe does not have exactly one source of rows, or if a column is
-            missing.
     """
     world = world or World()
     return world.run_on_all_ranks(
@@ -80,8 +76,8 @@ def _load_datasets(
             run, files.get(stage), columns[needs], needs == "prompts", checks_files
         )
     if config.eval_file and config.eval_rows:
-        # If all training rows are pairs, the held-out rows are pairs too, and only the
-        # their answers' log-probabilities are compared. Otherwise the policy answers them.
+        # If all training rows are pairs, so are the held-out rows: the log-probabilities of their
+        # answers are compared. Otherwise the policy answers them.
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
         datasets["eval"] = _file_rows(
@@ -134,15 +130,7 @@ def check_shares(stage: str, prompts_per_step: int, ranks: int):
 def _training_rows(
     run: RunConfig, file: str | None, columns: Sequence[str], is_scored: bool, checks_files: bool
 ) -> Dataset:
-    """Open a stage's training rows, from its own file or from the file or files for all stages.
-
-    Args:
-        file: the stage's entry in `data.files`, or None.
-        columns: columns that every row must have.
-        is_judged: True if rewards score completions for these rows. A file that lists its own
-            rewards then needs only these rewards' columns.
-        checks_files: True if this rank checks that images and videos exist.
-    """
+    """Open a stage's training rows, from its own file or from the file or files for all stages."""
     from minivlmrl.data.mixture import mix  # imported here, because tasks do not need it
 
     config = run.data
@@ -203,11 +191,8 @@ def _file_rows(
 ) -> FileRows:
     """Open a data file that must have these columns.
 
-    Args:
-        checks_files: True if this rank checks that images and videos exist.
-        limit: number of rows to read; None reads all rows.
-        constants: values of additional columns that are the same in all rows.
-        changed_options: RowOptions fields that replace the recipe's options.
+    `constants` are additional columns with the same value in all rows, and `changed_options`
+    replace the options of the recipe.
     """
     # imported here, because tasks do not need it
     from minivlmrl.data.file_dataset import FileDataset

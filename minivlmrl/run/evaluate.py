@@ -63,11 +63,7 @@ def evaluate(
 
 
 def evaluation_sampling(sampling: SamplingOptions, **changes: float | None) -> SamplingOptions:
-    """Return an evaluation's sampling options: the native engine, and bounded batches.
-
-    Args:
-        changes: further options to change.
-    """
+    """Return an evaluation's sampling options: the native engine, bounded batches, and `changes`."""
     max_batch_tokens = min(sampling.max_batch_tokens or BATCH_TOKENS, BATCH_TOKENS)
     changed = {"engine": "native", "max_batch_tokens": max_batch_tokens, **changes}
     return replace(sampling, **changed)
@@ -81,15 +77,11 @@ def metric_name(reward: str, way: str) -> str:
 def metrics_by_name(
     rewards: Sequence[Reward], means: dict[str, list], unseen_means: dict[str, list]
 ) -> dict[str, float]:
-    """Select an evaluation's metrics and return them by name.
+    """Select metrics from {way of answering: each reward's mean}, over all rows and unseen rows.
 
     The first reward has a metric for each way of answering, over all rows and over unseen rows. All
     further rewards have the metrics `sampled` and `greedy`, except that a format reward in second
     place has only the metric `sampled`.
-
-    Args:
-        means: way of answering -> each reward's mean over all rows.
-        unseen_means: the same means, but over unseen rows only.
     """
     first = rewards[0].name
     values = {metric_name(first, way): mean[0] for way, mean in means.items()}

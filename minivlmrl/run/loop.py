@@ -89,9 +89,8 @@ def train_stages(
             if trainer is not None:
                 results.save_stage(trainer)
             steps_done = state.step if number == state.stage else 0
-            trainer = load_trainer(
-                stage, trainers[stage], config, model, processor, world, steps_done
-            )
+            with phase("load"):  # the reference and the parameters of the optimizer, too
+                trainer = trainers[stage](config, model, processor, world, steps_done)
             if number > state.stage:  # after loading, so that memory running out loses no step
                 state.begin_stage(number)
             situation.trainer = trainer
@@ -113,14 +112,9 @@ def set_up(
         callback.on_setup(config, world)
     with phase("load"):
         model, processor, datasets = prepare(config, trainers, world, callbacks)
+    # last, so that a user does not choose another folder only to read about the next mistake
     check_output_dir(config)
     return model, processor, datasets
-
-
-def load_trainer(stage: str, trainer_class: type[Trainer], *arguments) -> Trainer:
-    """Create a stage's trainer, which loads its reference and its optimizer's parameters."""
-    with phase("load"):
-        return trainer_class(*arguments)
 
 
 def train_stage(
@@ -132,11 +126,7 @@ def train_stage(
     state: TrainerState,
     callbacks: Sequence[Callback],
 ):
-    """Train one stage, starting with its first step or from a checkpoint.
-
-    Raises:
-        ValueError: if a loss or gradient norm is not finite, or if a rollout or evaluation fails.
-    """
+    """Train one stage, starting with its first step or from a checkpoint."""
     stage = trainer.stage
     config = trainer.config
     state.check_rows(len(rows))
@@ -250,11 +240,8 @@ def lockstep_wait(lengths: Sequence[Sequence[int]], rank: int) -> float:
     Sharded ranks run each micro-batch in step, so that it takes as long as on the slowest rank. The
     time is assumed to be proportional to the tokens, because waiting on a GPU cannot be measured.
 
-    Example: two ranks with [[30, 10], [10, 10]] tokens need the time of 40 tokens. The second rank
-        computes 20 tokens, so it waits for half the time.
-
-    Args:
-        lengths: token counts of each rank's micro-batches.
+    Example: if two ranks have micro-batches of [[30, 10], [10, 10]] tokens, they need the time of 40
+        tokens. The second rank computes 20 tokens, so it waits for half the time.
     """
     slowest = [max(of_ranks) for of_ranks in zip(*lengths, strict=True)]
     return 1 - sum(lengths[rank]) / sum(slowest)

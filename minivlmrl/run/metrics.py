@@ -47,11 +47,8 @@ Means = tuple[dict[str, float], float]
 class MetricsLog(ExitStack):
     """Write the log files, the progress bar, completions and trackers, on rank 0 only.
 
-    A resumed run's log files start with the lines that they had at the checkpoint.
-
-    Args:
-        resumed: checkpoint folder that the run resumes, states/000120 in a run; None for a
-            new run.
+    The log files of a run that resumes the checkpoint folder `resumed` start with the lines that
+    they had at the checkpoint.
     """
 
     def __init__(
@@ -339,11 +336,7 @@ def memory_use() -> dict[str, float]:
 
 
 def describe_speed(timings: Sequence[dict]) -> str:
-    """Describe some steps' mean times, and the memory after the last step.
-
-    Args:
-        timings: lines in timings.jsonl. Lines from minivlmrl 0.4 have no phases.
-    """
+    """Describe the mean times of lines of timings.jsonl, and the memory in the last one."""
 
     def mean(values: Iterable[float]) -> float:
         return sum(values) / len(timings)

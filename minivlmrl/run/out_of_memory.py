@@ -16,6 +16,7 @@ import torch
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.processor import encode_answer
 from minivlmrl.data.rows import Row
+from minivlmrl.distributed.device import GB
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import is_out_of_memory, shortened
 from minivlmrl.run.callbacks import Callback
@@ -23,7 +24,6 @@ from minivlmrl.run.metrics import memory_use
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
 
-GB = 10**9
 # run phase -> phase in the memory estimate; the estimate does not contain other phases
 PLANNED = {
     "sampling": "rollout",

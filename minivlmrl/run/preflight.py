@@ -168,42 +168,34 @@ def collect_notes(
     """
     if not config.stages:
         yield "stages is []: nothing is trained; the model is only evaluated and saved"
-    for name in config.unused_sections:
-        yield f"{name} has no effect, because `stages` does not include it"
-    yield from unnamed_sections(config)
-    yield from unused_files(config)
-    if not any(trainer.samples_completions for trainer in trainers.values()):
-        for name in (
-            "rewards",
-            "log_completions",
-            "num_logged_prompts",
-            "rollout.max_logp_mismatch",
-        ):
-            if is_set(name, config):
-                yield f"{name} has no effect, because no stage samples completions"
+    for options, reason in unused_options(config, trainers):
+        yield f"{', '.join(options)}: no effect, because {reason}"
     yield from find_mistakes(config, datasets)
 
 
-def unnamed_sections(config: RunConfig) -> Iterator[str]:
-    """Yield one warning for each stage that has options set but is missing from `stages`."""
+def unused_options(
+    config: RunConfig, trainers: dict[str, type[Trainer]]
+) -> Iterator[tuple[list[str], str]]:
+    """Yield options that the stages of the recipe do not read, and the reason."""
+    for name in config.unused_sections:
+        yield [name], f"`stages` does not include {name}"
     for name in unnamed_stages(config):
         section = getattr(config, name)
         changed = [f"{name}.{option}" for option in vars(section) if is_set(option, section)]
         if "reward_model" in config.rewards:  # this reward loads the model from that path
             changed = [option for option in changed if option != "reward_model.path"]
         if changed:
-            yield f"{', '.join(changed)}: no effect, because `stages` does not include {name}"
-
-
-def unused_files(config: RunConfig) -> Iterator[str]:
-    """Yield one warning for each data file that no stage in the recipe reads."""
+            yield changed, f"`stages` does not include {name}"
     for stage in config.data.files:
         if stage not in config.stage_names:
-            yield f"data.files.{stage} has no effect, because `stages` does not include {stage}"
-    if config.stages and config.data.files.keys() >= {*config.stage_names}:
-        for name in ("train_file", "train"):
-            if getattr(config.data, name):
-                yield f"data.{name} has no effect, because data.files has the rows of all stages"
+            yield [f"data.files.{stage}"], f"`stages` does not include {stage}"
+    files = [f"data.{name}" for name in ("train_file", "train") if getattr(config.data, name)]
+    if files and config.stages and config.data.files.keys() >= {*config.stage_names}:
+        yield files, "data.files has the rows of all stages"
+    names = "rewards", "log_completions", "num_logged_prompts", "rollout.max_logp_mismatch"
+    changed = [name for name in names if is_set(name, config)]
+    if changed and not any(trainer.samples_completions for trainer in trainers.values()):
+        yield changed, "no stage samples completions"
 
 
 def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:

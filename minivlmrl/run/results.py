@@ -36,11 +36,7 @@ def check_outputs(config: RunConfig):
 
 
 def check_output_dir(config: RunConfig):
-    """Raise ValueError if the run would overwrite an earlier run's results.
-
-    This check comes after those of the rows, the rewards and the model. Otherwise a user would
-    choose another folder, only to read about the next mistake.
-    """
+    """Raise ValueError if the run would overwrite an earlier run's results."""
     has_states = bool(check_resume(config))
     folder = Path(config.output_dir)
     metrics_file = folder / METRICS
@@ -184,35 +180,26 @@ class Results:
             print(f"training: {', '.join(times)}")
         if trainer is not None:
             trainer.save(self.folder)
-            note = merge_note(self.model)
-            if note and self.world.is_main:
-                print(note, flush=True)
+            self.print_merge_note()
         if trainer is None or not trainer.trains_policy:
             base = self.config.model.path
             gather_and_save_model(
                 self.folder / "checkpoint", self.model, self.processor, self.world, base
             )
 
+    def print_merge_note(self):
+        """Print which share of an update a merge keeps. All ranks must call this method."""
+        if has_adapters(self.model):
+            # imported here, because few runs have adapters
+            from minivlmrl.model.lora import merge_note
 
-def merge_note(model: VisionLanguageModel) -> str:
-    """State which share of an update a merge keeps; "" without adapters. All ranks must call it."""
-    if not has_adapters(model):
-        return ""
-    # imported here, because few runs have adapters
-    from minivlmrl.model.lora import merge_note
-
-    return merge_note(model)
+            note = merge_note(self.model)
+            if note and self.world.is_main:
+                print(note, flush=True)
 
 
 def print_table(results: dict, num_rows: int, chance: float | None, chance_name: str):
-    """Print all evaluations' metrics as a table, with the reward that guessing would reach.
-
-    Args:
-        results: evaluation name -> metric name -> value.
-        num_rows: number of held-out rows.
-        chance: the first reward's expected value for a policy that guesses, or None.
-        chance_name: title of the table's row for `chance`.
-    """
+    """Print {evaluation: {metric: value}} as a table, with the reward that guessing would reach."""
     first_width = max(12, len(chance_name) + 1, *(len(name) + 1 for name in results))
     widths = {}
     for row in results.values():

@@ -67,9 +67,5 @@ class TrainerState:
 
 
 def read_trainer_state(folder: Path) -> TrainerState:
-    """Read a checkpoint's run.json.
-
-    Raises:
-        ValueError: if a field is missing or not valid.
-    """
+    """Read a checkpoint's run.json."""
     return build(TrainerState, read_json(folder / RUN), str(folder / RUN), json=True)

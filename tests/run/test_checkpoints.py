@@ -517,7 +517,7 @@ def test_a_failure_in_a_new_folder_saves_a_checkpoint(recipe, copy, tmp_path, mo
 @pytest.mark.parametrize(("options", "message"), [
     (["--resume=/gone"], "/gone is not the folder of a checkpoint; use auto, never, or a folder such as RUN"),
     (["--resume=auto", "--seed=1"], r"to a run with stages \['grpo'\] and seed 0; use the same stages and seed"),
-    (["--resume=auto", "--grpo.beta=0"], r"another model or recipe \(.* is only in the checkpoint or only in the run"),
+    (["--resume=auto", "--grpo.beta=0"], r"another model or recipe: .* is only in the checkpoint or only in the run"),
 ])  # fmt: skip
 def test_incompatible_resumptions_are_refused(recipe, copy, options, message):
     with pytest.raises(ValueError, match=message):

@@ -173,11 +173,9 @@ def test_options_without_effect_are_reported():
     logs = {"log_completions": 5, "num_logged_prompts": 1}
     grpo, *said = notes(*as_overrides(files | scored | logs), "--stages=[sft]")
     assert said == [
-        "data.files.dpo has no effect, because `stages` does not include dpo",
-        "data.train_file has no effect, because data.files has the rows of all stages",
-        "rewards has no effect, because no stage samples completions",
-        "log_completions has no effect, because no stage samples completions",
-        "num_logged_prompts has no effect, because no stage samples completions",
+        "data.files.dpo: no effect, because `stages` does not include dpo",
+        "data.train_file: no effect, because data.files has the rows of all stages",
+        "rewards, log_completions, num_logged_prompts: no effect, because no stage samples completions",
     ]
     assert notes("--stages=[]")[0] == "stages is []: nothing is trained; the model is only evaluated and saved"
 
