@@ -118,11 +118,8 @@ def replacing(folder: str | Path) -> Iterator[Path]:
 
     While the block writes files, the new folder is called NAME.partial. Then the old folder is
     renamed to NAME.replaced and the new folder to NAME. If the process is killed between the two
-    renames, find_folder and the next save use NAME.replaced.
-
-    Raises:
-        ValueError: `folder` is not a checkpoint and therefore must not be overwritten.
-        OSError: the disk is full or broken. The old folder is kept.
+    renames, find_folder and the next save use NAME.replaced. If the disk is full, the old folder is
+    kept. A folder that is not a checkpoint is not overwritten.
     """
     folder = Path(folder).resolve()  # resolves symbolic links
     new = Path(f"{folder}.partial")

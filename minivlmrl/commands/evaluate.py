@@ -119,9 +119,8 @@ def evaluation_config(
 ) -> RunConfig:
     """Load the recipe, with the model and the rows on the command line.
 
-    Raises:
-        ValueError: if the recipe was found beside the model and names code. Such code only runs if
-            the user passes the recipe with --recipe.
+    A recipe that was found beside the model is refused if it names code. Such code only runs if the
+    user passes the recipe with --recipe.
     """
     is_adapter = is_adapter_folder(options.model)
     found_recipe = find_recipe(find_adapter(options.model) if is_adapter else options.model)

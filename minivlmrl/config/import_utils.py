@@ -41,11 +41,7 @@ def _load_module(file: str) -> ModuleType:
 
 
 def _source_file(path: str) -> str:
-    """Find a file in the working directory, or else in the folder that contains `recipes`.
-
-    For example, recipes/answers.py is found from every working directory. A path that is found
-    nowhere is returned unchanged.
-    """
+    """Find a file in the working directory, or else in the folder that contains `recipes`."""
     for folder in (Path(), recipes_folder().parent):
         if (folder / path).is_file():
             return os.path.abspath(folder / path)
@@ -60,12 +56,9 @@ def recipes_folder() -> Path:
 
 @functools.cache
 def run_file(path: str) -> ModuleType:
-    """Run a file once as a module, and return the module.
-
-    The module's name is derived from the path, so that pickle and inspect find the module by
-    the same name on every rank.
-    """
-    # without dots, because a dot in a module name separates packages
+    """Run a file once as a module, and return the module."""
+    # The name is derived from the path, so that pickle and inspect find the module by the same name
+    # on every rank. A dot in a module name would separate packages.
     module = ModuleType(path.removesuffix(".py").replace(".", "%2e"))
     module.__file__ = path
     sys.modules[module.__name__] = module
@@ -89,8 +82,6 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
         kind: the object's kind for error messages, such as "reward".
         text: object name, with or without options.
         table: {name: object, or an object's "package.module:name"}.
-    Raises:
-        ValueError: no object has this name, or the options are not written as name=value.
     """
     name, options = split_options(text)
     target = table.get(name, name)
@@ -129,12 +120,7 @@ def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
 
 
 def with_options(function: Callable, options: dict[str, Any]) -> Callable:
-    """Bind values to parameters that have a default, and check Annotated parameters' bounds.
-
-    Raises:
-        ValueError: the function has no parameter with a default of this name, or the value is not
-            within the bounds.
-    """
+    """Bind values to parameters that have a default, and check Annotated parameters' bounds."""
     parameters = inspect.signature(function).parameters.values()
     hints = {p.name: p.annotation for p in parameters if p.default is not p.empty}
     values = {}

@@ -55,11 +55,9 @@ def load_config(
         overrides: such as "--seed=1" or "--grpo.learning_rate=1e-4", or an option and its value as
             two texts, "--seed", "1". Values are parsed as YAML.
         asked_for: for a recipe of unknown origin, the overrides that the user typed. Code in the
-            recipe runs only if one of these overrides names the code. None means that the user
-            chose the recipe, so that all its code may run.
-    Raises:
-        ValueError: the recipe is not valid, or names code that may not run. In the second case no
-            code has been run.
+            recipe runs only if one of these overrides names the code; otherwise the recipe is
+            refused before any code has been run. None means that the user chose the recipe, so that
+            all its code may run.
     """
     overrides = _join_values(overrides)
     path = _find_recipe(recipe)
@@ -160,13 +158,7 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
 
 
 def check_named_code(recipe: str | Path, code: Iterable[str], overrides: Sequence[str]):
-    """Raise ValueError if a recipe of unknown origin names code that the user did not name.
-
-    Args:
-        recipe: recipe path, for the error message.
-        code: names of code in the recipe.
-        overrides: overrides on the command line. Code that is named in an override may run.
-    """
+    """Raise ValueError if a recipe of unknown origin names code that no override names."""
     for text in code:
         name, options = split_options(text)
         # A name without a colon belongs to minivlmrl. A quoted text in the options is not harmless,

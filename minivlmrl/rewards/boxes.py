@@ -46,8 +46,6 @@ def mean_iou(
             the answer's units.
     Returns:
         n numbers, or None for a row without an image or without a solution.
-    Raises:
-        ValueError: a solution is not a box. The message quotes it.
     """
     return score_boxes(
         BOXES,

@@ -177,10 +177,7 @@ class Reward:
         return checked_values(self.name, values, texts, [row and f"{row}: " for row in rows])
 
     def _find_failure(self, columns: dict[str, list], callbacks: dict[str, Any]) -> str:
-        """Name the first completion for which the function fails, and its row.
-
-        To find this completion, the function is called on one completion after the other.
-        """
+        """Call the function on one completion after the other, and name the first that fails."""
         callbacks = callbacks | {"log_extra": lambda *_: None}
         rows = columns.get("row_names") or ["" for _ in columns["completions"]]
         for i, (row, text) in enumerate(zip(rows, columns["completions"], strict=True)):
@@ -238,17 +235,9 @@ def recipe_columns(rows, prompts, completions, processor) -> dict[str, list]:
 
 
 def checked_values(name: str, values, completions: list[str], prefixes: list[str]) -> list[float]:
-    """Convert the values that a reward function returned for n completions to n floats.
+    """Convert the values that a reward function returned for n completions to floats; None is NaN.
 
-    None becomes NaN.
-
-    Args:
-        name: reward name, for error messages.
-        values: returned values.
-        completions: completion texts, for error messages.
-        prefixes: beginning of each completion's error message, "" or "FILE:LINE: ".
-    Raises:
-        RewardFailed: the values are not n finite numbers or None.
+    `name`, `completions` and `prefixes` ("" or "FILE:LINE: ") are for error messages.
     """
     try:
         # iterating over a dict, a set or a str could give n values by accident

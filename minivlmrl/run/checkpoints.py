@@ -99,11 +99,7 @@ def state_folders(folder: Path) -> list[Path]:
 
 
 def check_resume(config: RunConfig) -> list[Path]:
-    """Return the checkpoint folders in output_dir, the oldest first.
-
-    Raises:
-        ValueError: the run would overwrite these checkpoints, or config.resume is no checkpoint.
-    """
+    """Return the checkpoint folders in output_dir, the oldest first, unless the run may not use them."""
     folder = Path(config.output_dir) / "states"
     resume = config.resume
     is_allowed = resume in ("auto", "never")
@@ -152,10 +148,7 @@ class CheckpointManager:
         self.signals.stop_if_preempted()
 
     def is_due(self, steps: int, stage_ends: bool) -> bool:
-        """Return True if checkpoint_minutes or checkpoint_steps require a checkpoint now.
-
-        All ranks must call this method together, because rank 0's clock decides for all.
-        """
+        """Return True on all ranks if checkpoint_minutes or checkpoint_steps require a checkpoint."""
         minutes = self.config.checkpoint_minutes
         every_steps = self.config.checkpoint_steps
         is_late = self.world.is_main and 0 < 60 * minutes <= clock() - self.saved_time

@@ -61,11 +61,7 @@ def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
 
 
 def check_optimizer(section: OptimizerOptions):
-    """Take a step on two 2 x 2 weights, so that an optimizer fails before the model is loaded.
-
-    Raises:
-        ValueError: a parameter group has no learning rate, or the state cannot be saved.
-    """
+    """Take a step on two 2 x 2 weights, so that an optimizer fails before the model is loaded."""
     weights = [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
     optimizer = make_optimizer(weights, TrainingOptions(), section)
     begin_state(optimizer, weights)

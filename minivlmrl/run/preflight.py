@@ -37,9 +37,6 @@ def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Da
         needs: each stage's name -> kind of rows that the stage needs, which is a key in
             run.datasets.NEEDS.
         datasets: each stage's name, or "eval" -> dataset, whose first row is used.
-
-    Raises:
-        ValueError: if a reward function fails.
     """
     for stage, rows in datasets.items():
         if stage == "eval":

@@ -52,9 +52,6 @@ def prepare(
     """Build the model, the processor, and the datasets by stage name, or "eval" for held-out rows.
 
     The fastest checks run first, so that a mistake in the recipe is reported early.
-
-    Raises:
-        ValueError: if the recipe, the rows or the weights would make the run fail later.
     """
     check_optimizer(config.optimizer)
     check_trackers(config.report_to)
