@@ -1,19 +1,18 @@
 """Choose between a kernel's torch path and its Triton path, and import Triton if possible.
 
-The torch path runs everywhere, and the tests compare the Triton path with it. Triton runs on a GPU,
-or on a CPU in its interpreter, which executes the programs one after the other with numpy. The
-interpreter is slow, but fast enough for tests. The environment variable MINIVLMRL_KERNELS selects
-the path:
+The torch path runs everywhere, and the tests compare the Triton path with it. Triton runs on a GPU, or on a CPU in its
+interpreter, which executes the programs one after the other with numpy. The interpreter is slow, but fast enough for
+tests. The environment variable MINIVLMRL_KERNELS selects the path:
 
     auto      (default) use Triton for float32, float16 and bfloat16 tensors on a GPU, otherwise
               torch
     torch     always use the torch path
     triton    always use Triton, and raise an error with the reason if Triton cannot run
 
-Before Triton is used on a GPU for the first time, verdicts.py compares each kernel with float64 on
-this GPU, in about 10 s, and stores the result on disk. A kernel that is more than 2 % off, or whose
-check fails, is replaced by torch, with a warning, or is an error if MINIVLMRL_KERNELS is triton.
-The environment variable MINIVLMRL_SELF_TEST omits the check:
+Before Triton is used on a GPU for the first time, verdicts.py compares each kernel with float64 on this GPU, in about
+10 s, and stores the result on disk. A kernel that is more than 2 % off, or whose check fails, is replaced by torch,
+with a warning, or is an error if MINIVLMRL_KERNELS is triton. The environment variable MINIVLMRL_SELF_TEST omits the
+check:
 
     1         (default) check the kernels once for each GPU model, driver, version and source
     0         use all kernels without a check
@@ -33,11 +32,10 @@ from torch import Tensor
 
 from minivlmrl.kernels.verdicts import rejected_kernels
 
-# The kernel files import tl and triton from this module. The two substitutes below allow these
-# files to be imported without Triton; the decorated kernels are then plain functions that are never
-# called. Triton is not imported if it is not installed (macOS, Windows), or if it is not needed and
-# would only take 70 MiB. Triton is needed if there is a GPU, if triton was imported before, or if
-# an environment variable requests Triton.
+# The kernel files import tl and triton from this module. The two substitutes below allow these files to be imported
+# without Triton; the decorated kernels are then plain functions that are never called. Triton is not imported if it is
+# not installed (macOS, Windows), or if it is not needed and would only take 70 MiB. Triton is needed if there is a GPU,
+# if triton was imported before, or if an environment variable requests Triton.
 triton = SimpleNamespace(jit=lambda kernel: kernel)
 tl = SimpleNamespace(constexpr=lambda value: value)
 INSTALLED = find_spec("triton") is not None
@@ -46,22 +44,16 @@ if INSTALLED and (REQUESTED or torch.cuda.is_available()):
     triton = import_module("triton")
     tl = import_module("triton.language")
 
-# True if Triton runs in its interpreter. Triton reads TRITON_INTERPRET only when it is imported, so
-# setting the variable later has no effect.
+# True if Triton runs in its interpreter. Triton reads TRITON_INTERPRET only when it is imported, so setting the
+# variable later has no effect.
 INTERPRETED = hasattr(tl, "sum") and not isinstance(tl.sum, triton.JITFunction)
 # dtypes that the kernels accept for their inputs; they always sum in float32
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Oldest supported compute capability. The A100 (8.0) is the first NVIDIA GPU with bfloat16. All AMD
-# GPUs report larger numbers.
+# Oldest supported compute capability. The A100 (8.0) is the first NVIDIA GPU with bfloat16. All AMD GPUs report larger
+# numbers.
 CAPABILITY = (8, 0)
 
-KERNELS = (
-    "window_attention",
-    "decode_attention",
-    "selective_log_softmax",
-    "linear_log_softmax",
-    "nf4_unpack",
-)
+KERNELS = ("window_attention", "decode_attention", "selective_log_softmax", "linear_log_softmax", "nf4_unpack")
 
 
 def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
@@ -70,8 +62,8 @@ def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
     Args:
         kernel: a name in KERNELS.
     Raises:
-        ValueError: an environment variable has an unknown value, or MINIVLMRL_KERNELS is "triton"
-            and the kernel cannot be used.
+        ValueError: an environment variable has an unknown value, or MINIVLMRL_KERNELS is "triton" and the kernel cannot
+            be used.
     """
     choice = _setting("MINIVLMRL_KERNELS", "auto", "torch", "triton")
     if choice == "torch" or (choice == "auto" and tensor.device.type != "cuda"):
@@ -94,8 +86,7 @@ def _setting(name: str, *values: str) -> str:
     value = os.environ.get(name, values[0])
     if value not in values:
         raise ValueError(
-            f"the environment variable {name} is {value!r}, but it must be "
-            f"{', '.join(values[:-1])} or {values[-1]}"
+            f"the environment variable {name} is {value!r}, but it must be {', '.join(values[:-1])} or {values[-1]}"
         )
     return value
 
@@ -122,10 +113,7 @@ def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
         package = "triton-windows" if sys.platform == "win32" else "triton"
         return f"Triton is not installed; run pip install {package}"
     if dtype not in DTYPES:
-        return (
-            f"the tensor has the dtype {dtype}, but the kernels support only float32, float16 and "
-            "bfloat16"
-        )
+        return f"the tensor has the dtype {dtype}, but the kernels support only float32, float16 and bfloat16"
     if device.type == "cpu" and INTERPRETED:
         return None
     if device.type != "cuda":  # ROCm devices also have the type "cuda"

@@ -12,13 +12,12 @@ The parts are independent, so a GPU can compute all of them at once. With e_j = 
 
     out = sum 2^(e_j - max e) o_j / sum 2^(e_j - max e)
 
-is the softmax over all keys; a second, small kernel computes this sum. Inside a part, the keys are
-read in blocks, and the result so far is combined with each block by the same formula. The queries
-from all rows of a prompt form one tile, so that the prompt's keys are read once for all rows. A
-row's own keys are read once for all its query heads.
+is the softmax over all keys; a second, small kernel computes this sum. Inside a part, the keys are read in blocks, and
+the result so far is combined with each block by the same formula. The queries from all rows of a prompt form one tile,
+so that the prompt's keys are read once for all rows. A row's own keys are read once for all its query heads.
 
-Sources: Flash-Decoding (Dao et al., 2023) divides keys into parts, and Hydragen (Juravsky et al.,
-2024) shares prompt keys.
+Sources: Flash-Decoding (Dao et al., 2023) divides keys into parts, and Hydragen (Juravsky et al., 2024) shares prompt
+keys.
 """
 
 import math
@@ -30,8 +29,8 @@ from torch import Tensor
 from minivlmrl.kernels.backend import backend_for, tl, triton
 from minivlmrl.kernels.window_attention import TILE_DTYPES
 
-# Target program count for all prompts' keys, and also for all rows' own keys. This is about one
-# program for each GPU multiprocessor.
+# Target program count for all prompts' keys, and also for all rows' own keys. This is about one program for each GPU
+# multiprocessor.
 PROGRAMS = 128
 MAX_PARTS = 32  # a query's keys are divided into at most this many parts
 TILE = 64  # maximum queries per program
@@ -98,8 +97,8 @@ def _part(
     """Compute and store o and e for one part of the keys of one key head and a tile of queries.
 
     A group consists of `group_rows` rows that share keys. A key head's queries come from its
-    HEADS query heads in all rows in the group. A line is one query, numbered as in (R, H): rows,
-    query heads. `lines` counts all queries, R * H.
+    HEADS query heads in all rows in the group. A line is one query, numbered as in (R, H): rows, query heads. `lines`
+    counts all queries, R * H.
     """
     num_queries = group_rows * HEADS
     tiles = tl.cdiv(num_queries, TILE)
@@ -160,8 +159,8 @@ def _parts_kernel(
 ):
     """Compute all parts for all queries.
 
-    The first programs compute the parts for the prompts' keys, and the remaining programs compute
-    the parts for the rows' own keys. For own keys, each row is a group by itself.
+    The first programs compute the parts for the prompts' keys, and the remaining programs compute the parts for the
+    rows' own keys. For own keys, each row is a group by itself.
     """
     program = tl.program_id(0)
     if program < prompt_programs:
@@ -253,13 +252,7 @@ def split_work(k: Tensor, queries: int) -> WorkSplit:
 
 
 def decode_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    prompt_bias: Tensor,
-    own_k: Tensor,
-    own_v: Tensor,
-    own_bias: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, prompt_bias: Tensor, own_k: Tensor, own_v: Tensor, own_bias: Tensor
 ) -> Tensor:
     """Compute attention from new tokens to their prompt's keys and to their row's keys.
 
@@ -270,8 +263,8 @@ def decode_attention(
         k, v: (B, K, P, D), the prompts' keys and values, contiguous.
         prompt_bias: (B, P), 0 for a key and -inf for padding, which must come last.
         own_k, own_v: (R, K, C, D), the rows' keys and values, contiguous.
-        own_bias: (R, C) with any stride between rows: 0 for a key, and -inf for a position whose
-            key is not yet written. These positions must come last, and each row's first key
+        own_bias: (R, C) with any stride between rows: 0 for a key, and -inf for a position whose key is not yet
+            written. These positions must come last, and each row's first key
             must be written.
     Returns:
         The attention outputs (R, H, D).
@@ -316,13 +309,6 @@ def decode_attention(
             enable_fp_fusion=True,
         )
         _join_kernel[(lines,)](
-            outs,
-            log_sums,
-            out,
-            lines,
-            parts,
-            D,
-            triton.next_power_of_2(parts),
-            enable_fp_fusion=True,
+            outs, log_sums, out, lines, parts, D, triton.next_power_of_2(parts), enable_fp_fusion=True
         )
     return out

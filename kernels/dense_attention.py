@@ -2,9 +2,9 @@
 
     S = q k^T D^-1/2, -inf for masked keys       P = softmax(S)       out = P v
 
-Query head i uses key head i // (H / K). Where the formula is computed step by step, the query heads
-that share a key head are stacked along the token axis, as if they were additional queries. This
-gives fewer and larger matrix products, and the keys are not copied.
+Query head i uses key head i // (H / K). Where the formula is computed step by step, the query heads that share a key
+head are stacked along the token axis, as if they were additional queries. This gives fewer and larger matrix products,
+and the keys are not copied.
 """
 
 import math
@@ -17,10 +17,9 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from minivlmrl.kernels.float32_matmul import float32_matmul
 
-# Limits for computing the formula step by step on a CPU. Up to this key count and this head
-# dimension, this takes half as long as the fused kernel, forward and backward. With more keys, the
-# scores no longer fit into the caches. With head dimensions 80 and 128, the fused kernel is equally
-# fast.
+# Limits for computing the formula step by step on a CPU. Up to this key count and this head dimension, this takes half
+# as long as the fused kernel, forward and backward. With more keys, the scores no longer fit into the caches. With head
+# dimensions 80 and 128, the fused kernel is equally fast.
 MAX_KEYS = 128
 MAX_HEAD_DIM = 64
 
@@ -28,10 +27,9 @@ MAX_HEAD_DIM = 64
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """Compute x[index] along the first axis: (*index.shape, ...).
 
-    On a CPU this is an embedding lookup, because its backward pass is 17 times faster than
-    x[index]'s backward pass. On a GPU this is x[index], whose backward pass sorts the indices. The
-    embedding's backward pass on a GPU is slow up to 3,072 indices, and sometimes wrong with more
-    than 1,024 (pytorch issue 187687).
+    On a CPU this is an embedding lookup, because its backward pass is 17 times faster than x[index]'s backward pass. On
+    a GPU this is x[index], whose backward pass sorts the indices. The embedding's backward pass on a GPU is slow up to
+    3,072 indices, and sometimes wrong with more than 1,024 (pytorch issue 187687).
     """
     if x.device.type != "cpu":
         return x[index]
@@ -44,9 +42,8 @@ class Reorder(torch.autograd.Function):
     Arguments of apply:
         x: (N, ...), N rows.
         index: indices of the rows to select.
-        back: (N,), each row's position in `index`. All other positions in `index` are padding, and
-            their upstream gradient must be 0. None means that `index` contains each row at most
-            once.
+        back: (N,), each row's position in `index`. All other positions in `index` are padding, and their upstream
+            gradient must be 0. None means that `index` contains each row at most once.
     """
 
     @staticmethod
@@ -68,10 +65,9 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
 
     Args:
         q: (S, H, L, D), queries: sequences, query heads, queries, head dimension.
-        k, v: (S, K, T, D), keys and values: sequences, key heads, keys, head dimension. K must
-            divide H.
-        is_causal: if True, query i attends to the keys 0..T-L+i, so the last query attends to all
-            keys. L must be at most T.
+        k, v: (S, K, T, D), keys and values: sequences, key heads, keys, head dimension. K must divide H.
+        is_causal: if True, query i attends to the keys 0..T-L+i, so the last query attends to all keys. L must be at
+            most T.
     Returns:
         The attention outputs (S, H, L, D).
     Source: torch's scaled_dot_product_attention with enable_gqa and causal_lower_right.
@@ -80,8 +76,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     (_, K, T, _) = k.shape
     flash = is_causal and q.device.type == "cuda" and D % 8 == 0
     if flash and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
-        # This operator does not store a mask, and skips masked blocks. torch's causal_lower_right
-        # calls the same operator.
+        # This operator does not store a mask, and skips masked blocks. torch's causal_lower_right calls the same
+        # operator.
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     if q.device.type == "cpu" and T <= MAX_KEYS and D <= MAX_HEAD_DIM:
         return written_out_attention(q, k, v, is_causal)
@@ -123,8 +119,8 @@ class FlashOutput(NamedTuple):
 def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return True if flash_attention supports the device, dtype and head dimension for q, k and v.
 
-    The meta device stands for an NVIDIA GPU, because the memory estimate runs on it. The kernel for
-    MPS returns no log-sum-exp. AMD GPUs are excluded, because their kernel's log-sum-exp is
+    The meta device stands for an NVIDIA GPU, because the memory estimate runs on it. The kernel for MPS returns no
+    log-sum-exp. AMD GPUs are excluded, because their kernel's log-sum-exp is
     not tested.
     """
     half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0
@@ -138,8 +134,8 @@ def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> FlashOutput:
     """Compute attention with the fused kernel, outside autograd, and also return log-sum-exps.
 
-    On a CPU, 16-bit inputs are computed in float32, so that `out` is not rounded before the
-    backward pass, see flash_attention_backward.
+    On a CPU, 16-bit inputs are computed in float32, so that `out` is not rounded before the backward pass, see
+    flash_attention_backward.
 
     Args:
         q, k, v: as in dense_attention; has_flash_attention must be True for them.
@@ -166,17 +162,15 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the q, k and v gradients with the fused kernel's backward pass.
 
-    The kernel recomputes each key's weight as exp(score - lse). Therefore k and v may also be only
-    some keys to which q attends, if `out` and `lse` are the results for all keys: the weights then
-    belong to the softmax over all keys. The k and v gradients are complete, and the q gradients
-    must be summed over the parts.
+    The kernel recomputes each key's weight as exp(score - lse). Therefore k and v may also be only some keys to which q
+    attends, if `out` and `lse` are the results for all keys: the weights then belong to the softmax over all keys. The
+    k and v gradients are complete, and the q gradients must be summed over the parts.
 
-    The kernel computes a score's gradient as P (grad . v - grad . out), where P is the key's
-    weight. If one key has nearly the whole weight, both products are nearly equal, and the rounding
-    error in a 16-bit `out` remains. In bfloat16, each rounding step changes a score's gradient by
-    up to P * 2^-9 * sum(|grad * out|). This error reaches the q and k gradients on a GPU, where
-    JoinedAttention rounds `out` twice, and with the fused kernel in dense_attention. The v gradient
-    does not depend on `out`.
+    The kernel computes a score's gradient as P (grad . v - grad . out), where P is the key's weight. If one key has
+    nearly the whole weight, both products are nearly equal, and the rounding error in a 16-bit `out` remains. In
+    bfloat16, each rounding step changes a score's gradient by up to P * 2^-9 * sum(|grad * out|). This error reaches
+    the q and k gradients on a GPU, where JoinedAttention rounds `out` twice, and with the fused kernel in
+    dense_attention. The v gradient does not depend on `out`.
 
     Args:
         grad: (S, H, L, D), upstream gradient; its last axis must be contiguous.
@@ -191,8 +185,7 @@ def flash_attention_backward(
             grad, q, k, v, out, lse, queries, keys, max_queries, max_keys, 0.0, is_causal, seed,
             offset,
         )  # fmt: skip
-    # The kernel sums the k and v gradients over the queries in the dtype of k and v, which loses
-    # digits in bfloat16.
+    # The kernel sums the k and v gradients over the queries in the dtype of k and v, which loses digits in bfloat16.
     inputs = with_more_digits(grad, q, k, v, out)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     q_grad, k_grad, v_grad = kernel(*inputs, lse, 0.0, is_causal)

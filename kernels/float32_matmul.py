@@ -1,8 +1,8 @@
 """Matrix products from bfloat16 or float16 tensors with float32 results.
 
-Matrix multiplication sums the products in float32 anyway. The function in this file only omits
-rounding the result. In bfloat16, rounding would change a logit near 20 by up to 0.06, and an
-attention score near 220 by up to 0.5. Such large scores occur in Qwen2.5 because of its biases.
+Matrix multiplication sums the products in float32 anyway. The function in this file only omits rounding the result. In
+bfloat16, rounding would change a logit near 20 by up to 0.06, and an attention score near 220 by up to 0.5. Such large
+scores occur in Qwen2.5 because of its biases.
 """
 
 from collections.abc import Iterator
@@ -32,8 +32,8 @@ def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _convert_and_multiply(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
-    # b is converted in pieces, because a copy of a head with 151,936 rows would take 0.5 GB and half
-    # the time of a decode step
+    # b is converted in pieces, because a copy of a head with 151,936 rows would take 0.5 GB and half the time of a
+    # decode step
     if b.dtype == a.dtype or b.dim() > 2 or b.shape[1] <= COLUMNS:
         return torch.matmul(a, b.to(a.dtype), out=out)
     if out is None:
@@ -47,8 +47,7 @@ def _convert_and_multiply(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
 def tf32_products() -> Iterator[None]:
     """Compute float32 products on a GPU in TF32 inside a `with` block.
 
-    The setting is global, so the block must contain nothing but the products. Products on a CPU do
-    not change.
+    The setting is global, so the block must contain nothing but the products. Products on a CPU do not change.
     """
     products = torch.backends.cuda.matmul
     before = products.fp32_precision

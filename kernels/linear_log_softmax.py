@@ -5,21 +5,20 @@ Derivation. For one hidden state h (D,), head W (V, D), chosen token y and tempe
     z = W h            logp, H and dz follow from z, y and T as in selective_log_softmax.py
     dh = W^T dz        dW = sum over rows of dz h^T
 
-Both passes compute the logits (M, V) for M hidden states (rows) piece by piece. The forward pass
-stores only three numbers for each row: top, s and H. The backward pass computes a piece's logits
-again, overwrites them with dz, and multiplies dz by W and h. In total this takes four matrix
-products with M V D multiplications each. A row whose two upstream gradients are 0 (because of a
-zero advantage or a clipped ratio) has dz = 0, so the backward pass can skip it without any
-approximation.
+Both passes compute the logits (M, V) for M hidden states (rows) piece by piece. The forward pass stores only three
+numbers for each row: top, s and H. The backward pass computes a piece's logits again, overwrites them with dz, and
+multiplies dz by W and h. In total this takes four matrix products with M V D multiplications each. A row whose two
+upstream gradients are 0 (because of a zero advantage or a clipped ratio) has dz = 0, so the backward pass can skip it
+without any approximation.
 
     torch     A piece is a few rows with all their logits, small enough for the CPU's caches.
     Triton    A piece is a tile with 4096 rows and 2048 ids, or fewer rows and more ids. It stays in
-              the GPU's L2 cache between the product that computes it and the kernel that adds it to
-              top, s and t. dW is completed tile by tile, without a float32 (V, D) copy.
+              the GPU's L2 cache between the product that computes it and the kernel that adds it to top, s and t. dW is
+              completed tile by tile, without a float32 (V, D) copy.
 
-Logits are float32 even if the hidden states are bfloat16, because bfloat16 logits would have a
-resolution as coarse as 0.06 to 0.125 nats. dz is rounded to bfloat16 before it is multiplied. The
-products are summed in float32, and so are the contributions from all pieces to dh and dW.
+Logits are float32 even if the hidden states are bfloat16, because bfloat16 logits would have a resolution as coarse as
+0.06 to 0.125 nats. dz is rounded to bfloat16 before it is multiplied. The products are summed in float32, and so are
+the contributions from all pieces to dh and dW.
 """
 
 import torch
@@ -38,8 +37,8 @@ from minivlmrl.kernels.selective_log_softmax import (
     select_rows,
 )
 
-# target size in bytes for a piece's float32 logits in the torch path on a CPU; a piece has at least
-# 32 and at most 256 rows
+# target size in bytes for a piece's float32 logits in the torch path on a CPU; a piece has at least 32 and at most 256
+# rows
 CHUNK_BYTES = 16 * 2**20
 GPU_ROWS = 512  # maximum rows per piece in the torch path on a GPU
 # maximum rows per piece in the Triton path; with TILE / 2 ids, its float32 logits take 34 MB
@@ -49,14 +48,12 @@ TILE = 4096
 class Pieces:
     """Compute the logits from hidden states (M, D) and a head (V, D) in pieces.
 
-    A piece holds the logits for a slice of the rows and a slice of the ids (a tile of the head).
-    `mask` is linear_log_softmax's argument sampling_mask; an empty mask (2, 0) allows all
+    A piece holds the logits for a slice of the rows and a slice of the ids (a tile of the head). `mask` is
+    linear_log_softmax's argument sampling_mask; an empty mask (2, 0) allows all
     ids.
     """
 
-    def __init__(
-        self, hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float
-    ):
+    def __init__(self, hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float):
         sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
         self.is_triton = backend_for(hidden, "linear_log_softmax") == "triton"
         size = rows_per_piece(len(hidden), len(weight), hidden.device.type)
@@ -67,14 +64,14 @@ class Pieces:
         self.rows = slices(len(hidden), size)
         self.tiles = slices(len(weight), width)  # a single tile on the torch path
         self.hidden = hidden
-        # PyTorch does not support bfloat16 products with float32 results on a CPU, so the head is
-        # converted to float32 once, instead of for each piece.
+        # PyTorch does not support bfloat16 products with float32 results on a CPU, so the head is converted to float32
+        # once, instead of for each piece.
         self.weight = weight if weight.is_cuda else weight.to(sum_dtype)
         self.ids = ids
         self.mask = mask
         self.temperature = temperature
-        # All pieces write their logits to the same memory, because newly allocated memory causes
-        # page faults. For the same reason, the torch path reuses `scratch` for its exponentials.
+        # All pieces write their logits to the same memory, because newly allocated memory causes page faults. For the
+        # same reason, the torch path reuses `scratch` for its exponentials.
         self.memory = hidden.new_empty(size * width, dtype=sum_dtype)
         self.scratch = self.memory.new_empty(0 if self.is_triton else size, width)
 
@@ -118,9 +115,9 @@ class Pieces:
 def tile_width(rows: int, vocab: int) -> int:
     """Return how many ids a Triton-path piece with `rows` rows has.
 
-    Products with few rows and few ids do not fill a GPU. Therefore a piece with fewer rows has more
-    ids, so that its logits take the same memory: 4,096 rows get 2,048 ids, and 1,024 rows or fewer
-    get 8,192 ids. The limit is there because a tile's dW is summed in a float32 copy.
+    Products with few rows and few ids do not fill a GPU. Therefore a piece with fewer rows has more ids, so that its
+    logits take the same memory: 4,096 rows get 2,048 ids, and 1,024 rows or fewer get 8,192 ids. The limit is there
+    because a tile's dW is summed in a float32 copy.
     """
     step = TILE // 4  # widths are multiples of 1,024, so that GPUs can divide the products evenly
     ids = TILE**2 // 2 // max(rows, step)
@@ -148,8 +145,8 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
 
     Args:
         ids: (M,), all completions' tokens, one completion after the other.
-        masks: one pair for each completion: the number of allowed ids at each token, and the
-            allowed ids for all its tokens, concatenated.
+        masks: one pair for each completion: the number of allowed ids at each token, and the allowed ids for all its
+            tokens, concatenated.
     Returns:
         (2, K), pairs of a token's index 0..M-1 and an allowed id.
     """
@@ -178,22 +175,20 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
     elif a.is_cuda and torch.version.hip is None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        # PyTorch does not support products with a wider result on this device, so the product is
-        # rounded once to `a`'s dtype.
+        # PyTorch does not support products with a wider result on this device, so the product is rounded once to `a`'s
+        # dtype.
         total += a @ b
 
 
-def differentiate(
-    inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list
-) -> None:
+def differentiate(inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list) -> None:
     """Add the gradients for hidden (M, D) and weight (V, D) to the tensors `grads`.
 
     Args:
         inputs: hidden, weight, ids and mask, see linear_log_softmax.
         saved: H, top and s from the forward pass, each (M,).
         upstream: g (M,), logp's gradient, and e (M,), H's gradient, or None.
-        grads: memory for the gradients of hidden (float32 or float64) and weight, or None for a
-            gradient that is not needed.
+        grads: memory for the gradients of hidden (float32 or float64) and weight, or None for a gradient that is not
+            needed.
     """
     hidden, weight, ids, mask = inputs
     grad_hidden, grad_weight = grads
@@ -212,9 +207,9 @@ def differentiate(
             grad_weight[tile].copy_(total)
 
 
-# The forward and backward passes are custom operators, not an autograd.Function, so that the memory
-# estimate in diagnostics/memory.py sees only their results (from the fake implementations). The
-# estimate adds piece_bytes for the logits.
+# The forward and backward passes are custom operators, not an autograd.Function, so that the memory estimate in
+# diagnostics/memory.py sees only their results (from the fake implementations). The estimate adds piece_bytes for the
+# logits.
 @torch.library.custom_op("minivlmrl::linear_log_softmax", mutates_args=())
 def _linear_log_softmax(
     hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float
@@ -233,19 +228,14 @@ def _(hidden, weight, ids, mask, temperature):
 
 @torch.library.custom_op("minivlmrl::linear_log_softmax_backward", mutates_args=())
 def _linear_log_softmax_backward(
-    inputs: list[Tensor],
-    saved: list[Tensor],
-    g: Tensor,
-    e: Tensor | None,
-    temperature: float,
-    needed: list[bool],
+    inputs: list[Tensor], saved: list[Tensor], g: Tensor, e: Tensor | None, temperature: float, needed: list[bool]
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients for hidden and weight; one that is not `needed` is an empty tensor."""
     hidden, weight, ids, mask = inputs
     rows = slice(None)
-    # Select only the rows with an upstream gradient. On a GPU, all rows are kept, because the host
-    # would have to wait for the row count, and the kernels skip the other rows anyway. With a mask,
-    # all rows are kept, because the mask contains indices into all rows.
+    # Select only the rows with an upstream gradient. On a GPU, all rows are kept, because the host would have to wait
+    # for the row count, and the kernels skip the other rows anyway. With a mask, all rows are kept, because the mask
+    # contains indices into all rows.
     if not hidden.is_cuda and not mask.numel():
         index = has_gradient(g, e).nonzero()[:, 0]
         if len(index) < len(ids):
@@ -255,9 +245,7 @@ def _linear_log_softmax_backward(
     upstream = select_rows([g, e], rows)
     grad_h = torch.zeros_like(h, dtype=g.dtype) if needed[0] else None
     grad_weight = torch.zeros_like(weight) if needed[1] else None
-    differentiate(
-        [h, weight, ids[rows], mask], saved_rows, upstream, temperature, [grad_h, grad_weight]
-    )
+    differentiate([h, weight, ids[rows], mask], saved_rows, upstream, temperature, [grad_h, grad_weight])
     grad_hidden = hidden.new_empty(0)
     if grad_h is not None:
         grad_hidden = torch.zeros_like(hidden)
@@ -267,10 +255,7 @@ def _linear_log_softmax_backward(
 
 @_linear_log_softmax_backward.register_fake
 def _(inputs, saved, g, e, temperature, needed):
-    return tuple(
-        torch.empty_like(x) if need else x.new_empty(0)
-        for x, need in zip(inputs[:2], needed, strict=True)
-    )
+    return tuple(torch.empty_like(x) if need else x.new_empty(0) for x, need in zip(inputs[:2], needed, strict=True))
 
 
 def _setup_context(ctx, inputs, output):
@@ -293,11 +278,7 @@ _linear_log_softmax.register_autograd(_differentiate_scores, setup_context=_setu
 
 
 def linear_log_softmax(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    temperature: float = 1.0,
-    sampling_mask: Tensor | None = None,
+    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float = 1.0, sampling_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute log-probabilities for given tokens, and entropies, from hidden states.
 
@@ -308,15 +289,14 @@ def linear_log_softmax(
         weight: (V, D), the LM head's weight, with the same dtype as `hidden`.
         ids: (M,) int64, the tokens to score.
         temperature: logit divisor; must be greater than 0.
-        sampling_mask: (2, K) int64, pairs of a token's index 0..M-1 and an id that could be sampled
-            for this token, for example after top-k. Each token's softmax is restricted to its ids,
-            which must include the token itself. Without a mask, the softmax is over the whole
-            vocabulary.
+        sampling_mask: (2, K) int64, pairs of a token's index 0..M-1 and an id that could be sampled for this token, for
+            example after top-k. Each token's softmax is restricted to its ids, which must include the token itself.
+            Without a mask, the softmax is over the whole vocabulary.
     Returns:
-        The log-probabilities and the entropies, both (M,), in nats, in float32 (float64 for float64
-        inputs). Both are differentiable.
-    Source: TRL's selective_log_softmax and entropy_from_logits, applied to logits / temperature;
-        the mask is DeepSeek-V3.2's Keep Sampling Mask (arXiv 2512.02556) and vLLM's SamplingMask.
+        The log-probabilities and the entropies, both (M,), in nats, in float32 (float64 for float64 inputs). Both are
+        differentiable.
+    Source: TRL's selective_log_softmax and entropy_from_logits, applied to logits / temperature; the mask is
+        DeepSeek-V3.2's Keep Sampling Mask (arXiv 2512.02556) and vLLM's SamplingMask.
     """
     fits = ids.dim() == 1 and hidden.shape == (len(ids), weight.shape[1])
     if not fits or hidden.dtype != weight.dtype:

@@ -1,10 +1,9 @@
 """Triton kernel that unpacks NF4 weights (4 bits each) with one read and one write.
 
-A byte holds two indices into a table with 16 values, and the first index is in the byte's upper
-half. A block's 64 values share a scale. This scale is stored as an 8-bit index into a table with
-256 numbers; the number is multiplied by a float32 scale, which 256 blocks share, and an offset is
-added. In torch, unpacking reads and writes 24 bytes per weight; this kernel reads and writes 2.6
-bytes with bfloat16 results.
+A byte holds two indices into a table with 16 values, and the first index is in the byte's upper half. A block's 64
+values share a scale. This scale is stored as an 8-bit index into a table with 256 numbers; the number is multiplied by
+a float32 scale, which 256 blocks share, and an offset is added. In torch, unpacking reads and writes 24 bytes per
+weight; this kernel reads and writes 2.6 bytes with bfloat16 results.
 """
 
 import torch
@@ -19,18 +18,7 @@ constexpr = tl.constexpr
 
 
 @triton.jit
-def _kernel(
-    packed,
-    indices,
-    scales,
-    offset,
-    scale_table,
-    value_table,
-    out,
-    size,
-    BYTES: constexpr,
-    GROUP: constexpr,
-):
+def _kernel(packed, indices, scales, offset, scale_table, value_table, out, size, BYTES: constexpr, GROUP: constexpr):
     """Unpack BYTES bytes into two values each; `size` is the whole tensor's byte count."""
     begin = tl.program_id(0).to(tl.int64) * BYTES
     byte = begin + tl.arange(0, BYTES)
@@ -47,9 +35,7 @@ def _kernel(
     tl.store(out + position, values, mask=position < 2 * size)
 
 
-def nf4_unpack(
-    packed: Tensor, indices: Tensor, scales: Tensor, offset: Tensor, tables: tuple, dtype
-) -> Tensor:
+def nf4_unpack(packed: Tensor, indices: Tensor, scales: Tensor, offset: Tensor, tables: tuple, dtype) -> Tensor:
     """Unpack n NF4 values into a tensor (n,) with the given dtype.
 
     The result is bit-identical to the torch path's result, because fused multiply-add is
@@ -57,8 +43,7 @@ def nf4_unpack(
 
     Args:
         packed: (n / 2,), bytes with two values each.
-        indices, scales, offset: scale_indices, scale_scales and offset from pack_nf4 in
-            model/nf4.py.
+        indices, scales, offset: scale_indices, scale_scales and offset from pack_nf4 in model/nf4.py.
         tables: the scale table (256,) and the value table (16,).
     """
     size = packed.numel()

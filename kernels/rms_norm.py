@@ -1,12 +1,10 @@
 """RMSNorm: x / sqrt(mean(x^2) + eps) * weight over the last axis, with statistics in float32.
 
-Derivation of the backward pass. Let r = (mean(x^2) + eps)^-1/2, n = x r, and g the result's
-gradient. Then
+Derivation of the backward pass. Let r = (mean(x^2) + eps)^-1/2, n = x r, and g the result's gradient. Then
 
     dweight = sum over rows of g n          dx = r (g weight - n mean(g weight n))
 
-Only x and r are saved for the backward pass. Autograd would save four tensors as large as x and
-take 1.5 times as long.
+Only x and r are saved for the backward pass. Autograd would save four tensors as large as x and take 1.5 times as long.
 """
 
 import torch

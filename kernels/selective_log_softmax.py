@@ -1,7 +1,7 @@
 """Log-probabilities for given tokens, and entropies, computed from logits.
 
-The forward and the backward pass each read the logits once. linear_log_softmax.py computes the
-logits from hidden states and uses the functions in this file.
+The forward and the backward pass each read the logits once. linear_log_softmax.py computes the logits from hidden
+states and uses the functions in this file.
 
 Derivation. For one row's logits z (V,), chosen token y and temperature T, with top = max_j z_j:
 
@@ -28,9 +28,8 @@ and the upstream gradients g (for logp) and e (for H), it follows that
 This needs the logits again, and top, s and H, which the forward pass saves.
 
 The kernels compute in base 2, because GPUs have an instruction for 2^x. With k = log2(e) / T,
-d' = k z - k top is one instruction, and d = d' ln 2. For a logit equal to -inf, d exp d must be 0
-and not inf * 0. Therefore the differences d' are clamped to at least FLOOR, where 2^x is the
-smallest normal number. NaN stays NaN.
+d' = k z - k top is one instruction, and d = d' ln 2. For a logit equal to -inf, d exp d must be 0 and not inf * 0.
+Therefore the differences d' are clamped to at least FLOOR, where 2^x is the smallest normal number. NaN stays NaN.
 """
 
 import math
@@ -45,9 +44,7 @@ FLOOR = -126.0  # smallest value to which the difference d' (in base 2) is clamp
 LOG2E = 1 / math.log(2)
 
 
-def score_rows_(
-    z: Tensor, ids: Tensor, temperature: float, scratch: Tensor | None = None
-) -> tuple[Tensor, ...]:
+def score_rows_(z: Tensor, ids: Tensor, temperature: float, scratch: Tensor | None = None) -> tuple[Tensor, ...]:
     """Compute logp, H, top and s, each (m,), from logits z (m, V).
 
     Args:
@@ -112,10 +109,9 @@ def select_rows(tensors: Sequence[Tensor | None], rows: slice | Tensor) -> list[
     return [x if x is None else x[rows].contiguous() for x in tensors]
 
 
-# One program computes one row of logits. Each iteration in the forward loop reads STEPS x COLUMNS
-# logits, and each column has its own top, s and t. A thread holds 8 whole adjacent columns, which
-# are one 16-byte load for bfloat16, in each step. Therefore threads exchange data only once, after
-# the loop.
+# One program computes one row of logits. Each iteration in the forward loop reads STEPS x COLUMNS logits, and each
+# column has its own top, s and t. A thread holds 8 whole adjacent columns, which are one 16-byte load for bfloat16, in
+# each step. Therefore threads exchange data only once, after the loop.
 STEPS = tl.constexpr(8)
 COLUMNS = tl.constexpr(1024)
 FORWARD_WARPS = 4
@@ -174,27 +170,13 @@ def _join(top1, s1, t1, top2, s2, t2):
 
 @triton.jit
 def _score_kernel(
-    logits,
-    ids,
-    parts,
-    logps,
-    entropies,
-    tops,
-    totals,
-    stride,
-    rows,
-    width,
-    first,
-    k,
-    FIRST: constexpr,
-    LAST: constexpr,
+    logits, ids, parts, logps, entropies, tops, totals, stride, rows, width, first, k, FIRST: constexpr, LAST: constexpr
 ):
     """Score one row with `width` logits, which belong to the ids first..first+width-1.
 
-    If FIRST and LAST are both set, the logits cover the whole vocabulary. Otherwise the
-    vocabulary's parts are scored one after the other. `parts` (4, rows) then holds the running
-    results top, s, t and d_y + top. `parts` is read unless FIRST is set, and written unless LAST is
-    set.
+    If FIRST and LAST are both set, the logits cover the whole vocabulary. Otherwise the vocabulary's parts are scored
+    one after the other. `parts` (4, rows) then holds the running results top, s, t and d_y + top. `parts` is read
+    unless FIRST is set, and written unless LAST is set.
     """
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * stride
@@ -224,19 +206,7 @@ def _score_kernel(
 
 @triton.jit
 def _differentiate_kernel(
-    logits,
-    ids,
-    entropies,
-    tops,
-    totals,
-    grad_logps,
-    grad_entropies,
-    out,
-    stride,
-    out_stride,
-    width,
-    first,
-    k,
+    logits, ids, entropies, tops, totals, grad_logps, grad_entropies, out, stride, out_stride, width, first, k
 ):
     """Compute dz for one row with `width` logits, which belong to the ids first..first+width-1.
 
@@ -274,20 +244,15 @@ def _differentiate_kernel(
 
 
 def score_part_(
-    z: Tensor,
-    ids: Tensor,
-    parts: Tensor | None,
-    temperature: float,
-    first_id: int = 0,
-    last: bool = True,
+    z: Tensor, ids: Tensor, parts: Tensor | None, temperature: float, first_id: int = 0, last: bool = True
 ) -> tuple[Tensor, ...]:
     """Score a vocabulary part with the Triton kernel.
 
     Args:
         z: (N, width), logits for the ids first_id..first_id+width-1.
         ids: (N,), the chosen tokens.
-        parts: (4, N), running results over the parts so far, see _score_kernel. None if the
-            vocabulary is a single part.
+        parts: (4, N), running results over the parts so far, see _score_kernel. None if the vocabulary is a single
+            part.
         last: whether this is the last part.
     Returns:
         logp, H, top (in base 2) and s, each (N,) float32, or an empty tuple before the last part.
@@ -317,13 +282,7 @@ def score_part_(
 
 
 def differentiate_part_(
-    z: Tensor,
-    ids: Tensor,
-    saved: list,
-    upstream: list,
-    temperature: float,
-    out: Tensor,
-    first_id: int = 0,
+    z: Tensor, ids: Tensor, saved: list, upstream: list, temperature: float, out: Tensor, first_id: int = 0
 ) -> Tensor:
     """Compute dz for a vocabulary part with the Triton kernel.
 
@@ -386,9 +345,7 @@ def check_temperature(temperature: float):
         raise ValueError(f"the temperature is {temperature}, but it must be greater than 0")
 
 
-def selective_log_softmax(
-    logits: Tensor, ids: Tensor, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def selective_log_softmax(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Compute log-probabilities for given tokens, and entropies, from logits.
 
     Args:
@@ -396,8 +353,8 @@ def selective_log_softmax(
         ids: (...) int64, the tokens to score.
         temperature: logit divisor; must be greater than 0.
     Returns:
-        The log-probabilities and the entropies under softmax(logits / temperature), both (...), in
-        nats, in float32 (float64 for float64 logits). Both are differentiable.
+        The log-probabilities and the entropies under softmax(logits / temperature), both (...), in nats, in float32
+        (float64 for float64 logits). Both are differentiable.
     Source: TRL's selective_log_softmax and entropy_from_logits, applied to logits / temperature.
     """
     if logits.shape[:-1] != ids.shape:

@@ -5,9 +5,9 @@
 
 A compiler can translate a kernel wrongly for one GPU. For example, ptxas 12.8, which Triton 3.6 and
 3.7 use for Hopper, computed a matrix product's addresses from a register that no instruction had
-written. The results were 30 to 40 % off, and stray addresses made the GPU refuse all later work in
-the process. Therefore verdicts.py runs this file in separate processes before a run uses the
-kernels. Each output line is a kernel's name and its largest relative error.
+written. The results were 30 to 40 % off, and stray addresses made the GPU refuse all later work in the process.
+Therefore verdicts.py runs this file in separate processes before a run uses the kernels. Each output line is a kernel's
+name and its largest relative error.
 """
 
 import os
@@ -29,8 +29,7 @@ DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
 # Head dimensions in vision towers with short segments; Qwen2.5-VL has 80, and Qwen3-VL has 64 or 72
 WINDOW_HEADS = 2 if INTERPRETED else 16
 WINDOW_HEAD_DIMS = (64, 72, 80, 128)
-# Key heads, query heads per key head, and head_dim: Qwen2.5-VL-3B and -7B, Qwen3.5, and a 0.5B text
-# model
+# Key heads, query heads per key head, and head_dim: Qwen2.5-VL-3B and -7B, Qwen3.5, and a 0.5B text model
 DECODERS = ((2, 8, 128), (4, 7, 128), (2, 4, 256), (2, 7, 64))
 TEMPERATURE = 0.7
 
@@ -40,9 +39,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return ((actual.detach().double().cpu() - expected).norm() / expected.norm()).item()
 
 
-def compare(
-    function: Callable, reference: Callable, inputs: Sequence[Tensor], device: str
-) -> list[float]:
+def compare(function: Callable, reference: Callable, inputs: Sequence[Tensor], device: str) -> list[float]:
     """Return the relative errors in a function's result and its gradients.
 
     The reference gets the inputs in float64 on the CPU.
@@ -87,9 +84,7 @@ def check_decoding(device: str) -> list[float]:
         inputs = q, k, v, prompt_bias.to(DTYPE), own_k, own_v, own_bias.to(DTYPE)
         actual = decode_attention(*(x.to(device) for x in inputs))
         keys, values = (
-            torch.cat([prompt.repeat_interleave(G, 0), own], 2)
-            .double()
-            .repeat_interleave(heads_per_key, 1)
+            torch.cat([prompt.repeat_interleave(G, 0), own], 2).double().repeat_interleave(heads_per_key, 1)
             for prompt, own in ((k, own_k), (v, own_v))
         )
         bias = torch.cat([prompt_bias.repeat_interleave(G, 0), own_bias], 1)[:, None, None]

@@ -1,10 +1,9 @@
 """Attention for completions that share a prompt.
 
-The queries from all completions for a prompt are multiplied with the prompt's keys in one matrix
-product.
+The queries from all completions for a prompt are multiplied with the prompt's keys in one matrix product.
 
-Dimension letters: R rows (completions), B prompts, K key heads, h query heads for each key head, H
-query heads in total, P prompt tokens, C completion tokens, D head dimension.
+Dimension letters: R rows (completions), B prompts, K key heads, h query heads for each key head, H query heads in
+total, P prompt tokens, C completion tokens, D head dimension.
 """
 
 import math
@@ -23,14 +22,12 @@ from minivlmrl.kernels.dense_attention import (
     has_flash_attention,
 )
 
-# Maximum size in bytes for the float32 scores in grouped_attention. With smaller scores it is
-# faster than the fused kernel.
+# Maximum size in bytes for the float32 scores in grouped_attention. With smaller scores it is faster than the fused
+# kernel.
 MAX_SCORE_BYTES = 2**22
 
 
-def rectangles(
-    prompts: list[range], completions: list[list[range]]
-) -> tuple[Tensor, Tensor, Tensor]:
+def rectangles(prompts: list[range], completions: list[list[range]]) -> tuple[Tensor, Tensor, Tensor]:
     """Compute rectangular index blocks for groups whose prompts have the same length.
 
     Only the completions are padded.
@@ -39,8 +36,8 @@ def rectangles(
         prompts: each prompt's position range in the packed sequence: b prompts with P tokens each.
         completions: position ranges for each prompt's completions, r completions in total.
     Returns:
-        Three tensors: the prompts' token indices in the packed sequence (b, P), the completions'
-        token indices (r, C), padded with -1, and each completion's prompt (r,).
+        Three tensors: the prompts' token indices in the packed sequence (b, P), the completions' token indices (r, C),
+        padded with -1, and each completion's prompt (r,).
     """
     rows = []
     for prompt, spans in enumerate(completions):
@@ -105,10 +102,10 @@ def completion_attention(
 ) -> Tensor:
     """Compute attention from completions to all their prompt's keys and causally to their own keys.
 
-    The prompt's keys are not copied for each completion. On a CPU, scores that take at most
-    MAX_SCORE_BYTES are computed step by step by grouped_attention. Otherwise, JoinedAttention calls
-    the fused kernel, which does not store the scores. Only where has_flash_attention is False, for
-    example for float32 on a GPU, the keys are copied for each completion.
+    The prompt's keys are not copied for each completion. On a CPU, scores that take at most MAX_SCORE_BYTES are
+    computed step by step by grouped_attention. Otherwise, JoinedAttention calls the fused kernel, which does not store
+    the scores. Only where has_flash_attention is False, for example for float32 on a GPU, the keys are copied for each
+    completion.
 
     Args:
         q: (R, H, C, D), the completions' queries.
@@ -133,24 +130,20 @@ def completion_attention(
 class JoinedAttention(torch.autograd.Function):
     """Compute `completion_attention` with two fused-kernel calls, without copies or masks.
 
-    In call 1, the queries from all completions for a prompt attend to the prompt's keys. In call 2,
-    each completion attends causally to its own keys. With call j's output o_j and its scores'
-    log-sum-exp e_j,
+    In call 1, the queries from all completions for a prompt attend to the prompt's keys. In call 2, each completion
+    attends causally to its own keys. With call j's output o_j and its scores' log-sum-exp e_j,
 
         e = log(exp(e_1) + exp(e_2))        out = exp(e_1 - e) o_1 + exp(e_2 - e) o_2
 
-    is the attention to all keys. In the backward pass, the kernel computes the gradients for each
-    part from `out` and e, see flash_attention_backward. apply takes the same arguments as
-    completion_attention.
+    is the attention to all keys. In the backward pass, the kernel computes the gradients for each part from `out` and
+    e, see flash_attention_backward. apply takes the same arguments as completion_attention.
 
-    Sources: Hydragen (Juravsky et al., 2024) joins the parts; Ring Attention (Liu et al., 2023)
-    also has the backward pass.
+    Sources: Hydragen (Juravsky et al., 2024) joins the parts; Ring Attention (Liu et al., 2023) also has the backward
+    pass.
     """
 
     @staticmethod
-    def forward(
-        ctx, q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, slots: PromptSlots
-    ) -> Tensor:
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, slots: PromptSlots) -> Tensor:
         to_prompt = flash_attention(slots.by_prompt(q), prompt_k, prompt_v)
         to_own = flash_attention(q, k, v, is_causal=True)
         prompt_lse = slots.by_row(to_prompt.lse[..., None])  # (R, H, C, 1)

@@ -1,9 +1,9 @@
 """Check the Triton kernels on a GPU before their first use, and store the verdict on disk.
 
-Each kernel is checked by self_test.py in its own process, because a wrong kernel can make the GPU
-refuse all later work in its process. All checks run at the same time. The verdict is stored in
-Triton's cache folder, in a file for each GPU model, driver, version and kernel source. A lock lets
-one process per host run the checks, and the other processes wait for its verdict.
+Each kernel is checked by self_test.py in its own process, because a wrong kernel can make the GPU refuse all later work
+in its process. All checks run at the same time. The verdict is stored in Triton's cache folder, in a file for each GPU
+model, driver, version and kernel source. A lock lets one process per host run the checks, and the other processes wait
+for its verdict.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ import torch
 
 TOLERANCE = 0.02  # relative error; correct kernels have about 0.003 in bfloat16
 TIME_LIMIT = 120  # seconds for one kernel check
-# If a check ended without a number, for example because the GPU had no free memory, processes that
-# start after this many seconds repeat it.
+# If a check ended without a number, for example because the GPU had no free memory, processes that start after this
+# many seconds repeat it.
 RETRY_AFTER = 3600
 
 
@@ -124,18 +124,11 @@ def check_kernel(device: str, kernel: str) -> float | str:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(search_path)}
     try:
         done = subprocess.run(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=TIME_LIMIT,
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIME_LIMIT
         )
     except subprocess.TimeoutExpired:
         return f"no result after {TIME_LIMIT} s"
-    results = [
-        line.split()[1] for line in done.stdout.splitlines() if line.startswith(f"{kernel} ")
-    ]
+    results = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(f"{kernel} ")]
     if done.returncode == 0 and results:
         return float(results[-1])
     # self_test.py's message, or a traceback's end; a signal ends a process without a text

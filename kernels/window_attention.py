@@ -1,30 +1,29 @@
 """Attention inside segments: each token attends to all tokens in its window or its video frame.
 
-Derivation. For a segment with queries, keys and values q_s, k_s, v_s (L, H, D), with c = D^-1/2,
-and for each head separately:
+Derivation. For a segment with queries, keys and values q_s, k_s, v_s (L, H, D), with c = D^-1/2, and for each head
+separately:
 
     S = c q_s k_s^T (L, L)      P = softmax(S) over the last axis      o_s = P v_s (L, D)
 
-The softmax exponentials are computed as 2^(S log2 e), after the largest score of each row is
-subtracted. Let do_s be o_s's gradient. Because a row's softmax has the Jacobian diag(p) - p p^T,
+The softmax exponentials are computed as 2^(S log2 e), after the largest score of each row is subtracted. Let do_s be
+o_s's gradient. Because a row's softmax has the Jacobian diag(p) - p p^T,
 
     dv_s = P^T do_s              dP = do_s v_s^T
     dS = P * (dP - sum_j P_ij dP_ij)
     dq_s = c dS k_s              dk_s = c dS^T q_s
 
-Therefore the backward pass needs only q, k and v. It recomputes S and P, which are at most 64 x 64
-numbers each, in registers.
+Therefore the backward pass needs only q, k and v. It recomputes S and P, which are at most 64 x 64 numbers each, in
+registers.
 
-Segments are independent. In torch, a run (consecutive segments with equal length) is computed in
-one batched call without a mask. If the runs are too short for separate calls, the segments are
-first sorted by length. In Triton, one program computes one segment with at most 64 tokens for one
-head, forward or backward; it reads its inputs once and writes its outputs once. A head's D columns
-are padded to a power of two, for example 80 to 128. Two blocks with 64 and 16 columns would need
-fewer registers, but ptxas 12.8 (Triton 3.6 and 3.7) assembles products with 64 rows and 16 or 32
+Segments are independent. In torch, a run (consecutive segments with equal length) is computed in one batched call
+without a mask. If the runs are too short for separate calls, the segments are first sorted by length. In Triton, one
+program computes one segment with at most 64 tokens for one head, forward or backward; it reads its inputs once and
+writes its outputs once. A head's D columns are padded to a power of two, for example 80 to 128. Two blocks with 64 and
+16 columns would need fewer registers, but ptxas 12.8 (Triton 3.6 and 3.7) assembles products with 64 rows and 16 or 32
 columns wrongly for sm_90; tests/kernels/test_machine_code.py finds such code.
 
-Where Triton is not used on a GPU, windows with different lengths are computed by torch's
-varlen_attn. The 128 window runs in eight photographs take .995 ms there, forward and backward, and
+Where Triton is not used on a GPU, windows with different lengths are computed by torch's varlen_attn. The 128 window
+runs in eight photographs take .995 ms there, forward and backward, and
 38.8 ms in separate calls (H200, bfloat16).
 """
 
@@ -38,10 +37,9 @@ from torch import Tensor
 from minivlmrl.kernels.backend import INTERPRETED, backend_for, tl, to_device, triton
 from minivlmrl.kernels.dense_attention import Reorder, dense_attention, has_flash_attention
 
-# The most tokens and the largest head dimension that fit into a Triton program's registers. float32
-# does not fit: IEEE products spill 8 KB per thread, and products in three tf32 passes still spill
-# in the backward pass. Therefore torch computes float32 on a GPU. The interpreter does not have
-# this limit.
+# The most tokens and the largest head dimension that fit into a Triton program's registers. float32 does not fit: IEEE
+# products spill 8 KB per thread, and products in three tf32 passes still spill in the backward pass. Therefore torch
+# computes float32 on a GPU. The interpreter does not have this limit.
 MAX_TOKENS, MAX_HEAD_DIM = 64, 128
 TILE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]
 
@@ -64,8 +62,7 @@ class Segments:
         # A run consists of consecutive segments with equal length. Each entry is the segment
         # length and a run's token count.
         self.runs = [(length, sum(group)) for length, group in groupby(lengths)]
-        # permutation (T,) that sorts the tokens by segment length, and its inverse; None if the
-        # tokens are not sorted
+        # permutation (T,) that sorts the tokens by segment length, and its inverse; None if the tokens are not sorted
         self.order = self.inverse = None
         if len(set(lengths)) < len(self.runs) and sum(lengths) < TOKENS_PER_CALL * len(self.runs):
             self.runs = [(length, sum(group)) for length, group in groupby(sorted(lengths))]
@@ -187,8 +184,7 @@ def _forward_kernel(
 ):
     """Compute attention for one segment and one head.
 
-    q_row and q_head are q's strides between rows and between heads. The strides of k and v are
-    named in the same way.
+    q_row and q_head are q's strides between rows and between heads. The strides of k and v are named in the same way.
     """
     head, start, length = _segment(cu_seqlens, H)
     q += start * q_row + head * q_head
@@ -251,16 +247,14 @@ def _backward_kernel(
 def block_sizes(longest: int, head_dim: int) -> tuple[int, int]:
     """Return the block sizes ROWS and COLUMNS for segments with at most `longest` tokens.
 
-    Each block size is a power of two and at least 16, because matrix instructions do not support
-    smaller sizes. Example: 60 tokens with head dimension 80 give 64 and 128.
+    Each block size is a power of two and at least 16, because matrix instructions do not support smaller sizes.
+    Example: 60 tokens with head dimension 80 give 64 and 128.
     """
     rows, columns = (max(16, 1 << (size - 1).bit_length()) for size in (longest, head_dim))
     return rows, columns
 
 
-def _launch(
-    kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, **tensors: Tensor
-) -> None:
+def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, **tensors: Tensor) -> None:
     """Launch one `kernel` program for each segment and head; `tensors` are its other arguments."""
     # The kernels accept any strides between rows and between heads, but columns must be contiguous.
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
@@ -299,18 +293,14 @@ def _window_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longe
 def _window_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_q, grad_k, grad_v = (
-        torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3)
-    )
+    grad_q, grad_k, grad_v = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
     grads = {"grad": grad.contiguous(), "grad_q": grad_q, "grad_k": grad_k, "grad_v": grad_v}
     _launch(_backward_kernel, q, k, v, cu_seqlens, longest, **grads)
     return grad_q, grad_k, grad_v
 
 
 _window_attention.register_fake(lambda q, *_: q.new_empty(q.shape))
-_window_attention_backward.register_fake(
-    lambda grad, q, *_: tuple(q.new_empty(q.shape) for _ in range(3))
-)
+_window_attention_backward.register_fake(lambda grad, q, *_: tuple(q.new_empty(q.shape) for _ in range(3)))
 
 
 def _save(ctx, inputs, output):
@@ -328,10 +318,10 @@ _window_attention.register_autograd(_differentiate, setup_context=_save)
 def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
     """Compute attention within each segment with scale D^-1/2.
 
-    The Triton kernels are used if backend_for selects them and each segment fits into one program,
-    which needs at most 64 tokens, D <= 128, and float16 or bfloat16. Otherwise torch computes
-    segments with at most 64 tokens and different lengths in one varlen_attention call, if the GPU
-    supports it, and all other segments with one dense_attention call for each run.
+    The Triton kernels are used if backend_for selects them and each segment fits into one program, which needs at most
+    64 tokens, D <= 128, and float16 or bfloat16. Otherwise torch computes segments with at most 64 tokens and different
+    lengths in one varlen_attention call, if the GPU supports it, and all other segments with one dense_attention call
+    for each run.
 
     Args:
         q, k, v: (T, H, D), queries, keys and values for T tokens, all with the same dtype.

@@ -1,10 +1,10 @@
 """Reinforcement learning for vision-language models, written from scratch in PyTorch.
 
-The names of `__all__` are for use as a library (docs/library.md). A name is imported when it is used
-for the first time, so that `import minivlmrl` is fast and does not import torch.
+The names of `__all__` are for use as a library (docs/library.md). A name is imported when it is used for the first
+time, so that `import minivlmrl` is fast and does not import torch.
 
-This file sets environment variables that torch reads when torch is imported, or later. It does not
-change variables that the user has set.
+This file sets environment variables that torch reads when torch is imported, or later. It does not change variables
+that the user has set.
 """
 
 import importlib
@@ -43,11 +43,10 @@ MODULES = {
     "sft_loss": "minivlmrl.losses.sft",
 }
 
-# Threads of GNU OpenMP spin while they wait for each other. With the default spin count, training
-# took up to fifteen times as long when other processes used the same cores.
+# Threads of GNU OpenMP spin while they wait for each other. With the default spin count, training took up to fifteen
+# times as long when other processes used the same cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-# Segments of GPU memory may grow, so that rollouts and steps of different lengths do not fragment
-# the memory.
+# Segments of GPU memory may grow, so that rollouts and steps of different lengths do not fragment the memory.
 if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 

@@ -13,8 +13,7 @@ from typing import Any
 PACKAGE = Path(__file__).resolve().parent
 # folders with our code; the last ones are beside the package in a clone
 OURS = tuple(
-    f"{PACKAGE.parent / name}{os.sep}"
-    for name in (PACKAGE.name, "minivlmrl_audit", "audit", "kernels", "recipes")
+    f"{PACKAGE.parent / name}{os.sep}" for name in (PACKAGE.name, "minivlmrl_audit", "audit", "kernels", "recipes")
 )
 # files of code that options name, except those of this package; see config/import_utils.py
 USER_FILES: set[str] = set()
@@ -23,20 +22,18 @@ USER_FILES: set[str] = set()
 LONG_QUOTES = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}""")
 
 # messages of PyTorch, CUDA and cuBLAS if an allocation fails
-NO_MEMORY = re.compile(
-    "out of memory|not enough memory|can't allocate memory|STATUS_ALLOC_FAILED", re.IGNORECASE
-)
+NO_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory|STATUS_ALLOC_FAILED", re.IGNORECASE)
 
 
 class error_context(AbstractContextManager):
     """Prefix errors raised in the block with the file, row or field concerned.
 
-    A ValueError that already begins with this prefix does not get the prefix twice. Errors of other
-    types, which users' code may raise, keep their type and get a note.
+    A ValueError that already begins with this prefix does not get the prefix twice. Errors of other types, which users'
+    code may raise, keep their type and get a note.
     """
 
-    # A class is faster than a generator with @contextmanager, which matters because each of 200,000
-    # rows enters several contexts.
+    # A class is faster than a generator with @contextmanager, which matters because each of 200,000 rows enters several
+    # contexts.
     def __init__(self, where: str | Path):
         self.where = where
 
@@ -51,8 +48,8 @@ class error_context(AbstractContextManager):
 def mistake(error: BaseException) -> str | None:
     """Describe an error in one line if the user can correct it without a traceback, else None.
 
-    These are a lack of memory, errors of the system such as a full disk, and errors that a `raise`
-    statement of this package raised. If a user's own file is the cause, its traceback is needed.
+    These are a lack of memory, errors of the system such as a full disk, and errors that a `raise` statement of this
+    package raised. If a user's own file is the cause, its traceback is needed.
     """
     if is_out_of_memory(error):
         return out_of_memory(error)
@@ -96,8 +93,8 @@ def shortened(error: str | Exception) -> str:
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return True if an allocation failed, on a GPU or in the memory of the host.
 
-    PyTorch raises OutOfMemoryError for a GPU, and a plain RuntimeError for the host and in CUDA's
-    libraries. The class is compared by name, because this module must not import torch.
+    PyTorch raises OutOfMemoryError for a GPU, and a plain RuntimeError for the host and in CUDA's libraries. The class
+    is compared by name, because this module must not import torch.
     """
     if not isinstance(error, RuntimeError):
         return isinstance(error, MemoryError)
@@ -142,9 +139,7 @@ def optional_dependency(name: str, needed: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise ValueError(
-            f"{needed}; run pip install -e '.[{name}]' in your clone of minivlmrl"
-        ) from error
+        raise ValueError(f"{needed}; run pip install -e '.[{name}]' in your clone of minivlmrl") from error
 
 
 def check_extras(target: str, name: str):
@@ -159,9 +154,7 @@ def check_extras(target: str, name: str):
         raise ValueError(f"{name} needs minivlmrl/extras, which this copy lacks")
 
 
-def did_you_mean(
-    name: str, names: Iterable[str], prefix: str = "", count: int = 1, cutoff: float = 0.6
-) -> str:
+def did_you_mean(name: str, names: Iterable[str], prefix: str = "", count: int = 1, cutoff: float = 0.6) -> str:
     """Return the end of a message about an unknown name: "; did you mean shapes?", or "".
 
     Args:

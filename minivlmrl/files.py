@@ -116,10 +116,9 @@ def digest(parts: Iterable) -> str:
 def replacing(folder: str | Path) -> Iterator[Path]:
     """Yield a new, empty folder, which replaces `folder` when the block ends without an error.
 
-    While the block writes files, the new folder is called NAME.partial. Then the old folder is
-    renamed to NAME.replaced and the new folder to NAME. If the process is killed between the two
-    renames, find_folder and the next save use NAME.replaced. If the disk is full, the old folder is
-    kept. A folder that is not a checkpoint is not overwritten.
+    While the block writes files, the new folder is called NAME.partial. Then the old folder is renamed to NAME.replaced
+    and the new folder to NAME. If the process is killed between the two renames, find_folder and the next save use
+    NAME.replaced. If the disk is full, the old folder is kept. A folder that is not a checkpoint is not overwritten.
     """
     folder = Path(folder).resolve()  # resolves symbolic links
     new = Path(f"{folder}.partial")
@@ -128,8 +127,7 @@ def replacing(folder: str | Path) -> Iterator[Path]:
     is_checkpoint = any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
     if folder.exists() and not is_checkpoint and not empty:
         raise ValueError(
-            f"{folder} has no config.json, so it is not a checkpoint and is not overwritten. "
-            "Choose another folder."
+            f"{folder} has no config.json, so it is not a checkpoint and is not overwritten. Choose another folder."
         )
     remove = partial(shutil.rmtree, ignore_errors=True)
     try:

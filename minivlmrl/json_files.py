@@ -66,8 +66,8 @@ def write_json(path: Path, content: dict):
 def read_lines(path: Path, form: type) -> list[dict]:
     """Parse the complete lines of a JSON lines file; return [] if the file does not exist.
 
-    A last line without a newline is ignored, because it is incomplete: a run is still writing this
-    line, or the disk was full. An error names the file and the number of the line.
+    A last line without a newline is ignored, because it is incomplete: a run is still writing this line, or the disk
+    was full. An error names the file and the number of the line.
 
     Args:
         form: dataclass with the fields that each line must have.

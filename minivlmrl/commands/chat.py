@@ -54,10 +54,7 @@ def main(arguments: list[str]):
     [[completion]] = sampler([prompt], 1, [f"ask/{options.seed}"])
     stream.end()
     if not completion.stopped:
-        print(
-            f"(the answer was cut off after {len(completion.ids)} tokens; raise --max_new_tokens)",
-            file=sys.stderr,
-        )
+        print(f"(the answer was cut off after {len(completion.ids)} tokens; raise --max_new_tokens)", file=sys.stderr)
     process_group.shutdown(world)
 
 
@@ -81,9 +78,7 @@ def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunCo
         text = f"{config.data.prompt_template!r:.80}"
         print(f"prompt template of {recipe}: {text}", file=sys.stderr)
     else:
-        config = load_config(
-            recipes_folder() / "own_data.yaml", [*as_overrides(fields | {"data": {}}), *overrides]
-        )
+        config = load_config(recipes_folder() / "own_data.yaml", [*as_overrides(fields | {"data": {}}), *overrides])
     if is_adapter:
         config.adapter = adapter_options(options.model)
     return config
@@ -103,8 +98,7 @@ def build_row(options: argparse.Namespace, data: DataOptions) -> Row:
 class Stream:
     """Prints one answer's tokens as text while they are sampled.
 
-    The tokens in `hidden` are not printed. A character with several bytes is printed together with
-    its last byte.
+    The tokens in `hidden` are not printed. A character with several bytes is printed together with its last byte.
     """
 
     def __init__(self, tokenizer: Tokenizer, hidden: Collection[int]):

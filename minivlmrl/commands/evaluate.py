@@ -6,10 +6,10 @@ python -m minivlmrl generate --model FOLDER --data rows.jsonl --out answers.json
 torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                  # on several GPUs
 
 The recipe sets the prompt template, the image size, the stopping rules, data.answer_format and
-the rewards of evaluations; --section.name=value changes any of its options. By default the recipe is
-config.yaml from the run that trained the model. If there is none, it is minivlmrl.yaml beside the
-weights, or else recipes/own_data.yaml with {problem} as the prompt template. The recipe's adapter
-is not loaded, because a run's checkpoint already contains its adapter. --model may also be
+the rewards of evaluations; --section.name=value changes any of its options. By default the recipe is config.yaml from
+the run that trained the model. If there is none, it is minivlmrl.yaml beside the weights, or else recipes/own_data.yaml
+with {problem} as the prompt template. The recipe's adapter is not loaded, because a run's checkpoint already contains
+its adapter. --model may also be
 an adapter's folder, which is loaded together with the base model that the folder names.
 """
 
@@ -47,25 +47,17 @@ def build_parser(name: str) -> argparse.ArgumentParser:
         epilog="--section.name=value sets an option of the recipe, as in --data.max_pixels=401408",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--recipe", help="recipe; defaults to config.yaml of the model's run, or to own_data.yaml"
-    )
-    parser.add_argument(
-        "--model", required=True, help="folder of the model, or its repository id on the Hub"
-    )
+    parser.add_argument("--recipe", help="recipe; defaults to config.yaml of the model's run, or to own_data.yaml")
+    parser.add_argument("--model", required=True, help="folder of the model, or its repository id on the Hub")
     parser.add_argument("--data", required=True, help="file of rows, in any format of docs/rows.md")
     parser.add_argument("--out", help=f"results file; defaults to {name}.jsonl beside the model")
-    parser.add_argument(
-        "--num_generations", type=int, default=1, help="number of answers per row; defaults to 1"
-    )
+    parser.add_argument("--num_generations", type=int, default=1, help="number of answers per row; defaults to 1")
     parser.add_argument(
         "--temperature",
         type=float,
         help="sampling temperature; defaults to 0 for one answer per row, and to 1 for several",
     )
-    parser.add_argument(
-        "--rows", type=int, default=10**9, help="number of rows to answer; defaults to all"
-    )
+    parser.add_argument("--rows", type=int, default=10**9, help="number of rows to answer; defaults to all")
     return parser
 
 
@@ -77,8 +69,7 @@ def answer_file(tool: str, arguments: list[str]):
     options, overrides = build_parser(tool).parse_known_args(arguments)
     if options.num_generations < 1 or options.rows < 1:
         raise ValueError(
-            f"--num_generations is {options.num_generations} and --rows is {options.rows}, but "
-            "both must be at least 1"
+            f"--num_generations is {options.num_generations} and --rows is {options.rows}, but both must be at least 1"
         )
     with_rewards = tool == "evaluate"
     config = evaluation_config(options, overrides, with_rewards)
@@ -114,13 +105,11 @@ main = partial(answer_file, "evaluate")
 generate_main = partial(answer_file, "generate")
 
 
-def evaluation_config(
-    options: argparse.Namespace, overrides: list[str], with_rewards: bool
-) -> RunConfig:
+def evaluation_config(options: argparse.Namespace, overrides: list[str], with_rewards: bool) -> RunConfig:
     """Load the recipe, with the model and the rows on the command line.
 
-    A recipe that was found beside the model is refused if it names code. Such code only runs if the
-    user passes the recipe with --recipe.
+    A recipe that was found beside the model is refused if it names code. Such code only runs if the user passes the
+    recipe with --recipe.
     """
     is_adapter = is_adapter_folder(options.model)
     found_recipe = find_recipe(find_adapter(options.model) if is_adapter else options.model)
@@ -170,9 +159,7 @@ def find_recipe(model: str | Path) -> Path | None:
     return next(filter(Path.is_file, recipe_paths), None)
 
 
-def result_line(
-    processor: Processor, names: Sequence[str], row: Row, completions: list, rewards_of_row: list
-) -> dict:
+def result_line(processor: Processor, names: Sequence[str], row: Row, completions: list, rewards_of_row: list) -> dict:
     """Return a row's line in the results file."""
     answers = []
     for completion, values in zip(completions, rewards_of_row, strict=True):
@@ -188,12 +175,7 @@ def result_line(
                 "rewards": dict(zip(names, scored, strict=True)),
             }
         )
-    return {
-        "row": row.index,
-        "where": row.where,
-        "solution": row.columns.get("solution"),
-        "answers": answers,
-    }
+    return {"row": row.index, "where": row.where, "solution": row.columns.get("solution"), "answers": answers}
 
 
 def summarise(lines: list[dict], names: Sequence[str]) -> dict:

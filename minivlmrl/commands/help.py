@@ -20,8 +20,8 @@ from minivlmrl.errors import did_you_mean
 def print_options(*names: str):
     """Print the options of the named sections, or of all sections if no name is given.
 
-    The section "run" contains the options outside sections. The first name may be a recipe; then
-    sections for stages that the recipe loads from files are listed, too.
+    The section "run" contains the options outside sections. The first name may be a recipe; then sections for stages
+    that the recipe loads from files are listed, too.
     """
     config_class = RunConfig
     if names and names[0].endswith(".yaml"):

@@ -23,14 +23,8 @@ def main(arguments: list[str]):
     adapter = find_adapter(options.adapter)
     adapter_file = adapter / WEIGHTS
     merged_file = folder / "adapter" / WEIGHTS  # copy that a run saves beside the merged weights
-    if (
-        merged_file.is_file()
-        and adapter_file.is_file()
-        and filecmp.cmp(merged_file, adapter_file, shallow=False)
-    ):
-        raise ValueError(
-            f"the weights in {folder} already contain this adapter; pass the base model as --model"
-        )
+    if merged_file.is_file() and adapter_file.is_file() and filecmp.cmp(merged_file, adapter_file, shallow=False):
+        raise ValueError(f"the weights in {folder} already contain this adapter; pass the base model as --model")
     model = load_model(folder)
     processor = load_processor(folder)
     load_adapter(model, adapter)

@@ -21,11 +21,7 @@ Rewards = dict[str | Callable, float]
 
 
 def train(
-    recipe: str | Path,
-    rows: Rows,
-    eval_rows: Rows | None = None,
-    rewards: Rewards | None = None,
-    **options,
+    recipe: str | Path, rows: Rows, eval_rows: Rows | None = None, rewards: Rewards | None = None, **options
 ) -> dict:
     """Train a recipe, and return the run's summary, or {} if a signal ended the run.
 
@@ -35,8 +31,7 @@ def train(
             The rows are saved in the run's folder rows/.
         eval_rows: held-out rows in the same form, or None for a run without evaluations.
         rewards: name of a reward or reward function -> weight. None uses the recipe's rewards.
-        options: options or recipe sections, for example output_dir="runs/cats" or
-            grpo={"max_steps": 9}.
+        options: options or recipe sections, for example output_dir="runs/cats" or grpo={"max_steps": 9}.
     """
     fields: dict[str, Plain] = {"data.task": None}
     for name, value in options.items():
@@ -70,9 +65,7 @@ def register_reward(reward: str | Callable) -> str:
     if isinstance(reward, str):
         return reward
     if isinstance(REWARDS.get(reward.__name__), str):
-        raise ValueError(
-            f"reward {reward.__name__}: a built-in reward already has this name; rename yours"
-        )
+        raise ValueError(f"reward {reward.__name__}: a built-in reward already has this name; rename yours")
     REWARDS[reward.__name__] = reward
     return reward.__name__
 

@@ -1,7 +1,7 @@
 """Load code that a recipe names as "name", "file.py:name" or "package.module:name".
 
-Options may follow a name: "name(option=1)" is the object `name` with this option bound. An error of
-the loaded code is not converted: its traceback names the user's line.
+Options may follow a name: "name(option=1)" is the object `name` with this option bound. An error of the loaded code is
+not converted: its traceback names the user's line.
 """
 
 import ast
@@ -57,8 +57,8 @@ def recipes_folder() -> Path:
 @functools.cache
 def run_file(path: str) -> ModuleType:
     """Run a file once as a module, and return the module."""
-    # The name is derived from the path, so that pickle and inspect find the module by the same name
-    # on every rank. A dot in a module name would separate packages.
+    # The name is derived from the path, so that pickle and inspect find the module by the same name on every rank. A
+    # dot in a module name would separate packages.
     module = ModuleType(path.removesuffix(".py").replace(".", "%2e"))
     module.__file__ = path
     sys.modules[module.__name__] = module
@@ -88,9 +88,7 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
     if isinstance(target, str):
         if ":" not in target:
             names = ", ".join([*sorted(table), "file.py:name"])
-            raise ValueError(
-                f"unknown {kind} {name!r}; known names are: {names}{did_you_mean(name, table)}"
-            )
+            raise ValueError(f"unknown {kind} {name!r}; known names are: {names}{did_you_mean(name, table)}")
         check_extras(target, name)
         target = load_name(target)
     try:
@@ -99,9 +97,7 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
             raise SyntaxError
         return target, {str(option.arg): ast.literal_eval(option.value) for option in call.keywords}
     except (SyntaxError, ValueError) as error:
-        raise ValueError(
-            f"{kind} {text}: the options must have the form name=value, name=value"
-        ) from error
+        raise ValueError(f"{kind} {text}: the options must have the form name=value, name=value") from error
 
 
 def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
@@ -113,9 +109,7 @@ def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
     """
     cls, options = resolve_object("stage", stage, table or {})
     if options:  # they would be ignored
-        raise ValueError(
-            f"stages: {stage}: write the options {options} in the section of the stage"
-        )
+        raise ValueError(f"stages: {stage}: write the options {options} in the section of the stage")
     return cls
 
 
@@ -127,9 +121,7 @@ def with_options(function: Callable, options: dict[str, Any]) -> Callable:
     for name, value in options.items():
         if name not in hints:  # a function with **columns would ignore a misspelt option
             names = ", ".join(hints) or "none"
-            raise ValueError(
-                f"there is no option {name!r}; the options are: {names}{did_you_mean(name, hints)}"
-            )
+            raise ValueError(f"there is no option {name!r}; the options are: {names}{did_you_mean(name, hints)}")
         if typing.get_origin(hints[name]) is Annotated:
             value = read_value(hints[name], value, name, json=False)
         values[name] = value

@@ -13,21 +13,12 @@ import yaml
 
 from minivlmrl.config.import_utils import find_stage, recipes_folder, split_options
 from minivlmrl.config.options import DPOOptions, ImageOptions, RunConfig, VideoOptions
-from minivlmrl.config.parsing import (
-    ChangeText,
-    TypeHint,
-    build,
-    check_values,
-    options_of,
-    parse_yaml,
-    read_value,
-)
+from minivlmrl.config.parsing import ChangeText, TypeHint, build, check_values, options_of, parse_yaml, read_value
 from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
 from minivlmrl.errors import did_you_mean, error_context
 from minivlmrl.json_files import json_text
 
-# options, apart from the weights, that change an answer and that no file in a Hugging Face folder
-# contains
+# options, apart from the weights, that change an answer and that no file in a Hugging Face folder contains
 INFERENCE_OPTIONS = {
     "model": ["dtype", "compute_dtype"],
     "data": [
@@ -45,19 +36,16 @@ INFERENCE_OPTIONS = {
 TEXTS = {str, FilePath, RecipePath, Code}  # types of fields whose values are texts
 
 
-def load_config(
-    recipe: str | Path, overrides: Sequence[str] = (), asked_for: Sequence[str] | None = None
-) -> RunConfig:
+def load_config(recipe: str | Path, overrides: Sequence[str] = (), asked_for: Sequence[str] | None = None) -> RunConfig:
     """Load a recipe, which is a YAML file with RunConfig fields and sections for custom stages.
 
     Args:
         recipe: recipe path, or a recipe's name in the folder `recipes`.
-        overrides: such as "--seed=1" or "--grpo.learning_rate=1e-4", or an option and its value as
-            two texts, "--seed", "1". Values are parsed as YAML.
-        asked_for: for a recipe of unknown origin, the overrides that the user typed. Code in the
-            recipe runs only if one of these overrides names the code; otherwise the recipe is
-            refused before any code has been run. None means that the user chose the recipe, so that
-            all its code may run.
+        overrides: such as "--seed=1" or "--grpo.learning_rate=1e-4", or an option and its value as two texts, "--seed",
+            "1". Values are parsed as YAML.
+        asked_for: for a recipe of unknown origin, the overrides that the user typed. Code in the recipe runs only if
+            one of these overrides names the code; otherwise the recipe is refused before any code has been run. None
+            means that the user chose the recipe, so that all its code may run.
     """
     overrides = _join_values(overrides)
     path = _find_recipe(recipe)
@@ -97,10 +85,7 @@ def load_config(
 
 
 def _build_run(
-    config_class: type[RunConfig],
-    values: dict,
-    where: str | Path,
-    change_text: ChangeText | None = None,
+    config_class: type[RunConfig], values: dict, where: str | Path, change_text: ChangeText | None = None
 ) -> RunConfig:
     """Build a config, and check the rules for which the option dataclasses would import modules."""
     config = build(config_class, values, str(where), change_text=change_text)
@@ -161,8 +146,8 @@ def check_named_code(recipe: str | Path, code: Iterable[str], overrides: Sequenc
     """Raise ValueError if a recipe of unknown origin names code that no override names."""
     for text in code:
         name, options = split_options(text)
-        # A name without a colon belongs to minivlmrl. A quoted text in the options is not harmless,
-        # because it could be a URL, a file or a name of code.
+        # A name without a colon belongs to minivlmrl. A quoted text in the options is not harmless, because it could be
+        # a URL, a file or a name of code.
         is_harmless = ":" not in name and not re.search("['\"]", options)
         spellings = {text, text.removeprefix(os.path.join(os.getcwd(), ""))}
         if not is_harmless and not any(_is_in(overrides, spelling) for spelling in spellings):
@@ -186,8 +171,8 @@ class Resolver:
 
     Args:
         beside: recipe folder.
-        overrides: overrides on the command line. A file that is named in an override is searched
-            first in the working directory and then beside the recipe.
+        overrides: overrides on the command line. A file that is named in an override is searched first in the working
+            directory and then beside the recipe.
     """
 
     def __init__(self, beside: Path, overrides: Sequence[str]):
@@ -209,8 +194,7 @@ class Resolver:
     def _code(self, text: str, short: bool) -> str:
         """Make the path in "file.py:name" absolute.
 
-        With `short`, the working directory is removed, because a reward's name is also the name of
-        its metrics.
+        With `short`, the working directory is removed, because a reward's name is also the name of its metrics.
         """
         match = re.match(r"(.*?\.py)(:.*)", text, re.DOTALL)
         if not match:

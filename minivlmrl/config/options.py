@@ -2,8 +2,8 @@
 
 A recipe is a YAML file with RunConfig's fields. On the command line, `--grpo.beta=0.04` sets
 one option, and `python train.py --help grpo` prints this file's comments.
-config/validation.py rejects options that have no effect because of other recipe options. The
-section for a stage in your own file is declared in the same file.
+config/validation.py rejects options that have no effect because of other recipe options. The section for a stage in
+your own file is declared in the same file.
 """
 
 from collections.abc import Iterator
@@ -38,8 +38,8 @@ class ModelOptions:
     dtype: Dtype = "float32"  # dtype of parameters, gradients and AdamW moments
     # dtype in the forward and backward pass, such as bfloat16; None uses `dtype`
     compute_dtype: Dtype | None = None
-    # dtype of the weights in checkpoint/; None is the dtype of the folder `path`, or `dtype` if the
-    # model began with random weights
+    # dtype of the weights in checkpoint/; None is the dtype of the folder `path`, or `dtype` if the model began with
+    # random weights
     save_dtype: Dtype | None = None
     # parts that are not trained; `vision` does not include the merger
     freeze: list[Part] = field(default_factory=list)
@@ -57,11 +57,9 @@ class LoRAOptions:
     alpha: Annotated[float, "(0, inf)"] = 32.0  # an adapter's output is scaled by alpha / r
     # fraction of matrix A's inputs that training sets to 0, see model/lora.py
     dropout: Annotated[float, "[0, 1)"] = 0.0
-    # layers that get adapters: language, vision, merger, experts (with their routers), or a regex
-    # of layer names
+    # layers that get adapters: language, vision, merger, experts (with their routers), or a regex of layer names
     target: list[str] = field(default_factory=lambda: ["language"])
-    # nf4 stores the frozen weights in the decoder, and in all other layers with adapters, in 4 bits
-    # per value (QLoRA)
+    # nf4 stores the frozen weights in the decoder, and in all other layers with adapters, in 4 bits per value (QLoRA)
     quantize: Literal["nf4"] | None = None
 
 
@@ -102,9 +100,7 @@ class ImageOptions:
 
     def __post_init__(self):
         if (self.resized_height is None) != (self.resized_width is None):
-            raise ValueError(
-                "resized_height and resized_width must be given together; set both or neither"
-            )
+            raise ValueError("resized_height and resized_width must be given together; set both or neither")
 
 
 @dataclass
@@ -128,8 +124,8 @@ class RowOptions:
 
     # folder that relative image paths start from; None is the file's folder
     image_root: FilePath | None = None
-    # your own function, as file.py:name, that gets each row of a file as a dictionary and returns the
-    # row's columns, for a nested format; None reads the formats in docs/rows.md
+    # your own function, as file.py:name, that gets each row of a file as a dictionary and returns the row's columns,
+    # for a nested format; None reads the formats in docs/rows.md
     format: Code | None = None
     # new column names: {label: solution} reads the column `label` as `solution`
     columns: dict[str, str] = field(default_factory=dict)
@@ -137,17 +133,15 @@ class RowOptions:
     # without {problem} is for rows that have no question
     prompt_template: str = "{problem}"
     system_prompt: str | None = None  # None uses the chat template's default
-    # answers in a conversation that are trained: all, or only the last, with the turns before it as
-    # its prompt
+    # answers in a conversation that are trained: all, or only the last, with the turns before it as its prompt
     train_answers: Literal["all", "last"] = "all"
-    # library whose filter resizes images: pil, or torch as transformers' fast processor does; None
-    # follows the processor settings in the model folder
+    # library whose filter resizes images: pil, or torch as transformers' fast processor does; None follows the
+    # processor settings in the model folder
     resize_backend: Literal["pil", "torch"] | None = None
     # options for all images whose row gives no options, such as {resized_height: 384,
     # resized_width: 384}; see ImageOptions
     image: dict = field(default_factory=dict)
-    # options for all videos whose row does not give the same option, such as {fps: 1}; see
-    # VideoOptions
+    # options for all videos whose row does not give the same option, such as {fps: 1}; see VideoOptions
     video: dict = field(default_factory=dict)
 
 
@@ -178,14 +172,12 @@ class DataOptions(RowOptions):
     files: dict[str, FilePath] = field(default_factory=dict)  # files by stage: {sft: rows.jsonl}
     # held-out rows: problem or prompt, image(s), and solution, or chosen and rejected
     eval_file: FilePath | None = None
-    # maximum number of tokens in a prompt; training rows with longer prompts are left out. None
-    # keeps all rows
+    # maximum number of tokens in a prompt; training rows with longer prompts are left out. None keeps all rows
     max_prompt_tokens: Annotated[int, ">= 1"] | None = None
     eval_rows: Annotated[int, ">= 0"] = 256  # maximum number of rows to evaluate; 0 for none
     # also evaluate with gray images and with other rows' images, see docs/metrics.md
     eval_without_images: bool = False
-    # lower bound on the area of an image in pixels; None follows the processor settings in the
-    # model folder
+    # lower bound on the area of an image in pixels; None follows the processor settings in the model folder
     min_pixels: MinPixels | None = None
     # upper bound on the area of an image in pixels; None follows the processor settings
     max_pixels: Count | None = None
@@ -196,8 +188,7 @@ class DataOptions(RowOptions):
     chat_template_kwargs: dict = field(default_factory=dict)
     # units of the coordinates in answers; None follows the model family's convention
     box_space: Literal["original", "resized", "thousandths", "unit"] | None = None
-    # part of a completion that is the answer: the text in <answer> tags, the whole text, or the
-    # last line of the text
+    # part of a completion that is the answer: the text in <answer> tags, the whole text, or the last line of the text
     answer_format: Literal["tags", "whole", "last_line"] = "tags"
     # rewards for the evaluation, the first one in most detail; None evaluates
     # with the recipe's rewards, see RunConfig.eval_rewards
@@ -210,9 +201,7 @@ class DataOptions(RowOptions):
                 "a text that contains {problem}, which is replaced by the question of the task"
             )
         if self.eval_rewards == []:
-            raise ValueError(
-                "eval_rewards is [], but it must be a list with the name of at least one reward"
-            )
+            raise ValueError("eval_rewards is [], but it must be a list with the name of at least one reward")
         if "reward_model" in (self.eval_rewards or ()):
             raise ValueError(
                 "eval_rewards contains reward_model, which can only score training rows; remove "
@@ -223,8 +212,8 @@ class DataOptions(RowOptions):
 # ---------------------------------------------------------------------------- sampling and rollouts
 
 
-# {option for a filter that removes tokens: value at which the filter removes no tokens}. A filter
-# that is not in this table is never applied, because `truncates` and the option validation read
+# {option for a filter that removes tokens: value at which the filter removes no tokens}. A filter that is not in this
+# table is never applied, because `truncates` and the option validation read
 # the table.
 NO_TRUNCATION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
@@ -233,9 +222,7 @@ NO_TRUNCATION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 class SamplingOptions:
     """Options for how completions are sampled, and where they end."""
 
-    temperature: Annotated[float, "[0, inf)"] = (
-        1.0  # divides the logits; 0 takes the most likely token
-    )
+    temperature: Annotated[float, "[0, inf)"] = 1.0  # divides the logits; 0 takes the most likely token
     max_new_tokens: Annotated[int, "[1, 1048576]"] = 256  # longest completion, in tokens
     # ids of tokens that end a completion; None means <|im_end|> and <|endoftext|>
     stop_token_ids: list[Annotated[int, ">= 0"]] | None = None
@@ -253,12 +240,12 @@ class SamplingOptions:
     max_batch_tokens: Annotated[int, ">= 1"] | None = None
     # environment whose tools a completion may call, as file.py:NAME, see docs/agents.md
     environment: Code | None = None
-    # number of newest rounds whose images the prompt of each turn contains, see docs/agents.md;
-    # None includes all rounds
+    # number of newest rounds whose images the prompt of each turn contains, see docs/agents.md; None includes all
+    # rounds
     history: Annotated[int, ">= 1"] | None = None
     cuda_graph: Literal["auto", "never"] = "auto"  # auto runs decode steps as a CUDA graph on a GPU
-    # model that computes the logits of rollouts: the policy (native), vLLM (docs/notes/vllm.md), or a
-    # class in your own file; filtering and sampling are the same for all engines
+    # model that computes the logits of rollouts: the policy (native), vLLM (docs/notes/vllm.md), or a class in your own
+    # file; filtering and sampling are the same for all engines
     engine: Literal["native", "vllm"] | Code = "native"
     # vllm.LLM options, such as dtype and max_model_len
     vllm: dict[str, Any] = field(default_factory=dict)
@@ -270,16 +257,12 @@ class SamplingOptions:
                 "only the native engine can call tools"
             )
         if not all(self.stop_strings):
-            raise ValueError(
-                f"stop_strings is {self.stop_strings!r:.80}, but it must not contain an empty text"
-            )
+            raise ValueError(f"stop_strings is {self.stop_strings!r:.80}, but it must not contain an empty text")
 
     @property
     def truncates(self) -> bool:
         """True if a filter removes tokens; training then normalises over the remaining tokens."""
-        return self.temperature > 0 and any(
-            getattr(self, name) != off for name, off in NO_TRUNCATION.items()
-        )
+        return self.temperature > 0 and any(getattr(self, name) != off for name, off in NO_TRUNCATION.items())
 
     @property
     def filtered(self) -> bool:
@@ -305,8 +288,8 @@ class RolloutOptions:
 class OptimizerOptions:
     """Optimizer options for all stages; each stage has its own learning rate and adam_beta2."""
 
-    # AdamW, AdamW with 8-bit moments, or your own: file.py:name, which is called with (parameters,
-    # learning rate, betas=, weight_decay=) and must keep its whole state in tensors
+    # AdamW, AdamW with 8-bit moments, or your own: file.py:name, which is called with (parameters, learning rate,
+    # betas=, weight_decay=) and must keep its whole state in tensors
     name: Literal["adamw", "adamw_8bit"] | Code = "adamw"
     weight_decay: Annotated[float, "[0, inf)"] = 0.0  # applied to all weights
     max_grad_norm: Annotated[float, "(0, inf]; .inf does not clip"] = 1.0  # largest gradient norm
@@ -320,8 +303,8 @@ class ShardingOptions:
     # number of full model copies; with one copy per node, weights are gathered within nodes
     replicas: Annotated[int, ">= 1"] = 1
     cpu_offload: bool = False  # keep shards, gradients and optimizer state in CPU memory
-    # gather weights and reduce gradients once per optimizer step, not once per micro-batch; needs
-    # memory for all weights in the layers' dtype, and for all gradients in float32
+    # gather weights and reduce gradients once per optimizer step, not once per micro-batch; needs memory for all
+    # weights in the layers' dtype, and for all gradients in float32
     once_per_step: bool = False
 
 
@@ -344,8 +327,8 @@ class TrainingOptions:
     def without_effect(self) -> Iterator[tuple[str, str]]:
         """Yield (option, reason) for options in this section that have no effect.
 
-        config/validation.py rejects such an option if its value is not the default. The section for
-        a stage in your own file can extend this method, here for an option `warmdown`:
+        config/validation.py rejects such an option if its value is not the default. The section for a stage in your own
+        file can extend this method, here for an option `warmdown`:
 
             def without_effect(self):
                 yield from super().without_effect()
@@ -369,26 +352,18 @@ class DPOOptions(TrainingOptions):
 
     loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # keys in DPO_LOSSES
     loss_weights: list[Finite] | None = None  # None is 1 for each; MPO has [0.8, 0.2, 1.0]
-    beta: Annotated[float, "(0, inf)"] = (
-        0.1  # scales the log ratios; larger values keep the policy near the reference
-    )
+    beta: Annotated[float, "(0, inf)"] = 0.1  # scales the log ratios; larger values keep the policy near the reference
     # assumed fraction of wrong labels, for sigmoid, exo_pair, robust, aot and aot_unpaired
     label_smoothing: Finite = 0.0
     # divergence between policy and reference, see f_score
-    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = (
-        "reverse_kl"
-    )
+    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
     f_alpha_divergence_coef: Finite = 0.5  # alpha in the alpha divergence
-    ld_alpha: Annotated[float, "[0, 1]"] | None = (
-        None  # LD-DPO: weight for tokens beyond the shorter answer's length
-    )
+    ld_alpha: Annotated[float, "[0, 1]"] | None = None  # LD-DPO: weight for tokens beyond the shorter answer's length
     use_weighting: bool = False  # WPO: weight each pair by its probability under the policy
-    # compute all reference log-probabilities before the first step, except for rows that have the
-    # columns ref_chosen_logps and ref_rejected_logps; then no reference stays in memory
+    # compute all reference log-probabilities before the first step, except for rows that have the columns
+    # ref_chosen_logps and ref_rejected_logps; then no reference stays in memory
     precompute_ref_log_probs: bool = False
-    reference_free: bool = (
-        False  # use 0 for all reference log-probabilities, so that no model is needed
-    )
+    reference_free: bool = False  # use 0 for all reference log-probabilities, so that no model is needed
 
 
 @dataclass
@@ -407,34 +382,28 @@ class GRPOOptions(TrainingOptions):
     num_generations: Annotated[int, ">= 2"] = 8  # G, completions per prompt (the group)
     steps_per_generation: Annotated[int, ">= 1"] = 1  # optimizer steps per pass over a rollout
     num_iterations: Annotated[int, ">= 1"] = 1  # passes over each rollout
-    # maximum number of tokens per forward and backward pass, where a prompt counts once; a group
-    # may be split. None sets no limit
+    # maximum number of tokens per forward and backward pass, where a prompt counts once; a group may be split. None
+    # sets no limit
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
     # dynamic sampling: resample groups with equal rewards, up to this many batches; 1 disables it
     max_num_gen_batches: Annotated[int, ">= 1"] = 1
 
-    # function that computes advantages, see ADVANTAGES; or your own function, as file.py:name. None
-    # is rloo with loss_type rloo, gdpo with normalize_then_sum, and otherwise grpo
+    # function that computes advantages, see ADVANTAGES; or your own function, as file.py:name. None is rloo with
+    # loss_type rloo, gdpo with normalize_then_sum, and otherwise grpo
     advantages: Literal["grpo", "gdpo", "rloo"] | Code | None = None
     # rewards whose standard deviation divides the advantages
     scale_rewards: Literal["group", "batch", "none"] = "group"
     # normalise the weighted sum of the rewards, or each reward before the sum (GDPO)
-    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
-        "sum_then_normalize"
-    )
-    # DAPO's soft overlong punishment: number of last tokens before max_new_tokens in which the
-    # penalty grows; 0 disables the penalty
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    # DAPO's soft overlong punishment: number of last tokens before max_new_tokens in which the penalty grows; 0
+    # disables the penalty
     soft_punish_cache: Annotated[int, ">= 0"] = 0
     # exclude truncated completions from the loss (DAPO's overlong filtering)
     mask_truncated_completions: bool = False
 
     # loss, see grpo_loss; or your own function with grpo_loss's signature, as file.py:name
-    loss_type: (
-        Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo", "cispo", "sapo", "vespo"] | Code
-    ) = "dapo"
-    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = (
-        "token"  # sequence: GSPO
-    )
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo", "cispo", "sapo", "vespo"] | Code = "dapo"
+    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"  # sequence: GSPO
     # the ratio is clipped to [1 - epsilon_low, 1 + epsilon_high]
     epsilon_low: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2
     epsilon_high: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2  # see epsilon_low
@@ -446,9 +415,7 @@ class GRPOOptions(TrainingOptions):
     top_entropy_quantile: Annotated[float, "(0, 1]"] = 1.0
     entropy_coef: Finite = 0.0  # entropy bonus weight
     # correction for the mismatch between sampler and trainer, see rollout_importance_ratio
-    rollout_correction: (
-        Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
-    ) = None
+    rollout_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = None
     # lower and upper bound on the ratio
     rollout_correction_bounds: tuple[CorrectionBound, CorrectionBound] = (None, 3.0)
 
@@ -476,8 +443,7 @@ class PPOOptions(TrainingOptions):
     num_generations: Annotated[int, ">= 1"] = 1  # completions per prompt
     num_mini_batches: Annotated[int, ">= 1"] = 1  # optimizer steps per pass over a rollout
     num_ppo_epochs: Annotated[int, ">= 1"] = 4  # passes over each rollout
-    # maximum number of tokens per forward and backward pass, where a prompt counts once; None sets
-    # no limit
+    # maximum number of tokens per forward and backward pass, where a prompt counts once; None sets no limit
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
     # clips the ratio to 1 +- cliprange, and a value to its old value +- cliprange
     cliprange: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2
@@ -510,33 +476,32 @@ class RunConfig:
     # minutes between saved training states, from which `resume` continues; a state is also
     # saved after each stage
     checkpoint_minutes: Annotated[float, "[0, inf)"] = 10.0
-    # also save a state every N steps; if this and checkpoint_minutes are 0, a state is saved only
-    # after a signal such as SIGTERM
+    # also save a state every N steps; if this and checkpoint_minutes are 0, a state is saved only after a signal such
+    # as SIGTERM
     checkpoint_steps: Annotated[int, ">= 0"] = 0
-    # "auto" continues from the newest state in output_dir, if output_dir has a state; the path of a
-    # state continues from this state; "never" deletes the states in output_dir and starts again
+    # "auto" continues from the newest state in output_dir, if output_dir has a state; the path of a state continues
+    # from this state; "never" deletes the states in output_dir and starts again
     resume: str | None = None
     eval_steps: Annotated[int, ">= 0"] = 0  # also evaluate every N steps; 0 only between stages
     # also write the weights to checkpoint/ every N steps; 0 writes them only after a stage
     save_steps: Annotated[int, ">= 0"] = 0
-    # files that save_steps and best_metric write: all weights with the adapter merged, or only the
-    # adapter, which needs far less space; the end of the run always merges
+    # files that save_steps and best_metric write: all weights with the adapter merged, or only the adapter, which needs
+    # far less space; the end of the run always merges
     save: Literal["merged", "adapter"] = "merged"
     log_completions: Annotated[int, ">= 0"] = 10  # steps between entries in completions.jsonl
     # number of prompts per entry, the first ones of rank 0; null logs all prompts on all ranks
     num_logged_prompts: Annotated[int, ">= 1"] | None = 4
     # minutes between updates of report.html; 0 writes it only when the run ends
     report_minutes: Annotated[float, "[0, inf)"] = 1.0
-    # evaluation metric, such as eval/accuracy_greedy; the weights with its best value are saved in
-    # best/
+    # evaluation metric, such as eval/accuracy_greedy; the weights with its best value are saved in best/
     best_metric: str | None = None
-    # trackers that also receive the metrics, or your own function as file.py:name, which is called
-    # with (config, steps, closing) and returns log(values, steps)
+    # trackers that also receive the metrics, or your own function as file.py:name, which is called with (config, steps,
+    # closing) and returns log(values, steps)
     report_to: list[Literal["tensorboard", "wandb"] | Code] = field(default_factory=list)
     # do not start if the model does not fit the GPUs' memory, according to `minivlmrl memory`
     check_memory: bool = True
-    # seconds that a rank waits for other ranks in training, where all ranks do the same; sampling,
-    # rewards and saving may take longer on one rank, and the run prints who is waited for
+    # seconds that a rank waits for other ranks in training, where all ranks do the same; sampling, rewards and saving
+    # may take longer on one rank, and the run prints who is waited for
     timeout: Annotated[float, "(0, 1e9)"] = 600.0
     # seconds that one reward call may take for all completions in a batch
     max_reward_seconds: Annotated[float, "(0, 1e9)"] = 1800.0
@@ -547,9 +512,7 @@ class RunConfig:
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     # reward names and weights: {accuracy: 1.0}
-    rewards: Weights = field(
-        default_factory=lambda: {RewardName("format"): 0.5, RewardName("accuracy"): 1.0}
-    )
+    rewards: Weights = field(default_factory=lambda: {RewardName("format"): 0.5, RewardName("accuracy"): 1.0})
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     reference: ReferenceOptions = field(default_factory=ReferenceOptions)
     sft: SFTOptions = field(default_factory=SFTOptions)
@@ -566,8 +529,7 @@ class RunConfig:
         self.names_of_files: dict[str, str] = {}  # "file.py:Class" of `stages` -> Class.stage
         if self.rewards and not any(self.rewards.values()):
             raise ValueError(
-                f"rewards are {self.rewards}; at least one weight must not be 0, because otherwise "
-                "nothing is learned"
+                f"rewards are {self.rewards}; at least one weight must not be 0, because otherwise nothing is learned"
             )
 
     @property
@@ -580,8 +542,8 @@ class RunConfig:
         """Rewards for the evaluation: data.eval_rewards, or else the recipe's rewards.
 
         The recipe's rewards are ordered by weight, the largest first, and formats come last.
-        The reward model is left out, because it can only score training rows. If no reward is left,
-        answers are evaluated with accuracy and format.
+        The reward model is left out, because it can only score training rows. If no reward is left, answers are
+        evaluated with accuracy and format.
         """
         if self.data.eval_rewards is not None:
             return self.data.eval_rewards

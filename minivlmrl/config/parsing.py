@@ -1,9 +1,8 @@
 """Read values in recipes and config files by a dataclass's type hints.
 
-`Reader` walks over a value together with its type hint, checks and converts the value, and lets the
-caller change texts that name files or code. `build` creates a dataclass from the values of a file,
-and `read_value` reads a single value. `options_of` lists the fields of a dataclass, for overrides
-and for --help.
+`Reader` walks over a value together with its type hint, checks and converts the value, and lets the caller change texts
+that name files or code. `build` creates a dataclass from the values of a file, and `read_value` reads a single value.
+`options_of` lists the fields of a dataclass, for overrides and for --help.
 """
 
 import dataclasses
@@ -97,12 +96,7 @@ def parse_yaml(text: str | bytes) -> Any:
 
 
 def build(
-    cls: type[T],
-    values: Plain,
-    where: str,
-    prefix: str = "",
-    json: bool = False,
-    change_text: ChangeText | None = None,
+    cls: type[T], values: Plain, where: str, prefix: str = "", json: bool = False, change_text: ChangeText | None = None
 ) -> T:
     """Build a dataclass from a file's values; every key, type and bound is checked.
 
@@ -142,14 +136,14 @@ class UnknownKey(ValueError):
 class Reader:
     """Walks over a value together with its type hint, checks the value and converts it.
 
-    Type hints may be int, float, str, bool, dict, X | None, list[X], dict[str, X], tuple[X, ...],
-    tuple[X, X, X], dataclasses, Literal["a", "b"], text types from config/types.py, and bounds:
-    Annotated[int, ">= 1"], Annotated[float, "(0, 1]"].
+    Type hints may be int, float, str, bool, dict, X | None, list[X], dict[str, X], tuple[X, ...], tuple[X, X, X],
+    dataclasses, Literal["a", "b"], text types from config/types.py, and bounds: Annotated[int, ">= 1"],
+    Annotated[float, "(0, 1]"].
 
     Args:
-        json: True for JSON files, which programs write. Then unknown keys are ignored and texts are
-            not converted. False for recipes, in which a float may be written as "1e-4" (which YAML
-            reads as text), and a list with one text as a text.
+        json: True for JSON files, which programs write. Then unknown keys are ignored and texts are not converted.
+            False for recipes, in which a float may be written as "1e-4" (which YAML reads as text), and a list with one
+            text as a text.
         change_text: function that is called with (type, text) for each key or value whose type is
             a text type from config/types.py. Its result replaces the text.
     """
@@ -197,9 +191,7 @@ class Reader:
 
     def read_section(self, cls: type[T], values: Plain, name: str) -> T:
         """Read a dataclass from a section of a file; `name` is "" for the whole file."""
-        check_field(
-            isinstance(values, dict), name or "the file", values, "an object with names and values"
-        )
+        check_field(isinstance(values, dict), name or "the file", values, "an object with names and values")
         prefix = f"{name}." if name else ""
         hints = typing.get_type_hints(cls, include_extras=True)
         fields = {field.name: field for field in dataclasses.fields(cls)}

@@ -16,9 +16,8 @@ class Overtime(BaseException):
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise Overtime inside a `with` block that runs longer than `seconds`.
 
-    Overtime is raised by SIGALRM, which also interrupts a sleep, a request or a regular expression.
-    There is no limit on Windows and outside the main thread, nor for code that replaces the alarm or
-    is not Python and never returns.
+    Overtime is raised by SIGALRM, which also interrupts a sleep, a request or a regular expression. There is no limit
+    on Windows and outside the main thread, nor for code that replaces the alarm or is not Python and never returns.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or not hasattr(signal, "SIGALRM"):

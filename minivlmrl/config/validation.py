@@ -1,8 +1,8 @@
 """Reject options that have no effect in combination with other options, before the run starts.
 
-RULES lists every option that other options switch off, the reason, and the condition. It is an error
-if such an option differs from its default. The section of a stage, also of a stage in your own file,
-can check its own options in a method, see `TrainingOptions.without_effect`.
+RULES lists every option that other options switch off, the reason, and the condition. It is an error if such an option
+differs from its default. The section of a stage, also of a stage in your own file, can check its own options in a
+method, see `TrainingOptions.without_effect`.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,8 +11,8 @@ from operator import attrgetter
 from minivlmrl.config.options import NO_TRUNCATION, RunConfig, TrainingOptions
 from minivlmrl.errors import error_context
 
-# options separated by spaces, why they have no effect, and the condition: a function of the run and of
-# whether a stage of it keeps a reference model
+# options separated by spaces, why they have no effect, and the condition: a function of the run and of whether a stage
+# of it keeps a reference model
 Rule = tuple[str, str, Callable[[RunConfig, bool], object]]
 
 

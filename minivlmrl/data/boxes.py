@@ -1,7 +1,7 @@
 """Parse bounding boxes from text, convert their coordinates, and compute their overlap.
 
-A box has two corners, top left and bottom right, in continuous coordinates, which run from 0 to the
-the image's width. A box of one whole pixel is therefore 1 wide, and no formula needs + 1 or - 1.
+A box has two corners, top left and bottom right, in continuous coordinates, which run from 0 to the the image's width.
+A box of one whole pixel is therefore 1 wide, and no formula needs + 1 or - 1.
 """
 
 import json
@@ -37,21 +37,14 @@ def extent(space: str, original: tuple[int, int], resized: tuple[int, int]) -> t
     """Return the width and height of the whole image in a coordinate space's units.
 
     Args:
-        space: "original" (the file's pixels), "resized" (pixels in the model's input image, as in
-            Qwen2.5-VL), "thousandths" (0 to 1000, as in Qwen2-VL and Qwen3-VL) or "unit" (0 to 1).
+        space: "original" (the file's pixels), "resized" (pixels in the model's input image, as in Qwen2.5-VL),
+            "thousandths" (0 to 1000, as in Qwen2-VL and Qwen3-VL) or "unit" (0 to 1).
         original: the file's width and height in pixels.
         resized: width and height of the model's input image in pixels.
     """
     if space not in SPACES:
-        raise ValueError(
-            f"the coordinate space of a box is {space!r}, but it must be one of {', '.join(SPACES)}"
-        )
-    extents = {
-        "original": original,
-        "resized": resized,
-        "thousandths": (1000, 1000),
-        "unit": (1, 1),
-    }
+        raise ValueError(f"the coordinate space of a box is {space!r}, but it must be one of {', '.join(SPACES)}")
+    extents = {"original": original, "resized": resized, "thousandths": (1000, 1000), "unit": (1, 1)}
     return extents[space]
 
 
@@ -61,8 +54,8 @@ def box_columns(
     """Compute the columns image_sizes and answer_extents that box rewards receive.
 
     An answer's extent is the image's width and height in the units of the answer's boxes.
-    A row can give this extent in its column answer_extent. Otherwise the extent is computed from
-    the coordinate space in the row's column box_space, or else in the processor's box_space.
+    A row can give this extent in its column answer_extent. Otherwise the extent is computed from the coordinate space
+    in the row's column box_space, or else in the processor's box_space.
 
     Args:
         rows: one row per prompt.
@@ -71,8 +64,8 @@ def box_columns(
         num_generations: completions per prompt.
 
     Returns:
-        {column: one value per completion}. A value is the first image's (width, height), in pixels
-        of the file or in the answer's coordinates; None without an image.
+        {column: one value per completion}. A value is the first image's (width, height), in pixels of the file or in
+        the answer's coordinates; None without an image.
     """
     image_sizes = []
     answer_extents = []
@@ -82,8 +75,7 @@ def box_columns(
         answer_extent = None
         if row.images:
             _, height, width = prompt.image_grid_thw[prompt.second_per_grid_ts == 0][0].tolist()
-            # LazyImages recorded the size when the prompt was computed, so the image is not loaded
-            # again
+            # LazyImages recorded the size when the prompt was computed, so the image is not loaded again
             image_size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
             box_space = row.columns.get("box_space") or processor.box_space
             resized_size = width * patch_size, height * patch_size
@@ -153,13 +145,12 @@ def iou(a: Box, b: Box) -> float:
 def giou(a: Box, b: Box) -> float:
     """Compute the generalised IoU, -1 to 1; -1 if a box is invalid.
 
-    The generalised IoU is the IoU minus a penalty: the fraction of the smallest box around both
-    boxes that neither box covers.
+    The generalised IoU is the IoU minus a penalty: the fraction of the smallest box around both boxes that neither box
+    covers.
 
-    Example: the boxes (0, 0, 1, 1) and (2, 0, 3, 1) do not overlap, and leave 1/3 of the box around
-    them empty, so the result is 0 - 1/3.
-    Source: Rezatofighi et al. 2019, algorithm 1 (arXiv 1902.09630); torchvision's
-        generalized_box_iou.
+    Example: the boxes (0, 0, 1, 1) and (2, 0, 3, 1) do not overlap, and leave 1/3 of the box around them empty, so the
+    result is 0 - 1/3.
+    Source: Rezatofighi et al. 2019, algorithm 1 (arXiv 1902.09630); torchvision's generalized_box_iou.
     """
     if not (a.valid and b.valid):
         return -1.0
@@ -189,8 +180,8 @@ def match(
 ) -> list[tuple[int, int]]:
     """Match predicted to true boxes one to one, so that the summed similarity is maximal.
 
-    Example: the first predicted box has the IoUs 0.6 and 0.5 with the two true boxes, the second
-    predicted box has 0.5 and 0. The matches are (0, 1) and (1, 0), and their sum is 1.0.
+    Example: the first predicted box has the IoUs 0.6 and 0.5 with the two true boxes, the second predicted box has 0.5
+    and 0. The matches are (0, 1) and (1, 0), and their sum is 1.0.
 
     Args:
         predicted: predicted boxes.
@@ -198,8 +189,7 @@ def match(
         similarity: function that computes the similarity between a predicted and a true box.
 
     Returns:
-        (index in predicted, index in truth) of each match. There are as many matches as boxes in
-        the shorter list.
+        (index in predicted, index in truth) of each match. There are as many matches as boxes in the shorter list.
     """
     if not predicted or not truth:
         return []
@@ -240,10 +230,9 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
     The text may be in a code fence or end with a full stop.
 
     Returns:
-        (x1, y1, x2, y2) of each box. The numbers are finite, but the corners can be out of order or
-        outside the image, see Box.valid and Box.inside. The list is empty if the text contains
-        other words, because they could negate the box ("not [1, 2, 5, 6]"), or if a group of
-        numbers is not a box.
+        (x1, y1, x2, y2) of each box. The numbers are finite, but the corners can be out of order or outside the image,
+        see Box.valid and Box.inside. The list is empty if the text contains other words, because they could negate the
+        box ("not [1, 2, 5, 6]"), or if a group of numbers is not a box.
 
     Source: the key "bbox_2d" is from Qwen2.5-VL's cookbook.
     """

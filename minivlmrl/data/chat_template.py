@@ -34,13 +34,12 @@ def render(messages: list[dict]) -> list[str]:
     Processor.encode then repeats the id of <|image_pad|>, once for each image token.
 
     Args:
-        messages: see data/messages.py. If the first message is not a system message, the default
-            system message is inserted before it.
+        messages: see data/messages.py. If the first message is not a system message, the default system message is
+            inserted before it.
     Returns:
         The prompt's pieces in order. Each control token is a Control, so that text with the
-        same characters stays text. Placeholders are the objects IMAGE and VIDEO themselves.
-        Neighbouring texts are joined to one str, because transformers also tokenizes the text
-        between two control tokens as a whole.
+        same characters stays text. Placeholders are the objects IMAGE and VIDEO themselves. Neighbouring texts are
+        joined to one str, because transformers also tokenizes the text between two control tokens as a whole.
     Source: chat_template.json from Qwen2.5-VL-Instruct and Qwen2-VL-Instruct.
     """
     if not messages or messages[0]["role"] != "system":
@@ -61,8 +60,8 @@ def layout_turn(message: dict) -> list[str]:
     """Render one message as pieces.
 
     Raises:
-        ValueError: the message has tool_calls, which this template cannot render, or has no
-            content, or has a part that is neither text, image nor video.
+        ValueError: the message has tool_calls, which this template cannot render, or has no content, or has a part that
+            is neither text, image nor video.
     """
     if message.get("content") is None or message.get("tool_calls"):
         raise ValueError(
@@ -73,9 +72,7 @@ def layout_turn(message: dict) -> list[str]:
     for part in content_parts(message):
         kind = part_kind(part)
         if kind is None:
-            raise ValueError(
-                f"a part of a message must be text, an image or a video, but it is {part!r:.80}"
-            )
+            raise ValueError(f"a part of a message must be text, an image or a video, but it is {part!r:.80}")
         if kind == "text":
             pieces.append(part["text"])
         else:
@@ -87,13 +84,13 @@ def layout_turn(message: dict) -> list[str]:
 def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
     r"""Render the turns that follow a rendered prompt: an answer, or an answer and further turns.
 
-    Example: the answer "two", the user turn "And 2?" and the answer "four" give, joined, and with
-    the pieces that the assistant writes in brackets,
+    Example: the answer "two", the user turn "And 2?" and the answer "four" give, joined, and with the pieces that the
+    assistant writes in brackets,
         [two<|im_end|>]\n<|im_start|>user\nAnd 2?<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]
 
     Returns:
-        Pieces as in `render`, each with a flag. The flag is True if the assistant writes the piece:
-        an assistant turn's text, or the <|im_end|> that closes this turn. Generation stops
+        Pieces as in `render`, each with a flag. The flag is True if the assistant writes the piece: an assistant turn's
+        text, or the <|im_end|> that closes this turn. Generation stops
         after the last piece.
     Raises:
         ValueError: an answer has a thought outside its content, such as reasoning_content.
@@ -124,8 +121,8 @@ def join_text(pieces: list[str]) -> list[str]:
 def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
     """Join neighbouring texts with equal flags.
 
-    Texts with different flags stay separate, so that each token is either entirely written by the
-    assistant or not at all.
+    Texts with different flags stay separate, so that each token is either entirely written by the assistant or not at
+    all.
     """
     joined_pieces = []
     filled_pieces = [pair for pair in pieces if pair[0]]

@@ -14,15 +14,7 @@ from minivlmrl.files import INFERENCE_CONFIG, weight_files
 
 REPOSITORY = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
 NETWORK_SECONDS = 5  # timeout for a request to the hub
-DOWNLOADED = [
-    "*.safetensors",
-    "*.json",
-    "*.jinja",
-    "merges.txt",
-    INFERENCE_CONFIG,
-    "LICENSE*",
-    "NOTICE*",
-]
+DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "merges.txt", INFERENCE_CONFIG, "LICENSE*", "NOTICE*"]
 # data set branches: None is the branch with the original files. The other branch has the files
 # that the hub has converted to parquet; splits above 5 GB are called "partial-train" there.
 BRANCHES = None, "refs/convert/parquet"
@@ -46,8 +38,7 @@ def find_settings(name: str | Path) -> Path:
     repository = REPOSITORY.fullmatch(str(name))
     if not repository or isdir(path.parent):
         raise ValueError(
-            f"{name}: no such file or folder; pass config.json, its folder or the id of a "
-            "repository on the hub"
+            f"{name}: no such file or folder; pass config.json, its folder or the id of a repository on the hub"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -73,8 +64,7 @@ def find_folder(name: str | Path) -> Path:
 
     Args:
         name: a folder, or a repository's id on the hub, for example
-            "Qwen/Qwen2.5-VL-3B-Instruct" or "OWNER/NAME@BRANCH". A folder with this name has
-            priority.
+            "Qwen/Qwen2.5-VL-3B-Instruct" or "OWNER/NAME@BRANCH". A folder with this name has priority.
 
     Raises:
         ValueError: there is no such folder, and the model cannot be downloaded.
@@ -116,8 +106,7 @@ def find_folder(name: str | Path) -> Path:
 def hub_errors(name: str) -> Iterator[None]:
     """Convert every exception in the block to a ValueError whose message begins with `name`.
 
-    Every exception, because huggingface_hub's releases use different network libraries, each with
-    its own exceptions.
+    Every exception, because huggingface_hub's releases use different network libraries, each with its own exceptions.
     """
     try:
         yield
@@ -144,16 +133,15 @@ def _snapshot(repo_id: str, revision: str | None) -> Path:
         allow_patterns=DOWNLOADED,
         ignore_patterns="*/*",  # skip files in subfolders
     )
-    # The cache may lack the repository, or lack some files because another program downloaded only
-    # a part of the repository.
+    # The cache may lack the repository, or lack some files because another program downloaded only a part of the
+    # repository.
     with suppress(LocalEntryNotFoundError, ValueError):
         cached = Path(download(local_files_only=True))
         weight_files(cached)
         image_settings(cached)
         if (cached / "config.json").is_file() and (cached / "tokenizer.json").is_file():
             return cached
-    # This request fails after a timeout if the hub cannot be reached. The download could wait
-    # forever.
+    # This request fails after a timeout if the hub cannot be reached. The download could wait forever.
     HfApi().model_info(repo_id, revision=revision, timeout=NETWORK_SECONDS)
     return Path(download())
 
@@ -165,9 +153,8 @@ def find_split(name: str) -> list[Path] | None:
         name: "OWNER/NAME@SPLIT", or "OWNER/NAME" for the split train.
 
     Returns:
-        The files, or None if the name is a local path. A name is a local path if it is not of the
-        above form, or if it has no @ and either its first part is a local folder or it ends with a
-        suffix such as .jsonl.
+        The files, or None if the name is a local path. A name is a local path if it is not of the above form, or if it
+        has no @ and either its first part is a local folder or it ends with a suffix such as .jsonl.
 
     Raises:
         ValueError: the data set or the split does not exist, or the download failed.
@@ -219,9 +206,7 @@ def _parquet_files(repo_id: str, branch: str | None, split: str, cached: bool) -
         names = [file.rfilename for file in info.siblings or ()]
     for name in names:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise ValueError(
-                f"the data set has a file {name!r}, which would be written outside of the cache"
-            )
+            raise ValueError(f"the data set has a file {name!r}, which would be written outside of the cache")
     return sorted(name for name in names if name.endswith(".parquet"))
 
 
@@ -230,11 +215,7 @@ def _download(repo_id: str, branch: str | None, patterns: list[str] | str, cache
     from huggingface_hub import snapshot_download
 
     folder = snapshot_download(
-        repo_id,
-        repo_type="dataset",
-        revision=branch,
-        allow_patterns=patterns,
-        local_files_only=cached,
+        repo_id, repo_type="dataset", revision=branch, allow_patterns=patterns, local_files_only=cached
     )
     return Path(folder)
 
@@ -242,8 +223,8 @@ def _download(repo_id: str, branch: str | None, patterns: list[str] | str, cache
 def split_of(file: str) -> str:
     """Return the split that a parquet file belongs to.
 
-    Examples: "train" for data/train-00000-of-00002.parquet and default/train/0000.parquet, and
-    "en/test" for en/test.parquet.
+    Examples: "train" for data/train-00000-of-00002.parquet and default/train/0000.parquet, and "en/test" for
+    en/test.parquet.
     """
     *folders, name = PurePosixPath(file).with_suffix("").parts
     name = re.sub(r"-\d.*", "", name)

@@ -1,8 +1,7 @@
 """Read a file's or dataset folder's rows as Row: prompt, answers, columns, images, videos.
 
 row_files.py reads a row's columns, formats.py converts other projects' formats, and
-media.py finds images and videos. This file converts the columns to messages and answers.
-docs/rows.md has examples.
+media.py finds images and videos. This file converts the columns to messages and answers. docs/rows.md has examples.
 """
 
 import re
@@ -22,14 +21,7 @@ from minivlmrl.config.options import RowOptions
 from minivlmrl.config.types import Plain
 from minivlmrl.data.chat_template import render
 from minivlmrl.data.file_rows import FileRows
-from minivlmrl.data.formats import (
-    QUESTION_FORMATS,
-    ROLES,
-    ForeignLayoutError,
-    check_columns,
-    find_format,
-    to_columns,
-)
+from minivlmrl.data.formats import QUESTION_FORMATS, ROLES, ForeignLayoutError, check_columns, find_format, to_columns
 from minivlmrl.data.media import (
     SAMPLING_OPTIONS,
     TEXTS,
@@ -69,8 +61,7 @@ TYPE_WORDS = {str: "text", list: "a list of turns", str | list: "text or a list 
 class FileDataset(FileRows):
     """A file's or dataset folder's rows.
 
-    All rows are validated when the dataset is created. Each row is read again from the file when
-    the row is used.
+    All rows are validated when the dataset is created. Each row is read again from the file when the row is used.
 
     Args:
         path: file or folder with the rows.
@@ -277,9 +268,7 @@ def answer_image_parts(row: Row) -> list[dict]:
     return parts
 
 
-def read_row(
-    columns: dict, required: Sequence[str], options: RowOptions, folder: Path
-) -> tuple[Row, list[Media]]:
+def read_row(columns: dict, required: Sequence[str], options: RowOptions, folder: Path) -> tuple[Row, list[Media]]:
     """Convert a row's columns to a Row without images, and list its media in order.
 
     Args:
@@ -313,9 +302,7 @@ def read_row(
         raise
     for name in required:
         if name != "problem" and name not in answers and columns.get(name) is None:
-            existing_columns = sorted(
-                column for column in file_columns if file_columns[column] is not None
-            )
+            existing_columns = sorted(column for column in file_columns if file_columns[column] is not None)
             raise ValueError(
                 f"column {name!r} is missing; the row has {existing_columns}. Rename a column with "
                 f"data.columns: {{YOURS: {name}}}"
@@ -352,17 +339,16 @@ def read_conversation(
     """Split a row into its prompt, its media and its answers.
 
     Args:
-        row: {column: value}; the value None counts as missing. The following columns are read. A
-            list of turns is a list of messages, as in chat_template.render.
+        row: {column: value}; the value None counts as missing. The following columns are read. A list of turns is a
+            list of messages, as in chat_template.render.
             problem: the question's text, which is inserted into prompt_template.
             prompt: the question's text, or a list of turns, whose last user turn has the
                 question.
-            messages: a conversation. The turns before the first assistant turn are the prompt, and
-                the remaining turns are the completion.
-            completion, chosen, rejected: an answer, which is a text or a list of turns that begins
-                and ends with an assistant turn. If the row has no prompt, `chosen` and `rejected`
-                are whole conversations, and their common first turns are the prompt (TRL's implicit
-                prompt).
+            messages: a conversation. The turns before the first assistant turn are the prompt, and the remaining turns
+                are the completion.
+            completion, chosen, rejected: an answer, which is a text or a list of turns that begins and ends with an
+                assistant turn. If the row has no prompt, `chosen` and `rejected` are whole conversations, and their
+                common first turns are the prompt (TRL's implicit prompt).
         row_media: {"image" or "video": media from the row's columns}.
         options: options for all rows in the file.
 
@@ -404,8 +390,7 @@ def _check_column(text_or_turns: Plain, types: type | UnionType):
     roles = [turn["role"] for turn in turns]
     if not turns or not set(roles) <= set(ROLES):
         raise ValueError(
-            f"there must be at least one turn, and the roles must be {', '.join(ROLES)}, but the "
-            f"roles are {roles}"
+            f"there must be at least one turn, and the roles must be {', '.join(ROLES)}, but the roles are {roles}"
         )
 
 
@@ -438,9 +423,7 @@ def _place_answer(place: Callable, turns: list[dict]) -> tuple[list[dict], list[
     answer = conversation[-len(turns) :]
     shown_parts = shown_parts_of(answer)
     if any(part_kind(part) == "video" for part in shown_parts):
-        raise ValueError(
-            "a video after the first assistant turn is not supported; move it into the prompt"
-        )
+        raise ValueError("a video after the first assistant turn is not supported; move it into the prompt")
     # The last media belong to the answer, because the media are in the parts' order.
     for part in reversed(shown_parts):
         part["image"] = media.pop()  # FileDataset.__getitem__ loads the image
@@ -448,17 +431,12 @@ def _place_answer(place: Callable, turns: list[dict]) -> tuple[list[dict], list[
 
 
 def _place_turns(
-    prompt: str | list[dict],
-    row_media: dict[str, list[Media]],
-    options: RowOptions,
-    answer: Sequence[dict] = (),
+    prompt: str | list[dict], row_media: dict[str, list[Media]], options: RowOptions, answer: Sequence[dict] = ()
 ) -> tuple[list[dict], list[Media]]:
     """Return the messages for a prompt and an answer, and their media in order."""
     turns = as_turns(prompt, "user")
     if turns and turns[-1]["role"] == "assistant":
-        raise ValueError(
-            "the prompt ends with an assistant turn; move this turn into the column of the answer"
-        )
+        raise ValueError("the prompt ends with an assistant turn; move this turn into the column of the answer")
     if options.prompt_template != "{problem}":
         turns = put_in_template(options.prompt_template, turns)
     messages, media = place_media([*turns, *answer], row_media, options)

@@ -44,8 +44,7 @@ class RowSelection(FileRows):
         self.picks = picks
         if not picks:
             raise ValueError(
-                "data: no rows remain in the dataset; check data.train_file, sampling and "
-                "data.max_prompt_tokens"
+                "data: no rows remain in the dataset; check data.train_file, sampling and data.max_prompt_tokens"
             )
 
     def __len__(self) -> int:

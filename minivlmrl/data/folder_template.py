@@ -1,9 +1,8 @@
 """Render conversations with the Jinja chat template in a model's folder.
 
-The result is a list of pieces, as in chat_template.render. For the published template for Qwen2-VL
-and Qwen2.5-VL, chat_template.render is used instead of Jinja. Qwen3-VL's template gives the
-same result as chat_template.render without the default system message, except for conversations
-with tools.
+The result is a list of pieces, as in chat_template.render. For the published template for Qwen2-VL and Qwen2.5-VL,
+chat_template.render is used instead of Jinja. Qwen3-VL's template gives the
+same result as chat_template.render without the default system message, except for conversations with tools.
 """
 
 import hashlib
@@ -40,26 +39,14 @@ from minivlmrl.data.chat_template import (
     layout_turn,
     render_completion,
 )
-from minivlmrl.data.messages import (
-    check_messages,
-    content_parts,
-    part_kind,
-    parts_of,
-    shown_parts_of,
-    text_of,
-)
+from minivlmrl.data.messages import check_messages, content_parts, part_kind, parts_of, shown_parts_of, text_of
 from minivlmrl.data.rendered_texts import find_missing_text
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS, STRUCTURE
 from minivlmrl.errors import did_you_mean, error_context
 from minivlmrl.json_files import parse_json, read_json
 
 # files that can hold a template, in the order that transformers' processor uses
-FILES = (
-    "processor_config.json",
-    "chat_template.json",
-    "chat_template.jinja",
-    "tokenizer_config.json",
-)
+FILES = ("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json")
 # sha256 of Qwen's template for Qwen2-VL and Qwen2.5-VL, and of TRL's variant with {% generation %}
 PUBLISHED = (
     "a0bc6f6fc7a29a80017a433e8f03a1cc1236e838a944a2d034295a60c4f2fddb",
@@ -70,11 +57,11 @@ GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")  # tag in TRL's tra
 THOUGHT_SPLIT = re.compile(r"(split|partition)\(\s*['\"]</think>")
 # sha256 of Qwen's template for Qwen3-VL
 PUBLISHED_QWEN3 = "9d879ef91075acbfb2df7e441fd79d60bacfca989cf6d511d2af45c681e94f10"
-# Tags for thoughts and tools. Answers contain them as text, so a text may write them even if the
-# tokenizer lists them as special tokens and the template writes them, too.
+# Tags for thoughts and tools. Answers contain them as text, so a text may write them even if the tokenizer lists them
+# as special tokens and the template writes them, too.
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-# chat_template.render as Jinja templates, which are saved into folders without a template.
-# WITH_TOOLS is used if an environment declares tools.
+# chat_template.render as Jinja templates, which are saved into folders without a template. WITH_TOOLS is used if an
+# environment declares tools.
 DEFAULT = as_jinja()
 WITH_TOOLS = as_jinja("qwen2_5_vl_tools")
 # DEFAULT without the default system message
@@ -87,8 +74,8 @@ class ChatTemplate:
     Args:
         text: the template's text.
         source: the template's file name, for error messages.
-        special_tokens: the tokenizer's control tokens, see Tokenizer.special_tokens. The keys of
-            `controls` are those that the template writes or that are in STRUCTURE.
+        special_tokens: the tokenizer's control tokens, see Tokenizer.special_tokens. The keys of `controls` are those
+            that the template writes or that are in STRUCTURE.
         token_names: {name: value} for variables that the template may read, such as eos_token.
     """
 
@@ -113,8 +100,8 @@ class ChatTemplate:
     def _structure(self, special_tokens: Iterable[str]) -> set[str]:
         """Return the control tokens that only the template may write.
 
-        A template can also compose a name, such as '<|' + message.role + '|>', so that the text of
-        the template does not contain the name. Short conversations are rendered to find such names.
+        A template can also compose a name, such as '<|' + message.role + '|>', so that the text of the template does
+        not contain the name. Short conversations are rendered to find such names.
         """
         written = [self.text]
         roles = [("user",), ("system", "user"), ("user", "assistant"), ("user", "tool")]
@@ -131,14 +118,11 @@ class ChatTemplate:
         return names
 
     @classmethod
-    def from_folder(
-        cls, folder: str | Path, special_tokens=SPECIAL_TOKENS
-    ) -> "ChatTemplate | None":
+    def from_folder(cls, folder: str | Path, special_tokens=SPECIAL_TOKENS) -> "ChatTemplate | None":
         """Load a folder's chat template, from the first file in FILES that has a template.
 
         Returns:
-            The template, or None if there is no template or chat_template.render gives the same
-            result.
+            The template, or None if there is no template or chat_template.render gives the same result.
         """
         token_names = {}
         config_file = Path(folder) / "tokenizer_config.json"
@@ -160,12 +144,11 @@ class ChatTemplate:
         The joined pieces equal transformers' apply_chat_template result.
 
         Args:
-            messages: see chat_template.render. An assistant message can have tool_calls instead of
-                content.
+            messages: see chat_template.render. An assistant message can have tool_calls instead of content.
 
         Raises:
-            ValueError: the template cannot render the messages, or does not render an image, a
-                video or a message text. Only the thoughts in assistant turns may be missing.
+            ValueError: the template cannot render the messages, or does not render an image, a video or a message text.
+                Only the thoughts in assistant turns may be missing.
         """
         if self.is_qwen3 and not self.tools and not _needs_jinja(messages):
             turns = [piece for message in messages for piece in layout_turn(message)]
@@ -200,9 +183,8 @@ class ChatTemplate:
 
         Raises:
             RewrittenTurnsError: the template renders a turn differently if more turns follow.
-            ValueError: the template does not end assistant turns with <|im_end|> and a line break,
-                does not render a text, or has no {% generation %} block around the text of an
-                assistant turn although it has the tag.
+            ValueError: the template does not end assistant turns with <|im_end|> and a line break, does not render a
+                text, or has no {% generation %} block around the text of an assistant turn although it has the tag.
         """
         if self.is_qwen3 and not _needs_jinja([*messages, *turns]):
             return render_completion(turns)
@@ -243,8 +225,8 @@ class ChatTemplate:
             mark: character that `_checked` returned. Its successor marks the blocks.
 
         Returns:
-            The text, and the positions where blocks begin and end, alternately. If the template
-            does not have the tag, the whole text is a block.
+            The text, and the positions where blocks begin and end, alternately. If the template does not have the tag,
+            the whole text is a block.
         """
         if not GENERATION.search(self.text):
             text = self._lay_out(messages, False)
@@ -259,9 +241,7 @@ class ChatTemplate:
         if missing is None:
             return
         answers = [text_of(message) for message in messages if message["role"] == "assistant"]
-        advice = (
-            "Use a template that renders every text unchanged, or remove this text from the row"
-        )
+        advice = "Use a template that renders every text unchanged, or remove this text from the row"
         if any(answer.count("</think>") > 1 for answer in answers):
             advice = (
                 "An answer has several thoughts, and the template may keep only one. Join the "
@@ -307,8 +287,7 @@ class ChatTemplate:
         """
         if "in tools" not in self.text:
             raise self._error(
-                "the template cannot render tools; set declare_tools = False in the class of the "
-                "environment"
+                "the template cannot render tools; set declare_tools = False in the class of the environment"
             )
         template = copy(self)
         template.tools = tools
@@ -318,8 +297,8 @@ class ChatTemplate:
         """Convert messages to plain data, in which a mark breaks up control token names.
 
         Returns:
-            The messages and the mark, a character that `_cut` removes after rendering. Neither the
-            mark nor its successor occurs in the messages.
+            The messages and the mark, a character that `_cut` removes after rendering. Neither the mark nor its
+            successor occurs in the messages.
 
         Raises:
             ValueError: the template cannot render the messages.
@@ -346,9 +325,8 @@ class ChatTemplate:
     def _break_up(self, value: Plain, mark: str, is_text: bool = False) -> Plain:
         """Insert a mark into all names of control tokens in a message.
 
-        So every control token of the rendered conversation was written by the template. A name may
-        contain whitespace or continue in the next text, because a template may remove whitespace
-        and join texts.
+        So every control token of the rendered conversation was written by the template. A name may contain whitespace
+        or continue in the next text, because a template may remove whitespace and join texts.
 
         Args:
             value: message, or a value in it.
@@ -380,9 +358,7 @@ class ChatTemplate:
                     return True
         return False
 
-    def _lay_out(
-        self, messages: list[dict], add_generation_prompt: bool, block_mark: str = ""
-    ) -> str:
+    def _lay_out(self, messages: list[dict], add_generation_prompt: bool, block_mark: str = "") -> str:
         """Render messages; `block_mark` is written where {% generation %} blocks begin and end."""
         try:
             return self.template.render(
@@ -395,8 +371,8 @@ class ChatTemplate:
             )
         except Exception as error:  # a template is a program, which can raise any exception
             if messages and messages[0]["role"] == "system":
-                # rendering without the system message raises an error of its own if the system
-                # message is not the reason
+                # rendering without the system message raises an error of its own if the system message is not the
+                # reason
                 self._lay_out(messages[1:], add_generation_prompt)
                 raise self._error(
                     f"the template does not support system messages ({error}); remove "
@@ -412,9 +388,7 @@ class ChatTemplate:
     def _error(self, reason: str | Exception, kind: type[ValueError] = ValueError) -> ValueError:
         if isinstance(reason, Exception):
             line = getattr(reason, "lineno", "?")  # syntax errors have a line number
-            reason = (
-                f"the template fails in line {line}: {type(reason).__name__}: {reason}"
-            ).partition("\n")[0]
+            reason = (f"the template fails in line {line}: {type(reason).__name__}: {reason}").partition("\n")[0]
         return kind(f"{self.source}: chat template: {reason}")
 
 
@@ -504,8 +478,8 @@ def _parse_arguments(messages: list[dict]):
 def _as_json(value: Plain) -> Plain:
     """Copy a value so that the copy only has JSON types.
 
-    Objects of other types are replaced by the name of their type, because a template could escape
-    the sandbox through their methods.
+    Objects of other types are replaced by the name of their type, because a template could escape the sandbox through
+    their methods.
     """
     if isinstance(value, dict):
         return {key: _as_json(item) for key, item in value.items() if item is not None}
@@ -525,9 +499,7 @@ def _template_in(path: Path) -> str | None:
     if text is None and path.name != "chat_template.json":
         return None
     if not isinstance(text, str):
-        raise ValueError(
-            f"{path}: chat_template is {text!r:.40}, but it must be the text of a template"
-        )
+        raise ValueError(f"{path}: chat_template is {text!r:.40}, but it must be the text of a template")
     return text
 
 
@@ -541,16 +513,14 @@ def _to_json(
     """Convert a value to JSON, with the arguments of transformers' filter tojson and no others."""
     if indent is not None and not (isinstance(indent, int) and 0 <= indent <= 16):
         raise jinja2.TemplateError(f"tojson: indent is {indent!r:.40}, but it must be 0 to 16")
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class GenerationTag(Extension):
     """The tag {% generation %}, which marks the text that the assistant writes.
 
-    Templates of transformers and TRL have this tag. The variable block_mark is written at the
-    beginning and at the end of a block.
+    Templates of transformers and TRL have this tag. The variable block_mark is written at the beginning and at the end
+    of a block.
     """
 
     tags = {"generation"}  # noqa: RUF012  (Jinja declares it as a set)
@@ -569,10 +539,9 @@ class GenerationTag(Extension):
 def environment() -> ImmutableSandboxedEnvironment:
     """Build a Jinja sandbox like the sandbox of transformers' apply_chat_template.
 
-    Whitespace rules, functions, {% break %} and {% generation %} are the same. The sandbox blocks
-    access to Python internals and files, and range() over more than 100,000 items. The sandbox does
-    not limit time or memory (for example {{ 'x' * 10**9 }}), so only use templates from authors
-    whom you trust.
+    Whitespace rules, functions, {% break %} and {% generation %} are the same. The sandbox blocks access to Python
+    internals and files, and range() over more than 100,000 items. The sandbox does not limit time or memory (for
+    example {{ 'x' * 10**9 }}), so only use templates from authors whom you trust.
     """
 
     def fail(message: str):

@@ -1,7 +1,7 @@
 """Convert rows in other projects' formats to minivlmrl's columns, and validate them.
 
-Several formats can apply to the same row: for example, one format reads the column `conversations`
-and another one the column `file_name`. docs/rows.md has examples.
+Several formats can apply to the same row: for example, one format reads the column `conversations` and another one the
+column `file_name`. docs/rows.md has examples.
 """
 
 import json
@@ -112,9 +112,7 @@ def check_layout(row: dict):
     """Raise ForeignLayoutError if tags in the texts stand for values in other columns."""
     texts = json.dumps([row.get(name) for name in TEXTS], default=str)
     if row.get("objects") is not None and (tag := re.search("<ref-object>|<bbox>", texts)):
-        raise ForeignLayoutError(
-            f"the texts contain {tag[0]}, which ms-swift replaces by `objects`"
-        )
+        raise ForeignLayoutError(f"the texts contain {tag[0]}, which ms-swift replaces by `objects`")
     has_media = any(row.get(name) is not None for name in MEDIA_COLUMNS)
     if not has_media and re.search("<img>.*?</img>", texts):
         raise ForeignLayoutError("the texts contain <img>, with which Qwen-VL names its images")
@@ -137,10 +135,7 @@ def check_columns(columns: dict, required: Sequence[str]):
             read_value(COLUMN_TYPES[name], value, f"column {name!r}", json=True)
         if name == "solution":
             check_field(
-                str(value).count("<answer>") <= 1,
-                "column 'solution'",
-                value,
-                "a text with at most one <answer> tag",
+                str(value).count("<answer>") <= 1, "column 'solution'", value, "a text with at most one <answer> tag"
             )
 
 
@@ -194,8 +189,7 @@ def _read_turn(turn: dict, number: int) -> dict:
     speaker = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
         raise ValueError(
-            f"turn {number} is {turn!r:.60}, but its 'from' or 'role' must be one of "
-            f"{', '.join(SPEAKERS)}"
+            f"turn {number} is {turn!r:.60}, but its 'from' or 'role' must be one of {', '.join(SPEAKERS)}"
         )
     value = turn.get("value", turn.get("content"))
     if type(value) in (int, float):  # answers in VLM-R1's data can be numbers

@@ -1,13 +1,13 @@
 """Convert an image file to the normalised patches that a vision tower reads.
 
-The steps are loading as RGB, smart_resize, normalisation and cutting into patches. The patches are
-identical, bit for bit, to those that transformers' image processors compute.
+The steps are loading as RGB, smart_resize, normalisation and cutting into patches. The patches are identical, bit for
+bit, to those that transformers' image processors compute.
 
 Example: a 100 x 60 pixel image (width x height) is resized to 112 x 56, multiples of 28, and
 cut into an 8 x 4 patch grid, whose 3 colours x 2 equal frames x 14 x 14 values are normalised.
-Each block of 2 x 2 patches becomes one token, so `num_tokens` returns 8. Processor.encode therefore
-repeats the placeholder <|image_pad|> 8 times in the prompt (data/processor.py), and the vision
-tower computes each placeholder's embedding from four patches (model/vision.py).
+Each block of 2 x 2 patches becomes one token, so `num_tokens` returns 8. Processor.encode therefore repeats the
+placeholder <|image_pad|> 8 times in the prompt (data/processor.py), and the vision tower computes each placeholder's
+embedding from four patches (model/vision.py).
 """
 
 import math
@@ -38,30 +38,25 @@ def load_image(file: str | Path | Image) -> Image:
 def to_rgb(image: Image) -> Image:
     """Convert any PIL image to RGB, on a white background if the image is transparent."""
     if 0 in image.size:
-        raise ValueError(
-            f"the image has {image.width} x {image.height} pixels, but it must have at least 1 x 1"
-        )
+        raise ValueError(f"the image has {image.width} x {image.height} pixels, but it must have at least 1 x 1")
     if image.has_transparency_data:
         white = PIL.Image.new("RGBA", image.size, "white")
         image = PIL.Image.alpha_composite(white, image.convert("RGBA"))
     return image.convert("RGB")
 
 
-def smart_resize(
-    height: int, width: int, factor: int, min_pixels: int, max_pixels: float
-) -> tuple[int, int]:
+def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
     """Compute the size that an image is resized to.
 
-    The new height and width are multiples of `factor`. The aspect ratio stays almost the same, and
-    the area is between min_pixels and max_pixels.
+    The new height and width are multiples of `factor`. The aspect ratio stays almost the same, and the area is between
+    min_pixels and max_pixels.
 
-    Example: with factor 28 and max_pixels 1003520, height 1092 and width 1568 become height 812 and
-    width 1176.
+    Example: with factor 28 and max_pixels 1003520, height 1092 and width 1568 become height 812 and width 1176.
     Returns:
         New height and new width in pixels.
     Raises:
-        ValueError: the aspect ratio is over 200, or max_pixels is smaller than min_pixels or than
-            one block of factor x factor pixels.
+        ValueError: the aspect ratio is over 200, or max_pixels is smaller than min_pixels or than one block of factor x
+            factor pixels.
     Source: transformers' smart_resize of Qwen2-VL. Both round half to even, as Python's round does.
     """
     if max(height, width) > 200 * min(height, width):
@@ -87,19 +82,17 @@ def smart_resize(
     return new_height, new_width
 
 
-def patchify(
-    frames: np.ndarray, patch_size: int, temporal_patch_size: int, merge_size: int
-) -> tuple[np.ndarray, Grid]:
+def patchify(frames: np.ndarray, patch_size: int, temporal_patch_size: int, merge_size: int) -> tuple[np.ndarray, Grid]:
     """Cut frames into patches, in the order that the vision tower expects.
 
     Args:
-        frames: (T, 3, H, W), where H and W are multiples of patch_size * merge_size. The last frame
-            is repeated until T is a multiple of temporal_patch_size. For example, an image is one
-            frame, which is repeated once because temporal_patch_size is 2.
+        frames: (T, 3, H, W), where H and W are multiples of patch_size * merge_size. The last frame is repeated until T
+            is a multiple of temporal_patch_size. For example, an image is one frame, which is repeated once because
+            temporal_patch_size is 2.
     Returns:
-        patches (t * h * w, 3 * temporal_patch_size * patch_size^2) and image_grid_thw (t, h, w).
-        Blocks of merge_size x merge_size patches are in raster order, and so are the patches within
-        a block. A patch's values are in the order (channel, frame, y, x).
+        patches (t * h * w, 3 * temporal_patch_size * patch_size^2) and image_grid_thw (t, h, w). Blocks of merge_size x
+        merge_size patches are in raster order, and so are the patches within a block. A patch's values are in the order
+        (channel, frame, y, x).
     """
     missing = -len(frames) % temporal_patch_size
     frames = np.concatenate([frames] + [frames[-1:]] * missing)
@@ -116,16 +109,14 @@ def patchify(
     return patches.reshape(t * h * w, -1), (t, h, w)
 
 
-def resize_frames(
-    frames: Iterable[Image], height: int, width: int, mean: np.ndarray, std: np.ndarray
-) -> np.ndarray:
+def resize_frames(frames: Iterable[Image], height: int, width: int, mean: np.ndarray, std: np.ndarray) -> np.ndarray:
     """Resize RGB frames with Pillow's bicubic filter, and normalise each colour channel.
 
     Args:
         frames: RGB images of the same size.
         height, width: new size in pixels.
-        mean, std: (3, 1), mean and standard deviation per channel of pixel values that are scaled
-            to the range from 0 to 1.
+        mean, std: (3, 1), mean and standard deviation per channel of pixel values that are scaled to the range from 0
+            to 1.
     Returns:
         (T, 3, height, width) float32.
     """
@@ -197,8 +188,7 @@ class ImageProcessor:
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
     # function that resizes and normalises frames; data/image_settings.py has a variant in torch
     resize: Callable[..., np.ndarray] = resize_frames
-    # video rules for Qwen3-VL and later, see model/families/qwen3_vl.py; None uses the rules in
-    # data/video.py
+    # video rules for Qwen3-VL and later, see model/families/qwen3_vl.py; None uses the rules in data/video.py
     videos: VideoRules | None = None
     # patch dtype; 16 bits for a model that computes in 16 bits, which rounds its inputs
     # anyway, so that only half the bytes are packed and copied to a GPU
@@ -226,9 +216,9 @@ class ImageProcessor:
 
         Args:
             image: image of any mode and size.
-            options: options for this image only. min_pixels and max_pixels replace the processor's
-                bounds. resized_height and resized_width replace the image's size before
-                smart_resize rounds it to multiples of `factor` within the processor's bounds.
+            options: options for this image only. min_pixels and max_pixels replace the processor's bounds.
+                resized_height and resized_width replace the image's size before smart_resize rounds it to multiples of
+                `factor` within the processor's bounds.
         Returns:
             pixel_values (patches, patch_dim) in `dtype`, and image_grid_thw (t, h, w), see patchify.
         """
@@ -247,7 +237,5 @@ class ImageProcessor:
         mean = np.array(self.image_mean, np.float32)[:, None]  # (3, 1)
         std = np.array(self.image_std, np.float32)[:, None]
         resized = self.resize(frames, height, width, mean, std)
-        patches, image_grid_thw = patchify(
-            resized, self.patch_size, self.temporal_patch_size, self.merge_size
-        )
+        patches, image_grid_thw = patchify(resized, self.patch_size, self.temporal_patch_size, self.merge_size)
         return torch.from_numpy(patches).to(self.dtype), image_grid_thw

@@ -21,8 +21,8 @@ def torch_resize_frames(
 ) -> np.ndarray:
     """Resize and normalise RGB frames like image.resize_frames, but with torch's kernel.
 
-    The results are identical, bit for bit, to those from transformers' torchvision processor.
-    Pillow's filter is the default, because checkpoints were trained with it.
+    The results are identical, bit for bit, to those from transformers' torchvision processor. Pillow's filter is the
+    default, because checkpoints were trained with it.
     docs/numerical_parity.md lists the differences.
     """
     size = (height, width)
@@ -43,16 +43,12 @@ RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}
 
 Mean = Annotated[float, "(-1e6, 1e6)"]
 Std = Annotated[float, "[1e-6, 1e6)"]  # positive, because pixels are divided by Std
-# Here only the type that ends with Fast resizes with torch. In transformers 5 the type without a
-# suffix also resizes with torch if torchvision is installed.
+# Here only the type that ends with Fast resizes with torch. In transformers 5 the type without a suffix also resizes
+# with torch if torchvision is installed.
 ProcessorType = Literal[
-    "Qwen2VLImageProcessor",
-    "Qwen2VLImageProcessorPil",
-    "Qwen2VLImageProcessorFast",
-    "Qwen2_5_VLImageProcessor",
+    "Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "Qwen2VLImageProcessorFast", "Qwen2_5_VLImageProcessor"
 ]
-# values for settings that change pixels; other values are not supported, and saved folders contain
-# these values
+# values for settings that change pixels; other values are not supported, and saved folders contain these values
 FIXED = {
     "do_resize": True,
     "do_rescale": True,
@@ -105,9 +101,7 @@ class ImageSettings:
     image_std: tuple[Std, Std, Std] | None = None
 
 
-def read_image_processor(
-    content: dict, where: str, min_pixels: int | None = None, max_pixels: int | None = None
-):
+def read_image_processor(content: dict, where: str, min_pixels: int | None = None, max_pixels: int | None = None):
     """Build an image processor from a preprocessor_config.json.
 
     Args:
@@ -122,9 +116,7 @@ def read_image_processor(
     settings = build(ImageSettings, content, where, json=True)
     size = settings.size or Size()
     low = min_pixels or settings.min_pixels or size.shortest_edge or size.min_pixels or 56 * 56
-    high = (
-        max_pixels or settings.max_pixels or size.longest_edge or size.max_pixels or 28 * 28 * 1280
-    )
+    high = max_pixels or settings.max_pixels or size.longest_edge or size.max_pixels or 28 * 28 * 1280
     given = {name: value for name, value in patch_settings(settings).items() if value is not None}
     resize = RESIZE["torch" if str(settings.image_processor_type).endswith("Fast") else "pil"]
     processor = ImageProcessor(**given, min_pixels=low, max_pixels=high, resize=resize)
@@ -158,8 +150,8 @@ def write_image_processor(processor: ImageProcessor) -> dict:
 def image_settings(folder: Path) -> tuple[Path, dict]:
     """Return a folder's image settings, and the file that contains them.
 
-    The settings are in preprocessor_config.json, or, since transformers 5, in the field
-    image_processor in processor_config.json.
+    The settings are in preprocessor_config.json, or, since transformers 5, in the field image_processor in
+    processor_config.json.
 
     Raises:
         ValueError: processor_config.json does not have image settings.

@@ -16,8 +16,7 @@ from minivlmrl.data.processor import Processor, images_in
 from minivlmrl.data.rows import Dataset, Prompt, Row
 
 MAX_SKIPPED = 100  # consecutive unreadable rows after which a run ends with an error
-# maximum number of rows of the next draw that threads prepare; with one megapixel per image, their
-# patches take 1.5 GB
+# maximum number of rows of the next draw that threads prepare; with one megapixel per image, their patches take 1.5 GB
 MAX_AHEAD = 64
 Result = TypeVar("Result")
 
@@ -62,10 +61,10 @@ class PreparedRow(Row):
 class Batches(Iterator[list[Row]]):
     """Endless iterator over this rank's draws; a draw lists one rollout's rows.
 
-    A draw has the rows of `trainer.steps_per_rollout` optimizer steps, one step after the other.
-    Every pass over the dataset has a new order. Each row gets a key, "seed/stage/draw/position",
-    which seeds all the row's random numbers, so that any number of ranks samples the same
-    completions. Threads prepare the next draw's prompts in advance. An error in a row is
+    A draw has the rows of `trainer.steps_per_rollout` optimizer steps, one step after the other. Every pass over the
+    dataset has a new order. Each row gets a key, "seed/stage/draw/position", which seeds all the row's random numbers,
+    so that any number of ranks samples the same completions. Threads prepare the next draw's prompts in advance. An
+    error in a row is
     raised only when the draw with this row is returned.
 
     Args:
@@ -90,9 +89,7 @@ class Batches(Iterator[list[Row]]):
         self.numbers = shuffled(len(dataset), draw_size, seed, skip=draws * draw_size)
         # PyTorch uses one CPU thread per worker, because more threads would slow all workers down.
         num_workers = max(1, options.image_workers)
-        self.workers = ThreadPoolExecutor(
-            num_workers, initializer=torch.set_num_threads, initargs=(1,)
-        )
+        self.workers = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
         self.max_ahead = MAX_AHEAD if options.image_workers else 0
         self.draws = draws
         self.next_draw = self.draw(draws)
@@ -151,9 +148,7 @@ class Batches(Iterator[list[Row]]):
         for number, failure in failures.items():
             if number not in self.skipped:
                 self.skipped.add(number)
-                warnings.warn(
-                    f"{failure}; this row is skipped; {len(self.skipped)} so far", stacklevel=2
-                )
+                warnings.warn(f"{failure}; this row is skipped; {len(self.skipped)} so far", stacklevel=2)
         if row is None:
             raise too_many(failures)
         return row
@@ -207,8 +202,8 @@ def next_readable(
         skips: False raises this error.
 
     Returns:
-        The row and `use`'s result, or None if MAX_SKIPPED consecutive rows are unreadable; and
-        {index of an unreadable row: its error}.
+        The row and `use`'s result, or None if MAX_SKIPPED consecutive rows are unreadable; and {index of an unreadable
+        row: its error}.
     """
     failures = {}
     for distance in range(MAX_SKIPPED):

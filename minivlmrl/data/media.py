@@ -42,27 +42,22 @@ SUFFIXES = {
 }
 # a path or URL, without or with a query
 FILE_NAMES = {
-    kind: re.compile(rf"[^\n\t]{{1,400}}\.({suffixes})(\?\S*)?", re.IGNORECASE)
-    for kind, suffixes in SUFFIXES.items()
+    kind: re.compile(rf"[^\n\t]{{1,400}}\.({suffixes})(\?\S*)?", re.IGNORECASE) for kind, suffixes in SUFFIXES.items()
 }
 ARTICLES = {"image": "an image", "video": "a video"}
 # first bytes of JPEG, PNG, GIF, WebP, BMP and TIFF files
-MAGIC = re.compile(
-    rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*", re.DOTALL
-)
+MAGIC = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*", re.DOTALL)
 COLUMNS = {"image": "image", "images": "image", "video": "video", "videos": "video"}
 # keys under which a message part can contain its source
-SOURCES = {
-    kind: (kind, f"{kind}_url", "url", "path", "base64", "source") for kind in ("image", "video")
-}
+SOURCES = {kind: (kind, f"{kind}_url", "url", "path", "base64", "source") for kind in ("image", "video")}
 OPTIONS = {"image": ImageOptions, "video": VideoOptions}
 # options that select a video file's frames
 SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
-# Image formats that are not allowed, because reading them has side effects: Pillow runs Ghostscript
-# for EPS, opens the files that an IPTC file names, and calls Windows functions for WMF.
+# Image formats that are not allowed, because reading them has side effects: Pillow runs Ghostscript for EPS, opens the
+# files that an IPTC file names, and calls Windows functions for WMF.
 PROGRAMS = "EPS", "IPTC", "WMF"
-# Larger images are not decoded, because a file with a few kilobytes can declare any size. This is
-# also Pillow's own limit; an image of this size takes half a GiB as RGB.
+# Larger images are not decoded, because a file with a few kilobytes can declare any size. This is also Pillow's own
+# limit; an image of this size takes half a GiB as RGB.
 MAX_IMAGE_PIXELS = 178_956_970
 
 # columns with texts from the conversation or an answer, which may name files
@@ -143,9 +138,7 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
         if text.startswith("data:"):
             header, comma, data = text.partition(",")
             if not comma or not header.endswith(";base64"):
-                raise ValueError(
-                    "a data URI must begin with a header such as data:image/png;base64,"
-                )
+                raise ValueError("a data URI must begin with a header such as data:image/png;base64,")
             # decoded here instead of by urllib, because urllib ignores invalid characters
             with error_context("the data is not valid base64"):
                 return name, io.BytesIO(base64.b64decode("".join(data.split()), validate=True))
@@ -193,9 +186,7 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
         if entries in EMPTY:  # the row has no image, which some tools write as "" or [null]
             continue
         if kind in row_media:
-            raise ValueError(
-                f"the row has both columns {kind!r} and {name!r}; use only one of them"
-            )
+            raise ValueError(f"the row has both columns {kind!r} and {name!r}; use only one of them")
         if name == "video" or not isinstance(entries, list):
             entries = [entries]  # a list in the column `video` is a list of frames
         entries = [entry for entry in entries if entry not in EMPTY]
@@ -209,18 +200,18 @@ def place_media(
 ) -> tuple[list[dict], list[Media]]:
     """Assign each image and video in a row to a message part.
 
-    Each file is assigned to the next image or video part that has no source. If the messages have
-    no image or video parts, the file replaces the next tag <image> or <video> in the texts. Without
-    such tags, the file is inserted before the first user turn's text.
+    Each file is assigned to the next image or video part that has no source. If the messages have no image or video
+    parts, the file replaces the next tag <image> or <video> in the texts. Without such tags, the file is inserted
+    before the first user turn's text.
 
     Args:
         turns: the prompt's messages and, if the answer contains images, the answer's.
         row_media: {"image" or "video": media from the row's columns}. Options in a part from
             the messages override the options in a column.
-        options: options for all rows. The image options apply only to images that have no options
-            of their own. Each video option applies to the videos that do not set the same option,
-            but options that select frames are ignored for lists of frames and for videos with
-            nframes. For a frame list, fps is the rate at which the frames were taken.
+        options: options for all rows. The image options apply only to images that have no options of their own. Each
+            video option applies to the videos that do not set the same option, but options that select frames are
+            ignored for lists of frames and for videos with nframes. For a frame list, fps is the rate at which the
+            frames were taken.
 
     Returns:
         The messages with one part per image and video, and the media in these parts' order.
@@ -280,8 +271,8 @@ def check_options(kind: str, options: Mapping[str, float | None]) -> dict[str, P
 def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Collection[str]):
     """Raise ValueError if a column contains an image or video that the model would not see.
 
-    A path, a URL, a data URI, base64 text and bytes are recognised, in any column and at any depth.
-    Conversation and answer texts may name files, but must not contain encoded images.
+    A path, a URL, a data URI, base64 text and bytes are recognised, in any column and at any depth. Conversation and
+    answer texts may name files, but must not contain encoded images.
 
     Args:
         columns: {column: value}, as in the file and with the columns that a format added.
@@ -416,17 +407,15 @@ def _media(entry: Plain, kind: str) -> Media:
     frames = source if kind == "video" and isinstance(source, list) else [source]
     if not frames or not all(isinstance(frame, str | bytes) for frame in frames):
         frame_list = ", or a list with a path or data URI per frame" if kind == "video" else ""
-        raise ValueError(
-            f"each {kind} must be a path or data URI{frame_list}, but found {source!r:.60}"
-        )
+        raise ValueError(f"each {kind} must be a path or data URI{frame_list}, but found {source!r:.60}")
     return Media(kind, source, _options(entry, kind))
 
 
 def _source_in(source: dict) -> Plain:
     """Return the source in a dict: {"bytes": ..., "path": ...}, {"url": ...} or {"data": ...}.
 
-    Hugging Face's datasets use the first form, OpenAI's messages the second one, and messages from
-    Anthropic the third one.
+    Hugging Face's datasets use the first form, OpenAI's messages the second one, and messages from Anthropic the third
+    one.
     """
     content = source.get("bytes", source.get("data"))
     if content is not None:

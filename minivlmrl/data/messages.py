@@ -1,9 +1,8 @@
 """Build and validate a conversation's messages, and place images and videos in them.
 
-A message is {"role": "user", "content": ...}, as transformers' chat templates expect. The content
-is text or a list of parts such as {"type": "text", "text": "What is it?"} and {"type": "image"}. A
-message from the assistant may have "tool_calls" instead of content. "Turn" is another word for a
-message.
+A message is {"role": "user", "content": ...}, as transformers' chat templates expect. The content is text or a list of
+parts such as {"type": "text", "text": "What is it?"} and {"type": "image"}. A message from the assistant may have
+"tool_calls" instead of content. "Turn" is another word for a message.
 """
 
 import re
@@ -22,8 +21,7 @@ THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 def content_parts(message: dict) -> list[dict]:
     """Return a message's content as a list of parts.
 
-    If the content is a text, the list has a single part. If the content is missing, the list is
-    empty.
+    If the content is a text, the list has a single part. If the content is missing, the list is empty.
     """
     content = message.get("content") or []
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -33,9 +31,9 @@ def part_kind(part: dict) -> str | None:
     """Return "image", "video" or "text", or None if a message part's kind is unclear.
 
     Args:
-        part: an image part is {"type": "image"}, or any dict with the key image or image_url. The
-            same rule applies to video parts. A text part is {"type": "text", "text": str}, where
-            the type may be missing. A key whose value is None counts as missing.
+        part: an image part is {"type": "image"}, or any dict with the key image or image_url. The same rule applies to
+            video parts. A text part is {"type": "text", "text": str}, where the type may be missing. A key whose value
+            is None counts as missing.
     """
     if not isinstance(part, dict):
         return None
@@ -70,10 +68,7 @@ def text_of(message: dict) -> str:
 
 
 def conversation(
-    problem: str,
-    media: Mapping[str, int],
-    prompt_template: str = "{problem}",
-    system_prompt: str | None = None,
+    problem: str, media: Mapping[str, int], prompt_template: str = "{problem}", system_prompt: str | None = None
 ) -> list[dict]:
     """Build the messages for a prompt that asks a question about images and videos.
 
@@ -181,8 +176,7 @@ def check_total(num_media: int):
     """Raise ValueError if a row has too many images and videos."""
     if num_media > MAX_MEDIA:
         raise ValueError(
-            f"the row has {num_media} images and videos, but at most {MAX_MEDIA} are supported; "
-            "split the row"
+            f"the row has {num_media} images and videos, but at most {MAX_MEDIA} are supported; split the row"
         )
 
 
@@ -191,8 +185,7 @@ def check_ends(turns: list[dict]):
     roles = [turn["role"] for turn in turns]
     if not roles or roles[0] != "assistant" or roles[-1] != "assistant":
         raise ValueError(
-            f"the turns of an answer must begin and end with an assistant turn, but their roles "
-            f"are {roles}"
+            f"the turns of an answer must begin and end with an assistant turn, but their roles are {roles}"
         )
 
 
@@ -206,14 +199,9 @@ def check_messages(messages: list[dict]):
             )
         for part in content_parts(message):
             if part_kind(part) is None:
-                raise ValueError(
-                    f"message {number} has a part that is neither text, image nor video: "
-                    f"{part!r:.80}"
-                )
+                raise ValueError(f"message {number} has a part that is neither text, image nor video: {part!r:.80}")
         if len(text_of(message)) > MAX_TEXT:
-            raise ValueError(
-                f"message {number} has more than {MAX_TEXT} characters of text; shorten the text"
-            )
+            raise ValueError(f"message {number} has more than {MAX_TEXT} characters of text; shorten the text")
 
 
 def _has_fields(message: object) -> bool:

@@ -35,8 +35,8 @@ def sample(strategy: str, total_rows: int) -> list[int]:
     """Return the indices of the rows that a sampling strategy selects.
 
     Args:
-        strategy: all, first:N, end:N or random:N, where N is a number or a percentage, which is
-            rounded up. The random rows are the same for every run seed.
+        strategy: all, first:N, end:N or random:N, where N is a number or a percentage, which is rounded up. The random
+            rows are the same for every run seed.
         total_rows: number of rows.
 
     Source: sampling_strategy in VLM-R1's grpo_rec.py.

@@ -10,15 +10,7 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from minivlmrl.data.chat_template import (
-    ENDS,
-    IMAGE,
-    VIDEO,
-    Control,
-    RewrittenTurnsError,
-    render,
-    render_completion,
-)
+from minivlmrl.data.chat_template import ENDS, IMAGE, VIDEO, Control, RewrittenTurnsError, render, render_completion
 from minivlmrl.data.image import Grid, ImageProcessor
 from minivlmrl.data.messages import (
     as_turns,
@@ -62,17 +54,13 @@ class Processor:
         return tuple(self.tokenizer.special_tokens[end] for end in ENDS)
 
     def __call__(
-        self,
-        messages: list[dict],
-        images: Sequence[PIL.Image.Image] = (),
-        videos: "Sequence[Video | VideoFile]" = (),
+        self, messages: list[dict], images: Sequence[PIL.Image.Image] = (), videos: "Sequence[Video | VideoFile]" = ()
     ) -> Prompt:
         """Render and tokenize a prompt, and compute its images' and videos' patches.
 
         Args:
-            messages: see data/messages.py. An image or video part may have options, such as
-                {"type": "image", "max_pixels": 200704}, which are passed to ImageProcessor or
-                Video.patches.
+            messages: see data/messages.py. An image or video part may have options, such as {"type": "image",
+                "max_pixels": 200704}, which are passed to ImageProcessor or Video.patches.
             images: one image for each image part, in order.
             videos: one video for each video part, in order.
         """
@@ -88,9 +76,7 @@ class Processor:
         if self.image_processor.videos is not None:
             pieces, grids, seconds = self.image_processor.videos.lay_out(pieces, grids, seconds)
         # torch.cat needs at least one tensor, also if the prompt has no images
-        no_patches = torch.zeros(
-            0, self.image_processor.patch_dim, dtype=self.image_processor.dtype
-        )
+        no_patches = torch.zeros(0, self.image_processor.patch_dim, dtype=self.image_processor.dtype)
         return Prompt(
             input_ids=torch.tensor(list(chain(*self.encode(pieces, grids)))),
             pixel_values=torch.cat([no_patches, *pixel_values]),
@@ -99,10 +85,7 @@ class Processor:
         )
 
     def media_patches(
-        self,
-        messages: list[dict],
-        images: Sequence[PIL.Image.Image],
-        videos: "Sequence[Video | VideoFile]",
+        self, messages: list[dict], images: Sequence[PIL.Image.Image], videos: "Sequence[Video | VideoFile]"
     ) -> Iterator[tuple[Tensor, Grid, float | list[float]]]:
         """Yield each image's and video's patches, grid and time; see __call__.
 
@@ -144,8 +127,7 @@ class Processor:
     def decode_assistant_turn(self, completion: Completion) -> str:
         """Decode the tokens that the policy wrote, without tool results.
 
-        If the chat template ends the prompt with an opening tag such as "<think>", the text begins
-        with this tag.
+        If the chat template ends the prompt with an opening tag such as "<think>", the text begins with this tag.
         """
         opened = self.template.opened if self.template else ""
         return opened + self.decode(completion.ids[completion.policy_mask])
@@ -180,13 +162,13 @@ def encode_completion(
 ) -> Completion:
     """Tokenize a demonstrated answer, and mark the tokens that the model has to learn to write.
 
-    The tokens are the text followed by <|im_end|>. An answer with several turns also has the tokens
-    between these turns. Completion.policy_mask is True only for tokens in assistant turns. The
-    other turns, and images in any turn, are context on which no loss is computed.
+    The tokens are the text followed by <|im_end|>. An answer with several turns also has the tokens between these
+    turns. Completion.policy_mask is True only for tokens in assistant turns. The other turns, and images in any turn,
+    are context on which no loss is computed.
 
     Some templates, such as Qwen3.5's and Qwen3.6's, drop earlier turns' thoughts, so an
-    answer with several turns is no single sequence. Then each assistant turn is a Completion in
-    `turns` with its own prompt, as in a trajectory. The first turn follows the given prompt.
+    answer with several turns is no single sequence. Then each assistant turn is a Completion in `turns` with its own
+    prompt, as in a trajectory. The first turn follows the given prompt.
 
     Args:
         processor: the model's processor.
@@ -249,9 +231,7 @@ def encode_turns(processor: Processor, messages: list[dict], turns: list[dict]) 
     for image, options in shown_parts(turns, images_in(turns), ()):
         pictures.append((image, *processor.image_processor(image, **options)))
     if len(pictures) != sum(piece is IMAGE for piece, _ in pieces):
-        raise ValueError(
-            "the chat template cannot render an image in the answer; use a model whose template can"
-        )
+        raise ValueError("the chat template cannot render an image in the answer; use a model whose template can")
     grids = [grid for *_, grid in pictures]
     encoded_pieces = processor.encode([piece for piece, _ in pieces], grids)
     ids = []
@@ -266,8 +246,8 @@ def encode_turns(processor: Processor, messages: list[dict], turns: list[dict]) 
 def images_in(turns: list[dict]) -> list[PIL.Image.Image]:
     """Return the images in the turns' parts, in order.
 
-    In a row's answer, the key "image" of a part has a function that decodes the image file. The
-    function is called here, because most uses of a row need only its texts.
+    In a row's answer, the key "image" of a part has a function that decodes the image file. The function is called
+    here, because most uses of a row need only its texts.
     """
     images = [part.get("image") for part in parts_of(turns)]
     decoded = [image() if callable(image) else image for image in images]
@@ -277,8 +257,8 @@ def images_in(turns: list[dict]) -> list[PIL.Image.Image]:
 def join_tool_results(turns: list[dict], tools: Sequence[str]) -> list[dict]:
     """Merge tool results into the assistant turn if the tool was called in tags.
 
-    For example, the result from the call <search>cats</search> is inserted after the call, as
-    <result>...</result> in the same turn. Environments insert tool results in the same way.
+    For example, the result from the call <search>cats</search> is inserted after the call, as <result>...</result> in
+    the same turn. Environments insert tool results in the same way.
     """
     joined = []
     is_answered = False  # the last joined turn ends with a tool's result
@@ -304,9 +284,7 @@ def _as_result(part: dict) -> dict:
     return {"text": f"<result>{part['text']}</result>"}
 
 
-def mark_tool_results(
-    pieces: list[tuple[str, bool]], tools: Sequence[str]
-) -> list[tuple[str, bool]]:
+def mark_tool_results(pieces: list[tuple[str, bool]], tools: Sequence[str]) -> list[tuple[str, bool]]:
     """Set a tool result's flag to False, because the assistant did not write the result.
 
     A tool result is the text <result>...</result> after a tool call in tags.

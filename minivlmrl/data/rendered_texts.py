@@ -9,28 +9,25 @@ from unicodedata import normalize
 from minivlmrl.config.types import Plain
 from minivlmrl.data.messages import THOUGHT_KEYS, content_parts, part_kind
 
-# thoughts at a text's beginning; the opening tag of the first one may be missing, because a prompt
-# can open it
-THOUGHT = re.compile(
-    r"\s*(<think>)?((?!<think>).)*?</think>(\s*<think>((?!<think>).)*?</think>)*", re.DOTALL
-)
+# thoughts at a text's beginning; the opening tag of the first one may be missing, because a prompt can open it
+THOUGHT = re.compile(r"\s*(<think>)?((?!<think>).)*?</think>(\s*<think>((?!<think>).)*?</think>)*", re.DOTALL)
 
 
 def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> str | None:
     """Describe the first message text that a rendered conversation lacks.
 
-    Whitespace is ignored, because many templates strip texts. The texts may be reordered. The values
-    of tool calls may be escaped as in JSON.
+    Whitespace is ignored, because many templates strip texts. The texts may be reordered. The values of tool calls may
+    be escaped as in JSON.
 
     Args:
         messages: the conversation's messages.
         rendered: text that a chat template rendered from the messages.
-        history: number of first messages whose thoughts may be missing, because templates of
-            reasoning models drop earlier assistant turns' thoughts.
+        history: number of first messages whose thoughts may be missing, because templates of reasoning models drop
+            earlier assistant turns' thoughts.
 
     Returns:
-        "message 2 completely: the text 'Hi' of the role 'user' is missing or changed", for the end
-        of a sentence, or None if no text is missing.
+        "message 2 completely: the text 'Hi' of the role 'user' is missing or changed", for the end of a sentence, or
+        None if no text is missing.
     """
     remaining = _compact(rendered)
     texts = []  # (text, message number, text kind)
@@ -66,8 +63,8 @@ def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
         start = place + len(text)
     else:
         return []
-    # A text is missing, or the texts are in another order. The longest text is searched first, so
-    # that a short text does not take a place within a longer text.
+    # A text is missing, or the texts are in another order. The longest text is searched first, so that a short text
+    # does not take a place within a longer text.
     missing = []
     for index, text in sorted(enumerate(map(_compact, texts)), key=lambda item: -len(item[1])):
         before, found, after = compact.partition(text) if text else (compact, " ", "")

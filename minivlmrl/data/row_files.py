@@ -34,8 +34,8 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
     """Open the rows of a file, a folder or a dataset split on the Hugging Face hub.
 
     Raises:
-        ValueError: the file, folder or split does not exist or cannot be read, or it is not clear
-            which file in the folder contains the rows.
+        ValueError: the file, folder or split does not exist or cannot be read, or it is not clear which file in the
+            folder contains the rows.
     """
     path = Path(path)
     if isdir(path):  # os.path, because pathlib raises OSError for a name that is too long
@@ -56,10 +56,7 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
 def convert_advice(path: Path) -> str:
     """Return the command that converts a data file to a layout that minivlmrl reads."""
     new = path.with_name(f"{path.stem}_converted.jsonl")
-    return (
-        f"convert the file once with `python recipes/convert_rows.py {path} > {new}`, and use the "
-        "new file"
-    )
+    return f"convert the file once with `python recipes/convert_rows.py {path} > {new}`, and use the new file"
 
 
 def _open_folder(folder: Path) -> "Lines | Arrow":
@@ -82,9 +79,7 @@ def _open_folder(folder: Path) -> "Lines | Arrow":
     row_files = [path for path in row_files if not path.name.startswith("dataset_info")]
     if len(row_files) == 1:
         return open_rows(row_files[0])
-    image_files = sorted(
-        path for path in folder.glob("[!.]*/[!.]*") if IMAGE_NAME.fullmatch(path.name)
-    )
+    image_files = sorted(path for path in folder.glob("[!.]*/[!.]*") if IMAGE_NAME.fullmatch(path.name))
     if image_files and not row_files:
         return Images(folder, image_files)
     names = ", ".join(path.name for path in sorted(row_files)[:5]) or "none"
@@ -112,9 +107,7 @@ class Lines:
             self.texts = self.split(content.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             line = 1 + content.count(b"\n", 0, error.start)
-            raise ValueError(
-                f"{path}:{line}: the file is not encoded in UTF-8 ({error}); save it as UTF-8"
-            ) from error
+            raise ValueError(f"{path}:{line}: the file is not encoded in UTF-8 ({error}); save it as UTF-8") from error
 
     def split(self, content: str) -> list[tuple[int, str]]:
         """Return each row's line number and text."""
@@ -160,12 +153,7 @@ class Lines:
             # A lone surrogate is valid JSON, but it cannot be encoded in UTF-8 and tokenized.
             if SURROGATE.search(text):
                 parse_json(json.dumps(columns, ensure_ascii=False), str.encode)
-            check_field(
-                isinstance(columns, dict),
-                "the row",
-                columns,
-                "a JSON object that maps columns to values",
-            )
+            check_field(isinstance(columns, dict), "the row", columns, "a JSON object that maps columns to values")
             return columns
 
 
@@ -191,8 +179,8 @@ class Cells(Lines):
         numbered_rows = []
         for cells in reader:
             if cells:
-                # The number of the row's first line is computed, because reader.line_num is the
-                # number of its last line, and a quoted cell can contain line breaks.
+                # The number of the row's first line is computed, because reader.line_num is the number of its last
+                # line, and a quoted cell can contain line breaks.
                 numbered_rows.append((reader.line_num - "".join(cells).count("\n"), cells))
         return numbered_rows
 
@@ -218,8 +206,7 @@ class Cells(Lines):
 class Images(Lines):
     """Rows from a folder that has one image subfolder per class.
 
-    Each image is a row, whose solution is the subfolder's name. For example, the solution for
-    train/cat/1.png is "cat".
+    Each image is a row, whose solution is the subfolder's name. For example, the solution for train/cat/1.png is "cat".
     """
 
     def __init__(self, folder: Path, paths: list[Path]):

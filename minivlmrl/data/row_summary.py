@@ -135,9 +135,7 @@ def _long_rows(
 
     def may_be_long(number: int) -> bool:
         row, media = rows.read(number)
-        image_tokens = (
-            len(media) * images.max_pixels // (images.patch_size * images.merge_size) ** 2
-        )
+        image_tokens = len(media) * images.max_pixels // (images.patch_size * images.merge_size) ** 2
         # upper bound, because a token has at least one byte
         return len(repr(row.messages).encode()) + image_tokens + MARKUP > limit
 
@@ -149,23 +147,16 @@ def _long_rows(
             yield number, row.where, length
 
 
-def find_long_rows(
-    rows: Dataset, processor: Processor, limit: int, skip_unreadable: bool = False
-) -> dict[int, str]:
+def find_long_rows(rows: Dataset, processor: Processor, limit: int, skip_unreadable: bool = False) -> dict[int, str]:
     """Return {row index: its place and length} for prompts over `limit`, except rows with videos."""
     found = _long_rows(rows, processor, limit, skip_unreadable)
     long_rows = {number: f"{where}: {length} tokens" for number, where, length in found}
     if len(long_rows) == len(rows):
-        raise ValueError(
-            f"data.max_prompt_tokens is {limit}, but all prompts are longer, for example "
-            f"{long_rows[0]}"
-        )
+        raise ValueError(f"data.max_prompt_tokens is {limit}, but all prompts are longer, for example {long_rows[0]}")
     return long_rows
 
 
-def check_lengths(
-    rows: Dataset, processor: Processor, limit: int, reason: str, skip_unreadable: bool = False
-):
+def check_lengths(rows: Dataset, processor: Processor, limit: int, reason: str, skip_unreadable: bool = False):
     """Raise ValueError, which ends with `reason`, if a prompt has more than `limit` tokens."""
     for _, where, length in _long_rows(rows, processor, limit, skip_unreadable):
         raise ValueError(f"{where}: the prompt of {length} tokens {reason}")
@@ -231,9 +222,7 @@ def row_size(row: Row, counter: Processor, answers: Sequence[str]) -> RowSize:
     lengths = [len(encode_completion(counter, row.messages, text).ids) for text in given if text]
     words = [f"an image of {image.width} x {image.height} pixels" for image in row.images]
     for video in row.videos:
-        frames = (
-            video.read(counter.image_processor) if isinstance(video, VideoFile) else video
-        ).frames
+        frames = (video.read(counter.image_processor) if isinstance(video, VideoFile) else video).frames
         words.append(f"a video of {len(frames)} frames of {frames[0].width} x {frames[0].height}")
     return RowSize(
         len(prompt.input_ids) - image_tokens, image_tokens, max(int(grids[:, 0].sum()), 1),

@@ -55,9 +55,9 @@ class Prompt:
 class Environment(Protocol):
     """State for one completion that calls tools.
 
-    An environment has the method `reset`. All other public methods are tools, except the optional
-    methods `get_reward` and `observe`. An environment may also have an attribute `done`, and
-    attributes that replace the defaults of Settings in extras/agents/environment.py.
+    An environment has the method `reset`. All other public methods are tools, except the optional methods `get_reward`
+    and `observe`. An environment may also have an attribute `done`, and attributes that replace the defaults of
+    Settings in extras/agents/environment.py.
     """
 
     def reset(self, **columns) -> None:
@@ -68,8 +68,7 @@ class Environment(Protocol):
 class Completion:
     """An answer to a prompt, sampled or demonstrated.
 
-    The token ids are kept, and never recomputed from the text, because tokenizing decoded text can
-    give other ids.
+    The token ids are kept, and never recomputed from the text, because tokenizing decoded text can give other ids.
     """
 
     ids: Tensor  # (C,) int64, with the stop token
@@ -81,19 +80,18 @@ class Completion:
     # (C,) bool: True for tokens that the policy wrote, False for tool tokens; None sets all
     # tokens to True
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
-    # ids from which top_k, top_p and min_p let each token be sampled, as (number of ids per token
-    # (C,), all ids end to end); None stands for the whole vocabulary
+    # ids from which top_k, top_p and min_p let each token be sampled, as (number of ids per token (C,), all ids end to
+    # end); None stands for the whole vocabulary
     sampling_mask: tuple[Tensor, Tensor] | None = None
-    # images that tools return, in order, each as (image, patches, image_grid_thw); a trajectory has
-    # only the images, because its `turns` have the patches
+    # images that tools return, in order, each as (image, patches, image_grid_thw); a trajectory has only the images,
+    # because its `turns` have the patches
     pictures: Sequence[tuple] = ()
     environment: Environment | None = None  # the environment that the tools belong to
     # tool calls: (number made, number failed, True if a result was truncated to fit)
     calls: tuple[int, int, bool] = (0, 0, False)
     extra: dict = field(default_factory=dict)  # values that rewards log with TRL's log_extra
-    # `turns` are a trajectory's completions, each with its own ids and its own prompt. The
-    # attribute `prompt` of a completion outside a trajectory is None, because its row has the
-    # prompt.
+    # `turns` are a trajectory's completions, each with its own ids and its own prompt. The attribute `prompt` of a
+    # completion outside a trajectory is None, because its row has the prompt.
     turns: "Sequence[Completion]" = ()
     prompt: Prompt | None = None
 
@@ -120,8 +118,8 @@ class Row:
     images: Sequence[PIL.Image.Image]  # one for each image part in the prompt, in order
     # {column: value}, the reward arguments, such as problem and solution
     columns: dict = field(default_factory=dict)
-    # A demonstrated answer, for SFT. In an answer that is a list of turns, an image part's key
-    # "image" is an image, or a function that decodes the image (see processor.images_in).
+    # A demonstrated answer, for SFT. In an answer that is a list of turns, an image part's key "image" is an image, or
+    # a function that decodes the image (see processor.images_in).
     completion: str | list[dict] | None = None
     chosen: str | list[dict] | None = None  # the better answer in a pair, for preference training
     rejected: str | list[dict] | None = None  # the worse answer
@@ -155,8 +153,7 @@ Dataset = Sequence[Row]
 def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: int) -> Tensor:
     """Return random numbers in [0, 1) that depend only on each prompt's key.
 
-    The same completions are therefore sampled for every division of prompts among batches and
-    ranks.
+    The same completions are therefore sampled for every division of prompts among batches and ranks.
 
     Returns:
         (keys * num_generations, max_new_tokens) float64: one number per completion token.

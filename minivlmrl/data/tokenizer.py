@@ -30,8 +30,8 @@ SPECIAL_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-# Control tokens of a conversation's structure: they begin and end turns and documents, and stand
-# for images and videos. Only a chat template may write them, so a text with their names stays text.
+# Control tokens of a conversation's structure: they begin and end turns and documents, and stand for images and videos.
+# Only a chat template may write them, so a text with their names stays text.
 STRUCTURE = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -48,8 +48,7 @@ QWEN2_SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # tokenizer.json components that do not make a text longer, or only once. Others, such as a chain
-# of 40 replacements of "a" by "aa", could need more memory than a computer has; the library then
-# aborts the process.
+# of 40 replacements of "a" by "aa", could need more memory than a computer has; the library then aborts the process.
 COMPONENTS = {
     "normalizer": ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents"),
     "pre_tokenizer": ("Split", "ByteLevel", "Digits"),
@@ -69,10 +68,10 @@ PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍�
 class Tokenizer:
     """Converts text to token ids and back.
 
-    `special_tokens` maps each control token of Qwen2 and of the backend to its id. `structure` is
-    the subset that a text may not write: text with the same characters is encoded as ordinary
-    text. Text with the same characters as another added token, such as <tool_call> or
-    <|box_start|>, is encoded as this token, as in transformers.
+    `special_tokens` maps each control token of Qwen2 and of the backend to its id. `structure` is the subset that a
+    text may not write: text with the same characters is encoded as ordinary
+    text. Text with the same characters as another added token, such as <tool_call> or <|box_start|>, is encoded as this
+    token, as in transformers.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):
@@ -112,9 +111,7 @@ class Tokenizer:
         try:
             return self.backend.encode(text, add_special_tokens=False).ids
         except TypeError as error:
-            raise ValueError(
-                f"the text {text!r:.60} is not valid Unicode; it may contain a lone surrogate"
-            ) from error
+            raise ValueError(f"the text {text!r:.60} is not valid Unicode; it may contain a lone surrogate") from error
 
     def decode(self, ids: list[int]) -> str:
         """Decode ids to a text that includes control tokens, such as <|im_end|>."""
@@ -125,9 +122,7 @@ class Tokenizer:
         with_special_tokens(self.backend, self.special_tokens).save(str(path))
 
 
-def with_special_tokens(
-    backend: tokenizers.Tokenizer, names: Collection[str]
-) -> tokenizers.Tokenizer:
+def with_special_tokens(backend: tokenizers.Tokenizer, names: Collection[str]) -> tokenizers.Tokenizer:
     """Return a backend whose special tokens are its added tokens with these names."""
     added_tokens = backend.get_added_tokens_decoder().values()
     if all(token.special == (token.content in names) for token in added_tokens):
@@ -203,9 +198,7 @@ def listed_tokens(folder: Path) -> list[tuple[AddedToken, int | None]]:
     Raises:
         ValueError: a file lists something other than a token.
     """
-    config, special, added = (
-        read_json(folder / name) if (folder / name).is_file() else {} for name in TOKEN_FILES
-    )
+    config, special, added = (read_json(folder / name) if (folder / name).is_file() else {} for name in TOKEN_FILES)
     with error_context(f"{folder}: the tokens in {' or '.join(TOKEN_FILES)}"):
         by_id = config.get("added_tokens_decoder")
         if by_id is None:
@@ -251,9 +244,7 @@ def check_components(part: str, kinds: list[str], allowed: Sequence[str]):
     """Raise ValueError if a tokenizer.json part has a component that it may not have."""
     for kind in kinds:
         if kind not in allowed:
-            raise ValueError(
-                f"its {part} contains {kind!r:.40}, but it may contain only {', '.join(allowed)}"
-            )
+            raise ValueError(f"its {part} contains {kind!r:.40}, but it may contain only {', '.join(allowed)}")
     for kind in ("ByteLevel", "TemplateProcessing"):
         if kinds.count(kind) > 1:
             raise ValueError(f"its {part} contains {kind} {kinds.count(kind)} times; keep one")
@@ -277,8 +268,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
     Args:
         texts: texts to train on.
-        vocab_size: maximum number of tokens, including control tokens, if it is large enough for
-            the 256 byte values.
+        vocab_size: maximum number of tokens, including control tokens, if it is large enough for the 256 byte values.
     """
     backend = qwen2_backend(models.BPE())
     trainer = trainers.BpeTrainer(

@@ -1,7 +1,7 @@
 """Sample a video file's frames, or read a frame list, and compute their patches.
 
-Frames are selected and resized as in qwen-vl-utils. A model family with other rules defines these
-rules in ImageProcessor.videos, for example in model/families/qwen3_vl.Videos.
+Frames are selected and resized as in qwen-vl-utils. A model family with other rules defines these rules in
+ImageProcessor.videos, for example in model/families/qwen3_vl.Videos.
 """
 
 import contextlib
@@ -17,14 +17,7 @@ import torch
 from torch import Tensor
 
 from minivlmrl.data.image import Grid, ImageProcessor, RGBFrames, smart_resize
-from minivlmrl.data.media import (
-    MAX_IMAGE_PIXELS,
-    Source,
-    check_options,
-    fetch_image,
-    open_image,
-    open_source,
-)
+from minivlmrl.data.media import MAX_IMAGE_PIXELS, Source, check_options, fetch_image, open_image, open_source
 from minivlmrl.errors import error_context, optional_dependency
 
 FPS = 2.0  # sampled frames per second by default
@@ -59,23 +52,21 @@ class Video:
                     f"{frame.height} pixels and frame 0 has {first.width} x {first.height}"
                 )
 
-    def patches(
-        self, processor: ImageProcessor, **options: int
-    ) -> tuple[Tensor, Grid, float | list[float]]:
+    def patches(self, processor: ImageProcessor, **options: int) -> tuple[Tensor, Grid, float | list[float]]:
         """Resize the frames and cut them into patches.
 
-        With data.resize_backend=torch, the patches are identical, bit for bit, to those from
-        transformers' Qwen2VLVideoProcessor. With pil, every frame is resized and normalised exactly
-        as transformers' image processor does.
+        With data.resize_backend=torch, the patches are identical, bit for bit, to those from transformers'
+        Qwen2VLVideoProcessor. With pil, every frame is resized and normalised exactly as transformers' image processor
+        does.
 
         Args:
             processor: the model's image processor.
             options: see frame_size.
 
         Returns:
-            pixel_values, image_grid_thw (see image.patchify), and the seconds between two temporal
-            patches. For model families that write timestamps into the prompt, the third value is
-            instead a list with each temporal patch's time in seconds.
+            pixel_values, image_grid_thw (see image.patchify), and the seconds between two temporal patches. For model
+            families that write timestamps into the prompt, the third value is instead a list with each temporal patch's
+            time in seconds.
         """
         depth = processor.temporal_patch_size
         num_frames = len(self.frames)
@@ -118,8 +109,7 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, **
     """Load a video's sampled frames.
 
     Args:
-        source: video file, given as in media.fetch_image, or an image list. All images in a list
-            are used.
+        source: video file, given as in media.fetch_image, or an image list. All images in a list are used.
         folder: folder that relative paths start from.
         frame_factor: the sampled frame count is a multiple of this factor.
         sampling: options, see sample_indices. The only option for an image list is fps, the rate
@@ -153,9 +143,7 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, **
         raise ValueError(f"{name}: {error_text}") from error
 
 
-def outline_video(
-    source: Source | list, folder=None, frame_factor=FRAME_FACTOR, **sampling
-) -> Video:
+def outline_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, **sampling) -> Video:
     """Return a video as load_video returns it, but with blank frames, and without decoding.
 
     A file's frame count is taken from its header. See load_video for the arguments.
@@ -184,8 +172,8 @@ def _sample(file: Path | io.BytesIO, sampling: dict) -> Video:
         frames, num_decoded = _decode(file, indices)
         if len(frames) == len(indices):
             return Video(frames, fps, [index / video_fps for index in indices])
-        # The file has fewer frames than packets, because frames before the first key frame cannot
-        # be decoded. Sample again from the number of decoded frames.
+        # The file has fewer frames than packets, because frames before the first key frame cannot be decoded. Sample
+        # again from the number of decoded frames.
         total_frames = num_decoded
 
 
@@ -206,14 +194,13 @@ def _count_frames(container, stream) -> int:
         if packet.pts is not None:
             packet_end = float((packet.pts + (packet.duration or 0)) * packet.time_base)
             end_seconds = max(end_seconds, packet_end)
-    # The duration is checked for Matroska only, because other containers have an index, by which
-    # missing packets are detected.
+    # The duration is checked for Matroska only, because other containers have an index, by which missing packets are
+    # detected.
     claimed_seconds = (container.duration or 0) / 1e6
     missing_seconds = claimed_seconds + (container.start_time or 0) / 1e6 - end_seconds
     if "matroska" in container.format.name and missing_seconds > max(0.5, 0.05 * claimed_seconds):
         raise ValueError(
-            f"the video file is truncated, because it ends after {end_seconds:.6g} of "
-            f"{claimed_seconds:.6g} seconds"
+            f"the video file is truncated, because it ends after {end_seconds:.6g} of {claimed_seconds:.6g} seconds"
         )
     return total_frames
 
@@ -224,8 +211,8 @@ def _opened(file: Path | io.BytesIO) -> Iterator[tuple]:
     with optional_dependency("video", "reading video files requires PyAV"):
         import av
 
-    # Open the file here instead of passing its name, because FFmpeg would open several files for a
-    # name like concat:a|b.
+    # Open the file here instead of passing its name, because FFmpeg would open several files for a name like
+    # concat:a|b.
     opened = file.open("rb") if isinstance(file, Path) else io.BytesIO(file.getbuffer())
     # Forbid all protocols, because FFmpeg would open the files and URLs that a playlist lists.
     options = {"protocol_whitelist": "none"}
@@ -260,8 +247,7 @@ def _decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.I
                 quarter_turns = round(frame.rotation / 90)
                 if abs(frame.rotation - 90 * quarter_turns) > 1:
                     raise ValueError(
-                        f"the rotation of the video is {frame.rotation} degrees, but it must be a "
-                        "multiple of 90"
+                        f"the rotation of the video is {frame.rotation} degrees, but it must be a multiple of 90"
                     )
                 pixels = np.rot90(frame.to_ndarray(format="rgb24"), quarter_turns)
                 frames.append(PIL.Image.fromarray(pixels))
@@ -295,20 +281,17 @@ def sample_indices(
         total_frames: the file's frame count.
         video_fps: the file's frames per second.
         frame_factor: the sampled frame count is a multiple of this factor.
-        sampling: smart_nframes' options; also video_start and video_end in seconds, which are
-            clipped to the video's duration.
+        sampling: smart_nframes' options; also video_start and video_end in seconds, which are clipped to the video's
+            duration.
 
     Returns:
         Indices of the sampled frames, and the sampled frames per second.
 
-    Source: qwen-vl-utils' video readers, which compute in float32; if frame_factor is 1,
-        transformers' Qwen3VLVideoProcessor, which computes in float64.
+    Source: qwen-vl-utils' video readers, which compute in float32; if frame_factor is 1, transformers'
+        Qwen3VLVideoProcessor, which computes in float64.
     """
     if total_frames <= 0 or not 0 < video_fps < math.inf:
-        raise ValueError(
-            f"the video has {total_frames} frames at {video_fps} per second, so no frame can be "
-            "sampled"
-        )
+        raise ValueError(f"the video has {total_frames} frames at {video_fps} per second, so no frame can be sampled")
     duration = total_frames / video_fps
     video_start = sampling.pop("video_start", 0.0)
     video_end = sampling.pop("video_end", duration)
@@ -329,35 +312,29 @@ def sample_indices(
     return indices.tolist(), nframes / num_frames * video_fps
 
 
-def smart_nframes(
-    total_frames: int, video_fps: float, frame_factor: int, sampling: dict[str, float]
-) -> int:
+def smart_nframes(total_frames: int, video_fps: float, frame_factor: int, sampling: dict[str, float]) -> int:
     """Compute how many frames to sample, a multiple of frame_factor.
 
-    Example: 100 frames at 30 frames per second last 3.33 seconds. At 2 sampled frames per second
-    this gives 6.67, which is rounded down to 6 frames.
+    Example: 100 frames at 30 frames per second last 3.33 seconds. At 2 sampled frames per second this gives 6.67, which
+    is rounded down to 6 frames.
 
     Args:
         total_frames: the file's frame count.
         video_fps: the file's frames per second.
         frame_factor: the result is a multiple of this factor.
         sampling: either nframes, the number of frames to sample, or fps, the sampled
-            frames per second (default 2). The option fps can be combined with the bounds min_frames
-            (default 4) and max_frames (default 768); max_frames has priority over min_frames.
+            frames per second (default 2). The option fps can be combined with the bounds min_frames (default 4) and
+            max_frames (default 768); max_frames has priority over min_frames.
 
     Source: qwen-vl-utils' smart_nframes.
     """
     if "nframes" in sampling:
         if sampling.keys() & {"fps", "min_frames", "max_frames"}:
-            raise ValueError(
-                "nframes cannot be combined with fps, min_frames or max_frames; use one of them"
-            )
+            raise ValueError("nframes cannot be combined with fps, min_frames or max_frames; use one of them")
         nframes = round(sampling["nframes"] / frame_factor) * frame_factor
     else:
         min_frames = math.ceil(sampling.get("min_frames", MIN_FRAMES) / frame_factor) * frame_factor
-        max_frames = (
-            math.floor(sampling.get("max_frames", MAX_FRAMES) / frame_factor) * frame_factor
-        )
+        max_frames = math.floor(sampling.get("max_frames", MAX_FRAMES) / frame_factor) * frame_factor
         wanted_frames = total_frames / video_fps * sampling.get("fps", FPS)
         wanted_frames = min(max(wanted_frames, min_frames), max_frames, total_frames)
         nframes = math.floor(wanted_frames / frame_factor) * frame_factor
@@ -369,9 +346,7 @@ def smart_nframes(
     return nframes
 
 
-def frame_size(
-    processor: ImageProcessor, nframes: int, height: int, width: int, **options: int
-) -> tuple[int, int]:
+def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int, **options: int) -> tuple[int, int]:
     """Compute the height and width in pixels that each video frame is resized to.
 
     Args:
@@ -379,10 +354,9 @@ def frame_size(
         nframes: number of sampled frames.
         height, width: frame size in pixels.
         options: min_pixels and max_pixels, the bounds for a frame's area in pixels (default:
-            the area for 128 and 768 tokens), and total_pixels, the limit for all frames (default:
-            the area of 115200 tokens). A frame may use twice its share of total_pixels, because two
-            frames form one temporal patch. Instead of these bounds, resized_height and
-            resized_width can be given, as for an image.
+            the area for 128 and 768 tokens), and total_pixels, the limit for all frames (default: the area of 115200
+            tokens). A frame may use twice its share of total_pixels, because two frames form one temporal patch.
+            Instead of these bounds, resized_height and resized_width can be given, as for an image.
 
     Returns:
         Height and width.

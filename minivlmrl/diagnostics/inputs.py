@@ -43,9 +43,7 @@ class InputCheck(Callback):
         self.log = log
         self.checked_stages = set()
 
-    def on_step_begin(
-        self, trainer: Trainer, optimizer: Optimizer, step: Step, number: int, batches: Batches
-    ):
+    def on_step_begin(self, trainer: Trainer, optimizer: Optimizer, step: Step, number: int, batches: Batches):
         if trainer.stage in self.checked_stages:
             return
         self.checked_stages.add(trainer.stage)
@@ -92,9 +90,7 @@ def parts_of(group: GroupBatch) -> Iterator[Part]:
     ends = [0, *group.image_grid_thw.prod(1).cumsum(0).tolist()]
     merged = ends[-1] // max(len(group.vision_index), 1)  # patches per image token
     images = [(int(group.vision_index[a // merged]), range(a, b)) for a, b in pairwise(ends)]
-    spans = zip(
-        group.prompts, group.layout.prompt_spans, group.layout.completion_spans, strict=True
-    )
+    spans = zip(group.prompts, group.layout.prompt_spans, group.layout.completion_spans, strict=True)
     for prompt, first, others in spans:
         for span in (first, *others):
             own = [image for image in images if image[0] in span]
@@ -104,8 +100,8 @@ def parts_of(group: GroupBatch) -> Iterator[Part]:
 def check_gradients(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[Prompt, str]]:
     """Yield (prompt, problem) for each text and each image without a gradient.
 
-    A prompt without any gradient is reported only if it has a given answer, because completions
-    with an advantage of 0 have none.
+    A prompt without any gradient is reported only if it has a given answer, because completions with an advantage of 0
+    have none.
     """
     group = batch.group
     at_images, at_inputs = run_loss(trainer, batch)
@@ -158,9 +154,7 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
                 stack.callback(module.register_forward_pre_hook(keep_input).remove)
             elif isinstance(module, ValueHead):
                 stack.callback(module.register_forward_hook(add_states).remove)
-        loss, _ = trainer.training_loss(
-            replace(batch, group=replace(batch.group, **{name: leaves[0]}))
-        )
+        loss, _ = trainer.training_loss(replace(batch, group=replace(batch.group, **{name: leaves[0]})))
         slopes: tuple[Tensor | None, ...] = (None,) * len(leaves)
         if loss.requires_grad:
             slopes = torch.autograd.grad(loss, leaves, allow_unused=True)

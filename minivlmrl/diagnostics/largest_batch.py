@@ -19,8 +19,7 @@ from minivlmrl.trainers.base import Trainer
 def largest_rows(question: MemoryQuestion, dataset: Dataset, processor: Processor) -> list[Row]:
     """Return the rows of the largest micro-batch; rows are repeated if fewer were measured.
 
-    Rows whose images cannot be decoded are left out if data.skip_unreadable is set, and otherwise
-    raise ValueError.
+    Rows whose images cannot be decoded are left out if data.skip_unreadable is set, and otherwise raise ValueError.
     """
     rows = []
     count = question.micro_batch_prompts
@@ -34,16 +33,14 @@ def largest_rows(question: MemoryQuestion, dataset: Dataset, processor: Processo
     return [rows[number % len(rows)] for number in range(count if rows else 0)]
 
 
-def try_largest_batch(
-    trainer: Trainer, optimizer: Optimizer, rows: Sequence[Row], optimizer_bytes: int
-):
+def try_largest_batch(trainer: Trainer, optimizer: Optimizer, rows: Sequence[Row], optimizer_bytes: int):
     """Run the forward and backward pass of the largest micro-batch, without an update.
 
     The weights, the optimizer and the random generators do not change. All gradients are removed.
 
     Args:
-        optimizer_bytes: size of the optimizer state on this GPU. It is reserved during the pass,
-            because the optimizer creates its state only in the first step.
+        optimizer_bytes: size of the optimizer state on this GPU. It is reserved during the pass, because the optimizer
+            creates its state only in the first step.
     """
     device = trainer.world.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):

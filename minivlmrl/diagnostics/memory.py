@@ -1,7 +1,7 @@
 """Estimate the memory that a run needs on each GPU, phase by phase, before its weights are read.
 
-To count the activations, a forward and a backward pass run on the meta device, where tensors have a
-shape but no values. Weight, gradient and optimizer state sizes follow from the number of
+To count the activations, a forward and a backward pass run on the meta device, where tensors have a shape but no
+values. Weight, gradient and optimizer state sizes follow from the number of
 parameters and their dtypes, and are divided by the number of shards. RESERVE stands
 for the CUDA context, NCCL's buffers and the gaps between allocations.
 """
@@ -52,9 +52,8 @@ from minivlmrl.trainers.registry import find_trainer
 
 GB = 10**9
 RESERVE = 3 * GB
-# bytes that a decode step needs for each row and each token of the vocabulary: a logit and a
-# probability in float32, the probability as int64, and two copies of the cumulative sum. Filters
-# such as top_p need a sixth more.
+# bytes that a decode step needs for each row and each token of the vocabulary: a logit and a probability in float32,
+# the probability as int64, and two copies of the cumulative sum. Filters such as top_p need a sixth more.
 DRAW_BYTES = 32
 TYPICAL_ROWS = (RowSize(),)  # row sizes, if the rows are unknown
 
@@ -179,9 +178,7 @@ class MemoryEstimator:
             backbone = copy_model(model)
         return TrainedModels(model, ValueModel(backbone, run.model.freeze))
 
-    def activations(
-        self, run: RunConfig, models: TrainedModels, work: BatchShape, train: bool
-    ) -> int:
+    def activations(self, run: RunConfig, models: TrainedModels, work: BatchShape, train: bool) -> int:
         """Return the peak memory in bytes of a forward pass, and of a backward pass with `train`.
 
         It includes neither weights nor gradients.
@@ -258,16 +255,13 @@ def drop_gradient(parameter: nn.Parameter):
     parameter.grad = None
 
 
-def fused_attention(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_options
-) -> Tensor:
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_options) -> Tensor:
     """Call the CPU's fused attention kernel.
 
-    On the meta device, scaled_dot_product_attention would use the unfused formula, which needs more
-    memory than a GPU's kernels.
+    On the meta device, scaled_dot_product_attention would use the unfused formula, which needs more memory than a GPU's
+    kernels.
     """
-    # In float32, the mask is kept for the backward pass. In 16 bits, a GPU uses no mask, see
-    # dense_attention.
+    # In float32, the mask is kept for the backward pass. In 16 bits, a GPU uses no mask, see dense_attention.
     mask = attn_mask if q.dtype == torch.float32 else None
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(q, k, v, attn_mask=mask)[0]
@@ -285,8 +279,8 @@ class MemoryQuestion:
     stage: str
     estimator: MemoryEstimator
     gpus: int = 1
-    # sizes of the largest training rows, the largest first; if a batch has more prompts, the others
-    # are counted like the last one
+    # sizes of the largest training rows, the largest first; if a batch has more prompts, the others are counted like
+    # the last one
     rows: Sequence[RowSize] = TYPICAL_ROWS
     # sizes of the largest held-out rows; empty if the run has no evaluations
     held_out: Sequence[RowSize] = TYPICAL_ROWS
@@ -377,11 +371,7 @@ def sampling_batch(question: MemoryQuestion) -> BatchShape:
 
 
 def largest_batch(
-    rows: Sequence[RowSize],
-    prompts: int,
-    completions: list[int],
-    max_tokens: int | None,
-    whole: bool = False,
+    rows: Sequence[RowSize], prompts: int, completions: list[int], max_tokens: int | None, whole: bool = False
 ) -> BatchShape:
     """Return the shape of the largest batch among those that the largest rows are divided into.
 
@@ -432,9 +422,7 @@ def gathered_bytes(question: MemoryQuestion, model: VisionLanguageModel) -> int:
     return computed_bytes(model, question.dtype) - sum(blocks) + 2 * max(blocks)
 
 
-def rollout_items(
-    question: MemoryQuestion, sampling: SamplingOptions, work: BatchShape
-) -> dict[str, float]:
+def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: BatchShape) -> dict[str, float]:
     """Return the size in bytes of each item that is in memory only while completions are sampled."""
     run, estimator, dtype = question.run, question.estimator, question.dtype
     policy = question.models.policy
@@ -446,8 +434,7 @@ def rollout_items(
         prefill = estimator.prefill(run, policy, work)
     rows = work.prompts * work.num_generations
     keys_and_values = estimator.keys_and_values(dtype, work)
-    # The prompts' activations are freed before the first token is sampled, so that only the larger
-    # item counts.
+    # The prompts' activations are freed before the first token is sampled, so that only the larger item counts.
     after_prompts = {
         "prompts' forward": max(prefill - keys_and_values, 0),
         "logits": DRAW_BYTES * rows * estimator.config.vocab_size,
@@ -469,13 +456,11 @@ def rollout_items(
 def evaluation_items(question: MemoryQuestion) -> dict[str, float]:
     """Return the size in bytes of each item that is in memory only during an evaluation.
 
-    The answers to held-out rows are sampled first. A stage that trains on given answers then
-    computes their log-probabilities, and the larger computation counts.
+    The answers to held-out rows are sampled first. A stage that trains on given answers then computes their
+    log-probabilities, and the larger computation counts.
     """
     sampling = evaluation_sampling(question.run.sampling)
-    work = largest_batch(
-        question.held_out, EVALUATION_ROWS, [sampling.max_new_tokens], sampling.max_batch_tokens
-    )
+    work = largest_batch(question.held_out, EVALUATION_ROWS, [sampling.max_new_tokens], sampling.max_batch_tokens)
     items = rollout_items(question, sampling, work)
     if not question.trainer.answers:
         return items
@@ -503,8 +488,8 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
     # both the weights and their gradients
     gathered = 2 * sum(gathered_bytes(question, backbone) for backbone in models.backbones)
     if run.sharding.once_per_step:
-        # All weights stay gathered, and the gradients are added up in float32 or wider. In
-        # addition, the gradients of the current blocks exist in the layers' dtype.
+        # All weights stay gathered, and the gradients are added up in float32 or wider. In addition, the gradients of
+        # the current blocks exist in the layers' dtype.
         weights = sum(computed_bytes(backbone, question.dtype) for backbone in models.backbones)
         gathered = weights + gathered // 2
         for parameter in trained:

@@ -38,12 +38,7 @@ from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
 
 # phase of the estimate -> phase of a run
-MEASURED = {
-    "rollout": "sampling",
-    "score": "scoring",
-    "train": "forward",
-    "evaluation": "evaluation",
-}
+MEASURED = {"rollout": "sampling", "score": "scoring", "train": "forward", "evaluation": "evaluation"}
 # items of the estimate that do not depend on the rows
 STORED = "weights", "optimizer", "gradients", "reference", "critic", "policy", "gathered"
 
@@ -51,8 +46,7 @@ STORED = "weights", "optimizer", "gradients", "reference", "critic", "policy", "
 class MemoryCheck(Callback):
     """Raises an error before weights are loaded if a run does not fit on the disk or the GPUs.
 
-    On a GPU, the largest micro-batch is also tried before the first step, because an estimate can be
-    wrong.
+    On a GPU, the largest micro-batch is also tried before the first step, because an estimate can be wrong.
     """
 
     estimator: MemoryEstimator | None = None  # None for a model with random weights
@@ -67,9 +61,7 @@ class MemoryCheck(Callback):
         for stage in config.stage_names:
             check_disk(MemoryQuestion(config, stage, self.estimator, world.size))
 
-    def on_rows(
-        self, config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World
-    ):
+    def on_rows(self, config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World):
         if self.estimator is None or world.device.type != "cuda":
             return
         free, _ = torch.cuda.mem_get_info(world.device)
@@ -142,13 +134,11 @@ def refusal(question: MemoryQuestion, images: ImageProcessor, available: float) 
     )
 
 
-def fitting_max_pixels(
-    question: MemoryQuestion, images: ImageProcessor, available: float
-) -> dict[str, Plain]:
+def fitting_max_pixels(question: MemoryQuestion, images: ImageProcessor, available: float) -> dict[str, Plain]:
     """Return the largest max_pixels for images and for frames with which a stage fits, or {}.
 
-    The memory grows about linearly with the number of image tokens, so the limit is interpolated
-    between the smallest and the present images, and then lowered until the stage fits.
+    The memory grows about linearly with the number of image tokens, so the limit is interpolated between the smallest
+    and the present images, and then lowered until the stage fits.
     """
     token_pixels = images.factor**2
     everything = [*question.rows, *question.held_out]
@@ -210,8 +200,8 @@ def written_bytes(question: MemoryQuestion) -> dict[str, float]:
 def check_disk(question: MemoryQuestion):
     """Raise ValueError if a run's training states and weights do not fit on the disk.
 
-    Training states and checkpoints that the output folder already contains count as free space,
-    because the run deletes them.
+    Training states and checkpoints that the output folder already contains count as free space, because the run deletes
+    them.
     """
     run = question.run
     folder = Path(run.output_dir).absolute()

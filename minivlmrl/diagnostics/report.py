@@ -11,15 +11,7 @@ from torch.optim import Optimizer
 from minivlmrl.config.options import RunConfig
 from minivlmrl.json_files import json_text, read_json, read_lines
 from minivlmrl.run.callbacks import Callback
-from minivlmrl.run.metrics import (
-    EVALUATIONS,
-    METRICS,
-    SPEED_EVERY,
-    TIMINGS,
-    WARNINGS,
-    MetricsLog,
-    describe_speed,
-)
+from minivlmrl.run.metrics import EVALUATIONS, METRICS, SPEED_EVERY, TIMINGS, WARNINGS, MetricsLog, describe_speed
 from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES, LogLine
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Step, Trainer
@@ -27,8 +19,7 @@ from minivlmrl.trainers.base import Step, Trainer
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_suffix(".html")
 POINTS = 500  # maximum number of curve points in a stage; each is the mean of some steps
-# maximum number of steps whose completions are shown, and of prompts per step, so that the page
-# stays small
+# maximum number of steps whose completions are shown, and of prompts per step, so that the page stays small
 STEPS = 60
 PROMPTS = 4
 

@@ -1,7 +1,7 @@
 """Warn about runs that are not learning, with a likely cause and a suggested fix.
 
-Each rule checks the metrics from the last WINDOW optimizer steps. A warning is repeated only if its
-condition did not hold at a step in between.
+Each rule checks the metrics from the last WINDOW optimizer steps. A warning is repeated only if its condition did not
+hold at a step in between.
 """
 
 import json
@@ -30,9 +30,7 @@ BASELINE_ROLLOUTS = 50
 Rule = tuple[str, bool, str]  # name, True if the last steps violate the rule, warning
 # suggested fixes that extras/check/completions.py uses too
 RAISE_LIMIT_ADVICE = "Raise this limit, or ask for shorter answers in data.prompt_template."
-FORMAT_ADVICE = (
-    "Describe the format in data.prompt_template, train the stage sft first, or remove the reward."
-)
+FORMAT_ADVICE = "Describe the format in data.prompt_template, train the stage sft first, or remove the reward."
 
 
 class TrainingWarnings(Callback):
@@ -200,8 +198,8 @@ class WarningRules:
     def majority_baseline(self) -> Iterator[tuple[str, str]]:
         """Yield a warning for each reward that is not higher than a constant answer's reward.
 
-        The constant answer is the most frequent solution. Shuffled labels trigger this rule,
-        because no policy that learns from them can be better than the constant answer.
+        The constant answer is the most frequent solution. Shuffled labels trigger this rule, because no policy that
+        learns from them can be better than the constant answer.
         """
         if len(self.recent_rewards) < BASELINE_ROLLOUTS:
             return
@@ -230,8 +228,8 @@ class WarningRules:
     def unused_parameters(self) -> Iterator[tuple[str, str]]:
         """Yield a warning about trainable parameters that have never had a gradient.
 
-        The optimizer has no state for such parameters. Experts are left out, because some of them may
-        have had no token yet.
+        The optimizer has no state for such parameters. Experts are left out, because some of them may have had no token
+        yet.
         """
         names = []
         for name, parameter in self.trainer.trained.named_parameters():
@@ -256,9 +254,9 @@ class WarningRules:
 def ignores_images(evaluations: list[dict], rows: int, reward: str) -> str | None:
     """Return a warning if held-out accuracy rises while the benefit of seeing the image shrinks.
 
-    The benefit is the reward with the true image, minus the reward with a gray image or with
-    another row's image, whichever is higher. A change counts if it exceeds 1 / sqrt(rows), which is
-    two standard errors of an accuracy of 0.5.
+    The benefit is the reward with the true image, minus the reward with a gray image or with another row's image,
+    whichever is higher. A change counts if it exceeds 1 / sqrt(rows), which is two standard errors of an accuracy of
+    0.5.
     """
     sampled = metric_name(reward, "sampled")
     gray, swapped = (metric_name(reward, way) for way in IMAGE_ABLATIONS)

@@ -9,8 +9,8 @@ import torch
 from minivlmrl.kernels.verdicts import driver_version
 
 GB = 10**9
-# PyTorch's wheels by CUDA version. Since torch 2.11, CUDA 12.6 has code for the compute
-# capabilities 5.0 to 9.0, and CUDA 13.0 for 7.5 to 12.0 (pytorch issue 172352).
+# PyTorch's wheels by CUDA version. Since torch 2.11, CUDA 12.6 has code for the compute capabilities 5.0 to 9.0, and
+# CUDA 13.0 for 7.5 to 12.0 (pytorch issue 172352).
 WHEELS = "https://download.pytorch.org/whl"
 OLDER_CUDA, NEWER_CUDA = "cu126", "cu130"
 
@@ -32,8 +32,8 @@ def find_device(local_rank: int = 0) -> torch.device:
         try:
             torch.cuda.init()
         except RuntimeError as error:
-            # With these errors there is no GPU that the user could miss. A forked subprocess cannot
-            # initialise CUDA, but its parent process found no GPU.
+            # With these errors there is no GPU that the user could miss. A forked subprocess cannot initialise CUDA,
+            # but its parent process found no GPU.
             if not re.search("no NVIDIA driver|No CUDA GPUs|in forked subprocess", str(error)):
                 cure = "fix the driver"
                 if re.search(r"too old \(found version 12\d{3}\)", str(error)):
@@ -53,8 +53,8 @@ def hides_gpus() -> bool:
 def check_wheel(device: torch.device):
     """Raise ValueError if PyTorch's wheel has no code for the GPU, and name a wheel that has.
 
-    For example, wheels of CUDA 13 have no code for a V100, and wheels of CUDA 12.6 have none for an
-    RTX 5090. Builds for AMD GPUs are not checked.
+    For example, wheels of CUDA 13 have no code for a V100, and wheels of CUDA 12.6 have none for an RTX 5090. Builds
+    for AMD GPUs are not checked.
     """
     architectures = torch.cuda.get_arch_list()
     capability = torch.cuda.get_device_capability(device)
@@ -73,8 +73,8 @@ def check_wheel(device: torch.device):
 def has_code_for(architectures: list[str], capability: tuple[int, int]) -> bool:
     """Return True if a wheel has code that runs on a GPU with this compute capability.
 
-    Machine code, such as sm_86, runs on capabilities with the same first number and an equal or
-    larger second number. The driver compiles PTX, such as compute_90, for all later capabilities.
+    Machine code, such as sm_86, runs on capabilities with the same first number and an equal or larger second number.
+    The driver compiles PTX, such as compute_90, for all later capabilities.
     """
     for architecture in architectures:
         kind, _, digits = architecture.partition("_")

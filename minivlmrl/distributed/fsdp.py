@@ -1,12 +1,12 @@
 """Shard weights, gradients and optimizer state over the ranks with FSDP2.
 
 The models' code does not know about sharding. Each vision block and each decoder layer is an
-FSDP unit, whose weights are gathered when it runs and freed afterwards. If embeddings and output head
-are two tensors, each of them is a unit, too. All other weights form one more unit, the root.
+FSDP unit, whose weights are gathered when it runs and freed afterwards. If embeddings and output head are two tensors,
+each of them is a unit, too. All other weights form one more unit, the root.
 
-All ranks must run the same units in the same order, otherwise they deadlock. Therefore ranks have
-equal numbers of prompts and micro-batches. DummyVisionForward runs the vision tower on ranks
-without images, and in_lockstep runs equally many decode steps on all ranks.
+All ranks must run the same units in the same order, otherwise they deadlock. Therefore ranks have equal numbers of
+prompts and micro-batches. DummyVisionForward runs the vision tower on ranks without images, and in_lockstep runs
+equally many decode steps on all ranks.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from minivlmrl.config.options import ShardingOptions
@@ -50,8 +44,8 @@ class Sharding:
     A sharded model has this object as its attribute `sharding`.
 
     Args:
-        dtype: dtype of the weights that the optimizer updates. Gradients are reduced in this dtype,
-            at least in float32.
+        dtype: dtype of the weights that the optimizer updates. Gradients are reduced in this dtype, at least in
+            float32.
         recompute: recompute activations in the backward pass (activation checkpointing).
         compute_dtype: dtype for gathered weights and activations; None takes dtype.
             It is used even if sharding.enabled is false.
@@ -70,12 +64,10 @@ class Sharding:
         self.recompute = recompute
         self.once_per_step = section.once_per_step
         self.compute_dtype = compute_dtype or dtype
-        # inputs are not cast, so that rotary angles stay float32, and so do the inputs of adapters
-        # on a base with lower precision
+        # inputs are not cast, so that rotary angles stay float32, and so do the inputs of adapters on a base with lower
+        # precision
         gradient_dtype = torch.promote_types(dtype, torch.float32)
-        self.precision = MixedPrecisionPolicy(
-            compute_dtype, gradient_dtype, cast_forward_inputs=False
-        )
+        self.precision = MixedPrecisionPolicy(compute_dtype, gradient_dtype, cast_forward_inputs=False)
         self.offload = OffloadPolicy()
         if section.cpu_offload:
             self.offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
@@ -97,8 +89,8 @@ class Sharding:
             self.make_unit(model.model.embed_tokens, self.precision)
             self.make_unit(model.lm_head, self.precision)
         root = self.shard_alone(model, self.precision)
-        # A unit's backward pass prefetches the previous unit. FSDP's default order follows the
-        # forward passes since the last backward pass. A rank may have run more of them than
+        # A unit's backward pass prefetches the previous unit. FSDP's default order follows the forward passes since the
+        # last backward pass. A rank may have run more of them than
         # another rank, so that both would gather different layers in the same collective call.
         root.set_modules_to_backward_prefetch(sharded_blocks(model.model.layers)[-1:])
         for tower in (model.visual.blocks, model.model.layers):
@@ -152,8 +144,8 @@ class Sharding:
     def gather(self, model: VisionLanguageModel) -> VisionLanguageModel:
         """Gather a model's full weights, and return an unsharded model that uses them.
 
-        The returned model has no FSDP hooks, so that each rank can run it independently and a CUDA
-        graph can capture it. It is valid until the sharded model is resharded.
+        The returned model has no FSDP hooks, so that each rank can run it independently and a CUDA graph can capture
+        it. It is valid until the sharded model is resharded.
         """
         for unit in units(model):
             unit.unshard()
@@ -169,9 +161,7 @@ class Sharding:
             in_compute_dtype: copy into compute_dtype; False keeps the parameters' dtype.
         """
         reshard(model)
-        duplicate = clone_architecture(
-            model, self.compute_dtype if in_compute_dtype else model.lm_head.weight.dtype
-        )
+        duplicate = clone_architecture(model, self.compute_dtype if in_compute_dtype else model.lm_head.weight.dtype)
         self.shard(duplicate)
         duplicate.save_dtype = model.save_dtype
         dtypes = {name: parameter.dtype for name, parameter in duplicate.named_parameters()}
@@ -204,8 +194,8 @@ def sharded_blocks(tower: nn.ModuleList) -> list[FSDPModule]:
 
 def layers_without_experts(model: VisionLanguageModel) -> list[FSDPModule]:
     """Return the decoder layers in which all parameters have gradients in every micro-batch."""
-    # An expert has none in a micro-batch without tokens for it, and the vision tower in one without
-    # images. The same holds for the merger, which is in the root.
+    # An expert has none in a micro-batch without tokens for it, and the vision tower in one without images. The same
+    # holds for the merger, which is in the root.
     experts = model.config.experts
     layers = enumerate(sharded_blocks(model.model.layers))
     return [layer for i, layer in layers if experts is None or not experts.has_experts(i)]
@@ -214,10 +204,9 @@ def layers_without_experts(model: VisionLanguageModel) -> list[FSDPModule]:
 def gather_embedding_and_head(model: VisionLanguageModel):
     """Gather the units of an untied embedding and head in each forward pass of a model.
 
-    Their weights are used without calling their modules, so that FSDP's hooks do not run. As the
-    weights of the root, they stay gathered until the end of the backward pass, in which FSDP
-    reduces their gradients, or until `reshard`. One unit for both would need a buffer for the
-    gradients of both in float32, which is 4.4 GB for a 7B model.
+    Their weights are used without calling their modules, so that FSDP's hooks do not run. As the weights of the root,
+    they stay gathered until the end of the backward pass, in which FSDP reduces their gradients, or until `reshard`.
+    One unit for both would need a buffer for the gradients of both in float32, which is 4.4 GB for a 7B model.
     """
     embedding, head = model.model.embed_tokens, model.lm_head
     assert isinstance(embedding, FSDPModule) and isinstance(head, FSDPModule)
@@ -261,15 +250,13 @@ class DummyVisionForward:
         on_any_rank = torch.tensor(int(runs_tower))  # on the CPU, so that no rank waits for its GPU
         dist.all_reduce(on_any_rank, dist.ReduceOp.MAX)
         if on_any_rank and not runs_tower:
-            self.zero = forward_black_image(
-                model.visual, model.config.vision_config, batch.input_ids.device
-            )
+            self.zero = forward_black_image(model.visual, model.config.vision_config, batch.input_ids.device)
 
     def before_decoder(self, decoder: nn.Module, arguments: tuple) -> tuple | None:
         """Add the output for the black image, which is 0, to the embeddings.
 
-        The decoder's input then has a gradient on all ranks or on none. Otherwise, with frozen
-        embeddings, FSDP would reduce the first layer's and the root's gradients in another
+        The decoder's input then has a gradient on all ranks or on none. Otherwise, with frozen embeddings, FSDP would
+        reduce the first layer's and the root's gradients in another
         order on ranks with images than on ranks without.
         """
         if self.zero is None:
@@ -287,14 +274,11 @@ def forward_black_image(tower: nn.Module, config: VisionConfig, device: torch.de
     return 0 * tower(black_patches, torch.tensor([[1, merge_size, merge_size]])).sum()
 
 
-def in_lockstep(
-    sample_token: Callable, max_new_tokens: int, model: VisionLanguageModel, world: World
-) -> Callable:
+def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLanguageModel, world: World) -> Callable:
     """Wrap sample_token so that all ranks run a sharded decoder equally often.
 
-    Completions end at different steps on different ranks. The returned function signals each
-    further decode step to the other ranks. When a rank has finished, it runs the decoder on a dummy
-    token until all ranks have finished.
+    Completions end at different steps on different ranks. The returned function signals each further decode step to the
+    other ranks. When a rank has finished, it runs the decoder on a dummy token until all ranks have finished.
     """
 
     def sample_together(logits: Tensor, rows: Tensor, counts: Tensor):

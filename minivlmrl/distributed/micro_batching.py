@@ -1,7 +1,7 @@
 """Split rollouts into micro-batches with a token budget, which bounds a forward pass's memory.
 
-The split changes no completion, because each row has its own random seed. It changes gradients only
-in the floating-point addition order, because losses are divided by the counts of the whole
+The split changes no completion, because each row has its own random seed. It changes gradients only in the
+floating-point addition order, because losses are divided by the counts of the whole
 step.
 """
 
@@ -16,26 +16,20 @@ Key = TypeVar("Key")
 
 
 def split_into_micro_batches(
-    lengths: Sequence[tuple[int, Sequence[int]]],
-    max_prompts: int,
-    max_tokens: int | None,
-    world: World | None = None,
+    lengths: Sequence[tuple[int, Sequence[int]]], max_prompts: int, max_tokens: int | None, world: World | None = None
 ) -> list[list[tuple[int, int]]]:
     """Split prompts and their completions into micro-batches.
 
-    With a token limit, prompts are grouped by length. A group that exceeds the limit is divided,
-    and its prompt is recomputed for each part. All ranks get equally many micro-batches, because
-    sharded models must run in step.
+    With a token limit, prompts are grouped by length. A group that exceeds the limit is divided, and its prompt is
+    recomputed for each part. All ranks get equally many micro-batches, because sharded models must run in step.
 
-    Example: for lengths [(10, [5, 5]), (10, [40, 2])] and limits of 9 prompts and 40 tokens, the
-        result is [(0, 0), (0, 1)], [(1, 1)], [(1, 0)]. The last micro-batch has 50 tokens, because
-        a completion is never divided.
+    Example: for lengths [(10, [5, 5]), (10, [40, 2])] and limits of 9 prompts and 40 tokens, the result is [(0, 0), (0,
+        1)], [(1, 1)], [(1, 0)]. The last micro-batch has 50 tokens, because a completion is never divided.
 
     Args:
         lengths: for each prompt (its token count, its completions' token counts).
         max_prompts: largest number of prompts in a micro-batch.
-        max_tokens: largest number of tokens in a micro-batch, in which each prompt counts once;
-            None for no limit.
+        max_tokens: largest number of tokens in a micro-batch, in which each prompt counts once; None for no limit.
         world: processes that all call this function; None for a single process.
     Returns:
         micro-batches, each a list of (prompt index, completion index).
@@ -87,9 +81,8 @@ def sample_in_micro_batches(
 ) -> list[list[Completion]]:
     """Call sample(prompts, num_generations, keys) on micro-batches, and join the results.
 
-    sampling.max_batch_tokens limits the tokens in a micro-batch, with completions of full length. A
-    micro-batch has at least one prompt with all its completions. Prompts that fit into one
-    micro-batch keep their order.
+    sampling.max_batch_tokens limits the tokens in a micro-batch, with completions of full length. A micro-batch has at
+    least one prompt with all its completions. Prompts that fit into one micro-batch keep their order.
     """
     completions: list = [None] * len(prompts)
     most_new = num_generations * sampling.max_new_tokens

@@ -21,8 +21,8 @@ def attempt_store(limit: timedelta) -> Store:
     """Create the store of rank addresses, separately for each restart by torchrun --max-restarts.
 
     torchrun (2.13) uses one store for all attempts, in which a restarted rank would find the
-    dead rank's address (pytorch issue 135712). With several hosts one store is used, because not
-    all hosts know the attempt number, see docs/many_gpus.md.
+    dead rank's address (pytorch issue 135712). With several hosts one store is used, because not all hosts know the
+    attempt number, see docs/many_gpus.md.
 
     Raises:
         ValueError: rank 0's store cannot be reached.
@@ -44,8 +44,8 @@ def attempt_store(limit: timedelta) -> Store:
 def connect(store: Store, rank: int, size: int, device: torch.device, limit: timedelta):
     """Create the process group, and add up a number over all ranks on each network.
 
-    Gloo connects the CPUs of all ranks. On GPUs, NCCL connects the GPUs too; without the sum, NCCL
-    would connect them only in the first step, after all weights have been loaded.
+    Gloo connects the CPUs of all ranks. On GPUs, NCCL connects the GPUs too; without the sum, NCCL would connect them
+    only in the first step, after all weights have been loaded.
 
     Args:
         store: the store of rank addresses.
@@ -113,8 +113,8 @@ def wait_for_ranks(store: Store, rank: int, size: int, limit: timedelta) -> list
 def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
     """Give up connections that a block opens once the other host has not answered for some seconds.
 
-    Then the gloo operations that wait for this host fail. A rank that computes for long is no dead
-    host, because the kernel of its host answers. Only Linux has these options of connections.
+    Then the gloo operations that wait for this host fail. A rank that computes for long is no dead host, because the
+    kernel of its host answers. Only Linux has these options of connections.
     """
     if sys.platform != "linux":
         yield

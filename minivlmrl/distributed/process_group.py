@@ -97,9 +97,9 @@ class World:
     def wait(self):
         """Wait for all ranks, for any time, unless a rank is lost.
 
-        A collective operation fails if a rank is late by more than `timeout`. This is right for
-        training, in which all ranks do the same, but not for sampling, tools, rewards and saving,
-        which may take much longer on one rank than on another.
+        A collective operation fails if a rank is late by more than `timeout`. This is right for training, in which all
+        ranks do the same, but not for sampling, tools, rewards and saving, which may take much longer on one rank than
+        on another.
         """
         if self.size > 1:
             with self.waiting():
@@ -207,8 +207,8 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
     # cuDNN's attention can give wrong results with fewer than 8 key heads (pytorch issue 193893)
     torch.backends.cuda.enable_cudnn_sdp(False)
     if size > 1 or sharded:
-        # Gloo transfers CPU tensors, Python objects and offloaded shards. Unless it is given a
-        # network interface, it resolves the host's name, which can fail in a container.
+        # Gloo transfers CPU tensors, Python objects and offloaded shards. Unless it is given a network interface, it
+        # resolves the host's name, which can fail in a container.
         if local_size == size and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         time_limit = timedelta(seconds=timeout)
@@ -231,8 +231,8 @@ def monitored_barrier(limit: timedelta):
     """Wait until all ranks call this function.
 
     Raises:
-        RuntimeError: a rank has ended, or a rank is late by more than the limit. On rank 0, the
-            message names a rank that is late, for example "Rank 1 failed to pass monitoredBarrier".
+        RuntimeError: a rank has ended, or a rank is late by more than the limit. On rank 0, the message names a rank
+            that is late, for example "Rank 1 failed to pass monitoredBarrier".
     """
     if waiting_group is not None:
         dist.monitored_barrier(waiting_group, limit, wait_all_ranks=limit < NO_LIMIT)
@@ -241,8 +241,8 @@ def monitored_barrier(limit: timedelta):
 def default_num_threads(local_size: int) -> int:
     """Return OMP_NUM_THREADS, or an equal share of the cores for each process of this machine.
 
-    If several processes run and OMP_NUM_THREADS is 1, the variable is ignored, because torchrun
-    sets it to 1 unless the user has set it.
+    If several processes run and OMP_NUM_THREADS is 1, the variable is ignored, because torchrun sets it to 1 unless the
+    user has set it.
     """
     requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if requested.isdecimal() and int(requested) > (local_size > 1):

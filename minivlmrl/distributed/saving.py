@@ -58,8 +58,7 @@ def save_sharded(
 ):
     """Save a sharded model as a checkpoint folder, see gather_and_save_model.
 
-    The ranks gather the tensors of one file after the other, because the full model may not fit
-    into rank 0's memory.
+    The ranks gather the tensors of one file after the other, because the full model may not fit into rank 0's memory.
     """
     reshard(model)
     weights = checkpoint.file_weights(model)
@@ -70,9 +69,7 @@ def save_sharded(
     files = world.gather_objects(split)[0]
     with ExitStack() as saving:
         # ranks other than 0 write nothing
-        new_folder = world.run_on_rank_zero(
-            lambda: saving.enter_context(replacing(folder))
-        ) or Path(folder)
+        new_folder = world.run_on_rank_zero(lambda: saving.enter_context(replacing(folder))) or Path(folder)
 
         def write_tensors(file: str, tensors: dict[str, Tensor]):
             for name, tensor in tensors.items():

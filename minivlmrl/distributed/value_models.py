@@ -16,13 +16,7 @@ from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.lora import init_adapters, inject_adapters
 from minivlmrl.model.plain_weights import gather_full_tensor, has_adapters
 from minivlmrl.model.trainable import select_trained
-from minivlmrl.model.value_head import (
-    HEAD_FILE,
-    ValueModel,
-    add_saved_head,
-    input_form,
-    load_value_model,
-)
+from minivlmrl.model.value_head import HEAD_FILE, ValueModel, add_saved_head, input_form, load_value_model
 
 
 def save_value_model(
@@ -50,14 +44,12 @@ def save_value_model(
     gather_and_save_model(folder, model.backbone, processor, world, base, write_head, merge)
 
 
-def load_scorer(
-    policy: VisionLanguageModel, folder: str | Path, device: torch.device, same_base: bool
-) -> ValueModel:
+def load_scorer(policy: VisionLanguageModel, folder: str | Path, device: torch.device, same_base: bool) -> ValueModel:
     """Load a value model that scores a policy's completions.
 
     Args:
-        same_base: True if the value model consists of adapters on the policy's base weights. Both
-            then share these weights, unless they are sharded: an FSDP unit belongs to one model.
+        same_base: True if the value model consists of adapters on the policy's base weights. Both then share these
+            weights, unless they are sharded: an FSDP unit belongs to one model.
     """
     if same_base and has_adapters(policy) and not is_sharded(policy):
         from minivlmrl.model.peft import load_adapter
@@ -69,11 +61,7 @@ def load_scorer(
 
 
 def load_critic(
-    folder: str | Path,
-    policy: VisionLanguageModel,
-    processor: Processor,
-    run: RunConfig,
-    device: torch.device,
+    folder: str | Path, policy: VisionLanguageModel, processor: Processor, run: RunConfig, device: torch.device
 ) -> ValueModel:
     """Load a value model to train as a critic, with the recipe's adapter and freeze options."""
     dtype = policy.lm_head.weight.dtype

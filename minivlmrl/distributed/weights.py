@@ -1,7 +1,7 @@
 """Functions for a model's weights that work for both sharded and unsharded models.
 
-A sharded model has a distributed.fsdp.Sharding as its attribute `sharding`. This file does not
-import FSDP, so that runs without sharding do not load it.
+A sharded model has a distributed.fsdp.Sharding as its attribute `sharding`. This file does not import FSDP, so that
+runs without sharding do not load it.
 """
 
 import copy
@@ -72,8 +72,8 @@ def reshard(module: nn.Module):
 def reshard_interrupted(module: nn.Module):
     """Free a sharded module's gathered weights after an error within its forward pass.
 
-    FSDP ignores `reshard` while a unit that stays gathered is in a forward pass, which an error
-    does not end. Afterwards the weights can be saved, but the module must not be used any more.
+    FSDP ignores `reshard` while a unit that stays gathered is in a forward pass, which an error does not end.
+    Afterwards the weights can be saved, but the module must not be used any more.
     """
     for unit in units(module):
         unit.set_reshard_after_forward(True, recurse=False)
@@ -87,8 +87,8 @@ class Communication:
     once_per_step: bool  # the option sharding.once_per_step
     # True for vision blocks and decoder layers, whose weights are freed after a forward pass
     is_block: bool = False
-    # True if the same parameters have gradients in every micro-batch of a step. Only then can the
-    # sum over replicas wait, because FSDP keeps one tensor with all gradients until that sum.
+    # True if the same parameters have gradients in every micro-batch of a step. Only then can the sum over replicas
+    # wait, because FSDP keeps one tensor with all gradients until that sum.
     all_reduces_once: bool = False
     was_gathered: bool = False  # only a unit that was gathered before can postpone its reduction
 
@@ -101,8 +101,8 @@ def communication_of(unit: "FSDPModule") -> Communication:
 def begin_micro_batch(module: nn.Module, is_last: bool):
     """Postpone a sharded module's communication to the last micro-batch of an optimizer step.
 
-    With sharding.once_per_step, gathered weights are kept, and gradients are added up on each rank.
-    In the last micro-batch, they are reduced, also for a unit that does not run in it, such as
+    With sharding.once_per_step, gathered weights are kept, and gradients are added up on each rank. In the last
+    micro-batch, they are reduced, also for a unit that does not run in it, such as
     the vision tower if no rank has an image. Otherwise, only the sum over replicas is postponed.
     """
     for unit in units(module):
@@ -139,18 +139,15 @@ def shard_rows(mesh: "DeviceMesh", num_rows: int) -> slice:
 
 
 @contextmanager
-def rollout_weights(
-    model: VisionLanguageModel, gather_weights: bool
-) -> Iterator[VisionLanguageModel]:
+def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterator[VisionLanguageModel]:
     """Yield the model to sample with, without gradients.
 
-    On a GPU, its adapters are 16-bit copies (see model/lora.py), unless one layer is gathered at a
-    time.
+    On a GPU, its adapters are 16-bit copies (see model/lora.py), unless one layer is gathered at a time.
 
     Args:
         gather_weights: True gathers a sharded model's full weights on every rank first, so
-            that each rank can run any number of forward passes. False gathers one layer at a time,
-            which saves memory; all ranks must then run equally many passes, see fsdp.in_lockstep.
+            that each rank can run any number of forward passes. False gathers one layer at a time, which saves memory;
+            all ranks must then run equally many passes, see fsdp.in_lockstep.
     """
     if model.sharding is None:
         with sampling_copies(model), torch.inference_mode():

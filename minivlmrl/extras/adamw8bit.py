@@ -1,13 +1,12 @@
 """AdamW whose two moments are stored in 8 bits per value instead of 32 (arXiv 2110.02861).
 
-Each row of a moment is split into blocks of 256 values. A block stores its scale, which is its
-largest absolute value in float32, and one byte per value. The byte is the index of the nearest of
-256 numbers between -1 and 1, which are denser near 0. Blocks do not cross rows and FSDP shards
-weights by rows, so the codes do not depend on the number of ranks. bitsandbytes splits the
-flattened tensor instead.
+Each row of a moment is split into blocks of 256 values. A block stores its scale, which is its largest absolute value
+in float32, and one byte per value. The byte is the index of the nearest of 256 numbers between -1 and 1, which are
+denser near 0. Blocks do not cross rows and FSDP shards weights by rows, so the codes do not depend on the number of
+ranks. bitsandbytes splits the flattened tensor instead.
 
-A recipe selects this optimizer with `optimizer: {name: adamw_8bit}`. A modified copy beside the
-recipe is selected by its file and class, for example `my_adamw.py:AdamW8bit`.
+A recipe selects this optimizer with `optimizer: {name: adamw_8bit}`. A modified copy beside the recipe is selected by
+its file and class, for example `my_adamw.py:AdamW8bit`.
 """
 
 import math
@@ -34,9 +33,7 @@ class AdamW8bit(torch.optim.Optimizer):
     small updates accumulate instead of being lost.
     """
 
-    def __init__(
-        self, parameters: Iterable, lr: float, betas: tuple[float, float], weight_decay: float
-    ):
+    def __init__(self, parameters: Iterable, lr: float, betas: tuple[float, float], weight_decay: float):
         defaults = {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": weight_decay}
         super().__init__(parameters, defaults)
 
@@ -64,14 +61,7 @@ class AdamW8bit(torch.optim.Optimizer):
             piece = {name: value[rows] for name, value in moments.items()}
             self._update_rows(weight[rows], gradient[rows], piece, num_steps, group)
 
-    def _update_rows(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        state: dict[str, Tensor],
-        num_steps: int,
-        group: dict,
-    ):
+    def _update_rows(self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], num_steps: int, group: dict):
         """Apply the AdamW update (arXiv 1711.05101, algorithm 2) to a row chunk, in place."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
         learning_rate = group["lr"]

@@ -24,14 +24,7 @@ from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import RowSize
 from minivlmrl.data.rows import Dataset
-from minivlmrl.diagnostics.memory import (
-    GB,
-    RESERVE,
-    MemoryEstimator,
-    MemoryQuestion,
-    estimate_phases,
-    peak_bytes,
-)
+from minivlmrl.diagnostics.memory import GB, RESERVE, MemoryEstimator, MemoryQuestion, estimate_phases, peak_bytes
 from minivlmrl.diagnostics.memory_check import measure_datasets, refusal
 from minivlmrl.distributed.process_group import World
 from minivlmrl.json_files import read_json
@@ -131,9 +124,7 @@ def open_rows(run: RunConfig, folder: Path) -> tuple[dict[str, Dataset], Process
 
 def build_parser() -> argparse.ArgumentParser:
     usage = "%(prog)s [RECIPE] [--model MODEL] [--section.name=value ...] [options]"
-    parser = argparse.ArgumentParser(
-        "python -m minivlmrl memory", usage, str(__doc__).splitlines()[0]
-    )
+    parser = argparse.ArgumentParser("python -m minivlmrl memory", usage, str(__doc__).splitlines()[0])
     add = parser.add_argument
     add("--model", help="config.json, its folder or a repository id; defaults to model.path")
     add("--gpus", type=int, default=1, help="number of GPUs on all nodes together")
@@ -142,8 +133,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--image_tokens",
         type=int,
-        help="number of image tokens per prompt: height/28 x width/28 (/32 instead for Qwen3); "
-        "defaults to 1000",
+        help="number of image tokens per prompt: height/28 x width/28 (/32 instead for Qwen3); defaults to 1000",
     )
     add("--frames", type=int, help="number of images that the image tokens are divided into")
     return parser
@@ -152,9 +142,7 @@ def build_parser() -> argparse.ArgumentParser:
 def model_config(name: str | Path) -> ModelConfig:
     """Read a model's config.json, see find_settings."""
     path = Path(name)
-    return config_json.from_dict(
-        read_json(path if path.is_file() else find_settings(name) / "config.json")
-    )
+    return config_json.from_dict(read_json(path if path.is_file() else find_settings(name) / "config.json"))
 
 
 def memory_table(phases: dict[str, dict], gpu_bytes: float) -> str:

@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer with the loss `minivlmrl.grpo_loss`, or with your own loss function.
 
-docs/library.md shows how to use it. TRL is not a dependency of minivlmrl. This module needs TRL 1.10 or
-newer, because older releases divide some losses by other totals.
+docs/library.md shows how to use it. TRL is not a dependency of minivlmrl. This module needs TRL 1.10 or newer, because
+older releases divide some losses by other totals.
 """
 
 # TRL loads its classes lazily, and its trainer gets attributes at run time, which pyright cannot see.
@@ -33,14 +33,10 @@ try:
     import trl
 except ImportError as error:
     raise ImportError(
-        f"minivlmrl.extras.trl needs TRL 1.10 or newer, but importing it failed ({error}); "
-        f"{INSTALL}"
+        f"minivlmrl.extras.trl needs TRL 1.10 or newer, but importing it failed ({error}); {INSTALL}"
     ) from error
 if tuple(map(int, trl.__version__.split(".")[:2])) < (1, 10):
-    raise ImportError(
-        f"minivlmrl.extras.trl needs TRL 1.10 or newer, but {trl.__version__} is installed; "
-        f"{INSTALL}"
-    )
+    raise ImportError(f"minivlmrl.extras.trl needs TRL 1.10 or newer, but {trl.__version__} is installed; {INSTALL}")
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]  # grpo_loss's signature
 # grpo_loss argument: GRPOConfig field with the same meaning (kl_estimator has none)
@@ -68,12 +64,12 @@ CONFIG_DEFAULTS = {field.name: field.default for field in fields(trl.GRPOConfig)
 class GRPOTrainer(trl.GRPOTrainer):
     """TRL's GRPOTrainer with the loss `minivlmrl.grpo_loss`, or with your own loss function.
 
-    Only `_compute_loss` is replaced: completions, rewards, advantages, the reference model, the
-    optimizer and checkpoints are TRL's. The other arguments are the same as in trl.GRPOTrainer.
+    Only `_compute_loss` is replaced: completions, rewards, advantages, the reference model, the optimizer and
+    checkpoints are TRL's. The other arguments are the same as in trl.GRPOTrainer.
 
     Args:
-        loss: a loss_type for `grpo_loss`, such as "grpo"; or a function with the arguments and
-            results of `grpo_loss`. None means the loss_type in `args`.
+        loss: a loss_type for `grpo_loss`, such as "grpo"; or a function with the arguments and results of `grpo_loss`.
+            None means the loss_type in `args`.
         kl_estimator: KL estimator, see kl_term. `args` has all other loss options.
     Raises:
         ValueError: `args` names another loss than `loss`, or has an option that cannot be computed.
@@ -95,18 +91,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         args = copy.copy(args)
         if isinstance(loss, str):
             if args.loss_type not in (CONFIG_DEFAULTS["loss_type"], loss):
-                raise ValueError(
-                    f"args.loss_type is {args.loss_type!r}, but loss is {loss!r}; set only one of "
-                    "them"
-                )
+                raise ValueError(f"args.loss_type is {args.loss_type!r}, but loss is {loss!r}; set only one of them")
             args.loss_type = loss
         self.loss_options = loss_options(args, kl_estimator)
         self.loss_function: LossFunction = loss if callable(loss) else grpo_loss
         # arguments that differ from TRL's defaults, which are those of the functions, too
         self.term_options = {
-            name: getattr(args, name)
-            for name in TERM_OPTIONS
-            if getattr(args, name) != CONFIG_DEFAULTS[name]
+            name: getattr(args, name) for name in TERM_OPTIONS if getattr(args, name) != CONFIG_DEFAULTS[name]
         }
         check_options(args, self.loss_function, self.term_options)
         super().__init__(model, reward_funcs, args, *more_args, **kwargs)
@@ -116,9 +107,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         logps, entropies, aux_loss = self._score(model, inputs)
         # Gradients from this many micro-batches are added.
         parts = self.current_gradient_accumulation_steps if self.model.training else 1
-        normalizer = LossNormalizer(
-            len(mask) * parts, self._tokens(inputs, parts), self.max_completion_length
-        )
+        normalizer = LossNormalizer(len(mask) * parts, self._tokens(inputs, parts), self.max_completion_length)
         kept = mask
         if self.top_entropy_quantile < 1:
             # TRL's function, because it computes the quantile over all processes
@@ -187,9 +176,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             # log-probabilities from vLLM, or from the model before the optimizer steps
             old_logps = inputs.get("old_per_token_logps", logps.detach())
             sampling_logps = inputs.get("sampling_per_token_logps", old_logps)
-            near = off_policy_mask(
-                logps, sampling_logps, inputs["advantages"], mask, self.off_policy_mask_threshold
-            )
+            near = off_policy_mask(logps, sampling_logps, inputs["advantages"], mask, self.off_policy_mask_threshold)
             weights = near if weights is None else weights * near
         if not (self.use_vllm and self.vllm_importance_sampling_correction):
             return weights, self.term_options
@@ -242,10 +229,7 @@ def check_options(args: trl.GRPOConfig, function: LossFunction, term_options: di
             "use_adaptive_entropy to false, or use trl.GRPOTrainer"
         )
     if args.use_liger_kernel:
-        raise ValueError(
-            "use_liger_kernel is true, but it replaces the loss in some releases of TRL; set it to "
-            "false"
-        )
+        raise ValueError("use_liger_kernel is true, but it replaces the loss in some releases of TRL; set it to false")
     if function is grpo_loss:
         check_known("loss_type", args.loss_type, AVERAGES)
         function = TERMS[args.loss_type]

@@ -43,10 +43,9 @@ class Forward:
 class InputCheck(TrainerCallback):
     """Warns if an image or a video of the first step does not reach the loss.
 
-    The loss must have a gradient at each image that comes before a token to train on, and the
-    outputs of the model must change if the images are gray. The gradients are those of the step
-    itself. The only additional work is two forward passes without gradients, which are omitted if
-    the weights are sharded. Weights and random numbers are not changed.
+    The loss must have a gradient at each image that comes before a token to train on, and the outputs of the model must
+    change if the images are gray. The gradients are those of the step itself. The only additional work is two forward
+    passes without gradients, which are omitted if the weights are sharded. Weights and random numbers are not changed.
 
     `problems` has the warnings, or is empty.
     """
@@ -89,9 +88,7 @@ class InputCheck(TrainerCallback):
             if isinstance(kwargs.get(pixels), Tensor):
                 shown[pixels] = kwargs[pixels].detach().clone().requires_grad_()
             elif ids is not None and number is not None and (ids == number).any():
-                self.problems.append(
-                    f"the tokens have places for {kind}s, but there are no {kind}s"
-                )
+                self.problems.append(f"the tokens have places for {kind}s, but there are no {kind}s")
         if shown and not self.forwards and not is_sharded(model):
             self.is_comparing = True
             try:
@@ -122,9 +119,7 @@ def gray_problems(model: nn.Module, args: tuple, kwargs: dict, names: list[str])
     for images in ({}, gray):
         # the same random numbers for both, and for the step as without the callback
         with torch.no_grad(), torch.random.fork_rng():
-            texts.append(
-                text_outputs(model(*args, **kwargs | images), model, kwargs.get("input_ids"))
-            )
+            texts.append(text_outputs(model(*args, **kwargs | images), model, kwargs.get("input_ids")))
     if torch.equal(*texts):
         return ["the outputs of the model do not change if the images are gray"]
     return []

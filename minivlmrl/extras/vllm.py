@@ -3,10 +3,10 @@
     sampling: {engine: vllm, vllm: {max_model_len: 4096}}
 
 Before each rollout, vLLM receives the policy's weights. It receives each prompt as the token
-ids and image patches that minivlmrl has computed, so that text is not tokenized and images are not
-resized or normalised a second time. vLLM computes only the logits, and this file samples the
-tokens. Therefore samples do not depend on the other rows in a batch, and in float32 they equal the
-policy's own samples. To change this engine, copy the file and set
+ids and image patches that minivlmrl has computed, so that text is not tokenized and images are not resized or
+normalised a second time. vLLM computes only the logits, and this file samples the tokens. Therefore samples do not
+depend on the other rows in a batch, and in float32 they equal the policy's own samples. To change this engine, copy the
+file and set
 sampling.engine=my_vllm.py:VLLMSampler.
 
 vLLM is imported inside functions, because the memory estimate must work without it.
@@ -29,9 +29,7 @@ from torch import Tensor
 
 # The engine must run in this process, because this process has the policy's weights.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ.setdefault(
-    "VLLM_CPU_OMP_THREADS_BIND", "nobind"
-)  # otherwise vLLM binds the trainer's threads to cores
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # otherwise vLLM binds the trainer's threads to cores
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
@@ -52,8 +50,8 @@ from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 from minivlmrl.model.plain_weights import gather_full_tensor
 
-# vllm.LLM options that a recipe may set. Others, such as worker_cls and kv_transfer_config, can load
-# code, which somebody else's config.yaml must not do, or contradict FIXED_OPTIONS.
+# vllm.LLM options that a recipe may set. Others, such as worker_cls and kv_transfer_config, can load code, which
+# somebody else's config.yaml must not do, or contradict FIXED_OPTIONS.
 OPTIONS = (
     "block_size",
     "cpu_offload_gb",
@@ -103,8 +101,8 @@ class Sampling:
         """Sample the next token for each of these rows from logits (r, V).
 
         Returns:
-            New logits (r, V): 0 for the sampled token and -inf for all other tokens, so that vLLM
-            selects the sampled token.
+            New logits (r, V): 0 for the sampled token and -inf for all other tokens, so that vLLM selects the sampled
+            token.
         """
         index = torch.tensor(rows, device=logits.device)
         ids, logps, ends = self.sample_token(logits, index, self.counts[rows].to(logits.device))
@@ -117,8 +115,8 @@ class Sampling:
 class TokenChooser:
     """Logits processor for vLLM that makes vLLM select the tokens that `Sampling` samples.
 
-    vLLM's V1 runner calls update_state, and its V2 runner calls add_request. start_engine makes a
-    subclass that also inherits from both LogitsProcessor classes in vLLM.
+    vLLM's V1 runner calls update_state, and its V2 runner calls add_request. start_engine makes a subclass that also
+    inherits from both LogitsProcessor classes in vLLM.
     """
 
     # This is a class attribute, because vLLM constructs the object. It is None while vLLM warms up.
@@ -162,9 +160,7 @@ class VLLMSampler(Sampler):
 
     @classmethod
     def check(cls, run: RunConfig):
-        with error_context(
-            "sampling.engine=vllm needs vLLM; install it as docs/notes/vllm.md describes"
-        ):
+        with error_context("sampling.engine=vllm needs vLLM; install it as docs/notes/vllm.md describes"):
             load_name("vllm:LLM")
         for name in run.sampling.vllm:
             if name not in OPTIONS:
@@ -196,19 +192,11 @@ class VLLMSampler(Sampler):
         return sampling.vllm.get("max_model_len")
 
     @classmethod
-    def engine_bytes(
-        cls, sampling: SamplingOptions, num_parameters: int, dtype: torch.dtype
-    ) -> dict[str, int]:
+    def engine_bytes(cls, sampling: SamplingOptions, num_parameters: int, dtype: torch.dtype) -> dict[str, int]:
         return {"vLLM's weights": num_parameters * engine_dtype(sampling, dtype).itemsize}
 
     def __init__(
-        self,
-        model: VisionLanguageModel,
-        processor: Processor,
-        sampling: SamplingOptions,
-        world: World,
-        *_,
-        **__,
+        self, model: VisionLanguageModel, processor: Processor, sampling: SamplingOptions, world: World, *_, **__
     ):
         super().__init__(model, processor, sampling, world)
         if model not in STARTED:
@@ -217,9 +205,7 @@ class VLLMSampler(Sampler):
         self.sleeps = world.device.type == "cuda"
         self.is_verified = False
 
-    def __call__(
-        self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
-    ) -> list[list[Completion]]:
+    def __call__(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> list[list[Completion]]:
         """Load the merged and gathered weights into vLLM, then sample completions.
 
         All ranks must call this method. See Sampler.__call__ for the arguments.
@@ -282,8 +268,7 @@ class VLLMSampler(Sampler):
             name = prompt.row.where or f"row {prompt.row.index}"
         if (ids == config.video_token_id).any():
             raise ValueError(
-                f"{name}: the prompt contains a video, which vLLM does not support here; "
-                "set sampling.engine=native"
+                f"{name}: the prompt contains a video, which vLLM does not support here; set sampling.engine=native"
             )
         limit = self.most_tokens(self.sampling)
         num_new = self.sampling.max_new_tokens
@@ -323,9 +308,8 @@ class VLLMSampler(Sampler):
     ):
         """Compare vLLM's log-probabilities of the first rollout with the policy's.
 
-        If the policy or vLLM computes in 16 bits, the root mean square of the differences in each
-        group must be at most 0.5 nats. Otherwise no difference may exceed 1e-3 nats. Both bounds
-        are multiplied by max_logp_mismatch.
+        If the policy or vLLM computes in 16 bits, the root mean square of the differences in each group must be at most
+        0.5 nats. Otherwise no difference may exceed 1e-3 nats. Both bounds are multiplied by max_logp_mismatch.
 
         Raises:
             ValueError: if a group exceeds the bound.
@@ -384,9 +368,7 @@ def start_engine(model: VisionLanguageModel, processor: Processor, options: dict
     v2 = import_module("vllm.v1.worker.gpu.sample.logits_processor")
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     logger.addFilter(is_news)
-    token_chooser = type(
-        "VLLMTokenChooser", (TokenChooser, v1.LogitsProcessor, v2.LogitsProcessor), {}
-    )
+    token_chooser = type("VLLMTokenChooser", (TokenChooser, v1.LogitsProcessor, v2.LogitsProcessor), {})
     on_gpu = world.device.type == "cuda"
     defaults = {
         "dtype": computed_dtype(model),

@@ -1,11 +1,11 @@
 """Capture the decode step as a CUDA graph, so that the host launches only once per token.
 
-Without a graph, the GPU waits for the host, because a step of 36 layers has more than a thousand
-kernel launches. A graph takes a single launch, and it runs the same kernels on the same memory
-every time. Therefore all values that change from step to step are stored in tensors, and all
-tensors keep their addresses. Completion keys and values are in buffers that are longer than
-needed, a mask hides the unused part, and finished rows are computed until the whole batch is
-finished. A new graph is captured only when the buffers have to grow.
+Without a graph, the GPU waits for the host, because a step of 36 layers has more than a thousand kernel launches. A
+graph takes a single launch, and it runs the same kernels on the same memory every time. Therefore all values that
+change from step to step are stored in tensors, and all tensors keep their addresses. Completion keys and values are in
+buffers that are longer than
+needed, a mask hides the unused part, and finished rows are computed until the whole batch is finished. A new graph is
+captured only when the buffers have to grow.
 
 The random numbers are the same as without a graph. The logits' last bits differ, because the
 sums also include masked keys.
@@ -26,8 +26,7 @@ from minivlmrl.model.attention import DecodeAttention
 from minivlmrl.model.decoder import SelfAttention, VisionLanguageModel
 
 HEADROOM = 2**30  # free bytes in GPU memory that a capture may request from the driver
-# Initial size of the key and value buffers, in tokens per completion. It is doubled when the
-# buffers are full.
+# Initial size of the key and value buffers, in tokens per completion. It is doubled when the buffers are full.
 KEYS = 256
 # All captures share one stream, because a GPU keeps separate workspaces for every stream.
 capture_stream = cache(lambda device: torch.cuda.Stream(device))
@@ -127,8 +126,7 @@ class CapturedDecode(Decode):
         self.ids.copy_(ids)
         if self.graph is not None:
             self.graph.replay()
-        # The first step runs without a graph and allocates the workspaces, because a capture must
-        # not allocate them.
+        # The first step runs without a graph and allocates the workspaces, because a capture must not allocate them.
         elif is_new or ids.device.type != "cuda":
             self.step(model, attention)
         else:
@@ -140,8 +138,8 @@ class CapturedDecode(Decode):
 
     def capture(self, model, attention):
         """Capture a step's kernels in a graph, then replay the graph to run the step."""
-        # torch.cuda.graph is not used, because it first returns all unused memory to the driver,
-        # which takes 0.1 to 0.4 s. Here this is only done if little memory is free.
+        # torch.cuda.graph is not used, because it first returns all unused memory to the driver, which takes 0.1 to 0.4
+        # s. Here this is only done if little memory is free.
         if torch.cuda.mem_get_info()[0] < HEADROOM:
             torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()

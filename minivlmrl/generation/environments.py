@@ -31,8 +31,8 @@ def make_sampler(
 ) -> Sampler:
     """Make the sampler for a recipe's section `sampling`.
 
-    This is a sampler with tools if sampling.environment is set, and otherwise the engine that
-    sampling.engine names. See Sampler for the arguments.
+    This is a sampler with tools if sampling.environment is set, and otherwise the engine that sampling.engine names.
+    See Sampler for the arguments.
     """
     if sampling.environment is None:
         kind = find_engine(sampling)

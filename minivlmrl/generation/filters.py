@@ -1,8 +1,8 @@
 """Apply repetition penalty, temperature, top_k, top_p and min_p to the next token's logits.
 
-To add a filter, add a field to SamplingOptions (config/options.py), a last step to filter_logits,
-and an entry to NO_TRUNCATION (config/options.py). Without this entry, the filter is never applied,
-because the sampler, the training step, vLLM and option checks use NO_TRUNCATION to decide
+To add a filter, add a field to SamplingOptions (config/options.py), a last step to filter_logits, and an entry to
+NO_TRUNCATION (config/options.py). Without this entry, the filter is never applied, because the sampler, the training
+step, vLLM and option checks use NO_TRUNCATION to decide
 whether tokens are removed. See docs/developer_guide.md for an example.
 """
 
@@ -73,14 +73,14 @@ class Filters:
 def filter_logits(logits: Tensor, sampling: SamplingOptions, seen: Tensor | None = None) -> Tensor:
     """Apply the repetition penalty, the temperature, and then top_k, top_p and min_p.
 
-    With a temperature of 0, only the repetition penalty is applied. The scores are bit-identical to
-    scores in transformers' generate, even if logits are tied.
+    With a temperature of 0, only the repetition penalty is applied. The scores are bit-identical to scores in
+    transformers' generate, even if logits are tied.
 
     Args:
         logits: (r, V) float32.
         sampling: options with the filters and the temperature.
-        seen: (r, V) bool, True for the ids in the prompt and in the completion so far. The
-            repetition penalty applies to these ids. If None, no penalty is applied.
+        seen: (r, V) bool, True for the ids in the prompt and in the completion so far. The repetition penalty applies
+            to these ids. If None, no penalty is applied.
     Returns:
         Scores (r, V), which are -inf for removed tokens.
     """

@@ -27,11 +27,10 @@ from minivlmrl.model.attention import DecodeAttention, GroupAttention
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.packing import GroupBatch, pack
 
-# Number of integer units that equal a probability of 1. Sums stay below 2^53, where float64 is
-# exact.
+# Number of integer units that equal a probability of 1. Sums stay below 2^53, where float64 is exact.
 UNITS = 2**52
-# A function sample_token(logits, rows, counts) -> ids, logps, ends. It samples one token per row
-# from logits (r, V). rows (r,) are the row indices, and counts (r,) the token counts that each
+# A function sample_token(logits, rows, counts) -> ids, logps, ends. It samples one token per row from logits (r, V).
+# rows (r,) are the row indices, and counts (r,) the token counts that each
 # row has so far. Each result is (r,), and `ends` is True where the token ends the completion.
 TokenSampler = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 # a function sample(probs, rows, counts) that samples ids (r,) from probabilities (r, V)
@@ -43,15 +42,13 @@ LogitsProcessor = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Decode:
     """Run one decode step, which is a forward pass of one new token per row.
 
-    cuda_graphs.py captures this step as a CUDA graph. The samplers in extras/agents/ override it to
-    also prefill tool outputs.
+    cuda_graphs.py captures this step as a CUDA graph. The samplers in extras/agents/ override it to also prefill tool
+    outputs.
     """
 
     attention_type = DecodeAttention
 
-    def __call__(
-        self, model: VisionLanguageModel, ids: Tensor, attention: DecodeAttention
-    ) -> Tensor:
+    def __call__(self, model: VisionLanguageModel, ids: Tensor, attention: DecodeAttention) -> Tensor:
         """Compute the logits (r, V) after each row's newest token, ids (r,)."""
         position = (attention.start + attention.newest).expand(3, -1)
         hidden = model.model(model.model.embed_tokens(ids), position, attention)
@@ -107,11 +104,7 @@ def generate(
 
 
 def prefill(
-    model: VisionLanguageModel,
-    batch: GroupBatch,
-    prompt_index: Tensor,
-    capacity: int,
-    decode: Decode,
+    model: VisionLanguageModel, batch: GroupBatch, prompt_index: Tensor, capacity: int, decode: Decode
 ) -> tuple[Tensor, DecodeAttention]:
     """Run the prompts through the model once, and prepare the attention for decoding.
 
@@ -140,8 +133,8 @@ def to_completions(
     """Collect tokens from all decode steps into completions.
 
     Args:
-        steps: a tuple (rows, ids, logps, ends) for each step, each (r,), as in TokenSampler. A row
-            index -1 marks a row that had already finished before the step.
+        steps: a tuple (rows, ids, logps, ends) for each step, each (r,), as in TokenSampler. A row index -1 marks a row
+            that had already finished before the step.
     Returns:
         A list of num_generations completions for each prompt.
     """
@@ -149,8 +142,7 @@ def to_completions(
     sampled = (rows >= 0).nonzero()[:, 0]  # excludes tokens in finished rows
     if not logps[sampled].isfinite().all():
         raise FloatingPointError(
-            "the model's logits contain NaN or inf (they are not finite); check the weights and "
-            "the learning rate"
+            "the model's logits contain NaN or inf (they are not finite); check the weights and the learning rate"
         )
     order = sampled[rows[sampled].argsort(stable=True)]  # sorted by row, then by step
     completions = []
@@ -171,15 +163,15 @@ def make_token_sampler(
     """Make the function with which `generate` samples one token per row.
 
     The function also returns each sampled token's log-probability. The logits are divided by
-    the temperature and normalised over the tokens that the filters do not remove. A repetition
-    penalty has no influence on the log-probabilities, and a temperature of 0 counts as 1.
+    the temperature and normalised over the tokens that the filters do not remove. A repetition penalty has no influence
+    on the log-probabilities, and a temperature of 0 counts as 1.
 
     Args:
         temperature: logit divisor; 0 selects the likeliest token.
         stop_ids: token ids that end a completion.
         sample: function that samples ids from probabilities, see sample_by_uniforms.
-        logits_processor: function that computes scores from logits. The softmax of the scores is
-            the next-token distribution. The default is logits / temperature. A filter such
+        logits_processor: function that computes scores from logits. The softmax of the scores is the next-token
+            distribution. The default is logits / temperature. A filter such
             as top_p is a logits processor that sets removed tokens' scores to -inf.
         device: the logits' device.
     Returns:
@@ -205,8 +197,7 @@ def sample_by_uniforms(uniforms: Tensor, device: torch.device | str = "cpu") -> 
     """Make a function that samples ids (r,) from probabilities (r, V) with given random numbers.
 
     Args:
-        uniforms: (R, max_new_tokens) float64 in [0, 1), one random number for each token of each
-            row, see inverse_cdf.
+        uniforms: (R, max_new_tokens) float64 in [0, 1), one random number for each token of each row, see inverse_cdf.
         device: the probabilities' device.
     """
     uniforms = to_device(uniforms, device)
@@ -220,9 +211,8 @@ def sample_by_uniforms(uniforms: Tensor, device: torch.device | str = "cpu") -> 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     """Return the first token at which the cumulative probability exceeds the row's random number.
 
-    Probabilities are converted to integer multiples of 2^-52, because sums of integers are exact,
-    in any order and on any device. Therefore a token of probability 0 is never sampled, and rows do
-    not influence each other.
+    Probabilities are converted to integer multiples of 2^-52, because sums of integers are exact, in any order and on
+    any device. Therefore a token of probability 0 is never sampled, and rows do not influence each other.
 
     Args:
         probs: (r, V) float32.

@@ -15,13 +15,7 @@ from minivlmrl.distributed.micro_batching import sample_in_micro_batches
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import is_sharded, rollout_weights
 from minivlmrl.errors import error_context
-from minivlmrl.generation.generate import (
-    Decode,
-    TokenSampler,
-    generate,
-    make_token_sampler,
-    sample_by_uniforms,
-)
+from minivlmrl.generation.generate import Decode, TokenSampler, generate, make_token_sampler, sample_by_uniforms
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.model.decoder import VisionLanguageModel
 
@@ -30,10 +24,7 @@ if TYPE_CHECKING:
     from minivlmrl.generation.stop_strings import StopStrings
 
 # sampler class for each sampling.engine value
-ENGINES = {
-    "native": "minivlmrl.generation.sampler:Sampler",
-    "vllm": "minivlmrl.extras.vllm:VLLMSampler",
-}
+ENGINES = {"native": "minivlmrl.generation.sampler:Sampler", "vllm": "minivlmrl.extras.vllm:VLLMSampler"}
 
 
 class Sampler:
@@ -48,10 +39,10 @@ class Sampler:
         processor: the policy's processor, with the tokenizer and the default stop tokens.
         sampling: the options in the section `sampling`.
         world: the run's ranks; defaults to this process only, on the model's device.
-        gather_weights: whether to gather all sharded weights before a rollout, see rollout_weights
-            in distributed/weights.py.
-        keeps_vision: whether to store image embeddings in the prompts, so that the reference and
-            the training step can reuse them. This is only valid for a frozen vision tower.
+        gather_weights: whether to gather all sharded weights before a rollout, see rollout_weights in
+            distributed/weights.py.
+        keeps_vision: whether to store image embeddings in the prompts, so that the reference and the training step can
+            reuse them. This is only valid for a frozen vision tower.
     """
 
     def __init__(
@@ -78,9 +69,7 @@ class Sampler:
         self.filters: Filters | None = None  # filters and stop strings for the current call
         self.stop_strings: StopStrings | None = None
 
-    def __call__(
-        self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
-    ) -> list[list[Completion]]:
+    def __call__(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> list[list[Completion]]:
         """Sample num_generations completions per prompt. All ranks must call this method.
 
         Args:
@@ -90,22 +79,16 @@ class Sampler:
         """
         if self.sampling.max_batch_tokens is None:
             return self.sample(prompts, num_generations, keys)
-        return sample_in_micro_batches(
-            self.sample, prompts, num_generations, keys, self.sampling, self.world
-        )
+        return sample_in_micro_batches(self.sample, prompts, num_generations, keys, self.sampling, self.world)
 
-    def sample(
-        self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
-    ) -> list[list[Completion]]:
+    def sample(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> list[list[Completion]]:
         """Sample completions of all prompts in one batch."""
         sample_token = self.token_sampler(prompts, num_generations, keys)
         groups = self.sample_with(prompts, num_generations, sample_token)
         self.world.wait()
         return groups
 
-    def token_sampler(
-        self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
-    ) -> TokenSampler:
+    def token_sampler(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> TokenSampler:
         """Make the function that samples one token per row, with filters and stop strings."""
         sampling = self.sampling
         ids = [prompt.input_ids for prompt in prompts]
@@ -139,9 +122,7 @@ class Sampler:
             )
         uniforms = uniform_numbers(keys, num_generations, sampling.max_new_tokens)
         sample = sample_by_uniforms(uniforms, self.device)
-        sample_token = make_token_sampler(
-            sampling.temperature, stop_ids, sample, self.filters, self.device
-        )
+        sample_token = make_token_sampler(sampling.temperature, stop_ids, sample, self.filters, self.device)
 
         def sample_and_record(logits: Tensor, rows: Tensor, counts: Tensor):
             ids, logps, turn_ends = sample_token(logits, rows, counts)
@@ -162,11 +143,7 @@ class Sampler:
             return self.generate(model, prompts, num_generations, sample_token)
 
     def generate(
-        self,
-        model: VisionLanguageModel,
-        prompts: Sequence[Prompt],
-        num_generations: int,
-        sample_token: TokenSampler,
+        self, model: VisionLanguageModel, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
         """Sample completions with `model`, which is the gathered or the sharded policy.
 
@@ -233,9 +210,7 @@ class Sampler:
         """
 
     @classmethod
-    def engine_bytes(
-        cls, sampling: SamplingOptions, num_parameters: int, dtype: torch.dtype
-    ) -> dict[str, int]:
+    def engine_bytes(cls, sampling: SamplingOptions, num_parameters: int, dtype: torch.dtype) -> dict[str, int]:
         """Estimate the memory that the engine needs only during rollouts, as {name: bytes}.
 
         This class does not need additional memory.
@@ -273,13 +248,11 @@ def find_engine(sampling: SamplingOptions) -> type[Sampler]:
     return kind
 
 
-def check_groups(
-    completions: Sequence[Sequence[Completion]], num_prompts: int, num_generations: int
-):
+def check_groups(completions: Sequence[Sequence[Completion]], num_prompts: int, num_generations: int):
     """Raise ValueError unless an engine has sampled num_generations completions for each prompt.
 
-    Otherwise the rewards of one prompt would be compared with those of another, and NaN as a
-    log-probability would hide that the engine and the trainer differ.
+    Otherwise the rewards of one prompt would be compared with those of another, and NaN as a log-probability would hide
+    that the engine and the trainer differ.
     """
     lengths = [len(group) for group in completions]
     if lengths != [num_generations] * num_prompts:

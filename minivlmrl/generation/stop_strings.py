@@ -11,25 +11,24 @@ from torch import Tensor
 
 from minivlmrl.data.tokenizer import Tokenizer
 
-# Byte-level BPE represents each byte by one character. A byte that is a printable Latin-1 character
-# is represented by this character. The remaining bytes are represented by the characters from code
-# point 256 on.
+# Byte-level BPE represents each byte by one character. A byte that is a printable Latin-1 character is represented by
+# this character. The remaining bytes are represented by the characters from code point 256 on.
 PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
 UNPRINTABLE = [byte for byte in range(256) if byte not in PRINTABLE]
 BYTES = {
     **{chr(byte): byte for byte in PRINTABLE},
     **{chr(code): byte for code, byte in enumerate(UNPRINTABLE, start=256)},
 }
-# Byte that represents an id without a token. This byte does not occur in UTF-8, so a stop string
-# cannot match across it.
+# Byte that represents an id without a token. This byte does not occur in UTF-8, so a stop string cannot match across
+# it.
 NO_TEXT = b"\xff"
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int, missing: bytes = b"") -> bytes:
     """Return the UTF-8 bytes of a token's text, or `missing` if the id does not have a token.
 
-    Example: the token Ġcat has the bytes b" cat". The token Ã© has the two bytes of é, and the
-    token Ã has only the first byte of é.
+    Example: the token Ġcat has the bytes b" cat". The token Ã© has the two bytes of é, and the token Ã has only the
+    first byte of é.
     """
     token = tokenizer.backend.id_to_token(token_id)
     if token is None:
@@ -40,10 +39,9 @@ def token_bytes(tokenizer: Tokenizer, token_id: int, missing: bytes = b"") -> by
 class StopStrings:
     """Find the rows that complete a stop string, like StopStringCriteria in transformers 5.23.
 
-    A stop string is complete as soon as a token contains its last byte, even if the token contains
-    more text after it. For example, the tokens "</answ" and "er>." complete </answer>, and the full
-    stop remains in the completion. A stop string may begin in the prompt, but must end in the
-    completion.
+    A stop string is complete as soon as a token contains its last byte, even if the token contains more text after it.
+    For example, the tokens "</answ" and "er>." complete </answer>, and the full stop remains in the completion. A stop
+    string may begin in the prompt, but must end in the completion.
 
     Args:
         strings: the stop strings.

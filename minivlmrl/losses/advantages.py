@@ -28,15 +28,14 @@ def combine(rewards: Tensor, weights: Tensor) -> Tensor:
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:
     """Compute GRPO's advantages: reward minus the group's mean, divided by a standard deviation.
 
-    Example: a group with rewards 1, 1, 0, 0 has mean 0.5 and standard deviation 0.5774 (with n - 1
-    in its denominator), so "group" gives +0.8659, +0.8659, -0.8659, -0.8659.
+    Example: a group with rewards 1, 1, 0, 0 has mean 0.5 and standard deviation 0.5774 (with n - 1 in its denominator),
+    so "group" gives +0.8659, +0.8659, -0.8659, -0.8659.
 
     Args:
         rewards: (n,) float32 tensor, with the num_generations completions of each group
             next to each other; NaN where no reward function could score a completion.
         scale_rewards: "group" divides by the group's standard deviation, "batch" divides by
-            the standard deviation of all n rewards, and "none" does not divide. All three subtract
-            the group's mean.
+            the standard deviation of all n rewards, and "none" does not divide. All three subtract the group's mean.
     Returns:
         (n,) advantages, which are 0 where the reward is NaN.
     Source: DeepSeekMath eq. 21 (arXiv 2402.03300); TRL's GRPOTrainer (sum_then_normalize).
@@ -62,8 +61,8 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
 def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -> Tensor:
     """Compute GDPO's advantages from K rewards, each of which is normalised before they are summed.
 
-    Each reward is normalised within its group. Then the weighted sum of the K rewards is computed,
-    and the sums are normalised over the whole batch.
+    Each reward is normalised within its group. Then the weighted sum of the K rewards is computed, and the sums are
+    normalised over the whole batch.
 
     Example: two completions with rewards (0, 0) and (1, 100) have the normalised rewards
     (-0.71, -0.71) and (0.71, 0.71), so the large reward does not dominate the small one.
@@ -103,11 +102,10 @@ def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False
     return advantages.nan_to_num(0.0)
 
 
-# For each grpo.advantages value, a function that computes the advantages, (n,), of n completions;
-# the num_generations completions in a group are next to each other. Its first argument is the
-# weighted sum of each completion's rewards, (n,). A function also gets each of these arguments that
-# it names: rewards_per_func, (n, K); reward_weights, (K,); and the options of the section `grpo`,
-# such as num_generations.
+# For each grpo.advantages value, a function that computes the advantages, (n,), of n completions; the num_generations
+# completions in a group are next to each other. Its first argument is the weighted sum of each completion's rewards,
+# (n,). A function also gets each of these arguments that it names: rewards_per_func, (n, K); reward_weights, (K,); and
+# the options of the section `grpo`, such as num_generations.
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "grpo": group_advantages,
     "gdpo": lambda _, rewards_per_func, reward_weights, num_generations: normalize_then_sum(

@@ -3,16 +3,16 @@
 This file imports only torch, so that you can copy it into your own project.
 
 B is the number of completions, and T is the longest completion's length; shorter ones are
-padded on the right. The loss is computed in four steps. For three of the steps, the value of an
-option selects a function from a table:
+padded on the right. The loss is computed in four steps. For three of the steps, the value of an option selects a
+function from a table:
 
     ratio      r_t = pi(o_t) / pi_old(o_t), per token or per completion       RATIOS
     term       -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)                TERMS
     KL         + beta * KL(pi || pi_ref), estimated from the sampled tokens   kl_term
     average    over tokens and rows                                           AVERAGES
 
-GRPO, DAPO and Dr. GRPO differ only in the average. Every average divides by totals over the whole
-optimizer step, so the gradients of its micro-batches add up to the step's gradient, no matter
+GRPO, DAPO and Dr. GRPO differ only in the average. Every average divides by totals over the whole optimizer step, so
+the gradients of its micro-batches add up to the step's gradient, no matter
 how the step is split. grpo_variants.py adds RLOO, CISPO, SAPO and other losses to the tables.
 """
 
@@ -54,13 +54,12 @@ def grpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the policy-gradient loss for a batch of completions.
 
-    Example: one completion has two tokens, advantage 0.5 and ratio 1 (on-policy), and beta is 0.
-    Each token's term is -0.5, so the loss is also -0.5 for "grpo" and "dapo". With "dr_grpo"
+    Example: one completion has two tokens, advantage 0.5 and ratio 1 (on-policy), and beta is 0. Each token's term is
+    -0.5, so the loss is also -0.5 for "grpo" and "dapo". With "dr_grpo"
     and max_completion_length 4, the loss is -0.25.
 
     Args:
-        per_token_logps: (B, T) float, log-probabilities in nats under the trained policy, with
-            gradient.
+        per_token_logps: (B, T) float, log-probabilities in nats under the trained policy, with gradient.
         advantages: (B,), one advantage for each completion, or (B, T), one for each token.
         mask: (B, T), 1 for tokens that are trained on. A row of zeros still counts as a sequence.
         loss_type: selects the term and the average, see TERMS and AVERAGES.
@@ -69,24 +68,20 @@ def grpo_loss(
         beta: KL weight, at least 0.
         kl_estimator: estimator of the KL, see kl_term.
         use_bias_correction_kl: if True, multiply the KL by the ratio, see correct_kl.
-        old_per_token_logps: (B, T), log-probabilities under the policy that sampled the
-            completions. None means that the trained policy itself sampled them, so the ratio is 1.
-        ref_per_token_logps: (B, T), log-probabilities under the reference model; required if beta
-            is not 0.
-        token_weights: (B, T) or (B, 1), factors by which the policy term (but not the KL) is
-            multiplied, for example a mask of high-entropy tokens, or importance ratios that correct
-            for the sampler. None means 1.
-        normalizer: totals over the whole optimizer step. None means that this batch is the whole
-            step.
+        old_per_token_logps: (B, T), log-probabilities under the policy that sampled the completions. None means that
+            the trained policy itself sampled them, so the ratio is 1.
+        ref_per_token_logps: (B, T), log-probabilities under the reference model; required if beta is not 0.
+        token_weights: (B, T) or (B, 1), factors by which the policy term (but not the KL) is multiplied, for example a
+            mask of high-entropy tokens, or importance ratios that correct for the sampler. None means 1.
+        normalizer: totals over the whole optimizer step. None means that this batch is the whole step.
         term_options: keyword arguments for the function that TERMS contains for loss_type.
     Returns:
         The loss, which is a scalar, and a metrics dictionary without gradient: the kl in nats
         per token, and the term's metrics, such as clip_ratio/low_mean.
     Raises:
         ValueError: an option has an unknown or impossible value, or a needed tensor is missing.
-    Source: DeepSeekMath eq. 3 (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO
-        (2507.18071); equals GRPOTrainer._compute_loss in TRL 1.16, value and gradient. The defaults
-        are TRL's, too.
+    Source: DeepSeekMath eq. 3 (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071); equals
+        GRPOTrainer._compute_loss in TRL 1.16, value and gradient. The defaults are TRL's, too.
     """
     check_bounds(epsilon_low, epsilon_high, beta)
     check_known("loss_type", loss_type, AVERAGES)
@@ -107,9 +102,7 @@ def grpo_loss(
         kl = kl_term(per_token_logps, ref_per_token_logps, kl_estimator)
         if use_bias_correction_kl:
             kl = correct_kl(kl, ratio, kl_estimator)
-    inputs = TermInputs(
-        per_token_logps, log_ratio, ratio, advantages, mask, epsilon_low, epsilon_high
-    )
+    inputs = TermInputs(per_token_logps, log_ratio, ratio, advantages, mask, epsilon_low, epsilon_high)
     per_token_loss, metrics = TERMS[loss_type](inputs, **term_options)
     if token_weights is not None:
         per_token_loss = per_token_loss * token_weights
@@ -131,8 +124,8 @@ def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
     return RATIOS[level](log_ratio, mask)
 
 
-# For each importance_sampling_level, a function that computes the ratio, (B, T) or (B, 1), from the
-# log-ratio and the mask, both (B, T).
+# For each importance_sampling_level, a function that computes the ratio, (B, T) or (B, 1), from the log-ratio and the
+# mask, both (B, T).
 RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     # r_t = pi(o_t) / pi_old(o_t)
     "token": lambda log_ratio, mask: log_ratio.exp(),
@@ -158,8 +151,8 @@ def clipped(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor, 
     """Compute PPO's clipped term (eq. 7): -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A).
 
     Args:
-        delta: upper bound on the unclipped ratio, which must be greater than 1 + epsilon_high
-            (INTELLECT-2, arXiv 2505.07291). None disables the bound.
+        delta: upper bound on the unclipped ratio, which must be greater than 1 + epsilon_high (INTELLECT-2, arXiv
+            2505.07291). None disables the bound.
     """
     ratio, advantages = inputs.ratio, inputs.advantages
     low = 1 - inputs.epsilon_low
@@ -175,8 +168,8 @@ def clipped(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor, 
     return -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages), metrics
 
 
-# For each loss_type, a function that computes the loss of each token, (B, T), and metrics. Its
-# arguments are a TermInputs, and the keyword arguments term_options in grpo_loss.
+# For each loss_type, a function that computes the loss of each token, (B, T), and metrics. Its arguments are a
+# TermInputs, and the keyword arguments term_options in grpo_loss.
 TERMS: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
     "grpo": clipped,
     "dapo": clipped,
@@ -193,17 +186,17 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
         k3   pi_ref/pi - log(pi_ref/pi) - 1   unbiased, not negative   that of KL(pi_ref || pi)
         k1+, k2+, k3+                         same as without a plus   that of KL(pi || pi_ref)
 
-    The table holds for sums over tokens and without correct_kl. By default, correct_kl is used, and
-    then k1 and k3 also have the gradient of KL(pi || pi_ref). All these gradients treat the tokens
-    before the token as constant. The KL of whole completions also depends on how a token changes
-    the tokens after it; only a KL in the reward has that gradient (docs/notes/bias.md).
+    The table holds for sums over tokens and without correct_kl. By default, correct_kl is used, and then k1 and k3 also
+    have the gradient of KL(pi || pi_ref). All these gradients treat the tokens before the token as constant. The KL of
+    whole completions also depends on how a token changes the tokens after it; only a KL in the reward has that gradient
+    (docs/notes/bias.md).
 
-    Recipes select k1, k2 or k3 with grpo.kl_estimator; the names with a plus are for callers of
-    grpo_loss. To add an estimator, add it to KL_ESTIMATORS and its name to GRPOOptions.kl_estimator
-    (config/options.py), and decide in correct_kl whether its gradient flows through the ratio.
+    Recipes select k1, k2 or k3 with grpo.kl_estimator; the names with a plus are for callers of grpo_loss. To add an
+    estimator, add it to KL_ESTIMATORS and its name to GRPOOptions.kl_estimator (config/options.py), and decide in
+    correct_kl whether its gradient flows through the ratio.
 
-    Source: Schulman, "Approximating KL divergence" (2020) for the values; arXiv 2506.09477 for the
-        gradients; verl's straight-through estimators for the names with a plus.
+    Source: Schulman, "Approximating KL divergence" (2020) for the values; arXiv 2506.09477 for the gradients; verl's
+        straight-through estimators for the names with a plus.
     """
     if ref_logps is None:
         raise ValueError("beta is not 0, so grpo_loss needs ref_per_token_logps")
@@ -227,9 +220,9 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 def correct_kl(kl: Tensor, ratio: Tensor, kl_estimator: str) -> Tensor:
     """Multiply the KL estimate by the ratio, to obtain the expected gradient of KL(pi || pi_ref).
 
-    The correction is also valid off-policy. For k1 and k3, the missing part of the gradient flows
-    through the ratio. For k2 and the estimators with a plus, the ratio is detached, because their
-    gradient is already correct; the ratio then only reweights tokens that an older policy sampled.
+    The correction is also valid off-policy. For k1 and k3, the missing part of the gradient flows through the ratio.
+    For k2 and the estimators with a plus, the ratio is detached, because their gradient is already correct; the ratio
+    then only reweights tokens that an older policy sampled.
     """
     if kl_estimator == "k2" or kl_estimator.endswith("+"):
         return kl * ratio.detach()
@@ -240,15 +233,11 @@ def correct_kl(kl: Tensor, ratio: Tensor, kl_estimator: str) -> Tensor:
 # arguments are these losses, which are 0 outside the mask, the mask, and a LossNormalizer.
 AVERAGES: dict[str, Callable[[Tensor, Tensor, LossNormalizer], Tensor]] = {
     # mean over each completion's tokens, then mean over the step's completions
-    "grpo": lambda terms, mask, normalizer: (
-        (terms.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / normalizer.sequences
-    ),
+    "grpo": lambda terms, mask, normalizer: (terms.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / normalizer.sequences,
     # mean over all tokens in the step, which gives all tokens the same weight
     "dapo": lambda terms, mask, normalizer: terms.sum() / normalizer.tokens,
     # The divisor does not depend on completion lengths, so there is no length bias.
-    "dr_grpo": lambda terms, mask, normalizer: (
-        terms.sum() / (normalizer.sequences * max_length(normalizer))
-    ),
+    "dr_grpo": lambda terms, mask, normalizer: terms.sum() / (normalizer.sequences * max_length(normalizer)),
 }
 
 
@@ -282,8 +271,7 @@ def check_bounds(epsilon_low: float, epsilon_high: float, beta: float):
     """Raise ValueError if a grpo_loss option has an impossible value."""
     if not 0 <= epsilon_low <= epsilon_high:  # this also rejects NaN
         raise ValueError(
-            f"epsilon_low is {epsilon_low}, but it must be between 0 and epsilon_high, which is "
-            f"{epsilon_high}"
+            f"epsilon_low is {epsilon_low}, but it must be between 0 and epsilon_high, which is {epsilon_high}"
         )
     if not 0 <= beta < float("inf"):
         raise ValueError(f"beta is {beta}, but it must be at least 0 and finite")

@@ -1,8 +1,8 @@
 """GRPO loss variants: GSPO-token, RLOO, CISPO, SAPO, VESPO, LUSPO and BNPO.
 
-This file adds the variants to the tables RATIOS, TERMS and AVERAGES in grpo.py. It also computes an
-entropy bonus, and token weights that mask off-policy rows, select tokens with high entropy, or
-correct for the sampler. To use this file in your own project, copy grpo.py too.
+This file adds the variants to the tables RATIOS, TERMS and AVERAGES in grpo.py. It also computes an entropy bonus, and
+token weights that mask off-policy rows, select tokens with high entropy, or correct for the sampler. To use this file
+in your own project, copy grpo.py too.
 """
 
 import math
@@ -11,23 +11,15 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from minivlmrl.losses.grpo import (
-    AVERAGES,
-    RATIOS,
-    TERMS,
-    LossNormalizer,
-    TermInputs,
-    clipped,
-    row_mean,
-)
+from minivlmrl.losses.grpo import AVERAGES, RATIOS, TERMS, LossNormalizer, TermInputs, clipped, row_mean
 
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 CORRECTION_MODES = get_args(CorrectionMode)
 
 
 RATIOS |= {
-    # GSPO-token (arXiv 2507.18071 eq. 14): the ratio has the same value as "sequence", but its
-    # gradient flows through each token's log-probability
+    # GSPO-token (arXiv 2507.18071 eq. 14): the ratio has the same value as "sequence", but its gradient flows through
+    # each token's log-probability
     "sequence_token": lambda log_ratio, mask: (
         row_mean(log_ratio, mask).detach() + log_ratio - log_ratio.detach()
     ).exp(),
@@ -83,14 +75,12 @@ def vespo_term(
 ) -> tuple[Tensor, dict]:
     """Compute VESPO's term: -sg(phi(W)) A log pi with phi(W) = W^k exp(lambda (1 - W)).
 
-    W is the importance weight for a whole completion, and sg is detach. Where the advantage is
-    negative, k and lambda are the options vespo_k_neg and vespo_lambda_neg; elsewhere, they are
-    vespo_k_pos and vespo_lambda_pos.
+    W is the importance weight for a whole completion, and sg is detach. Where the advantage is negative, k and lambda
+    are the options vespo_k_neg and vespo_lambda_neg; elsewhere, they are vespo_k_pos and vespo_lambda_pos.
 
     Args:
-        importance_sampling_ratio: (B, T) or (B, 1), ratio of the trainer's to the sampler's
-            probabilities. W is multiplied by this ratio, whereas the other losses multiply the term
-            by it.
+        importance_sampling_ratio: (B, T) or (B, 1), ratio of the trainer's to the sampler's probabilities. W is
+            multiplied by this ratio, whereas the other losses multiply the term by it.
     Source: VESPO (arXiv 2602.10693).
     """
     advantages = inputs.advantages
@@ -101,9 +91,7 @@ def vespo_term(
     return -phi * advantages * inputs.logps, {"vespo/phi_seq_mean": phi}
 
 
-def vespo_log_weight(
-    log_ratio: Tensor, importance_sampling_ratio: Tensor | None, mask: Tensor
-) -> Tensor:
+def vespo_log_weight(log_ratio: Tensor, importance_sampling_ratio: Tensor | None, mask: Tensor) -> Tensor:
     """Compute VESPO's log W, (B, 1): the sum of the log-ratios (B, T) over each row's tokens.
 
     Unless importance_sampling_ratio is None, its values' logarithms are added to the sum.
@@ -127,9 +115,7 @@ TERMS |= {
 AVERAGES |= {
     # mean over this micro-batch's tokens, weighted by its share of the completions in the
     # step. As in TRL, the gradient depends on how the step is split into micro-batches.
-    "bnpo": lambda terms, mask, normalizer: (
-        terms.sum() / mask.sum().clamp(min=1) * (len(mask) / normalizer.sequences)
-    ),
+    "bnpo": lambda terms, mask, normalizer: terms.sum() / mask.sum().clamp(min=1) * (len(mask) / normalizer.sequences),
     # LUSPO (arXiv 2602.05261): sum over each completion's tokens, and mean over completions,
     # so a long completion has more weight than a short one
     "luspo": lambda terms, mask, normalizer: terms.sum() / normalizer.sequences,
@@ -152,8 +138,8 @@ def kept_tokens(
         entropies: (B, T), in nats; required if quantile is less than 1.
         mask: (B, T), 1 for tokens that are trained on.
         quantile: fraction of the tokens to keep; 1 keeps all tokens.
-        threshold: lowest entropy of a token to keep. None computes it from this batch so that the
-            fraction `quantile` of the tokens is kept.
+        threshold: lowest entropy of a token to keep. None computes it from this batch so that the fraction `quantile`
+            of the tokens is kept.
     Source: arXiv 2506.01939; TRL's top_entropy_quantile.
     """
     if quantile == 1:
@@ -178,22 +164,18 @@ def top_entropy_threshold(entropies: Tensor, quantile: float) -> Tensor:
 
 
 def mean_entropy(
-    entropies: Tensor,
-    kept: Tensor,
-    normalizer: LossNormalizer,
-    num_tokens: float | Tensor | None = None,
+    entropies: Tensor, kept: Tensor, normalizer: LossNormalizer, num_tokens: float | Tensor | None = None
 ) -> Tensor:
     """Compute the kept tokens' mean entropy, which is the loss's entropy bonus.
 
-    The caller multiplies the mean by entropy_coef and subtracts it from the loss, so that training
-    increases the entropy.
+    The caller multiplies the mean by entropy_coef and subtracts it from the loss, so that training increases the
+    entropy.
 
     Args:
         entropies: (B, T), in nats.
         kept: (B, T), 1 for tokens to average over.
         num_tokens: kept tokens in the whole optimizer step. None estimates it as TRL
-            does: the number in this batch, divided by the batch's fraction of the completions of
-            the step.
+            does: the number in this batch, divided by the batch's fraction of the completions of the step.
     """
     if num_tokens is None:
         num_tokens = kept.sum().clamp(min=1) * normalizer.sequences / len(kept)
@@ -201,19 +183,13 @@ def mean_entropy(
 
 
 def off_policy_mask(
-    per_token_logps: Tensor,
-    sampling_per_token_logps: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    threshold: float,
+    per_token_logps: Tensor, sampling_per_token_logps: Tensor, advantages: Tensor, mask: Tensor, threshold: float
 ) -> Tensor:
     """Mask out completions with a negative advantage that have become much less likely.
 
     Args:
-        sampling_per_token_logps: (B, T), log-probabilities that the sampler recorded; NaN where it
-            did not record any.
-        threshold: largest allowed mean of log pi_sampler - log pi over a completion, in nats per
-            token.
+        sampling_per_token_logps: (B, T), log-probabilities that the sampler recorded; NaN where it did not record any.
+        threshold: largest allowed mean of log pi_sampler - log pi over a completion, in nats per token.
     Returns:
         A (B, 1) boolean tensor, or (B, T) if the advantages have this shape. It is True
         where the loss keeps the tokens.
@@ -236,22 +212,22 @@ def rollout_importance_ratio(
 ) -> Tensor:
     """Compute the ratio of the trainer's to the sampler's probabilities, which weights the loss.
 
-    The ratio corrects for a sampler (such as vLLM) whose probabilities differ slightly from the
-    trainer's. It is 1 where both are equal.
+    The ratio corrects for a sampler (such as vLLM) whose probabilities differ slightly from the trainer's. It is 1
+    where both are equal.
 
     Args:
         old_per_token_logps: (B, T), log-probabilities that the trainer computed, in nats.
-        sampling_per_token_logps: (B, T), log-probabilities that the sampler recorded. Where they
-            are NaN, the ratio is 1.
-        mode: "token_..." computes one ratio for each token, and "sequence_..." multiplies the
-            ratios for all tokens in a completion. "..._truncate" clips the ratios to the range from
-            clip_min to clip_max, and "..._mask" sets ratios outside of this range to 0.
+        sampling_per_token_logps: (B, T), log-probabilities that the sampler recorded. Where they are NaN, the ratio is
+            1.
+        mode: "token_..." computes one ratio for each token, and "sequence_..." multiplies the ratios for all tokens in
+            a completion. "..._truncate" clips the ratios to the range from clip_min to clip_max, and "..._mask" sets
+            ratios outside of this range to 0.
         clip_max: upper bound on the ratio; None disables the bound.
         clip_min: lower bound on the ratio; None disables the bound.
     Returns:
         (B, T) ratios, or (B, 1) if mode is "sequence_...".
-    Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training"
-        (2025); TRL's vllm_importance_sampling_mode.
+    Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025); TRL's
+        vllm_importance_sampling_mode.
     """
     if mode not in CORRECTION_MODES:
         raise ValueError(f"mode is {mode!r}, but it must be one of {', '.join(CORRECTION_MODES)}")

@@ -1,11 +1,9 @@
 """Check your own loss against values and gradients recorded from TRL 1.16, without TRL.
 
-`check` compares a loss with the recorded cases and names known mistakes that explain a difference,
-see docs/numerical_parity.md. `check_images` checks that a trainer's log-probabilities depend on the
-images in their row.
+`check` compares a loss with the recorded cases and names known mistakes that explain a difference, see
+docs/numerical_parity.md. `check_images` checks that a trainer's log-probabilities depend on the images in their row.
 
-In a clone, `pytest tests/parity` compares all losses and options in minivlmrl with the installed
-TRL.
+In a clone, `pytest tests/parity` compares all losses and options in minivlmrl with the installed TRL.
 """
 
 import importlib
@@ -20,8 +18,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-# losses from TRL 1.16, written by tests/record/record_losses.py, and a tiny model from transformers
-# 5.23, written by a removed script: git show cfba8c8:tests/record/record_fixtures.py
+# losses from TRL 1.16, written by tests/record/record_losses.py, and a tiny model from transformers 5.23, written by a
+# removed script: git show cfba8c8:tests/record/record_fixtures.py
 FIXTURES = Path(__file__).parent / "fixtures"
 
 
@@ -36,28 +34,27 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", **only) -> int:
         old_per_token_logps  (B, T), for grpo
         advantages           (B,), for grpo
 
-    Some batches are extreme: completions without tokens, which still count in the mean over
-    completions, and log-ratios of 25 nats. `options` is a dict with these arguments of a loss:
+    Some batches are extreme: completions without tokens, which still count in the mean over completions, and log-ratios
+    of 25 nats. `options` is a dict with these arguments of a loss:
 
         grpo  loss_type, importance_sampling_level, beta, epsilon_low, epsilon_high,
-              use_bias_correction_kl, whole_step (True if the batch is the whole step, and not a
-              micro-batch), and the divisors tokens (of the whole step, for dapo) and
-              max_completion_length (for dr_grpo)
+              use_bias_correction_kl, whole_step (True if the batch is the whole step, and not a micro-batch), and the
+              divisors tokens (of the whole step, for dapo) and max_completion_length (for dr_grpo)
         dpo   loss_type (a list with one name), beta, label_smoothing
         sft   loss_type: nll or dft
 
     Args:
-        my_loss: function (batch, options) -> scalar loss; its gradient with respect to
-            per_token_logps is compared, too.
-        tolerance: largest error in value and gradient, relative to TRL's largest absolute value or
-            to 1, whichever is larger.
+        my_loss: function (batch, options) -> scalar loss; its gradient with respect to per_token_logps is compared,
+            too.
+        tolerance: largest error in value and gradient, relative to TRL's largest absolute value or to 1, whichever is
+            larger.
         kind: loss kind: grpo, dpo or sft.
         only: options that a case must have, for example loss_type="dapo" and whole_step=True.
 
     Raises:
         ValueError: no case has these options; the message lists the recorded values.
-        AssertionError: some cases differ from TRL. The message lists these cases, and the known
-            mistakes that explain the differences.
+        AssertionError: some cases differ from TRL. The message lists these cases, and the known mistakes that explain
+            the differences.
     """
     count = 0
     differences = []  # one line for each case that differs
@@ -121,8 +118,7 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
         for name in sorted(only.keys() - known):
             hint = "; TRL's epsilon is epsilon_low and epsilon_high" if name == "epsilon" else ""
             raise ValueError(
-                f"no recorded case has the option {name!r}; the options are "
-                f"{', '.join(sorted(known))}{hint}"
+                f"no recorded case has the option {name!r}; the options are {', '.join(sorted(known))}{hint}"
             )
         chosen = {case: options for case, options in recorded.items() if has(options, only)}
         if not chosen:
@@ -131,9 +127,7 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
             for key in only:
                 values = [str(options.get(key)) for options in kind or recorded.values()]
                 recorded_values[key] = list(dict.fromkeys(values))
-            raise ValueError(
-                f"No recorded case has the options {only}; choose from {recorded_values}"
-            )
+            raise ValueError(f"No recorded case has the options {only}; choose from {recorded_values}")
         for case, options in chosen.items():
             batch = {}
             for name in tensor_names:
@@ -153,8 +147,7 @@ def has(options: dict, only: dict) -> bool:
 def known_mistakes(steps: list[tuple]) -> list[str]:
     """Return lines that name the known mistakes which reproduce the differing losses.
 
-    If the package minivlmrl-audit is not installed, the only line explains how to install this
-    package.
+    If the package minivlmrl-audit is not installed, the only line explains how to install this package.
 
     Args:
         steps: (batch, options, loss, gradient) for each case that differs.
@@ -197,9 +190,9 @@ def check_images(
 ) -> str:
     """Check that a trainer uses the right images, in the right order, for its log-probabilities.
 
-    Each image in turn is replaced by its negative, which must change log-probabilities of tokens
-    after the image and no log-probabilities of tokens before the image. In addition, rows that
-    differ in one image must have the same log-probabilities in one batch as alone in a batch.
+    Each image in turn is replaced by its negative, which must change log-probabilities of tokens after the image and no
+    log-probabilities of tokens before the image. In addition, rows that differ in one image must have the same
+    log-probabilities in one batch as alone in a batch.
 
     Args:
         my_logps: function (input_ids (B, L), pixel_values (B * P, D), image_grid_thw (B * N, 3))
@@ -214,8 +207,7 @@ def check_images(
         A fault description with its size in nats; "" if all images are used correctly.
 
     Raises:
-        ValueError: a tensor has another shape, or the row has no image, or not as many as
-            image_grid_thw.
+        ValueError: a tensor has another shape, or the row has no image, or not as many as image_grid_thw.
     """
     check_shape("input_ids", input_ids, "(L,), the token ids of one row", dims=1)
     check_shape("image_grid_thw", image_grid_thw, "(N, 3), a row for each image", dims=2, last=3)
@@ -237,18 +229,13 @@ def check_images(
     signs = 1 - 2 * torch.eye(N + 1, N).to(pixel_values)  # the last row keeps all images
     rows = pixel_values * signs.repeat_interleave(image_grid_thw.prod(1), 1)[:, :, None]
     alone = torch.cat([my_logps(input_ids[None], row, image_grid_thw) for row in rows])
-    batch = my_logps(
-        input_ids.repeat(N + 1, 1), rows.flatten(0, 1), image_grid_thw.repeat(N + 1, 1)
-    )
+    batch = my_logps(input_ids.repeat(N + 1, 1), rows.flatten(0, 1), image_grid_thw.repeat(N + 1, 1))
     changes = (alone[:-1] - alone[-1]).abs()  # (N, T), effect of negating each image
     for image in range(N):
         change = changes[image]
         largest_change = change.max()
         if not largest_change > tolerance:
-            return (
-                f"image {image} has no effect: "
-                f"negating it changes log-probabilities by {largest_change:.1e} nats"
-            )
+            return f"image {image} has no effect: negating it changes log-probabilities by {largest_change:.1e} nats"
         early_change = change[: starts[image] + 1 - len(input_ids)].sum()
         if early_change > tolerance:
             return (
@@ -257,8 +244,5 @@ def check_images(
             )
     difference = (batch - alone).abs().max()
     if difference > changes.amax(1).min() / 2:
-        return (
-            "rows use the images of other rows: "
-            f"a batch differs from its single rows by {difference:.1e} nats"
-        )
+        return f"rows use the images of other rows: a batch differs from its single rows by {difference:.1e} nats"
     return ""

@@ -5,12 +5,7 @@ from torch import Tensor
 
 
 def token_rewards(
-    scores: Tensor,
-    logps: Tensor,
-    ref_logps: Tensor,
-    mask: Tensor,
-    kl_coef: float = 0.05,
-    kl_estimator: str = "k1",
+    scores: Tensor, logps: Tensor, ref_logps: Tensor, mask: Tensor, kl_coef: float = 0.05, kl_estimator: str = "k1"
 ) -> Tensor:
     """Compute PPO's reward for each token: a KL penalty, plus the score at the last token.
 
@@ -23,28 +18,22 @@ def token_rewards(
         kl_estimator: "k1", log pi - log pi_ref; or "k3", pi_ref/pi - 1 - log(pi_ref/pi).
     Returns:
         (B, T) rewards.
-    Source: InstructGPT eq. 2 (arXiv 2203.02155); TRL 1.12's PPOTrainer, which adds the score one
-        token later.
+    Source: InstructGPT eq. 2 (arXiv 2203.02155); TRL 1.12's PPOTrainer, which adds the score one token later.
     """
     log_ref_ratio = (ref_logps - logps) * mask
     if kl_estimator not in ("k1", "k3"):
-        raise ValueError(
-            f"kl_estimator is {kl_estimator!r}, but it must be k1 or k3 in the rewards of PPO"
-        )
+        raise ValueError(f"kl_estimator is {kl_estimator!r}, but it must be k1 or k3 in the rewards of PPO")
     kl = -log_ref_ratio if kl_estimator == "k1" else log_ref_ratio.expm1() - log_ref_ratio
     last_token = mask.sum(1, keepdim=True).long() - 1  # (B, 1) index
     return (-kl_coef * kl).scatter_add(1, last_token, scores[:, None].to(kl.dtype))
 
 
-def gae(
-    rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95
-) -> tuple[Tensor, Tensor]:
+def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:
     """Compute advantages and returns with generalised advantage estimation (GAE).
 
         delta_t = r_t + gamma V_{t+1} - V_t             A_t = delta_t + gamma lam A_{t+1}
 
-    Example: rewards 0, 1 and values 0.5, 0.5 with gamma = lam = 1 give the advantages 0.5, 0.5 and
-    the returns 1, 1.
+    Example: rewards 0, 1 and values 0.5, 0.5 with gamma = lam = 1 give the advantages 0.5, 0.5 and the returns 1, 1.
 
     Args:
         rewards, values: (B, T), 0 after a row's end. values[:, t] is the critic's prediction
@@ -64,9 +53,7 @@ def gae(
     return advantages, advantages + values
 
 
-def whiten(
-    parts: list[Tensor], masks: list[Tensor], shift_mean: bool = True, all_ranks=None
-) -> list[Tensor]:
+def whiten(parts: list[Tensor], masks: list[Tensor], shift_mean: bool = True, all_ranks=None) -> list[Tensor]:
     """Whiten per-token values over a whole rollout: variance 1, and mean 0 if shift_mean.
 
     Args:
@@ -110,24 +97,22 @@ def ppo_loss(
 
     Both parts are clipped with the same eps, the option cliprange.
 
-    Example: one token has ratio 1, advantage 2, value 1, old value 1 and return 3. The policy loss
-    is -2 and the value loss 2, so the loss with vf_coef 0.1 is -1.8.
+    Example: one token has ratio 1, advantage 2, value 1, old value 1 and return 3. The policy loss is -2 and the value
+    loss 2, so the loss with vf_coef 0.1 is -1.8.
 
     Args:
         per_token_logps, values: (B, T), policy log-probabilities in nats and predictions by
             the critic, both with gradient.
         mask: (B, T), 1 for tokens that are trained on.
-        cliprange: the ratio is clipped to [1 - cliprange, 1 + cliprange], and a value to its old
-            value -+ cliprange; at least 0.
+        cliprange: the ratio is clipped to [1 - cliprange, 1 + cliprange], and a value to its old value -+ cliprange; at
+            least 0.
         vf_coef: value loss weight.
         old_per_token_logps, old_values: (B, T), the same at sampling time.
         advantages, returns: (B, T), see gae.
         normalizer: LossNormalizer whose `tokens` is the divisor; by default the mask's sum.
     Returns:
-        The loss, and the metrics policy_loss, value_loss, approx_kl (nats per token), ratio and
-        clip_ratio/...
-    Source: PPO eq. 7 and 9 (arXiv 1707.06347); equals PPOTrainer in TRL 1.12, the last release that
-        has one.
+        The loss, and the metrics policy_loss, value_loss, approx_kl (nats per token), ratio and clip_ratio/...
+    Source: PPO eq. 7 and 9 (arXiv 1707.06347); equals PPOTrainer in TRL 1.12, the last release that has one.
     """
     eps = cliprange
     # 0 for padding, so that the exponential stays finite

@@ -2,12 +2,12 @@
 
 The file imports only torch, so that you can copy it into your own project.
 
-B is the number of pairs and T the longest answer's length. In tensors (B, 2, T), [:, 0] is the
-chosen answer and [:, 1] the rejected one. Only `per_token_logps` has a gradient.
+B is the number of pairs and T the longest answer's length. In tensors (B, 2, T), [:, 0] is the chosen answer and [:, 1]
+the rejected one. Only `per_token_logps` has a gradient.
 
-Each loss divides by totals of the whole optimizer step, the argument `normalizer` (its `sequences`
-counts two answers for each pair; by default the batch is the step), so that the gradients of
-micro-batches add up to the step's gradient. There are two exceptions: aot and aot_unpaired
+Each loss divides by totals of the whole optimizer step, the argument `normalizer` (its `sequences` counts two answers
+for each pair; by default the batch is the step), so that the gradients of micro-batches add up to the step's gradient.
+There are two exceptions: aot and aot_unpaired
 sort a micro-batch's pairs, as in TRL, and use_weighting (WPO) multiplies the micro-batch's
 sft mean.
 """
@@ -37,8 +37,7 @@ class Pairs:
     ref_logps: Tensor  # (B, 2) log pi_ref(y | x)
     u: Tensor  # chosen answer's log-ratio, log pi(y_c) - log pi_ref(y_c)
     v: Tensor  # rejected answer's log-ratio, log pi(y_r) - log pi_ref(y_r)
-    # beta d, with the margin d = f'(pi / pi_ref)(y_c) - f'(pi / pi_ref)(y_r), or u - v for the
-    # reverse KL
+    # beta d, with the margin d = f'(pi / pi_ref)(y_c) - f'(pi / pi_ref)(y_r), or u - v for the reverse KL
     z: Tensor
     mean_margin: Tensor  # d with both scores divided by their answers' lengths
     sft_loss: Tensor  # chosen tokens' mean negative log-probability, the same for every pair
@@ -69,30 +68,22 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
         - 0.5 * logsigmoid(-pairs.beta * pairs.v)
     ),
     # DPO unbiased under labels flipped with probability e. Robust DPO eq. 11 (arXiv 2403.00409)
-    "robust": lambda pairs: (
-        (-(1 - pairs.e) * logsigmoid(pairs.z) + pairs.e * logsigmoid(-pairs.z)) / (1 - 2 * pairs.e)
-    ),
+    "robust": lambda pairs: (-(1 - pairs.e) * logsigmoid(pairs.z) + pairs.e * logsigmoid(-pairs.z)) / (1 - 2 * pairs.e),
     # -log s(b u) - log s(-b v), without BCO's running mean of rewards. BCO (arXiv 2404.04656)
     "bco_pair": lambda pairs: -logsigmoid(pairs.beta * pairs.u) - logsigmoid(-pairs.beta * pairs.v),
     # (u - 1 / (2 b))^2 + (v + 1 / (2 b))^2. SPPO eq. 4.7, win probabilities 1 and 0 (2405.00675)
-    "sppo_hard": lambda pairs: (
-        (pairs.u - 0.5 / pairs.beta).square() + (pairs.v + 0.5 / pairs.beta).square()
-    ),
+    "sppo_hard": lambda pairs: (pairs.u - 0.5 / pairs.beta).square() + (pairs.v + 0.5 / pairs.beta).square(),
     # DPO on the sorted policy and reference margins. AOT, paired (arXiv 2406.05882)
     "aot": lambda pairs: smoothed(
         pairs.beta * (sorted_margins(pairs.logps) - sorted_margins(pairs.ref_logps)), pairs.e
     ),
     # DPO between sorted chosen and sorted rejected log ratios. AOT, unpaired (arXiv 2406.05882)
-    "aot_unpaired": lambda pairs: smoothed(
-        pairs.beta * (pairs.u.sort().values - pairs.v.sort().values), pairs.e
-    ),
+    "aot_unpaired": lambda pairs: smoothed(pairs.beta * (pairs.u.sort().values - pairs.v.sort().values), pairs.e),
     # 1 - s(b u) + s(b v) raises chosen answers and lowers rejected ones. APO eq. 7 (2408.06266).
     # 1 - s(x) is computed as s(-x), because 1 - s(20) is 0 in float32, and so is its gradient.
     "apo_zero": lambda pairs: (-pairs.beta * pairs.u).sigmoid() + (pairs.beta * pairs.v).sigmoid(),
     # s(b u) + 1 - s(b (u - v)) lowers both answers, the rejected one more. APO eq. 8 (2408.06266)
-    "apo_down": lambda pairs: (
-        (pairs.beta * pairs.u).sigmoid() + (pairs.beta * (pairs.v - pairs.u)).sigmoid()
-    ),
+    "apo_down": lambda pairs: (pairs.beta * pairs.u).sigmoid() + (pairs.beta * (pairs.v - pairs.u)).sigmoid(),
     # logistic and exponential loss, mixed by m = s(b d / tau). DiscoPOP eq. 5 (arXiv 2406.08414)
     "discopop": lambda pairs: torch.lerp(
         -logsigmoid(pairs.z), (-pairs.z).exp(), (pairs.z / pairs.discopop_tau).sigmoid()
@@ -124,8 +115,7 @@ def dpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute a DPO loss: one of the 15 losses in DPO_LOSSES, or a weighted sum of several.
 
-    Example: if policy and reference are equal (u = v = 0), sigmoid is 0.693, hinge is 1, and ipo
-    with beta 0.1 is 25.
+    Example: if policy and reference are equal (u = v = 0), sigmoid is 0.693, hinge is 1, and ipo with beta 0.1 is 25.
 
     Args:
         per_token_logps: (B, 2, T) float, log-probabilities under the policy in nats, with gradient.
@@ -143,19 +133,16 @@ def dpo_loss(
         discopop_tau: discopop temperature, > 0.
         ref_per_token_logps: (B, 2, T), log-probabilities under the reference, without gradient.
         ref_logps: (B, 2), answer_logps of ref_per_token_logps, which may be given instead of them.
-        log_sum_sq_probs: (B, 2, T), log sum_j p_j^2 for each predicted distribution, without
-            gradient; needed for use_weighting.
-        normalizer: totals of the step; its `tokens` counts only chosen tokens, because sft averages
-            over them.
+        log_sum_sq_probs: (B, 2, T), log sum_j p_j^2 for each predicted distribution, without gradient; needed for
+            use_weighting.
+        normalizer: totals of the step; its `tokens` counts only chosen tokens, because sft averages over them.
     Returns:
-        The loss, and the metrics rewards/chosen and rewards/rejected (beta times the log-ratio,
-        nats), rewards/margins, rewards/accuracies (share of pairs with a positive margin),
-        logps/chosen and logps/rejected.
+        The loss, and the metrics rewards/chosen and rewards/rejected (beta times the log-ratio, nats), rewards/margins,
+        rewards/accuracies (share of pairs with a positive margin), logps/chosen and logps/rejected.
     Raises:
-        ValueError: options do not fit together, a needed tensor is missing, or an answer has no
-            tokens.
-    Source: arXiv 2305.18290; f-DPO 2309.16240; LD-DPO eq. 9, 2409.06411; WPO eq. 2, 2406.11827;
-        equals DPOTrainer._compute_loss in TRL 1.16, except for sigmoid's label_smoothing.
+        ValueError: options do not fit together, a needed tensor is missing, or an answer has no tokens.
+    Source: arXiv 2305.18290; f-DPO 2309.16240; LD-DPO eq. 9, 2409.06411; WPO eq. 2, 2406.11827; equals
+        DPOTrainer._compute_loss in TRL 1.16, except for sigmoid's label_smoothing.
     """
     loss_types = [loss_type] if isinstance(loss_type, str) else loss_type
     check_dpo_options(loss_types, loss_weights, label_smoothing, f_divergence_type, use_weighting)
@@ -165,9 +152,7 @@ def dpo_loss(
         ref_logps = answer_logps(ref_per_token_logps, mask, ld_alpha)
     lengths = mask.sum(-1)  # (B, 2)
     if (lengths == 0).any():
-        raise ValueError(
-            "At least one answer has no tokens. Remove its pair, or truncate answers less."
-        )
+        raise ValueError("At least one answer has no tokens. Remove its pair, or truncate answers less.")
     B = len(mask)
     num_pairs = B
     num_tokens = lengths[:, 0].sum()
@@ -275,8 +260,8 @@ def kto_loss(
         ref_per_token_logps: (B, T), log-probabilities under the reference, without gradient.
         kl: scalar without gradient, see kto_kl; needed for loss_type kto.
     Returns:
-        The loss, and the metrics rewards/chosen and rewards/rejected (means over good and bad
-        answers, NaN if the batch has none) and kl.
+        The loss, and the metrics rewards/chosen and rewards/rejected (means over good and bad answers, NaN if the batch
+        has none) and kl.
     Source: KTO eq. 8 (arXiv 2402.01306); equals KTOTrainer._compute_loss in TRL 1.16.
     """
     _check_known("loss_type", loss_type, KTO_LOSS_TYPES)
@@ -304,8 +289,8 @@ def kto_kl(per_token_logps: Tensor, ref_per_token_logps: Tensor, mask: Tensor) -
     """Estimate KL(pi || pi_ref) for KTO: a scalar in nats, at least 0, without gradient.
 
     Args:
-        per_token_logps, ref_per_token_logps, mask: (B, T), for prompts that are paired with answers
-            to *other* prompts, as in KTO's z_0. TRL takes the preceding row's answer.
+        per_token_logps, ref_per_token_logps, mask: (B, T), for prompts that are paired with answers to *other* prompts,
+            as in KTO's z_0. TRL takes the preceding row's answer.
     """
     log_ratio = ((per_token_logps - ref_per_token_logps) * mask).sum(-1)
     return log_ratio.mean().detach().clamp(min=0)
@@ -325,12 +310,10 @@ def reward_loss(
 
     Args:
         chosen, rejected: (B,) rewards.
-        center_rewards_coefficient: weight of (chosen + rejected)^2, which keeps the mean reward
-            near 0; None is 0.
+        center_rewards_coefficient: weight of (chosen + rejected)^2, which keeps the mean reward near 0; None is 0.
         margin: (B,), wanted reward difference.
     Returns:
-        The loss, and the metrics rewards/chosen, rewards/rejected, rewards/margins and
-        rewards/accuracies.
+        The loss, and the metrics rewards/chosen, rewards/rejected, rewards/margins and rewards/accuracies.
     Source: InstructGPT eq. 1 (arXiv 2203.02155), Llama 2 eq. 2 (2307.09288), 2312.09244; TRL.
     """
     difference = chosen - rejected

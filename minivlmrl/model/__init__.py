@@ -3,8 +3,8 @@
 import ctypes
 import os
 
-# Otherwise glibc returns freed memory to the kernel, which must clear the pages again for the next
-# step. This took 1 to 4 % of the step time.
+# Otherwise glibc returns freed memory to the kernel, which must clear the pages again for the next step. This took 1 to
+# 4 % of the step time.
 if os.name == "posix":
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

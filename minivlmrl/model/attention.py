@@ -6,14 +6,13 @@ The attention objects in this file, which the decoder calls, implement these rul
     completion tokens  attend to their whole prompt and, causally, to their own completion
     no token           attends to another group or to another completion
 
-Therefore each prompt is computed once for all its completions, and the results are the same as if
-every completion were computed in a separate row together with its prompt. `visible` expresses the
-rules as a mask. GroupAttention does not need a mask, because it calls attention separately for the
-prompts and for the completions, and passes only the keys to which the queries may attend.
+Therefore each prompt is computed once for all its completions, and the results are the same as if every completion were
+computed in a separate row together with its prompt. `visible` expresses the rules as a mask. GroupAttention does not
+need a mask, because it calls attention separately for the prompts and for the completions, and passes only the keys to
+which the queries may attend.
 
-Dimension letters: N tokens in the packed sequence, B groups, R completions in all groups, M tokens
-in all completions, P tokens in a prompt, C tokens in a completion, H query heads, K key/value
-heads, D head_dim.
+Dimension letters: N tokens in the packed sequence, B groups, R completions in all groups, M tokens in all completions,
+P tokens in a prompt, C tokens in a completion, H query heads, K key/value heads, D head_dim.
 """
 
 from collections.abc import Sequence
@@ -31,14 +30,14 @@ from minivlmrl.kernels.shared_prefix import PromptSlots, completion_attention, r
 class GroupLayout:
     """Positions of prompts and completions in a packed sequence, also as index tensors.
 
-    The order is prompt 0, its completions, prompt 1, its completions, and so on. The last token of
-    a completion predicts nothing and is left out, so n tokens occupy n - 1 positions.
+    The order is prompt 0, its completions, prompt 1, its completions, and so on. The last token of a completion
+    predicts nothing and is left out, so n tokens occupy n - 1 positions.
 
     Args:
         prompt_lengths: lengths of the B prompts, in tokens.
         completion_lengths: for each prompt, its completions' lengths in tokens.
-        rows: each completion's row index. Completions with the same index form one row in the
-            losses, for example a trajectory's turns. None gives each completion its own row.
+        rows: each completion's row index. Completions with the same index form one row in the losses, for example a
+            trajectory's turns. None gives each completion its own row.
     """
 
     def __init__(
@@ -95,9 +94,7 @@ class GroupLayout:
                 tokens += [prompt_span[-1], *span]  # the prompt's last token predicts the first
         return tokens
 
-    def lay_blocks(
-        self, device: torch.device | str
-    ) -> tuple[list[Tensor], list[PromptSlots | None]]:
+    def lay_blocks(self, device: torch.device | str) -> tuple[list[Tensor], list[PromptSlots | None]]:
         """Arrange the tokens in rectangular blocks, one pair of blocks for each prompt length.
 
         The b prompts of the same length P form a block (b, P), and their r completions form a
@@ -107,8 +104,8 @@ class GroupLayout:
             blocks: for each prompt length, the prompt block and then the completion block.
                 A block cell contains a token's position in the packed sequence, and -1 if
                 the cell is empty.
-            slots: for each prompt length, the PromptSlots of the completions, or None if no
-                completion has a token in the packed sequence.
+            slots: for each prompt length, the PromptSlots of the completions, or None if no completion has a token in
+                the packed sequence.
         """
         blocks = []
         slots = []
@@ -199,16 +196,15 @@ class DecodeAttention(PlainProjections):
     The new token of each row attends to the prompt and to the earlier tokens of its completion.
 
     Args:
-        prompts: GroupAttention(layout, keep_keys=True), after a prefill of the prompts without
-            completions.
+        prompts: GroupAttention(layout, keep_keys=True), after a prefill of the prompts without completions.
         prompt_index: (R,) prompt index for each completion, in ascending order, in host memory.
         capacity: maximum number of new tokens per completion.
         start: (B,) first position after each prompt.
     """
 
     check_every = 1  # `generate` checks for finished rows after this number of steps
-    # Parts of a decoding step, each as (slice of rows, slice of their new tokens). Here all rows
-    # are one part, with one new token per row.
+    # Parts of a decoding step, each as (slice of rows, slice of their new tokens). Here all rows are one part, with one
+    # new token per row.
     spans: Sequence[tuple[slice, slice]] = ((slice(None), slice(None)),)
     # rows whose new tokens in this step are tool responses; see extras/agents/tool_sampler.py
     response_rows: Sequence[int] = ()
@@ -218,8 +214,7 @@ class DecodeAttention(PlainProjections):
         first_keys = prompts.keys[0][0]
         self.device = first_keys.device
         # The prompts' keys and values in each layer, (B, K, P, D). Shorter prompts are padded
-        # with zeros at the end. prompt_bias (B, P) masks the padding: it is 0 for tokens and -inf
-        # for padding.
+        # with zeros at the end. prompt_bias (B, P) masks the padding: it is 0 for tokens and -inf for padding.
         self.prompt_kv = []
         for layer in prompts.keys:
             padded = [pad_sequence(list(x.split(lengths)), batch_first=True) for x in layer]
@@ -227,8 +222,8 @@ class DecodeAttention(PlainProjections):
         zeros = [first_keys.new_zeros(n) for n in lengths]
         self.prompt_bias = pad_sequence(zeros, batch_first=True, padding_value=float("-inf"))
         self.masks_prompts = len(set(lengths)) > 1  # without padding, prompt_bias is not needed
-        # The completions' keys and values in each layer, (R, K, capacity, D). row_bias is -inf
-        # after each row's newest token, so that the unused cache is masked.
+        # The completions' keys and values in each layer, (R, K, capacity, D). row_bias is -inf after each row's newest
+        # token, so that the unused cache is masked.
         R = len(prompt_index)
         (_, K, D) = first_keys.shape
         self.row_kv = [[x.new_zeros(R, K, capacity, D) for x in layer] for layer in prompts.keys]
@@ -242,9 +237,7 @@ class DecodeAttention(PlainProjections):
         self.start = start[self.slots.prompt_index]  # (R,) each row's first position
         # (R,) each row's newest index in row_kv
         self.newest = torch.full_like(self.rows, -1)
-        self.recurrent_state = {
-            i: [x[prompt_index] for x in states] for i, states in prompts.recurrent_state.items()
-        }
+        self.recurrent_state = {i: [x[prompt_index] for x in states] for i, states in prompts.recurrent_state.items()}
 
     def select(self, unfinished: Tensor) -> Tensor | None:
         """Drop finished rows from the KV cache.
@@ -286,8 +279,7 @@ class DecodeAttention(PlainProjections):
         self.num_row_keys += growth
         self.masks_rows = self.masks_rows or isinstance(tokens, Tensor) or tokens != growth
         capacity = self.row_bias.shape[-1]
-        # The position is clamped, because a finished row that was not dropped yet may exceed the
-        # capacity.
+        # The position is clamped, because a finished row that was not dropped yet may exceed the capacity.
         self.newest.add_(tokens).clamp_(max=capacity - 1)
         if not self.masks_rows:
             return

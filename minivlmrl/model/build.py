@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 # name ends for layers whose output is added to the residual stream
 INTO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2", "attn.proj")
 # fields of ImageProcessor -> fields of VisionConfig with the same meaning
-PATCHES = {
-    "patch_size": "patch_size",
-    "temporal_patch_size": "temporal_patch_size",
-    "merge_size": "spatial_merge_size",
-}
+PATCHES = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size", "merge_size": "spatial_merge_size"}
 
 
 def random_model(
@@ -69,10 +65,7 @@ def random_processor(
     # pixels in one merged token
     token_pixels = (patches["patch_size"] * patches["merge_size"]) ** 2
     images = read_image_processor(
-        family.images | patches,
-        "data",
-        min_pixels or token_pixels,
-        max_pixels or ImageProcessor.max_pixels,
+        family.images | patches, "data", min_pixels or token_pixels, max_pixels or ImageProcessor.max_pixels
     )
     images = replace(images, videos=family.read_videos({}, "data", images))
     return Processor(tokenizer, images, default_template(family), box_space=family.box_space)
@@ -85,8 +78,7 @@ def default_template(family: ModelSpec) -> "ChatTemplate | None":
     """
     if family.default_system:
         return None
-    # imported here, because folder_template.py imports Jinja, which Qwen2-VL and Qwen2.5-VL do not
-    # need
+    # imported here, because folder_template.py imports Jinja, which Qwen2-VL and Qwen2.5-VL do not need
     from minivlmrl.data.folder_template import DEFAULT_QWEN3, ChatTemplate
 
     return ChatTemplate(DEFAULT_QWEN3, "the default template")
@@ -98,9 +90,7 @@ def model_from_config(config: ModelConfig, where: str | Path) -> VisionLanguageM
         return FAMILIES[config.model_type].model(config)
     except (RuntimeError, OverflowError, TypeError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"{where}: a model with these sizes cannot be built ({reason}). Correct the sizes."
-        ) from error
+        raise ValueError(f"{where}: a model with these sizes cannot be built ({reason}). Correct the sizes.") from error
 
 
 @runtime_checkable

@@ -15,35 +15,17 @@ from torch import Tensor
 from minivlmrl.data.chat_template import as_jinja
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.image_settings import (
-    image_settings,
-    read_image_processor,
-    video_settings,
-    write_image_processor,
-)
+from minivlmrl.data.image_settings import image_settings, read_image_processor, video_settings, write_image_processor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.tokenizer import Tokenizer, load_tokenizer
 from minivlmrl.errors import check_field, error_context
-from minivlmrl.files import (
-    INDEX,
-    INFERENCE_CONFIG,
-    check_model_folder,
-    replacing,
-    save_tensors,
-    weight_files,
-)
+from minivlmrl.files import INDEX, INFERENCE_CONFIG, check_model_folder, replacing, save_tensors, weight_files
 from minivlmrl.json_files import check_downloaded, read_json, write_json
 from minivlmrl.model import config_json
 from minivlmrl.model.build import PATCHES, assign, default_template, model_from_config
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import Sharder, VisionLanguageModel
-from minivlmrl.model.families.registry import (
-    CONTROL_TOKENS,
-    FAMILIES,
-    family_of,
-    hub_name,
-    module_name,
-)
+from minivlmrl.model.families.registry import CONTROL_TOKENS, FAMILIES, family_of, hub_name, module_name
 from minivlmrl.model.plain_weights import (
     Sharded,
     Stacked,
@@ -79,18 +61,15 @@ def load_model(
         folder: folder path or repository name.
         dtype: parameter dtype; defaults to torch_dtype in config.json.
         device: parameter device; ignored if the model is sharded.
-        sharding: object that shards the model, so that each rank loads only its own shard, to
-            sharding.device.
-        adapt: function that adds adapters to the model while it is on the meta device. The folder
-            does not have weights for these adapters.
+        sharding: object that shards the model, so that each rank loads only its own shard, to sharding.device.
+        adapt: function that adds adapters to the model while it is on the meta device. The folder does not have weights
+            for these adapters.
     """
     folder = find_folder(folder)
     config = read_config(folder)
     files = weight_files(folder)
     with torch.device("meta"):
-        model = model_from_config(config, folder / "config.json").to(
-            dtype or DTYPES[config.torch_dtype]
-        )
+        model = model_from_config(config, folder / "config.json").to(dtype or DTYPES[config.torch_dtype])
     if adapt is not None:
         adapt(model)
     if sharding is not None:
@@ -112,16 +91,12 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def _read_weights(
-    folder: Path,
-    files: list[Path],
-    model: VisionLanguageModel,
-    take_shard: Callable,
-    device: torch.device | str,
+    folder: Path, files: list[Path], model: VisionLanguageModel, take_shard: Callable, device: torch.device | str
 ) -> dict[str, Tensor]:
     """Read a model's weights from files, and return them by parameter name.
 
-    Quantised layers pack and store their weights as soon as they are read. `take_shard` maps (tensor
-    in the file, parameter) to the shard that this rank keeps.
+    Quantised layers pack and store their weights as soon as they are read. `take_shard` maps (tensor in the file,
+    parameter) to the shard that this rank keeps.
     """
     expected = base_weights(model)  # lists a tied head only as the embedding
     is_tied = model.config.tie_word_embeddings
@@ -141,13 +116,10 @@ def _read_weights(
             elif name in read_names:
                 fault = "occurs twice in this folder"
             elif tensor.shape != like.shape:
-                fault = (
-                    f"has shape {tuple(tensor.shape)}, but config.json requires {tuple(like.shape)}"
-                )
+                fault = f"has shape {tuple(tensor.shape)}, but config.json requires {tuple(like.shape)}"
             if fault or like is None:
                 raise ValueError(
-                    f"{file}: the tensor {name:.80} {fault}. Use the config.json and the files that "
-                    "belong together."
+                    f"{file}: the tensor {name:.80} {fault}. Use the config.json and the files that belong together."
                 )
             read_names.add(name)
             if isinstance(like, Tensor):
@@ -161,8 +133,8 @@ def _read_weights(
             f"{folder}: the files of weights lack {len(missing)} of the model's {len(expected)} "
             f"tensors, for example {min(missing)}. Download or save the model again."
         )
-    # If the head is tied, transformers 4 ignores a stored head, but transformers 5 uses it.
-    # Therefore the two tensors must be equal.
+    # If the head is tied, transformers 4 ignores a stored head, but transformers 5 uses it. Therefore the two tensors
+    # must be equal.
     if is_tied and HEAD in weights and not torch.equal(weights.pop(HEAD), weights[EMBEDDING]):
         raise ValueError(
             f"{folder}/config.json sets tie_word_embeddings to true, but the stored {HEAD} differs "
@@ -194,8 +166,8 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     try:
         with safe_open(file, framework="pt") as handle:
             names = list(handle.keys())
-        # The file is reopened for each tensor, because all pages that were read from an open file
-        # count as this process's memory.
+        # The file is reopened for each tensor, because all pages that were read from an open file count as this
+        # process's memory.
         for name in names:
             with safe_open(file, framework="pt") as handle:
                 tensor = handle.get_tensor(name)
@@ -206,9 +178,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
                 )
             yield hub_name(name), tensor
     except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{file} is not a complete safetensors file ({error}). Download or save it again."
-        ) from error
+        raise ValueError(f"{file} is not a complete safetensors file ({error}). Download or save it again.") from error
 
 
 def unused_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
@@ -235,15 +205,12 @@ def unused_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
     return tensors
 
 
-def load_processor(
-    folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None
-) -> Processor:
+def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> Processor:
     """Load the tokenizer, chat template and image settings from a folder.
 
     Args:
         folder: folder path or repository name.
-        min_pixels, max_pixels: bounds on the image area in pixels. They default to the bounds in
-            the folder.
+        min_pixels, max_pixels: bounds on the image area in pixels. They default to the bounds in the folder.
     """
     # imported here, because a model with random weights does not need Jinja
     from minivlmrl.data.folder_template import ChatTemplate
@@ -294,8 +261,7 @@ def carried_files(folder: Path) -> dict[str, bytes]:
             target = file.resolve()
             if target.parent != folder.resolve() and target.parent.name != "blobs":
                 raise ValueError(
-                    f"{file} is a link to {target}, outside its folder. Replace the link with a "
-                    "copy of the file."
+                    f"{file} is a link to {target}, outside its folder. Replace the link with a copy of the file."
                 )
             files[file.name] = file.read_bytes()
     return files
@@ -311,10 +277,9 @@ def save_model(
 ):
     """Save a model and its processor as a folder that transformers and vLLM can load.
 
-    Adapters are merged into the weights, and also written to the subfolder adapter/ in PEFT's
-    format. The folder is replaced atomically. For a model that is sharded or trained by several
-    ranks, use gather_and_save_model in distributed/saving.py. Weights are saved in
-    model.save_dtype, if that is set.
+    Adapters are merged into the weights, and also written to the subfolder adapter/ in PEFT's format. The folder is
+    replaced atomically. For a model that is sharded or trained by several ranks, use gather_and_save_model in
+    distributed/saving.py. Weights are saved in model.save_dtype, if that is set.
 
     Args:
         base: the base model's folder or repository, for PEFT's adapter_config.json.
@@ -348,8 +313,8 @@ def save_adapter(
 ):
     """Save only a model's adapter, in the subfolder adapter/.
 
-    The folder is replaced atomically, as in save_model, so that weights which were merged earlier
-    do not stay beside a newer adapter.
+    The folder is replaced atomically, as in save_model, so that weights which were merged earlier do not stay beside a
+    newer adapter.
 
     Args:
         write_adapter: return value from adapter_writer.
@@ -378,9 +343,7 @@ def write_index(folder: Path, files: StateDictSplit):
 
 
 def write_extras(
-    folder: Path,
-    write_adapter: Callable[[Path], None] | None,
-    write_more_files: Callable[[Path], None] | None,
+    folder: Path, write_adapter: Callable[[Path], None] | None, write_more_files: Callable[[Path], None] | None
 ):
     """Write the adapter to the subfolder adapter/, then add the caller's files to the folder."""
     if write_adapter is not None:
@@ -398,10 +361,7 @@ def full_weight(model: VisionLanguageModel, weight: Weight) -> Tensor:
 
 
 def split_weights(
-    model: VisionLanguageModel,
-    weights: Mapping[str, Weight],
-    unused: Mapping[str, Tensor],
-    max_shard_size: int,
+    model: VisionLanguageModel, weights: Mapping[str, Weight], unused: Mapping[str, Tensor], max_shard_size: int
 ) -> StateDictSplit:
     """Assign each weight in a model, and each unused tensor, to a file of max_shard_size bytes."""
     shapes = {}
@@ -452,8 +412,8 @@ def write_settings(folder: Path, model: VisionLanguageModel, processor: Processo
         write_json(folder / "video_preprocessor_config.json", family_of(model).write_videos(images))
     template = processor.template
     if template is not None and Path(template.source).name == "processor_config.json":
-        # processor_config.json is not copied, because its image settings may have changed. Its chat
-        # template is saved as chat_template.json, the next file that loaders search for a template.
+        # processor_config.json is not copied, because its image settings may have changed. Its chat template is saved
+        # as chat_template.json, the next file that loaders search for a template.
         write_json(folder / "chat_template.json", {"chat_template": template.text})
     if (template is None or template.is_default) and "chat_template.jinja" not in carried:
         template_text = as_jinja() if template is None else template.text

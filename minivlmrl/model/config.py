@@ -1,7 +1,7 @@
 """ModelConfig and VisionConfig: a model's sizes and settings, with config.json's names.
 
-model/config_json.py reads, checks and writes config.json. A family whose vision tower has settings
-of its own declares them in a subclass of VisionConfig, in its file in model/families/.
+model/config_json.py reads, checks and writes config.json. A family whose vision tower has settings of its own declares
+them in a subclass of VisionConfig, in its file in model/families/.
 """
 
 from dataclasses import dataclass, field
@@ -47,8 +47,8 @@ class RecurrentConfig:
 class VisionConfig:
     """Vision-tower config with the fields that all families share.
 
-    Qwen2-VL uses this class itself, and each other family a subclass with its own fields and
-    defaults. The defaults here equal transformers' defaults for Qwen2-VL and Qwen2.5-VL.
+    Qwen2-VL uses this class itself, and each other family a subclass with its own fields and defaults. The defaults
+    here equal transformers' defaults for Qwen2-VL and Qwen2.5-VL.
     """
 
     depth: Depth = 32  # number of transformer blocks
@@ -110,8 +110,8 @@ class ModelConfig:
     qk_norm: bool = False  # whether each query and key head is normalised
     # fraction of head_dim that is rotated
     partial_rotary_factor: Annotated[float, "(0, 1]"] = 1.0
-    # In Qwen3.5 only every full_attention_interval-th layer has attention; the other layers are
-    # recurrent. None means that all layers have attention.
+    # In Qwen3.5 only every full_attention_interval-th layer has attention; the other layers are recurrent. None means
+    # that all layers have attention.
     full_attention_interval: Size | None = None
     # type of each layer; () means that all layers have attention
     layer_types: tuple[Literal["full_attention", "linear_attention"], ...] = ()
@@ -134,8 +134,7 @@ class ModelConfig:
         interval = self.full_attention_interval
         if interval is not None and not self.layer_types:
             self.layer_types = tuple(
-                "linear_attention" if (i + 1) % interval else "full_attention"
-                for i in range(self.num_hidden_layers)
+                "linear_attention" if (i + 1) % interval else "full_attention" for i in range(self.num_hidden_layers)
             )
 
     @property

@@ -10,22 +10,9 @@ from minivlmrl.model.config import ExpertsConfig, ModelConfig, RecurrentConfig, 
 from minivlmrl.model.families.registry import FAMILIES, ModelSpec
 
 # keys in config.json that are not copied to `extra`, because to_dict computes their values
-REWRITTEN = {
-    "text_config",
-    "rope_parameters",
-    "rope_scaling",
-    "dtype",
-    "architectures",
-    "transformers_version",
-}
+REWRITTEN = {"text_config", "rope_parameters", "rope_scaling", "dtype", "architectures", "transformers_version"}
 # keys in vision_config that are not copied to its `extra` for the same reason
-REWRITTEN_IN_VISION = REWRITTEN | {
-    "model_type",
-    "hidden_act",
-    "in_chans",
-    "spatial_patch_size",
-    "torch_dtype",
-}
+REWRITTEN_IN_VISION = REWRITTEN | {"model_type", "hidden_act", "in_chans", "spatial_patch_size", "torch_dtype"}
 
 
 def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig:
@@ -49,8 +36,8 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
     flat = _merge(family.defaults, family.experts, flat, {name: rope[name] for name in names})
     dtype = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype")
     flat["torch_dtype"] = dtype or "float32"
-    # The value at the top level takes precedence, because transformers 5 always writes the default
-    # value into text_config.
+    # The value at the top level takes precedence, because transformers 5 always writes the default value into
+    # text_config.
     tied = _merge({"tie_word_embeddings": False}, text, config)["tie_word_embeddings"]
     flat["tie_word_embeddings"] = tied
     flat["vision_config"] = _read_vision(vision, family, where)
@@ -152,10 +139,7 @@ def _check_supported(flat: dict, vision: dict, family: ModelSpec, where: str):
         "rope_scaling.type": (rope.get("rope_type") or rope.get("type"), "mrope", "default"),
         "hidden_act": (flat.get("hidden_act"), "silu"),
         "attention_bias": (flat.get("attention_bias"), family.text["attention_bias"]),
-        "rope_scaling.mrope_interleaved": (
-            rope.get("mrope_interleaved"),
-            family.text["mrope_interleaved"],
-        ),
+        "rope_scaling.mrope_interleaved": (rope.get("mrope_interleaved"), family.text["mrope_interleaved"]),
         "norm_topk_prob": (flat.get("norm_topk_prob"), True),
         "use_sliding_window": (flat.get("use_sliding_window"), False),
         "attn_output_gate": (flat.get("attn_output_gate"), True),

@@ -1,11 +1,11 @@
 """Decoder and LM head for the vision-language models Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5.
 
-The decoder processes a packed sequence of N tokens. Its argument `attention` decides which tokens
-attend to each other. model/families/registry.py names each family's vision tower, layers and norm.
-Parameters have the same names as in checkpoints on the Hugging Face hub.
+The decoder processes a packed sequence of N tokens. Its argument `attention` decides which tokens attend to each other.
+model/families/registry.py names each family's vision tower, layers and norm. Parameters have the same names as in
+checkpoints on the Hugging Face hub.
 
-Dimension letters: N tokens, H query heads, K key/value heads, D head_dim. `config` is the
-ModelConfig in model/config.py.
+Dimension letters: N tokens, H query heads, K key/value heads, D head_dim. `config` is the ModelConfig in
+model/config.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,9 +74,7 @@ class VisionLanguageModel(nn.Module):
         """Return the blocks of tower and decoder: the units of sharding and of recomputation."""
         return [*self.visual.blocks, *self.model.layers]
 
-    def forward(
-        self, batch: GroupBatch, attention: Attention | None = None, select: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, batch: GroupBatch, attention: Attention | None = None, select: Tensor | None = None) -> Tensor:
         """Compute hidden states for a packed batch.
 
         Each prompt, image and video is computed only once, even if several completions share it.
@@ -87,8 +85,7 @@ class VisionLanguageModel(nn.Module):
                 GroupAttention(batch.layout).
             select: (S,) indices of the tokens whose hidden states are needed. None selects all N.
         Returns:
-            hidden_states: (S, hidden_size) after the final norm. `lm_head` computes the logits from
-                these states.
+            hidden_states: (S, hidden_size) after the final norm. `lm_head` computes the logits from these states.
         """
         x = gather_rows(self.model.embed_tokens.weight, batch.input_ids)  # (N, hidden_size)
         deep = []
@@ -104,8 +101,8 @@ class VisionLanguageModel(nn.Module):
 def place_images(x: Tensor, vision_embeds: Tensor, index: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Replace the embeddings x (N, hidden_size) at `index` (M,) by the vision tower's output.
 
-    With DeepStack, vision_embeds are (M, k * hidden_size), k > 1: the other k - 1 blocks of columns
-    are returned too, for the argument `deep` of TextModel.
+    With DeepStack, vision_embeds are (M, k * hidden_size), k > 1: the other k - 1 blocks of columns are returned too,
+    for the argument `deep` of TextModel.
     """
     first, *deep = vision_embeds.to(x.dtype).split(x.shape[1], dim=-1)
     return x.index_copy(0, index, first), deep
@@ -132,8 +129,8 @@ class TextModel(nn.Module):
     ) -> Tensor:
         """Run all layers and the final norm on the embeddings x.
 
-        Tokens do not interact after the last attention, so the MLP of the last layer only processes
-        the selected tokens.
+        Tokens do not interact after the last attention, so the MLP of the last layer only processes the selected
+        tokens.
 
         Args:
             x: (N, hidden_size) token embeddings.
@@ -142,8 +139,8 @@ class TextModel(nn.Module):
             attention: decides which tokens attend to each other.
             select: (S,) indices of the returned tokens. None returns all N.
             vision_index: (M,) image-token positions in x.
-            deep: DeepStack embeddings. deep[i] (M, hidden_size) comes from an inner block of the
-                vision tower and is added to the image tokens after layer i.
+            deep: DeepStack embeddings. deep[i] (M, hidden_size) comes from an inner block of the vision tower and is
+                added to the image tokens after layer i.
         Returns:
             (S, hidden_size) hidden states for the selected tokens.
         """
@@ -206,12 +203,7 @@ class DecoderLayer(nn.Module):
         return self.self_attn(x, cos, sin, attention)
 
     def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        attention: Attention,
-        select: Tensor | None = None,
+        self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, select: Tensor | None = None
     ) -> Tensor:
         x = x + self.attend(self.input_layernorm(x), cos, sin, attention)
         if select is not None:

@@ -1,9 +1,9 @@
 """Count a model's floating-point operations (FLOPs), to compare a run with its GPU's peak.
 
-A token takes 2 FLOPs for each value in a weight matrix in the forward pass. The backward pass takes
-as many for the input gradient, and as many for the weight gradient. Attention,
-recurrence, norms and activation functions are not counted, and neither are activations that are
-computed again in the backward pass.
+A token takes 2 FLOPs for each value in a weight matrix in the forward pass. The backward pass takes as many for the
+input gradient, and as many for the weight gradient. Attention,
+recurrence, norms and activation functions are not counted, and neither are activations that are computed again in the
+backward pass.
 """
 
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.plain_weights import PackedLinear
 
-# FLOPs per second for dense products in bfloat16 with float32 sums, from NVIDIA's data sheets. The
-# first entry whose words all occur in the GPU's name counts.
+# FLOPs per second for dense products in bfloat16 with float32 sums, from NVIDIA's data sheets. The first entry whose
+# words all occur in the GPU's name counts.
 BFLOAT16_PEAKS = {
     "B200": 2.25e15,
     "H200": 9.89e14,
@@ -66,9 +66,7 @@ def flops_by_input(model: nn.Module, config: ModelConfig) -> dict[str, float]:
     """
     found = list(matrices(model))
     trains_merger = any(trained for name, _, trained in found if "visual." in name)
-    trains_tower = any(
-        trained for name, _, trained in found if "visual." in name and "merger" not in name
-    )
+    trains_tower = any(trained for name, _, trained in found if "visual." in name and "merger" not in name)
     # A matrix's input gradient is needed if something before it is trained.
     has_input_gradient = {
         "patches": trains_tower, "merged": trains_merger, "tokens": True, "scored": True

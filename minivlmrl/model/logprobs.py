@@ -20,14 +20,12 @@ def plain_per_token_logps(
     return logps, -(log_probs.exp() * log_probs).sum(-1)
 
 
-def per_token_logps(
-    model: VisionLanguageModel, batch: GroupBatch, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def per_token_logps(model: VisionLanguageModel, batch: GroupBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Compute each completion token's log-probability given the prompt and earlier tokens.
 
-    Logits are computed block by block, and computed again in the backward pass, so that the whole
-    logit tensor (M, vocab_size) never exists. If sampling filters such as top_p removed tokens
-    (batch.sampling_mask), the probabilities are normalised over the remaining vocabulary.
+    Logits are computed block by block, and computed again in the backward pass, so that the whole logit tensor (M,
+    vocab_size) never exists. If sampling filters such as top_p removed tokens (batch.sampling_mask), the probabilities
+    are normalised over the remaining vocabulary.
 
     Args:
         batch: packed batch with M completion tokens.
@@ -52,6 +50,4 @@ def logps_of_states(
 
     This function is for callers that also need the hidden states.
     """
-    return linear_log_softmax(
-        states, model.lm_head.weight, batch.completion_ids, temperature, batch.sampling_mask
-    )
+    return linear_log_softmax(states, model.lm_head.weight, batch.completion_ids, temperature, batch.sampling_mask)

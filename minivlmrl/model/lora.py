@@ -1,9 +1,8 @@
 """LoRA adapters (arXiv 2106.09685): train two small matrices for each frozen linear layer.
 
-A layer with an adapter computes x W^T + scaling * x A^T B^T, and only A and B are trained.
-`inject_adapters` replaces linear layers in a model that is already built, also if the model is on
-the meta device and not yet sharded. The decoder, the sampler and the losses therefore do not need
-any code for adapters.
+A layer with an adapter computes x W^T + scaling * x A^T B^T, and only A and B are trained. `inject_adapters` replaces
+linear layers in a model that is already built, also if the model is on the meta device and not yet sharded. The
+decoder, the sampler and the losses therefore do not need any code for adapters.
 
 Dimension letters: N is the number of tokens, and r is the rank of an adapter.
 """
@@ -40,8 +39,8 @@ from minivlmrl.model.plain_weights import (
 def inject_adapters(model: VisionLanguageModel, options: LoRAOptions):
     """Freeze a model, and replace its target layers by LoRALinear layers.
 
-    The new adapters are zero, and init_adapters initialises them afterwards. If options.r is 0, no
-    adapters are added, and the whole model stays trainable.
+    The new adapters are zero, and init_adapters initialises them afterwards. If options.r is 0, no adapters are added,
+    and the whole model stays trainable.
     """
     model.requires_grad_(not options.r)
     if not options.r:
@@ -77,9 +76,7 @@ class LoRALinear(ReplacedLinear):
         base_result = self.base(x)
         adapter_input = x if self.drop is None else self.drop(x.to(self.lora_A.dtype))
         if self.can_use_tf32(base_result):
-            return TF32Adapter.apply(
-                base_result, adapter_input, self.lora_A, self.lora_B, self.scaling
-            )
+            return TF32Adapter.apply(base_result, adapter_input, self.lora_A, self.lora_B, self.scaling)
         adapter_input = adapter_input.to(self.lora_A.dtype)
         low_rank = F.linear(adapter_input, self.lora_A)  # (N, r)
         wide_result = base_result.to(self.lora_A.dtype)
@@ -119,19 +116,16 @@ class LoRALinear(ReplacedLinear):
 class TF32Adapter(torch.autograd.Function):
     """Compute base_result + scaling * x A^T B^T with TF32 products in both passes.
 
-    TF32 rounds the factors of a float32 product to 11 significant bits, so that tensor cores
-    multiply them, and sums in float32. A bfloat16 x has 8 significant bits and is not rounded. The
-    function is needed because the precision of products is a global torch setting, and autograd
-    computes the backward pass later, in a thread of its own.
+    TF32 rounds the factors of a float32 product to 11 significant bits, so that tensor cores multiply them, and sums in
+    float32. A bfloat16 x has 8 significant bits and is not rounded. The function is needed because the precision of
+    products is a global torch setting, and autograd computes the backward pass later, in a thread of its own.
 
     Shapes: base_result (N, out_features), x (N, in_features), A (r, in_features),
     B (out_features, r).
     """
 
     @staticmethod
-    def forward(
-        ctx, base_result: Tensor, x: Tensor, A: Tensor, B: Tensor, scaling: float
-    ) -> Tensor:
+    def forward(ctx, base_result: Tensor, x: Tensor, A: Tensor, B: Tensor, scaling: float) -> Tensor:
         with tf32_products():
             low_rank = x.to(A.dtype) @ A.T  # (N, r)
             adapted = torch.addmm(base_result.to(A.dtype), low_rank, B.T, alpha=scaling)
@@ -165,9 +159,9 @@ def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
     """Apply dropout with probability p to all adapters' inputs inside a `with` block.
 
     As in PEFT, only the adapter's input is dropped, and not the base layer's input. The
-    mask for a layer depends only on `key` and on the layer's name. Activation recomputation in the
-    backward pass therefore repeats the same mask, and a resumed run does not have to restore the
-    state of a random generator. All completions share one mask for their prompt.
+    mask for a layer depends only on `key` and on the layer's name. Activation recomputation in the backward pass
+    therefore repeats the same mask, and a resumed run does not have to restore the state of a random generator. All
+    completions share one mask for their prompt.
     """
     layers = adapters(model) if p else {}
     for name, layer in layers.items():
@@ -181,11 +175,10 @@ def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
 def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     """Replace float32 adapters on a 16-bit base by 16-bit copies inside a `with` block, on a GPU.
 
-    A decode step multiplies few tokens, so the float32 products and conversions in an adapter take
-    longer than its base layer. With copies in the base dtype, an adapter is two products of
-    16 bits, as with model.compute_dtype. The adapters are not merged into the base, because W +
-    scaling * B A in bfloat16 loses most updates that are small beside W. On a CPU nothing is
-    replaced.
+    A decode step multiplies few tokens, so the float32 products and conversions in an adapter take longer than its base
+    layer. With copies in the base dtype, an adapter is two products of
+    16 bits, as with model.compute_dtype. The adapters are not merged into the base, because W + scaling * B A in
+    bfloat16 loses most updates that are small beside W. On a CPU nothing is replaced.
 
     The copies keep their addresses inside the block, because CUDA graphs read them.
 
@@ -207,8 +200,8 @@ def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
 @torch.no_grad()
 def surviving_share(model: nn.Module) -> float:
     """Compute the share of the updated weights that differ from the base after a merge, 0 to 1."""
-    # A merged weight is rounded to the base dtype. If the update is less than half of the distance
-    # to the next number, the merged weight is the base weight, and this training is lost.
+    # A merged weight is rounded to the base dtype. If the update is less than half of the distance to the next number,
+    # the merged weight is the base weight, and this training is lost.
     num_changed = num_updated = 0
     for layer in adapters(model).values():
         weight, update = layer.weight_and_update()
@@ -258,9 +251,9 @@ def copy_adapter_layout(model: nn.Module, other: nn.Module):
 def quantize_base(model: VisionLanguageModel):
     """Quantise the decoder's frozen linear layers, and the adapters' base layers, to NF4.
 
-    The routers, the head and the embeddings are not quantised, and neither are layers in the vision
-    tower and the merger that do not have an adapter. In contrast, bitsandbytes in transformers 5.23
-    quantises all linear layers except the head, including the tower's layers. This function
+    The routers, the head and the embeddings are not quantised, and neither are layers in the vision tower and the
+    merger that do not have an adapter. In contrast, bitsandbytes in transformers 5.23 quantises all linear layers
+    except the head, including the tower's layers. This function
     works on any device.
     """
     not_quantized = family_of(model).not_quantized
@@ -299,8 +292,8 @@ def set_parameters(model: VisionLanguageModel, weights: dict[str, Tensor]):
     """Replace a model's parameters by full tensors, from which each rank keeps its own shard.
 
     Args:
-        weights: full tensors by parameter name. They are converted to the device and the dtype of
-            the parameters that they replace.
+        weights: full tensors by parameter name. They are converted to the device and the dtype of the parameters that
+            they replace.
     """
     sharding = model.sharding
     device = model.lm_head.weight.device
@@ -328,9 +321,7 @@ def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
     try:
         pattern = re.compile(target)
     except re.error as error:
-        raise ValueError(
-            f"target is {target!r}, which is not a valid regular expression ({error})"
-        ) from error
+        raise ValueError(f"target is {target!r}, which is not a valid regular expression ({error})") from error
     target_names = [n for n in linear_names if kind_of(n, kinds) == target or pattern.fullmatch(n)]
     check_field(
         bool(target_names),

@@ -1,11 +1,10 @@
 """Quantise frozen weights to NF4, 4 bits per value, as in QLoRA (arXiv 2305.14314).
 
-Each block of 64 values has a scale, which is the largest absolute value in the block. Each value is
-divided by the scale, and stored as the index of the nearest of 16 quantiles of a normal
-distribution. The scales are quantised too ("double quantisation"): their mean is subtracted, and
-the rest is stored in 8 bits. In total, this gives 4.13 bits per value. Every forward and backward
-pass unpacks the weights again. extras/adamw8bit.py quantises the moments of AdamW to 8 bits in the
-same way.
+Each block of 64 values has a scale, which is the largest absolute value in the block. Each value is divided by the
+scale, and stored as the index of the nearest of 16 quantiles of a normal distribution. The scales are quantised too
+("double quantisation"): their mean is subtracted, and the rest is stored in 8 bits. In total, this gives 4.13 bits per
+value. Every forward and backward pass unpacks the weights again. extras/adamw8bit.py quantises the moments of AdamW to
+8 bits in the same way.
 """
 
 from collections.abc import Callable
@@ -24,8 +23,7 @@ NF4 = (  # the 16 quantiles in the appendix of the QLoRA paper, with float32 pre
     -0.0910500363, 0.0, 0.0795802996, 0.160930201, 0.246112302, 0.337915242,
     0.440709829, 0.562617004, 0.722956836, 1.0,
 )  # fmt: skip
-# The table is cached on each device, because copying it would synchronise, which a CUDA graph does
-# not allow.
+# The table is cached on each device, because copying it would synchronise, which a CUDA graph does not allow.
 _table = cache(lambda device: torch.tensor(NF4).to(device))  # (16,)
 
 
@@ -34,8 +32,8 @@ _table = cache(lambda device: torch.tensor(NF4).to(device))  # (16,)
 def dynamic_code(signed: bool, device: torch.device) -> Tensor:
     """Return the 256 values in bitsandbytes' dynamic 8-bit code, in ascending order.
 
-    The values are 0, 1 and numbers in seven decades, such as 0.01 to 0.1. Each decade has twice as
-    many values as the decade below it.
+    The values are 0, 1 and numbers in seven decades, such as 0.01 to 0.1. Each decade has twice as many values as the
+    decade below it.
     """
     numbers = [torch.zeros(1), torch.ones(1)]
     for decade in range(7):
@@ -74,8 +72,8 @@ def pack_nf4(weight: Tensor) -> dict[str, Tensor]:
     """Quantise a weight to NF4, with two values per byte, and quantise its scales to 8 bits.
 
     Returns:
-        A tensor dictionary: `packed` has the values, `scale_indices` and `scale_scales` are the
-        quantised scales, and `offset` is the mean that was subtracted from the scales.
+        A tensor dictionary: `packed` has the values, `scale_indices` and `scale_scales` are the quantised scales, and
+        `offset` is the mean that was subtracted from the scales.
     """
     padded_values = F.pad(weight.detach().float().flatten(), (0, -weight.numel() % BLOCK))
     value_indices, scales = quantize(padded_values[None], _table(weight.device), BLOCK)
@@ -106,13 +104,10 @@ def unpack_nf4(
     scale_code = dynamic_code(True, packed.device)
     value_table = _table(packed.device)
     if backend_for(offset, "nf4_unpack") == "triton":
-        return nf4_unpack(
-            packed, scale_indices, scale_scales, offset, (scale_code, value_table), dtype
-        )
+        return nf4_unpack(packed, scale_indices, scale_scales, offset, (scale_code, value_table), dtype)
     scales = dequantize(scale_indices[None], scale_scales[None], scale_code)[0] + offset
-    # value_pairs contains, for each possible byte, its two float32 values as one int64. On a CPU,
-    # 4096 blocks are unpacked at a time, because they fit into its cache. Unpacking all blocks at
-    # once takes 3 times as long.
+    # value_pairs contains, for each possible byte, its two float32 values as one int64. On a CPU, 4096 blocks are
+    # unpacked at a time, because they fit into its cache. Unpacking all blocks at once takes 3 times as long.
     piece_blocks = 4096 if packed.is_cpu else len(scales)
     value_pairs = torch.cartesian_prod(value_table, value_table).view(torch.int64)
     values = scales.new_empty(len(scales), BLOCK, dtype=dtype)
@@ -141,12 +136,9 @@ class NF4Linear(PackedLinear):
 
     def pack(self, weight: Tensor, take_shard: Callable | None = None):
         """Pack a weight into this layer; see PackedLinear.pack."""
-        # Memory estimates pack meta tensors. pack_on_meta is cached, because a model may have
-        # thousands of experts.
+        # Memory estimates pack meta tensors. pack_on_meta is cached, because a model may have thousands of experts.
         if weight.is_meta:
-            packed_tensors = {
-                name: torch.empty_like(x) for name, x in pack_on_meta(weight.shape).items()
-            }
+            packed_tensors = {name: torch.empty_like(x) for name, x in pack_on_meta(weight.shape).items()}
         else:
             packed_tensors = pack_nf4(weight.to(self.dtype))
         packed_weight = packed_tensors.pop("packed")

@@ -1,7 +1,7 @@
 """Pack prompts, their completions and their images into a GroupBatch, the only batch type.
 
-SFT packs each prompt with one completion, GRPO packs each prompt with G completions, and a prefill
-packs prompts without completions.
+SFT packs each prompt with one completion, GRPO packs each prompt with G completions, and a prefill packs prompts
+without completions.
 """
 
 from collections.abc import Sequence
@@ -36,8 +36,8 @@ class GroupBatch:
     completion_ids: Tensor  # (M,) int64, the tokens that are scored, completions in order
     # (M,) float32, 1 for tokens that the policy generated, 0 for tool output or other turns
     policy_mask: Tensor
-    # (2, K) int64, pairs of a completion token's index and a vocabulary id that the sampling
-    # filters kept for this token; (2, 0) without filters
+    # (2, K) int64, pairs of a completion token's index and a vocabulary id that the sampling filters kept for this
+    # token; (2, 0) without filters
     sampling_mask: Tensor
     layout: GroupLayout
     prompts: Sequence[Prompt] = ()  # the B packed prompts
@@ -91,9 +91,7 @@ def pack(
     vision_index = torch.isin(searched_ids, placeholders).nonzero()[:, 0]
     nothing = torch.zeros(0, dtype=torch.long)  # for a batch without completions
     scored = torch.cat([nothing, *(completion.ids for completion in all_completions)])
-    policy_mask = torch.cat(
-        [nothing, *(completion.policy_mask for completion in all_completions)]
-    ).float()
+    policy_mask = torch.cat([nothing, *(completion.policy_mask for completion in all_completions)]).float()
     masks = [x.sampling_mask for x in all_completions if x.sampling_mask]
     pixel_values = torch.cat([patches for span in spans for patches in span.pixel_values])
     return GroupBatch(
@@ -145,8 +143,8 @@ class Span:
     """A prompt or a completion, with n tokens in the packed sequence."""
 
     ids: Tensor  # (n,)
-    # (n,) ids in which image placeholders are searched. They are -1 for tokens that the policy
-    # generated, because a generated placeholder does not belong to any image.
+    # (n,) ids in which image placeholders are searched. They are -1 for tokens that the policy generated, because a
+    # generated placeholder does not belong to any image.
     image_ids: Tensor
     position_ids: Tensor  # (3, n)
     pixel_values: Sequence[Tensor] = ()  # image and video patches, (patches, patch_dim)
@@ -176,9 +174,7 @@ def lay_group(prompt: Prompt, group: Sequence[Completion], config: ModelConfig) 
     return spans
 
 
-def join_vision_embeds(
-    prompts: Sequence[Prompt], completions: Sequence[Completion]
-) -> Tensor | None:
+def join_vision_embeds(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Tensor | None:
     """Concatenate the cached embeddings for all images, or return None if some are not cached."""
     embeds = [x for prompt in prompts if (x := prompt.vision_embeds) is not None]
     if len(embeds) < len(prompts) or any(completion.pictures for completion in completions):

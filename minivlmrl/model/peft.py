@@ -142,9 +142,7 @@ def adapter_options(folder: str | Path, quantize: Literal["nf4"] | None = None) 
     return LoRAOptions(FilePath(str(folder)), r, alpha, target=[target], quantize=quantize)
 
 
-def _read(
-    model: VisionLanguageModel, folder: str | Path
-) -> tuple[dict[str, AdapterShape], dict[str, Tensor]]:
+def _read(model: VisionLanguageModel, folder: str | Path) -> tuple[dict[str, AdapterShape], dict[str, Tensor]]:
     """Read each layer's adapter rank and scaling, and all weights by parameter name."""
     folder = find_adapter(folder)
     config = _read_config(folder / CONFIG)
@@ -176,9 +174,7 @@ def _read(
             weights[f"{layer_name}.{kind}"] = tensor
         if not layer_pairs:
             raise ValueError("the file does not contain any tensors. Save the adapter again.")
-        shapes = {
-            name: _check_shape(model, name, pair, config) for name, pair in layer_pairs.items()
-        }
+        shapes = {name: _check_shape(model, name, pair, config) for name, pair in layer_pairs.items()}
     return shapes, weights
 
 
@@ -199,9 +195,7 @@ def _read_config(file: Path) -> PeftConfig:
     return config
 
 
-def _check_shape(
-    model: VisionLanguageModel, name: str, pair: dict[str, Tensor], config: PeftConfig
-) -> AdapterShape:
+def _check_shape(model: VisionLanguageModel, name: str, pair: dict[str, Tensor], config: PeftConfig) -> AdapterShape:
     """Check the shapes of a layer's lora_A and lora_B, and return its rank and scaling."""
     layer = dict(model.named_modules()).get(name)
     if not isinstance(layer, nn.Linear | LoRALinear | PackedLinear) or name == "lm_head":
@@ -232,8 +226,8 @@ def _check_shape(
 def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Callable[[Path], None]:
     """Gather the current adapters, and return a function that writes them to a PEFT folder.
 
-    All ranks must call gather_adapter, because the adapters may be sharded. Afterwards a single
-    rank may call the returned function.
+    All ranks must call gather_adapter, because the adapters may be sharded. Afterwards a single rank may call the
+    returned function.
 
     Args:
         base: the base model's folder or repository, which is written to adapter_config.json.
@@ -245,8 +239,8 @@ def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Calla
             full = gather_full_tensor(matrix).cpu().contiguous()
             tensors[f"{PREFIX}{name}.{kind}.weight"] = full
     ranks = {name: layer.r for name, layer in layers.items()}
-    # PEFT computes the scaling as alpha / r, so alpha is scaling * r here, even for an adapter that
-    # was loaded with the scaling alpha / sqrt(r)
+    # PEFT computes the scaling as alpha / r, so alpha is scaling * r here, even for an adapter that was loaded with the
+    # scaling alpha / sqrt(r)
     alphas = {name: layer.scaling * layer.r for name, layer in layers.items()}
     r = max(ranks.values())
     alpha = max(alphas.values())

@@ -1,8 +1,8 @@
 """Compute the names and values that a model's weights have without adapters and quantisation.
 
-LoRA (model/lora.py) and NF4 (model/nf4.py) replace linear layers, but checkpoints store the weights
-of plain linear layers. The functions in this file map between the two. The file also defines the
-model parts that options such as model.freeze can name.
+LoRA (model/lora.py) and NF4 (model/nf4.py) replace linear layers, but checkpoints store the weights of plain linear
+layers. The functions in this file map between the two. The file also defines the model parts that options such as
+model.freeze can name.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from minivlmrl.config.types import Part
 
-# model part, as named in recipes -> prefixes of the names of its weights. The first part that
-# matches a name is used.
+# model part, as named in recipes -> prefixes of the names of its weights. The first part that matches a name is used.
 PARTS: dict[Part, str | tuple[str, ...]] = {
     "merger": ("visual.merger.", "visual.deepstack_merger_list."),
     "embeddings": ("model.embed_tokens.", "lm_head."),  # the LM head is often tied to the embedding
@@ -74,8 +73,8 @@ class PackedLinear(ReplacedLinear):
         """Pack a weight into this layer.
 
         Args:
-            take_shard: function (packed weight, old parameter) -> this rank's shard of the packed
-                weight. None keeps the whole packed weight.
+            take_shard: function (packed weight, old parameter) -> this rank's shard of the packed weight. None keeps
+                the whole packed weight.
         """
         raise NotImplementedError
 

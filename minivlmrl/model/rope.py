@@ -1,7 +1,7 @@
 """Rotary position embeddings: M-RoPE in the decoder, 2-D rotary embeddings in the vision tower.
 
-Dimension letters: N tokens in the packed sequence, P patches, D head_dim, H heads. `config` is a
-ModelConfig from model/config.py, except in `vision_rotary`, where `config` is a VisionConfig.
+Dimension letters: N tokens in the packed sequence, P patches, D head_dim, H heads. `config` is a ModelConfig from
+model/config.py, except in `vision_rotary`, where `config` is a VisionConfig.
 """
 
 from functools import cache
@@ -14,36 +14,32 @@ from minivlmrl.model.config import ModelConfig, VisionConfig
 
 
 def get_rope_index(
-    input_ids: Tensor,
-    image_grid_thw: Tensor,
-    config: ModelConfig,
-    second_per_grid_ts: Tensor | None = None,
+    input_ids: Tensor, image_grid_thw: Tensor, config: ModelConfig, second_per_grid_ts: Tensor | None = None
 ) -> Tensor:
     """Compute the (time, height, width) M-RoPE position for every prompt token.
 
     A text token has the same position on all three axes, which is one more than the position of
-    the previous text token. An image's tokens share one time position, and their positions in
-    height and width are their row and column in the merged grid. A video's time steps are
-    spaced in proportion to seconds. Text after an image or a video starts one past the largest
-    position on any axis.
+    the previous text token. An image's tokens share one time position, and their positions in height and width are
+    their row and column in the merged grid. A video's time steps are
+    spaced in proportion to seconds. Text after an image or a video starts one past the largest position on any axis.
 
     Example: 2 text tokens, an image of 2 x 3 merged tokens, 1 text token:
         time   0 1 | 2 2 2 2 2 2 | 5
         height 0 1 | 2 2 2 3 3 3 | 5
         width  0 1 | 2 3 4 2 3 4 | 5
-    Example: a video has 3 time steps, 0.75 s apart, and 2 positions per second. Its time positions
-    are floor(step * 1.5), so 0, 1 and 3.
+    Example: a video has 3 time steps, 0.75 s apart, and 2 positions per second. Its time positions are floor(step *
+    1.5), so 0, 1 and 3.
 
     Args:
         input_ids: (N,) int64, one prompt with its image and video placeholders expanded.
-        image_grid_thw: (images and videos, 3) int64, the number of patches in time, height and
-            width, in placeholder order.
+        image_grid_thw: (images and videos, 3) int64, the number of patches in time, height and width, in placeholder
+            order.
         second_per_grid_ts: (images and videos,) float32, seconds between two time steps. None
             means 1 second.
     Returns:
         position_ids: (3, N) int64.
-    Source: Qwen2.5-VL report, "Multimodal Rotary Position Embedding Aligned to Absolute Time";
-        transformers 4.49 to 4.51 and vLLM. Later releases of transformers compute other
+    Source: Qwen2.5-VL report, "Multimodal Rotary Position Embedding Aligned to Absolute Time"; transformers 4.49 to
+        4.51 and vLLM. Later releases of transformers compute other
         positions for videos; see docs/numerical_parity.md.
     """
     ids = input_ids.tolist()
@@ -71,8 +67,7 @@ def get_rope_index(
         done = begin + length
     if any(token in placeholders for token in ids[done:]):
         raise ValueError(
-            "input_ids have more image or video tokens than the grids need. Pass the grid of every "
-            "image and video."
+            "input_ids have more image or video tokens than the grids need. Pass the grid of every image and video."
         )
     pieces.append(_text_positions(position, len(ids) - done))
     return torch.cat(pieces, dim=1)
@@ -88,16 +83,14 @@ def _grid_positions(t: int, rows: int, cols: int, seconds: float, config: Vision
     time = torch.arange(t)
     # Qwen2-VL does not have tokens_per_second, so a time step is one position
     if config.tokens_per_second is not None:
-        # The products are float32, because the checkpoints were trained with float32 products.
-        # float64 products would sometimes be rounded differently.
+        # The products are float32, because the checkpoints were trained with float32 products. float64 products would
+        # sometimes be rounded differently.
         time = (time * seconds * config.tokens_per_second).long()
     axes = torch.meshgrid(time, torch.arange(rows), torch.arange(cols), indexing="ij")
     return torch.stack(axes).flatten(1)
 
 
-def text_rotary(
-    position_ids: Tensor, config: ModelConfig, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def text_rotary(position_ids: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Compute the cosines and sines of M-RoPE. config.mrope_axes has each frequency's axis.
 
     Args:
@@ -117,8 +110,8 @@ def vision_rotary(
 ) -> tuple[Tensor, Tensor]:
     """Compute cosines and sines for the vision tower's 2-D rotary embedding for each patch.
 
-    Half of the frequencies rotate by the patch's row, the other half by its column. Patches are in
-    pixel_values order: merge blocks are in raster order, and so are a block's patches.
+    Half of the frequencies rotate by the patch's row, the other half by its column. Patches are in pixel_values order:
+    merge blocks are in raster order, and so are a block's patches.
     All frames have the same angles, because the tower's rotary embedding does not encode time.
 
     Args:

@@ -30,8 +30,8 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 def is_trained(name: str, freeze: Sequence[Part], adapted: bool) -> bool:
     """Return whether the parameter with this name is trained.
 
-    Parameters in frozen parts are never trained. In a model with adapters, only the adapters are
-    trained. A value model also trains its value head, but not the language-model head.
+    Parameters in frozen parts are never trained. In a model with adapters, only the adapters are trained. A value model
+    also trains its value head, but not the language-model head.
     """
     if name in ("score.weight", "backbone.lm_head.weight"):
         return name == "score.weight"
@@ -42,8 +42,8 @@ def is_trained(name: str, freeze: Sequence[Part], adapted: bool) -> bool:
 def trainable_summary(model: nn.Module) -> str:
     """Summarise the trained parameters as a text with one line per part or kind of layer.
 
-    Each line contains the name, the number of layers, the rank of adapters, the number of trained
-    parameters, and the share of this number in the base model's parameters.
+    Each line contains the name, the number of layers, the rank of adapters, the number of trained parameters, and the
+    share of this number in the base model's parameters.
     """
     kinds = defaultdict(Counter)  # (name, rank) -> number of trained parameters per layer
     for name, parameter in model.named_parameters():
@@ -60,10 +60,7 @@ def trainable_summary(model: nn.Module) -> str:
         kinds[kind_name, rank_text][layer_name] += parameter.numel()
     base_count = sum(weight.shape.numel() for weight in base_weights(model).values())
     trained_count = sum(counts.total() for counts in kinds.values())
-    lines = [
-        f"trained: {trained_count:,} parameters, "
-        f"{trained_count / base_count:.3%} of the base's {base_count:,}"
-    ]
+    lines = [f"trained: {trained_count:,} parameters, {trained_count / base_count:.3%} of the base's {base_count:,}"]
     for (kind_name, rank_text), counts in kinds.items():
         count = counts.total()
         share = f"{count / base_count:.3%}"

@@ -24,12 +24,7 @@ HEAD_FILE = "score.safetensors"  # the head's weights, in the backbone's folder
 class ValueModel(nn.Module):
     """A backbone with a linear head that computes one value from each hidden state."""
 
-    def __init__(
-        self,
-        backbone: VisionLanguageModel,
-        freeze: Sequence[Part] = (),
-        weight: Tensor | None = None,
-    ):
+    def __init__(self, backbone: VisionLanguageModel, freeze: Sequence[Part] = (), weight: Tensor | None = None):
         super().__init__()
         self.backbone = backbone
         self.score = value_head(backbone, weight)
@@ -56,9 +51,8 @@ def pack_with_last_token(
 ) -> GroupBatch:
     """Pack prompts and completions so that each completion's last token has a hidden state.
 
-    `pack` leaves out the last token, because it predicts no token. This function therefore repeats
-    the last token, so that `pack` leaves out the repetition. Example: completion a has 3 tokens,
-    and completion b has 2 tokens:
+    `pack` leaves out the last token, because it predicts no token. This function therefore repeats the last token, so
+    that `pack` leaves out the repetition. Example: completion a has 3 tokens, and completion b has 2 tokens:
         pack                    p0 p1 p2 | a0 a1    | b0
         pack_with_last_token    p0 p1 p2 | a0 a1 a2 | b0 b1     a2 attends to the whole completion a
     """
@@ -101,9 +95,7 @@ def value_head(model: VisionLanguageModel, weight: Tensor | None = None) -> Valu
     return head
 
 
-def input_form(
-    model: VisionLanguageModel, processor: Processor
-) -> tuple[str, dict[str, int], list[int]]:
+def input_form(model: VisionLanguageModel, processor: Processor) -> tuple[str, dict[str, int], list[int]]:
     """Return the family, the vocabulary and the patch sizes, which determine a model's inputs.
 
     Two models with the same result can share token ids and image patches.

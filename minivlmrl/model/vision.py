@@ -1,12 +1,12 @@
 """The vision tower, which encodes image patches and merges 2 x 2 patches into one decoder token.
 
-VisionLanguageModel.forward (model/decoder.py) replaces the embeddings of an image's placeholder tokens by
-the tower's output. Qwen2.5-VL's tower, in this file, uses window attention, RMSNorm and the same
-SwiGLU MLP as the decoder. The parts in which Qwen2-VL and Qwen3-VL differ are in
+VisionLanguageModel.forward (model/decoder.py) replaces the embeddings of an image's placeholder tokens by the tower's
+output. Qwen2.5-VL's tower, in this file, uses window attention, RMSNorm and the same SwiGLU MLP as the decoder. The
+parts in which Qwen2-VL and Qwen3-VL differ are in
 model/families/qwen2_vl.py and model/families/qwen3_vl.py.
 
-Dimension letters: P patches in all images together, E hidden_size, H heads, D head_dim, M merged
-tokens (P / 4). `config` is the VisionConfig in model/config.py.
+Dimension letters: P patches in all images together, E hidden_size, H heads, D head_dim, M merged tokens (P / 4).
+`config` is the VisionConfig in model/config.py.
 """
 
 import math
@@ -45,17 +45,17 @@ class MLP(nn.Module):
 
     def must_align(self, x: Tensor) -> bool:
         """Return True if the intermediate values' rows should begin at multiples of 16 bytes."""
-        # cuBLAS has fast kernels for 16-bit products only if all rows do. The 3,420 columns of the
-        # towers in Qwen2.5-VL-3B and 7B do not, and on an H100 their products then take about three
-        # times as long. Layers with adapters or packed weights compute the unpadded product.
+        # cuBLAS has fast kernels for 16-bit products only if all rows do. The 3,420 columns of the towers in
+        # Qwen2.5-VL-3B and 7B do not, and on an H100 their products then take about three times as long. Layers with
+        # adapters or packed weights compute the unpadded product.
         layers = (self.gate_proj, self.up_proj, self.down_proj)
         are_plain = all(type(layer) is nn.Linear for layer in layers)
         return is_half_on_gpu(x.device, x.dtype) and are_plain
 
     def forward_padded(self, x: Tensor, missing: int) -> Tensor:
         """Compute the same result with `missing` more intermediate columns, which are all 0."""
-        # The weights are padded here and not when they are loaded, so that checkpoints, optimizer
-        # states and shards keep the config's shapes. Gradients for the padding are dropped.
+        # The weights are padded here and not when they are loaded, so that checkpoints, optimizer states and shards
+        # keep the config's shapes. Gradients for the padding are dropped.
         gate, up = (
             F.linear(
                 x,
@@ -72,14 +72,12 @@ NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}  # norm classes by con
 EPS = 1e-6  # epsilon for the norms in the vision tower
 
 
-def window_order(
-    image_grid_thw: Tensor, config: VisionConfig
-) -> tuple[Tensor, list[int], list[int]]:
+def window_order(image_grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, list[int], list[int]]:
     """Order merged tokens by attention window, so that a window's tokens are contiguous.
 
-    Every frame is tiled from its top left corner by windows of window_size pixels; windows at the
-    right and bottom edges may be smaller. Example: 3 x 5 merged tokens and windows of 4 x 4 tokens
-    give two windows, columns 0 to 3 and column 4:
+    Every frame is tiled from its top left corner by windows of window_size pixels; windows at the right and bottom
+    edges may be smaller. Example: 3 x 5 merged tokens and windows of 4 x 4 tokens give two windows, columns 0 to 3 and
+    column 4:
         order 0 1 2 3 5 6 7 8 10 11 12 13 | 4 9 14
 
     Args:
@@ -130,12 +128,10 @@ class Layout:
 
 # The layout is cached, because the policy and the reference model process the same images.
 @lru_cache(maxsize=8)
-# Inference mode is off, because training also uses the cached layout, and it could not use tensors
-# that were created in inference mode.
+# Inference mode is off, because training also uses the cached layout, and it could not use tensors that were created in
+# inference mode.
 @torch.inference_mode(False)
-def lay_out(
-    grids: tuple[tuple[int, int, int], ...], config: VisionConfig, device: torch.device
-) -> Layout:
+def lay_out(grids: tuple[tuple[int, int, int], ...], config: VisionConfig, device: torch.device) -> Layout:
     """Compute the Layout for images and videos whose patch grids are (time, height, width)."""
     image_grid_thw = torch.tensor(grids)
     merged, window_lengths, frame_lengths = window_order(image_grid_thw, config)
@@ -155,22 +151,22 @@ def lay_out(
 class VisionTower(nn.Module):
     """Base class for all families' vision towers, with the names that other files use.
 
-    Its forward has the same arguments and results as VisionTransformer.forward. With DeepStack, the
-    result is (M, (1 + k) * out_hidden_size): the merged tokens, then those of each of k levels.
-    model/config_json.py checks that out_hidden_size is the decoder's hidden_size. Modules that
+    Its forward has the same arguments and results as VisionTransformer.forward. With DeepStack, the result is (M, (1 +
+    k) * out_hidden_size): the merged tokens, then those of each of k levels. model/config_json.py checks that
+    out_hidden_size is the decoder's hidden_size. Modules that
     work on merged tokens have "merger" in their names, see model/flops.py. A tower may also have
     - pos_embed: nn.Embedding with learned positions, which model/build.py initialises with the
       standard deviation config.initializer_range instead of that of a matrix;
     - deepstack_merger_list: further mergers, which model.freeze and adapter.target count to the
       part "merger", see PARTS in model/plain_weights.py.
-    Layers that write into the residual stream have one of the name ends INTO_RESIDUAL in
-    model/build.py. Otherwise their initial weights are too large.
+    Layers that write into the residual stream have one of the name ends INTO_RESIDUAL in model/build.py. Otherwise
+    their initial weights are too large.
     """
 
     config: VisionConfig
     patch_embed: "PatchEmbed"  # patches -> embeddings; model/flops.py counts its products
-    # units for sharding (distributed/fsdp.py) and activation checkpointing; their number scales
-    # initial weights (model/build.py)
+    # units for sharding (distributed/fsdp.py) and activation checkpointing; their number scales initial weights
+    # (model/build.py)
     blocks: nn.ModuleList
     merger: nn.Module  # the model's part "merger"; all other weights are the part "vision"
 
@@ -204,8 +200,8 @@ class VisionTransformer(VisionTower):
             attends_to_frame = i in self.config.fullatt_block_indexes
             segments = layout.frames if attends_to_frame else layout.windows
             x = block(x, layout.cos, layout.sin, segments)
-        # The merger processes each 2 x 2 block of patches separately. Therefore only its output,
-        # which is smaller than its input, is put back in raster order.
+        # The merger processes each 2 x 2 block of patches separately. Therefore only its output, which is smaller than
+        # its input, is put back in raster order.
         return Reorder.apply(self.merger(x), layout.raster_order)
 
 
@@ -257,9 +253,7 @@ class PatchMerger(nn.Module):
         self.width = config.hidden_size * config.spatial_merge_size**2
         self.ln_q = NORMS[config.norm](config.hidden_size, EPS)
         self.mlp = nn.Sequential(
-            nn.Linear(self.width, self.width),
-            nn.GELU(),
-            nn.Linear(self.width, config.out_hidden_size),
+            nn.Linear(self.width, self.width), nn.GELU(), nn.Linear(self.width, config.out_hidden_size)
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
 """Rewards for object detection: compare an answer's boxes with the true boxes.
 
 True boxes (`solution`) are in pixels of the image file. An answer's boxes may be in other
-units, so these rewards also read the columns image_sizes and answer_extents, which are None for
-rows without an image: see data.boxes.box_columns.
+units, so these rewards also read the columns image_sizes and answer_extents, which are None for rows without an image:
+see data.boxes.box_columns.
 
 data.boxes.parse_boxes reads an answer's boxes. Each box is matched with at most one true box.
-The summed values of matched pairs are divided by the number of boxes in the answer or in the
-solution, whichever is larger, so that missing and extra boxes both lower the reward.
+The summed values of matched pairs are divided by the number of boxes in the answer or in the solution, whichever is
+larger, so that missing and extra boxes both lower the reward.
 """
 
 import json
@@ -34,28 +34,20 @@ def mean_iou(
 ) -> list:
     """Compute the mean IoU over matched boxes, from 0 to 1; missing and extra boxes count as 0.
 
-    Example: the reward is 1/2 if the answer repeats the one true box, if it finds one of two true
-    boxes, or if its box covers half of the true box.
+    Example: the reward is 1/2 if the answer repeats the one true box, if it finds one of two true boxes, or if its box
+    covers half of the true box.
 
     Args:
         answer_texts: n answers, None for a completion without an answer.
-        solution: the true box [x1, y1, x2, y2] or a list of boxes, also as text, in pixels of the
-            image file. [] and "" mean that the image does not contain the object. In this case the
-            answer must deny that there is an object, see data.boxes.says_none.
+        solution: the true box [x1, y1, x2, y2] or a list of boxes, also as text, in pixels of the image file. [] and ""
+            mean that the image does not contain the object. In this case the answer must deny that there is an object,
+            see data.boxes.says_none.
         image_sizes, answer_extents: (width, height) of the image in pixels of the file, and in
             the answer's units.
     Returns:
         n numbers, or None for a row without an image or without a solution.
     """
-    return score_boxes(
-        BOXES,
-        mean_similarity,
-        answer_texts,
-        solution,
-        image_sizes,
-        answer_extents,
-        log_extra=log_extra,
-    )
+    return score_boxes(BOXES, mean_similarity, answer_texts, solution, image_sizes, answer_extents, log_extra=log_extra)
 
 
 def acc_0_5(answer_texts, solution, image_sizes, answer_extents, log_extra=None, **columns) -> list:
@@ -63,36 +55,25 @@ def acc_0_5(answer_texts, solution, image_sizes, answer_extents, log_extra=None,
 
     Missing and extra boxes count as 0. The arguments and exceptions are the same as in mean_iou.
 
-    Example: for one true box, a box with IoU 0.5 gives 1, a box with IoU 0.49 gives 0, and a box
-    with IoU 0.9 next to a second box gives 1/2.
+    Example: for one true box, a box with IoU 0.5 gives 1, a box with IoU 0.49 gives 0, and a box with IoU 0.9 next to a
+    second box gives 1/2.
     """
 
     def share_of_hits(predicted: Objects, true: Objects) -> float:
         values = similarities(predicted, true)
         return sum(value >= 0.5 for value in values) / len(values)
 
-    return score_boxes(
-        BOXES,
-        share_of_hits,
-        answer_texts,
-        solution,
-        image_sizes,
-        answer_extents,
-        log_extra=log_extra,
-    )
+    return score_boxes(BOXES, share_of_hits, answer_texts, solution, image_sizes, answer_extents, log_extra=log_extra)
 
 
-def mean_giou(
-    answer_texts, solution, image_sizes, answer_extents, log_extra=None, **columns
-) -> list:
+def mean_giou(answer_texts, solution, image_sizes, answer_extents, log_extra=None, **columns) -> list:
     """Compute the mean generalised IoU over matched boxes; missing and extra boxes count as -1.
 
-    Boxes are matched by their generalised IoU. The arguments and exceptions are the same as in
-    mean_iou.
+    Boxes are matched by their generalised IoU. The arguments and exceptions are the same as in mean_iou.
 
-    Example: a box of the right size gives -1/3 if the gap between this box and the true box is as
-    wide as the box. A box around the whole image gives more, namely the area of the true box
-    divided by the image area. A policy that is trained with this reward only therefore
+    Example: a box of the right size gives -1/3 if the gap between this box and the true box is as wide as the box. A
+    box around the whole image gives more, namely the area of the true box divided by the image area. A policy that is
+    trained with this reward only therefore
     learns large boxes first.
     """
 
@@ -100,24 +81,15 @@ def mean_giou(
         return mean_similarity(predicted, true, lambda a, b: boxes.giou(a[1], b[1]), missing=-1.0)
 
     return score_boxes(
-        BOXES,
-        measure,
-        answer_texts,
-        solution,
-        image_sizes,
-        answer_extents,
-        missing=-1.0,
-        log_extra=log_extra,
+        BOXES, measure, answer_texts, solution, image_sizes, answer_extents, missing=-1.0, log_extra=log_extra
     )
 
 
-def box_format(
-    completions: list[str], answer_extents: Extents, log_extra: LogExtra | None = None, **columns
-) -> list:
+def box_format(completions: list[str], answer_extents: Extents, log_extra: LogExtra | None = None, **columns) -> list:
     """Return 1.0 for completions with tag_format's tags and valid boxes, else 0.0.
 
-    All boxes must be valid and lie inside the image. An answer which denies that there is an object
-    also gets 1.0. The result is None for a row without an image.
+    All boxes must be valid and lie inside the image. An answer which denies that there is an object also gets 1.0. The
+    result is None for a row without an image.
     """
     values = []
     reasons = []
@@ -153,22 +125,18 @@ def overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:
     return boxes.iou(a[1], b[1]) if a[0] == b[0] else 0.0
 
 
-def similarities(
-    predicted: Objects, true: Objects, similarity: Callable = overlap, missing=0.0
-) -> list[float]:
+def similarities(predicted: Objects, true: Objects, similarity: Callable = overlap, missing=0.0) -> list[float]:
     """Match predicted with true objects, and return each matched pair's similarity.
 
-    The value `missing` is added for each object without a partner, so that the list is as long as
-    the longer object list.
+    The value `missing` is added for each object without a partner, so that the list is as long as the longer object
+    list.
     """
     pairs = boxes.match(predicted, true, similarity)
     num_unmatched = max(len(predicted), len(true)) - len(pairs)
     return [similarity(predicted[i], true[j]) for i, j in pairs] + [missing] * num_unmatched
 
 
-def mean_similarity(
-    predicted: Objects, true: Objects, similarity: Callable = overlap, missing=0.0
-) -> float:
+def mean_similarity(predicted: Objects, true: Objects, similarity: Callable = overlap, missing=0.0) -> float:
     """Compute the mean value in `similarities`."""
     values = similarities(predicted, true, similarity, missing)
     return sum(values) / len(values)
@@ -178,8 +146,8 @@ def mean_similarity(
 class ObjectFormat:
     """Functions that read objects from the text of a solution and from the text of an answer.
 
-    The arguments of each function are the text, and the (width, height) of the image in the units
-    of the coordinates in this text.
+    The arguments of each function are the text, and the (width, height) of the image in the units of the coordinates in
+    this text.
     """
 
     read_solution: Callable[[str, tuple], Objects]
@@ -254,6 +222,4 @@ def read_boxes(text: str, extent: tuple[float, float]) -> Objects:
 
 
 NEEDED = "the solution must be [x1, y1, x2, y2] with x2 > x1 and y2 > y1,"
-BOXES = ObjectFormat(
-    read_boxes, read_boxes, f"is not a box; {NEEDED} a list of boxes, or [] for no object"
-)
+BOXES = ObjectFormat(read_boxes, read_boxes, f"is not a box; {NEEDED} a list of boxes, or [] for no object")

@@ -17,8 +17,8 @@ def reward_columns(
     """Collect the arguments for reward functions from B rows with G completions each.
 
     Returns:
-        {name: n = B * G values}. If a row lacks a column, its completions' values are None.
-        `completions` has the texts of the assistant's turns. The values of
+        {name: n = B * G values}. If a row lacks a column, its completions' values are None. `completions` has the texts
+        of the assistant's turns. The values of
         `answer_texts` are the answers in these texts, see find_answer.
     """
     flat_completions = []

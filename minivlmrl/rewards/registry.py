@@ -1,8 +1,8 @@
 """Registry of reward functions, and checks on their arguments and return values.
 
-A name is a key of REWARDS, "my_rewards.py:brevity" or "package.module:brevity". Keyword arguments
-of the function may follow in brackets, as in "mine.py:near(tolerance=0.05)". Error messages contain
-the row for which a reward function failed.
+A name is a key of REWARDS, "my_rewards.py:brevity" or "package.module:brevity". Keyword arguments of the function may
+follow in brackets, as in "mine.py:near(tolerance=0.05)". Error messages contain the row for which a reward function
+failed.
 """
 
 import asyncio
@@ -94,13 +94,9 @@ class RewardLog:
         """Log a finite number; metrics.jsonl has the mean over a rollout's numbers."""
         number = plain_value(value)
         if name in STEP_METRICS:  # the line of the step would lose its own value
-            raise ValueError(
-                f"log_metric: {name!r} is already a metric of every step; use another name"
-            )
+            raise ValueError(f"log_metric: {name!r} is already a metric of every step; use another name")
         if not isinstance(number, numbers.Real) or not math.isfinite(number):
-            raise ValueError(
-                f"log_metric: {name} is {number!r:.80}, but it must be a finite number"
-            )
+            raise ValueError(f"log_metric: {name} is {number!r:.80}, but it must be a finite number")
         self.metrics.setdefault(name, []).append(float(number))
 
 
@@ -134,8 +130,8 @@ class Reward:
     def __call__(self, /, completions: list[str], **columns) -> list[float]:
         """Compute rewards for n completions; None values from the function become NaN.
 
-        Rows whose column row_rewards does not list this reward are not scored: their values are
-        NaN. The column has the rewards that data.train gives for the file of a row.
+        Rows whose column row_rewards does not list this reward are not scored: their values are NaN. The column has the
+        rewards that data.train gives for the file of a row.
 
         Raises:
             RewardFailed: the function failed. The message names the row.
@@ -221,16 +217,14 @@ def required_columns(rewards: Iterable[Reward]) -> list[str]:
 def recipe_columns(rows, prompts, completions, processor) -> dict[str, list]:
     """Collect all reward-function arguments, see reward_columns and box_columns.
 
-    The column turn_texts has a list of texts for each completion. The list contains the texts of
-    all turns in a trajectory, or the single text of another completion.
+    The column turn_texts has a list of texts for each completion. The list contains the texts of all turns in a
+    trajectory, or the single text of another completion.
     """
     columns = reward_columns(rows, completions, processor)
     flat = list(chain(*completions))
     columns["environments"] = [completion.environment for completion in flat]
     columns["extras"] = [completion.extra for completion in flat]
-    columns["turn_texts"] = [
-        [processor.decode_assistant_turn(turn) for turn in c.turns or [c]] for c in flat
-    ]
+    columns["turn_texts"] = [[processor.decode_assistant_turn(turn) for turn in c.turns or [c]] for c in flat]
     return columns | box_columns(rows, prompts, processor, len(completions[0]))
 
 
@@ -273,8 +267,8 @@ def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
     """Log a value for each completion, as TRL's log_extra(column, values) does.
 
     The column "why" has the reasons for a reward's values. They are logged as {name of the
-    reward: reason}, because several rewards give reasons; None and "" are left out. Values that are
-    not a number, a str or None are logged as str(value), because the log is JSON.
+    reward: reason}, because several rewards give reasons; None and "" are left out. Values that are not a number, a str
+    or None are logged as str(value), because the log is JSON.
     """
     for extra, value in zip(extras, map(plain_value, values), strict=True):
         is_json = value is None or isinstance(value, str | int | float)

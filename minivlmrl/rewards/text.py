@@ -5,12 +5,12 @@ A reward is a function with TRL's signature, which returns one number per comple
     def brevity(completions, **columns):    # all completions, and every column in their rows
         return [1.0 if len(c) < 100 else 0.0 for c in completions]
 
-It may return None for a completion that it cannot score. Such a completion is excluded from the
-mean of its group, and its advantage is 0. A recipe gives each reward a weight, for example
-{accuracy: 1.0}; rewards/registry.py lists the names.
+It may return None for a completion that it cannot score. Such a completion is excluded from the mean of its group, and
+its advantage is 0. A recipe gives each reward a weight, for example {accuracy: 1.0}; rewards/registry.py lists the
+names.
 
-A reward explains its values with log_extra("why", reasons), which gets one reason per completion,
-or None for a completion that needs no reason. A run's logs show these reasons.
+A reward explains its values with log_extra("why", reasons), which gets one reason per completion, or None for a
+completion that needs no reason. A run's logs show these reasons.
 """
 
 import re
@@ -57,8 +57,7 @@ def accuracy(
 ) -> list[float | None]:
     """Return 1.0 for each answer that equals the solution, else 0.0.
 
-    Case, whitespace and a final full stop are ignored. The result is None for a row without a
-    solution.
+    Case, whitespace and a final full stop are ignored. The result is None for a row without a solution.
     """
     rewards = []
     reasons = []
@@ -84,8 +83,8 @@ def find_answer(completion: str, where: str = "tags") -> str | None:
 
     Args:
         completion: completion text.
-        where: "tags" extracts the text inside the last <answer>...</answer>, "whole" extracts all
-            text after the last </think>, and "last_line" extracts the last line of that text.
+        where: "tags" extracts the text inside the last <answer>...</answer>, "whole" extracts all text after the last
+            </think>, and "last_line" extracts the last line of that text.
     """
     if where == "tags":
         return last_answer(completion)

@@ -1,7 +1,7 @@
 """Callbacks add behaviour to the training loop without changing its code.
 
-run/loop.py calls each callback's methods on all ranks, at the moment that the method's name
-describes. The default callbacks check memory, warn if an input does not reach the loss
+run/loop.py calls each callback's methods on all ranks, at the moment that the method's name describes. The default
+callbacks check memory, warn if an input does not reach the loss
 or a run is not learning, and write report.html. To add a callback, pass a list:
 `run_training(config, [*default_callbacks(config), MyCallback()])`.
 """
@@ -25,9 +25,7 @@ class Callback:
     def on_setup(self, config: RunConfig, world: World):
         """Called before rows and weights are loaded; may raise ValueError to reject the recipe."""
 
-    def on_rows(
-        self, config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World
-    ):
+    def on_rows(self, config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World):
         """Called after rows and before weights are loaded; may raise ValueError like on_setup.
 
         Args:
@@ -40,9 +38,7 @@ class Callback:
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
         """Called before a stage starts, or before it resumes if state.step is greater than 0."""
 
-    def on_step_begin(
-        self, trainer: Trainer, optimizer: Optimizer, step: Step, number: int, batches: Batches
-    ):
+    def on_step_begin(self, trainer: Trainer, optimizer: Optimizer, step: Step, number: int, batches: Batches):
         """Called before the update in optimizer step `number`, after its rollout was sampled."""
 
     def on_step_end(self, trainer: Trainer, step: Step, number: int, values: dict):

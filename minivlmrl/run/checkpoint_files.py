@@ -1,9 +1,8 @@
 """Write and read a checkpoint's tensors as safetensors files, which cannot run code.
 
 Each rank writes its own shards' rows. A checkpoint can be loaded with a different number of
-ranks, because each rank reads only the rows that it needs. For example, the entry
-"128:policy.model.norm.weight" in a file contains rows of policy.model.norm.weight, starting with
-row 128.
+ranks, because each rank reads only the rows that it needs. For example, the entry "128:policy.model.norm.weight" in a
+file contains rows of policy.model.norm.weight, starting with row 128.
 """
 
 from collections.abc import Iterator
@@ -27,9 +26,9 @@ FILE_SIZE = 2**30
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
     """Yield blocks from weight files, from which a weight fingerprint is computed.
 
-    Files up to 64 MiB are read completely. From larger files, 1,024 evenly spaced blocks are read.
-    This is enough to recognise another model, or the same model after more training, because their
-    weights differ in all blocks. A change of a few bytes between two blocks is not detected.
+    Files up to 64 MiB are read completely. From larger files, 1,024 evenly spaced blocks are read. This is enough to
+    recognise another model, or the same model after more training, because their weights differ in all blocks. A change
+    of a few bytes between two blocks is not detected.
     """
     for file in files:
         size = file.stat().st_size
@@ -53,8 +52,8 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 def writes(tensor: Tensor, number: int, world: World) -> bool:
     """Return True if this rank writes its rows in the tensor with this index.
 
-    Exactly one rank writes each row. The ranks in the first replica write sharded tensors. All
-    ranks hold the other tensors, which are therefore divided among the ranks by their index.
+    Exactly one rank writes each row. The ranks in the first replica write sharded tensors. All ranks hold the other
+    tensors, which are therefore divided among the ranks by their index.
     """
     if is_part(tensor):
         mesh = tensor.device_mesh
@@ -85,8 +84,8 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> lis
 def find_pieces(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
     """Map each saved tensor's name to its pieces, as tuples (first row, row count, file).
 
-    The pieces are sorted by the rank that wrote them, and therefore by row. A tensor without
-    dimensions counts as one row.
+    The pieces are sorted by the rank that wrote them, and therefore by row. A tensor without dimensions counts as one
+    row.
     """
     pieces = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -105,8 +104,7 @@ def read_rows(name: str, pieces: list[tuple[int, int, Path]], start: int, end: i
         low = max(start, first)
         high = min(end, first + num_rows)
         if low < high:
-            # Open the file anew for each read, because an open file keeps all data that was read
-            # from it in memory.
+            # Open the file anew for each read, because an open file keeps all data that was read from it in memory.
             with safe_open(file, framework="pt") as handle:
                 parts.append(handle.get_slice(f"{first}:{name}")[low - first : high - first])
     return torch.cat(parts)
@@ -117,9 +115,7 @@ def read_into(tensor: Tensor, name: str, pieces: list[tuple[int, int, Path]]):
     """Copy this rank's rows from a saved tensor into `tensor`, of the same shape and dtype."""
     saved_rows = sum(num_rows for _, num_rows, _ in pieces)
     tensor_rows = len(tensor) if tensor.dim() else 1
-    check_field(
-        saved_rows == tensor_rows, f"the number of rows of {name}", saved_rows, str(tensor_rows)
-    )
+    check_field(saved_rows == tensor_rows, f"the number of rows of {name}", saved_rows, str(tensor_rows))
     local, start = local_rows(tensor)
     if len(local):
         rows = read_rows(name, pieces, start, start + len(local))

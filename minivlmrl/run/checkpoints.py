@@ -5,8 +5,8 @@ output_dir/states/000120/    checkpoint after 120 optimizer steps in all stages
     run.json                 TrainerState, the run's progress
     complete.json            the other files' checksums; written last
 
-Checkpoints are saved between rollouts, so they do not contain rollouts. They do not contain the
-random generator's state either, because every random choice depends only on a key. The folder
+Checkpoints are saved between rollouts, so they do not contain rollouts. They do not contain the random generator's
+state either, because every random choice depends only on a key. The folder
 is called 000120.partial until all its files have been written.
 """
 
@@ -46,8 +46,8 @@ UPDATING = "optimizer", "metrics"  # phases in which the optimizer may have upda
 NUM_KEPT_STATES = 2  # checkpoints that a run keeps: two, in case the newest is damaged
 # stage options that determine how many rows the stage takes from its dataset at a time
 DRAW_SIZES = "prompts_per_step", "steps_per_generation", "num_mini_batches"
-# Keys in TrainerState.recipe for hashes of files. The recipe itself contains only their paths, so
-# the hashes show whether a file has changed since the checkpoint.
+# Keys in TrainerState.recipe for hashes of files. The recipe itself contains only their paths, so the hashes show
+# whether a file has changed since the checkpoint.
 BASE = "weights below the adapter"
 ROWS = "rows of data.train_file"
 
@@ -55,8 +55,8 @@ ROWS = "rows of data.train_file"
 def recipe_values(config: RunConfig) -> dict[str, object]:
     """Return a recipe's options by name, such as "grpo.beta", to compare them at a resume.
 
-    The result also contains the thread count, a hash of data.train_file and, for a run with
-    adapters, a hash of the base weights.
+    The result also contains the thread count, a hash of data.train_file and, for a run with adapters, a hash of the
+    base weights.
     """
     sections = asdict(config) | {"num_threads": torch.get_num_threads()}
     for name in ("stages", "output_dir", "resume"):
@@ -124,9 +124,7 @@ def check_resume(config: RunConfig) -> list[Path]:
 class CheckpointManager:
     """Save and restore one run's checkpoints, in the folder states/ in its output_dir."""
 
-    def __init__(
-        self, config: RunConfig, world: World, signals: StopSignals, callbacks: Sequence[Callback]
-    ):
+    def __init__(self, config: RunConfig, world: World, signals: StopSignals, callbacks: Sequence[Callback]):
         self.folder = Path(config.output_dir) / "states"
         self.config = config
         self.world = world
@@ -220,9 +218,7 @@ class CheckpointManager:
         config.resume selects the checkpoint; its folder is stored in `resumed`.
         """
         config = self.config
-        new_progress = TrainerState(
-            config.seed, config.stage_names, recipe=recipe_values(config), num_log_lines={}
-        )
+        new_progress = TrainerState(config.seed, config.stage_names, recipe=recipe_values(config), num_log_lines={})
         progress = self.select_checkpoint()
         if self.world.is_main:
             for leftover in self.folder.glob("*.partial"):  # from an interrupted save
@@ -238,10 +234,7 @@ class CheckpointManager:
             )
         if self.world.is_main:
             stage = config.stage_names[progress.stage]
-            print(
-                f"resuming from {self.resumed}: {progress.step} steps of {stage} are done",
-                flush=True,
-            )
+            print(f"resuming from {self.resumed}: {progress.step} steps of {stage} are done", flush=True)
         self.compare(progress, new_progress.recipe)
         progress.recipe = new_progress.recipe
         progress.stages = config.stage_names
@@ -250,8 +243,7 @@ class CheckpointManager:
     def compare(self, progress: TrainerState, recipe: dict[str, object]):
         """Print the options that changed since the checkpoint, and reject incompatible changes.
 
-        Changes of an adapter's base weights are rejected, and changes that would make the run skip
-        or repeat rows.
+        Changes of an adapter's base weights are rejected, and changes that would make the run skip or repeat rows.
         """
         stage = self.config.stage_names[progress.stage]
         # A user who names a checkpoint's folder may continue with other rows.
@@ -307,8 +299,8 @@ class CheckpointManager:
     def select_checkpoint(self) -> TrainerState | None:
         """Read the checkpoint that config.resume selects, and delete all newer ones in the run.
 
-        With `auto` this is the newest checkpoint that is not damaged. For a new run, the method
-        deletes all checkpoints and returns None.
+        With `auto` this is the newest checkpoint that is not damaged. For a new run, the method deletes all checkpoints
+        and returns None.
         """
         resume = self.config.resume
         # All ranks use rank 0's list, because a shared file system may show other ranks an
@@ -396,9 +388,7 @@ class CheckpointManager:
         except Exception as error:
             shutil.rmtree(draft, ignore_errors=True)
             if isinstance(error, OSError | SafetensorError):
-                raise ValueError(
-                    f"the checkpoint {folder} could not be written ({error})"
-                ) from error
+                raise ValueError(f"the checkpoint {folder} could not be written ({error})") from error
             raise
         self.saved_steps = progress.steps
         self.saved_time = clock()

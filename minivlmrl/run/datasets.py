@@ -37,15 +37,13 @@ def load_datasets(
     Args:
         run: the recipe.
         stages: each stage's name -> the kind of rows that the stage needs, a key in NEEDS.
-        reward_columns: columns that the training rewards need. A file in `data.train` that lists
-            its own rewards only needs these rewards' columns.
+        reward_columns: columns that the training rewards need. A file in `data.train` that lists its own rewards only
+            needs these rewards' columns.
         eval_columns: columns that the held-out rows' rewards need.
         world: the ranks; None is a single process.
     """
     world = world or World()
-    return world.run_on_all_ranks(
-        lambda: _load_datasets(run, stages, reward_columns, eval_columns, world.is_main)
-    )
+    return world.run_on_all_ranks(lambda: _load_datasets(run, stages, reward_columns, eval_columns, world.is_main))
 
 
 def _load_datasets(
@@ -72,17 +70,13 @@ def _load_datasets(
     columns = NEEDS | {"prompts": tuple(reward_columns)}
     datasets: dict[str, Dataset] = {}
     for stage, needs in stages.items():
-        datasets[stage] = _training_rows(
-            run, files.get(stage), columns[needs], needs == "prompts", checks_files
-        )
+        datasets[stage] = _training_rows(run, files.get(stage), columns[needs], needs == "prompts", checks_files)
     if config.eval_file and config.eval_rows:
-        # If all training rows are pairs, so are the held-out rows: the log-probabilities of their
-        # answers are compared. Otherwise the policy answers them.
+        # If all training rows are pairs, so are the held-out rows: the log-probabilities of their answers are compared.
+        # Otherwise the policy answers them.
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
-        datasets["eval"] = _file_rows(
-            config, config.eval_file, eval_columns, checks_files, config.eval_rows
-        )
+        datasets["eval"] = _file_rows(config, config.eval_file, eval_columns, checks_files, config.eval_rows)
     if stages:  # rows from another file, which are only evaluated, may have the new names already
         _check_renamed(config.columns, datasets)
     return datasets
@@ -153,21 +147,12 @@ def _training_rows(
             if getattr(section, name) is not None:
                 changed_options[name] = getattr(section, name)
         constants = {"row_rewards": section.rewards} if section.rewards else {}
-        rows = _file_rows(
-            config,
-            section.file,
-            needed_columns,
-            checks_files,
-            constants=constants,
-            **changed_options,
-        )
+        rows = _file_rows(config, section.file, needed_columns, checks_files, constants=constants, **changed_options)
         parts.append(rows)
     return mix(parts, sections)
 
 
-def _columns_of_file(
-    run: RunConfig, section: FileOptions, columns: Sequence[str], is_scored: bool
-) -> Sequence[str]:
+def _columns_of_file(run: RunConfig, section: FileOptions, columns: Sequence[str], is_scored: bool) -> Sequence[str]:
     """Return the columns that a file in `data.train` needs if it lists its own rewards."""
     for name in section.rewards:
         if name not in run.rewards:
@@ -191,13 +176,11 @@ def _file_rows(
 ) -> FileRows:
     """Open a data file that must have these columns.
 
-    `constants` are additional columns with the same value in all rows, and `changed_options`
-    replace the options of the recipe.
+    `constants` are additional columns with the same value in all rows, and `changed_options` replace the options of the
+    recipe.
     """
     # imported here, because tasks do not need it
     from minivlmrl.data.file_dataset import FileDataset
 
     options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}
-    return FileDataset(
-        path, ("problem", *columns), limit, constants, checks_files, **options | changed_options
-    )
+    return FileDataset(path, ("problem", *columns), limit, constants, checks_files, **options | changed_options)

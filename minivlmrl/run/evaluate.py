@@ -23,8 +23,8 @@ from minivlmrl.run.metrics import progress_bar
 from minivlmrl.trainers.offline import split
 
 BATCH_SIZE = 64  # largest number of rows that a rank answers at the same time
-# largest number of tokens of prompts and completions that a rank samples at the same time, so that
-# an evaluation needs no more memory than a rollout; sampling.max_batch_tokens can be lower
+# largest number of tokens of prompts and completions that a rank samples at the same time, so that an evaluation needs
+# no more memory than a rollout; sampling.max_batch_tokens can be lower
 BATCH_TOKENS = 16384
 
 
@@ -33,15 +33,14 @@ def evaluate(
 ) -> dict[str, float]:
     """Answer the held-out rows and return each reward's mean, by the metric's name.
 
-    A metric's name is eval/REWARD_WAY, for example eval/accuracy_greedy. WAY is `sampled`
-    (temperature 1) or `greedy`. With data.eval_without_images, answers are also sampled with gray
-    images (`gray_image`) and with the next row's images (`swapped_image`). The metrics
-    eval/unseen/... are means over the rows whose column `unseen` is true. Rows that a reward cannot
-    score do not count for its mean, and a metric is missing if the reward cannot score any row.
+    A metric's name is eval/REWARD_WAY, for example eval/accuracy_greedy. WAY is `sampled` (temperature 1) or `greedy`.
+    With data.eval_without_images, answers are also sampled with gray images (`gray_image`) and with the next row's
+    images (`swapped_image`). The metrics eval/unseen/... are means over the rows whose column `unseen` is true. Rows
+    that a reward cannot score do not count for its mean, and a metric is missing if the reward cannot score any row.
     """
     rewards = held_out_rewards(config)
-    # Only the stopping rules among the recipe's sampling options apply here. Truncation and the
-    # repetition penalty are switched off, so that different runs' metrics are comparable.
+    # Only the stopping rules among the recipe's sampling options apply here. Truncation and the repetition penalty are
+    # switched off, so that different runs' metrics are comparable.
     sampling = evaluation_sampling(config.sampling, repetition_penalty=1.0, **NO_TRUNCATION)
     ways = [("sampled", 1.0, None), ("greedy", 0.0, None)]
     if config.data.eval_without_images:
@@ -79,9 +78,8 @@ def metrics_by_name(
 ) -> dict[str, float]:
     """Select metrics from {way of answering: each reward's mean}, over all rows and unseen rows.
 
-    The first reward has a metric for each way of answering, over all rows and over unseen rows. All
-    further rewards have the metrics `sampled` and `greedy`, except that a format reward in second
-    place has only the metric `sampled`.
+    The first reward has a metric for each way of answering, over all rows and over unseen rows. All further rewards
+    have the metrics `sampled` and `greedy`, except that a format reward in second place has only the metric `sampled`.
     """
     first = rewards[0].name
     values = {metric_name(first, way): mean[0] for way, mean in means.items()}
@@ -103,9 +101,7 @@ def check_best_metric(config: RunConfig):
     names += [metric_name(f"unseen/{rewards[0]}", way) for way in ways]
     names += ["eval/pair_accuracy", "eval/loss"]
     if config.best_metric is not None and config.best_metric not in names:
-        raise ValueError(
-            f"best_metric is {config.best_metric!r:.80}, but it must be one of {', '.join(names)}"
-        )
+        raise ValueError(f"best_metric is {config.best_metric!r:.80}, but it must be one of {', '.join(names)}")
 
 
 def scores_and_unseen(row: Row, _completions: list, scores: list) -> tuple[list[float], bool]:
@@ -169,9 +165,7 @@ def generate_for_rows(
         with phase("evaluation", batch):
             scores, completions = generate_and_score(sample, batch, count, rewards)
         rewards_of_rows = scores.view(len(batch), count, len(rewards)).tolist()
-        described = [
-            describe(*answer) for answer in zip(batch, completions, rewards_of_rows, strict=True)
-        ]
+        described = [describe(*answer) for answer in zip(batch, completions, rewards_of_rows, strict=True)]
         all_ranks = world.gather_objects(described)
         # Interleave the results, because rank i % world.size has answered row i of the batch.
         in_order = chain.from_iterable(zip(*all_ranks, strict=True))

@@ -16,8 +16,8 @@ def locked(folder: str | Path, world) -> Iterator[None]:
     """Create a run's folder and lock its file .lock, which all ranks must see.
 
     Raises:
-        ValueError: on all ranks, because another run holds the lock, or because a rank has another
-            folder of this name. Each host would then write its own part of a checkpoint.
+        ValueError: on all ranks, because another run holds the lock, or because a rank has another folder of this name.
+            Each host would then write its own part of a checkpoint.
     """
     path = Path(folder) / ".lock"
     with ExitStack() as closing:

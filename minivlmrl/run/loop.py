@@ -1,7 +1,7 @@
 """The training loop.
 
-run_training calls train_stages, which calls train_stage for each stage in the recipe. train_stage
-calls optimizer_step for each step.
+run_training calls train_stages, which calls train_stage for each stage in the recipe. train_stage calls optimizer_step
+for each step.
 """
 
 import math
@@ -56,10 +56,7 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
 
 
 def train_stages(
-    config: RunConfig,
-    trainers: dict[str, type[Trainer]],
-    signals: StopSignals,
-    callbacks: Sequence[Callback],
+    config: RunConfig, trainers: dict[str, type[Trainer]], signals: StopSignals, callbacks: Sequence[Callback]
 ):
     """Train a recipe's stages, starting with the first step or from a checkpoint."""
     world = signals.world
@@ -99,10 +96,7 @@ def train_stages(
 
 
 def set_up(
-    config: RunConfig,
-    trainers: dict[str, type[Trainer]],
-    world: World,
-    callbacks: Sequence[Callback],
+    config: RunConfig, trainers: dict[str, type[Trainer]], world: World, callbacks: Sequence[Callback]
 ) -> tuple[VisionLanguageModel, Processor, dict[str, Dataset]]:
     """Check the outputs and load the model, its processor and the rows."""
     check_outputs(config)
@@ -141,8 +135,8 @@ def train_stage(
     steps = trainer.steps(batches)
     for number in range(state.step, config.max_steps):
         try:
-            # Evaluate and save the model after the first `number` steps. This happens before the
-            # next step, so that a run that is killed here repeats it after a resume.
+            # Evaluate and save the model after the first `number` steps. This happens before the next step, so that a
+            # run that is killed here repeats it after a resume.
             results.after_step(trainer, number)
             with trainer.phase("preparation"):
                 step = next(steps)
@@ -151,8 +145,7 @@ def train_stage(
             metrics = optimizer_step(trainer, step, optimizer, number)
         except FloatingPointError as error:
             raise ValueError(
-                f"{stage} step {number}: {error}. "
-                f"The run stopped before this update; try a lower {stage}.learning_rate"
+                f"{stage} step {number}: {error}. The run stopped before this update; try a lower {stage}.learning_rate"
             ) from error
         with phase("metrics"):
             check_mismatch(trainer.run, metrics)
@@ -168,9 +161,7 @@ def train_stage(
     results.measure(f"after_{stage}", trainer)
 
 
-def optimizer_step(
-    trainer: Trainer, step: Step, optimizer: Optimizer, number: int
-) -> dict[str, float]:
+def optimizer_step(trainer: Trainer, step: Step, optimizer: Optimizer, number: int) -> dict[str, float]:
     """Take one optimizer step and return its metrics.
 
     The gradients are summed over micro-batches and ranks, and clipped by their global norm.
@@ -183,9 +174,7 @@ def optimizer_step(
     with trainer.phase("update"):
         grad_norm = finish_gradients(trainer.trained, trainer.world, max_grad_norm)
     if not math.isfinite(metrics["loss"]) or not math.isfinite(grad_norm):
-        raise FloatingPointError(
-            f"the loss {metrics['loss']} or the gradient norm {grad_norm} is not finite"
-        )
+        raise FloatingPointError(f"the loss {metrics['loss']} or the gradient norm {grad_norm} is not finite")
     rate = learning_rate(number, trainer.config)
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -196,16 +185,14 @@ def optimizer_step(
     return metrics | step.metrics | {"grad_norm": grad_norm, "learning_rate": rate}
 
 
-def run_micro_batches(
-    trainer: Trainer, batches: Sequence[MicroBatch], number: int
-) -> dict[str, float]:
+def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: int) -> dict[str, float]:
     """Add up the gradients of a step's micro-batches, and return their metrics over all ranks."""
     world = trainer.world
     parts = []  # each micro-batch's metrics, and the number of tokens or pairs they are means over
     in_lockstep = world.size > 1 and is_sharded(trainer.trained)
     if in_lockstep:
-        # Ranks wait for each other in every layer. If all begin with their longest micro-batch,
-        # micro-batches with similar lengths run at the same time.
+        # Ranks wait for each other in every layer. If all begin with their longest micro-batch, micro-batches with
+        # similar lengths run at the same time.
         batches = sorted(batches, key=num_tokens, reverse=True)
     start = time.perf_counter()
     for index, batch in enumerate(batches):
@@ -237,11 +224,11 @@ def num_tokens(batch: MicroBatch) -> int:
 def lockstep_wait(lengths: Sequence[Sequence[int]], rank: int) -> float:
     """Estimate the share of the micro-batches' time that a rank waits for longer micro-batches.
 
-    Sharded ranks run each micro-batch in step, so that it takes as long as on the slowest rank. The
-    time is assumed to be proportional to the tokens, because waiting on a GPU cannot be measured.
+    Sharded ranks run each micro-batch in step, so that it takes as long as on the slowest rank. The time is assumed to
+    be proportional to the tokens, because waiting on a GPU cannot be measured.
 
-    Example: if two ranks have micro-batches of [[30, 10], [10, 10]] tokens, they need the time of 40
-        tokens. The second rank computes 20 tokens, so it waits for half the time.
+    Example: if two ranks have micro-batches of [[30, 10], [10, 10]] tokens, they need the time of 40 tokens. The second
+        rank computes 20 tokens, so it waits for half the time.
     """
     slowest = [max(of_ranks) for of_ranks in zip(*lengths, strict=True)]
     return 1 - sum(lengths[rank]) / sum(slowest)

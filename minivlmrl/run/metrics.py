@@ -1,7 +1,7 @@
 """Log a run's metrics to JSON-lines files, a progress bar and trackers.
 
-Runs with the same recipe and seed write the same metrics.jsonl. Times and peak memory differ from
-run to run, so they are written to timings.jsonl instead.
+Runs with the same recipe and seed write the same metrics.jsonl. Times and peak memory differ from run to run, so they
+are written to timings.jsonl instead.
 """
 
 import importlib.util
@@ -47,13 +47,11 @@ Means = tuple[dict[str, float], float]
 class MetricsLog(ExitStack):
     """Write the log files, the progress bar, completions and trackers, on rank 0 only.
 
-    The log files of a run that resumes the checkpoint folder `resumed` start with the lines that
-    they had at the checkpoint.
+    The log files of a run that resumes the checkpoint folder `resumed` start with the lines that they had at the
+    checkpoint.
     """
 
-    def __init__(
-        self, config: RunConfig, world: World, progress: TrainerState, resumed: Path | None = None
-    ):
+    def __init__(self, config: RunConfig, world: World, progress: TrainerState, resumed: Path | None = None):
         super().__init__()
         self.world = world
         self.steps = progress.steps  # optimizer steps done in all stages
@@ -120,8 +118,8 @@ class MetricsLog(ExitStack):
     def lines_to_keep(self) -> dict[str, int]:
         """Return the line counts at the last `mark` call, for a checkpoint.
 
-        Lines from later evaluations are left out, because a resumed run repeats these evaluations.
-        The files are flushed to disk, because the checkpoint does not contain their lines.
+        Lines from later evaluations are left out, because a resumed run repeats these evaluations. The files are
+        flushed to disk, because the checkpoint does not contain their lines.
         """
         for file in self.files.values():
             os.fsync(file.fileno())
@@ -138,9 +136,7 @@ class MetricsLog(ExitStack):
         self.completions.step(self.trainer, step, number)
         return metrics
 
-    def write_step(
-        self, number: int, metrics: dict, step: Step, phases: dict[str, float], waited: float
-    ):
+    def write_step(self, number: int, metrics: dict, step: Step, phases: dict[str, float], waited: float):
         """Write a step's metrics and times, send them to the trackers, and print them.
 
         Args:
@@ -169,11 +165,7 @@ class MetricsLog(ExitStack):
         The share is the model FLOPs utilisation (MFU) of the forward and backward passes.
         """
         num_tokens = sum(len(batch.group.input_ids) for batch in step.micro_batches)
-        speed = {
-            "step_time": step_time,
-            "phases": phases,
-            "tokens_per_second": num_tokens / step_time,
-        }
+        speed = {"step_time": step_time, "phases": phases, "tokens_per_second": num_tokens / step_time}
         if self.peak is not None:
             flops = sum(batch_flops(self.flops, batch.group) for batch in step.micro_batches)
             speed["mfu"] = flops / ((phases["forward"] + phases["backward"]) * self.peak)
@@ -222,9 +214,7 @@ class MetricsLog(ExitStack):
         line = {"stage": stage, "step": steps_done}
         self.write(EVALUATIONS, line | values)
         self.track(values)
-        shown = " ".join(
-            f"{name.removeprefix('eval/')}={value:.3f}" for name, value in values.items()
-        )
+        shown = " ".join(f"{name.removeprefix('eval/')}={value:.3f}" for name, value in values.items())
         with stopping_if_stdout_closes():
             tqdm.write(f"held-out, {stage} {steps_done}: {shown} ({seconds:.1f} s)")
 
@@ -237,8 +227,8 @@ class MetricsLog(ExitStack):
 def begin_log(path: Path, progress: TrainerState, resumed: Path | None) -> int:
     """Create a log file with the lines that it had at a checkpoint, and return their number.
 
-    If the checkpoint belongs to the same run, the file is truncated in place, so that its lines are
-    not lost if the process is killed meanwhile.
+    If the checkpoint belongs to the same run, the file is truncated in place, so that its lines are not lost if the
+    process is killed meanwhile.
     """
     # None keeps all lines of a log that the checkpoint does not know
     num_lines = progress.num_log_lines.get(path.name) if resumed else 0
@@ -274,9 +264,7 @@ def stopping_if_stdout_closes() -> Iterator[None]:
         signal.raise_signal(signal.SIGTERM)
 
 
-def progress_bar(
-    name: str, total: int, is_main: bool, initial: int = 0, leave: bool = True
-) -> tqdm:
+def progress_bar(name: str, total: int, is_main: bool, initial: int = 0, leave: bool = True) -> tqdm:
     """Create a progress bar for rank 0; it is disabled if stderr is not a terminal."""
     return tqdm(
         total=total,
@@ -292,9 +280,9 @@ def progress_bar(
 def check_mismatch(run: RunConfig, metrics: dict[str, float]):
     """Raise ValueError if the sampler and the trainer compute different log-probabilities.
 
-    In float32, the log-probability of no token may differ by more than rollout.max_logp_mismatch.
-    In 16 bits, single tokens' rounding errors can be larger than this bound. Therefore the root
-    mean square of the differences is checked instead, with a tenth of the bound.
+    In float32, the log-probability of no token may differ by more than rollout.max_logp_mismatch. In 16 bits, single
+    tokens' rounding errors can be larger than this bound. Therefore the root mean square of the differences is checked
+    instead, with a tenth of the bound.
     """
     name = "rollout/logp_mismatch"
     bound = run.rollout.max_logp_mismatch
@@ -314,9 +302,8 @@ def check_mismatch(run: RunConfig, metrics: dict[str, float]):
 def memory_use() -> dict[str, float]:
     """Return this process's peak memory in GiB: GPU memory, or host memory without a GPU.
 
-    On a GPU, the result also has the memory that tensors use now, the memory that PyTorch reserves
-    for them, and the memory that no process uses. On Windows, which does not report host memory,
-    the result is an empty dict.
+    On a GPU, the result also has the memory that tensors use now, the memory that PyTorch reserves for them, and the
+    memory that no process uses. On Windows, which does not report host memory, the result is an empty dict.
     """
     if torch.cuda.is_available():
         use = {
@@ -371,8 +358,8 @@ def to_floats(parts: list[tuple[dict[str, Tensor], float]]) -> list[Means]:
 def merge(parts: list[Means]) -> Means:
     """Average micro-batches' or ranks' metrics, weighted by their numbers of tokens or pairs.
 
-    Metrics whose names end in _rms are averaged as root mean squares. For the metrics in OVER_STEP,
-    the sum or the maximum is computed instead.
+    Metrics whose names end in _rms are averaged as root mean squares. For the metrics in OVER_STEP, the sum or the
+    maximum is computed instead.
     """
     total = sum(weight for _, weight in parts)
     merged = {}
@@ -419,9 +406,8 @@ def tensorboard(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
 def weights_and_biases(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
     """Create a Weights & Biases tracker that logs to the project minivlmrl.
 
-    With WANDB_MODE=offline, the tracker writes to wandb/ in the run's folder instead. A resumed run
-    appears as a new run in W&B. The arguments and the return value are the same as for
-    `tensorboard`.
+    With WANDB_MODE=offline, the tracker writes to wandb/ in the run's folder instead. A resumed run appears as a new
+    run in W&B. The arguments and the return value are the same as for `tensorboard`.
     """
     import wandb  # pyright: ignore[reportMissingImports]  # optional, see check_trackers
 
@@ -456,6 +442,5 @@ def check_trackers(names: Sequence[str]):
         # find_spec also finds a folder wandb/ that an earlier run wrote, but its origin is None.
         if package is None or package.origin is None:
             raise ValueError(
-                f"report_to: {name} is not installed; run pip install -e '.[{name}]' in your "
-                "clone of minivlmrl"
+                f"report_to: {name} is not installed; run pip install -e '.[{name}]' in your clone of minivlmrl"
             )

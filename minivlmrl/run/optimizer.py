@@ -28,18 +28,14 @@ def adamw(parameters: list, learning_rate: float, **options) -> Optimizer:
 OPTIMIZERS = {"adamw": adamw, "adamw_8bit": "minivlmrl.extras.adamw8bit:AdamW8bit"}
 
 
-def build_optimizer(
-    model: nn.Module, config: TrainingOptions, section: OptimizerOptions
-) -> Optimizer:
+def build_optimizer(model: nn.Module, config: TrainingOptions, section: OptimizerOptions) -> Optimizer:
     """Build the recipe's optimizer for all model parameters that require gradients."""
     # While FSDP has gathered weights, the model's parameters are not the trainable shards.
     reshard(model)
     return make_optimizer(trained_parameters(model), config, section)
 
 
-def make_optimizer(
-    parameters: list, config: TrainingOptions, section: OptimizerOptions
-) -> Optimizer:
+def make_optimizer(parameters: list, config: TrainingOptions, section: OptimizerOptions) -> Optimizer:
     """Build the recipe's optimizer for a parameter list."""
     with error_context(f"optimizer.name {section.name}"):
         factory = with_options(*resolve_object("optimizer", section.name, OPTIMIZERS))
@@ -51,8 +47,8 @@ def make_optimizer(
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
     """Initialise parameters' optimizer state by taking a step with gradients of 0.
 
-    The step can change the weights, for example by weight decay, so weights must be loaded after
-    this call. torch.distributed.checkpoint initialises optimizer states in the same way.
+    The step can change the weights, for example by weight decay, so weights must be loaded after this call.
+    torch.distributed.checkpoint initialises optimizer states in the same way.
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -96,9 +92,9 @@ def learning_rate(step: int, config: TrainingOptions) -> float:
     """Compute a step's learning rate; the first step has the number 0.
 
     The rate rises linearly over warmup_steps, one step earlier than in TRL, so that step 0 does
-    not have a rate of 0. Then it decays to min_lr_ratio * learning_rate at max_steps. For example,
-    with a linear schedule, learning_rate 1, warmup_steps 2 and max_steps 6, the rates of the six
-    steps are 0.5, 1, 1, 0.75, 0.5 and 0.25.
+    not have a rate of 0. Then it decays to min_lr_ratio * learning_rate at max_steps. For example, with a linear
+    schedule, learning_rate 1, warmup_steps 2 and max_steps 6, the rates of the six steps are 0.5, 1, 1, 0.75, 0.5 and
+    0.25.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps

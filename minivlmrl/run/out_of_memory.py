@@ -172,8 +172,7 @@ def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[s
         "micro-batch": smaller_micro_batch(config, stage) if stage else "",
         "communication": config.sharding.once_per_step and "--sharding.once_per_step=false",
         "sharding": gpus > 1 and not config.uses_fsdp and "--sharding.enabled=true",
-        "recomputation": not model.activation_checkpointing
-        and "--model.activation_checkpointing=true",
+        "recomputation": not model.activation_checkpointing and "--model.activation_checkpointing=true",
         "nf4": has_full_base and "--adapter.quantize=nf4",
         "lora": not adapter.r and "--adapter.r=16",
         "8-bit moments": config.optimizer.name == "adamw" and "--optimizer.name=adamw_8bit",

@@ -34,8 +34,7 @@ def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Da
     """Call all reward functions with a dummy completion, so that errors show before training.
 
     Args:
-        needs: each stage's name -> kind of rows that the stage needs, which is a key in
-            run.datasets.NEEDS.
+        needs: each stage's name -> kind of rows that the stage needs, which is a key in run.datasets.NEEDS.
         datasets: each stage's name, or "eval" -> dataset, whose first row is used.
     """
     for stage, rows in datasets.items():
@@ -136,8 +135,7 @@ def describe_model(config: RunConfig, model: VisionLanguageModel):
     dtype = config.model.dtype
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     print(
-        f"model: {num_parameters:,} parameters in {dtype}, computed in "
-        f"{config.model.compute_dtype or dtype}",
+        f"model: {num_parameters:,} parameters in {dtype}, computed in {config.model.compute_dtype or dtype}",
         flush=True,
     )
     if not all(parameter.requires_grad for parameter in model.parameters()):
@@ -150,15 +148,11 @@ def describe_thought(processor: Processor):
         return
     opened = processor.template.opened
     print(
-        f"prompts open the answer with {opened!r}, which reward functions receive as part of the "
-        "completion",
-        flush=True,
+        f"prompts open the answer with {opened!r}, which reward functions receive as part of the completion", flush=True
     )
 
 
-def collect_notes(
-    config: RunConfig, trainers: dict[str, type[Trainer]], datasets: dict[str, Dataset]
-) -> Iterator[str]:
+def collect_notes(config: RunConfig, trainers: dict[str, type[Trainer]], datasets: dict[str, Dataset]) -> Iterator[str]:
     """Yield warnings about options that the recipe's stages do not use, and about likely mistakes.
 
     Options that have no effect in any stage are errors, which config/validation.py raises.
@@ -170,9 +164,7 @@ def collect_notes(
     yield from find_mistakes(config, datasets)
 
 
-def unused_options(
-    config: RunConfig, trainers: dict[str, type[Trainer]]
-) -> Iterator[tuple[list[str], str]]:
+def unused_options(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[tuple[list[str], str]]:
     """Yield options that the stages of the recipe do not read, and the reason."""
     for name in config.unused_sections:
         yield [name], f"`stages` does not include {name}"
@@ -198,12 +190,12 @@ def unused_options(
 def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:
     """Yield warnings about evaluation rows in the training data, and about lost updates.
 
-    In 16 bits, an update is lost if it is smaller than half the distance between the weight and the
-    next number of this dtype.
+    In 16 bits, an update is lost if it is smaller than half the distance between the weight and the next number of this
+    dtype.
     """
     dtype = DTYPES[config.model.dtype]
-    # Small updates are not lost with adapters, which are trained in float32, and with adamw_8bit,
-    # which uses Kahan summation.
+    # Small updates are not lost with adapters, which are trained in float32, and with adamw_8bit, which uses Kahan
+    # summation.
     rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r
     for stage in config.stage_names:
         held_out = datasets.get("eval", [])

@@ -90,6 +90,6 @@ def run_rank(work: Callable[[], int]):
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Skip Python's shutdown, because a gloo thread that frees a tensor during the shutdown aborts
-    # the process (pytorch pull request 179291).
+    # Skip Python's shutdown, because a gloo thread that frees a tensor during the shutdown aborts the process (pytorch
+    # pull request 179291).
     os._exit(code or 0)

@@ -53,8 +53,8 @@ def check_output_dir(config: RunConfig):
 class Results:
     """Evaluate a run and write its results.
 
-    Metrics from the evaluations before, between and after the stages are added to progress.results.
-    Nothing is evaluated if there are no held-out rows (`held_out` is None).
+    Metrics from the evaluations before, between and after the stages are added to progress.results. Nothing is
+    evaluated if there are no held-out rows (`held_out` is None).
     """
 
     def __init__(
@@ -183,9 +183,7 @@ class Results:
             self.print_merge_note()
         if trainer is None or not trainer.trains_policy:
             base = self.config.model.path
-            gather_and_save_model(
-                self.folder / "checkpoint", self.model, self.processor, self.world, base
-            )
+            gather_and_save_model(self.folder / "checkpoint", self.model, self.processor, self.world, base)
 
     def print_merge_note(self):
         """Print which share of an update a merge keeps. All ranks must call this method."""

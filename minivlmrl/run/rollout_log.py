@@ -20,10 +20,9 @@ A completion has these fields:
   policy did not sample, because the prompt or an environment wrote them.
 
 `pictures` lists the images that an environment added, and `extra` contains other values that
-reward functions log. A trajectory also has `turns`, a list with the fields text, tokens (the number
-of tokens) and shown for each turn. `shown` is true if the turn's context window has an image. The
-newest image in each such turn is the next entry in `pictures`, except for the first turn, whose
-image belongs to the row.
+reward functions log. A trajectory also has `turns`, a list with the fields text, tokens (the number of tokens) and
+shown for each turn. `shown` is true if the turn's context window has an image. The newest image in each such turn is
+the next entry in `pictures`, except for the first turn, whose image belongs to the row.
 """
 
 import json
@@ -69,9 +68,7 @@ class CompletionsLog:
         resumed: checkpoint folder that the run resumes; None for a new run.
     """
 
-    def __init__(
-        self, config: RunConfig, world: World, write: Callable[[dict], None], resumed: Path | None
-    ):
+    def __init__(self, config: RunConfig, world: World, write: Callable[[dict], None], resumed: Path | None):
         self.folder = Path(config.output_dir)
         self.world = world
         self.write = write
@@ -89,8 +86,7 @@ class CompletionsLog:
     def step(self, trainer: Trainer, step: Step, number: int):
         """Log an optimizer step's completions if its turn has come and it has a rollout.
 
-        All ranks must call this method, because their completions are gathered if
-        `num_logged_prompts` is None.
+        All ranks must call this method, because their completions are gathered if `num_logged_prompts` is None.
         """
         if not self.every or number % self.every or step.rollout is None:
             return
@@ -106,9 +102,7 @@ class CompletionsLog:
             for line in lines:
                 self.write(line)
 
-    def describe(
-        self, trainer: Trainer, step: Step, number: int
-    ) -> tuple[list[dict], dict[str, bytes]]:
+    def describe(self, trainer: Trainer, step: Step, number: int) -> tuple[list[dict], dict[str, bytes]]:
         """Return the log lines for this rank's prompts in a step, and their new images as WebP.
 
         The images' keys are paths relative to the run's folder.
@@ -122,9 +116,7 @@ class CompletionsLog:
                 paths = described.get("pictures", ())
                 for (picture, *_), path in zip(sample.completion.pictures, paths, strict=True):
                     pictures[path] = picture
-            images = [
-                f"{IMAGES}/{trainer.stage}-{row.index}-{i}.webp" for i in range(len(row.images))
-            ]
+            images = [f"{IMAGES}/{trainer.stage}-{row.index}-{i}.webp" for i in range(len(row.images))]
             pictures.update(zip(images, row.images, strict=True))
             lines.append({"stage": trainer.stage, "step": number, **line, "images": images})
         encoded = {}
@@ -241,9 +233,8 @@ def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
 def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, float | None]]:
     """Yield the text and log-probability (nats) of each token in a completion.
 
-    A character that spans several tokens is yielded with the last of these tokens. If the prompt
-    opens the answer, for example with <think>, this text is yielded first, without a
-    log-probability.
+    A character that spans several tokens is yielded with the last of these tokens. If the prompt opens the answer, for
+    example with <think>, this text is yielded first, without a log-probability.
     """
     if processor.template and processor.template.opened:
         yield processor.template.opened, None

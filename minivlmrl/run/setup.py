@@ -32,22 +32,13 @@ from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.datasets import check_shares, load_datasets
 from minivlmrl.run.metrics import check_trackers
 from minivlmrl.run.optimizer import check_optimizer
-from minivlmrl.run.preflight import (
-    check_positions,
-    collect_notes,
-    describe_model,
-    describe_thought,
-    try_rewards,
-)
+from minivlmrl.run.preflight import check_positions, collect_notes, describe_model, describe_thought, try_rewards
 from minivlmrl.tasks.registry import get_task
 from minivlmrl.trainers.base import Trainer
 
 
 def prepare(
-    config: RunConfig,
-    trainers: dict[str, type[Trainer]],
-    world: World,
-    callbacks: Sequence[Callback] = (),
+    config: RunConfig, trainers: dict[str, type[Trainer]], world: World, callbacks: Sequence[Callback] = ()
 ) -> tuple[VisionLanguageModel, Processor, dict[str, Dataset]]:
     """Build the model, the processor, and the datasets by stage name, or "eval" for held-out rows.
 
@@ -97,8 +88,7 @@ def build_processor(config: RunConfig, datasets: dict[str, Dataset] | None = Non
     pixel_bounds = config.data.min_pixels, config.data.max_pixels
     if (section.path is None) == (section.config is None):
         raise ValueError(
-            "model: set exactly one of model.path (a model folder) and model.config (a config.json "
-            "for random weights)"
+            "model: set exactly one of model.path (a model folder) and model.config (a config.json for random weights)"
         )
     if section.path is not None:
         processor = load_processor(section.path, *pixel_bounds)
@@ -167,9 +157,7 @@ def choose_sharding(config: RunConfig, world: World) -> Sharder | None:
     return Sharding(config.sharding, world, dtype, recompute, compute_dtype)
 
 
-def make_tokenizer(
-    config: RunConfig, model_config: str, datasets: dict[str, Dataset] | None
-) -> Tokenizer:
+def make_tokenizer(config: RunConfig, model_config: str, datasets: dict[str, Dataset] | None) -> Tokenizer:
     """Return the built-in task's tokenizer, or train a new tokenizer on the rows."""
     if config.data.task:
         return get_task(config.data.task).tokenizer()
@@ -185,8 +173,7 @@ def make_tokenizer(
 def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
     """Apply the recipe's data options and tools to a processor.
 
-    The options that inference needs are stored in the processor's files, so that a saved model
-    keeps them.
+    The options that inference needs are stored in the processor's files, so that a saved model keeps them.
     """
     data = config.data
     image_processor = replace(processor.image_processor, dtype=patch_dtype(config))

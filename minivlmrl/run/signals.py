@@ -11,8 +11,8 @@ from minivlmrl.distributed.process_group import World
 
 # exit code for a run that was stopped by a signal and can be resumed (EX_TEMPFAIL in sysexits.h)
 PREEMPTED = 75
-# Further signals within this many seconds count as the same request, because a scheduler and
-# torchrun may both forward one signal.
+# Further signals within this many seconds count as the same request, because a scheduler and torchrun may both forward
+# one signal.
 SAME_REQUEST = 5.0
 
 

@@ -14,8 +14,7 @@ RUN = "run.json"
 class TrainerState:
     """A run's progress, stored in run.json under the same field names.
 
-    All ranks have the same values, except for `seconds`, `num_log_lines` and `logs`, of which those
-    of rank 0 count.
+    All ranks have the same values, except for `seconds`, `num_log_lines` and `logs`, of which those of rank 0 count.
     """
 
     seed: int  # run seed

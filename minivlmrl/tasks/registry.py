@@ -20,9 +20,9 @@ FRESH_ROWS = 1_000_000
 class Task:
     """A generated data set with a tokenizer and a baseline."""
 
-    # Function of the recipe's section `data` and a seed. It returns a dict of training rows, whose
-    # keys are those of NEEDS in run/datasets.py, and the held-out rows, which are the same for all
-    # seeds. Further parameters are task options, as in shapes(pairs=8).
+    # Function of the recipe's section `data` and a seed. It returns a dict of training rows, whose keys are those of
+    # NEEDS in run/datasets.py, and the held-out rows, which are the same for all seeds. Further parameters are task
+    # options, as in shapes(pairs=8).
     datasets: Callable[..., tuple[dict[str, Dataset], Dataset]]
     tokenizer: Callable[[], Tokenizer]  # trains a small tokenizer on all task texts
     # function (held-out rows) -> accuracy of guessing without seeing the image
@@ -38,8 +38,7 @@ def get_task(name: str) -> Task:
     """Return the named task, with its options applied.
 
     Args:
-        name: a key in TASKS, file.py:NAME or package.module:NAME; options may follow, as in
-            shapes(pairs=8).
+        name: a key in TASKS, file.py:NAME or package.module:NAME; options may follow, as in shapes(pairs=8).
     Raises:
         ValueError: there is no such task, or the task has no such option.
     """
@@ -48,9 +47,7 @@ def get_task(name: str) -> Task:
 
     task, options = resolve_object("data.task", name, TASKS)
     with error_context(f"data.task {name}"):
-        check_field(
-            isinstance(task, Task), "the object", task, "a Task of minivlmrl.tasks.registry"
-        )
+        check_field(isinstance(task, Task), "the object", task, "a Task of minivlmrl.tasks.registry")
         datasets = with_options(task.datasets, options)
     if ":" not in name.partition("(")[0]:
         return replace(task, datasets=datasets)
@@ -78,7 +75,6 @@ def _call(name: str, function: Callable, expected: str, /, *arguments, **options
             valid = valid and (len(rows) == 0 or isinstance(rows[0], Row))
     if not valid:
         raise ValueError(
-            f"{name} returned {result!r:.60}, but it must return {expected}; "
-            "see Task in minivlmrl/tasks/registry.py"
+            f"{name} returned {result!r:.60}, but it must return {expected}; see Task in minivlmrl/tasks/registry.py"
         )
     return result

@@ -1,10 +1,10 @@
 """The default run's task: name the colour and the shape of the object in a small image.
 
-A prompt shows one image and asks what is in it. The answer names one of 12 classes (6 colours x 2
-shapes): <think>I see green</think><answer>green square</answer>
+A prompt shows one image and asks what is in it. The answer names one of 12 classes (6 colours x 2 shapes): <think>I see
+green</think><answer>green square</answer>
 
-The demonstrations for SFT are few, and half of them have a random label. From them a model learns
-the answer format, but the task only roughly, so that reinforcement learning, whose reward is
+The demonstrations for SFT are few, and half of them have a random label. From them a model learns the answer format,
+but the task only roughly, so that reinforcement learning, whose reward is
 always correct, can show an improvement.
 """
 
@@ -83,8 +83,8 @@ def tagged_answer(label: str) -> str:
 def make_rejected(label: str, rng: random.Random) -> str:
     """Make an answer that is worse than the correct one, in one of four ways.
 
-    The colour is wrong, the shape is wrong, the answer has another colour than the thought, or up
-    to 12 characters are missing. Each kind has probability 1/4; docs/results.md gives the reason.
+    The colour is wrong, the shape is wrong, the answer has another colour than the thought, or up to 12 characters are
+    missing. Each kind has probability 1/4; docs/results.md gives the reason.
     """
     color, shape = label.split()
     other_color = rng.choice([name for name in COLORS if name != color])

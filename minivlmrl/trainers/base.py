@@ -134,8 +134,8 @@ class Step:
 class Trainer:
     """Base class for all training stages, which are run by the training loop in run/loop.py.
 
-    A subclass defines `steps`, which yields optimizer steps, and `loss`, which returns the loss of
-    one micro-batch, already divided by the step's totals.
+    A subclass defines `steps`, which yields optimizer steps, and `loss`, which returns the loss of one micro-batch,
+    already divided by the step's totals.
 
     Args:
         run: the whole recipe. The stage's options are in the section with the stage's name.
@@ -158,12 +158,7 @@ class Trainer:
     rows: Sequence[Row] = ()  # the current step's rows, which messages about its memory name
 
     def __init__(
-        self,
-        run: RunConfig,
-        model: VisionLanguageModel,
-        processor: Processor,
-        world: World,
-        steps_done: int = 0,
+        self, run: RunConfig, model: VisionLanguageModel, processor: Processor, world: World, steps_done: int = 0
     ):
         self.run = run
         self.config = getattr(run, self.stage)
@@ -196,8 +191,7 @@ class Trainer:
         Args:
             batches: the stage's training rows.
             held_out: held-out rows for evaluation; None if there are none.
-            saved_state: values that this method returned before the run was resumed; None if the
-                stage starts.
+            saved_state: values that this method returned before the run was resumed; None if the stage starts.
         Returns:
             Values that are saved in every checkpoint of the stage.
         """

@@ -18,8 +18,7 @@ from minivlmrl.model.logprobs import completion_states, logps_of_states, per_tok
 from minivlmrl.trainers.functions import loss_arguments
 from minivlmrl.trainers.offline import AnswerBatch, PairTrainer, split
 
-# a row's optional columns: the reference's log-probabilities for both answers, summed over their
-# tokens, in nats
+# a row's optional columns: the reference's log-probabilities for both answers, summed over their tokens, in nats
 REF_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 
 
@@ -41,8 +40,8 @@ class DPOTrainer(PairTrainer):
     stage = "dpo"
     config_type = DPOOptions
     config: DPOOptions
-    # even rows are chosen answers; only their tokens are counted, because only the loss `sft` uses
-    # this number, and it averages over the tokens in chosen answers
+    # even rows are chosen answers; only their tokens are counted, because only the loss `sft` uses this number, and it
+    # averages over the tokens in chosen answers
     counted_rows = slice(0, None, 2)
 
     @staticmethod

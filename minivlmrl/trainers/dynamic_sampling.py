@@ -33,10 +33,7 @@ class Group:
 
 
 def sample_until_groups_differ(
-    trainer: RolloutTrainer,
-    rows: Sequence[Row],
-    compared_rewards: Callable[[Rollout], Tensor],
-    max_num_batches: int,
+    trainer: RolloutTrainer, rows: Sequence[Row], compared_rewards: Callable[[Rollout], Tensor], max_num_batches: int
 ) -> tuple[Rollout, int]:
     """Sample batches of rows until the rewards differ in enough groups, and build a rollout.
 
@@ -70,8 +67,8 @@ def gather_groups(trainer: RolloutTrainer, rollout: Rollout, compared: Tensor) -
     for samples, rewards_differ in zip(rollout.groups, differs.tolist(), strict=True):
         completions = [sample.completion for sample in samples]
         for completion in completions:
-            # The reward has been computed, so the environment is no longer needed. It is removed,
-            # because it may not be picklable.
+            # The reward has been computed, so the environment is no longer needed. It is removed, because it may not be
+            # picklable.
             completion.environment = None
         rewards = torch.stack([sample.rewards for sample in samples])
         row = samples[0].row

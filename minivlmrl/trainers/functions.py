@@ -68,9 +68,7 @@ def try_loss(loss: Callable, config: GRPOOptions):
     tensors = {"old_per_token_logps": None, "ref_per_token_logps": torch.full((2, 2), -1.0)}
     options = loss_arguments(config, grpo_loss, loss) | tensors
     advantages, normalizer = torch.tensor([1.0, -1.0]), LossNormalizer(2, 4, 2)
-    value, _ = call_loss(
-        loss, config, logps, advantages, torch.ones(2, 2), **options, normalizer=normalizer
-    )
+    value, _ = call_loss(loss, config, logps, advantages, torch.ones(2, 2), **options, normalizer=normalizer)
     if value.requires_grad:
         value.backward()
     if logps.grad is None or not (value.isfinite() and logps.grad.isfinite().all()):
@@ -81,9 +79,7 @@ def try_loss(loss: Callable, config: GRPOOptions):
         )
 
 
-def call_advantages(
-    function: Callable[..., Tensor], config: GRPOOptions, rewards: Tensor, **arguments
-) -> Tensor:
+def call_advantages(function: Callable[..., Tensor], config: GRPOOptions, rewards: Tensor, **arguments) -> Tensor:
     """Call a custom function, and check that it returns a finite advantage for each reward."""
     found = function(rewards, **arguments)
     is_float = isinstance(found, Tensor) and found.is_floating_point()

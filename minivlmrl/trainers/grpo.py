@@ -2,12 +2,12 @@
 
     rollout (B groups of G samples) -> rewards (n, K) -> advantages (n,) -> micro-batches -> loss
 
-rollout.py samples the completions and explains the shapes. The paper's outer loop, which replaces
-the reference model every few hundred steps, is not implemented.
+rollout.py samples the completions and explains the shapes. The paper's outer loop, which replaces the reference model
+every few hundred steps, is not implemented.
 
-DAPO, Dr. GRPO, GSPO, RLOO, CISPO and other variants are selected by options in the section `grpo`.
-They choose the ratio, the term and the average of the loss (losses/), the advantages
-(losses/advantages.py), and dynamic sampling (dynamic_sampling.py).
+DAPO, Dr. GRPO, GSPO, RLOO, CISPO and other variants are selected by options in the section `grpo`. They choose the
+ratio, the term and the average of the loss (losses/), the advantages (losses/advantages.py), and dynamic sampling
+(dynamic_sampling.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,12 +24,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.losses.grpo import grpo_loss
-from minivlmrl.losses.grpo_variants import (
-    kept_tokens,
-    mean_entropy,
-    rollout_importance_ratio,
-    top_entropy_threshold,
-)
+from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, rollout_importance_ratio, top_entropy_threshold
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.trainers.base import Rollout, Sample, SampledBatch
 from minivlmrl.trainers.functions import (
@@ -84,12 +79,7 @@ class GRPOTrainer(RolloutTrainer):
         return bool(config.beta)
 
     def __init__(
-        self,
-        run: RunConfig,
-        model: VisionLanguageModel,
-        processor: Processor,
-        world: World,
-        steps_done: int = 0,
+        self, run: RunConfig, model: VisionLanguageModel, processor: Processor, world: World, steps_done: int = 0
     ):
         super().__init__(run, model, processor, world, steps_done)
         self.steps_per_rollout = self.config.steps_per_generation
@@ -106,9 +96,7 @@ class GRPOTrainer(RolloutTrainer):
             return self.sample_rollout(rows)
         from minivlmrl.trainers.dynamic_sampling import sample_until_groups_differ
 
-        rollout, self.num_gen_batches = sample_until_groups_differ(
-            self, rows, self.compared_rewards, most_batches
-        )
+        rollout, self.num_gen_batches = sample_until_groups_differ(self, rows, self.compared_rewards, most_batches)
         return rollout
 
     def compared_rewards(self, rollout: Rollout) -> Tensor:
@@ -131,9 +119,7 @@ class GRPOTrainer(RolloutTrainer):
     # --------------------------------------------------------------- advantages and micro-batches
 
     @torch.no_grad()
-    def prepare(
-        self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]
-    ) -> list[list[GRPOBatch]]:
+    def prepare(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[list[GRPOBatch]]:
         """Compute a rollout's advantages, and pack the micro-batches of its optimizer steps.
 
         Args:
@@ -222,12 +208,7 @@ class GRPOTrainer(RolloutTrainer):
                 assert logps is not None  # because needs_old_logps is True
                 clip_min, clip_max = config.rollout_correction_bounds
                 ratio = rollout_importance_ratio(
-                    logps,
-                    batch.sampler_logps,
-                    batch.loss_mask,
-                    config.rollout_correction,
-                    clip_max,
-                    clip_min,
+                    logps, batch.sampler_logps, batch.loss_mask, config.rollout_correction, clip_max, clip_min
                 )
             batches.append(
                 GRPOBatch(
@@ -310,9 +291,7 @@ class GRPOTrainer(RolloutTrainer):
             arguments |= self.weights(batch, padded_entropies)
             loss, metrics = grpo_loss(padded_logps, advantages, mask, **arguments)
         else:
-            loss, metrics = call_loss(
-                self.loss_function, self.config, padded_logps, advantages, mask, **arguments
-            )
+            loss, metrics = call_loss(self.loss_function, self.config, padded_logps, advantages, mask, **arguments)
         if self.config.entropy_coef and is_builtin:
             num_tokens = batch.num_entropy_tokens or batch.normalizer.tokens
             token_mask = self.kept_tokens(batch, padded_entropies)
@@ -347,8 +326,7 @@ def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_c
     The penalty is 0 up to max_completion_len - soft_punish_cache tokens. It then falls linearly, to
     -1 at max_completion_len.
 
-    Example: with a maximum of 100 and a cache of 20, lengths 80, 90, 100 and 120 give 0, -0.5, -1
-    and -1.
+    Example: with a maximum of 100 and a cache of 20, lengths 80, 90, 100 and 120 give 0, -0.5, -1 and -1.
     Source: DAPO eq. 13 (arXiv 2503.14476); TRL's get_soft_overlong_punishment.
     """
     free = max_completion_len - soft_punish_cache

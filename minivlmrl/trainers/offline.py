@@ -88,8 +88,8 @@ class OfflineTrainer(Trainer):
     def shard_rows_with_answers(self, rows: Dataset) -> tuple[list[int], int]:
         """Split the rows that have all answers among the ranks.
 
-        Every rank gets the same number of rows, because all ranks must run a sharded model equally
-        often. Therefore some rows may be repeated at the end of a rank's list.
+        Every rank gets the same number of rows, because all ranks must run a sharded model equally often. Therefore
+        some rows may be repeated at the end of a rank's list.
 
         Returns:
             This rank's row indices, and how many of them are not repeats.

@@ -1,8 +1,7 @@
 """Proximal policy optimization (PPO) with a critic (arXiv 1707.06347, InstructGPT).
 
 Before each token, the critic predicts the sum of future rewards. It is either a value head on
-the policy's backbone or a separate model. An adaptive KL weight and an entropy bonus are not
-implemented.
+the policy's backbone or a separate model. An adaptive KL weight and an entropy bonus are not implemented.
 """
 
 from collections.abc import Sequence
@@ -71,12 +70,7 @@ class PPOTrainer(RolloutTrainer):
         return bool(config.kl_coef)
 
     def __init__(
-        self,
-        run: RunConfig,
-        model: VisionLanguageModel,
-        processor: Processor,
-        world: World,
-        steps_done: int = 0,
+        self, run: RunConfig, model: VisionLanguageModel, processor: Processor, world: World, steps_done: int = 0
     ):
         super().__init__(run, model, processor, world, steps_done)
         self.steps_per_rollout = self.config.num_mini_batches
@@ -108,9 +102,7 @@ class PPOTrainer(RolloutTrainer):
         return super().modules() | {"critic": self.critic}
 
     @torch.no_grad()
-    def prepare(
-        self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]
-    ) -> list[list[PPOBatch]]:
+    def prepare(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[list[PPOBatch]]:
         """Pack each optimizer step's micro-batches, with advantages and returns (R, T)."""
         rewards = self.world.all_gather(rollout.rewards)
         totals = combine(rewards, self.reward_weights)
@@ -141,9 +133,7 @@ class PPOTrainer(RolloutTrainer):
             ref_logps = old_logps if ref_logps is None else ref_logps
             own_scores = scores[batch.completion_index].to(old_logps.device)
             mask = group.completion_mask
-            rewards = token_rewards(
-                own_scores, old_logps, ref_logps, mask, config.kl_coef, config.kl_estimator
-            )
+            rewards = token_rewards(own_scores, old_logps, ref_logps, mask, config.kl_coef, config.kl_estimator)
             advantages, returns = gae(rewards, old_values, config.gamma, config.lam)
             batches.append(
                 PPOBatch(

@@ -35,20 +35,14 @@ MATCHING_FIELDS = [
 class Reference:
     """Reference model without gradients: either a copy of the policy or a model from a folder.
 
-    If the policy has adapters or num_shared_layers is set, only its trained parameters are copied.
-    If sync_ref_model is set, the reference moves towards the policy (TR-DPO, arXiv 2404.09656). The
-    adapters' matrices A and B are then averaged separately.
+    If the policy has adapters or num_shared_layers is set, only its trained parameters are copied. If sync_ref_model is
+    set, the reference moves towards the policy (TR-DPO, arXiv 2404.09656). The adapters' matrices A and B are then
+    averaged separately.
 
     Source: create_reference_model and SyncRefModelCallback in TRL 1.16.
     """
 
-    def __init__(
-        self,
-        policy: VisionLanguageModel,
-        config: ReferenceOptions,
-        processor: Processor,
-        world: World,
-    ):
+    def __init__(self, policy: VisionLanguageModel, config: ReferenceOptions, processor: Processor, world: World):
         self.policy = policy
         self.config = config
         freeze_shared_layers(policy, config)
@@ -130,8 +124,8 @@ class SwappedParameters(nn.Module):
             self._exchange()
 
     def _exchange(self):
-        # Autograd does not notice that .data changes. This is safe, because the original values are
-        # restored before the backward pass through a graph that uses them.
+        # Autograd does not notice that .data changes. This is safe, because the original values are restored before the
+        # backward pass through a graph that uses them.
         for saved_copy, parameter in zip(self.copies, self.originals(), strict=True):
             if not is_part(parameter):
                 # Nothing is allocated, so memory cannot run out after a partial exchange.
@@ -188,17 +182,13 @@ def check_compatible(policy: VisionLanguageModel, path: str):
 
 
 def load_frozen(
-    path: str,
-    policy: VisionLanguageModel,
-    processor: Processor,
-    world: World,
-    in_compute_dtype: bool = True,
+    path: str, policy: VisionLanguageModel, processor: Processor, world: World, in_compute_dtype: bool = True
 ) -> VisionLanguageModel:
     """Load a model from a folder without gradients; if the policy is sharded, the model is too.
 
     Args:
-        in_compute_dtype: True loads the weights in the dtype in which a sharded policy computes;
-            False loads them in the policy parameters' dtype.
+        in_compute_dtype: True loads the weights in the dtype in which a sharded policy computes; False loads them in
+            the policy parameters' dtype.
     """
     ids = processor.tokenizer.backend.get_vocab()
     other_ids = load_tokenizer(find_folder(path) / "tokenizer.json").backend.get_vocab()

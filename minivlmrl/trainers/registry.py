@@ -20,9 +20,7 @@ def find_class(stage: str) -> type[Trainer]:
     trainer = find_stage(stage, TRAINERS)
     with error_context(f"stages: {stage}"):
         is_trainer = isinstance(trainer, type) and issubclass(trainer, Trainer)
-        check_field(
-            is_trainer, "the class", trainer, "a subclass of minivlmrl.trainers.base.Trainer"
-        )
+        check_field(is_trainer, "the class", trainer, "a subclass of minivlmrl.trainers.base.Trainer")
         for method in ("steps", "loss"):
             if getattr(trainer, method) is getattr(Trainer, method):
                 raise ValueError(
@@ -41,8 +39,7 @@ def find_trainer(stage: str, config) -> type[Trainer]:
 def find_trainers(config) -> dict[str, type[Trainer]]:
     """Check a recipe, and return each stage's trainer class."""
     trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
-    # A recipe without stages may still need a reference model, so its reference options are not
-    # reported as unused.
+    # A recipe without stages may still need a reference model, so its reference options are not reported as unused.
     references = [cls.has_reference(getattr(config, name)) for name, cls in trainers.items()]
     check_dtypes(config)
     check_effects(config, has_reference=any(references) or not trainers)

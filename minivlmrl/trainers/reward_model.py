@@ -1,7 +1,7 @@
 """Train a reward model (InstructGPT, step 2), and score completions with it.
 
-The reward model is a copy of the policy that learns to rank answers as human annotators do. Later
-stages and other runs can use it as the reward `reward_model`.
+The reward model is a copy of the policy that learns to rank answers as human annotators do. Later stages and other runs
+can use it as the reward `reward_model`.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,7 @@ from minivlmrl.losses.grpo import batch_normalizer
 from minivlmrl.losses.preference import reward_loss
 from minivlmrl.model.checkpoint import load_processor
 from minivlmrl.model.decoder import VisionLanguageModel
-from minivlmrl.model.value_head import (
-    ValueModel,
-    check_value_model_folder,
-    input_form,
-    pack_with_last_token,
-)
+from minivlmrl.model.value_head import ValueModel, check_value_model_folder, input_form, pack_with_last_token
 from minivlmrl.trainers.functions import loss_arguments
 from minivlmrl.trainers.offline import AnswerBatch, PairTrainer
 
@@ -57,12 +52,7 @@ class RewardTrainer(PairTrainer):
     trained: ValueModel
 
     def __init__(
-        self,
-        run: RunConfig,
-        model: VisionLanguageModel,
-        processor: Processor,
-        world: World,
-        steps_done: int = 0,
+        self, run: RunConfig, model: VisionLanguageModel, processor: Processor, world: World, steps_done: int = 0
     ):
         super().__init__(run, model, processor, world, steps_done)
         self.trained = ValueModel(copy_model(self.policy), self.run.model.freeze)
@@ -120,24 +110,20 @@ def last_windows(
 class RewardModelScores:
     """Callable that scores completions with a reward model.
 
-    The model is loaded from reward_model.path, which defaults to this run's folder. If its
-    tokenizer or its model family differs from the policy's, it cannot use the policy's token ids.
-    The messages, the images and the completion's text are then encoded again with the
+    The model is loaded from reward_model.path, which defaults to this run's folder. If its tokenizer or its model
+    family differs from the policy's, it cannot use the policy's token ids. The messages, the images and the
+    completion's text are then encoded again with the
     processor and the chat template of the reward model.
     """
 
-    def __init__(
-        self, run: RunConfig, policy: VisionLanguageModel, processor: Processor, world: World
-    ):
+    def __init__(self, run: RunConfig, policy: VisionLanguageModel, processor: Processor, world: World):
         path = run.reward_model.path or Path(run.output_dir) / FOLDER
         model = load_scorer(policy, path, world.device, same_base=run.reward_model.path is None)
         self.model = model.requires_grad_(False)
         self.world = world
         self.policy_processor = processor
         self.processor = load_processor(path)
-        self.reads_texts = input_form(model.backbone, self.processor) != input_form(
-            policy, processor
-        )
+        self.reads_texts = input_form(model.backbone, self.processor) != input_form(policy, processor)
         if self.reads_texts:  # raises ValueError if the template cannot render any answer
             encode_completion(self.processor, [{"role": "user", "content": "?"}], "!")
         if self.reads_texts and run.sampling.environment:
@@ -148,9 +134,7 @@ class RewardModelScores:
             )
 
     @torch.no_grad()
-    def __call__(
-        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
-    ) -> list[float]:
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> list[float]:
         """Compute one score for each completion; all ranks must have the same number of prompts."""
         if self.reads_texts:
             prompts, completions = self.encode_texts(prompts, completions)
@@ -158,9 +142,7 @@ class RewardModelScores:
         config = self.model.backbone.config
         for start in range(0, len(prompts), BATCH_SIZE):
             part = slice(start, start + BATCH_SIZE)
-            batch = pack_with_last_token(
-                prompts[part], completions[part], config, self.world.device
-            )
+            batch = pack_with_last_token(prompts[part], completions[part], config, self.world.device)
             scores += self.model.score_last_token(batch).tolist()
         reshard(self.model)
         return scores
@@ -180,8 +162,8 @@ class RewardModelScores:
     def encode(self, row: Row, completion: Completion) -> Completion:
         """Encode a policy completion like the answers that the reward model was trained on.
 
-        If the completion is truncated, no end token is added. Control tokens of the structure that
-        the policy sampled are encoded as text. If the chat template cannot render the text,
+        If the completion is truncated, no end token is added. Control tokens of the structure that the policy sampled
+        are encoded as text. If the chat template cannot render the text,
         for example a thought after a prompt without thoughts, the text is encoded as it is.
         """
         text = self.policy_processor.decode_assistant_turn(completion)
@@ -195,9 +177,7 @@ class RewardModelScores:
         return Completion(answer.ids[:-1], policy_mask=answer.policy_mask[:-1])
 
 
-def reward_model(
-    completions: list[str], reward_model_scores: list[float], **columns
-) -> list[float]:
+def reward_model(completions: list[str], reward_model_scores: list[float], **columns) -> list[float]:
     """Return the reward model's scores, which are unbounded, for the reward `reward_model`."""
     return reward_model_scores
 

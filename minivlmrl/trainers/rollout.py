@@ -4,9 +4,9 @@
          -> micro-batches of samples                                split
          -> packed micro-batches                                      pack
 
-In shapes, B is the number of prompts on this rank, n = B * G is the number of samples, which are
-ordered by prompt, and K is the number of reward functions. A micro-batch has R samples of at most T
-tokens each, and M completion tokens in total.
+In shapes, B is the number of prompts on this rank, n = B * G is the number of samples, which are ordered by prompt, and
+K is the number of reward functions. A micro-batch has R samples of at most T tokens each, and M completion tokens in
+total.
 
 A subclass implements `prepare`, which packs each optimizer step's micro-batches with the
 tensors that its loss needs, and `loss`. See GRPOTrainer and PPOTrainer.
@@ -25,12 +25,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.micro_batching import split_into_micro_batches
 from minivlmrl.distributed.process_group import World
-from minivlmrl.generation.environments import (
-    check_environment,
-    make_sampler,
-    packed_length,
-    samples_trajectories,
-)
+from minivlmrl.generation.environments import check_environment, make_sampler, packed_length, samples_trajectories
 from minivlmrl.generation.sampler import check_groups, find_engine
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.losses.grpo import LossNormalizer
@@ -82,21 +77,11 @@ class RolloutTrainer(Trainer):
                 )
 
     def __init__(
-        self,
-        run: RunConfig,
-        model: VisionLanguageModel,
-        processor: Processor,
-        world: World,
-        steps_done: int = 0,
+        self, run: RunConfig, model: VisionLanguageModel, processor: Processor, world: World, steps_done: int = 0
     ):
         super().__init__(run, model, processor, world, steps_done)
         self.sampler = make_sampler(
-            model,
-            processor,
-            run.sampling,
-            world,
-            run.rollout.gather_weights,
-            keeps_vision=self.shares_vision_tower(),
+            model, processor, run.sampling, world, run.rollout.gather_weights, keeps_vision=self.shares_vision_tower()
         )
         self.temperature = run.sampling.temperature
         self.reward_log = RewardLog(steps_done, self.config.max_steps)
@@ -111,25 +96,21 @@ class RolloutTrainer(Trainer):
     def shares_vision_tower(self) -> bool:
         """Return True if all models of the stage share one frozen vision tower.
 
-        The sampler may then keep image embeddings for training. A reward model and a reference from
-        a folder have their own vision towers.
+        The sampler may then keep image embeddings for training. A reward model and a reference from a folder have their
+        own vision towers.
         """
         is_frozen = not trained_parameters(self.policy.visual)
-        return (
-            is_frozen and self.run.reference.path is None and REWARD_MODEL not in self.run.rewards
-        )
+        return is_frozen and self.run.reference.path is None and REWARD_MODEL not in self.run.rewards
 
-    def prepare(
-        self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]
-    ) -> list[Sequence[MicroBatch]]:
+    def prepare(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[Sequence[MicroBatch]]:
         """Set a rollout's metrics, and pack the micro-batches of each step on a part of its groups."""
         raise NotImplementedError
 
     def steps(self, batches: Batches) -> Iterator[Step]:
         """Sample a rollout for each batch of rows, and yield its optimizer steps.
 
-        A rollout is trained on in passes_per_rollout passes. Each pass has steps_per_rollout
-        optimizer steps, and each step trains on an equal share of the prompts.
+        A rollout is trained on in passes_per_rollout passes. Each pass has steps_per_rollout optimizer steps, and each
+        step trains on an equal share of the prompts.
         """
         self.batches = batches
         for rows in batches:
@@ -187,10 +168,7 @@ class RolloutTrainer(Trainer):
         return Rollout.join(rows, prompts, completions, rewards)
 
     def reward_columns(
-        self,
-        rows: Sequence[Row],
-        prompts: Sequence[Prompt],
-        completions: Sequence[Sequence[Completion]],
+        self, rows: Sequence[Row], prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
     ) -> dict[str, list]:
         """Collect the columns that are passed to reward functions as keyword arguments."""
         columns = recipe_columns(rows, prompts, completions, self.processor)
@@ -198,9 +176,7 @@ class RolloutTrainer(Trainer):
             columns["reward_model_scores"] = self.reward_model(prompts, completions)
         return columns
 
-    def rollout_metrics(
-        self, rollout: Rollout, rewards: Tensor, totals: Tensor, **others: float
-    ) -> dict[str, float]:
+    def rollout_metrics(self, rollout: Rollout, rewards: Tensor, totals: Tensor, **others: float) -> dict[str, float]:
         """Compute a rollout's metrics from the rewards (..., K) and totals of all ranks.
 
         Args:
@@ -276,17 +252,14 @@ class RolloutTrainer(Trainer):
         """
         return per_token_logps(self.policy, group, self.temperature)
 
-    def token_metrics(
-        self, batch: SampledBatch, old_logps: Tensor, entropies: Tensor
-    ) -> dict[str, Tensor]:
+    def token_metrics(self, batch: SampledBatch, old_logps: Tensor, entropies: Tensor) -> dict[str, Tensor]:
         """Compute the mean entropy, and how much trainer and sampler differ.
 
-        The difference of their log-probabilities is reported as the largest absolute difference of
-        a token, and as the root mean square over all tokens, both in nats.
+        The difference of their log-probabilities is reported as the largest absolute difference of a token, and as the
+        root mean square over all tokens, both in nats.
 
         Args:
-            old_logps: log-probabilities (R, T) of the policy that sampled, as the trainer computes
-                them.
+            old_logps: log-probabilities (R, T) of the policy that sampled, as the trainer computes them.
             entropies: each token's entropy under the current policy, of shape (M,).
         """
         mask = batch.loss_mask

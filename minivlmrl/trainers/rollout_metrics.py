@@ -34,9 +34,7 @@ def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict
     return metrics
 
 
-def completion_metrics(
-    completions: Sequence[Completion], has_tools: bool, world: World
-) -> dict[str, float]:
+def completion_metrics(completions: Sequence[Completion], has_tools: bool, world: World) -> dict[str, float]:
     """Compute metrics for completion lengths, tool calls and turns over all ranks."""
     local = [(int(c.policy_mask.sum()), c.stopped, c.calls, len(c.turns)) for c in completions]
     sampled = list(chain(*world.gather_objects(local)))
@@ -58,14 +56,11 @@ def group_metrics(total: Tensor, num_generations: int) -> dict[str, float]:
     Args:
         total: each completion's weighted reward sum on all ranks, of shape (n,).
     Returns:
-        The metrics `reward_std`, which is the mean standard deviation within a group, and
-        `frac_reward_zero_std`, which is the fraction of groups whose rewards are all equal.
+        The metrics `reward_std`, which is the mean standard deviation within a group, and `frac_reward_zero_std`, which
+        is the fraction of groups whose rewards are all equal.
     """
     std = group_std(total.double(), num_generations)
-    return {
-        "reward_std": std.nanmean().item(),
-        "frac_reward_zero_std": (std < 1e-8).float().mean().item(),
-    }
+    return {"reward_std": std.nanmean().item(), "frac_reward_zero_std": (std < 1e-8).float().mean().item()}
 
 
 def logged_metrics(log: RewardLog, metrics: dict[str, float], world: World) -> dict[str, float]:

@@ -29,9 +29,7 @@ class SFTTrainer(OfflineTrainer):
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logps, entropies = per_token_logps(self.policy, batch.group)
         options = loss_arguments(self.config, sft_loss)
-        loss = sft_loss(
-            batch.group.pad(logps), batch.loss_mask, **options, normalizer=batch.normalizer
-        )
+        loss = sft_loss(batch.group.pad(logps), batch.loss_mask, **options, normalizer=batch.normalizer)
         return loss, {"entropy": batch.mean(entropies)}
 
     @torch.no_grad()

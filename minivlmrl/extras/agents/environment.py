@@ -51,9 +51,8 @@ class Settings:
 def get_environment(name: str) -> Callable[[], Environment]:
     """Return an environment's constructor, given its name in a recipe.
 
-    The name refers to a class, a function, or a list of functions. Functions become tools in a
-    stateless environment. The class's arguments are written in parentheses, for example
-    "my_tools.py:Turn(step=45)".
+    The name refers to a class, a function, or a list of functions. Functions become tools in a stateless environment.
+    The class's arguments are written in parentheses, for example "my_tools.py:Turn(step=45)".
 
     Raises:
         ValueError: if the name cannot be resolved, or the object is not a valid environment.
@@ -93,9 +92,7 @@ def class_of(functions: Callable | list[Callable]) -> type[Environment]:
     members = {}
     for function in listed:
         if not inspect.isfunction(function):
-            raise ValueError(
-                f"expected a class, a function or a list of functions, but found {functions!r:.60}"
-            )
+            raise ValueError(f"expected a class, a function or a list of functions, but found {functions!r:.60}")
         members[function.__name__] = staticmethod(function)
     return type("Functions", (Stateless,), members)
 
@@ -124,9 +121,9 @@ def environment_reward(
 ) -> list[float | None]:
     """Compute each completion's reward by calling its environment's get_reward, as TRL does.
 
-    If get_reward returns a list with one number for each turn of a trajectory, the reward is the
-    sum of the list. The last turn may have no number, because it may call no tool; its reward is 0.
-    The reward of a completion without an environment is None.
+    If get_reward returns a list with one number for each turn of a trajectory, the reward is the sum of the list. The
+    last turn may have no number, because it may call no tool; its reward is 0. The reward of a completion without an
+    environment is None.
 
     Args:
         environments: each completion's environment, or None.
@@ -159,8 +156,8 @@ def check_reward(name: str | None, rewards: Iterable[str]):
         name: environment name, or None.
         rewards: reward names in the recipe.
     Raises:
-        ValueError: if the environment has a method get_reward that the recipe does not use, or if
-            the recipe uses get_reward, but the environment does not have this method.
+        ValueError: if the environment has a method get_reward that the recipe does not use, or if the recipe uses
+            get_reward, but the environment does not have this method.
     """
     has_reward = name is not None and hasattr(get_environment(name)(), "get_reward")
     if has_reward and "environment" not in rewards:

@@ -59,8 +59,8 @@ def add_descriptions(properties: dict[str, dict], section: str):
     """Add the descriptions in a docstring's Args section to the schemas of the arguments.
 
     Args:
-        properties: {argument name: schema}, modified in place. If a description ends with
-            "(choices: [...])", this list becomes the schema's "enum".
+        properties: {argument name: schema}, modified in place. If a description ends with "(choices: [...])", this list
+            becomes the schema's "enum".
         section: Args section text.
     """
     without_blank_lines = re.sub(r"\n\s*\n", "\n", section)
@@ -100,9 +100,7 @@ def type_schema(hint) -> dict:
         return {"type": "array", "prefixItems": [type_schema(part) for part in inside]}
     if origin in (list, tuple):
         return {"type": "array", "items": type_schema(inside[0])}
-    raise ValueError(
-        f"JSON cannot represent the type hint {hint!r:.80}; use a type such as int or list[str]"
-    )
+    raise ValueError(f"JSON cannot represent the type hint {hint!r:.80}; use a type such as int or list[str]")
 
 
 def union_schema(hints: tuple) -> dict:

@@ -23,13 +23,7 @@ from minivlmrl.data.messages import part_kind
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.errors import check_field, error_context
-from minivlmrl.extras.agents.environment import (
-    Environment,
-    Settings,
-    arguments_of,
-    get_environment,
-    settings_of,
-)
+from minivlmrl.extras.agents.environment import Environment, Settings, arguments_of, get_environment, settings_of
 from minivlmrl.json_files import parse_json
 
 # JSON constants for the Python constants that Qwen3.5 writes in its tool calls
@@ -78,8 +72,8 @@ def answer_call(
 ) -> tuple[list[dict], list[Picture], bool]:
     """Execute one tool call, and return its result's message parts.
 
-    If the tool raises an exception, an argument is invalid, or the result exceeds a limit in
-    `settings`, the result is a text part "error: ...", which the model reads.
+    If the tool raises an exception, an argument is invalid, or the result exceeds a limit in `settings`, the result is
+    a text part "error: ...", which the model reads.
 
     Args:
         tools: the environment's tools by name.
@@ -132,11 +126,7 @@ def grid_of(image: Image, image_processor: ImageProcessor) -> tuple[int, int, in
     """
     width, height = to_rgb(image).size  # raises an exception if the image cannot be decoded
     height, width = smart_resize(
-        height,
-        width,
-        image_processor.factor,
-        image_processor.min_pixels,
-        image_processor.max_pixels,
+        height, width, image_processor.factor, image_processor.min_pixels, image_processor.max_pixels
     )
     return 1, height // image_processor.patch_size, width // image_processor.patch_size
 
@@ -151,8 +141,7 @@ def begin(make: Callable[[], Environment], columns: dict) -> Environment:
     text = call_method(environment, "reset", **columns)
     if text is not None:
         raise ValueError(
-            f"reset returned {text!r:.40}, but it must return None; put text for the model into "
-            "the row's prompt"
+            f"reset returned {text!r:.40}, but it must return None; put text for the model into the row's prompt"
         )
     return environment
 
@@ -213,9 +202,8 @@ def refuse_constant(name: str):
 def check_values(value, name: str):
     """Check that arguments contain no number that is not finite and no half of a surrogate pair.
 
-    JSON can write both, as 1e999 and "\\ud800", and a text argument can be "nan". An environment
-    that computes with such a number, or shows such a text to the model, would fail later, where the
-    error ends the run.
+    JSON can write both, as 1e999 and "\\ud800", and a text argument can be "nan". An environment that computes with
+    such a number, or shows such a text to the model, would fail later, where the error ends the run.
 
     Raises:
         ValueError: the value contains such a number or half.
@@ -242,8 +230,8 @@ def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
     """Parse the text between a tool's tags into {argument name: value}.
 
     The text contains the arguments in signature order, as JSON values that are separated
-    by commas. If the tool's only argument is a str, or the text is not JSON, the whole text is used
-    as the first argument.
+    by commas. If the tool's only argument is a str, or the text is not JSON, the whole text is used as the first
+    argument.
     """
     expected = fields(arguments_of(tools[name]))
     values = [inside.strip()]
@@ -265,9 +253,7 @@ def read_call(inside: str, tools: dict[str, Callable]) -> tuple[str, dict]:
     if not isinstance(written_call, dict) or not isinstance(written_call.get("name"), str):
         raise ValueError('a tool call must have the form {"name": ..., "arguments": {...}}')
     if written_call["name"] not in tools:
-        raise ValueError(
-            f"there is no tool {written_call['name']!r}; the tools are {', '.join(tools)}"
-        )
+        raise ValueError(f"there is no tool {written_call['name']!r}; the tools are {', '.join(tools)}")
     return written_call["name"], written_call.get("arguments", {})
 
 
@@ -293,9 +279,9 @@ def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
 def read_parameter(hint, text: str):
     """Parse one argument in Qwen3.5's format, where strings are verbatim and other values are JSON.
 
-    If the text is JSON for a value that is not a string and that matches the type hint, this value
-    is returned. Otherwise the text itself is the value. For example, with the hint int | str, the
-    text 7 is a number, while 7.5, seven and "7" (including its quotes) are strings.
+    If the text is JSON for a value that is not a string and that matches the type hint, this value is returned.
+    Otherwise the text itself is the value. For example, with the hint int | str, the text 7 is a number, while 7.5,
+    seven and "7" (including its quotes) are strings.
     """
     value = text
     with suppress(ValueError):
@@ -312,9 +298,8 @@ def read_parameter(hint, text: str):
 def part(result) -> dict:
     """Convert a tool's result into a message part.
 
-    A PIL image becomes an image part, and a part in TRL's format becomes an image or a text part.
-    Any other object is converted to text with `str`. Lone surrogates are replaced by "?", so that
-    the text can be encoded as UTF-8.
+    A PIL image becomes an image part, and a part in TRL's format becomes an image or a text part. Any other object is
+    converted to text with `str`. Lone surrogates are replaced by "?", so that the text can be encoded as UTF-8.
     """
     kind = part_kind(result)
     shown = result.get("image") if kind == "image" else result
@@ -349,9 +334,9 @@ def render_answers(answers: list[list[dict]], opening: Sequence[str] = ()) -> li
 
     Args:
         answers: each result's message parts.
-        opening: text pieces that open the next assistant turn, see `turn_opening`. If it is empty,
-            there must be one result, which is rendered as <result>...</result> inside the policy's
-            turn. Otherwise the results are rendered in a user turn, and `opening` follows it.
+        opening: text pieces that open the next assistant turn, see `turn_opening`. If it is empty, there must be one
+            result, which is rendered as <result>...</result> inside the policy's turn. Otherwise the results are
+            rendered in a user turn, and `opening` follows it.
     """
     if not opening:
         parts = [p if "image" in p else part(f"<result>{p['text']}</result>") for p in answers[0]]

@@ -1,7 +1,7 @@
 """Sample completions that call tools.
 
-When a completion calls a tool, the model reads the tool's result in one forward pass, and decoding
-continues after the result. A prompt's samples depend only on the prompt's key. Training
+When a completion calls a tool, the model reads the tool's result in one forward pass, and decoding continues after the
+result. A prompt's samples depend only on the prompt's key. Training
 uses the token ids, positions and patches that this module records, so text is not tokenized again.
 """
 
@@ -57,9 +57,7 @@ class ToolEpisode:
         # for each id: True if the policy sampled it, False if it belongs to a tool result
         self.policy_mask: list[bool] = []
         self.pictures: list[tuple] = []  # images in tool results, as in Completion.pictures
-        self.unread: list[
-            Prompt
-        ] = []  # the tool result (at most one) that the model must still read
+        self.unread: list[Prompt] = []  # the tool result (at most one) that the model must still read
         self.cut = False  # whether a tool result exceeded max_new_tokens
         self.ended = False
 
@@ -108,9 +106,7 @@ class ToolEpisode:
         closing_tag = self.closing_tag.search(self.text, searched_from)
         return closing_tag is not None and b"<%s>" % closing_tag[1] in self.text
 
-    def answer(
-        self, calls: list[Call], turn_ended: bool, tokens_left: int, processor: Processor
-    ) -> bool:
+    def answer(self, calls: list[Call], turn_ended: bool, tokens_left: int, processor: Processor) -> bool:
         """Execute tool calls, and append their results to the completion.
 
         Args:
@@ -120,15 +116,15 @@ class ToolEpisode:
             processor: processor that encodes the results.
 
         Returns:
-            True if the completion ends, because the environment is done or the results are longer
-            than `tokens_left` allows.
+            True if the completion ends, because the environment is done or the results are longer than `tokens_left`
+            allows.
         """
         answers, pictures = self.call_tools(calls, processor)
         if self.done:
             return True
         ids = encode_answers(answers, pictures, turn_ended, processor)
-        # Results are not truncated, because images cannot be truncated. There must be room for at
-        # least one token after the results.
+        # Results are not truncated, because images cannot be truncated. There must be room for at least one token after
+        # the results.
         self.cut = len(ids) >= tokens_left
         if self.cut:
             return True
@@ -140,16 +136,12 @@ class ToolEpisode:
         self.text = b""
         return False
 
-    def call_tools(
-        self, calls: list[Call], processor: Processor
-    ) -> tuple[list[list[dict]], list[Picture]]:
+    def call_tools(self, calls: list[Call], processor: Processor) -> tuple[list[list[dict]], list[Picture]]:
         """Execute tool calls, and return each result's message parts and all images."""
         answers = []
         pictures = []
         for name, inside in calls:
-            parts, shown, succeeded = answer_call(
-                self.tools, name, inside, processor, self.settings
-            )
+            parts, shown, succeeded = answer_call(self.tools, name, inside, processor, self.settings)
             answers.append(parts)
             pictures += shown
             self.num_failed += not succeeded
@@ -190,17 +182,15 @@ def encode_answers(
 ) -> list[int]:
     """Tokenize tool results.
 
-    If the policy has ended its turn, the results form a user turn, which is followed by the opening
-    for the next assistant turn. Otherwise the results are inserted into the policy's turn.
+    If the policy has ended its turn, the results form a user turn, which is followed by the opening for the next
+    assistant turn. Otherwise the results are inserted into the policy's turn.
     """
     grids = [grid for _, grid in pictures]
     opening = turn_opening(processor) if turn_ended else ()
     return list(chain(*processor.encode(render_answers(answers, opening), grids)))
 
 
-def as_prompt(
-    ids: list[int], pictures: list[Picture], processor: Processor
-) -> tuple[Prompt, list[tuple]]:
+def as_prompt(ids: list[int], pictures: list[Picture], processor: Processor) -> tuple[Prompt, list[tuple]]:
     """Convert encoded tool results into a Prompt that the model can read.
 
     Returns:
@@ -322,9 +312,7 @@ class ReadingDecode(Decode):
         self.sampler = sampler
         self.attention_type = decode.attention_type
 
-    def __call__(
-        self, model: VisionLanguageModel, ids: Tensor, attention: DecodeAttention
-    ) -> Tensor:
+    def __call__(self, model: VisionLanguageModel, ids: Tensor, attention: DecodeAttention) -> Tensor:
         logits = self.decode(model, ids, attention)
         episodes = [self.sampler.episodes[row] for row in attention.rows.tolist()]
         rows = [i for i, episode in enumerate(episodes) if episode.unread]
@@ -377,9 +365,7 @@ class ToolSampler(Sampler):
         self.make_environment = find_environment(self)
         self.episodes: list[ToolEpisode] = []  # one episode for each row in the batch
 
-    def token_sampler(
-        self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
-    ) -> TokenSampler:
+    def token_sampler(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> TokenSampler:
         self.episodes = begin_episodes(
             lambda environment, prompt, row: ToolEpisode(environment),
             *(self.make_environment, self, prompts, num_generations),
@@ -387,11 +373,7 @@ class ToolSampler(Sampler):
         return super().token_sampler(prompts, num_generations, keys)
 
     def generate(
-        self,
-        model: VisionLanguageModel,
-        prompts: Sequence[Prompt],
-        num_generations: int,
-        sample_token: TokenSampler,
+        self, model: VisionLanguageModel, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
         groups = super().generate(model, prompts, num_generations, sample_token)
         for episode, completion in zip(self.episodes, chain(*groups), strict=True):
@@ -419,9 +401,7 @@ def find_environment(sampler: Sampler) -> Callable[[], Environment]:
     """
     name = sampler.sampling.environment
     if name is None:
-        raise ValueError(
-            "sampling.environment is not set, but a sampler with tools needs an environment"
-        )
+        raise ValueError("sampling.environment is not set, but a sampler with tools needs an environment")
     make = get_environment(name)
     # Ranks read tool results at different steps, so FSDP cannot gather weights layer by layer.
     if not sampler.gather_weights:
@@ -461,8 +441,7 @@ def begin_episodes(
         row = prompt.row
         if row is None:
             raise ValueError(
-                "the prompt does not have a row, which the environment's reset needs; create the "
-                "prompt with Row.prompt"
+                "the prompt does not have a row, which the environment's reset needs; create the prompt with Row.prompt"
             )
         columns = reset_columns(prompt, row, sampler.processor)
         name = f"{row.where or f'row {row.index}'}: sampling.environment"
@@ -493,12 +472,7 @@ def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
 
 
 def step_episodes(
-    episodes: Sequence[ToolEpisode],
-    sampler: Sampler,
-    rows: Tensor,
-    ids: Tensor,
-    turn_ends: Tensor,
-    text_ends: Tensor,
+    episodes: Sequence[ToolEpisode], sampler: Sampler, rows: Tensor, ids: Tensor, turn_ends: Tensor, text_ends: Tensor
 ) -> Tensor:
     """Append one sampled token to each row's episode.
 

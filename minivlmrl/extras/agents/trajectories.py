@@ -2,10 +2,9 @@
 
 A turn's context window is the prompt from which the turn is sampled. The first window is the
 row's prompt. A later window contains the messages that the environment's `observe(rounds)`
-returns. With sampling.history=K instead, it contains all text so far and images from the newest K
-rounds. A round is a turn together with the results of its tool calls. A trajectory ends with a turn
-that does not call a tool, or when the environment sets `done`. A trajectory is one Completion and
-one row of a loss; see docs/agents.md.
+returns. With sampling.history=K instead, it contains all text so far and images from the newest K rounds. A round is a
+turn together with the results of its tool calls. A trajectory ends with a turn that does not call a tool, or when the
+environment sets `done`. A trajectory is one Completion and one row of a loss; see docs/agents.md.
 """
 
 from collections.abc import Sequence
@@ -100,9 +99,7 @@ class Episode(ToolEpisode):
         """
         return len(self.rounds) == len(self.turns)
 
-    def answer(
-        self, calls: list[Call], turn_ended: bool, tokens_left: int, processor: Processor
-    ) -> bool:
+    def answer(self, calls: list[Call], turn_ended: bool, tokens_left: int, processor: Processor) -> bool:
         """Execute tool calls and record the round, unless the environment is done.
 
         Returns:
@@ -158,22 +155,14 @@ class TrajectorySampler(Sampler):
         self.make_environment = find_environment(self)
         self.episodes: list[Episode] = []  # one episode for each row in the batch
 
-    def token_sampler(
-        self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
-    ) -> TokenSampler:
-        self.episodes = begin_episodes(
-            Episode, self.make_environment, self, prompts, num_generations
-        )
+    def token_sampler(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> TokenSampler:
+        self.episodes = begin_episodes(Episode, self.make_environment, self, prompts, num_generations)
         for i, episode in enumerate(self.episodes):
             episode.key = f"{keys[i // num_generations]}/{i % num_generations}"
         return super().token_sampler(prompts, num_generations, keys)
 
     def generate(
-        self,
-        model: VisionLanguageModel,
-        prompts: Sequence[Prompt],
-        num_generations: int,
-        sample_token: TokenSampler,
+        self, model: VisionLanguageModel, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
         episodes = self.episodes
         self.sample_turns(model, prompts, num_generations, sample_token)
@@ -186,11 +175,7 @@ class TrajectorySampler(Sampler):
         return [[episode.trajectory() for episode in group] for group in groups]
 
     def sample_next_turns(
-        self,
-        model: VisionLanguageModel,
-        windows: list[Prompt],
-        num_generations: int,
-        episodes: list[Episode],
+        self, model: VisionLanguageModel, windows: list[Prompt], num_generations: int, episodes: list[Episode]
     ) -> list[list[Completion]]:
         """Sample each episode's next turn from its context window."""
         self.episodes = episodes
@@ -202,11 +187,7 @@ class TrajectorySampler(Sampler):
         return groups
 
     def sample_turns(
-        self,
-        model: VisionLanguageModel,
-        prompts: Sequence[Prompt],
-        num_generations: int,
-        sample_token: TokenSampler,
+        self, model: VisionLanguageModel, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
         """Sample one turn for each episode in `self.episodes`, and store it in the episode."""
         groups = super().generate(model, prompts, num_generations, sample_token)
@@ -222,8 +203,8 @@ class TrajectorySampler(Sampler):
         """Build a trajectory's next context window.
 
         Raises:
-            ValueError: if the window and max_new_tokens together exceed the model's
-                max_position_embeddings. The message contains the row's location.
+            ValueError: if the window and max_new_tokens together exceed the model's max_position_embeddings. The
+                message contains the row's location.
         """
         row = episode.row
         name = f"{row.where or f'row {row.index}'}: turn {len(episode.turns)}"
@@ -248,8 +229,7 @@ class TrajectorySampler(Sampler):
 def observed_window(episode: Episode, processor: Processor) -> Prompt:
     """Build a context window from the messages that the environment's `observe(rounds)` returns.
 
-    Each round is a tuple of the text that the policy generated and the message parts of the tool
-    results.
+    Each round is a tuple of the text that the policy generated and the message parts of the tool results.
 
     Raises:
         ValueError: if `observe` failed, or did not return a valid list of messages.
@@ -275,8 +255,8 @@ def observed_window(episode: Episode, processor: Processor) -> Prompt:
 def history_window(episode: Episode, history: int, processor: Processor) -> Prompt:
     """Build a context window from all text so far and the images in the newest `history` rounds.
 
-    If `history` covers the prompt and all rounds, the window has exactly the tokens that a
-    completion would have at this point if sampling.history was not set.
+    If `history` covers the prompt and all rounds, the window has exactly the tokens that a completion would have at
+    this point if sampling.history was not set.
     """
     shown = [episode.prompt, *(past.answers for past in episode.rounds)]
     written = [*(turn.ids for turn in episode.turns), torch.empty(0, dtype=torch.long)]

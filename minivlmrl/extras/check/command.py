@@ -2,9 +2,9 @@
 
 python -m minivlmrl check RECIPE [--section.name=value ...]
 
-This command samples completions for 16 prompts. It scores these completions, and also several texts
-that are not answers, such as an empty text. It prints each problem with its cause and a fix. The
-exit status is 1 if there is a problem, otherwise 0. No files are written.
+This command samples completions for 16 prompts. It scores these completions, and also several texts that are not
+answers, such as an empty text. It prints each problem with its cause and a fix. The exit status is 1 if there is a
+problem, otherwise 0. No files are written.
 """
 
 from collections.abc import Iterator, Sequence
@@ -74,8 +74,7 @@ def check(config: RunConfig) -> Iterator[str]:
     model, processor, datasets = prepare(config, stages, world, callbacks)
     if config.data.skip_unreadable:
         datasets |= {
-            stage: readable_rows(datasets[stage], processor, trainer.answers)
-            for stage, trainer in stages.items()
+            stage: readable_rows(datasets[stage], processor, trainer.answers) for stage, trainer in stages.items()
         }
     online = [stage for stage, trainer in stages.items() if trainer.samples_completions]
     yield from find_mistakes(config, datasets)
@@ -84,9 +83,7 @@ def check(config: RunConfig) -> Iterator[str]:
     for stage, trainer in stages.items():
         yield from check_training(config, stage, model, len(datasets[stage]))
         yield from check_rows(config, datasets[stage], trainer.answers, processor)
-        yield from check_contradictions(
-            held_out_rewards(config), datasets[stage], trainer, processor
-        )
+        yield from check_contradictions(held_out_rewards(config), datasets[stage], trainer, processor)
     yield from check_evaluation(config, datasets, processor)
     yield from check_template(processor)
     yield from check_tools(config.sampling.environment)
@@ -96,8 +93,8 @@ def check(config: RunConfig) -> Iterator[str]:
     if "prompts" in rows_of:
         trial = make_trial(config, rows_of["prompts"], processor)
         yield from check_trial(config, trial, rows_of["prompts"], online[0])
-        # If the first stage does not sample (for example SFT), it changes the model before a later
-        # stage samples from it. The untrained model's completions are not checked then.
+        # If the first stage does not sample (for example SFT), it changes the model before a later stage samples from
+        # it. The untrained model's completions are not checked then.
         if config.model.path and config.stage_names[0] in online:
             sampling = replace(config.sampling, engine="native")
             sampler = make_sampler(model, processor, sampling, world, config.rollout.gather_weights)

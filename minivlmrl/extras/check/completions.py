@@ -1,7 +1,7 @@
 """Check the untrained model's completions and their rewards.
 
-The checks find truncated completions, groups whose rewards are all equal, completions without an
-answer, and solutions that belong to other rows.
+The checks find truncated completions, groups whose rewards are all equal, completions without an answer, and solutions
+that belong to other rows.
 """
 
 from collections import Counter
@@ -31,8 +31,8 @@ def check_completions(trial: Trial, sample: Sampler, num_generations: int) -> It
         num_generations: completions per prompt.
 
     Yields:
-        A message for each problem: truncated completions, groups with equal rewards, completions
-        without an answer, boxes that cannot be parsed, and solutions that belong to other rows.
+        A message for each problem: truncated completions, groups with equal rewards, completions without an answer,
+        boxes that cannot be parsed, and solutions that belong to other rows.
     """
     rows = trial.rows
     rewards = trial.rewards
@@ -86,9 +86,7 @@ def check_answers_found(texts: Sequence[str], answer_format: str) -> Iterator[st
         )
 
 
-def check_labels(
-    rewards: list[Reward], columns: dict[str, list], num_generations: int
-) -> Iterator[str]:
+def check_labels(rewards: list[Reward], columns: dict[str, list], num_generations: int) -> Iterator[str]:
     """Check that completions score higher with the solution of their own row than of other rows.
 
     Args:
@@ -102,9 +100,7 @@ def check_labels(
             continue
         means = []
         for start in range(0, len(columns["completions"]), num_generations):
-            shifted = {
-                name: columns[name][start:] + columns[name][:start] for name in reward.columns
-            }
+            shifted = {name: columns[name][start:] + columns[name][:start] for name in reward.columns}
             means.append(call_rewards([reward], columns | shifted).nanmean())
         shifted_means = torch.tensor(means[1:])
         mean = shifted_means.mean()
@@ -117,13 +113,11 @@ def check_labels(
             )
 
 
-def check_agreement(
-    rewards: list[Reward], columns: dict[str, list], num_generations: int
-) -> Iterator[str]:
+def check_agreement(rewards: list[Reward], columns: dict[str, list], num_generations: int) -> Iterator[str]:
     """Check for rows to which a model that answers most rows rightly gives one wrong answer.
 
-    At least three quarters of such a row's completions have the same answer, and all of these
-    completions score less than half the highest reward. The solution may then be wrong.
+    At least three quarters of such a row's completions have the same answer, and all of these completions score less
+    than half the highest reward. The solution may then be wrong.
 
     Args:
         columns: {column name: one value per completion}, the reward arguments.

@@ -20,17 +20,15 @@ from minivlmrl.run.preflight import count_trained_on
 NUM_DECODED = 1000  # largest number of dataset rows whose images are decoded and compared
 
 
-def check_evaluation(
-    config: RunConfig, datasets: dict[str, Dataset], processor: Processor
-) -> Iterator[str]:
+def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor: Processor) -> Iterator[str]:
     """Check the held-out rows, if there are any.
 
     Args:
         datasets: by stage, and "eval" for the held-out rows.
 
     Yields:
-        A message for each problem: a single row, empty solutions, solutions that are nearly all
-        equal, and images in training rows.
+        A message for each problem: a single row, empty solutions, solutions that are nearly all equal, and images in
+        training rows.
     """
     held_out = datasets.get("eval")
     if held_out is None:
@@ -57,8 +55,7 @@ def check_evaluation(
 def check_shared_images(stage: str, held_out: Dataset, rows: Dataset) -> Iterator[str]:
     """Check for evaluation images that equal training images pixel by pixel.
 
-    Only data files are checked. Rows that have the prompt in common too are reported by
-    preflight.find_mistakes.
+    Only data files are checked. Rows that have the prompt in common too are reported by preflight.find_mistakes.
     """
     if not isinstance(held_out, FileRows) or not isinstance(rows, FileRows):
         return

@@ -28,9 +28,7 @@ def check_sampling_options(sampling: SamplingOptions) -> Iterator[str]:
         )
 
 
-def check_training(
-    config: RunConfig, stage: str, model: VisionLanguageModel, num_rows: int
-) -> Iterator[str]:
+def check_training(config: RunConfig, stage: str, model: VisionLanguageModel, num_rows: int) -> Iterator[str]:
     """Check a stage's learning rate, warmup, KL weight and batch size.
 
     Args:
@@ -63,8 +61,7 @@ def check_training(
         )
     if getattr(options, "beta", 0) > 1:
         yield (
-            f"{stage}.beta is {options.beta:g}, a KL weight so high that the policy will hardly "
-            "change. Set it to 0.1."
+            f"{stage}.beta is {options.beta:g}, a KL weight so high that the policy will hardly change. Set it to 0.1."
         )
     if options.prompts_per_step >= 4 * num_rows:
         yield (

@@ -25,8 +25,8 @@ from minivlmrl.rewards.registry import Reward, recipe_columns, required_columns,
 from minivlmrl.rewards.text import find_answer, normalize
 
 ROLLOUT = "<think>{}</think><answer>{}</answer>"
-# {description: text that is not an answer}. If a reward scores such a text highly, the policy would
-# learn to write this text instead of right answers.
+# {description: text that is not an answer}. If a reward scores such a text highly, the policy would learn to write this
+# text instead of right answers.
 REWARD_HACK_PROBES = {
     "an empty text": "",
     "empty tags": ROLLOUT.format("", ""),
@@ -78,9 +78,7 @@ class Trial:
         forms = [answer_forms(row) for row in self.rows]
         if all(len(texts) == 1 for texts in forms):
             return [texts[0] for texts in forms]
-        totals = [
-            combine(values, self.weights).nan_to_num(-math.inf) for values in self.of_forms(forms)
-        ]
+        totals = [combine(values, self.weights).nan_to_num(-math.inf) for values in self.of_forms(forms)]
         return [texts[int(x.argmax())] for texts, x in zip(forms, totals, strict=True)]
 
     def of_forms(self, forms: Sequence[Sequence[str]]) -> tuple[Tensor, ...]:
@@ -110,9 +108,7 @@ def check_demonstrations(trial: Trial) -> Iterator[str]:
         if mean < 0.2:
             advice = "Check whether the labels are shuffled, or the reward expects another format."
             if reward.name != "format" and processor.answer_format == "tags" and not has_tags:
-                advice = (
-                    "Set data.answer_format: whole, or write the answers as <answer>...</answer>."
-                )
+                advice = "Set data.answer_format: whole, or write the answers as <answer>...</answer>."
             yield (
                 f"The mean of reward {reward.name} is only {mean:.2f} for the demonstrations, so "
                 f"the stage sft would teach answers that are not rewarded later. {advice}"
@@ -126,8 +122,8 @@ def check_contradictions(
     """Check that the answers on which a stage trains agree with their rows' solutions.
 
     An answer contradicts a solution if a reward that reads the solution gives less than half
-    its highest value. The same holds for a rejected answer with more than its chosen one, and for
-    an answer with the label false that gets more than half the highest value.
+    its highest value. The same holds for a rejected answer with more than its chosen one, and for an answer with the
+    label false that gets more than half the highest value.
 
     Args:
         trainer: the stage's class, which names the fields with answers.
@@ -141,9 +137,7 @@ def check_contradictions(
             continue
         trial = Trial([reward], torch.ones(1), rows, processor)
         # (number of fields, n rows)
-        scores = torch.stack(
-            [trial.score_texts(answer_text(row, name) for row in rows)[:, 0] for name in names]
-        )
+        scores = torch.stack([trial.score_texts(answer_text(row, name) for row in rows)[:, 0] for name in names])
         highest = scores.nan_to_num(0.0).max()
         has_labels = trainer.needs == "labels"
         is_good = [not has_labels or bool(row.columns["label"]) for row in rows]
@@ -167,9 +161,7 @@ def answer_text(row: Row, name: str) -> str:
     return text_of(as_turns(getattr(row, name) or "")[-1])
 
 
-def unparsed_boxes(
-    rewards: list[Reward], texts: Sequence[str], processor: Processor
-) -> Iterator[str]:
+def unparsed_boxes(rewards: list[Reward], texts: Sequence[str], processor: Processor) -> Iterator[str]:
     """Check that the box rewards can parse the boxes in the answers.
 
     Args:
@@ -230,16 +222,14 @@ def longest_text(trial: Trial) -> str:
     return trial.processor.tokenizer.decode(ids[: trial.max_new_tokens])
 
 
-def check_totals(
-    names: Sequence[str], totals: Sequence[float], has_solutions: bool
-) -> Iterator[str]:
+def check_totals(names: Sequence[str], totals: Sequence[float], has_solutions: bool) -> Iterator[str]:
     """Check that right answers have the highest total reward.
 
     Args:
         names: name of each text without an answer, of which the first is the empty text.
         totals: mean total reward for each of these texts, then for the right answers.
-        has_solutions: whether the rows have solutions. If not, the right answers are unknown, so
-            they are compared only with the empty text.
+        has_solutions: whether the rows have solutions. If not, the right answers are unknown, so they are compared only
+            with the empty text.
     """
     *others, right_mean = totals
     if right_mean <= others[0]:
@@ -302,9 +292,7 @@ def check_forms(trial: Trial) -> Iterator[str]:
             )
 
 
-def check_empty(
-    trial: Trial, solutions: Sequence[Sequence[str]], rows_name: str = "rows"
-) -> Iterator[str]:
+def check_empty(trial: Trial, solutions: Sequence[Sequence[str]], rows_name: str = "rows") -> Iterator[str]:
     """Check for rows with an empty solution for which a reward returns NaN or 0.
 
     Box rewards do score an empty solution, because an image may contain no object.
@@ -330,8 +318,8 @@ def check_empty(
 def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[str]:
     """Check for two names of one label, such as "ice cream" and "Ice-Cream".
 
-    Two names are reported only if a reward gives less for one name where the other is the solution.
-    Names with digits are skipped, because 1-5 and 15 are different answers.
+    Two names are reported only if a reward gives less for one name where the other is the solution. Names with digits
+    are skipped, because 1-5 and 15 are different answers.
 
     Args:
         solutions: right answers to each row in the whole dataset.
@@ -391,9 +379,9 @@ def check_constant(
 ) -> Iterator[str]:
     """Check whether the most frequent solution, given for every row, scores like right answers.
 
-    Only rewards that read a column of the dataset are considered. The expected reward for the
-    constant answer is the average of its mean rewards on those rows of the trial where it is right
-    and where it is wrong, weighted by this solution's frequency in the whole dataset.
+    Only rewards that read a column of the dataset are considered. The expected reward for the constant answer is the
+    average of its mean rewards on those rows of the trial where it is right and where it is wrong, weighted by this
+    solution's frequency in the whole dataset.
 
     Args:
         solutions: right answers to each row in the whole dataset.
@@ -413,8 +401,8 @@ def check_constant(
     frequency = num_equal / len(solutions)
     constant_mean = frequency * constant[is_equal].nanmean().nan_to_num(0.0).item()
     constant_mean += (1 - frequency) * constant[~is_equal].nanmean().nan_to_num(0.0).item()
-    # If the constant answer scores much higher than right answers, the rewards cannot parse the
-    # right answers, which is another problem than unbalanced rows.
+    # If the constant answer scores much higher than right answers, the rewards cannot parse the right answers, which is
+    # another problem than unbalanced rows.
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
             f"Always answering {format_completion(solution, trial.processor)!r:.80} scores "
@@ -467,8 +455,8 @@ def count_answers(solutions: Iterable[Sequence[str]]) -> Counter[str]:
 def answer_forms(row: Row) -> list[str]:
     """Return the texts that a right answer to a row may be, and last the solution as Python text.
 
-    A list or an object has the forms of its elements and of JSON, and 3.0 has the form 3. A text,
-    and a list of numbers such as a box, has only its own form.
+    A list or an object has the forms of its elements and of JSON, and 3.0 has the form 3. A text, and a list of numbers
+    such as a box, has only its own form.
     """
     solution = row.columns.get("solution")
     forms = []

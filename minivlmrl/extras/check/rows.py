@@ -21,9 +21,7 @@ NUM_ROWS = 16  # rows that are checked in detail
 MAX_MARKUP_TOKENS = 64  # maximum number of tokens that a chat template adds to an answer
 
 
-def check_rows(
-    config: RunConfig, all_rows: Dataset, names: Sequence[str], processor: Processor
-) -> Iterator[str]:
+def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], processor: Processor) -> Iterator[str]:
     """Check the rows on which one stage trains.
 
     Args:
@@ -71,10 +69,7 @@ def check_images(rows: Sequence[Row]) -> Iterator[str]:
     """Check for images that are all the same, have only one colour, or are enlarged thumbnails."""
     shown_bytes = [tuple(image.tobytes() for image in row.images) for row in rows]
     if len(rows) > 3 and all(shown_bytes) and len(set(shown_bytes)) == 1:
-        yield (
-            "All rows that were checked have the same image. Check which files the column image "
-            "or images names."
-        )
+        yield ("All rows that were checked have the same image. Check which files the column image or images names.")
     images = [image for row in rows for image in row.images]
     num_one_colour = sum(image.getcolors(1) is not None for image in images)
     if 5 * num_one_colour > len(images):
@@ -109,8 +104,7 @@ def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
     longest_prompt = max(len(prompt.input_ids) for prompt in prompts)
     if longest_prompt > 8192:
         yield (
-            f"A prompt has {longest_prompt} tokens, which is more than 8192. Lower data.max_pixels "
-            "or shorten the text."
+            f"A prompt has {longest_prompt} tokens, which is more than 8192. Lower data.max_pixels or shorten the text."
         )
     grids = [grid for prompt in prompts for grid in prompt.image_grid_thw.tolist()]
     if not grids:
@@ -122,10 +116,7 @@ def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
     num_tokens = max(map(processor.image_processor.num_tokens, grids))
     longer_sides = [max(image.size) for row in rows for image in row.images]
     if num_tokens == 1 and max(longer_sides, default=0) > 28:
-        yield (
-            "Each image is reduced to a single token, which shows almost nothing. Raise "
-            "data.max_pixels."
-        )
+        yield ("Each image is reduced to a single token, which shows almost nothing. Raise data.max_pixels.")
 
 
 def check_questions(rows: Sequence[Row]) -> Iterator[str]:
@@ -152,8 +143,7 @@ def check_questions(rows: Sequence[Row]) -> Iterator[str]:
         lists_few = sum(reveals_others) < len(reveals_others) / 3
         if len(rows) > 3 and num_revealed > 0.8 * len(rows) and lists_few:
             yield (
-                f"{num_revealed} of {len(rows)} {place} contain their solution. Remove the solution "
-                "from the prompt."
+                f"{num_revealed} of {len(rows)} {place} contain their solution. Remove the solution from the prompt."
             )
 
 
@@ -199,13 +189,10 @@ def check_boxes(rows: Sequence[Row]) -> Iterator[str]:
                 return
 
 
-def check_answers(
-    config: RunConfig, names: Sequence[str], all_rows: Dataset, processor: Processor
-) -> Iterator[str]:
+def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, processor: Processor) -> Iterator[str]:
     """Check that the answers that a stage trains on end with a stop token and are not too long.
 
-    The length matters only if another stage samples: then an answer should have at most
-    sampling.max_new_tokens tokens.
+    The length matters only if another stage samples: then an answer should have at most sampling.max_new_tokens tokens.
     """
     rows = sample_rows(all_rows)
     stop_ids = config.sampling.stop_token_ids or processor.stop_token_ids

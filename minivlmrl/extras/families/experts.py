@@ -1,9 +1,8 @@
 """Mixtures of experts (MoE), which replace the decoder MLPs in Qwen3-VL-MoE and Qwen3.5-MoE.
 
-A router selects k of E experts, which are small MLPs, for each token. In memory, each expert has
-ordinary linear layers, so that LoRA, NF4, sharding and checkpoints need no code for experts. Files
-store all experts of a layer in two tensors. These are split when they are loaded, and stacked again
-when they are saved.
+A router selects k of E experts, which are small MLPs, for each token. In memory, each expert has ordinary linear
+layers, so that LoRA, NF4, sharding and checkpoints need no code for experts. Files store all experts of a layer in two
+tensors. These are split when they are loaded, and stacked again when they are saved.
 
 Dimension letters: N tokens, D hidden_size, E experts, k experts per token.
 Source: modeling_qwen3_vl_moe.py and modeling_qwen3_5_moe.py in transformers 5.23.
@@ -43,8 +42,8 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, sum_over_ranks: Callable | None = None) -> Tensor:
         """Compute outputs (N, D) for tokens x (N, D). Each expert runs once, for all its tokens.
 
-        Tokens are only reordered, and never accumulated by index. Therefore the forward and the
-        backward pass need no atomic operations and are deterministic.
+        Tokens are only reordered, and never accumulated by index. Therefore the forward and the backward pass need no
+        atomic operations and are deterministic.
 
         Args:
             sum_over_ranks: function that sums expert token counts over ranks, if the

@@ -5,30 +5,25 @@ state by a, then adds its key's prediction error, and reads the state with its q
 
     S <- a S        u = beta (v - S^T k)        S <- S + k u^T        o = S^T q        a = e^g
 
-Derivation of the chunked form. With G_i = g_1 + ... + g_i inside a chunk and S the state before the
-chunk,
+Derivation of the chunked form. With G_i = g_1 + ... + g_i inside a chunk and S the state before the chunk,
 
     S_i = e^G_i S + sum over j <= i of e^(G_i - G_j) k_j u_j^T
 
-u_i uses the decayed state a S_(i-1), so only j < i occur in it. Inserting S_(i-1) gives a
-triangular system
+u_i uses the decayed state a S_(i-1), so only j < i occur in it. Inserting S_(i-1) gives a triangular system
 
     u_i + sum over j < i of L_ij u_j = beta_i (v_i - e^G_i S^T k_i)
     L_ij = beta_i e^(G_i - G_j) k_i . k_j
 
 S occurs only on the right side. Therefore the system can be solved for all chunks at once,
-X = (I + L)^-1 beta V and Y = (I + L)^-1 beta e^G K. Only a few products must then be computed chunk
-after chunk:
+X = (I + L)^-1 beta V and Y = (I + L)^-1 beta e^G K. Only a few products must then be computed chunk after chunk:
 
     U = X - Y S        O = e^G Q S + M U with M_ij = e^(G_i - G_j) q_i . k_j, j <= i
     S <- e^G_C S + (e^(G_C - G) K)^T U
 
-Example: two tokens with k = q = 1, beta = a = 1/2 and v = 8, 6. Token by token, the first token
-gives u = 4 and S = 4, and the second gives a S = 2, u = 2 and S = 4. As one chunk, L_21 = 1/4 and
-beta v = 4, 3, so u = 4 and u = 3 - 4/4 = 2.
+Example: two tokens with k = q = 1, beta = a = 1/2 and v = 8, 6. Token by token, the first token gives u = 4 and S = 4,
+and the second gives a S = 2, u = 2 and S = 4. As one chunk, L_21 = 1/4 and beta v = 4, 3, so u = 4 and u = 3 - 4/4 = 2.
 
-Dimension letters: b rows, T tokens per row, H heads, K key dimension, V value dimension, C tokens
-per chunk.
+Dimension letters: b rows, T tokens per row, H heads, K key dimension, V value dimension, C tokens per chunk.
 Source: Gated Delta Networks (arXiv 2412.06464); the chunked form follows DeltaNet (arXiv
 2406.06484).
 """
@@ -41,9 +36,7 @@ from torch import Tensor
 CHUNK = 64  # tokens in a chunk
 
 
-def by_definition(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def by_definition(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the outputs and the last state of `gated_delta_rule` token by token.
 
     This is the rule's definition, without the chunked form.
@@ -59,9 +52,7 @@ def by_definition(
     return torch.stack(outputs, dim=1), state
 
 
-def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Compute gated linear attention: update the state with each token and read it afterwards.
 
     Args:
@@ -108,9 +99,7 @@ def in_chunks(x: Tensor, size: int) -> Tensor:
     return filled.unflatten(1, (-1, size)).movedim(3, 1)
 
 
-def solve_chunks(
-    k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, since: Tensor
-) -> tuple[Tensor, Tensor]:
+def solve_chunks(k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, since: Tensor) -> tuple[Tensor, Tensor]:
     """Solve the triangular systems for all chunks, and return X and Y from the derivation."""
     right = torch.cat([beta * v, beta * since * k], dim=-1)
     lower = beta * (k @ k.mT) * decay  # L in the derivation; solve_triangular ignores its diagonal

@@ -2,14 +2,14 @@
 
 A recurrent layer has a fixed-size state. It has no attention mask that could separate prompts
 and completions of a packed sequence. Instead, `run_recurrent_layer` computes each prompt once,
-and starts each completion from a copy of the state after the prompt, in training and in decoding.
-This state consists of the recurrent state and the convolution's last inputs.
+and starts each completion from a copy of the state after the prompt, in training and in decoding. This state consists
+of the recurrent state and the convolution's last inputs.
 
-Every fourth layer has attention, with an output gate and with rotary embeddings on only a part of
-each head. Norms scale by 1 + weight. The vision tower is Qwen3-VL's tower without DeepStack.
+Every fourth layer has attention, with an output gate and with rotary embeddings on only a part of each head. Norms
+scale by 1 + weight. The vision tower is Qwen3-VL's tower without DeepStack.
 
-Dimension letters: N tokens in the packed sequence, b rows with T tokens, H heads, V elements of a
-value, K elements in a query or key, W convolution channels, D head_dim.
+Dimension letters: N tokens in the packed sequence, b rows with T tokens, H heads, V elements of a value, K elements in
+a query or key, W convolution channels, D head_dim.
 Source: Gated Delta Networks (arXiv 2412.06464); modeling_qwen3_5.py in transformers.
 """
 
@@ -47,8 +47,7 @@ class Layer(DecoderLayer):
     """Decoder layer with attention or with a recurrence, depending on config.layer_types."""
 
     norm_type = CentredRMSNorm
-    # None, because __init__ creates the attention after the MLP: random weights are initialised in
-    # creation order
+    # None, because __init__ creates the attention after the MLP: random weights are initialised in creation order
     attention_type = None
 
     def __init__(self, config: ModelConfig, index: int):
@@ -160,8 +159,7 @@ class GatedDeltaNet(nn.Module):
 
         Args:
             inputs: outputs from in_proj_qkv (b, T, W), in_proj_b (b, T, H) and in_proj_a (b, T, H).
-            layer_state: the state before the tokens; see initial_state. None means the initial
-                state.
+            layer_state: the state before the tokens; see initial_state. None means the initial state.
         Returns:
             The results (b, T, H, V), and the state after the tokens.
         """
@@ -189,9 +187,7 @@ def unit_length(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-def run_recurrent_layer(
-    attention: Attention, index: int, inputs: list[Tensor], scan: Callable
-) -> Tensor:
+def run_recurrent_layer(attention: Attention, index: int, inputs: list[Tensor], scan: Callable) -> Tensor:
     """Run a recurrent layer over a packed sequence, or over a decode step's new tokens.
 
     Args:
@@ -199,8 +195,7 @@ def run_recurrent_layer(
             which stores each layer's state.
         index: layer index in attention.recurrent_state.
         inputs: tensors (N, ...), `scan`'s inputs for all tokens.
-        scan: function (inputs (b, T, ...) of b rows, state) -> results (b, T, ...), state after the
-            tokens.
+        scan: function (inputs (b, T, ...) of b rows, state) -> results (b, T, ...), state after the tokens.
     Returns:
         The results (N, ...).
     """
@@ -221,15 +216,11 @@ def run_recurrent_layer(
             results.append(out.flatten(0, 1))
     if attention.keep_keys:  # store the states for decoding, in prompt order
         order = layout.inverse[layout.last_index].argsort().argsort()
-        attention.recurrent_state[index] = [
-            torch.cat(parts)[order] for parts in zip(*states, strict=True)
-        ]
+        attention.recurrent_state[index] = [torch.cat(parts)[order] for parts in zip(*states, strict=True)]
     return Reorder.apply(torch.cat(results), layout.inverse)
 
 
-def _decode_recurrent_layer(
-    attention: DecodeAttention, index: int, inputs: list[Tensor], scan: Callable
-) -> Tensor:
+def _decode_recurrent_layer(attention: DecodeAttention, index: int, inputs: list[Tensor], scan: Callable) -> Tensor:
     """Run a recurrent layer over each row's new tokens, and update the stored states."""
     results = []
     for rows, tokens in attention.spans:

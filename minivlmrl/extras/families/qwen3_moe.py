@@ -5,12 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from minivlmrl.extras.families import qwen3_5
-from minivlmrl.extras.families.experts import (
-    count_over_ranks,
-    place_experts,
-    split_experts,
-    stack_experts,
-)
+from minivlmrl.extras.families.experts import count_over_ranks, place_experts, split_experts, stack_experts
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import DecoderLayer
 from minivlmrl.model.families import qwen3_vl

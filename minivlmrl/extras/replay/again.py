@@ -32,9 +32,7 @@ def run_config(folder: Path, recipe: str | None, overrides: list[str]) -> RunCon
     return load_config(config_file, [f"--output_dir={folder}", *overrides], asked_for)
 
 
-def train_again(
-    config: RunConfig, state: Path | None, folder: Path, callback: Callback, **options
-) -> int:
+def train_again(config: RunConfig, state: Path | None, folder: Path, callback: Callback, **options) -> int:
     """Train a copy of a run from a checkpoint or from step 0, and return the exit code.
 
     Args:

@@ -1,10 +1,9 @@
 """Repeat a run, or one of its steps: `python -m minivlmrl replay RUN --step 73 --prompt 4`.
 
 RUN is a run's folder, or a recipe. Training resumes from the last checkpoint of the run before
-the step, or starts from step 0, and continues up to the step. Nothing is written to RUN. The random
-numbers for a completion depend only on its prompt's key, so a replayed step must agree with
-completions.jsonl and metrics.jsonl to the last bit. With --all, the whole run is repeated in RUN.again,
-and every file is compared; see docs/audit.md.
+the step, or starts from step 0, and continues up to the step. Nothing is written to RUN. The random numbers for a
+completion depend only on its prompt's key, so a replayed step must agree with completions.jsonl and metrics.jsonl to
+the last bit. With --all, the whole run is repeated in RUN.again, and every file is compared; see docs/audit.md.
 """
 
 import argparse
@@ -39,20 +38,13 @@ from minivlmrl.trainers.base import Step, Trainer
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the command line; unknown arguments are recipe options."""
-    p = argparse.ArgumentParser(
-        "python -m minivlmrl replay", description=__doc__, allow_abbrev=False
-    )
+    p = argparse.ArgumentParser("python -m minivlmrl replay", description=__doc__, allow_abbrev=False)
     p.add_argument("run", help="folder of a run, or a recipe with options --section.name=value")
-    p.add_argument(
-        "--recipe", help="recipe (default: config.yaml of the run, if it names no Python code)"
-    )
-    p.add_argument(
-        "--all", action="store_true", help="repeat the whole run in RUN.again and compare all files"
-    )
+    p.add_argument("--recipe", help="recipe (default: config.yaml of the run, if it names no Python code)")
+    p.add_argument("--all", action="store_true", help="repeat the whole run in RUN.again and compare all files")
     p.add_argument(
         "--state",
-        help="with --all: saved state to start from, such as 000120; it is trusted, and only later "
-        "steps are repeated",
+        help="with --all: saved state to start from, such as 000120; it is trusted, and only later steps are repeated",
     )
     p.add_argument("--stage", help="stage of the step (default: the last stage)")
     p.add_argument("--step", type=int, default=0, help="number of the step in its stage, from 0")
@@ -114,9 +106,7 @@ class StopBefore(Callback):
     def __init__(self, stage: str, number: int):
         self.wanted = stage, number
 
-    def on_step_begin(
-        self, trainer: Trainer, optimizer: Optimizer, step: Step, number: int, batches: Batches
-    ):
+    def on_step_begin(self, trainer: Trainer, optimizer: Optimizer, step: Step, number: int, batches: Batches):
         if (trainer.stage, number) != self.wanted:
             return
         last_batch = Batches(batches.dataset, trainer, batches.draws - 1)
@@ -124,9 +114,7 @@ class StopBefore(Callback):
         raise Reached(trainer, optimizer, step, rows)
 
 
-def go_to(
-    config: RunConfig, stage: str, number: int
-) -> tuple[Trainer, Optimizer, Step, Sequence[Row]]:
+def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimizer, Step, Sequence[Row]]:
     """Train up to a step, and return its trainer, optimizer, Step and rows.
 
     The training command resumes a copy of the run from its last checkpoint before the step.
@@ -146,9 +134,7 @@ def go_to(
         )
     max_steps = getattr(config, stage).max_steps
     if not 0 <= number < max_steps:
-        raise ValueError(
-            f"--step {number}: the stage {stage} has only the steps 0 to {max_steps - 1}"
-        )
+        raise ValueError(f"--step {number}: the stage {stage} has only the steps 0 to {max_steps - 1}")
     state = None
     wanted_step = config.stage_names.index(stage), number
     states = [] if config.resume == "never" else state_folders(Path(config.output_dir) / "states")
@@ -171,9 +157,7 @@ def go_to(
         except Reached as reached:
             return reached.args
     if exit_code:
-        raise ValueError(
-            f"--step {number}: a signal stopped the replay before this step. Run the command again."
-        )
+        raise ValueError(f"--step {number}: a signal stopped the replay before this step. Run the command again.")
     raise ValueError(
         f"--step {number}: the stage {stage} has fewer steps, because max_epochs ends it earlier. "
         "Choose an earlier step."
@@ -184,8 +168,8 @@ def go_to(
 def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
     """Print a prompt of a step, and its completions.
 
-    For each completion, print its summed log-probabilities in nats, its answer, and the reasons
-    that rewards give for their values.
+    For each completion, print its summed log-probabilities in nats, its answer, and the reasons that rewards give for
+    their values.
     """
     if not 0 <= index < len(rows):
         raise ValueError(f"--prompt {index}: the step has only the prompts 0 to {len(rows) - 1}")
@@ -221,9 +205,7 @@ def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
             print(f"    {explanation}")
 
 
-def logps_now(
-    trainer: Trainer, row: Row, completions: list[Completion], temperature: float
-) -> list[torch.Tensor]:
+def logps_now(trainer: Trainer, row: Row, completions: list[Completion], temperature: float) -> list[torch.Tensor]:
     """Return the log-probabilities (T,) of each completion's T tokens before the step."""
     policy = trainer.policy
     prompt = row.prompt(trainer.processor)
@@ -244,9 +226,7 @@ def compare_logps(completion: Completion, logps: torch.Tensor) -> dict[str, floa
     return line
 
 
-def compare(
-    folder: Path, stage: str, number: int, completions: list[dict], metrics: dict
-) -> dict[str, bool]:
+def compare(folder: Path, stage: str, number: int, completions: list[dict], metrics: dict) -> dict[str, bool]:
     """Compare the lines that a run logged about a step with the replayed step's lines.
 
     Args:
@@ -280,7 +260,5 @@ def log_end(path: Path) -> str:
     last_line = lines[-1]
     end = f"{path} ends with {last_line['stage']} step {last_line['step']}"
     if not path.read_bytes().endswith(b"\n"):
-        end += (
-            ", followed by a line that is incomplete, because the run is writing it or was killed"
-        )
+        end += ", followed by a line that is incomplete, because the run is writing it or was killed"
     return end

@@ -28,9 +28,7 @@ DERIVED = [".lock", "report.html"]
 LARGEST_ROUNDING = 1e-3
 
 
-def repeat_run(
-    folder: Path, recipe: str | None, state_name: str | None, overrides: list[str]
-) -> int:
+def repeat_run(folder: Path, recipe: str | None, state_name: str | None, overrides: list[str]) -> int:
     """Repeat a run, print the differences, and return the exit status.
 
     0 means that no file differs, 1 that a file differs, and 3 that the differences are small enough to be rounding on
@@ -70,14 +68,7 @@ def repeat_run(
     config = run_config(folder, recipe, overrides)
     checkpoint_steps = math.gcd(*(int(path.name) for path in states))
     callback = CompareStates()
-    code = train_again(
-        config,
-        state,
-        again_folder,
-        callback,
-        checkpoint_steps=checkpoint_steps,
-        checkpoint_minutes=0.0,
-    )
+    code = train_again(config, state, again_folder, callback, checkpoint_steps=checkpoint_steps, checkpoint_minutes=0.0)
     if code or not is_first():
         return code
     callback.on_step_begin()
@@ -101,9 +92,7 @@ def check_files(folder: Path):
                 "Replace the link by a copy of its target."
             )
         if not (path.is_file() or path.is_dir()):
-            raise ValueError(
-                f"{path} is a pipe, a socket or a device. Remove it; runs write only files."
-            )
+            raise ValueError(f"{path} is a pipe, a socket or a device. Remove it; runs write only files.")
 
 
 def not_compared(folder: Path, differences: dict[Path, str], first_step: int) -> dict[Path, str]:
@@ -170,11 +159,7 @@ def same_rows(folder: Path, again_folder: Path, faults: dict[Path, str]) -> bool
         fewer, more = sorted((again[step], logged[step]), key=len)
         if not fewer or not fewer <= more:
             return False
-    numbers = [
-        name
-        for name, fault in faults.items()
-        if fault.startswith("line ") and str(name) != "config.yaml"
-    ]
+    numbers = [name for name, fault in faults.items() if fault.startswith("line ") and str(name) != "config.yaml"]
     return all(name in numbers or name.parts[0] == "images" for name in faults)
 
 

@@ -24,6 +24,4 @@ class Qwen2_5VisionConfig(VisionConfig):
             check_field(fits, "window_size", self.window_size, f"{token_side} or more")
 
 
-SPECS = {
-    "qwen2_5_vl": ModelSpec("Qwen2_5_VLForConditionalGeneration", vision_config=Qwen2_5VisionConfig)
-}
+SPECS = {"qwen2_5_vl": ModelSpec("Qwen2_5_VLForConditionalGeneration", vision_config=Qwen2_5VisionConfig)}

@@ -1,7 +1,7 @@
 """Qwen3-VL's vision tower, and functions that parse its configuration files.
 
-The tower has learned position embeddings in addition to the 2-D rotary embedding, and does not use
-windows. With DeepStack, some inner blocks' outputs are also merged, and added to the image
+The tower has learned position embeddings in addition to the 2-D rotary embedding, and does not use windows. With
+DeepStack, some inner blocks' outputs are also merged, and added to the image
 tokens after the decoder's first layers. The decoder in decoder.py is used with normalised
 queries and keys, without biases, and with interleaved M-RoPE.
 
@@ -101,9 +101,7 @@ class Qwen3VisionTransformer(VisionTower):
         self.blocks = nn.ModuleList(VisionBlock(config, gelu_mlp) for _ in range(config.depth))
         self.merger = Merger(config, norm_all_patches=False)
         deep = config.deepstack_visual_indexes
-        self.deepstack_merger_list = nn.ModuleList(
-            Merger(config, norm_all_patches=True) for _ in deep
-        )
+        self.deepstack_merger_list = nn.ModuleList(Merger(config, norm_all_patches=True) for _ in deep)
 
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
         """Encode all images in a batch, with the same arguments as VisionTransformer.forward.
@@ -156,15 +154,10 @@ def interpolation_weights(count: int, side: int) -> Tensor:
     return (1 - distances).clamp(min=0)
 
 
-# TEXT has values that config.json does not contain. TEXT_DEFAULTS are transformers' defaults for
-# keys that config.json may omit.
+# TEXT has values that config.json does not contain. TEXT_DEFAULTS are transformers' defaults for keys that config.json
+# may omit.
 TEXT = {"attention_bias": False, "qk_norm": True, "mrope_interleaved": True}
-TEXT_DEFAULTS = {
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 5e5,
-    "mrope_section": [24, 20, 20],
-    "head_dim": 128,
-}
+TEXT_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 5e5, "mrope_section": [24, 20, 20], "head_dim": 128}
 # keys that are at config.json's top level instead of in text_config
 TOP_LEVEL = (
     "architectures",
@@ -198,11 +191,7 @@ def write_config(config: dict) -> dict:
     text["eos_token_id"] = top_level["eos_token_id"]
     text["model_type"] = f"{config['model_type']}_text"
     text["attention_bias"] = False
-    text["rope_scaling"] = {
-        "rope_type": "default",
-        "mrope_interleaved": True,
-        "mrope_section": mrope_section,
-    }
+    text["rope_scaling"] = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": mrope_section}
     return {**top_level, "text_config": text, "vision_config": vision}
 
 
@@ -220,8 +209,7 @@ class Videos:
     def frame_size(self, images, nframes: int, height: int, width: int, **options: int):
         """Compute the (height, width) to which the frames are resized within the pixel budget.
 
-        The options min_pixels and max_pixels apply to one frame, and total_pixels applies to all
-        frames together.
+        The options min_pixels and max_pixels apply to one frame, and total_pixels applies to all frames together.
         """
         factor = images.factor
         depth = images.temporal_patch_size
@@ -237,10 +225,7 @@ class Videos:
         growth = max(1.0, factor / height, factor / width)
         sides = [int(side * growth) for side in (height, width)]
         if max(sides) > 200 * min(sides):
-            raise ValueError(
-                f"The frames have {sides[1]} x {sides[0]} pixels. Their aspect ratio must be at "
-                "most 200."
-            )
+            raise ValueError(f"The frames have {sides[1]} x {sides[0]} pixels. Their aspect ratio must be at most 200.")
         rounded = tuple(round(side / factor) * factor for side in sides)
         area = round(nframes / depth) * depth * math.prod(rounded)
         if area > max_area:
@@ -263,8 +248,8 @@ class Videos:
             grids: each image's and video's patch grid (t, h, w).
             times: 0.0 for each image, and a list of timestamps in seconds for each video.
         Returns:
-            The new pieces, the new grids, and the seconds between time steps. Each time step has a
-            grid (1, h, w) and 1.0 second; each image has its old grid and 0.0 seconds.
+            The new pieces, the new grids, and the seconds between time steps. Each time step has a grid (1, h, w) and
+            1.0 second; each image has its old grid and 0.0 seconds.
         """
         laid_pieces = []
         video_times = iter([seconds for seconds in times if seconds])
@@ -310,11 +295,7 @@ def read_videos(settings: dict, where: str, images: ImageProcessor) -> Videos:
 
 def write_videos(images: ImageProcessor) -> dict:
     """Return video_preprocessor_config.json's contents for these image settings."""
-    return {
-        "video_processor_type": "Qwen3VLVideoProcessor",
-        "size": vars(images.videos),
-        **patch_settings(images),
-    }
+    return {"video_processor_type": "Qwen3VLVideoProcessor", "size": vars(images.videos), **patch_settings(images)}
 
 
 SPECS = {

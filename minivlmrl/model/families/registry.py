@@ -1,8 +1,7 @@
 """Model family registry. A ModelSpec contains everything that differs between families.
 
-MODULES maps the `model_type` in config.json to a module. This module is imported only when a model
-needs it, and its dictionary SPECS contains the ModelSpec. docs/developer_guide.md shows how to add
-a family.
+MODULES maps the `model_type` in config.json to a module. This module is imported only when a model needs it, and its
+dictionary SPECS contains the ModelSpec. docs/developer_guide.md shows how to add a family.
 """
 
 import re
@@ -39,13 +38,7 @@ CONTROL_TOKENS = {  # ModelConfig field -> token; all families have the same tok
 # ModelConfig values in families without recurrent layers
 ALL_ATTEND = {"full_attention_interval": None, "layer_types": (), "partial_rotary_factor": 1.0}
 # ModelConfig values in Qwen2-VL and Qwen2.5-VL, whose decoder is Qwen2
-QWEN2_TEXT = {
-    "attention_bias": True,
-    "qk_norm": False,
-    "mrope_interleaved": False,
-    "head_dim": None,
-    **ALL_ATTEND,
-}
+QWEN2_TEXT = {"attention_bias": True, "qk_norm": False, "mrope_interleaved": False, "head_dim": None, **ALL_ATTEND}
 
 
 TensorsOfFile = Iterable[tuple[str, Tensor]]
@@ -96,22 +89,16 @@ class ModelSpec:
     experts: dict[str, Any] = field(default_factory=dict)
     transposed_experts: bool = False  # whether files may have transposed expert weights
     # (named tensors in a file, ModelConfig, file) -> tensors by parameter name
-    split_tensors: Callable[[TensorsOfFile, ModelConfig, Path], TensorsOfFile] = (
-        lambda tensors, config, file: tensors
-    )
+    split_tensors: Callable[[TensorsOfFile, ModelConfig, Path], TensorsOfFile] = lambda tensors, config, file: tensors
     # (weights by name, ModelConfig): stacks weights that are a single tensor in files, in place
     stack_tensors: Callable[[dict[str, Weight], ModelConfig], None] = lambda weights, config: None
     # (model, function): sets the function that sums expert token counts over ranks
-    count_over_ranks: Callable[[VisionLanguageModel, Callable], None] = lambda model, sum_counts: (
-        None
-    )
+    count_over_ranks: Callable[[VisionLanguageModel, Callable], None] = lambda model, sum_counts: None
     # additional values for adapter.target -> pattern for the selected layers' names
     adapter_targets: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
     not_quantized: tuple[str, ...] = ()  # router name ends, which are not quantised
     # (model, rows (b, ...)) -> initial states (b, ...) for each recurrent layer
-    initial_states: Callable[[VisionLanguageModel, Tensor], list[list[Tensor]]] = (
-        lambda model, rows: []
-    )
+    initial_states: Callable[[VisionLanguageModel, Tensor], list[list[Tensor]]] = lambda model, rows: []
     in_vllm: bool = True  # whether extras/vllm.py supports the family
 
 
@@ -140,8 +127,8 @@ def family_of(model: VisionLanguageModel) -> ModelSpec:
 def hub_name(name: str) -> str:
     """Convert a tensor's name in any transformers release to the name in this package.
 
-    Example: model.visual.x becomes visual.x, and model.language_model.x becomes model.x. The names
-    do not change for Qwen2-VL and Qwen2.5-VL files.
+    Example: model.visual.x becomes visual.x, and model.language_model.x becomes model.x. The names do not change for
+    Qwen2-VL and Qwen2.5-VL files.
     """
     return re.sub(r"^model\.(?=visual\.)|^model\.language_(?=model\.)", "", name)
 
