@@ -87,7 +87,7 @@ The reward reads the text of a completion: 0.5 for the form, and 1 more for the 
 # Advantages: group_advantages return
 The advantage is (reward - mean) / (standard deviation + 0.0001) over the group.
 
-# Loss: grpo_loss ratio clipped log_ratio loss
+# Loss: grpo_loss ratio clipped log_ref_ratio loss
 In the first step, the policy is the model that sampled and the reference: the ratios are 1, and the KL is 0. The
 advantages add up to 0, so [the loss is about 0](faq.md#why-is-my-loss-0). Its gradient is not 0: each token contributes
 -advantage times the gradient of its log-probability.
