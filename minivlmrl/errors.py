@@ -67,7 +67,9 @@ def mistake(error: BaseException) -> str | None:
         if frame.filename in USER_FILES:
             return None
     message = "; ".join([str(error), *getattr(error, "__notes__", ())])
-    return shortened(" ".join(message.split()))
+    line = " ".join(message.split())
+    is_path = isinstance(error, OSError) and len(line) < 500  # the end of a path tells most
+    return line if is_path else shortened(line)
 
 
 def check_field(valid: bool, name: str, value: Any, expected: str):

@@ -39,7 +39,7 @@ from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import did_you_mean, error_context, is_out_of_memory
+from minivlmrl.errors import did_you_mean, is_out_of_memory
 from minivlmrl.generation.generate import TokenSampler, to_completions
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.json_files import read_json
@@ -160,8 +160,12 @@ class VLLMSampler(Sampler):
 
     @classmethod
     def check(cls, run: RunConfig):
-        with error_context("sampling.engine=vllm needs vLLM; install it as docs/notes/vllm.md describes"):
+        try:
             load_name("vllm:LLM")
+        except ImportError as error:
+            raise ValueError(
+                f"sampling.engine=vllm needs vLLM; install it as docs/notes/vllm.md describes: {error!r}"
+            ) from error
         for name in run.sampling.vllm:
             if name not in OPTIONS:
                 raise ValueError(

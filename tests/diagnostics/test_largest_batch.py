@@ -114,7 +114,7 @@ def test_memory_that_runs_out_is_reported_before_the_first_step(train, tmp_path,
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(Trainer, "training_loss", training_loss)
-    monkeypatch.setattr(loop, "next_step", None)  # calling it would fail
+    monkeypatch.setattr(loop, "optimizer_step", None)  # calling it would fail
     with pytest.raises(OutOfMemory) as caught:
         train("run", [CheckedAsOnGPU()], "--stages=[grpo]", f"--data.train_file={tmp_path / 'rows.jsonl'}")
     assert str(caught.value).startswith("grpo step 0, phase forward: memory ran out (CUDA out of memory.")

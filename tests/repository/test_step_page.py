@@ -30,7 +30,7 @@ def test_the_page_shows_the_current_lines_of_minimal():
     assert names > {"train", "grpo", "patchify", "Vision.forward", "QwenVL.forward", "sample", "reward", "grpo_loss"}
     lines = page["code"].splitlines()
     executed = {lines[line - 1].strip() for kind, _, line, *_ in page["events"] if kind == "line"}
-    assert executed >= {"loss.backward()", "optimizer.step()", "log_ratio = ref_logps - logps"}
+    assert executed >= {"loss.backward()", "optimizer.step()", "log_ref_ratio = ref_logps - logps"}
     rewards = [
         page["values"][v]["rows"][0] for *_, made, _ in page["events"] for _, name, v in made if name == "rewards"
     ]

@@ -134,7 +134,8 @@ def test_a_mistake_in_an_own_stage(ended, home, tmp_path, name, code, line):
     (None, 2, "[Errno 2] No such file or directory: 'FILE'"),
 ])  # fmt: skip
 def test_a_mistake_in_an_own_reward(ended, home, tmp_path, text, code, last_line):
-    file = tmp_path / "mine.py"
+    file = tmp_path / ("long" * 20) / "mine.py"  # a path is not shortened
+    file.parent.mkdir()
     if text is not None:
         file.write_text(text)
     rewards = f"--rewards={{{file}:f: 1}}"
