@@ -29,7 +29,7 @@ def test_a_file_that_is_not_a_json_object_is_named(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(
         ValueError,
-        match=r"config\.json: (the text is not valid JSON|the JSON text cannot|the content is .* must be a JSON object)",
+        match=r"config\.json: (the text is not valid JSON|the JSON text cannot|the content is .* a JSON object)",
     ):
         read_json(tmp_path / "config.json")
 

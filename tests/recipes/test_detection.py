@@ -84,7 +84,7 @@ def test_weights_of_the_sum():
 def test_a_wrong_solution_is_named(solution):
     given = {"solution": [solution], "image_sizes": [(9, 9)], "answer_extents": [(9, 9)]}
     with pytest.raises(
-        ValueError, match=r"^reward .*:detection, for .* solution .* contains no objects; it must be a list of "
+        ValueError, match=r"^reward .*:detection, for .* solution .* contains no objects; it must be "
     ):
         score_texts(NAMES[:1], ["[]"], given)
 
