@@ -83,9 +83,7 @@ def test_weights_of_the_sum():
 @pytest.mark.parametrize("solution", ["cat", "[[0, 0, 1, 1]]", '[{"bbox_2d": [5, 0, 1, 1], "label": "a"}]', 3])
 def test_a_wrong_solution_is_named(solution):
     given = {"solution": [solution], "image_sizes": [(9, 9)], "answer_extents": [(9, 9)]}
-    with pytest.raises(
-        ValueError, match=r"^reward .*:detection, for .* solution .* contains no objects; it must be "
-    ):
+    with pytest.raises(ValueError, match=r"^reward .*:detection, for .* solution .* contains no objects; it must be "):
         score_texts(NAMES[:1], ["[]"], given)
 
 
