@@ -186,11 +186,7 @@ def test_an_async_reward_uses_the_gpu_of_its_rank(monkeypatch):
     assert ask(monkeypatch, device, ["two"]) == [3.0]
 
 
-def test_invalid_values_and_solutions_are_reported_with_their_row(monkeypatch):
-    with pytest.raises(
-        ValueError, match=r"^a:7: reward own returned nan for the completion 'five', but it must return"
-    ):
-        ask(monkeypatch, lambda completions, **columns: [1.0, float("nan")], ["two", "five"], row_names=["a:1", "a:7"])
+def test_an_invalid_solution_is_reported_with_its_row():
     columns = {"solution": [[1, 1, 2, 2], "cat"], "row_names": ["a:1", "a:7"], "answer_texts": ["1 1 2 2"] * 2}
     columns |= {"image_sizes": [(9, 9)] * 2, "answer_extents": [(9, 9)] * 2}
     with pytest.raises(ValueError, match=r"^a:7: reward iou, .*solution 'cat' is not a box; the solution must be"):
@@ -278,12 +274,6 @@ def test_only_rows_of_a_reward_get_its_reasons():
     assert extras == [{}, {"why": {"format": "no <think>"}}]
 
 
-@pytest.mark.parametrize("values", [{0: 1.0, 1: 0.0}, {0.0, 1.0}, "12"])
-def test_dicts_sets_and_strings_are_refused(monkeypatch, values):
-    with pytest.raises(ValueError, match="it must return a list with one number per completion, here 2"):
-        ask(monkeypatch, lambda completions, **columns: values, ["a", "b"])
-
-
 @pytest.mark.parametrize(
     ("log", "says"),
     [
@@ -318,21 +308,21 @@ def test_a_reward_judges_only_rows_of_files_that_name_it():
     assert values[:, 0].tolist()[1:] == [0.0, 1.0]
 
 
-def test_values_that_are_not_finite_numbers_are_refused():
-    message = r"^reward own returned .* for the completion 'what\?', but it must return a finite number, or None"
-    for value in (math.nan, -math.inf, 10**400, "1.0", [1.0], np.float32("nan"), torch.ones(1)):
-        with pytest.raises(ValueError, match=message):
-            file.checked_values("own", [0.0, value], ["a", "what?"], ["", ""])
+NO_NUMBER = "but it must return a finite number, or None if it cannot score the completion"
+NO_LIST = "but it must return a list with one number per completion, here 2"
 
 
-@pytest.mark.parametrize(("values", "says"), [
-    (None, "returned None, but it must return a list with one number"),
-    ([1.0], r"returned \[1.0\], but it must return a list with one number per completion, here 2"),
-    (iter([1.0, 0.0, 1.0]), "returned <list_iterator"),
-])  # fmt: skip
-def test_a_wrong_number_of_values_is_refused(values, says):
-    with pytest.raises(ValueError, match=f"reward own {says}"):
-        file.checked_values("own", values, ["a", "b"], ["", ""])
+@pytest.mark.parametrize(("values", "sentence"), [
+    *[([0.0, value], NO_NUMBER)
+      for value in (math.nan, -math.inf, 10**400, "1.0", [1.0], np.float32("nan"), torch.ones(1))],
+    *[(values, NO_LIST)
+      for values in (None, [1.0], iter([1.0, 0.0, 1.0]), {0: 1.0, 1: 0.0}, {0.0, 1.0}, "12", torch.tensor(1.0))],
+], ids=repr)  # fmt: skip
+def test_other_values_than_one_number_per_completion_are_refused(monkeypatch, values, sentence):
+    """A dict, a set or a text of two would give two values."""
+    row = "a:7: " if sentence == NO_NUMBER else ""
+    with pytest.raises(file.RewardFailed, match=f"^{row}reward own returned .*{sentence}$"):
+        ask(monkeypatch, lambda completions, **columns: values, ["a", "what?"], row_names=["a:1", "a:7"])
 
 
 # options in a name, and custom functions

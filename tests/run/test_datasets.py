@@ -1,5 +1,6 @@
 """Test a run's rows: from a task or from files, with the columns that its stages need."""
 
+import re
 from dataclasses import replace
 
 import PIL.Image
@@ -13,7 +14,7 @@ from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.run import datasets
 from minivlmrl.run.setup import fit_rows
-from minivlmrl.tasks.shapes import tokenizer
+from minivlmrl.tasks.shapes import TASK, tokenizer
 
 
 def load_datasets(data, stages, seed, *columns):
@@ -27,36 +28,40 @@ def test_stages_need_their_columns_and_eval_rows_limits_an_eval_file(write_rows)
     rows = load_datasets(data, {"grpo": "prompts"}, 0, ["solution"])
     assert (len(rows["grpo"]), len(rows["eval"])) == (2, 1)
     assert set(load_datasets(replace(data, eval_rows=0), {"grpo": "prompts"}, 0, ["solution"])) == {"grpo"}
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'completion' is missing"):
-        load_datasets(DataOptions(train_file=file), {"sft": "demonstrations"}, 0)
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'hint' is missing"):
-        load_datasets(DataOptions(train_file=file), {"grpo": "prompts"}, 0, ["hint"])
 
 
-def test_an_argument_that_no_column_has_is_explained(write_rows):
-    file = str(write_rows({"problem": "a", "solution": "b"}))
-    said = (
-        "A reward function has the argument 'prediction'; besides columns .* may be answer_extents, answer_texts, comp"
-    )
-    with pytest.raises(ValueError, match=said):
-        load_datasets(DataOptions(train_file=file), {"grpo": "prompts"}, 0, ["prediction"])
+PLAIN = {"problem": "a", "solution": "b"}
+ONE_SOURCE = "data: set exactly one of data.task, data.train_file and data.train"
+# row, options of data, the rows that the stage needs, columns of its rewards, sentence
+REFUSED = [
+    (PLAIN, {}, "demonstrations", [], "FILE:1: column 'completion' is missing"),
+    (PLAIN, {}, "prompts", ["hint"], "FILE:1: column 'hint' is missing"),
+    (PLAIN, {}, "prompts", ["prediction"], "A reward function has the argument 'prediction'; besides columns "),
+    (PLAIN, {"columns": {"solutoin": "help"}}, "prompts", [],
+     "data.columns renames 'solutoin', but no row has this column; the columns are problem, solution; did you mean s"),
+    (PLAIN | {"image": "http://localhost:9/a.png"}, {}, "prompts", [],
+     "FILE:1: http://localhost:9/a.png: remote files are not supported"),
+    (PLAIN, {"train_file": None}, "prompts", [], ONE_SOURCE),
+    (PLAIN, {"task": "shapes"}, "prompts", [], ONE_SOURCE),
+    (PLAIN, {"train_file": "list.yaml"}, "prompts", [], "list.yaml: rows are not read from YAML files; convert VLM-R1"),
+    (PLAIN, {"train_file": None, "task": f"{__file__}:PROMPTS"}, "pairs", [], "stages: grpo needs pairs, but data."),
+]  # fmt: skip
+PROMPTS = replace(TASK, datasets=lambda data, seed: ({"prompts": []}, []))
 
 
-def test_a_renamed_column_that_no_file_has_is_refused(write_rows):
-    file = str(write_rows({"problem": "a", "solution": "b"}, {"problem": "a", "solution": "b", "hint": "c"}))
+@pytest.mark.parametrize(("row", "options", "needs", "columns", "sentence"), REFUSED)
+def test_rows_that_are_refused(write_rows, row, options, needs, columns, sentence):
+    file = str(write_rows(row))
+    with pytest.raises(ValueError, match=re.escape(sentence.replace("FILE", file))):
+        load_datasets(DataOptions(**{"train_file": file} | options), {"grpo": needs}, 0, columns)
+
+
+def test_a_column_may_be_renamed_if_one_row_has_it(write_rows):
+    file = str(write_rows(PLAIN, PLAIN | {"hint": "c"}))
     data = DataOptions(train_file=file, columns={"hint": "help"})
     assert load_datasets(data, {"grpo": "prompts"}, 0)["grpo"][1].columns["help"] == "c"
     data.columns = {"hnt": "help"}
-    said = "data.columns renames 'hnt', but no row has this column; .* hint, problem, solution; did you mean hint"
-    with pytest.raises(ValueError, match=said):
-        load_datasets(data, {"grpo": "prompts"}, 0)
     assert load_datasets(replace(data, eval_file=file), {}, 0)  # only evaluated, perhaps with the new names
-
-
-def test_urls_of_a_file_are_refused_before_anything_is_trained(write_rows):
-    file = str(write_rows({"problem": "a", "solution": "b", "image": "http://localhost:9/a.png"}))
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: http://localhost:9/a\.png: remote files are not supported"):
-        load_datasets(DataOptions(train_file=file), {"grpo": "prompts"}, 0)
 
 
 def open_rows_on_rank(folder, options, world):
@@ -90,9 +95,3 @@ def test_only_rank_0_asks_the_file_system_for_images(write_rows):
     assert main[0] == {"isfile", "getsize", "open"} and other[0] == set()
     assert main[1] == other[1] == ["1", "3"]
     assert main[2] == other[2] and "1 image or video file(s) of the rows are missing" in main[2]
-
-
-@pytest.mark.parametrize("data", [DataOptions(), DataOptions(task="shapes", train_file="rows.jsonl")])
-def test_exactly_one_of_task_and_file_is_needed(data):
-    with pytest.raises(ValueError, match=r"set exactly one of data\.task, data\.train_file"):
-        load_datasets(data, {"grpo": "prompts"}, 0)
