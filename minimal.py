@@ -645,8 +645,13 @@ def draw_row(wrong=0.0) -> dict:
     upper = [((left + right) / 2, top)] if shape == "triangle" else [(right, top), (left, top)]
     corners = [(left, bottom), (right, bottom), *upper]
     PIL.ImageDraw.Draw(image).polygon(corners, COLORS[color])
-    completion = tagged(random.choice(LABELS) if random.random() < wrong else label)
-    answers = {"completion": completion, "chosen": tagged(label), "rejected": tagged(other)}
+    right = tagged(label)
+    completion = tagged(random.choice(LABELS)) if random.random() < wrong else right
+    # For DPO, what this model gets wrong: the whole answer, the label alone, or the form.
+    cut = random.randrange(1, len(right))
+    wrong_form = right[:cut] + right[cut + 4 :]
+    rejected = random.choice([tagged(other), right.replace(label, other), wrong_form])
+    answers = {"completion": completion, "chosen": right, "rejected": rejected}
     return {"images": [image], "problem": "What is it?", "solution": label, **answers}
 
 
@@ -665,6 +670,7 @@ def make_folder(folder):
     tokenizer.save(str(folder / "tokenizer.json"))
     ids = {name: tokenizer.token_to_id(f"<|{name}|>") for name in CONTROL.split()}
     config = DECODER | {"vocab_size": tokenizer.get_vocab_size(), "vision_config": TOWER}
+    config |= {"bos_token_id": ids["endoftext"], "eos_token_id": ids["im_end"]}
     config |= {f"{kind}_token_id": ids[f"{kind}_pad"] for kind in ("image", "video")}
     config |= {f"vision_{end}_token_id": ids[f"vision_{end}"] for end in ("start", "end")}
     images = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 7, "merge_size": 2}
@@ -769,7 +775,7 @@ def main():
     if not options.folder:
         parser.set_defaults(steps=160, learning_rate=3e-4, warmup=5, beta=0.02, max_new_tokens=20)
     if options.stage is dpo:
-        parser.set_defaults(beta=0.1)
+        parser.set_defaults(beta=0.1 if options.folder else 1.0)
     options = parser.parse_args()  # with the defaults of this run
     random.seed(options.seed)
     torch.manual_seed(options.seed)
