@@ -43,7 +43,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 # Letters in shapes: P patches of an image, h x w of them; n sequences of L tokens; G completions of
-# a prompt, T tokens of the longest; E width of the language model, D width of a head, V vocabulary.
+# a prompt, T tokens of the longest; E width of the decoder, H heads of width D, V vocabulary.
 # For the published models, a patch has 1176 values: 3 channels x 2 frames x 14 x 14 pixels.
 
 # ---- Image file -> patches (P, 1176), as Qwen2-VL reads them (arXiv 2409.12191, section 2.1)
@@ -122,6 +122,7 @@ def render(tokenizer, problem, image_lengths) -> list[int]:
     if len(texts) != len(image_lengths):
         raise ValueError(f"{len(texts)} <image> for {len(image_lengths)} images in {problem!r}")
     names = "im_start", "im_end", "vision_start", "image_pad", "vision_end"
+    # lists of one id, so that pad * length repeats the id
     start, end, open_image, pad, close_image = ([tokenizer.token_to_id(f"<|{n}|>")] for n in names)
     pieces = [start, "system\nYou are a helpful assistant.", end, "\n", start, f"user\n{first}"]
     for length, text in zip(image_lengths, texts, strict=True):
@@ -240,7 +241,7 @@ class Vision(nn.Module):
         merge = self.config["spatial_merge_size"]
         kernels = self.patch_embed["proj"].weight.flatten(1)  # (width, 1176)
         x = F.linear(patches.to(kernels.dtype), kernels)  # (P, width)
-        x = x.to(kernels.dtype)  # float32 also on a GPU, because each block adds to x
+        x = x.to(kernels.dtype)  # autocast made it bfloat16; the sum over blocks stays float32
         # The row and the column of each patch, in the order of `patchify`: (P, 2)
         places = torch.cartesian_prod(torch.arange(h), torch.arange(w)).to(x.device)
         places = places.view(h // merge, merge, w // merge, merge, 2).transpose(1, 2)
@@ -286,7 +287,7 @@ class Layer(nn.Module):
         q = rotate(self.project("q_proj", normed), angles)
         k = rotate(self.project("k_proj", normed), angles)
         v = self.project("v_proj", normed)
-        if past is not None:  # of the prompt alone there is one row, which all n rows share
+        if past is not None:  # a cache of only the prompt has one row, which all n rows share
             k = torch.cat([past[0].expand(len(x), -1, -1, -1), k], 2)
             v = torch.cat([past[1].expand(len(x), -1, -1, -1), v], 2)
         # Several query heads share one head of keys and values (arXiv 2305.13245).
@@ -455,8 +456,8 @@ def sample(model, prompt, G, max_new_tokens) -> tuple[Tensor, Tensor]:
 def log_probabilities(model, prompt, completions) -> Tensor:
     """Return the log-probability of each token o_t of completions o (G, T), given those before it.
 
-    The prompt and its images run once. All completions read the same keys and values, and expand()
-    adds up their gradients, so that these equal the ones of G separate sequences.
+    The prompt and its images run once: its tokens do not see the completions, so that their states
+    are the same for all G. The gradients of the G completions are added up by expand().
     """
     G, T = completions.shape
     states, cache = model(prompt.ids[None], prompt.positions, images=prompt.images)
@@ -486,9 +487,11 @@ def tokenize_answers(model, texts) -> tuple[Tensor, Tensor]:
 
 # ---- Completions -> rewards and advantages (G,); log-probabilities (G, T) -> loss
 
-# The policy gradient: the gradient of log pi(o), times how much better o is than expected, raises
-# the expected reward. So GRPO is SFT on the model's own completions, each weighted by its advantage
-# A, the distance of its reward from the mean of its group. Equal rewards teach nothing: A is 0.
+# The model is also called the policy, and pi(o) is its probability of a completion o. The gradient
+# of the expected reward is the mean of reward * grad log pi(o) over own completions. To subtract
+# the group's mean reward leaves this gradient nearly as it is, and makes it far less noisy. So GRPO
+# is SFT on the model's own completions, each weighted by its advantage A: how far its reward is
+# above the mean of its group, in standard deviations. Equal rewards teach nothing: A is 0.
 
 ANSWER = re.compile(r"<think>.+?</think>\s*<answer>(.+?)</answer>", re.DOTALL)
 
@@ -515,9 +518,10 @@ def grpo_loss(logps, old_logps, advantages, mask, epsilon=0.2, beta=0.0, ref_log
     """Compute -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A) + beta KL, with r = pi / pi_old.
 
     It is averaged over the tokens of each completion, and then over completions. pi_old is the
-    policy that sampled. As soon as an update has moved r out of the bounds in the direction that A
-    asks for, the gradient is 0, so that several updates on the same samples stay near pi_old. With
-    one update, as in this file, r is 1 and nothing is clipped; its gradient is that of log pi.
+    policy that sampled, and pi_ref a copy of the first one, near which the KL keeps pi. As soon as
+    updates have moved r out of the bounds in the direction that A asks for, the gradient is 0, so
+    that several updates on the same samples stay near pi_old. With one update, as in this file, r
+    is 1 and nothing is clipped; its gradient is that of log pi.
     Source: DeepSeekMath (arXiv 2402.03300), equations 3 and 4.
     """
     ratio = (logps - old_logps).exp()
@@ -534,7 +538,8 @@ def grpo_loss(logps, old_logps, advantages, mask, epsilon=0.2, beta=0.0, ref_log
 def dpo_loss(logps, ref_logps, mask, beta=0.1) -> Tensor:
     """Compute DPO's loss (arXiv 2305.18290, eq. 7) of two answers (2, T), the chosen one first.
 
-    It classifies which answer is better, by how much more likely than the reference pi makes each.
+    It classifies which answer is better by log(pi / pi_ref), which is large for an answer that the
+    model makes more likely than the reference does.
     """
     chosen, rejected = ((logps - ref_logps) * mask).sum(1)  # log pi / pi_ref of the whole answers
     return -F.logsigmoid(beta * (chosen - rejected))

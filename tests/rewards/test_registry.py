@@ -317,7 +317,7 @@ NO_LIST = "but it must return a list with one number per completion, here 2"
       for value in (math.nan, -math.inf, 10**400, "1.0", [1.0], np.float32("nan"), torch.ones(1))],
     *[(values, NO_LIST)
       for values in (None, [1.0], iter([1.0, 0.0, 1.0]), {0: 1.0, 1: 0.0}, {0.0, 1.0}, "12", torch.tensor(1.0))],
-], ids=repr)  # fmt: skip
+], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_other_values_than_one_number_per_completion_are_refused(monkeypatch, values, sentence):
     """A dict, a set or a text of two would give two values."""
     row = "a:7: " if sentence == NO_NUMBER else ""
