@@ -1,6 +1,6 @@
 """Parse bounding boxes from text, convert their coordinates, and compute their overlap.
 
-A box has two corners, top left and bottom right, in continuous coordinates, which run from 0 to the the image's width.
+A box has two corners, top left and bottom right, in continuous coordinates, which run from 0 to the image's width.
 A box of one whole pixel is therefore 1 wide, and no formula needs + 1 or - 1.
 """
 
