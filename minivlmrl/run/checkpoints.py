@@ -173,7 +173,7 @@ class CheckpointManager:
         try:
             yield
         except Exception as error:
-            if progress.steps:
+            if progress.steps and self.stage:  # a stage has begun since the resume
                 error.add_note(self.save_after(error, progress, log))
             raise
 
@@ -276,7 +276,10 @@ class CheckpointManager:
         folder = self.resumed
         self.resumed = None  # only the first stage after a resume starts from the checkpoint
         if folder is not None:
-            self.read_tensors(folder, trainer, optimizer)
+            try:
+                self.read_tensors(folder, trainer, optimizer)
+            except SafetensorError as error:
+                raise ValueError(f"the checkpoint {folder} cannot be read ({error})") from error
         self.stage, self.trainer, self.optimizer = trainer.stage, trainer, optimizer
 
     def read_tensors(self, folder: Path, trainer: Trainer, optimizer: Optimizer):

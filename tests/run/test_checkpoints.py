@@ -521,8 +521,9 @@ def test_a_failure_in_a_new_folder_saves_a_checkpoint(recipe, copy, tmp_path, mo
     (["--resume=auto", "--grpo.beta=0"], r"another model or recipe: .* is only in the checkpoint or only in the run"),
 ])  # fmt: skip
 def test_incompatible_resumptions_are_refused(recipe, copy, options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         resume(recipe, copy, *options)
+    assert not hasattr(error.value, "__notes__")  # such as that the run continues with --resume=auto
 
 
 def test_checkpoints_are_saved_every_ten_minutes(recipe, finished, tmp_path, monkeypatch):
