@@ -15,7 +15,7 @@ import time
 import traceback
 from pathlib import Path
 
-sys.path.extend(str(Path(__file__).parent / name) for name in ("..", ".", "tests", "../tests", "../tests/helpers"))
+sys.path.extend(str(Path(__file__).parent / name) for name in ("..", ".", "tests"))
 import trl_fixtures
 
 from minivlmrl_audit.audit import audit

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.extend(str(Path(__file__).parent / name) for name in ("..", ".", "tests", "../tests", "../tests/helpers"))
+sys.path.extend(str(Path(__file__).parent / name) for name in ("..", ".", "tests"))
 import older_trl
 import trl_fixtures
 

@@ -15,12 +15,12 @@ os.environ.pop("HF_HUB_OFFLINE", None)
 import PIL.Image
 import pytest
 import torch
-from children import default_signals  # noqa: F401 (fixtures)
-from fused import fused_linspace  # noqa: F401 (fixtures)
-from runs import cached_activations, checkpoint, home, own, plain, rows, run, whole_run  # noqa: F401 (fixtures)
 
-from draws import pair, tokenizer_300  # noqa: F401 (fixtures)
-from stages import alone, folder, lively, loss_calls, samples, script, stage  # noqa: F401 (fixtures)
+from tests.helpers.children import default_signals  # noqa: F401 (fixtures)
+from tests.helpers.draws import pair, tokenizer_300  # noqa: F401 (fixtures)
+from tests.helpers.fused import fused_linspace  # noqa: F401 (fixtures)
+from tests.helpers.runs import cached_activations, checkpoint, home, own, plain, rows, run, whole_run  # noqa: F401 (fixtures)
+from tests.helpers.stages import alone, folder, lively, loss_calls, samples, script, stage  # noqa: F401 (fixtures)
 
 SLOW_FILES = {}  # slow tests that do not run, such as {"tests/repository/test_wheel.py::test_x": "test_wheel.py"}
 # these files take longest and run first, so that parallel workers finish at about the same time

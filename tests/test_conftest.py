@@ -7,7 +7,8 @@ import sys
 
 import pytest
 import torch
-from links import ROOT
+
+from tests.helpers.links import ROOT
 
 GPU = "@pytest.mark." + "gpu"  # in two parts, so that `pytest -m gpu` does not take this file for one with GPU tests
 FILES = {

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from children import exit_code, fork
 
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.image import ImageProcessor
@@ -20,8 +19,8 @@ from minivlmrl.files import flush_file, replacing, save_tensors
 from minivlmrl.json_files import read_json
 from minivlmrl.model.checkpoint import save_model
 from minivlmrl.tasks import shapes
-
-import tiny
+from tests.helpers import tiny
+from tests.helpers.children import exit_code, fork
 
 
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe{}", b"[" * 100_000, b"1" * 10_000])

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 import torch
-from links import ROOT
 
 import minivlmrl
+from tests.helpers.links import ROOT
 
 PAGE = (ROOT / "docs" / "library.md").read_text()
 NAMES = [name for name in minivlmrl.__all__ if name != "__version__"]

@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from minivlmrl.commands.train import train_recipe
-
-import tiny
+from tests.helpers import tiny
 
 STAGE = {"max_steps": 3, "prompts_per_step": 4, "micro_batch_size": 4, "learning_rate": 1e-2}
 QUICK = ("gradient_of_zero", "labels_shifted_twice")

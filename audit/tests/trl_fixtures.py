@@ -10,7 +10,6 @@ import numpy
 import torch
 import transformers
 import trl
-from talk import CHATML, assistant, user
 from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
 
 from minivlmrl.model.build import random_model
@@ -18,8 +17,8 @@ from minivlmrl.model.checkpoint import save_model
 from minivlmrl.tasks import shapes
 from minivlmrl_audit.dump import read
 from minivlmrl_audit.trl_steps import dpo_steps, grpo_steps, sft_steps
-
-import tiny
+from tests.helpers import tiny
+from tests.helpers.talk import CHATML, assistant, user
 
 STEPS_OF = {"grpo": grpo_steps, "turns": grpo_steps, "dpo": dpo_steps, "sft": sft_steps}
 CHAT_TEMPLATES = os.path.join(os.path.dirname(trl.__file__), "chat_templates")

@@ -10,8 +10,6 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from children import exit_code, fork
-from links import ROOT
 
 from minivlmrl.__main__ import main as start
 from minivlmrl.commands import chat as command
@@ -25,9 +23,10 @@ from minivlmrl.generation import sampler
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import load_model, load_processor, save_model
-
-import tiny
-from stages import ONE
+from tests.helpers import tiny
+from tests.helpers.children import exit_code, fork
+from tests.helpers.links import ROOT
+from tests.helpers.stages import ONE
 
 TEXT = ["How many cats are there on the mat? naïve café 猫が好き 🐈"] * 3
 

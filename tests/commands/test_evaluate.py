@@ -4,11 +4,11 @@ import json
 import shutil
 
 import pytest
-from links import ROOT
 from pytest import approx
 
 from minivlmrl.commands import evaluate as command
 from minivlmrl.rewards.text import accuracy, find_answer
+from tests.helpers.links import ROOT
 
 SMALL = ("--sampling.max_new_tokens=5", "--num_threads=1")
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from oracle import CLASSES, ROUNDING, worst_difference
 
 from minivlmrl.__main__ import main
 from minivlmrl.commands import merge
@@ -11,6 +10,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.model.peft import gather_adapter, load_adapter
 from minivlmrl.tasks import shapes
+from tests.helpers.oracle import CLASSES, ROUNDING, worst_difference
 from tests.model.test_lora import EVERYTHING, adapted
 from tests.model.test_peft import FORMS, base, prompts
 

@@ -7,10 +7,10 @@ from functools import partial
 
 import PIL.Image
 import pytest
-from runs import metrics, read_lines
 
 from minivlmrl.commands.notebook import train, write_rows
 from minivlmrl.rewards.registry import REWARDS
+from tests.helpers.runs import metrics, read_lines
 
 SMALL = {"num_threads": 1, "stages": ["grpo"], "sampling": {"max_new_tokens": 4}}
 

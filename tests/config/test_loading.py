@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from links import ROOT
 
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import load_config, to_yaml
@@ -20,6 +19,7 @@ from minivlmrl.config.parsing import options_of, read_value
 from minivlmrl.config.types import Finite
 from minivlmrl.extras.agents.environment import Settings
 from minivlmrl.extras.replay.again import run_config
+from tests.helpers.links import ROOT
 
 
 @pytest.fixture

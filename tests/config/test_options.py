@@ -12,8 +12,6 @@ import typing
 
 import PIL.Image
 import pytest
-from links import ROOT
-from runs import LETTERS, leave_out
 
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.loading import as_overrides, load_config
@@ -29,9 +27,10 @@ from minivlmrl.run.datasets import load_datasets
 from minivlmrl.run.metrics import METRICS
 from minivlmrl.run.setup import build_model
 from tests.config.test_validation import CASES
-
-from stages import ONE, STAGES
-from tiny import RUN_MODEL
+from tests.helpers.links import ROOT
+from tests.helpers.runs import LETTERS, leave_out
+from tests.helpers.stages import ONE, STAGES
+from tests.helpers.tiny import RUN_MODEL
 
 SFT, DPO, RM = ["--stages=sft"], ["--stages=dpo"], ["--stages=reward_model"]
 GRPO, PPO = (["--stages=grpo", LETTERS], ["--stages=ppo", LETTERS])

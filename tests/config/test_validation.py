@@ -19,8 +19,8 @@ from minivlmrl.extras.check.command import main as check_main
 from minivlmrl.trainers.registry import find_trainer, find_trainers
 
 TWICE = {"grpo.num_iterations": 2}
-OWN_LOSS = {"grpo.loss_type": "by_hand:reinforce"}
-OWN_ADVANTAGES = {"grpo.advantages": "by_hand:max_rl"}
+OWN_LOSS = {"grpo.loss_type": "tests.helpers.by_hand:reinforce"}
+OWN_ADVANTAGES = {"grpo.advantages": "tests.helpers.by_hand:max_rl"}
 RLOO = {"grpo.loss_type": "rloo"}
 GDPO = {"grpo.multi_objective_aggregation": "normalize_then_sum"}
 FILES = {"data.task": None, "data.train_file": "rows.jsonl"}

@@ -5,12 +5,12 @@ import json
 from urllib.parse import unquote
 
 import pytest
-from runs import metrics
-from serving import Quiet, serve
 
 from minivlmrl.data.download import find_split, split_of
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.row_files import open_rows
+from tests.helpers.runs import metrics
+from tests.helpers.serving import Quiet, serve
 
 pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
 import pyarrow.parquet as pq  # noqa: E402

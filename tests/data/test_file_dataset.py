@@ -4,13 +4,13 @@ import re
 
 import PIL.Image
 import pytest
-from talk import IMAGE_PART, assistant, system, text, user
 
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.messages import text_of
 from minivlmrl.data.processor import Processor, encode_completion, images_in
 from minivlmrl.tasks import shapes
+from tests.helpers.talk import IMAGE_PART, assistant, system, text, user
 
 
 def test_rows_need_not_have_the_same_columns(write_rows):

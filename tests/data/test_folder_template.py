@@ -7,11 +7,11 @@ import re
 
 import jinja2
 import pytest
-from talk import CHATML, assistant, bracketed, renders_as_transformers
 
 from minivlmrl.data.chat_template import Control, render, render_completion
 from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate, environment, with_values
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS, STRUCTURE
+from tests.helpers.talk import CHATML, assistant, bracketed, renders_as_transformers
 
 HI = [{"role": "user", "content": "hi"}]
 

@@ -7,12 +7,12 @@ import re
 
 import PIL.Image
 import pytest
-from links import ROOT
-from talk import assistant, system, user
 
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.messages import content_parts, part_kind
 from minivlmrl.data.processor import images_in
+from tests.helpers.links import ROOT
+from tests.helpers.talk import assistant, system, user
 
 PAGE = (ROOT / "docs" / "rows.md").read_text()
 SHOWN = json.loads((ROOT / "tests" / "recorded" / "forms.json").read_text())

@@ -7,7 +7,6 @@ import unicodedata
 
 import numpy as np
 import pytest
-from record_vision import encoded, noise
 
 from minivlmrl.data.media import fetch_image
 from minivlmrl.data.tokenizer import STRUCTURE, load_tokenizer, train_tokenizer
@@ -15,8 +14,8 @@ from minivlmrl.data.video import load_video
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import load_model, save_model
 from minivlmrl.tasks import shapes
-
-import tiny
+from tests.helpers import tiny
+from tests.record.record_vision import encoded, noise
 
 pytest.importorskip("hypothesis", reason="extra missing: pip install hypothesis")
 from hypothesis import given, settings

@@ -7,9 +7,9 @@ import PIL.features
 import PIL.Image
 import pytest
 import torch
-from record_vision import attempt, noise, resize_cases
 
 from minivlmrl.data.image import ImageProcessor, load_image, smart_resize, to_rgb
+from tests.record.record_vision import attempt, noise, resize_cases
 
 
 def test_smart_resize_equals_transformers(transformers):

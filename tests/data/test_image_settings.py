@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from record_vision import noise
 
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import RESIZE, read_image_processor, write_image_processor
+from tests.record.record_vision import noise
 
 
 def test_errors_in_bounds_name_the_recipe_or_the_folder():

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import PIL.Image
 import pytest
 import torch
-from talk import IMAGE_PART, user
 
 from minivlmrl.config.options import DataOptions
 from minivlmrl.data import loader
@@ -18,6 +17,7 @@ from minivlmrl.data.processor import Processor, encode_answer
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.tasks import shapes
+from tests.helpers.talk import IMAGE_PART, user
 
 
 @pytest.mark.parametrize(("size", "per_step"), [(50, 5), (10, 3), (3, 7), (1, 4)])

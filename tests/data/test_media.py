@@ -12,9 +12,6 @@ import PIL.features
 import PIL.Image
 import pytest
 import torch
-from record_vision import encoded, noise
-from runs import write_lines
-from talk import assistant, user
 
 from minivlmrl.config.options import RowOptions
 from minivlmrl.data import file_dataset
@@ -25,8 +22,10 @@ from minivlmrl.data.media import check_options, fetch_image
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.video import load_video
 from minivlmrl.tasks import shapes
-
-import tiny
+from tests.helpers import tiny
+from tests.helpers.runs import write_lines
+from tests.helpers.talk import assistant, user
+from tests.record.record_vision import encoded, noise
 
 PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=28 * 28))
 COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}

@@ -2,11 +2,11 @@
 
 import PIL.Image
 import pytest
-from runs import write_lines
 
 from minivlmrl.config.options import DataOptions, FileOptions, RunConfig
 from minivlmrl.data.mixture import mix, sample
 from minivlmrl.run.datasets import load_datasets
+from tests.helpers.runs import write_lines
 
 # rows that VLM-R1's loader selects from the rows 0 to 6
 STRATEGIES = {

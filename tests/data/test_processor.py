@@ -6,7 +6,6 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from talk import IMAGE_PART, assistant, system, text, user
 
 from minivlmrl.data.folder_template import ChatTemplate
 from minivlmrl.data.image import ImageProcessor
@@ -15,8 +14,8 @@ from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.model.packing import pack
 from minivlmrl.model.rope import get_rope_index
 from minivlmrl.tasks import shapes
-
-import tiny
+from tests.helpers import tiny
+from tests.helpers.talk import IMAGE_PART, assistant, system, text, user
 
 PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())
 

@@ -7,12 +7,12 @@ from datetime import date, time
 from decimal import Decimal
 
 import pytest
-from runs import write_lines
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.row_files import open_rows
+from tests.helpers.runs import write_lines
 
 ROWS = [
     {"problem": 'a, "b"\nc', "solution": "é\u2028 日本", "images": ["x.png", "y.png"]},

@@ -2,7 +2,6 @@
 
 import PIL.Image
 import pytest
-from runs import write_lines
 
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.file_rows import RowSelection
@@ -11,6 +10,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import check_lengths, describe_spelled, find_long_rows, summary, without_rows
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
+from tests.helpers.runs import write_lines
 
 PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=14 * 14))
 

@@ -1,9 +1,8 @@
 """Compare images resized by torch with transformers' torchvision processor, bit for bit."""
 
-from record_vision import digest, image_cases, recorded
-
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import RESIZE
+from tests.record.record_vision import digest, image_cases, recorded
 
 
 def test_patches_equal_transformers_torchvision_processor_bit_for_bit():

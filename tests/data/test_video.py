@@ -9,14 +9,13 @@ from pathlib import Path
 import numpy as np
 import PIL.Image
 import pytest
-from record_vision import attempt, digest, frame_size_cases, noise, recorded, sampling_cases, video_cases
 
 from minivlmrl.data import video as video_module
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import RESIZE
 from minivlmrl.data.video import Video, frame_size, load_video, sample_indices
-
-import tiny
+from tests.helpers import tiny
+from tests.record.record_vision import attempt, digest, frame_size_cases, noise, recorded, sampling_cases, video_cases
 
 PROCESSOR = ImageProcessor()
 

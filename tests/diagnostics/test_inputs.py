@@ -20,9 +20,8 @@ from minivlmrl.model import decoder
 from minivlmrl.run.loop import run_training
 from minivlmrl.trainers import offline
 from minivlmrl.trainers.base import Step
+from tests.helpers.stages import STAGES
 from tests.trainers.test_offline import Dialogues
-
-from stages import STAGES
 
 MODELS = ("model", "tied", "qwen3_vl", "qwen3_5", "qwen3_vl_moe", "qwen3_5_moe")
 FROZEN = "--model.freeze=[vision, merger]"

@@ -5,7 +5,6 @@ from dataclasses import replace
 import PIL.Image
 import pytest
 import torch
-from runs import metrics, write_lines
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import DataOptions, RunConfig
@@ -22,8 +21,8 @@ from minivlmrl.run.loop import run_training
 from minivlmrl.run.out_of_memory import OutOfMemory
 from minivlmrl.tasks import shapes
 from minivlmrl.trainers.base import Trainer
-
-from stages import STAGE
+from tests.helpers.runs import metrics, write_lines
+from tests.helpers.stages import STAGE
 
 PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=14 * 14, max_pixels=56 * 56))
 DROPOUT = ["--adapter.r=2", "--adapter.dropout=0.1"]

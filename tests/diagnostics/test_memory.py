@@ -35,9 +35,8 @@ from minivlmrl.model.value_head import ValueModel
 from minivlmrl.run.evaluate import evaluation_sampling
 from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.run.setup import patch_dtype
-
-import tiny
-from tiny import pack
+from tests.helpers import tiny
+from tests.helpers.tiny import pack
 
 BFLOAT16 = ["--model.dtype=bfloat16", "--model.compute_dtype=null"]
 LORA = ["--adapter.r=16", "--adapter.target=[language, vision, merger]"]

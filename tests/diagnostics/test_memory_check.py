@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import PIL.Image
 import pytest
 import torch
-from runs import write_lines
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.diagnostics.memory import GB, MemoryEstimator, MemoryQuestion, peak_bytes, state_bytes
@@ -19,6 +18,7 @@ from minivlmrl.run import setup
 from minivlmrl.run.callbacks import default_callbacks
 from minivlmrl.run.loop import run_training
 from minivlmrl.trainers.registry import find_trainers
+from tests.helpers.runs import write_lines
 
 
 def refusal_of(options, home, free, monkeypatch, check=None):

@@ -7,7 +7,6 @@ import subprocess
 
 import pytest
 from pytest import approx
-from runs import LETTERS, metrics, write_lines
 
 from minivlmrl.commands import report
 from minivlmrl.config.loading import load_config
@@ -15,6 +14,7 @@ from minivlmrl.diagnostics import report as report_file
 from minivlmrl.diagnostics.report import TEMPLATE, collect_run, write_page
 from minivlmrl.run.callbacks import Callback, default_callbacks
 from minivlmrl.run.loop import run_training
+from tests.helpers.runs import LETTERS, metrics, write_lines
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)

@@ -3,9 +3,9 @@
 import re
 
 import pytest
-from runs import write_lines
 
 from minivlmrl.diagnostics import report
+from tests.helpers.runs import write_lines
 
 
 def test_a_page_has_a_limited_number_of_steps(tmp_path, monkeypatch):

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import metrics
 
 from minivlmrl.config.options import LoRAOptions, RolloutOptions, RunConfig, SamplingOptions
 from minivlmrl.diagnostics.warnings import (
@@ -23,8 +22,8 @@ from minivlmrl.diagnostics.warnings import (
 from minivlmrl.losses.advantages import combine
 from minivlmrl.run.metrics import MetricsLog, check_mismatch
 from minivlmrl.run.trainer_state import TrainerState
-
-from stages import ONE
+from tests.helpers.runs import metrics
+from tests.helpers.stages import ONE
 
 HEALTHY = {
     "reward": 0.7, "rewards/format/mean": 0.9, "rewards/format/std": 0.1, "rewards/accuracy/mean": 0.5,

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from on_ranks import ONE, launch
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -30,10 +29,10 @@ from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import adapter_parameters, inject_adapters
 from minivlmrl.run.setup import build_model
 from minivlmrl.tasks import shapes
+from tests.helpers import tiny
+from tests.helpers.on_ranks import ONE, launch
+from tests.helpers.tiny import pack
 from tests.model.test_lora import adapted
-
-import tiny
-from tiny import pack
 
 CPU = torch.device("cpu")
 ODD = {"intermediate_size": 47}  # an odd row count, which two ranks cannot split equally

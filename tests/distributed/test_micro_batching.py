@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from minivlmrl.distributed.micro_batching import split_into_micro_batches
-
-from stages import ONE, snapshot
+from tests.helpers.stages import ONE, snapshot
 
 
 def tokens(lengths, piece):

@@ -7,12 +7,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from children import exit_code, fork
-from pretend_cuda import CUDA, PretendCuda
 
 from minivlmrl.distributed import network
 from minivlmrl.distributed.network import attempt_store, connect
 from minivlmrl.distributed.process_group import World
+from tests.helpers.children import exit_code, fork
+from tests.helpers.pretend_cuda import CUDA, PretendCuda
 
 CPU = torch.device("cpu")
 HOST = socket.gethostname()

@@ -11,7 +11,6 @@ import sys
 
 import pytest
 import torch
-from on_ranks import ONE, PROMPTS_PER_STEP, SHARDS_BYTES, Uneven, launch, shards_bytes, stage_on_ranks
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.distributed import process_group
@@ -23,9 +22,9 @@ from minivlmrl.model.value_head import ValueModel
 from minivlmrl.run.evaluate import evaluate
 from minivlmrl.run.setup import build_model
 from minivlmrl.tasks import shapes
-
-from stages import write_recipe
-from tiny import recipe
+from tests.helpers.on_ranks import ONE, PROMPTS_PER_STEP, SHARDS_BYTES, Uneven, launch, shards_bytes, stage_on_ranks
+from tests.helpers.stages import write_recipe
+from tests.helpers.tiny import recipe
 
 STAGE = {
     "max_steps": 3, "prompts_per_step": PROMPTS_PER_STEP, "micro_batch_size": 1, "learning_rate": 1e-4,

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from on_ranks import SHARDS_BYTES, launch, stage_on_ranks
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from minivlmrl.distributed.weights import units
@@ -28,8 +27,8 @@ from tests.distributed.test_process_group import (
     STAGES,
     prepare,
 )
-
-from tiny import RUN_MODEL
+from tests.helpers.on_ranks import SHARDS_BYTES, launch, stage_on_ranks
+from tests.helpers.tiny import RUN_MODEL
 
 ONCE = "--sharding.once_per_step=true"
 STEPS = ["--{}.prompts_per_step=24", "--{}.max_steps=2"]

@@ -11,8 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from children import fork_processes, fork_ranks
-from runs import metrics
 
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.options import ShardingOptions
@@ -22,6 +20,8 @@ from minivlmrl.generation.sampler import Sampler
 from minivlmrl.rewards.registry import Reward, RewardFailed
 from minivlmrl.run.process import lost_ranks
 from minivlmrl.tasks.shapes import Shapes
+from tests.helpers.children import fork_processes, fork_ranks
+from tests.helpers.runs import metrics
 
 TIMEOUT = 2.0  # timeout for collective operations; longer work is slow
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from record_bitsandbytes import digest, numbers, recorded
 from torch import nn
 
 from minivlmrl.extras import adamw8bit
 from minivlmrl.extras.adamw8bit import AdamW8bit
 from minivlmrl.model.nf4 import dynamic_code, quantize
+from tests.record.record_bitsandbytes import digest, numbers, recorded
 
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
 

@@ -11,8 +11,6 @@ from types import SimpleNamespace
 import PIL.Image
 import pytest
 import torch
-from links import ROOT
-from runs import write_lines
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import GRPOOptions
@@ -27,6 +25,8 @@ from minivlmrl.extras.check import rewards as check_rewards
 from minivlmrl.extras.check import rows as check_rows
 from minivlmrl.rewards.registry import Reward, get_reward
 from minivlmrl.tasks import shapes
+from tests.helpers.links import ROOT
+from tests.helpers.runs import write_lines
 from tests.recipes.test_fashion import write_debian
 
 RECIPES = ROOT / "recipes"

@@ -8,15 +8,14 @@ import shlex
 from pathlib import Path
 
 import pytest
-from hub_configs import real_config
 
 from minivlmrl.__main__ import main as start
 from minivlmrl.config.loading import load_config
 from minivlmrl.diagnostics.memory import GB, MemoryEstimator, MemoryQuestion, estimate_phases, peak_bytes
 from minivlmrl.extras.memory import memory_table
 from minivlmrl.model import config_json
-
-import tiny
+from tests.helpers import tiny
+from tests.helpers.hub_configs import real_config
 
 
 def head_of(path):

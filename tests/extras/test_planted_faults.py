@@ -8,12 +8,12 @@ from pathlib import Path
 import PIL.Image
 import pytest
 import torch
-from runs import LETTERS, metrics, read_lines, write_lines
 
 from minivlmrl.data.rows import Completion
 from minivlmrl.extras.check import command as check
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.tasks.shapes import Shapes, tagged_answer
+from tests.helpers.runs import LETTERS, metrics, read_lines, write_lines
 
 
 @dataclass

@@ -3,11 +3,11 @@
 import re
 
 import pytest
-from runs import read_lines, write_lines
 
 from minivlmrl.__main__ import main
 from minivlmrl.config.import_utils import load_name, run_file
 from minivlmrl.extras.replay.command import compare
+from tests.helpers.runs import read_lines, write_lines
 
 LOUD = [
     "--rewards={letters: 1.0}",

@@ -4,11 +4,11 @@ import datasets
 import pytest
 import torch
 import trl
-from talk import assistant, user
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as modeling
 from trl_fixtures import QUIET, model, picture, processor, write_model
 
 from minivlmrl.extras.trl_inputs import InputCheck
+from tests.helpers.talk import assistant, user
 
 SIZES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1, "seed": 1}
 GENERATION = {"num_generations": 2, "max_completion_length": 6}

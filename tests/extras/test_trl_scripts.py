@@ -7,13 +7,13 @@ import subprocess
 import sys
 
 import pytest
-from links import ROOT
 from trl_fixtures import model
 
 from minivlmrl.__main__ import main
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import save_model
 from minivlmrl.tasks import shapes
+from tests.helpers.links import ROOT
 
 LIBRARY_PAGE = (ROOT / "docs" / "library.md").read_text("utf-8")
 SCRIPT = """\

@@ -12,8 +12,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import vllm_stand_in
-from pretend_cuda import CUDA
 
 from minivlmrl.config.import_utils import load_name, run_file
 from minivlmrl.config.loading import load_config
@@ -23,10 +21,10 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.process_group import World
 from minivlmrl.generation.sampler import ENGINES, Sampler, find_engine
 from minivlmrl.model.lora import adapters, init_adapters, inject_adapters, set_parameters
-
-import tiny
-from draws import STOP, ids_of, options, prompts
-from stages import ONE
+from tests.helpers import tiny, vllm_stand_in
+from tests.helpers.draws import STOP, ids_of, options, prompts
+from tests.helpers.pretend_cuda import CUDA
+from tests.helpers.stages import ONE
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "vllm_0.32.0.json"
 ENGINE = "--sampling.engine=vllm"

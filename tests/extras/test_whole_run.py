@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from children import exit_code, fork
-from runs import leave_out, metrics
 from safetensors.torch import load_file, save_file
 
 from minivlmrl.__main__ import main
@@ -22,9 +20,10 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.files import digest
 from minivlmrl.rewards.registry import REWARDS
 from minivlmrl.run import loop
-
-import tiny
-from stages import write_recipe
+from tests.helpers import tiny
+from tests.helpers.children import exit_code, fork
+from tests.helpers.runs import leave_out, metrics
+from tests.helpers.stages import write_recipe
 
 STAGE = {"max_steps": 6, "prompts_per_step": 4, "micro_batch_size": 4, "learning_rate": 3e-3}
 DATA = {"eval_rows": 1, "task": "shapes(demonstrations=8)"}
@@ -38,7 +37,7 @@ def lively():
     Every eighth token is a stop token, and the reward counts letters.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(REWARDS, "letters", "on_ranks:letters")
+        patch.setitem(REWARDS, "letters", "tests.helpers.on_ranks:letters")
         patch.setattr(Processor, "stop_token_ids", property(lambda self: tuple(range(7, len(self.tokenizer), 8))))
         leave_out(patch)
         yield

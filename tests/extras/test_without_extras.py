@@ -7,7 +7,8 @@ import sys
 
 import PIL.Image
 import pytest
-from links import ROOT
+
+from tests.helpers.links import ROOT
 
 # the reward of own.py varies already after two steps of SFT, so that GRPO and PPO have a gradient
 SHAPES = ["--data.eval_rows=4", "--sft.max_steps=2", "--rewards={own.py:letters: 1, format: 0.5, accuracy: 1}"]

@@ -8,7 +8,6 @@ import weakref
 
 import pytest
 import torch
-from pretend_cuda import CUDA, PretendCuda, pretend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minivlmrl.config.options import LoRAOptions
@@ -26,9 +25,9 @@ from minivlmrl.generation.generate import Decode, sample_by_uniforms
 from minivlmrl.kernels import backend, decode_attention
 from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.model.lora import adapter_parameters, init_adapters, inject_adapters, quantize_base
-
-import tiny
-from draws import STOP, options, prompts, sample
+from tests.helpers import tiny
+from tests.helpers.draws import STOP, options, prompts, sample
+from tests.helpers.pretend_cuda import CUDA, PretendCuda, pretend
 
 SETTINGS = [
     {}, dict(temperature=0), dict(temperature=0.7, top_k=5, repetition_penalty=1.3),

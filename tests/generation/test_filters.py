@@ -9,10 +9,9 @@ from minivlmrl.generation.filters import filter_logits
 from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 from minivlmrl.model.logprobs import completion_states, per_token_logps
 from minivlmrl.model.packing import pack
-
-import tiny
-from draws import SETTINGS, logits, options, prompts, sample
-from stages import completions_of, folder, lively, samples, stage  # noqa: F401 (fixtures)
+from tests.helpers import tiny
+from tests.helpers.draws import SETTINGS, logits, options, prompts, sample
+from tests.helpers.stages import completions_of, folder, lively, samples, stage  # noqa: F401 (fixtures)
 
 EXTREMES = [
     dict(top_k=1), dict(top_k=1000), dict(top_p=1e-6), dict(top_p=0.999), dict(min_p=1.0), dict(temperature=1e-6),

@@ -8,10 +8,9 @@ from minivlmrl.data.rows import uniform_numbers
 from minivlmrl.generation.generate import inverse_cdf, sample_by_uniforms
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.logprobs import per_token_logps
-
-import tiny
-from draws import SETTINGS, STOP, ids_of, options, prompts, sample, seeded, their_tokens
-from tiny import pack
+from tests.helpers import tiny
+from tests.helpers.draws import SETTINGS, STOP, ids_of, options, prompts, sample, seeded, their_tokens
+from tests.helpers.tiny import pack
 
 MORE_SETTINGS = [
     dict(temperature=0.6, top_k=3, repetition_penalty=1.1),

@@ -17,10 +17,9 @@ from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.families.qwen3_vl import Qwen3VisionTransformer
 from minivlmrl.model.vision import VisionTransformer
 from tests.distributed.test_fsdp import sharded_model
-
-import tiny
-from draws import STOP, ids_of, options, prompts
-from stages import ONE, snapshot
+from tests.helpers import tiny
+from tests.helpers.draws import STOP, ids_of, options, prompts
+from tests.helpers.stages import ONE, snapshot
 
 KEYS = ["a", "b", "c", "d", "e"]
 

@@ -6,8 +6,7 @@ import torch
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.generation.stop_strings import StopStrings, token_bytes
-
-from draws import STOP, prompts, sample, seeded, their_tokens, with_extra_ends
+from tests.helpers.draws import STOP, prompts, sample, seeded, their_tokens, with_extra_ends
 
 TEXTS = ["the cat sat on the mat </answer> <answer>a cat</answer>", "naïve café 猫が好き 🐈 tea"] * 3
 

@@ -9,8 +9,7 @@ from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.generation.filters import Filters
 from minivlmrl.generation.generate import generate, make_token_sampler
-
-import tiny
+from tests.helpers import tiny
 
 STOP = (7, 11, 13, 17, 19, 23, 29)  # common enough that some rows end early and others do not
 GRIDS = [[(1, 6, 10)], [(1, 18, 4), (1, 4, 6)], [], [(1, 4, 4)], [(1, 10, 6)]]

@@ -16,9 +16,9 @@ import subprocess
 import sys
 
 import numpy as np
-from links import ROOT
 
 from minivlmrl.kernels.backend import INTERPRETED, tl
+from tests.helpers.links import ROOT
 
 
 def run_interpreted(*modules: str) -> None:

@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from machine_code import instructions, opcode, unwritten_registers
 
 from minivlmrl.kernels import decode_attention as decoding
 from minivlmrl.kernels import nf4_unpack
 from minivlmrl.kernels import selective_log_softmax as log_softmax
 from minivlmrl.kernels import window_attention as windows
+from tests.helpers.machine_code import instructions, opcode, unwritten_registers
 
 DTYPES = ("bf16", "fp32")
 # tokens in the longest window, head_dim; Qwen2.5-VL has 16 heads with 80 columns, and windows with up to 64 tokens

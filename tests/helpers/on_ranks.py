@@ -18,7 +18,6 @@ from types import SimpleNamespace
 import PIL.Image
 import pytest
 import torch
-from talk import IMAGE_PART, text, user
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import DataOptions
@@ -36,8 +35,8 @@ from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.run.setup import build_model
 from minivlmrl.tasks import shapes
 from minivlmrl.trainers import registry
-
-from stages import letters  # noqa: F401 (a reward that recipes name)
+from tests.helpers.stages import letters  # noqa: F401 (a reward that recipes name)
+from tests.helpers.talk import IMAGE_PART, text, user
 
 SECONDS = 300  # timeout for a collective, long enough for a busy machine; a deadlock then fails the test
 ROWS, PROMPTS_PER_STEP = 16, 4
@@ -173,7 +172,7 @@ def _rank(rank: int, size: int, port: int, folder: Path, cases: dict[str, list[s
         "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
-    REWARDS["letters"], tool_sampler.find_calls = "on_ranks:letters", eager
+    REWARDS["letters"], tool_sampler.find_calls = "tests.helpers.on_ranks:letters", eager
     tool_sampler.ToolEpisode.closes_a_call = lambda self, searched_from: True  # search for calls after every token
     Processor.stop_token_ids = property(lambda self: tuple(range(7, len(self.tokenizer), 8)))
     results = {}

@@ -12,8 +12,7 @@ import torch
 from minivlmrl.model import config_json
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.packing import pack
-
-import tiny
+from tests.helpers import tiny
 
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 

@@ -28,12 +28,13 @@ import sys
 from unittest import mock
 
 import torch
-from cuda_operators import CUDA_OPERATORS
-from links import ROOT
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
+
+from tests.helpers.cuda_operators import CUDA_OPERATORS
+from tests.helpers.links import ROOT
 
 CUDA = torch.device("cuda", 0)
 SOURCES = tuple(str(ROOT / name) for name in ("minivlmrl", "kernels", "benchmarks"))

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import yaml
-from links import ROOT
+
+from tests.helpers.links import ROOT
 
 TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 TAKEN, MISSED = (TABLE.pop(f"{name} by math-verify") for name in ("taken", "missed"))

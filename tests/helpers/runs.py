@@ -11,8 +11,7 @@ from minivlmrl.__main__ import main
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.diagnostics.memory import MemoryEstimator
 from minivlmrl.tasks.shapes import Shapes
-
-import tiny
+from tests.helpers import tiny
 
 STAGE = {"max_steps": 3, "prompts_per_step": 4, "micro_batch_size": 4, "learning_rate": 3e-3}
 RECIPE = tiny.recipe(STAGE, stages=["sft", "grpo"], data={"task": "shapes(demonstrations=8)", "eval_rows": 4})

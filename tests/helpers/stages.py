@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from runs import metrics
 
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.loading import load_config
@@ -24,8 +23,8 @@ from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers import grpo as grpo_file
 from minivlmrl.trainers import registry
 from minivlmrl.trainers.rollout import RolloutTrainer
-
-from tiny import RUN_MODEL, RUN_QWEN3, RUN_QWEN3_MOE, RUN_QWEN35, RUN_QWEN35_MOE, recipe
+from tests.helpers.runs import metrics
+from tests.helpers.tiny import RUN_MODEL, RUN_QWEN3, RUN_QWEN3_MOE, RUN_QWEN35, RUN_QWEN35_MOE, recipe
 
 STAGE = {
     "max_steps": 3, "prompts_per_step": 4, "micro_batch_size": 2, "learning_rate": 1e-2,
@@ -61,7 +60,7 @@ def letters(completions, **columns):
 @pytest.fixture
 def lively(monkeypatch):
     """Give an untrained model different rewards and lengths: reward letters, and make many tokens stop tokens."""
-    monkeypatch.setitem(REWARDS, "letters", "stages:letters")
+    monkeypatch.setitem(REWARDS, "letters", "tests.helpers.stages:letters")
     monkeypatch.setattr(Processor, "stop_token_ids", property(lambda self: tuple(range(7, len(self.tokenizer), 8))))
 
 

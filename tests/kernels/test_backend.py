@@ -5,12 +5,12 @@ import sys
 
 import pytest
 import torch
-from interpreter import run_interpreted
-from pretend_cuda import CUDA, PretendCuda
 
 from minivlmrl.kernels import backend
 from minivlmrl.kernels.backend import INSTALLED, INTERPRETED, KERNELS
 from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
+from tests.helpers.interpreter import run_interpreted
+from tests.helpers.pretend_cuda import CUDA, PretendCuda
 
 CPU = torch.zeros(1)
 

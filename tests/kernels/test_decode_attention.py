@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from interpreter import INTERPRETED
 
 from minivlmrl.generation import cuda_graphs
 from minivlmrl.generation.cuda_graphs import StaticDecodeAttention
 from minivlmrl.kernels import decode_attention as module
 from minivlmrl.kernels.decode_attention import decode_attention, fits
 from minivlmrl.model.attention import DecodeAttention, GroupAttention, GroupLayout
+from tests.helpers.interpreter import INTERPRETED
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 3e-3}  # relative to the norm
 DEVICE = "cpu" if INTERPRETED else "cuda"

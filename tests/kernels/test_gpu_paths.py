@@ -9,8 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from cuda_operators import CUDA_OPERATORS
-from pretend_cuda import CUDA, Pretend, PretendCuda
 from torch import Tensor
 
 from minivlmrl.kernels import dense_attention as dense_module
@@ -22,6 +20,8 @@ from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
 from minivlmrl.kernels.shared_prefix import PromptSlots, completion_attention
 from minivlmrl.model.nf4 import BLOCK, pack_nf4, unpack_nf4
+from tests.helpers.cuda_operators import CUDA_OPERATORS
+from tests.helpers.pretend_cuda import CUDA, Pretend, PretendCuda
 
 FLASH = "aten::_scaled_dot_product_flash_attention"
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-6}  # relative to the norm

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from interpreter import INTERPRETED
 
 from minivlmrl.kernels import linear_log_softmax as kernel
 from minivlmrl.kernels.linear_log_softmax import join_masks, linear_log_softmax, linear_log_sum_sq_probs
+from tests.helpers.interpreter import INTERPRETED
 
 only_torch = pytest.mark.skipif(INTERPRETED, reason="looks at PyTorch, not at the kernel")
 # the kernels compute in float32, the torch path in float64 for float64 inputs

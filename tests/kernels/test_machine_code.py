@@ -14,8 +14,9 @@ import subprocess
 import sys
 
 import pytest
-from links import ROOT
-from machine_code import accesses, unwritten_registers
+
+from tests.helpers.links import ROOT
+from tests.helpers.machine_code import accesses, unwritten_registers
 
 # shared memory in bytes that a program may use, by compute capability (CUDA C++ Programming Guide, table "Technical
 # Specifications per Compute Capability"); Triton refuses larger kernels when they are launched, not when they compile.

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from interpreter import INTERPRETED
 
 from minivlmrl.kernels import selective_log_softmax as kernel
+from tests.helpers.interpreter import INTERPRETED
 
 only_interpreted = pytest.mark.skipif(not INTERPRETED, reason="calls a kernel: `pytest -m slow` runs it interpreted")
 # relative to the norm of the float64 result; bfloat16 gradients are rounded once

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from interpreter import INTERPRETED
 
 from minivlmrl.kernels import self_test
 from minivlmrl.kernels.backend import KERNELS
 from minivlmrl.kernels.verdicts import TOLERANCE, check_kernel
+from tests.helpers.interpreter import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED else "cuda:0"
 runs = (lambda test: test) if INTERPRETED else pytest.mark.gpu  # a compiled kernel needs a GPU

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from children import exit_code, fork
 
 from minivlmrl.kernels import backend, verdicts
 from minivlmrl.kernels.backend import KERNELS, backend_for
 from minivlmrl.kernels.verdicts import load_or_check, rejected_kernels
+from tests.helpers.children import exit_code, fork
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the stand-in for Python is a shell script")
 STAND_IN = """#!/bin/sh

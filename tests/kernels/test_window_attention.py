@@ -3,13 +3,13 @@ test_backend.py) through the Triton kernels in the interpreter."""
 
 import pytest
 import torch
-from interpreter import INTERPRETED
-from pretend_cuda import CUDA, PretendCuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minivlmrl.kernels import dense_attention
 from minivlmrl.kernels import window_attention as module
 from minivlmrl.kernels.window_attention import Segments, block_sizes, window_attention
+from tests.helpers.interpreter import INTERPRETED
+from tests.helpers.pretend_cuda import CUDA, PretendCuda
 
 # relative to the norm. The torch path rounds scores and weights to bfloat16, the kernels only weights.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 3e-3}

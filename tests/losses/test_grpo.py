@@ -10,8 +10,7 @@ import torch
 
 from minivlmrl.losses.grpo import AVERAGES, grpo_loss, kl_term
 from minivlmrl.losses.ppo import token_rewards
-
-from by_hand import OFF_POLICY, kl, loss_of, near, policy, tensor
+from tests.helpers.by_hand import OFF_POLICY, kl, loss_of, near, policy, tensor
 
 
 @pytest.mark.parametrize(

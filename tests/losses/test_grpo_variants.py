@@ -20,8 +20,7 @@ from minivlmrl.losses.ppo import ppo_loss
 from minivlmrl.losses.preference import dpo_loss, reward_loss
 from minivlmrl.losses.sft import sft_loss
 from minivlmrl.trainers.functions import loss_arguments
-
-from by_hand import kl, loss_of, near, policy, tensor
+from tests.helpers.by_hand import kl, loss_of, near, policy, tensor
 
 NAN = float("nan")
 

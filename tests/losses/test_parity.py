@@ -12,8 +12,7 @@ from minivlmrl.data.rows import Prompt
 from minivlmrl.losses import preference, sft
 from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 from minivlmrl.losses.parity import cases, check, check_images, compare, distance
-
-import tiny
+from tests.helpers import tiny
 
 
 def chosen(loss, options):

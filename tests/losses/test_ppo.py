@@ -6,12 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from links import ROOT
 
 from minivlmrl.losses.advantages import leave_one_out
 from minivlmrl.losses.ppo import gae, ppo_loss, token_rewards, whiten
-
-from by_hand import tensor
+from tests.helpers.by_hand import tensor
+from tests.helpers.links import ROOT
 
 RECORDED = json.loads((ROOT / "tests" / "recorded" / "ppo_trl_1.12.0.json").read_text())
 CASES = [pytest.param(case, id=str(case["config"] or "defaults")) for case in RECORDED["cases"]]

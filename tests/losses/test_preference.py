@@ -7,8 +7,7 @@ import torch
 
 from minivlmrl.losses import preference as losses
 from minivlmrl.losses.preference import DPO_LOSSES, dpo_loss, kto_kl, kto_loss, reward_loss
-
-from by_hand import near, tensor
+from tests.helpers.by_hand import near, tensor
 
 
 def softplus(x):

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from minivlmrl.losses.sft import sft_loss
-
-from by_hand import near, tensor
+from tests.helpers.by_hand import near, tensor
 
 
 def test_nll_with_the_tokens_of_the_step():

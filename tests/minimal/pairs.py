@@ -5,13 +5,12 @@ import sys
 
 import pytest
 import torch
-from hub_configs import tiny_config
-from record_vision import noise
 
 import minimal
 from minivlmrl.tasks import shapes
-
-import tiny
+from tests.helpers import tiny
+from tests.helpers.hub_configs import tiny_config
+from tests.record.record_vision import noise
 
 TOKENIZER = shapes.tokenizer()
 IDS = TOKENIZER.special_tokens
@@ -46,8 +45,9 @@ def write_folder(folder, tied: bool, **options):
     Args:
         options: arguments of save_pretrained, such as max_shard_size.
     """
-    from oracle import CLASSES, EAGER, transformers
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    from tests.helpers.oracle import CLASSES, EAGER, transformers
 
     (folder / "config.json").write_text(json.dumps(hub_config(tied)))
     config = transformers.AutoConfig.from_pretrained(folder)

@@ -8,13 +8,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from pretend_cuda import PretendCuda
-from runs import write_lines
 from safetensors.torch import load_file
 
 import minimal
 from minivlmrl.config.options import TrainingOptions
 from minivlmrl.run.optimizer import learning_rate
+from tests.helpers.pretend_cuda import PretendCuda
+from tests.helpers.runs import write_lines
 from tests.minimal.pairs import main
 
 OPTIONS = ("--steps=2", "--warmup=1", "--rows_per_step=3", "--learning_rate=1e-3", "--group=3", "--max_new_tokens=5")

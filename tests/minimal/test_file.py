@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from links import ROOT
 
 import minimal
+from tests.helpers.links import ROOT
 
 TEXT = (ROOT / "minimal.py").read_text()
 TREE = ast.parse(TEXT)

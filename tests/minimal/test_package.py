@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from record_vision import noise, resize_cases
 
 import minimal
 from minivlmrl.config.options import OptimizerOptions, TrainingOptions
@@ -26,6 +25,9 @@ from minivlmrl.model.packing import pack
 from minivlmrl.model.rope import get_rope_index
 from minivlmrl.rewards.text import accuracy, last_answer, tag_format
 from minivlmrl.run.optimizer import finish_gradients, learning_rate, make_optimizer
+from tests.helpers import tiny
+from tests.helpers.by_hand import tensor
+from tests.helpers.draws import seeded
 from tests.minimal.pairs import (
     IDS,
     IMAGE,
@@ -39,10 +41,7 @@ from tests.minimal.pairs import (
     padded,
     row_of,
 )
-
-import tiny
-from by_hand import tensor
-from draws import seeded
+from tests.record.record_vision import noise, resize_cases
 
 TOLERANCE = 1e-12  # for log-probabilities and losses
 OF_GRADIENTS = 1e-10  # relative to the largest gradient of the parameter

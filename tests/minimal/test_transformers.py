@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hub_configs import real_config
 
 import minimal
+from tests.helpers.hub_configs import real_config
 from tests.minimal.pairs import (
     ROWS,
     TOKENIZER,
@@ -24,8 +24,9 @@ from tests.minimal.pairs import (
 
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 
-import oracle  # noqa: E402 (asks for transformers too)
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig  # noqa: E402
+
+from tests.helpers import oracle  # noqa: E402 (asks for transformers too)
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 TOLERANCE = 1e-12  # for log-probabilities, relative to the largest

@@ -11,7 +11,6 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from talk import IMAGE_PART, text, user
 
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.data import chat_template
@@ -27,8 +26,8 @@ from minivlmrl.model.checkpoint import load_model, load_processor, save_model
 from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.model.lora import inject_adapters
 from minivlmrl.tasks import shapes
-
-import tiny
+from tests.helpers import tiny
+from tests.helpers.talk import IMAGE_PART, text, user
 
 RECIPE_MODEL = "recipes/shapes_model.json"
 # files in a Hub folder besides the weights, with its own chat template and stop ids

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub_configs import QWEN3_SIZES, SIZES, real_config, tiny_config
 
 from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.model import checkpoint, config_json
 from minivlmrl.model.build import random_model
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.families.registry import FAMILIES
-
-import tiny
+from tests.helpers import tiny
+from tests.helpers.hub_configs import QWEN3_SIZES, SIZES, real_config, tiny_config
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 FILES = sorted(RECORDED.glob("c*_transformers_4.*.json"))

@@ -8,13 +8,12 @@ import torch
 from minivlmrl.model import rope
 from minivlmrl.model.families.registry import hub_name
 from minivlmrl.model.logprobs import per_token_logps
-
-import tiny
-from tiny import pack
+from tests.helpers import tiny
+from tests.helpers.tiny import pack
 
 pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 
-from oracle import in_float64, saved_pair, their_inputs, worst_difference
+from tests.helpers.oracle import in_float64, saved_pair, their_inputs, worst_difference
 
 # image sizes that do not fill whole windows, several images in one row, and a row without images
 ROWS = [[(1, 6, 10)], [(1, 18, 4), (1, 6, 10)], [], [(1, 4, 4), (1, 20, 18)]]

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from pretend_cuda import CUDA, CardGenerator, PretendCuda
 
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import recompute_blocks
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import adapter_parameters, adapters, drop, dropout
+from tests.helpers.pretend_cuda import CUDA, CardGenerator, PretendCuda
 from tests.model.test_lora import adapted, check_peft, loss
 from tests.model.test_trainable import ADAPTERS
 

@@ -8,10 +8,9 @@ from minivlmrl.config.options import LoRAOptions
 from minivlmrl.model.flops import batch_flops, flops_by_input, peak_flops
 from minivlmrl.model.lora import inject_adapters, quantize_base
 from minivlmrl.model.trainable import select_trained
+from tests.helpers import tiny
+from tests.helpers.tiny import pack
 from tests.model.test_logprobs import groups
-
-import tiny
-from tiny import pack
 
 
 def counted(model, batch) -> int:

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from minivlmrl.model.logprobs import completion_states, logps_of_states, per_token_logps, plain_per_token_logps
-
-import tiny
-from tiny import pack
+from tests.helpers import tiny
+from tests.helpers.tiny import pack
 
 # prompts with different lengths: one image, two images with other sizes, no image, an image with the first image's
 # size, a video

@@ -26,9 +26,8 @@ from minivlmrl.model.lora import (
 )
 from minivlmrl.model.plain_weights import is_adapter
 from minivlmrl.trainers.reference import SwappedParameters
-
-import tiny
-from tiny import pack
+from tests.helpers import tiny
+from tests.helpers.tiny import pack
 
 EVERYTHING = ["language", "vision", "merger"]
 

@@ -4,8 +4,6 @@ import copy
 
 import pytest
 import torch
-from on_ranks import shards_bytes
-from record_bitsandbytes import SHAPE, digest, numbers, recorded
 from torch import nn
 
 from minivlmrl.__main__ import main
@@ -20,7 +18,9 @@ from minivlmrl.model.peft import load_adapter
 from minivlmrl.model.plain_weights import gather_full_tensor, packed_layers, part_of, plain_weights
 from minivlmrl.model.trainable import trainable_summary
 from minivlmrl.model.value_head import ValueModel
+from tests.helpers.on_ranks import shards_bytes
 from tests.model.test_lora import adapted, batch, loss
+from tests.record.record_bitsandbytes import SHAPE, digest, numbers, recorded
 
 UP = "model.layers.0.mlp.up_proj.weight"
 
@@ -73,9 +73,10 @@ def test_the_packed_layers_are_those_of_transformers(tmp_path, model_type):
     We do not convert the vision tower.
     """
     pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
-    from oracle import saved_pair
     from transformers.quantizers.base import get_keys_to_not_convert
     from transformers.quantizers.quantizers_utils import should_convert_module
+
+    from tests.helpers.oracle import saved_pair
 
     theirs, model = saved_pair(tmp_path, model_type)
     names = {hub_name(name) for name, module in theirs.named_modules() if isinstance(module, nn.Linear)}

@@ -5,9 +5,8 @@ import torch
 
 from minivlmrl.losses.grpo import LossNormalizer
 from minivlmrl.trainers.base import MicroBatch
-
-import tiny
-from tiny import pack
+from tests.helpers import tiny
+from tests.helpers.tiny import pack
 
 
 def test_the_docstring_example():

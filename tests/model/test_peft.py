@@ -10,14 +10,13 @@ from minivlmrl.model.checkpoint import load_model, save_model
 from minivlmrl.model.lora import adapters
 from minivlmrl.model.peft import gather_adapter, load_adapter
 from minivlmrl.tasks import shapes
+from tests.helpers import tiny
 from tests.model.test_checkpoint import edit_json
 from tests.model.test_lora import adapted
 
-import tiny
-
 peft = pytest.importorskip("peft", reason="oracle missing: pip install peft")
 
-from oracle import CLASSES, ROUNDING, worst_difference  # noqa: E402 (asks for transformers too)
+from tests.helpers.oracle import CLASSES, ROUNDING, worst_difference  # noqa: E402 (asks for transformers too)
 
 FORMS = [(kind, tied) for kind in CLASSES for tied in (False, True)]
 

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from record_positions import cases, digest
 
 from minivlmrl.model import rope
-
-import tiny
+from tests.helpers import tiny
+from tests.record.record_positions import cases, digest
 
 RECORDED = json.loads((Path(__file__).parents[1] / "recorded" / "positions_transformers_4.51.3.json").read_text())
 

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from runs import metrics
 from safetensors.torch import load_file
 
 from minivlmrl.config.loading import load_config
@@ -19,10 +18,10 @@ from minivlmrl.model.trainable import select_trained
 from minivlmrl.run.setup import build_model
 from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers import reward_model
+from tests.helpers import tiny
+from tests.helpers.runs import metrics
+from tests.helpers.stages import ONE, STAGES, snapshot
 from tests.model.test_lora import adapted
-
-import tiny
-from stages import ONE, STAGES, snapshot
 
 ALL = "[language, vision, merger]"
 ADAPTERS = ["--adapter.r=4", f"--adapter.target={ALL}"]

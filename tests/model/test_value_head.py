@@ -16,10 +16,9 @@ from minivlmrl.model.checkpoint import save_model
 from minivlmrl.model.logprobs import completion_states
 from minivlmrl.model.value_head import ValueModel, load_value_model, pack_with_last_token
 from minivlmrl.tasks import shapes
-
-import tiny
-from stages import ONE
-from tiny import pack
+from tests.helpers import tiny
+from tests.helpers.stages import ONE
+from tests.helpers.tiny import pack
 
 
 def value_model(tied=False) -> ValueModel:

@@ -10,12 +10,11 @@ import torch
 
 from minivlmrl.model import vision
 from minivlmrl.model.lora import add_lora, quantize_layer
-
-import tiny
+from tests.helpers import tiny
 
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 
-from oracle import CLASSES  # noqa: E402 (asks for transformers too)
+from tests.helpers.oracle import CLASSES  # noqa: E402 (asks for transformers too)
 
 
 def test_windows_of_300_random_grids_equal_transformers():

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from minivlmrl.losses import advantages, grpo_variants
 from minivlmrl.trainers import grpo as grpo_trainer
+from tests.helpers.by_hand import loss_of
 from tests.parity.compare import Cell, Question, Result, loss_cell
-
-from by_hand import loss_of
 
 NAMES_OF_TRL = {"epsilon_low": "epsilon", "accumulation": "gradient_accumulation_steps", "processes": "num_processes"}
 MASKED = {"a row masked": (1,), "all rows masked": (0, 1, 2, 3)}

@@ -1,14 +1,13 @@
 """Test the rewards for choices, yes and no, and classes: reward_table.yaml, and invalid solutions."""
 
 import pytest
-from links import ROOT
-from reward_table import CHOICE, CLASS, CLASSES, MATH, NUMBER, ROWS, YES_NO
 
 from minivlmrl.rewards.boxes import NO_BOX
 from minivlmrl.rewards.text import NO_ANSWER, NO_SOLUTION
 from recipes.answers import choice, class_name, judge_rows, yes_no
-
-from score_texts import score_texts
+from tests.helpers.links import ROOT
+from tests.helpers.reward_table import CHOICE, CLASS, CLASSES, MATH, NUMBER, ROWS, YES_NO
+from tests.helpers.score_texts import score_texts
 
 
 @pytest.mark.parametrize("reward", dict.fromkeys(row[0] for row in ROWS))

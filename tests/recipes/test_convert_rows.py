@@ -9,14 +9,14 @@ import shlex
 import PIL.Image
 import pytest
 import yaml
-from links import ROOT
-from runs import write_lines
-from talk import IMAGE_PART, assistant, text, user
 
 from minivlmrl.config.options import DataOptions, FileOptions, RunConfig
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.run.datasets import load_datasets
 from recipes.convert_rows import main
+from tests.helpers.links import ROOT
+from tests.helpers.runs import write_lines
+from tests.helpers.talk import IMAGE_PART, assistant, text, user
 
 RED, TWO = {"images": ["red.png"]}, ["red.png", "blue.png"]
 FIND = [user("<image>Find <ref-object> and <ref-object>"), assistant("<bbox> and <bbox>")]

@@ -4,11 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from links import ROOT
 
 from recipes.vlm_r1 import read_objects
-
-from score_texts import score_texts
+from tests.helpers.links import ROOT
+from tests.helpers.score_texts import score_texts
 
 RECIPE = f"{ROOT}/recipes/vlm_r1.py"
 NAMES = [f"{RECIPE}:detection", f"{RECIPE}:ap_50", f"{RECIPE}:weighted_sum"]

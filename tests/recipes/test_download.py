@@ -9,10 +9,10 @@ from threading import Thread
 
 import PIL.Image
 import pytest
-from runs import write_lines
-from serving import Quiet, serve
 
 from recipes import download
+from tests.helpers.runs import write_lines
+from tests.helpers.serving import Quiet, serve
 
 file = io.BytesIO()
 PIL.Image.new("RGB", (9, 9), "red").save(file, "png")

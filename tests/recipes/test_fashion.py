@@ -10,10 +10,10 @@ import PIL.Image
 import pyarrow
 import pyarrow.parquet
 import pytest
-from runs import summary
 
 from minivlmrl.config.import_utils import load_name
 from recipes.fashion import LABELS, TASK, read_split
+from tests.helpers.runs import summary
 
 ROOT = Path(__file__).parents[2]
 IMAGES = np.random.default_rng(0).integers(0, 256, (30, 28, 28), dtype=np.uint8)

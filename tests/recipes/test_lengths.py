@@ -6,8 +6,7 @@ import random
 import pytest
 
 from recipes.lengths import repetition
-
-from score_texts import score_texts
+from tests.helpers.score_texts import score_texts
 
 
 def test_cosine_equals_trl():

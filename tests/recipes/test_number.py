@@ -3,9 +3,9 @@
 from fractions import Fraction
 
 import pytest
-from reward_table import MATH, MISSED, NUMBER, ROWS, TAKEN
 
 from recipes.answers import number, read_number
+from tests.helpers.reward_table import MATH, MISSED, NUMBER, ROWS, TAKEN
 
 
 @pytest.mark.parametrize("text, value, unit", [

@@ -4,12 +4,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from runs import metrics, summary
 
 from minivlmrl.config.import_utils import load_name
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.rewards.text import accuracy, tag_format
 from recipes.digits import write_digits
+from tests.helpers.runs import metrics, summary
 
 ROOT = Path(__file__).parents[2]
 SMALL = [

@@ -4,9 +4,9 @@ import json
 
 import PIL.Image
 import pytest
-from talk import assistant, user
 
 from recipes.rescale_boxes import main, rescale
+from tests.helpers.talk import assistant, user
 
 WRITTEN = {
     "<answer>[10, 10, 20, 20]</answer> of 4": "<answer>[100, 200, 200, 400]</answer> of 4",

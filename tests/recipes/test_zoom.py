@@ -6,9 +6,9 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from runs import summary
 
 from minivlmrl.config.options import DataOptions
+from tests.helpers.runs import summary
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "zoom.yaml"

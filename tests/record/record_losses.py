@@ -1,6 +1,6 @@
 """Record TRL 1.16's losses and gradients in minivlmrl/losses/fixtures/losses.safetensors, for losses/parity.py:
 
-PYTHONPATH=.:tests/helpers python tests/record/record_losses.py
+PYTHONPATH=. python tests/record/record_losses.py
 
 The small batches from tests/parity come first. Cases from `step` follow, in which common mistakes differ: all lengths
 differ, no completion fills the batch, no advantage is 0, and dapo's steps are also recorded as micro-batches.

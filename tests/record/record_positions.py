@@ -12,7 +12,7 @@ import random
 
 import torch
 
-import tiny
+from tests.helpers import tiny
 
 COUNT = 300
 

@@ -5,7 +5,7 @@ with its own processor, from folders that it also writes: `record_rows.py models
 Qwen2-VL's and Qwen2.5-VL's videos, qwen-vl-utils samples and resizes the frames, as Qwen's examples do.
 
 Run with transformers 5.23.0, torchvision 0.28.0, qwen-vl-utils 0.0.14, av and decord:
-PYTHONPATH=.:tests/helpers python tests/record/record_rows.py [models]
+PYTHONPATH=. python tests/record/record_rows.py [models]
 """
 
 import functools
@@ -16,14 +16,24 @@ import sys
 import PIL.Image
 import PIL.ImageOps
 import transformers
-from hub_configs import tiny_config
 from qwen_vl_utils.vision_process import fetch_image, fetch_video, to_rgb
 from tokenizers import AddedToken
 from transformers.video_utils import load_video
-from user_rows import ANSWERS, FILES, MODELS, RECORDED, Case, mean_colors, pack_ids, read_cases, to_messages
 
 from minivlmrl.data.chat_template import as_jinja
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS, STRUCTURE, train_tokenizer
+from tests.helpers.hub_configs import tiny_config
+from tests.helpers.user_rows import (
+    ANSWERS,
+    FILES,
+    MODELS,
+    RECORDED,
+    Case,
+    mean_colors,
+    pack_ids,
+    read_cases,
+    to_messages,
+)
 
 # text from which the vocabulary is made: token ids must not depend on the table
 TEXTS = [

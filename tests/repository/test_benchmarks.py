@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from links import ROOT
+
+from tests.helpers.links import ROOT
 
 
 @pytest.mark.slow

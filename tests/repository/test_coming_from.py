@@ -10,8 +10,6 @@ from pathlib import Path
 import PIL.Image
 import pytest
 import torch
-from links import ROOT, blocks, rows_of
-from runs import metrics
 
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.loading import load_config
@@ -23,6 +21,8 @@ from minivlmrl.model.checkpoint import save_model
 from minivlmrl.rewards.text import tag_format
 from minivlmrl.tasks import shapes
 from minivlmrl.trainers.functions import loss_arguments
+from tests.helpers.links import ROOT, blocks, rows_of
+from tests.helpers.runs import metrics
 
 PAGE = (ROOT / "docs" / "coming_from.md").read_text()
 B, T = 12, 7

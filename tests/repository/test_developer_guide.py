@@ -11,7 +11,8 @@ import subprocess
 import sys
 
 import pytest
-from links import ROOT
+
+from tests.helpers.links import ROOT
 
 PAGE = (ROOT / "docs" / "developer_guide.md").read_text()
 DIFFS = dict(re.findall(r"\n\*\*(.+?)\*\*(?:(?!\n\*\*).)*?\n```diff\n(.*?)```", PAGE, re.DOTALL))  # title -> diff

@@ -14,8 +14,6 @@ import xml.etree.ElementTree
 import PIL.Image
 import pytest
 import torch
-from links import ROOT, blocks, links, missing, names, reading_list, rows_of
-from runs import metrics
 
 from docs.scripts import first_hour, make_pages
 from minivlmrl.__main__ import COMMANDS as COMMAND_NAMES
@@ -30,9 +28,10 @@ from minivlmrl.rewards.registry import REWARDS, get_reward
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.tasks import shapes
 from minivlmrl.trainers.registry import TRAINERS
+from tests.helpers.draws import ids_of
+from tests.helpers.links import ROOT, blocks, links, missing, names, reading_list, rows_of
+from tests.helpers.runs import metrics
 from tests.parity.families import families as make_families
-
-from draws import ids_of
 
 families = functools.cache(make_families)
 NUMBER = re.compile(r"[+-]?\d+(?:\.\d+)?")

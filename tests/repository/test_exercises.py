@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-from links import ROOT
 
 from docs.exercises.__main__ import check, empty_body, file_text, main, solution
 from docs.exercises.cases import EXERCISES
+from tests.helpers.links import ROOT
 
 PAGE = (ROOT / "docs" / "exercises.md").read_text(encoding="utf-8")
 ROTATE, ADVANTAGES, GRPO, DPO = (EXERCISES[number - 1] for number in (5, 10, 11, 12))

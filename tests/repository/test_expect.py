@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from runs import summary
 
 from benchmarks import expect
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import load_config
+from tests.helpers.runs import summary
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from links import ROOT
+
+from tests.helpers.links import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import first_gpu_hour

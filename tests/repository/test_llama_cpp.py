@@ -4,12 +4,12 @@ import json
 from collections import Counter
 
 import numpy as np
-import on_llama_cpp
 import pytest
 
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import save_model
 from minivlmrl.tasks import shapes
+from tests.helpers import on_llama_cpp
 
 # the converter's module
 pytest.importorskip("conversion", reason="llama.cpp's converter is missing: tests/llama_cpp.sh installs it")

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 import torch
-from links import ROOT
 
 import minimal
 from docs.scripts import step, walkthrough
 from tests.diagnostics.test_page import browse
+from tests.helpers.links import ROOT
 
 
 def data_of(path):

@@ -6,13 +6,12 @@ import sys
 import threading
 
 import pytest
-from links import ROOT, reading_list
-from pretend_cuda import CUDA, PretendCuda
 
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.distributed.process_group import World
-
-import stages
+from tests.helpers import stages
+from tests.helpers.links import ROOT, reading_list
+from tests.helpers.pretend_cuda import CUDA, PretendCuda
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ import re
 import PIL.Image
 import pytest
 import torch
-from talk import IMAGE_PART, user
 
 from minivlmrl.data.boxes import box_columns
 from minivlmrl.data.image import ImageProcessor
@@ -15,8 +14,8 @@ from minivlmrl.data.rows import Row
 from minivlmrl.data.video import Video
 from minivlmrl.rewards.boxes import acc_0_5, box_format, mean_giou, mean_iou
 from minivlmrl.tasks import shapes
-
-from score_texts import logged_reasons, score_texts
+from tests.helpers.score_texts import logged_reasons, score_texts
+from tests.helpers.talk import IMAGE_PART, user
 
 SIZE = (200, 100)  # the image file's width and height
 EXTENT = (100.0, 50.0)  # the resized image's width and height, which the model sees

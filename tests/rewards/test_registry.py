@@ -14,8 +14,6 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from links import ROOT
-from runs import metrics, write_lines
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.data.file_dataset import FileDataset
@@ -23,8 +21,9 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.rewards import registry as file
 from minivlmrl.rewards.registry import REWARDS, get_reward
 from minivlmrl.run.signals import StopSignals
-
-from score_texts import score_texts
+from tests.helpers.links import ROOT
+from tests.helpers.runs import metrics, write_lines
+from tests.helpers.score_texts import score_texts
 
 GOOD = "<think>a</think><answer>b</answer>"
 CHAT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]}]

@@ -8,8 +8,7 @@ import pytest
 from minivlmrl.rewards import text as rewards_file
 from minivlmrl.rewards.registry import get_reward, required_columns
 from minivlmrl.rewards.text import accuracy, find_answer, tag_format
-
-from score_texts import logged_reasons, score_texts
+from tests.helpers.score_texts import logged_reasons, score_texts
 
 GOOD = "<think>I see green</think><answer>green square</answer>"
 

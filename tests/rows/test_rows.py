@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from user_rows import ANSWERS, FILES, MODELS, RECORDED, REQUIRED, Case, mean_colors, read_cases, unpack_ids
 
 from minivlmrl.config.options import DataOptions
 from minivlmrl.data.file_dataset import FileDataset
@@ -24,6 +23,17 @@ from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import error_context
 from minivlmrl.model.checkpoint import load_processor
+from tests.helpers.user_rows import (
+    ANSWERS,
+    FILES,
+    MODELS,
+    RECORDED,
+    REQUIRED,
+    Case,
+    mean_colors,
+    read_cases,
+    unpack_ids,
+)
 
 CASES = read_cases()
 READ = [name for name, case in CASES.items() if not case.refused]

@@ -6,7 +6,6 @@ Runs that resume are tested in test_checkpoints.py.
 
 import pytest
 import torch
-from on_ranks import ONE, launch
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -14,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from minivlmrl.files import digest
 from minivlmrl.run import checkpoint_files
 from minivlmrl.run.checkpoint_files import find_pieces, read_into, read_rows, write_tensors
+from tests.helpers.on_ranks import ONE, launch
 
 TENSORS = {
     "matrix": torch.arange(21.0, dtype=torch.float64).view(7, 3), "step": torch.tensor(5.0),

@@ -18,9 +18,6 @@ import PIL.Image
 import pytest
 import torch
 import tqdm
-from children import exit_code, fork
-from on_ranks import ONE, eager
-from runs import leave_out, write_lines
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save_file
 
@@ -41,9 +38,11 @@ from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.signals import PREEMPTED
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers import dpo as dpo_file
-
-import tiny
-from stages import write_recipe
+from tests.helpers import tiny
+from tests.helpers.children import exit_code, fork
+from tests.helpers.on_ranks import ONE, eager
+from tests.helpers.runs import leave_out, write_lines
+from tests.helpers.stages import write_recipe
 
 pytestmark = pytest.mark.usefixtures("default_signals")
 STAGE = {"max_steps": 6, "prompts_per_step": 4, "micro_batch_size": 2, "learning_rate": 3e-3}
@@ -73,7 +72,7 @@ def recipe(tmp_path_factory):
 def lively():
     """Patch rewards and stop tokens so that an untrained model gets varied rewards and lengths."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(REWARDS, "letters", "on_ranks:letters")
+        patch.setitem(REWARDS, "letters", "tests.helpers.on_ranks:letters")
         patch.setattr(Processor, "stop_token_ids", property(lambda self: tuple(range(7, len(self.tokenizer), 8))))
         leave_out(patch)
         patch.setattr(tool_sampler, "find_calls", eager)

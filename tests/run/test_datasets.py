@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import PIL.Image
 import pytest
-from on_ranks import launch
-from runs import write_lines
 
 from minivlmrl.config.options import DataOptions, RunConfig
 from minivlmrl.data import file_dataset
@@ -15,6 +13,8 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.run import datasets
 from minivlmrl.run.setup import fit_rows
 from minivlmrl.tasks.shapes import TASK, tokenizer
+from tests.helpers.on_ranks import launch
+from tests.helpers.runs import write_lines
 
 
 def load_datasets(data, stages, seed, *columns):

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import PIL.Image
 import pytest
 import torch
-from talk import user
 
 from minivlmrl.config.options import DataOptions, RunConfig, SamplingOptions
 from minivlmrl.data.messages import conversation
@@ -15,8 +14,8 @@ from minivlmrl.run import evaluate as file
 from minivlmrl.run.evaluate import evaluate
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
-
-from stages import ONE
+from tests.helpers.stages import ONE
+from tests.helpers.talk import user
 
 REWARDS = ["iou", "box_format", "acc_0_5"]
 NAN = float("nan")

@@ -4,10 +4,10 @@ import os
 from functools import partial
 
 import pytest
-from children import fork_ranks
 
 from minivlmrl.distributed.process_group import shutdown
 from minivlmrl.run.lock import locked
+from tests.helpers.children import fork_ranks
 
 
 def test_hosts_must_share_output_dir(tmp_path):

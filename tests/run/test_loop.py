@@ -10,7 +10,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 import yaml
-from runs import LETTERS, metrics, summary
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.distributed.process_group import World
@@ -20,8 +19,8 @@ from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.loop import lockstep_wait, run_training
 from minivlmrl.trainers import grpo as grpo_file
 from minivlmrl.trainers import sft as sft_file
-
-from stages import STAGES
+from tests.helpers.runs import LETTERS, metrics, summary
+from tests.helpers.stages import STAGES
 
 ALL_STAGES = f"--stages=[{', '.join(STAGES)}]"
 

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pretend_cuda import CUDA, PretendCuda
-from runs import LETTERS, metrics
 
 from minivlmrl.config.options import RunConfig
 from minivlmrl.distributed.process_group import World
@@ -18,11 +16,13 @@ from minivlmrl.run.metrics import EVALUATIONS, METRICS, TIMINGS, WARNINGS, Metri
 from minivlmrl.run.rollout_log import COMPLETIONS
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.phase_timer import PhaseTimer
+from tests.helpers.pretend_cuda import CUDA, PretendCuda
+from tests.helpers.runs import LETTERS, metrics
 
 pytest.importorskip("tensorboard", reason="extra missing: pip install tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from stages import ONE
+from tests.helpers.stages import ONE
 
 
 def open_log(folder, world=ONE, report_to=(), resumed=None, **progress):

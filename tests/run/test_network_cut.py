@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from runs import metrics
 
-from tiny import RUN_MODEL
+from tests.helpers.runs import metrics
+from tests.helpers.tiny import RUN_MODEL
 
 ROOT = Path(__file__).parents[2]
 IS_ROOT = sys.platform == "linux" and os.geteuid() == 0 and shutil.which("ip") is not None

@@ -7,8 +7,7 @@ import torch
 
 from minivlmrl.config.options import OptimizerOptions, TrainingOptions
 from minivlmrl.run.optimizer import begin_state, build_optimizer, check_optimizer, finish_gradients, learning_rate
-
-from stages import ONE
+from tests.helpers.stages import ONE
 
 
 def schedule(**options):

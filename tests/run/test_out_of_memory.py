@@ -6,8 +6,6 @@ import re
 
 import pytest
 import torch
-from children import exit_code, fork
-from runs import LETTERS, metrics
 
 from minivlmrl.__main__ import main
 from minivlmrl.commands.train import train_recipe
@@ -22,6 +20,8 @@ from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.out_of_memory import OutOfMemory, cures
 from minivlmrl.trainers import reference as reference_file
 from minivlmrl.trainers.base import Trainer
+from tests.helpers.children import exit_code, fork
+from tests.helpers.runs import LETTERS, metrics
 
 OPTIONS = [
     "--stages=[sft, grpo]", LETTERS, "--sft.max_steps=1", "--grpo.beta=0.1", "--eval_steps=2", "--save_steps=2",

@@ -6,8 +6,6 @@ import shutil
 import PIL.Image
 import pytest
 import torch
-from pretend_cuda import CUDA, PretendCuda
-from runs import write_lines
 
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import as_overrides, load_config
@@ -24,9 +22,10 @@ from minivlmrl.run.setup import fit_rows, stage_lengths
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers.registry import find_trainer
+from tests.helpers.pretend_cuda import CUDA, PretendCuda
+from tests.helpers.runs import write_lines
+from tests.helpers.stages import ONE
 from tests.model.test_checkpoint import edit_json
-
-from stages import ONE
 
 PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=14 * 14))
 

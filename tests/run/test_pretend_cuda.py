@@ -9,16 +9,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from pretend_cuda import CUDA, DeviceMix, PretendCuda, pretend
 
 from minivlmrl.distributed.process_group import World
 from minivlmrl.model import lora, vision
 from minivlmrl.model.logprobs import per_token_logps
-
-import tiny
-from draws import prompts
-from stages import Stage, write_recipe
-from tiny import pack
+from tests.helpers import tiny
+from tests.helpers.draws import prompts
+from tests.helpers.pretend_cuda import CUDA, DeviceMix, PretendCuda, pretend
+from tests.helpers.stages import Stage, write_recipe
+from tests.helpers.tiny import pack
 
 
 def on_card(*shape, dtype=torch.float32):

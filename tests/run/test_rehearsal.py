@@ -9,9 +9,6 @@ from pathlib import Path
 import PIL.Image
 import pytest
 import torch
-from hub_configs import tiny_config
-from links import ROOT
-from runs import metrics, write_lines
 from safetensors.torch import load_file
 from tokenizers import AddedToken
 
@@ -20,12 +17,14 @@ from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS, train_tokenizer
 from minivlmrl.model.checkpoint import load_model, load_processor
 from tests.data.test_qwen_vocabulary import WORDS
-
-import tiny
+from tests.helpers import tiny
+from tests.helpers.hub_configs import tiny_config
+from tests.helpers.links import ROOT
+from tests.helpers.runs import metrics, write_lines
 
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 
-from oracle import CLASSES, ROUNDING, worst_difference  # noqa: E402 (needs transformers too)
+from tests.helpers.oracle import CLASSES, ROUNDING, worst_difference  # noqa: E402 (needs transformers too)
 
 pytestmark = pytest.mark.slow
 PAGE = (ROOT / "docs" / "data.md").read_text()

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import LETTERS, metrics, summary
 
 from minivlmrl.__main__ import main
 from minivlmrl.config.loading import load_config
@@ -20,8 +19,8 @@ from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers.registry import find_class
-
-from stages import ONE, SECOND_RANK
+from tests.helpers.runs import LETTERS, metrics, summary
+from tests.helpers.stages import ONE, SECOND_RANK
 
 
 @pytest.fixture

@@ -7,9 +7,7 @@ from types import SimpleNamespace
 import PIL.Image
 import pytest
 import torch
-from on_ranks import launch
 from pytest import approx
-from runs import LETTERS, metrics
 
 from minivlmrl.commands import evaluate
 from minivlmrl.config.options import RunConfig
@@ -25,6 +23,8 @@ from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers.base import Rollout, Step
+from tests.helpers.on_ranks import launch
+from tests.helpers.runs import LETTERS, metrics
 
 EVERY_STEP = ("--log_completions=1", "--stages=[grpo]", "--grpo.num_generations=4", "--grpo.max_steps=2", LETTERS)
 completions = partial(metrics, name="completions.jsonl")

@@ -16,9 +16,8 @@ from minivlmrl.run import setup
 from minivlmrl.run.datasets import load_datasets
 from minivlmrl.run.setup import build_model
 from minivlmrl.tasks import shapes
-
-import tiny
-from stages import ONE
+from tests.helpers import tiny
+from tests.helpers.stages import ONE
 
 
 @pytest.fixture

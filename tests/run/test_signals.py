@@ -11,14 +11,13 @@ import time
 
 import pytest
 import torch
-from children import exit_code, fork
 
 from minivlmrl.distributed.process_group import World
 from minivlmrl.run import signals
 from minivlmrl.run.metrics import stopping_if_stdout_closes
 from minivlmrl.run.signals import PREEMPTED, Preempted, StopSignals
-
-from stages import ONE
+from tests.helpers.children import exit_code, fork
+from tests.helpers.stages import ONE
 
 pytestmark = pytest.mark.usefixtures("default_signals")
 

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from runs import metrics
 
 from minivlmrl.commands.train import train_recipe
-
-from tiny import RUN_MODEL
+from tests.helpers.runs import metrics
+from tests.helpers.tiny import RUN_MODEL
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("default_signals")]
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,7 @@ import torch
 from minivlmrl.trainers.base import MicroBatch
 from minivlmrl.trainers.ppo import PPOBatch
 from minivlmrl.trainers.registry import find_trainer
-
-from stages import STAGES, Stage, snapshot
+from tests.helpers.stages import STAGES, Stage, snapshot
 
 ROWS = SimpleNamespace(pad=lambda flat: flat.view(2, 2))
 

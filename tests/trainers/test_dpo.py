@@ -9,8 +9,7 @@ from torch.nn.functional import logsigmoid
 
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.tasks.shapes import Shapes
-
-from stages import Rows, snapshot
+from tests.helpers.stages import Rows, snapshot
 
 PRECOMPUTE = "--dpo.precompute_ref_log_probs=true"
 

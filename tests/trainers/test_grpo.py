@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stages import completions_of, letter_rewards
+from tests.helpers.stages import completions_of, letter_rewards
 
 
 def ratios(loss_calls):

@@ -15,9 +15,8 @@ from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.rewards import registry
 from minivlmrl.trainers.dynamic_sampling import gather_groups
 from minivlmrl.trainers.grpo import soft_overlong_punishment
+from tests.helpers.stages import completions_of, letter_rewards, snapshot
 from tests.trainers.test_grpo import FOURS, REWARDS
-
-from stages import completions_of, letter_rewards, snapshot
 
 PAIRS = ["--grpo.num_generations=2", "--grpo.scale_rewards=none"]
 LIVE = [1.0, 0.0]

@@ -9,8 +9,7 @@ import torch
 
 from minivlmrl.data.loader import Batches
 from minivlmrl.tasks.shapes import Shapes
-
-from stages import Stage, snapshot
+from tests.helpers.stages import Stage, snapshot
 
 pytestmark = pytest.mark.usefixtures("lively")
 

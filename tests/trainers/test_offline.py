@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from talk import assistant, user
 
 from minivlmrl.data.folder_template import ChatTemplate
 from minivlmrl.distributed.process_group import World
@@ -14,8 +13,8 @@ from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.run.out_of_memory import longest_row
 from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers.offline import PairTrainer
-
-from stages import ONE, Rows
+from tests.helpers.stages import ONE, Rows
+from tests.helpers.talk import assistant, user
 
 
 class Rank(World):

@@ -9,9 +9,8 @@ from minivlmrl.losses import ppo
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.logprobs import completion_states, per_token_logps
 from minivlmrl.model.value_head import load_value_model
-
-from stages import completions_of, letter_rewards, main, snapshot
-from tiny import pack
+from tests.helpers.stages import completions_of, letter_rewards, main, snapshot
+from tests.helpers.tiny import pack
 
 SEPARATE = "--ppo.critic=separate"
 

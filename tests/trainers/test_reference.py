@@ -14,9 +14,8 @@ from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import save_model
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.tasks import shapes
-
-import tiny
-from stages import snapshot
+from tests.helpers import tiny
+from tests.helpers.stages import snapshot
 
 WEIGHTS = {"dpo": "beta", "grpo": "beta", "ppo": "kl_coef"}  # option that weights the KL
 # the reference copies all parameters, only adapters, or only parameters after the first layer
@@ -157,7 +156,7 @@ def their_logps(model, group, temperature):
 ])  # fmt: skip
 def test_a_reference_from_a_folder_matches_transformers(stage, other, name, options, tmp_path, monkeypatch):
     """The folder was saved by transformers; the policy's frozen vision tower is not used for the reference."""
-    import oracle
+    from tests.helpers import oracle
 
     oracle.in_float64(monkeypatch, "qwen2_5_vl")
     folder, _ = other(num_hidden_layers=3)

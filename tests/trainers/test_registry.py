@@ -4,8 +4,7 @@ import pytest
 
 from minivlmrl.config.options import GRPOOptions, RunConfig
 from minivlmrl.trainers.registry import TRAINERS, find_trainer
-
-from stages import STAGES
+from tests.helpers.stages import STAGES
 
 
 class Run:

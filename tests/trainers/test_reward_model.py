@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from minivlmrl.tasks.shapes import Shapes
+from tests.helpers.stages import main
 from tests.model.test_checkpoint import edit_json, edit_weights
-
-from stages import main
 
 JUDGED = "--rewards={letters: 0.5, reward_model: 1}"
 

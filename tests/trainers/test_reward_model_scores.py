@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from talk import CHATML
 
 from minivlmrl.data.folder_template import ChatTemplate, with_values
 from minivlmrl.data.processor import encode_completion
@@ -17,9 +16,9 @@ from minivlmrl.model.value_head import ValueModel, load_value_model, pack_with_l
 from minivlmrl.tasks import shapes
 from minivlmrl.trainers import reward_model as file
 from minivlmrl.trainers.reward_model import RewardModelScores, check_stage_order
-
-import tiny
-from stages import ONE, main
+from tests.helpers import tiny
+from tests.helpers.stages import ONE, main
+from tests.helpers.talk import CHATML
 
 JUDGED = "--rewards={letters: 0.5, reward_model: 1}"
 

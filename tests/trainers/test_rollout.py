@@ -7,8 +7,7 @@ import torch
 
 from minivlmrl.trainers.base import SampledBatch
 from minivlmrl.trainers.rollout import RolloutTrainer
-
-from stages import ONE
+from tests.helpers.stages import ONE
 
 
 @pytest.mark.parametrize("mask", [[[0.0, 0.0], [0.0, 0.0]], [[0.0, 1.0], [0.0, 0.0]], [[0.0, 1.0], [1.0, 1.0]]])

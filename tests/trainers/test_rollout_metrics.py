@@ -15,8 +15,7 @@ from minivlmrl.trainers.rollout_metrics import (
     reward_metrics,
     tool_metrics,
 )
-
-from stages import ONE, SECOND_RANK
+from tests.helpers.stages import ONE, SECOND_RANK
 
 
 def completions(*lengths):

@@ -9,8 +9,7 @@ from minivlmrl.data.processor import encode_completion
 from minivlmrl.distributed.process_group import World
 from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers import sft as file
-
-from stages import Rows
+from tests.helpers.stages import Rows
 
 
 class Second(World):

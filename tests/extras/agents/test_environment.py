@@ -5,9 +5,6 @@ import textwrap
 
 import PIL.Image
 import pytest
-from links import ROOT
-from runs import metrics
-from talk import IMAGE_PART, text, user
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.data.folder_template import with_values
@@ -21,6 +18,9 @@ from minivlmrl.extras.agents.tool_calls import answer_call
 from minivlmrl.rewards.registry import get_reward
 from minivlmrl.run.preflight import try_rewards
 from minivlmrl.trainers.registry import find_trainers
+from tests.helpers.links import ROOT
+from tests.helpers.runs import metrics
+from tests.helpers.talk import IMAGE_PART, text, user
 
 OWN = '''
 import datetime

@@ -9,10 +9,6 @@ from types import SimpleNamespace
 import PIL.Image
 import pytest
 import torch
-from links import ROOT
-from pretend_cuda import CUDA, PretendCuda, pretend
-from runs import metrics
-from talk import IMAGE_PART, assistant, text, user
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from minivlmrl.config.options import SamplingOptions
@@ -30,10 +26,13 @@ from minivlmrl.generation import sampler as sample
 from minivlmrl.generation.environments import make_sampler
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
-
-import tiny
-from draws import STOP, ids_of
-from stages import ONE
+from tests.helpers import tiny
+from tests.helpers.draws import STOP, ids_of
+from tests.helpers.links import ROOT
+from tests.helpers.pretend_cuda import CUDA, PretendCuda, pretend
+from tests.helpers.runs import metrics
+from tests.helpers.stages import ONE
+from tests.helpers.talk import IMAGE_PART, assistant, text, user
 
 EYE = f"{__name__}:Eye"  # an environment as recipes name it
 

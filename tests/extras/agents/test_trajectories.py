@@ -12,9 +12,6 @@ from itertools import chain
 import PIL.Image
 import pytest
 import torch
-from links import ROOT
-from runs import metrics, summary
-from talk import CHATML, IMAGE_PART, text, user
 
 from minivlmrl.__main__ import main
 from minivlmrl.config.options import SamplingOptions
@@ -35,9 +32,11 @@ from tests.extras.agents.test_tool_sampler import END as EYE_END
 from tests.extras.agents.test_tool_sampler import PROCESSOR as TOOLS
 from tests.extras.agents.test_tool_sampler import TEXTS as EYE_TEXTS
 from tests.extras.agents.test_tool_sampler import row as eye_row
-
-import tiny
-from stages import ONE
+from tests.helpers import tiny
+from tests.helpers.links import ROOT
+from tests.helpers.runs import metrics, summary
+from tests.helpers.stages import ONE
+from tests.helpers.talk import CHATML, IMAGE_PART, text, user
 
 CLICKS = ["<click>red</click>", "<click>blue</click>"]
 

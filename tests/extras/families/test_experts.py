@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-from hub_configs import real_config
 from safetensors.torch import load_file, save_file
 
 from minivlmrl.config.options import LoRAOptions
@@ -25,14 +24,14 @@ from minivlmrl.model.lora import adapters, init_adapters, inject_adapters, quant
 from minivlmrl.model.nf4 import NF4Linear
 from minivlmrl.model.plain_weights import packed_layers
 from minivlmrl.tasks import shapes
+from tests.helpers import tiny
+from tests.helpers.hub_configs import real_config
+from tests.helpers.tiny import pack
 from tests.model.families.test_qwen3_vl import random_config, random_prompt
-
-import tiny
-from tiny import pack
 
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 
-from oracle import CLASSES, EAGER, in_float64, their_inputs  # noqa: E402 (asks for transformers too)
+from tests.helpers.oracle import CLASSES, EAGER, in_float64, their_inputs  # noqa: E402 (asks for transformers too)
 
 MOE = ("qwen3_vl_moe", "qwen3_5_moe")
 

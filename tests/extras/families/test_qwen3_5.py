@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub_configs import QWEN35_SIZES, real_config
 from safetensors.torch import load_file, save_file
 
 from minivlmrl.commands import merge
@@ -25,11 +24,11 @@ from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import init_adapters, inject_adapters
 from minivlmrl.tasks import shapes
+from tests.helpers import tiny
+from tests.helpers.draws import STOP
+from tests.helpers.hub_configs import QWEN35_SIZES, real_config
+from tests.helpers.tiny import pack
 from tests.model.families.test_qwen3_vl import film_prompt, qwen3_vl_name
-
-import tiny
-from draws import STOP
-from tiny import pack
 
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 

@@ -9,9 +9,6 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from record_vision import digest, film_cases, film_size_cases, noise, recorded, sampling_cases
-from runs import write_lines
-from talk import IMAGE_PART, assistant, bracketed, renders_as_transformers, system, text, user
 
 from minivlmrl.data.chat_template import IMAGE, Control
 from minivlmrl.data.file_dataset import FileDataset
@@ -28,13 +25,15 @@ from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.families import qwen3_vl
 from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.tasks import shapes
-
-import tiny
-from stages import snapshot
+from tests.helpers import tiny
+from tests.helpers.runs import write_lines
+from tests.helpers.stages import snapshot
+from tests.helpers.talk import IMAGE_PART, assistant, bracketed, renders_as_transformers, system, text, user
+from tests.record.record_vision import digest, film_cases, film_size_cases, noise, recorded, sampling_cases
 
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 
-from oracle import CLASSES, in_float64, our_logits, their_inputs  # noqa: E402 (asks for transformers too)
+from tests.helpers.oracle import CLASSES, in_float64, our_logits, their_inputs  # noqa: E402 (asks for transformers too)
 
 
 def random_config(model_type: str, rng: random.Random, **more) -> ModelConfig:

@@ -5,12 +5,11 @@ import subprocess
 import sys
 
 import pytest
-from links import ROOT
 
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import FAMILIES, family_of
-
-import tiny
+from tests.helpers import tiny
+from tests.helpers.links import ROOT
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
