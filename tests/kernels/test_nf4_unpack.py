@@ -1,11 +1,11 @@
 """Compare 4-bit weights, unpacked in Triton's interpreter by test_backend.py, with the torch path bit by bit."""
 
-import interpreter  # noqa: F401 (mends bfloat16)
 import pytest
 import torch
 
 from minivlmrl.kernels.backend import INTERPRETED
 from minivlmrl.model.nf4 import pack_nf4, unpack_nf4
+from tests.helpers import interpreter  # noqa: F401 (mends bfloat16)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="calls a kernel: `pytest -m slow` runs it interpreted")
