@@ -90,11 +90,19 @@ def library(name, reason):
 
 
 TRANSFORMERS = "oracle missing: pip install transformers==5.23.0"
-transformers, oracle = (library(name, TRANSFORMERS) for name in ("transformers", "oracle"))
+transformers = library("transformers", TRANSFORMERS)
 trl = library("trl", f"{TRANSFORMERS} trl==1.16.0")
 peft = library("peft", "oracle missing: pip install peft")
 math_verify = library("math_verify", "extra missing: pip install math-verify")
 scipy, av = (library(name, f"extra missing: pip install {name}") for name in ("scipy", "av"))
+
+
+@pytest.fixture(scope="session")
+def oracle(transformers):
+    """tests/helpers/oracle.py, which imports transformers."""
+    from tests.helpers import oracle
+
+    return oracle
 
 
 @pytest.fixture(scope="session")
