@@ -65,20 +65,17 @@ def test_the_cpu_is_used_only_if_there_is_no_gpu(gpus, monkeypatch):
     assert str(find_device()) == "cpu"
 
 
-@pytest.mark.parametrize(
-    ("name", "capability", "wheel", "cuda"),
-    [
-        ("Tesla V100", (7, 0), CUDA_13_0, "cu126"),
-        ("Tesla V100", (7, 0), CUDA_12_6, None),
-        ("Tesla T4", (7, 5), CUDA_13_0, None),
-        ("NVIDIA A10", (8, 6), CUDA_13_0, None),
-        ("NVIDIA GeForce RTX 4090", (8, 9), CUDA_12_6, None),
-        ("NVIDIA GeForce RTX 5090", (12, 0), CUDA_13_0, None),
-        ("NVIDIA GeForce RTX 5090", (12, 0), CUDA_12_6, "cu130"),
-        ("NVIDIA GeForce RTX 5090", (12, 0), [*CUDA_12_6, "compute_90"], None),
-        ("an AMD GPU", (9, 4), ["gfx942"], None),
-    ],
-)
+@pytest.mark.parametrize(("name", "capability", "wheel", "cuda"), [
+    ("Tesla V100", (7, 0), CUDA_13_0, "cu126"),
+    ("Tesla V100", (7, 0), CUDA_12_6, None),
+    ("Tesla T4", (7, 5), CUDA_13_0, None),
+    ("NVIDIA A10", (8, 6), CUDA_13_0, None),
+    ("NVIDIA GeForce RTX 4090", (8, 9), CUDA_12_6, None),
+    ("NVIDIA GeForce RTX 5090", (12, 0), CUDA_13_0, None),
+    ("NVIDIA GeForce RTX 5090", (12, 0), CUDA_12_6, "cu130"),
+    ("NVIDIA GeForce RTX 5090", (12, 0), [*CUDA_12_6, "compute_90"], None),
+    ("an AMD GPU", (9, 4), ["gfx942"], None),
+])  # fmt: skip
 def test_a_wheel_without_code_for_the_gpu_is_refused(gpus, monkeypatch, name, capability, wheel, cuda):
     gpus(1, capability=capability, name=name, wheel=wheel)
     monkeypatch.setattr(torch.version, "hip", "6.4" if wheel == ["gfx942"] else None)
@@ -102,16 +99,13 @@ def test_machine_code_runs_in_its_family_and_ptx_on_all_later_gpus():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(
-    ("name", "capability"),
-    [
-        ("Tesla V100", (7, 0)),
-        ("Tesla T4", (7, 5)),
-        ("NVIDIA A10", (8, 6)),
-        ("NVIDIA GeForce RTX 4090", (8, 9)),
-        ("NVIDIA GeForce RTX 5090", (12, 0)),
-    ],
-)
+@pytest.mark.parametrize(("name", "capability"), [
+    ("Tesla V100", (7, 0)),
+    ("Tesla T4", (7, 5)),
+    ("NVIDIA A10", (8, 6)),
+    ("NVIDIA GeForce RTX 4090", (8, 9)),
+    ("NVIDIA GeForce RTX 5090", (12, 0)),
+])  # fmt: skip
 def test_the_first_line_describes_the_gpu(gpus, monkeypatch, capsys, name, capability, dtype):
     """Only cards before the A100 get a second line, about bfloat16."""
     gpus(1, capability=capability, name=name)

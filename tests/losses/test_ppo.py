@@ -80,11 +80,9 @@ def test_equal_to_the_recorded_trl(case):
 
 
 def test_metrics_by_hand():
-    """A ratio or value counts as clipped if the loss uses its clipped form. Padding does not count.
+    """The first and the fourth ratio are clipped, and the values 1.5 and 1.6; the last token is padding.
 
-    Ratios 1.5 and 0.5 with advantage 1, 1.1 and 0.5 with -1, and 1.1: clipped are the first and the fourth. Value
-    losses with return 2 and old value 1: (1.1 - 2)^2 / 2 within the range; (1.2 - 2)^2 / 2 where the value 1.5 or 1.6
-    moved too far; (0.5 - 2)^2 / 2 where the value moved away, because the unclipped loss is larger.
+    With return 2 and old value 1, a value within the range or further from the return is not clipped.
     """
     ratios = torch.tensor([[1.5, 0.5, 1.1, 0.5, 1.1, 9.0]])
     advantages = torch.tensor([[1.0, 1.0, -1.0, -1.0, 1.0, 1.0]])

@@ -41,14 +41,11 @@ def test_a_box_is_of_its_picture_in_the_space_of_the_model(zoom):
     assert zoom((0, 0, 40, 80)).size == (80, 80)
 
 
-@pytest.mark.parametrize(
-    ("box", "picture", "error"),
-    [
-        ((30, 20, 10, 60), 2, "is empty"),
-        ((float("nan"), 1, 2, 3), 1, "NaN"),
-        ((0, 0, 9, 9), 3, "picture is 3, but it must be between 1 and 2"),
-    ],
-)
+@pytest.mark.parametrize(("box", "picture", "error"), [
+    ((30, 20, 10, 60), 2, "is empty"),
+    ((float("nan"), 1, 2, 3), 1, "NaN"),
+    ((0, 0, 9, 9), 3, "picture is 3, but it must be between 1 and 2"),
+])  # fmt: skip
 def test_what_cannot_be_shown_says_why(zoom, box, picture, error):
     with pytest.raises(ValueError, match=error):
         zoom(box, picture)

@@ -273,14 +273,11 @@ def test_only_rows_of_a_reward_get_its_reasons():
     assert extras == [{}, {"why": {"format": "no <think>"}}]
 
 
-@pytest.mark.parametrize(
-    ("log", "says"),
-    [
-        (lambda log_metric, **_: log_metric("loss", 1), "'loss' is already a metric of every step; use another"),
-        (lambda log_metric, **_: log_metric("a", "1"), "a is '1', but it must be a finite number"),
-        (lambda log_extra, **_: log_extra("a", [1, 2]), "argument 2 is longer"),
-    ],
-)
+@pytest.mark.parametrize(("log", "says"), [
+    (lambda log_metric, **_: log_metric("loss", 1), "'loss' is already a metric of every step; use another"),
+    (lambda log_metric, **_: log_metric("a", "1"), "a is '1', but it must be a finite number"),
+    (lambda log_extra, **_: log_extra("a", [1, 2]), "argument 2 is longer"),
+])  # fmt: skip
 def test_invalid_logged_values_are_refused(monkeypatch, log, says):
     with pytest.raises(ValueError, match=f"reward own, .*{says}"):
         ask(monkeypatch, lambda completions, **columns: log(**columns), ["a"])

@@ -26,17 +26,14 @@ def config(rewards=("accuracy", "format"), sampling=None, blind=False):
     return RunConfig(data=data, sampling=sampling or SamplingOptions(max_new_tokens=6))
 
 
-@pytest.mark.parametrize(
-    ("rewards", "evaluated"),
-    [
-        ({"format": 0.5, "accuracy": 1.0}, ["accuracy", "format"]),  # as in the default recipe
-        ({"box_format": 1.0, "own.py:f": 0.2, "iou": 1.0}, ["iou", "own.py:f", "box_format"]),
-        ({"environment": 1.0}, ["environment"]),
-        ({"reward_model": 1.0, "format": 0.1}, ["format"]),
-        ({"reward_model": 1.0}, ["accuracy", "format"]),
-        ({}, ["accuracy", "format"]),
-    ],
-)
+@pytest.mark.parametrize(("rewards", "evaluated"), [
+    ({"format": 0.5, "accuracy": 1.0}, ["accuracy", "format"]),  # as in the default recipe
+    ({"box_format": 1.0, "own.py:f": 0.2, "iou": 1.0}, ["iou", "own.py:f", "box_format"]),
+    ({"environment": 1.0}, ["environment"]),
+    ({"reward_model": 1.0, "format": 0.1}, ["format"]),
+    ({"reward_model": 1.0}, ["accuracy", "format"]),
+    ({}, ["accuracy", "format"]),
+])  # fmt: skip
 def test_by_default_the_rewards_of_the_recipe_judge(rewards, evaluated):
     """The largest weight first, and formats last; a reward model cannot score held-out rows."""
     run = RunConfig(rewards=rewards)

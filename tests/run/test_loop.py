@@ -85,13 +85,10 @@ def test_the_written_config_repeats_the_run_from_any_folder(run, plain, tmp_path
     assert configs[0] | {"output_dir": ""} == configs[1] | {"output_dir": ""}
 
 
-@pytest.mark.parametrize(
-    ("option", "variable", "ranks", "expected"),
-    [
-        ("2", "3", 1, 2), ("null", "", 1, 8), ("null", "3", 1, 3), ("null", "1", 1, 1), ("null", "5,2", 1, 5),
-        ("null", "0", 1, 8), ("null", "many", 1, 8), ("null", "1", 2, 4), ("null", "3", 2, 3), ("null", "", 9, 1),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("option", "variable", "ranks", "expected"), [
+    ("2", "3", 1, 2), ("null", "", 1, 8), ("null", "3", 1, 3), ("null", "1", 1, 1), ("null", "5,2", 1, 5),
+    ("null", "0", 1, 8), ("null", "many", 1, 8), ("null", "1", 2, 4), ("null", "3", 2, 3), ("null", "", 9, 1),
+])  # fmt: skip
 def test_num_threads(run, plain, monkeypatch, option, variable, ranks, expected):
     chosen = []
     monkeypatch.setenv("OMP_NUM_THREADS", variable)

@@ -46,17 +46,13 @@ def trained(stage, max_steps=3, saved=None, **says):
     return SimpleNamespace(stage=stage, trains_policy=mine, config=config, evaluate=lambda rows: says, save=saved)
 
 
-@pytest.mark.parametrize(
-    ("trainer", "says"),
-    [
-        (
-            None,
-            r"evaluation start: logits. Nothing was trained yet, .* too large for float16; try --model.compute_dtype",
-        ),
-        (trained("sft"), r"evaluation start: logits. The training has probably diverged; try a lower learning rate"),
-    ],
-    ids=["before training", "after training"],
-)
+@pytest.mark.parametrize(("trainer", "says"), [
+    (
+        None,
+        r"evaluation start: logits. Nothing was trained yet, .* too large for float16; try --model.compute_dtype",
+    ),
+    (trained("sft"), r"evaluation start: logits. The training has probably diverged; try a lower learning rate"),
+], ids=["before training", "after training"])  # fmt: skip
 def test_logits_that_are_not_finite_have_another_cure_before_training(results, monkeypatch, trainer, says):
     def fail(*_):
         raise FloatingPointError("logits")
@@ -114,14 +110,11 @@ def test_a_finished_run_is_not_overwritten_by_default(run, plain):
     assert load_config(folder / "config.yaml").resume is None
 
 
-@pytest.mark.parametrize(
-    ("mistake", "said"),
-    [
-        ("--rewards={colour: 1}", "unknown reward .colour."),
-        ("--data.train_file=no.jsonl", r"no\.jsonl: this file of rows does not exist"),
-        ("--model.path=nowhere", "nowhere"),
-    ],
-)
+@pytest.mark.parametrize(("mistake", "said"), [
+    ("--rewards={colour: 1}", "unknown reward .colour."),
+    ("--data.train_file=no.jsonl", r"no\.jsonl: this file of rows does not exist"),
+    ("--model.path=nowhere", "nowhere"),
+])  # fmt: skip
 def test_a_folder_that_is_taken_hides_no_other_mistake(run, plain, own, mistake, said):
     run("--stages=[]", "--data.eval_rows=1")
     with pytest.raises(ValueError, match=said):

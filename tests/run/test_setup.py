@@ -42,17 +42,14 @@ def test_options_of_data_reach_the_processor(build, own):
 HALF = "--model.dtype=bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("options", "dtype"),
-    [
-        ([], torch.float32),
-        (["--model.dtype=float64"], torch.float32),
-        (["--model.compute_dtype=bfloat16"], torch.bfloat16),
-        ([HALF], torch.bfloat16),
-        ([HALF, "--model.compute_dtype=float32"], torch.float32),
-        (["--model.dtype=float16"], torch.float16),
-    ],
-)
+@pytest.mark.parametrize(("options", "dtype"), [
+    ([], torch.float32),
+    (["--model.dtype=float64"], torch.float32),
+    (["--model.compute_dtype=bfloat16"], torch.bfloat16),
+    ([HALF], torch.bfloat16),
+    ([HALF, "--model.compute_dtype=float32"], torch.float32),
+    (["--model.dtype=float16"], torch.float16),
+])  # fmt: skip
 def test_patches_have_the_dtype_of_a_16_bit_computation(home, options, dtype):
     config = load_config(home / "recipe.yaml", options)
     assert setup.patch_dtype(config) == dtype
