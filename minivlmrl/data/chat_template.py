@@ -3,7 +3,7 @@
 from itertools import groupby
 from pathlib import Path
 
-from minivlmrl.data.messages import THOUGHT_KEYS, content_parts, part_kind
+from minivlmrl.data.messages import THOUGHT_KEYS, content_parts, is_trained, part_kind
 
 
 class Control(str):
@@ -89,9 +89,8 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
         [two<|im_end|>]\n<|im_start|>user\nAnd 2?<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]
 
     Returns:
-        Pieces as in `render`, each with a flag. The flag is True if the assistant writes the piece: an assistant turn's
-        text, or the <|im_end|> that closes this turn. Generation stops
-        after the last piece.
+        Pieces as in `render`, each with a flag. The flag is True if the piece is trained: the text of an assistant
+        turn, or the <|im_end|> that closes this turn, see messages.is_trained. Generation stops after the last piece.
     Raises:
         ValueError: an answer has a thought outside its content, such as reasoning_content.
     """
@@ -104,7 +103,7 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
             )
         start, role, *inside, newline = layout_turn(turn)  # inside ends with <|im_end|>
         flagged += [(start, False), (role, False)]
-        flagged += [(piece, turn["role"] == "assistant") for piece in inside]
+        flagged += [(piece, is_trained(turn)) for piece in inside]
         flagged.append((newline, False))
     return join_flagged(flagged[2:-1])  # the prompt ends with the first <|im_start|>assistant\n
 

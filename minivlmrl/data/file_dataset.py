@@ -34,11 +34,14 @@ from minivlmrl.data.media import (
     read_media,
 )
 from minivlmrl.data.messages import (
+    LOSS_KEYS,
     MARK,
     add_system_prompt,
     as_turns,
     check_ends,
     check_messages,
+    check_turns,
+    is_trained,
     part_kind,
     put_in_template,
     shown_parts_of,
@@ -358,12 +361,13 @@ def read_conversation(
     row_texts = {column: row[column] for column in TEXT_COLUMNS if row.get(column) is not None}
     for column, text_or_turns in row_texts.items():
         with error_context(f"column {column!r}"):
-            _check_column(text_or_turns, TEXT_COLUMNS[column])
+            _check_column(text_or_turns, TEXT_COLUMNS[column], column == "prompt")
     pair = ("chosen", "rejected")
     rendered = [render(as_turns(row_texts[name])) for name in pair if name in row_texts]
     if len(rendered) == 2 and rendered[0] == rendered[1]:
         raise ValueError("the columns 'chosen' and 'rejected' are equal; remove the row")
     prompt_column, prompt, answers = _split_columns(row_texts, row)
+    prompt = _add_system(row.get("system"), prompt)
     if options.train_answers == "last":
         prompt, answers = _keep_last(prompt, answers)
     place = partial(_place_turns, prompt, row_media, options)
@@ -381,7 +385,7 @@ def read_conversation(
     return messages, media, answers
 
 
-def _check_column(text_or_turns: Plain, types: type | UnionType):
+def _check_column(text_or_turns: Plain, types: type | UnionType, is_prompt: bool):
     """Raise ValueError unless a column is a text, or a list of turns that can be rendered."""
     if not isinstance(text_or_turns, types):
         raise ValueError(f"the value must be {TYPE_WORDS[types]}, but it is {text_or_turns!r:.40}")
@@ -392,6 +396,7 @@ def _check_column(text_or_turns: Plain, types: type | UnionType):
         raise ValueError(
             f"there must be at least one turn, and the roles must be {', '.join(ROLES)}, but the roles are {roles}"
         )
+    check_turns(turns, is_prompt)
 
 
 def _check_answer(turns: list[dict]):
@@ -401,6 +406,24 @@ def _check_answer(turns: list[dict]):
         is_blank = not text_of(turn).strip() and not turn.get("tool_calls")
         if turn["role"] == "assistant" and is_blank:
             raise ValueError("an answer is empty or blank; add its text or remove the row")
+    if not any(map(is_trained, turns)):
+        raise ValueError(f"no turn of the answer is trained, because all have one of {', '.join(LOSS_KEYS)}; remove it")
+
+
+def _add_system(text: Plain, prompt: str | list[dict]) -> str | list[dict]:
+    """Put the text of the column `system` before a prompt as its system message."""
+    if text in (None, ""):
+        return prompt
+    if not isinstance(text, str):
+        raise ValueError(f"column 'system': the value must be text, but it is {text!r:.40}")
+    turns = as_turns(prompt, "user")
+    if turns and turns[0]["role"] == "system":
+        if text_of(turns[0]) == text:
+            return prompt
+        raise ValueError(
+            "column 'system': the turns begin with another system message; remove the column or the system message"
+        )
+    return [{"role": "system", "content": text}, *turns]
 
 
 def _shows_images(turns: list[dict]) -> bool:

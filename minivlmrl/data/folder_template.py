@@ -39,7 +39,15 @@ from minivlmrl.data.chat_template import (
     layout_turn,
     render_completion,
 )
-from minivlmrl.data.messages import check_messages, content_parts, part_kind, parts_of, shown_parts_of, text_of
+from minivlmrl.data.messages import (
+    check_messages,
+    content_parts,
+    is_trained,
+    part_kind,
+    parts_of,
+    shown_parts_of,
+    text_of,
+)
 from minivlmrl.data.rendered_texts import find_missing_text
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS, STRUCTURE
 from minivlmrl.errors import did_you_mean, error_context
@@ -179,7 +187,7 @@ class ChatTemplate:
             turns: the completion's turns.
 
         Returns:
-            Pairs of a piece of text and a flag, which is True if the assistant writes the piece.
+            Pairs of a piece of text and a flag, which is True if the piece is trained, see messages.is_trained.
 
         Raises:
             RewrittenTurnsError: the template renders a turn differently if more turns follow.
@@ -191,6 +199,7 @@ class ChatTemplate:
         conversation, mark = self._checked([*messages, *turns])
         text, block_ends = self._lay_out_blocks(conversation, mark)
         flagged = []
+        is_in_block = False  # whether a block contains any text of an assistant turn
         end = None  # the previous assistant turn's end
         for turn_number in range(len(messages), len(conversation)):
             if conversation[turn_number]["role"] != "assistant":
@@ -209,8 +218,10 @@ class ChatTemplate:
             cuts = [start, *(x for x in block_ends if start < x < end), end]
             for left, right in pairwise(cuts):
                 is_written = bisect(block_ends, left) % 2 == 1
+                is_in_block |= is_written and left < right
+                is_written &= is_trained([*messages, *turns][turn_number])
                 flagged += [(piece, is_written) for piece in self._cut(text[left:right], mark)]
-        if not any(is_written for piece, is_written in flagged if piece):
+        if not is_in_block:
             raise self._error(
                 "the answer is outside of all {% generation %} blocks, so no token would be "
                 "trained; put a block around the text of assistant turns, or remove the tag"

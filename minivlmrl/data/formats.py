@@ -88,20 +88,26 @@ def find_format(name: str) -> Callable[[dict], dict]:
 
 def to_columns(row: dict, renamed: dict[str, str]) -> dict:
     """Rename a row's columns (data.columns), and add the columns of every matching format."""
-    for file_column, our_column in renamed.items():
-        if row.get(file_column) is not None and file_column != our_column:
-            if row.get(our_column) is not None:
-                raise ValueError(
-                    f"data.columns renames {file_column!r} to {our_column!r}, but the row already "
-                    "has both columns; remove one of them"
-                )
-            row = {**row, file_column: None, our_column: row[file_column]}
+    row = rename_columns(row, renamed)
     for row_format in FORMATS:
         if row_format.matches(row):
             with error_context(f"format {row_format.name!r}"):
                 row = row | row_format.read(row)
     check_layout(row)
     return row
+
+
+def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
+    """Rename all columns of `renamed` at once, so that their order does not matter and two names can be swapped."""
+    renamed = {theirs: ours for theirs, ours in renamed.items() if theirs != ours and row.get(theirs) is not None}
+    columns = row | dict.fromkeys(renamed)
+    for theirs, ours in renamed.items():
+        if columns.get(ours) is not None:
+            raise ValueError(
+                f"data.columns renames {theirs!r} to {ours!r}, but the row already has both columns; remove one of them"
+            )
+        columns[ours] = row[theirs]
+    return columns
 
 
 class ForeignLayoutError(ValueError):

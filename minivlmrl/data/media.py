@@ -50,6 +50,8 @@ MAGIC = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP|BM.{4}\0{4}|II\
 COLUMNS = {"image": "image", "images": "image", "video": "video", "videos": "video"}
 # keys under which a message part can contain its source
 SOURCES = {kind: (kind, f"{kind}_url", "url", "path", "base64", "source") for kind in ("image", "video")}
+# keys of a source that is an object, see _source_in; the detail "low" asks for a smaller image
+SOURCE_KEYS = ("bytes", "path", "url", "detail", "type", "media_type", "data")
 OPTIONS = {"image": ImageOptions, "video": VideoOptions}
 # options that select a video file's frames
 SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
@@ -417,6 +419,12 @@ def _source_in(source: dict) -> Plain:
     Hugging Face's datasets use the first form, OpenAI's messages the second one, and messages from Anthropic the third
     one.
     """
+    for key, value in source.items():
+        if (key not in SOURCE_KEYS and value is not None) or (key, value) == ("detail", "low"):
+            raise ValueError(
+                f"the source has the key {key!r} with {value!r:.40}, which is not read; the keys are "
+                f"{', '.join(SOURCE_KEYS)}. Remove the key; the option max_pixels bounds the size of an image"
+            )
     content = source.get("bytes", source.get("data"))
     if content is not None:
         # in a JSON file, the bytes are written as base64 text

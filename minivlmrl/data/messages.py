@@ -7,6 +7,7 @@ parts such as {"type": "text", "text": "What is it?"} and {"type": "image"}. A m
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 MARK = re.compile("<(image|video)>")  # tag in a text that an image or video replaces
 KINDS = ("image", "video")
@@ -16,6 +17,15 @@ MAX_MEDIA = 1000  # maximum number of images and videos in a row
 MAX_TEXT = 2**20
 # keys of a message under which its thought can stand apart from its content
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+# keys of an assistant turn that say whether the turn is trained: false or 0 is not, true or 1 is
+LOSS_KEYS = ("loss", "loss_mask", "weight", "train")
+TURN_KEYS = {  # {role: the keys of its turns besides role and content}
+    "system": LOSS_KEYS,
+    "user": LOSS_KEYS,
+    "assistant": ("tool_calls", *THOUGHT_KEYS, *LOSS_KEYS),
+    "tool": ("name", "tool_call_id", *LOSS_KEYS),  # name and id repeat the call before the turn
+}
+CALL_KEYS = ("id", "type", "index", "function", "name", "arguments")
 
 
 def content_parts(message: dict) -> list[dict]:
@@ -187,6 +197,56 @@ def check_ends(turns: list[dict]):
         raise ValueError(
             f"the turns of an answer must begin and end with an assistant turn, but their roles are {roles}"
         )
+
+
+def is_trained(turn: dict) -> bool:
+    """Return True for an assistant turn, unless one of its LOSS_KEYS is false or 0."""
+    return turn["role"] == "assistant" and all(turn.get(key) in (None, True) for key in LOSS_KEYS)
+
+
+def check_turns(turns: list[dict], is_prompt: bool = False):
+    """Raise ValueError if a turn of a row has a role, a key or a value that nothing reads.
+
+    Keys whose value is None, or an empty text, list or object, say nothing and are accepted.
+
+    Args:
+        turns: messages that check_messages accepts.
+        is_prompt: whether no turn can be trained, because the answer is in another column.
+    """
+    for number, turn in enumerate(turns):
+        role = turn["role"]
+        _check_keys(turn, ("role", "content", *TURN_KEYS[role]), f"message {number} of the role {role}")
+        flags = {key: turn[key] for key in LOSS_KEYS if turn.get(key) is not None}
+        for key, value in flags.items():
+            if value not in (False, True) or isinstance(value, str):
+                raise ValueError(f"message {number}: {key!r} is {value!r:.40}, but it must be true, 1, false or 0")
+        if len({bool(value) for value in flags.values()}) > 1:
+            raise ValueError(f"message {number}: {flags} contradict each other; keep one of them")
+        if any(flags.values()) and (role != "assistant" or is_prompt):
+            raise ValueError(
+                f"message {number}: {flags} asks for a loss on this turn, but only assistant turns in the answer are "
+                "trained; remove the key, or move the turn into the answer"
+            )
+        for part in content_parts(turn):
+            if part_kind(part) == "text":
+                _check_keys(part, ("type", "text"), f"a text of message {number}")
+            elif part.get("text") or part.get("type") not in (None, part_kind(part), f"{part_kind(part)}_url"):
+                raise ValueError(f"message {number} has a part of two kinds: {part!r:.80}; write two parts")
+        for call in turn.get("tool_calls") or []:
+            _check_keys(call, CALL_KEYS, f"a tool call of message {number}")
+            _check_keys(call.get("function") or {}, CALL_KEYS[-2:], f"the function of a tool call of message {number}")
+    indices = [part["index"] for part in shown_parts_of(turns) if part.get("index") is not None]
+    if any(first >= second for first, second in pairwise(indices)):
+        raise ValueError(f"the parts show the images {indices}, but each image must be shown once, in order")
+
+
+def _check_keys(value: dict, known: Iterable[str], name: str):
+    for key in value:
+        if key not in known and value[key] not in (None, "", [], {}):
+            raise ValueError(
+                f"{name} has the key {key!r} with {value[key]!r:.40}, which is not read; the keys are "
+                f"{', '.join(known)}. Remove the key; an image is a part {{type: image, image: ...}}"
+            )
 
 
 def check_messages(messages: list[dict]):

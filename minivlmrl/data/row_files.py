@@ -15,6 +15,7 @@ from decimal import Decimal
 from os.path import isdir, isfile
 from pathlib import Path
 
+from minivlmrl.config.types import Plain
 from minivlmrl.data.download import find_split, split_of
 from minivlmrl.data.formats import map_nested
 from minivlmrl.errors import check_field, error_context, optional_dependency
@@ -23,7 +24,7 @@ from minivlmrl.json_files import check_downloaded, parse_json
 IMAGE_NAME = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
 # Parquet values of these types are converted to text, because JSON does not support the types.
 NO_JSON_TYPES = date, time, timedelta, Decimal
-LIST_ITEM = re.compile(r"[^\s,]")
+SEPARATOR = re.compile(r"\s*([\[,\]])\s*")  # what begins a list, separates its items, or ends it
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 BOOL_OR_NUMBER = re.compile(r"(?i)true|false|-?\d*\.?\d+")
 # columns in a CSV file whose cells can contain JSON
@@ -123,19 +124,21 @@ class Lines:
         """
         rows = []
         decode = json.JSONDecoder().raw_decode
-        start = _next_item(content, content.index("[") + 1)
-        line_number = 1 + content.count("\n", 0, start)
-        while start < len(content) and content[start] != "]":
+        separator, start = SEPARATOR.search(content), 0  # the opening bracket, later the commas
+        line_number = 1
+        while separator and separator[1] != "]":
+            line_number += content.count("\n", start, separator.end())
+            start = separator.end()
+            if not rows and content[start:].strip() == "]":
+                return []
             with error_context(f"{self.path}:{line_number}"):
                 _, end = parse_json(content, decode, start)
             rows.append((line_number, content[start:end]))
-            next_start = _next_item(content, end)
-            line_number += content.count("\n", start, next_start)
-            start = next_start
-        if content[start:].strip() != "]":
+            separator = SEPARATOR.match(content, end)
+        if not separator or content[separator.end() :].strip():
             raise ValueError(
-                f"{self.path}: the text is not valid JSON, because the list must end with ] and "
-                "nothing may follow this bracket; correct the end of the file"
+                f"{self.path}:{line_number}: the text is not valid JSON, because after this item there must be a comma "
+                "and the next item, or ] and the end of the file; correct the text after the item"
             )
         return rows
 
@@ -149,7 +152,7 @@ class Lines:
     def __getitem__(self, index: int) -> dict:
         text = self.texts[index][1]
         with error_context(self.where(index)):
-            columns = parse_json(text)
+            columns = parse_json(text, _decode_row)
             # A lone surrogate is valid JSON, but it cannot be encoded in UTF-8 and tokenized.
             if SURROGATE.search(text):
                 parse_json(json.dumps(columns, ensure_ascii=False), str.encode)
@@ -197,7 +200,7 @@ class Cells(Lines):
             for name, cell in columns.items():
                 if name in JSON_COLUMNS and cell[0] in "[{":
                     with error_context(f"column {name!r}"):
-                        columns[name] = parse_json(cell)
+                        columns[name] = parse_json(cell, _decode_row)
                 elif name in ("label", "margin") and BOOL_OR_NUMBER.fullmatch(cell):
                     columns[name] = json.loads(cell.lower())
             return columns
@@ -274,10 +277,17 @@ class Arrow:
             return map_nested(row, str, NO_JSON_TYPES)
 
 
-def _next_item(content: str, start: int) -> int:
-    """Skip spaces and commas; return the position of the next item or of a JSON list's end."""
-    letter = LIST_ITEM.search(content, start)
-    return letter.start() if letter else len(content)
+def _object(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
+    """Build a dict from the pairs of a JSON object; raise ValueError for a repeated key."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {max(names, key=names.count)!r} occurs twice in one object; remove one of them")
+    return content
+
+
+# a decoder that refuses repeated keys; NaN and Infinity become None
+_decode_row = json.JSONDecoder(object_pairs_hook=_object, parse_constant=lambda name: None).decode
 
 
 def _check_names(path: Path, names: list[str]):

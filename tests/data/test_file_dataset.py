@@ -6,11 +6,12 @@ import PIL.Image
 import pytest
 
 from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.folder_template import DEFAULT_QWEN3, ChatTemplate
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.messages import text_of
 from minivlmrl.data.processor import Processor, encode_completion, images_in
 from minivlmrl.tasks import shapes
-from tests.helpers.talk import IMAGE_PART, assistant, system, text, user
+from tests.helpers.talk import CHATML, IMAGE_PART, assistant, system, text, user
 
 
 def test_rows_need_not_have_the_same_columns(write_rows):
@@ -312,6 +313,37 @@ BAD_ANSWERS = [
     ([YES, user([IMAGE_PART]), YES], "the prompt has 1 image placeholder(s), but 0 image(s) were given"),
 ]
 
+# keys and values of turns and parts that nothing would read
+UNREAD = [
+    (user("a") | {"name": "Bob"}, "message 0 of the role user has the key 'name' with 'Bob', which is not read; the"),
+    (user("a") | {"reasoning_content": "b"}, "message 0 of the role user has the key 'reasoning_content'"),
+    (user("a") | {"loss": True}, "message 0: {'loss': True} asks for a loss on this turn, but only assistant turns"),
+    (user([text("a") | {"cache_control": {"type": "x"}}]), "a text of message 0 has the key 'cache_control'"),
+    (user([text("a") | {"image": "red.png"}]), "message 0 has a part of two kinds"),
+    (user([{"type": "video", "image": "red.png"}]), "message 0 has a part of two kinds"),
+    (user([{"type": "image_url", "image_url": {"url": "red.png", "detail": "low"}}]), "the key 'detail' with 'low'"),
+    (user([{"type": "image", "image": {"bytes": None, "path": "red.png", "crop": [1]}}]), "the key 'crop' with [1]"),
+    (user([IMAGE_PART | {"image": f"{name}.png", "index": i} for i, name in ((1, "red"), (0, "blue"))]),
+     "the parts show the images [1, 0], but each image must be shown once, in order"),
+]  # fmt: skip
+UNREAD_ANSWERS = [
+    (YES | {"weight": 0.5}, "message 1: 'weight' is 0.5, but it must be true, 1, false or 0"),
+    (YES | {"loss": "false"}, "message 1: 'loss' is 'false', but it must be true, 1, false or 0"),
+    (YES | {"loss": True, "weight": 0}, "message 1: {'loss': True, 'weight': 0} contradict each other"),
+    (YES | {"refusal": "no"}, "message 1 of the role assistant has the key 'refusal' with 'no'"),
+    (YES | {"train": False}, "no turn of the answer is trained, because all have one of loss, loss_mask, weight, t"),
+    (
+        YES | {"tool_calls": [{"function": {"name": "a", "output": "b"}}]},
+        "the function of a tool call of message 1 has",
+    ),
+]
+SYSTEM = [
+    ({"system": 3, "problem": "a"}, "column 'system': the value must be text, but it is 3"),
+    ({"system": "a", "prompt": [system("b"), HI]}, "column 'system': the turns begin with another system message"),
+]
+MISTAKES += [({"prompt": [turn]}, f".*{message}") for turn, message in UNREAD]
+MISTAKES += [({"messages": [HI, turn]}, f".*{message}") for turn, message in UNREAD_ANSWERS]
+MISTAKES += [*SYSTEM, ({"prompt": [HI, YES | {"loss": 1}, HI]}, "column 'prompt': message 1: {'loss': 1} asks for a")]
 MISTAKES += [
     ({"problem": "a", column: answer}, f"column '{column}': {message}")
     for column in ("completion", "chosen", "rejected")
@@ -321,8 +353,44 @@ MISTAKES += [
 
 @pytest.mark.parametrize(("row", "message"), MISTAKES)
 def test_a_mistake_is_named_when_the_file_is_read(write_rows, row, message):
-    with pytest.raises(ValueError, match=r"rows\.jsonl:2: " + re.escape(message)):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: " + re.escape(message).replace(r"\.\*", ".*", 1)):
         FileDataset(write_rows({"problem": "a"}, row))
+
+
+@pytest.mark.parametrize("key", ["loss", "loss_mask", "weight", "train"])
+@pytest.mark.parametrize("family", ["none", "qwen3", "jinja", "rewritten"])
+def test_a_turn_without_loss_is_context(write_rows, key, family):
+    """Also in a template that drops earlier thoughts, with which each answer is a sequence of its own."""
+    turns = [user("a"), assistant("<think>b</think>bad") | {key: False}, user("c"), assistant("good") | {key: True}]
+    row = FileDataset(write_rows({"messages": turns}), ("problem", "completion"))[0]
+    latest = "(message.content if loop.last else message.content.split('</think>')[-1]) | trim"
+    rewriting = CHATML.replace("message.content | trim", latest)
+    source = {"none": None, "qwen3": DEFAULT_QWEN3, "jinja": CHATML, "rewritten": rewriting}[family]
+    template = source and ChatTemplate(source, "template")
+    processor = Processor(shapes.tokenizer(), ImageProcessor(), template)
+    said = encode_completion(processor, row.messages, row.completion)
+    assert processor.decode(said.ids[said.policy_mask]) == "good"
+    assert "bad" in processor.decode(said.ids)
+
+
+@pytest.mark.parametrize("asked", [
+    {"problem": "a"}, {"prompt": "a"}, {"prompt": [user("a")]}, {"messages": [user("a"), assistant("b")]},
+    {"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]},
+    {"prompt": [system("Be brief."), user("a")]},
+])  # fmt: skip
+def test_the_column_system_is_the_system_message(write_rows, asked):
+    for said in ("Be brief.", "", None):
+        row = FileDataset(write_rows({"system": said, **asked}), system_prompt="Recipe.")[0]
+        expected = said or ("Be brief." if "system" in str(asked) else "Recipe.")
+        assert [(turn["role"], text_of(turn)) for turn in row.messages] == [("system", expected), ("user", "a")]
+
+
+@pytest.mark.parametrize("columns", [{"a": "b", "b": "a"}, {"b": "a", "a": "b"}])
+def test_columns_are_renamed_together(write_rows, columns):
+    [row] = FileDataset(write_rows({"problem": "?", "a": 1, "b": 2}), columns=columns)
+    assert (row.columns["a"], row.columns["b"]) == (2, 1)
+    with pytest.raises(ValueError, match="renames 'b' to 'c', but the row already has both columns"):
+        FileDataset(write_rows({"problem": "?", "a": 1, "b": 2}), columns={"a": "c", "b": "c"})
 
 
 def test_unusual_rows_that_are_valid(write_rows):

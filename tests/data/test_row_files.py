@@ -76,6 +76,13 @@ WRONG = {  # {file content: error message after the file name}
     '[\n{"problem": "a"},\n3]': r":3: the row is 3, .* a JSON object that maps columns to values",
     '[{"problem": ' + DEEP: r":1: the text is not valid JSON \(maximum recursion depth exceeded",
     "[]": " has no rows",
+    "[ ] x": ":1: the text is not valid JSON",
+    '[{"problem": "a"}{"problem": "b"}]': ":1: the text is not valid JSON, because after this item there must be a com",
+    '[{"problem": "a"},, {"problem": "b"}]': r":1: the text is not valid JSON \(Expecting value",
+    '[{"problem": "a"},\n]': r":2: the text is not valid JSON \(Expecting value",
+    '[{"problem": "a"}] 3': ":1: the text is not valid JSON, because after this item",
+    '{"problem": "a"}\n{"problem": "a", "problem": "b"}': ":2: .*the key 'problem' occurs twice in one object; remove",
+    '{"problem": "a", "more": [{"x": 1, "x": 2}]}': ":1: .*the key 'x' occurs twice in one object",
 }
 
 
