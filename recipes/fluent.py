@@ -2,8 +2,7 @@
 
     rewards: {"recipes/fluent.py:fluent(path='FOLDER')": 1}
 
-`python -m minivlmrl memory` does not count this model's memory, so leave room for the model. To use a model on a
-server, see judge.py.
+`python -m minivlmrl memory` does not count this model's memory, so leave room for the model.
 """
 
 from functools import cache

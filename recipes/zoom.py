@@ -224,7 +224,7 @@ def task(**options) -> Task:
         }
         return training, Stripes(data.eval_rows, "eval", **options)
 
-    return Task(datasets, tokenizer, chance=lambda held_out: 1 / len(LABELS), chance_name="chance")
+    return Task(datasets, tokenizer, chance=1 / len(LABELS), chance_name="chance")
 
 
 TASK = task(informed=0.1)

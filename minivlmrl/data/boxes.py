@@ -53,9 +53,8 @@ def box_columns(
 ) -> dict[str, list]:
     """Compute the columns image_sizes and answer_extents that box rewards receive.
 
-    An answer's extent is the image's width and height in the units of the answer's boxes.
-    A row can give this extent in its column answer_extent. Otherwise the extent is computed from the coordinate space
-    in the row's column box_space, or else in the processor's box_space.
+    An answer's extent is the image's width and height in the units of the answer's boxes. Its coordinate space is the
+    row's column box_space, or else the processor's box_space.
 
     Args:
         rows: one row per prompt.
@@ -79,9 +78,7 @@ def box_columns(
             image_size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
             box_space = row.columns.get("box_space") or processor.box_space
             resized_size = width * patch_size, height * patch_size
-            answer_extent = row.columns.get("answer_extent")
-            if not answer_extent:
-                answer_extent = extent(box_space, image_size, resized_size)
+            answer_extent = extent(box_space, image_size, resized_size)
         image_sizes += [image_size] * num_generations
         answer_extents += [answer_extent] * num_generations
     return {"image_sizes": image_sizes, "answer_extents": answer_extents}

@@ -51,14 +51,11 @@ RESERVED = {
         '{"image": ..., "max_pixels": 200704}',
     ),
 }
-Side = Annotated[float, "(0, inf)"]
 COLUMN_TYPES = {  # {column: its values' type and bounds}
     "margin": Annotated[float, "(-inf, inf)"],  # how much better `chosen` is than `rejected`
     # an answer's log-probability under the reference model, summed over its tokens
     "ref_chosen_logps": Annotated[float, "(-inf, 0]"],
     "ref_rejected_logps": Annotated[float, "(-inf, 0]"],
-    # the whole image's width and height, in the units of an answer's boxes
-    "answer_extent": tuple[Side, Side],
     "label": bool,  # for KTO: True if the completion is a good answer
 }
 

@@ -250,17 +250,6 @@ def check_components(part: str, kinds: list[str], allowed: Sequence[str]):
             raise ValueError(f"its {part} contains {kind} {kinds.count(kind)} times; keep one")
 
 
-def qwen2_backend(model: models.BPE) -> tokenizers.Tokenizer:
-    """Combine a byte-level BPE model with Qwen2's normalisation and splitting."""
-    backend = tokenizers.Tokenizer(model)
-    backend.normalizer = normalizers.NFC()
-    split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    backend.decoder = decoders.ByteLevel()
-    return backend
-
-
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE tokenizer on texts.
 
@@ -270,7 +259,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         texts: texts to train on.
         vocab_size: maximum number of tokens, including control tokens, if it is large enough for the 256 byte values.
     """
-    backend = qwen2_backend(models.BPE())
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=max(0, vocab_size - len(SPECIAL_TOKENS)),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),

@@ -35,8 +35,8 @@ def evaluate(
 
     A metric's name is eval/REWARD_WAY, for example eval/accuracy_greedy. WAY is `sampled` (temperature 1) or `greedy`.
     With data.eval_without_images, answers are also sampled with gray images (`gray_image`) and with the next row's
-    images (`swapped_image`). The metrics eval/unseen/... are means over the rows whose column `unseen` is true. Rows
-    that a reward cannot score do not count for its mean, and a metric is missing if the reward cannot score any row.
+    images (`swapped_image`). Rows that a reward cannot score do not count for its mean, and a metric is missing if the
+    reward cannot score any row.
     """
     rewards = held_out_rewards(config)
     # Only the stopping rules among the recipe's sampling options apply here. Truncation and the repetition penalty are
@@ -46,18 +46,13 @@ def evaluate(
     if config.data.eval_without_images:
         ways += [(name, 1.0, images) for name, images in IMAGE_ABLATIONS.items()]
     means = {}
-    unseen_means = {}
     for name, temperature, images in ways:
         options = replace(sampling, temperature=temperature)
         sample = make_sampler(model, processor, options, world, config.rollout.gather_weights)
-        parts = generate_for_rows(sample, rows, 1, rewards, "evaluation", scores_and_unseen, images)
-        answers = list(chain.from_iterable(parts))
-        # (rows, K): each row's K rewards
-        scores = torch.tensor([values for values, _ in answers], dtype=torch.float64)
-        is_unseen = torch.tensor([unseen for _, unseen in answers])
+        parts = generate_for_rows(sample, rows, 1, rewards, "evaluation", only_scores, images)
+        scores = torch.tensor(list(chain.from_iterable(parts)), dtype=torch.float64)  # (rows, K): each row's K rewards
         means[name] = scores.nanmean(0).tolist()
-        unseen_means[name] = scores[is_unseen].nanmean(0).tolist()
-    values = metrics_by_name(rewards, means, unseen_means)
+    values = metrics_by_name(rewards, means)
     return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
@@ -73,22 +68,17 @@ def metric_name(reward: str, way: str) -> str:
     return f"eval/{reward}_{way}"
 
 
-def metrics_by_name(
-    rewards: Sequence[Reward], means: dict[str, list], unseen_means: dict[str, list]
-) -> dict[str, float]:
-    """Select metrics from {way of answering: each reward's mean}, over all rows and unseen rows.
+def metrics_by_name(rewards: Sequence[Reward], means: dict[str, list]) -> dict[str, float]:
+    """Select metrics from {way of answering: each reward's mean}.
 
-    The first reward has a metric for each way of answering, over all rows and over unseen rows. All further rewards
-    have the metrics `sampled` and `greedy`, except that a format reward in second place has only the metric `sampled`.
+    The first reward has a metric for each way of answering. All further rewards have the metrics `sampled` and
+    `greedy`, except that a format reward in second place has only the metric `sampled`.
     """
-    first = rewards[0].name
-    values = {metric_name(first, way): mean[0] for way, mean in means.items()}
+    values = {metric_name(rewards[0].name, way): mean[0] for way, mean in means.items()}
     for k, reward in enumerate(rewards[1:], start=1):
         values[metric_name(reward.name, "sampled")] = means["sampled"][k]
         if not (k == 1 and reward.name.endswith("format")):
             values[metric_name(reward.name, "greedy")] = means["greedy"][k]
-    for way, mean in unseen_means.items():
-        values[metric_name(f"unseen/{first}", way)] = mean[0]
     return values
 
 
@@ -98,15 +88,14 @@ def check_best_metric(config: RunConfig):
     ways = ["sampled", "greedy", *(IMAGE_ABLATIONS if config.data.eval_without_images else ())]
     names = [metric_name(rewards[0], way) for way in ways]
     names += [metric_name(name, way) for name in rewards[1:] for way in ways[:2]]
-    names += [metric_name(f"unseen/{rewards[0]}", way) for way in ways]
     names += ["eval/pair_accuracy", "eval/loss"]
     if config.best_metric is not None and config.best_metric not in names:
         raise ValueError(f"best_metric is {config.best_metric!r:.80}, but it must be one of {', '.join(names)}")
 
 
-def scores_and_unseen(row: Row, _completions: list, scores: list) -> tuple[list[float], bool]:
-    """Return the K rewards of a row's only completion, and True if the row is unseen."""
-    return scores[0], bool(row.columns.get("unseen"))
+def only_scores(_row: Row, _completions: list, scores: list) -> list[float]:
+    """Return the K rewards of a row's only completion."""
+    return scores[0]
 
 
 def gray_images(row: Row, _rows: Dataset) -> list[PIL.Image.Image]:

@@ -166,8 +166,7 @@ class Results:
         if self.world.is_main:
             name = self.config.data.task
             task = get_task(name) if name else None
-            held_out = self.held_out if self.held_out is not None else []
-            chance = task.chance(held_out) if task else None
+            chance = task.chance if task else None
             results = self.progress.results
             seconds = self.progress.seconds
             write_json(self.folder / SUMMARY, {"chance": chance, **results, "seconds": seconds})
@@ -175,7 +174,8 @@ class Results:
             if self.config.data.eval_rewards is None and self.config.eval_rewards[0] != "accuracy":
                 chance = None
             if results:
-                print_table(results, len(held_out), chance, task.chance_name if task else "")
+                num_rows = len(self.held_out) if self.held_out is not None else 0
+                print_table(results, num_rows, chance, task.chance_name if task else "")
             times = (f"{name} {value:.1f} s" for name, value in seconds.items())
             print(f"training: {', '.join(times)}")
         if trainer is not None:

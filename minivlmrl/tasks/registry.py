@@ -25,8 +25,7 @@ class Task:
     # options, as in shapes(pairs=8).
     datasets: Callable[..., tuple[dict[str, Dataset], Dataset]]
     tokenizer: Callable[[], Tokenizer]  # trains a small tokenizer on all task texts
-    # function (held-out rows) -> accuracy of guessing without seeing the image
-    chance: Callable[[Dataset], float]
+    chance: float  # accuracy of guessing without seeing the image
     chance_name: str  # label for that accuracy in tables
 
 
@@ -52,20 +51,17 @@ def get_task(name: str) -> Task:
     if ":" not in name.partition("(")[0]:
         return replace(task, datasets=datasets)
     where = f"data.task {name}: the function"
-    return Task(
-        partial(_call, f"{where} datasets", datasets, "a dict of training rows, and held-out rows"),
-        partial(_call, f"{where} tokenizer", task.tokenizer, "a Tokenizer"),
-        partial(_call, f"{where} chance", task.chance, "a float"),
-        task.chance_name,
+    return replace(
+        task,
+        datasets=partial(_call, f"{where} datasets", datasets, "a dict of training rows, and held-out rows"),
+        tokenizer=partial(_call, f"{where} tokenizer", task.tokenizer, "a Tokenizer"),
     )
 
 
 def _call(name: str, function: Callable, expected: str, /, *arguments, **options) -> Any:
     """Call a custom task's function, and raise ValueError if it returns no `expected` value."""
     result = function(*arguments, **options)
-    if expected == "a float":
-        valid = isinstance(result, int | float)
-    elif expected == "a Tokenizer":
+    if expected == "a Tokenizer":
         valid = isinstance(result, Tokenizer)
     else:
         valid = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], dict)

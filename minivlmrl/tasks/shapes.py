@@ -51,8 +51,6 @@ class Shapes(Sequence[Row]):
     prompt_template: str = "{problem}"
     system_prompt: str | None = None
     tags: bool = True  # False makes demonstrations with the label only, without tags
-    # True makes rows for KTO: one answer with a `label`, alternately chosen and rejected
-    labelled: bool = False
 
     def __len__(self) -> int:
         return self.size
@@ -64,13 +62,9 @@ class Shapes(Sequence[Row]):
         image = draw_picture(label, rng)
         shown_label = rng.choice(LABELS) if rng.random() < self.wrong_labels else label
         messages = conversation(PROBLEM, {"image": 1}, self.prompt_template, self.system_prompt)
-        columns: dict[str, str | bool] = {"problem": PROBLEM, "solution": label}
+        columns = {"problem": PROBLEM, "solution": label}
         # a separate generator, so that images and demonstrations do not depend on rejected answers
         rejected = make_rejected(label, random.Random(f"shapes/{self.seed}/{index}/rejected"))
-        if self.labelled:
-            is_good = index % 2 == 0
-            columns["label"] = is_good
-            return Row(messages, [image], columns, tagged_answer(label) if is_good else rejected)
         demonstrated = tagged_answer(shown_label) if self.tags else shown_label
         return Row(messages, [image], columns, demonstrated, tagged_answer(label), rejected)
 
@@ -110,23 +104,14 @@ def draw_picture(label: str, rng: random.Random) -> PIL.Image.Image:
     left = rng.randint(0, SIZE - side)
     top = rng.randint(0, SIZE - side)
     color, shape = label.split()
-    fill(image, color, shape, (left, top, left + side, top + side))
-    return image
-
-
-def fill(image: PIL.Image.Image, color: str, shape: str, box: Sequence[int]):
-    """Draw an object that fills a box, given as (left, top, right, bottom) in pixels."""
-    left, top, right, bottom = box
-    right -= 1  # because PIL includes the last pixel
-    bottom -= 1
+    right = left + side - 1  # PIL includes the last pixel
+    bottom = top + side - 1
     pen = PIL.ImageDraw.Draw(image)
     if shape == "triangle":
-        corners = [((left + right) / 2, top), (left, bottom), (right, bottom)]
-        pen.polygon(corners, fill=COLORS[color])
-    elif shape == "circle":
-        pen.ellipse((left, top, right, bottom), fill=COLORS[color])
+        pen.polygon([((left + right) / 2, top), (left, bottom), (right, bottom)], fill=COLORS[color])
     else:
         pen.rectangle((left, top, right, bottom), fill=COLORS[color])
+    return image
 
 
 def tokenizer() -> Tokenizer:
@@ -148,7 +133,7 @@ def datasets(
         data: the recipe's section `data`.
         demonstrations: number of rows for SFT.
         wrong_demonstrations: fraction of demonstrations whose label is chosen at random.
-        pairs: number of rows for DPO, KTO and the reward model.
+        pairs: number of rows for DPO and the reward model.
     """
     rows = partial(Shapes, prompt_template=data.prompt_template, system_prompt=data.system_prompt)
     training: dict[str, Dataset] = {
@@ -160,10 +145,9 @@ def datasets(
             tags=data.answer_format == "tags",
         ),
         "pairs": rows(pairs, f"{seed}/pairs"),
-        "labels": rows(pairs, f"{seed}/pairs", labelled=True),
         "prompts": rows(FRESH_ROWS, f"{seed}/grpo"),
     }
     return training, rows(data.eval_rows, "eval")
 
 
-TASK = Task(datasets, tokenizer, lambda held_out: CHANCE, "chance")
+TASK = Task(datasets, tokenizer, CHANCE, "chance")

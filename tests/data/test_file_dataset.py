@@ -44,7 +44,6 @@ def test_a_column_with_the_name_of_a_reward_argument_raises_an_error(write_rows,
 
 
 @pytest.mark.parametrize(("row", "says"), [
-    ({"problem": "a", "answer_extent": [0, 0]}, r"column 'answer_extent' is 0\.0, but it must be over 0"),
     ({"problem": " " * 10**7}, "column 'problem': message 0 has more than 1048576 characters of text; shorten"),
     ({"problem": "a", "images": ["red.png"] * 1001},
      "column 'problem': the row has 1001 images and videos, but at most 1000 are supported; split"),

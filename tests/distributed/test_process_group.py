@@ -150,7 +150,7 @@ def test_the_cases_change_weights_and_lengths(results):
 
 # faster versions of these tests, with one launch for one rank and one launch for two ranks
 def evaluation(folder, overrides, world):
-    """Evaluate data.eval_rows rows; one row is marked as unseen."""
+    """Evaluate data.eval_rows rows."""
     config = load_config(folder / "recipe.yaml", ["--data.eval_rewards=[letters, format]", *overrides])
     model, processor = build_model(config, world)
     return evaluate(model, processor, [Uneven()[i] for i in range(config.data.eval_rows)], config, world)

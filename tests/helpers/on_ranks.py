@@ -70,7 +70,7 @@ class Uneven:
             size = (28 * (1 + index % 6), 28 * (1 + index % 5))
             images = [PIL.Image.linear_gradient("L").resize(size).rotate(17 * index).convert("RGB")]
         content = [IMAGE_PART] * len(images) + [text(f"What is it?{words[: index % 7]}")]
-        columns = {"margin": 0.1 * index, "solution": "red square", "label": index % 3 > 0, "unseen": index == 1}
+        columns = {"margin": 0.1 * index, "solution": "red square"}
         return Row(
             [user(content)], images, columns,
             completion="a" + words, chosen=words + " a", rejected="no" + " no" * (40 - 2 * index),

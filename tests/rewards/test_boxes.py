@@ -226,16 +226,14 @@ def test_an_answer_counts_in_pixels_of_the_resized_image():
 
 
 def test_a_row_may_have_its_own_box_space():
-    """A row may also give answer_extent, which has precedence over box_space."""
     spaces = {"original": (90, 50), "resized": (84, 56), "thousandths": (1000, 1000), "unit": (1, 1), None: (84, 56)}
     for space, extent in spaces.items():
         assert required_columns([row((90, 50), box_space=space)])["answer_extents"] == [extent]
-        assert required_columns([row((90, 50), box_space=space, answer_extent=(8, 8))])["answer_extents"] == [(8, 8)]
 
 
 def test_the_first_image_counts_and_videos_are_ignored():
     """Both columns are None for rows without images; all completions for a row get the same values."""
-    rows = [row(box_space="unit", answer_extent=(8, 8)), row((90, 50), (56, 112)), row((90, 50))]
+    rows = [row(box_space="unit"), row((90, 50), (56, 112)), row((90, 50))]
     rows[2].videos = [Video([PIL.Image.new("RGB", (56, 112))] * 2, 2.0)]
     rows[2].messages[0]["content"].insert(0, {"type": "video"})
     assert required_columns(rows, 2) == {

@@ -61,15 +61,15 @@ def scripted(monkeypatch):
     monkeypatch.setattr(file, "generate_and_score", answer)
 
 
-def scored(sampled, greedy, **columns):
-    return Row([], [], {"sampled": sampled, "greedy": greedy, **columns})
+def scored(sampled, greedy):
+    return Row([], [], {"sampled": sampled, "greedy": greedy})
 
 
 ROWS = [
-    scored([0.5, 1.0, 1.0], [1.0, 1.0, 1.0], unseen=True),
-    scored([0.0, 0.0, 0.0], [0.25, 0.0, 0.0], unseen=False),
+    scored([0.5, 1.0, 1.0], [1.0, 1.0, 1.0]),
+    scored([0.0, 0.0, 0.0], [0.25, 0.0, 0.0]),
     scored([NAN, 1.0, NAN], [NAN, 1.0, NAN]),
-    scored([0.25, 0.0, 0.0], [0.5, 1.0, 1.0], unseen=True),
+    scored([0.25, 0.0, 0.0], [0.5, 1.0, 1.0]),
     scored([0.25, 1.0, 0.0], [0.25, 0.0, 0.0]),
 ]
 
@@ -80,12 +80,11 @@ def test_each_metric_is_a_mean_over_the_rows_that_have_a_value(scripted, monkeyp
     assert evaluate(None, None, ROWS, config(REWARDS, SAMPLING), ONE) == {
         "eval/iou_sampled": 0.25, "eval/iou_greedy": 0.5, "eval/box_format_sampled": 0.6,
         "eval/acc_0_5_sampled": 0.25, "eval/acc_0_5_greedy": 0.5,
-        "eval/unseen/iou_sampled": 0.375, "eval/unseen/iou_greedy": 0.75,
     }  # fmt: skip
 
 
 def test_metrics_that_no_row_provides_are_not_reported(scripted):
-    """No row has the column unseen, and acc_0_5 has no value for any row."""
+    """acc_0_5 has no value for any row."""
     # with one reward, only the first value is used
     rows = [scored([NAN, 1.0, NAN], [0.5, 1.0, NAN])]
     assert evaluate(None, None, rows, config(REWARDS, SAMPLING), ONE) == {

@@ -23,12 +23,12 @@ def test_each_task_has_rows_and_a_tokenizer(name):
 def test_chance_is_that_of_a_task():
     """The baseline is a random label's accuracy."""
     for name in ("shapes", f"{ZOOM}:TASK"):
-        assert (get_task(name).chance(None), get_task(name).chance_name) == (1 / 12, "chance")
+        assert (get_task(name).chance, get_task(name).chance_name) == (1 / 12, "chance")
 
 
 def test_options_of_a_task():
     training, _ = get_task("shapes(demonstrations=3, pairs=2)").datasets(DataOptions(), seed=0)
-    assert [len(training[needs]) for needs in ("demonstrations", "pairs", "labels")] == [3, 2, 2]
+    assert [len(training[needs]) for needs in ("demonstrations", "pairs")] == [3, 2]
 
 
 OWN_TASKS = """
@@ -37,9 +37,7 @@ from dataclasses import replace
 from minivlmrl.tasks.shapes import TASK
 
 NOTHING = replace(TASK, datasets=lambda data, seed: None)
-NUMBERS = replace(
-    TASK, datasets=lambda data, seed: ({"prompts": [1]}, [2]), tokenizer=lambda: 3, chance=lambda rows: "a"
-)
+NUMBERS = replace(TASK, datasets=lambda data, seed: ({"prompts": [1]}, [2]), tokenizer=lambda: 3)
 """
 
 
@@ -53,9 +51,8 @@ def test_invalid_values_of_an_own_task_are_refused(tmp_path, name, error):
     with pytest.raises(ValueError, match=rf"^data\.task .*my_task\.py:{name}: the function datasets .*{error}"):
         task.datasets(DataOptions(), 0)
     if name == "NUMBERS":
-        for function, argument in ((task.tokenizer, ()), (task.chance, ([],))):
-            with pytest.raises(ValueError, match=r"returned .*, but it must return a"):
-                function(*argument)
+        with pytest.raises(ValueError, match=r"tokenizer returned 3, but it must return a Tokenizer"):
+            task.tokenizer()
 
 
 @pytest.mark.parametrize("name, error", [
