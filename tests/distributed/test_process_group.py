@@ -34,7 +34,7 @@ RECIPE = recipe(
     STAGE, model={"dtype": "float64"}, sampling={"max_new_tokens": 12}, rewards={"letters": 1.0}, ppo={"kl_coef": 0.1}
 )
 REFERENCE = ["--stages=[grpo]", "--grpo.beta=0.1", "--grpo.num_iterations=2"]
-TOOLS = [*REFERENCE, "--sampling.environment=on_ranks:Eye", "--sampling.max_new_tokens=30"]
+TOOLS = [*REFERENCE, "--sampling.environment=tests.helpers.on_ranks:Eye", "--sampling.max_new_tokens=30"]
 SHORT_HISTORY = [*TOOLS, "--sampling.history=1", "--grpo.loss_type=grpo", "--grpo.max_tokens_per_micro_batch=150"]
 QWEN3 = ["--model.config=FOLDER/qwen3_vl.json"]
 TWO_AT_A_TIME = [*REFERENCE, "--grpo.micro_batch_size=2"]

@@ -186,7 +186,7 @@ KILLS = {
     "dpo": (["--dpo.precompute_ref_log_probs=true", *DROPOUT, "--optimizer.name=torch.optim:NAdam"], [
         ("in the precomputing", 2), ("when metrics are written", 3), ("in backward", 3),
     ]),
-    "sft, grpo": (["--sft.max_steps=1", "--sampling.environment=on_ranks:Eye", "--sampling.history=1",
+    "sft, grpo": (["--sft.max_steps=1", "--sampling.environment=tests.helpers.on_ranks:Eye", "--sampling.history=1",
                    "--sampling.max_new_tokens=20", "--grpo.max_steps=8", "--log_completions=1"], [
         ("in a rollout", 40), ("in the optimizer", 3),
     ]),
