@@ -20,6 +20,7 @@ import numpy as np
 import PIL.Image
 import PIL.ImageOps
 import torch
+from PIL.ExifTags import Base as ImageIFD
 from PIL.Image import Image, Resampling
 from torch import Tensor
 
@@ -30,19 +31,55 @@ def load_image(file: str | Path | Image) -> Image:
     """Load an image file as RGB, rotated upright according to its EXIF orientation.
 
     media.fetch_image also loads images from file:// URLs, data URIs and bytes.
+
+    Raises:
+        ValueError: the aspect ratio is over 200, or the colours of the image are not known (see to_rgb).
     """
     image = file if isinstance(file, Image) else PIL.Image.open(file)
-    return to_rgb(PIL.ImageOps.exif_transpose(image))
+    check_ratio(image.width, image.height)  # before the pixels are decoded, which takes gigabytes for a long image
+    return to_rgb(PIL.ImageOps.exif_transpose(to_8_bits(image)))
 
 
 def to_rgb(image: Image) -> Image:
-    """Convert any PIL image to RGB, on a white background if the image is transparent."""
+    """Convert a PIL image to RGB, on a white background if the image is transparent."""
     if 0 in image.size:
         raise ValueError(f"the image has {image.width} x {image.height} pixels, but it must have at least 1 x 1")
+    if image.mode in ("I", "F"):
+        raise ValueError(
+            f"the pixels are 32-bit numbers (mode {image.mode}), so the values of black and white are not known; save "
+            "the image with 8 bits per colour"
+        )
+    image = to_8_bits(image)
     if image.has_transparency_data:
         white = PIL.Image.new("RGBA", image.size, "white")
         image = PIL.Image.alpha_composite(white, image.convert("RGBA"))
     return image.convert("RGB")
+
+
+def to_8_bits(image: Image) -> Image:
+    """Convert an image with 16 bits per pixel to 8 bits; return other images unchanged.
+
+    Pillow's own conversion shows every value above 255 as white.
+    """
+    if not image.mode.startswith("I;16"):
+        return image
+    tags = getattr(image, "tag_v2", {})  # of a TIFF file, which may use 12 of the 16 bits, or count from white
+    pixels = np.asarray(image)
+    grey = (pixels >> tags.get(ImageIFD.BitsPerSample, (16,))[0] - 8).astype(np.uint8)
+    if tags.get(ImageIFD.PhotometricInterpretation) == 0:
+        grey = 255 - grey
+    grey = PIL.Image.fromarray(np.where(pixels == image.info.get("transparency"), np.uint8(255), grey))
+    grey.info = {name: value for name, value in image.info.items() if name != "transparency"}  # keeps the orientation
+    return grey
+
+
+def check_ratio(width: int, height: int):
+    """Raise ValueError if one side of an image is more than 200 times as long as the other, as transformers does."""
+    if max(height, width) > 200 * min(height, width):
+        raise ValueError(
+            f"the image has {width} x {height} pixels, but its aspect ratio must be at most 200; "
+            "crop or remove the image"
+        )
 
 
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
@@ -59,11 +96,7 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
             factor pixels.
     Source: transformers' smart_resize of Qwen2-VL. Both round half to even, as Python's round does.
     """
-    if max(height, width) > 200 * min(height, width):
-        raise ValueError(
-            f"the image has {width} x {height} pixels, but its aspect ratio must be at most 200; "
-            "crop or remove the image"
-        )
+    check_ratio(width, height)
     if max_pixels < max(min_pixels, factor**2):
         raise ValueError(
             f"max_pixels is {max_pixels}, but it must be at least min_pixels, which is "

@@ -16,7 +16,7 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from minivlmrl.data.image import Grid, ImageProcessor, RGBFrames, smart_resize
+from minivlmrl.data.image import Grid, ImageProcessor, RGBFrames, check_ratio, smart_resize
 from minivlmrl.data.media import MAX_IMAGE_PIXELS, Source, check_options, fetch_image, open_image, open_source
 from minivlmrl.errors import error_context, optional_dependency
 
@@ -258,6 +258,7 @@ def _decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.I
 
 
 def _check_size(nframes: int, width: int, height: int):
+    check_ratio(width, height)
     if width * height > MAX_IMAGE_PIXELS:
         raise ValueError(
             f"the frames have {width} x {height} pixels, which is more than the limit of "

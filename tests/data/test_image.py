@@ -1,6 +1,8 @@
 """Compare images' sizes and patches with transformers' processors, bit for bit."""
 
+import io
 import random
+import struct
 
 import numpy as np
 import PIL.features
@@ -79,6 +81,89 @@ def test_exif_orientation_is_applied(tmp_path, orientation):
     stored.save(tmp_path / "photo.png", exif=exif)
     loaded = load_image(tmp_path / "photo.png")
     assert loaded.size == (3, 2) and loaded.tobytes() == upright.tobytes()
+
+
+def tiff(bits, photometric, data):
+    """Return a TIFF file with two grey pixels; photometric 0 counts from white, and 1 from black."""
+    tags = {256: 2, 257: 1, 258: bits, 259: 1, 262: photometric, 273: 8, 277: 1, 278: 1, 279: len(data)}
+    directory = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    return struct.pack("<2sHI", b"II", 42, 8 + len(data)) + data + struct.pack("<H", len(tags)) + directory + bytes(4)
+
+
+def in_memory(mode, pixel, palette=(0, 0, 0, 200, 100, 50), **info):
+    image = PIL.Image.new(mode, (2, 1), pixel)
+    if mode in ("P", "PA"):
+        image.putpalette(palette)
+    image.info |= info
+    return image
+
+
+def in_file(image, kind="PNG", **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return PIL.Image.open(file)
+
+
+ANIMATED = {"save_all": True, "append_images": [PIL.Image.new("RGB", (2, 1), "blue")]}
+
+
+@pytest.mark.parametrize(("image", "rgb"), [
+    (in_memory("1", 1), (255, 255, 255)),
+    (in_memory("L", 100), (100, 100, 100)),
+    (in_memory("L", 16, transparency=16), (255, 255, 255)),
+    (in_memory("LA", (100, 128)), (177, 177, 177)),  # 100 * 128 / 255 + 255 * 127 / 255
+    (in_memory("P", 1), (200, 100, 50)),
+    (in_memory("P", 1, transparency=1), (255, 255, 255)),
+    (in_memory("P", 1, transparency=b"\0\x80"), (227, 177, 152)),
+    (in_memory("PA", (1, 128)), (227, 177, 152)),
+    (in_memory("RGBA", (100, 0, 0, 128)), (177, 127, 127)),
+    (in_memory("CMYK", (255, 0, 0, 64)), (0, 191, 191)),
+    (in_file(in_memory("CMYK", (255, 0, 0, 64)), "TIFF"), (0, 191, 191)),
+    (in_file(in_memory("CMYK", (255, 0, 0, 64)), "JPEG"), (0, 191, 191)),
+    (in_memory("YCbCr", (100, 100, 200)), (201, 58, 50)),  # 100 + 1.402 * 72, ..., 100 - 1.772 * 28
+    (in_memory("HSV", (0, 255, 200)), (200, 0, 0)),
+    (in_memory("I;16", 0x1234), (18, 18, 18)),
+    (in_memory("I;16B", 0x1234), (18, 18, 18)),
+    (in_file(in_memory("I;16", 0x1234)), (18, 18, 18)),
+    (in_file(in_memory("I;16", 0x1234), transparency=0x1234), (255, 255, 255)),
+    (in_file(in_memory("I;16", 0x1234), transparency=0x1235), (18, 18, 18)),
+    (in_file(in_memory("I;16", 0x1234), "TIFF"), (18, 18, 18)),
+    (io.BytesIO(tiff(16, 1, struct.pack("<2H", 0x1234, 0))), (18, 18, 18)),
+    (io.BytesIO(tiff(16, 0, struct.pack("<2H", 0x1234, 0))), (237, 237, 237)),
+    (io.BytesIO(tiff(12, 1, b"\x12\x30\0")), (18, 18, 18)),
+    (io.BytesIO(tiff(8, 0, b"\x12\0")), (237, 237, 237)),
+    (in_file(in_memory("RGB", (200, 0, 0)), "GIF", **ANIMATED), (200, 0, 0)),
+    (in_file(in_memory("RGB", (200, 0, 0)), "PNG", **ANIMATED), (200, 0, 0)),
+    (in_file(in_memory("RGB", (200, 0, 0)), "TIFF", **ANIMATED), (200, 0, 0)),
+], ids=str)  # fmt: skip
+def test_each_mode_is_shown_as_a_person_sees_it(image, rgb):
+    """The first pixel is compared with a value that was computed by hand, which may be rounded differently."""
+    found = load_image(image).getpixel((0, 0))
+    assert all(abs(a - b) <= 1 for a, b in zip(found, rgb, strict=True)), found
+
+
+def test_lab_is_shown_as_a_person_sees_it_or_refused():
+    """Pillow converts LAB since release 13."""
+    image = in_memory("LAB", (138, 208, 195))  # L = 54, a = 80, b = 67, which is about the red of sRGB
+    try:
+        red, green, blue = load_image(image).getpixel((0, 0))
+    except ValueError as error:
+        assert "LAB" in str(error)
+    else:
+        assert red > 240 and green < 60 and blue < 60
+
+
+def test_the_orientation_of_an_image_with_16_bits_is_applied():
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6
+    assert load_image(in_file(in_memory("I;16", 0x1234), exif=exif)).size == (1, 2)
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_pixels_without_a_known_white_are_refused(mode):
+    for image in (in_memory(mode, 1), in_file(in_memory(mode, 1), "TIFF")):
+        with pytest.raises(ValueError, match=rf"32-bit numbers \(mode {mode}\), .*; save the image with 8 bits per"):
+            load_image(image)
 
 
 @pytest.mark.parametrize(("options", "grid"), [

@@ -315,6 +315,12 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded(size):
         fetch_image(png_header(*size))
 
 
+def test_a_long_image_is_refused_before_it_is_decoded():
+    """Its file has 45 bytes, but its pixels would take gigabytes."""
+    with pytest.raises(ValueError, match="1 x 178956970 pixels, but its aspect ratio must be at most 200"):
+        fetch_image(png_header(1, 178_956_970))
+
+
 def iptc(content):
     """Return an IPTC file with 4 x 4 pixels, whose image data is another file."""
     fields = {(3, 60): b"\1\0", (3, 20): b"\0\4", (3, 30): b"\0\4", (3, 120): b"\5", (8, 10): content}

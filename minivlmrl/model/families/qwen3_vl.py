@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from minivlmrl.config.parsing import build
 from minivlmrl.config.types import Count
 from minivlmrl.data.chat_template import VIDEO, Control, join_text
-from minivlmrl.data.image import Grid, ImageProcessor
+from minivlmrl.data.image import Grid, ImageProcessor, check_ratio
 from minivlmrl.data.image_settings import FIXED, patch_settings
 from minivlmrl.errors import check_field
 from minivlmrl.model.config import Depth, Size, TokenId, VisionConfig
@@ -224,8 +224,7 @@ class Videos:
             )
         growth = max(1.0, factor / height, factor / width)
         sides = [int(side * growth) for side in (height, width)]
-        if max(sides) > 200 * min(sides):
-            raise ValueError(f"The frames have {sides[1]} x {sides[0]} pixels. Their aspect ratio must be at most 200.")
+        check_ratio(sides[1], sides[0])
         rounded = tuple(round(side / factor) * factor for side in sides)
         area = round(nframes / depth) * depth * math.prod(rounded)
         if area > max_area:
