@@ -175,6 +175,8 @@ class World:
             if parameter.grad is None:  # for example the vision tower on a rank without images
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
+        if not gradients:  # only the vision tower is trained, and no rank has an image
+            return
         flat_gradients = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat_gradients)
         totals = flat_gradients.split([gradient.numel() for gradient in gradients])

@@ -39,6 +39,11 @@ def is_trained(name: str, freeze: Sequence[Part], adapted: bool) -> bool:
     return not frozen and (is_adapter(name) or not adapted)
 
 
+def is_in_tower(name: str) -> bool:
+    """Return whether a parameter belongs to the vision tower, also in a value model; texts give it no gradient."""
+    return "visual." in name
+
+
 def trainable_summary(model: nn.Module) -> str:
     """Summarise the trained parameters as a text with one line per part or kind of layer.
 

@@ -19,6 +19,7 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import begin_micro_batch, end_micro_batches, is_sharded
 from minivlmrl.errors import phase
 from minivlmrl.model.decoder import VisionLanguageModel
+from minivlmrl.model.trainable import is_in_tower
 from minivlmrl.run.callbacks import Callback, default_callbacks
 from minivlmrl.run.checkpoints import CheckpointManager
 from minivlmrl.run.lock import locked
@@ -190,10 +191,17 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
     world = trainer.world
     parts = []  # each micro-batch's metrics, and the number of tokens or pairs they are means over
     in_lockstep = world.size > 1 and is_sharded(trainer.trained)
+    # without this, a batch of texts has no gradient
+    trains_texts = not all(is_in_tower(name) for name, p in trainer.trained.named_parameters() if p.requires_grad)
+
+    def has_gradient(batch: MicroBatch) -> bool:
+        return trains_texts or len(batch.group.image_grid_thw) > 0
+
     if in_lockstep:
         # Ranks wait for each other in every layer. If all begin with their longest micro-batch, micro-batches with
-        # similar lengths run at the same time.
-        batches = sorted(batches, key=num_tokens, reverse=True)
+        # similar lengths run at the same time. Those without a gradient come first, because FSDP may reduce all
+        # gradients in the last backward pass.
+        batches = sorted(batches, key=lambda batch: (not has_gradient(batch), num_tokens(batch)), reverse=True)
     start = time.perf_counter()
     for index, batch in enumerate(batches):
         world.stop_if_preempted()
@@ -202,7 +210,8 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
             with trainer.phase("forward"):
                 loss, metrics = trainer.training_loss(batch)
             with trainer.phase("backward"):
-                loss.backward()
+                if has_gradient(batch) or loss.requires_grad:  # sharded ranks may share another rank's images
+                    loss.backward()
         values = {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
         parts.append((values, batch.weight))
     end_micro_batches(trainer.trained)

@@ -173,6 +173,10 @@ ADAPTED = ["stage", "--stages=[ppo]", "--ppo.max_steps=2", "--adapter.r=4",
 # a critic with its own adapters: on one rank over the same base, sharded over a copy of the base
 CRITIC = [*ADAPTED, "--ppo.critic=separate"]
 DROPOUT = ["--adapter.dropout=0.3", "--adapter.target=[language, vision, merger]"]
+# only the tower is trained, so that texts have no gradient; the second step has no image on any rank
+TOWER = ["stage", "--stages=[sft]", "--model.freeze=[language, embeddings]", "--optimizer.weight_decay=0.1",
+         "--sft.max_steps=4"]  # fmt: skip
+TOWER_ADAPTERS = ["stage", "--stages=[dpo]", "--adapter.r=4", "--adapter.target=[vision]", "--dpo.max_steps=4"]
 # only some quantized layers have adapters
 NF4 = [*ADAPTED, "--adapter.quantize=nf4", "--adapter.target=['.*[qv]_proj', merger]"]
 ONCE = [*ONE_BY_ONE, "--sharding.once_per_step=true"]
@@ -187,6 +191,8 @@ QUICK = {
     "dropout, layer by layer": [*ADAPTED, *DROPOUT, *ONE_BY_ONE], "tools, sharded": [*QUICK_TOOLS, *SHARDED],
     "trajectories, sharded": [*QUICK_TRAJECTORIES, *SHARDED, "--sampling.max_batch_tokens=120"],
     "moving, compute_dtype": [*MOVING, "--model.compute_dtype=float64"],
+    "tower, replicated": TOWER, "tower, sharded": [*TOWER, *SHARDED], "tower, once": [*TOWER, *ONCE],
+    "tower adapters, replicated": TOWER_ADAPTERS, "tower adapters, once": [*TOWER_ADAPTERS, *ONCE],
     "folder, sharded": [*FOLDER, *SHARDED], "sharing, layer by layer": [*SHARING, *ONE_BY_ONE],
 }  # fmt: skip
 NF4_WAYS = {"NF4, layer by layer": [*NF4, *ONE_BY_ONE]}
@@ -214,6 +220,8 @@ def quick_results(tmp_path_factory):
         "sharing": SHARING,
         "folder": FOLDER,
         "adapters": ADAPTED,
+        "tower": TOWER,
+        "tower adapters": TOWER_ADAPTERS,
         "critic": CRITIC,
         "NF4": NF4,
     }
@@ -226,6 +234,8 @@ EQUAL = {
     **{f"experts, {way}": "experts" for way in ("sharded", "replicated", "once")},
     "tools, sharded": "tools", "trajectories, sharded": "trajectories", "adapters, sharded": "adapters",
     "critic": "critic", "critic, sharded": "critic",
+    **{f"tower, {way}": "tower" for way in ("replicated", "sharded", "once")},
+    "tower adapters, replicated": "tower adapters", "tower adapters, once": "tower adapters",
 }  # fmt: skip
 
 
