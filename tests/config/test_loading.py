@@ -43,6 +43,8 @@ def test_a_recipe_goes_over_the_defaults_and_overrides_over_it(write, recipe):
     assert (config.seed, config.grpo.beta, config.grpo.num_generations) == (5, 0.25, 4)
     for content in ("", "# nothing\n", "{}"):
         assert load_config(write(content)) == RunConfig()
+    rewards = write({"rewards": {"format": 0.5, "accuracy": 1.0}})
+    assert load_config(rewards, ["--rewards.accuracy=3"]).rewards == {"format": 0.5, "accuracy": 3.0}
 
 
 @pytest.mark.parametrize(("override", "path", "value"), [
@@ -63,22 +65,11 @@ def test_values_of_overrides(recipe, override, path, value):
     assert type(found) is type(value)
 
 
-def test_an_override_of_one_reward_keeps_the_others(write):
-    file = write({"rewards": {"format": 0.5, "accuracy": 1.0}})
-    assert load_config(file, ["--rewards.accuracy=3"]).rewards == {"format": 0.5, "accuracy": 3.0}
-
-
-def test_a_flag_needs_no_value(recipe):
-    config = load_config(recipe, ["--check_memory=false", "--dpo.use_weighting"])
-    assert config.check_memory is False and config.dpo.use_weighting is True
-
-
-def test_a_value_may_follow_its_option_after_a_space(recipe):
-    config = load_config(
-        recipe, ["--data.train_file", "a.jsonl", "--dpo.use_weighting", "--seed", "-1", "--grpo.beta=0.5"]
-    )
+def test_a_flag_needs_no_value_and_a_value_may_follow_after_a_space(recipe):
+    given = ["--data.train_file", "a.jsonl", "--dpo.use_weighting", "--seed", "-1", "--check_memory=false"]
+    config = load_config(recipe, [*given, "--grpo.beta=0.5"])
     assert (config.data.train_file, config.seed, config.grpo.beta) == ("a.jsonl", -1, 0.5)
-    assert config.dpo.use_weighting is True
+    assert config.dpo.use_weighting is True and config.check_memory is False
 
 
 def declared(cls=RunConfig, prefix=""):
@@ -208,11 +199,9 @@ def test_code_that_a_found_recipe_names_is_refused_and_does_not_run(tmp_path, mo
     write(values, f"{folder}/config.yaml")
     monkeypatch.chdir(tmp_path / here)
     folder = os.path.relpath(tmp_path / folder)
+    said = r"config\.yaml was found automatically and would run the code .*; read the code, then pass --recipe="
     for asked_for in ([], ["--data.system_prompt=no_evil.py:f()"]):
-        with pytest.raises(
-            ValueError,
-            match=r"config\.yaml was found automatically and would run the code .*; read the code, then pass --recipe=",
-        ):
+        with pytest.raises(ValueError, match=said):
             run_config(Path(folder), None, asked_for)
     assert not list(tmp_path.rglob("ran"))
 

@@ -1,7 +1,4 @@
-"""Test that every option has an effect.
-
-Each option changes the results of a short run, or ELSEWHERE names the test for its effect.
-"""
+"""Test that every option changes the results of a short run, or that ELSEWHERE names the test for its effect."""
 
 import functools
 import itertools
@@ -49,85 +46,74 @@ STAGE_OPTIONS = {
     "warmup_steps": 2, "adam_beta2": 0.5,
 }  # fmt: skip
 MOVING = ["--reference.sync_ref_model", "--reference.ref_model_sync_steps=1"]
+
+
+def changed(base, **sections):
+    """Return (option, changed value, base options) for {section: {name: value}}."""
+    return [
+        (f"{section}.{name}", value, base) for section, values in sections.items() for name, value in values.items()
+    ]
+
+
 # option, changed value, base options
 OPTIONS = [
-    ("reference", "{sync_ref_model: true, ref_model_sync_steps: 1}", DPO),
-    ("reference.ref_model_mixup_alpha", 0.1, [*DPO, *MOVING]),
-    ("reference.ref_model_sync_steps", 2, [*DPO, *MOVING, "--dpo.max_steps=3"]),
-    ("reference.num_shared_layers", 1, DPO),
-    ("reference.pattern", "visual.merger", [*DPO, "--reference.num_shared_layers=1"]),
+    ("seed", 1, SFT),
+    ("seed", 1, GRPO),
+    ("stages", "[sft, grpo]", SFT),
     *[
         (f"{stage}.{name}", value, [*BASES[stage], f"--{stage}.max_steps=3"])
         for stage, (name, value) in zip(itertools.cycle(STAGES), STAGE_OPTIONS.items(), strict=False)
     ],
-    ("optimizer.weight_decay", 1.0, [*SFT, "--sft.learning_rate=3e-2"]),
-    ("optimizer.max_grad_norm", 0.01, [*SFT, "--optimizer.max_grad_norm=1e9", "--sft.max_steps=3"]),
-    ("dpo.micro_batch_size", 2, [*DPO, "--dpo.loss_type=aot"]),
-    ("dpo.loss_type", "[sigmoid, sft]", DPO),
-    ("dpo.loss_weights", "[0.8, 0.2]", [*DPO, "--dpo.loss_type=[sigmoid, sft]"]),
-    ("dpo.beta", 0.5, DPO),
-    ("dpo.label_smoothing", 0.2, DPO),
-    ("dpo.label_smoothing", 0.2, [*DPO, "--dpo.loss_type=robust"]),
-    ("dpo.f_alpha_divergence_coef", 0.9, [*DPO, "--dpo.f_divergence_type=alpha_divergence"]),
-    ("dpo.reference_free", "true", DPO),
-    ("dpo.ld_alpha", 0.5, ["own", *DPO]),
-    ("dpo.use_weighting", "true", DPO),
-    ("reward_model.center_rewards_coefficient", 1.0, RM),
-    ("grpo.num_generations", 4, GRPO),
-    ("grpo.steps_per_generation", 2, GRPO),
-    ("grpo.num_iterations", 3, [*FAR, "--grpo.max_steps=3"]),
-    ("grpo.micro_batch_size", 1, [*GRPO, "--grpo.loss_type=bnpo"]),
-    ("grpo.epsilon_low", 0.001, FAR),
-    ("grpo.epsilon_high", 0.001, [*FAR, "--grpo.epsilon_low=0"]),
-    ("grpo.beta", 0.5, FAR),
-    ("grpo.beta", 0.5, [*GRPO, "--grpo.loss_type=rloo"]),
-    ("grpo.use_bias_correction_kl", "false", [*FAR, "--grpo.beta=0.5"]),
-    ("grpo.top_entropy_quantile", 0.3, GRPO),
-    ("grpo.entropy_coef", 0.5, GRPO),
-    ("grpo.rollout_correction", "sequence_truncate", DRIFT),
-    ("grpo.rollout_correction_bounds", [0.9, 1.2], [*DRIFT, "--grpo.rollout_correction=token_truncate"]),
-    ("grpo.mask_truncated_completions", "true", GRPO),
-    ("grpo.soft_punish_cache", 4, GRPO),
-    ("grpo.max_num_gen_batches", 2, [*GRPO, "--sampling.max_new_tokens=1", "--grpo.num_generations=2"]),
-    ("ppo.num_generations", 3, PPO),
-    ("ppo.num_mini_batches", 2, PPO),
-    ("ppo.num_ppo_epochs", 1, PPO),
-    ("ppo.cliprange", 0.001, [*PPO, "--ppo.learning_rate=3e-2"]),
-    ("ppo.vf_coef", 1.0, PPO),
-    ("ppo.kl_coef", 0.0, PPO_KL),
-    ("ppo.kl_estimator", "k3", PPO_KL),
-    ("ppo.missing_eos_penalty", 1.0, PPO),
-    ("ppo.critic", "separate", PPO),
-    ("ppo.gamma", 0.5, PPO),
-    ("ppo.lam", 0.5, PPO),
-    ("sampling.temperature", 0.5, GRPO),
-    ("sampling.top_k", 5, GRPO),
-    ("sampling.top_p", 0.3, GRPO),
-    ("sampling.min_p", 0.9, GRPO),
-    ("sampling.repetition_penalty", 3.0, GRPO),
-    ("sampling.max_new_tokens", 3, GRPO),
-    ("sampling.stop_token_ids", "[40, 41, 42, 43, 44]", GRPO),
-    ("sampling.stop_strings", "[e, a]", GRPO),
-    ("rewards.letters", 0.5, [*GRPO, "--grpo.scale_rewards=none"]),
-    ("seed", 1, SFT),
-    ("seed", 1, GRPO),
-    ("stages", "[sft, grpo]", SFT),
-    ("model.dtype", "bfloat16", SFT),
-    ("model.freeze", "[vision]", SFT),
-    *[
-        (f"adapter.{name}", value, [*SFT, "--adapter.r=4"])
-        for name, value in {"r": 2, "alpha": 8, "target": "merger"}.items()
-    ],
-    ("adapter.dropout", 0.3, [*SFT, "--adapter.r=4"]),
-    ("data.task", "shapes(demonstrations=8, pairs=8, wrong_demonstrations=1.0)", SFT),
-    ("data.prompt_template", "'Look. {problem}'", ["own", *SFT]),
-    ("data.system_prompt", "Be brief.", ["own", *SFT]),
-    ("data.chat_template_kwargs", "{add_vision_id: true}", ["own", *SFT]),
-    ("data.min_pixels", 112 * 112, ["own", *SFT]),
-    ("data.max_pixels", 28 * 28, ["own", *SFT]),
-    ("data.train_file", "{home}/other.jsonl", ["own", *SFT]),
-    ("data.video", "{fps: 1, min_pixels: 784, max_pixels: 6272}", FILM),
-]
+    *changed(SFT, model={"dtype": "bfloat16", "freeze": "[vision]"}),
+    *changed(SFT, data={"task": "shapes(demonstrations=8, pairs=8, wrong_demonstrations=1.0)"}),
+    *changed(["own", *SFT], data={
+        "prompt_template": "'Look. {problem}'", "system_prompt": "Be brief.", "min_pixels": 112 * 112,
+        "chat_template_kwargs": "{add_vision_id: true}", "max_pixels": 28 * 28, "train_file": "{home}/other.jsonl",
+    }),
+    *changed(FILM, data={"video": "{fps: 1, min_pixels: 784, max_pixels: 6272}"}),
+    *changed([*SFT, "--adapter.r=4"], adapter={"r": 2, "alpha": 8, "target": "merger", "dropout": 0.3}),
+    *changed([*SFT, "--sft.learning_rate=3e-2"], optimizer={"weight_decay": 1.0}),
+    *changed([*SFT, "--optimizer.max_grad_norm=1e9", "--sft.max_steps=3"], optimizer={"max_grad_norm": 0.01}),
+    ("reference", "{sync_ref_model: true, ref_model_sync_steps: 1}", DPO),
+    *changed(DPO, reference={"num_shared_layers": 1}),
+    *changed([*DPO, *MOVING], reference={"ref_model_mixup_alpha": 0.1}),
+    *changed([*DPO, *MOVING, "--dpo.max_steps=3"], reference={"ref_model_sync_steps": 2}),
+    *changed([*DPO, "--reference.num_shared_layers=1"], reference={"pattern": "visual.merger"}),
+    *changed(DPO, dpo={
+        "loss_type": "[sigmoid, sft]", "beta": 0.5, "label_smoothing": 0.2, "reference_free": "true",
+        "use_weighting": "true",
+    }),
+    *changed(["own", *DPO], dpo={"ld_alpha": 0.5}),
+    *changed([*DPO, "--dpo.loss_type=aot"], dpo={"micro_batch_size": 2}),
+    *changed([*DPO, "--dpo.loss_type=robust"], dpo={"label_smoothing": 0.2}),
+    *changed([*DPO, "--dpo.loss_type=[sigmoid, sft]"], dpo={"loss_weights": "[0.8, 0.2]"}),
+    *changed([*DPO, "--dpo.f_divergence_type=alpha_divergence"], dpo={"f_alpha_divergence_coef": 0.9}),
+    *changed(RM, reward_model={"center_rewards_coefficient": 1.0}),
+    *changed(GRPO, grpo={
+        "num_generations": 4, "steps_per_generation": 2, "top_entropy_quantile": 0.3, "entropy_coef": 0.5,
+        "mask_truncated_completions": "true", "soft_punish_cache": 4,
+    }),
+    *changed(GRPO, sampling={
+        "temperature": 0.5, "top_k": 5, "top_p": 0.3, "min_p": 0.9, "repetition_penalty": 3.0, "max_new_tokens": 3,
+        "stop_token_ids": "[40, 41, 42, 43, 44]", "stop_strings": "[e, a]",
+    }),
+    *changed(FAR, grpo={"epsilon_low": 0.001, "beta": 0.5}),
+    *changed([*FAR, "--grpo.max_steps=3"], grpo={"num_iterations": 3}),
+    *changed([*FAR, "--grpo.epsilon_low=0"], grpo={"epsilon_high": 0.001}),
+    *changed([*FAR, "--grpo.beta=0.5"], grpo={"use_bias_correction_kl": "false"}),
+    *changed([*GRPO, "--grpo.loss_type=bnpo"], grpo={"micro_batch_size": 1}),
+    *changed([*GRPO, "--grpo.loss_type=rloo"], grpo={"beta": 0.5}),
+    *changed([*GRPO, "--sampling.max_new_tokens=1", "--grpo.num_generations=2"], grpo={"max_num_gen_batches": 2}),
+    *changed([*GRPO, "--grpo.scale_rewards=none"], rewards={"letters": 0.5}),
+    *changed(DRIFT, grpo={"rollout_correction": "sequence_truncate"}),
+    *changed([*DRIFT, "--grpo.rollout_correction=token_truncate"], grpo={"rollout_correction_bounds": [0.9, 1.2]}),
+    *changed(PPO, ppo={
+        "num_generations": 3, "num_mini_batches": 2, "num_ppo_epochs": 1, "vf_coef": 1.0, "missing_eos_penalty": 1.0,
+        "critic": "separate", "gamma": 0.5, "lam": 0.5,
+    }),
+    *changed([*PPO, "--ppo.learning_rate=3e-2"], ppo={"cliprange": 0.001}),
+    *changed(PPO_KL, ppo={"kl_coef": 0.0, "kl_estimator": "k3"}),
+]  # fmt: skip
 
 
 def choices(name):
@@ -226,10 +212,7 @@ ELSEWHERE = {
 
 @pytest.fixture(scope="module")
 def run_outputs(home, own):
-    """Return a cached function that runs a recipe with overrides.
-
-    The function returns the run's files as {path: bytes}, and its "error".
-    """
+    """Return a cached function that runs a recipe, and returns its files as {path: bytes}, and its "error"."""
     (home / "tied.json").write_text(json.dumps(RUN_MODEL | {"tie_word_embeddings": True}))
     (home / "elsewhere").mkdir()
     for number in range(8):

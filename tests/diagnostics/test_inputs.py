@@ -21,6 +21,7 @@ from minivlmrl.run.loop import run_training
 from minivlmrl.trainers import offline
 from minivlmrl.trainers.base import Step
 from tests.helpers.stages import STAGES
+from tests.helpers.talk import assistant, system, text, user
 from tests.trainers.test_offline import Dialogues
 
 MODELS = ("model", "tied", "qwen3_vl", "qwen3_5", "qwen3_vl_moe", "qwen3_5_moe")
@@ -42,26 +43,20 @@ def test_frozen_parts_and_adapters_raise_no_alarm(stage, name, option):
     assert check_inputs(run.trainer, run.step) == []
 
 
-A, U = "assistant", "user"
 ROWS = {  # answers are texts that tokenizers divide in several ways
     "a column": {"problem": "What is it?\n", "image": "red.png", "completion": " a <b> c "},
     "two images": {"problem": "<image> or <image>?", "images": ["red.png", "blue.png"], "completion": "both"},
     "no image": {"problem": "e\u0301 <|im_end|> <|image_pad|>", "completion": "<think>\nhm\n</think>\n\nd"},
-    "parts": {
-        "messages": [
-            {"role": "system", "content": "Be brief."},
-            {"role": U, "content": [{"type": "image", "image": "red.png"}, {"type": "text", "text": "What?"}]},
-            {"role": A, "content": "red"},
-            {"role": U, "content": [{"type": "text", "text": "And?"}, {"type": "image", "image": "blue.png"}]},
-            {"role": A, "content": "blue"},
-        ]
-    },
+    "parts": {"messages": [
+        system("Be brief."), user([{"type": "image", "image": "red.png"}, text("What?")]), assistant("red"),
+        user([text("And?"), {"type": "image", "image": "blue.png"}]), assistant("blue"),
+    ]},
     "ShareGPT": {
         "conversations": [{"from": "human", "value": "<image>Now?"}, {"from": "gpt", "value": "red"}],
         "image": "red.png",
     },
     "a list of frames": {"problem": "How many?", "video": ["red.png", "blue.png", "red.png"], "completion": "three"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("model", ["model", "qwen3_vl", "qwen3_5"])

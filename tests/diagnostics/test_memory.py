@@ -60,6 +60,15 @@ def estimate(*question):
     return estimate_phases(MemoryQuestion(*question))
 
 
+def estimator_of(sizes=MODEL):
+    return MemoryEstimator(config_json.from_dict(sizes))
+
+
+def grpo_phases(run, costs, gpus=1):
+    """Estimate the phases of GRPO with the same training and held-out rows."""
+    return estimate(run, "grpo", costs, gpus, ROWS, ROWS)
+
+
 FORMS = {
     "all weights": [],
     "LoRA on bfloat16, recomputed": [*LORA, *BFLOAT16, "--model.activation_checkpointing=true"],
@@ -78,10 +87,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequence of steps)
-    """The estimate agrees with weights, optimizer state and the tensors in a forward and backward pass.
-
-    Model, optimizer and micro-batches are built as in a run.
-    """
+    """The estimate agrees with weights, optimizer state and the tensors in a forward and backward pass."""
     monkeypatch.setattr(shared_prefix, "MAX_SCORE_BYTES", 0)
     # as on a GPU, where float32 has no kernel that returns log-sum-exps
     monkeypatch.setattr(shared_prefix, "has_flash_attention", lambda q, k, v: q.dtype == torch.bfloat16)
@@ -135,7 +141,7 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequ
 def test_copies_of_a_prompt_are_estimated_where_they_are_made(monkeypatch):
     """On a GPU, attention in float32 copies a prompt's keys for each completion; attention in bfloat16 does not."""
     work = BatchShape(prompts=1, num_generations=8, text_tokens=2000, image_tokens=0, completion_tokens=8)
-    costs, run = MemoryEstimator(config_json.from_dict(CONFIGS["wider"])), run_config()
+    costs, run = estimator_of(CONFIGS["wider"]), run_config()
     saved = {}
     for dtype in ("float32", "bfloat16"):
         run.model.dtype = dtype
@@ -153,8 +159,7 @@ def test_copies_of_a_prompt_are_estimated_where_they_are_made(monkeypatch):
 def test_padded_columns_of_the_tower_are_estimated(monkeypatch):
     """In 16 bits on a GPU, a tower with 2,500 columns keeps weights padded to 2,504 columns for the backward pass."""
     vision_config = MODEL["vision_config"] | {"depth": 3, "intermediate_size": 2500}
-    config = config_json.from_dict(MODEL | {"vision_config": vision_config})
-    costs, run = MemoryEstimator(config), run_config()
+    costs, run = estimator_of(MODEL | {"vision_config": vision_config}), run_config()
     run.model.dtype = "bfloat16"
     work = replace(WORK, image_tokens=4, completion_tokens=2)
 
@@ -170,12 +175,12 @@ def test_padded_columns_of_the_tower_are_estimated(monkeypatch):
 
 def test_16_bit_copies_of_adapters_are_estimated():
     """They are half as large as the adapters and exist in rollouts only; float32 models need none."""
-    costs = MemoryEstimator(config_json.from_dict(MODEL))
+    costs = estimator_of()
     found = {}
     for dtype in ("bfloat16", "float32"):
         run = run_config(adapter=LoRAOptions(r=4))
         run.model.dtype = dtype
-        phases = estimate(run, "grpo", costs, 1, ROWS, ROWS)
+        phases = grpo_phases(run, costs)
         found[dtype] = {name: items.get("16-bit adapters") for name, items in phases.items()}
         gradients = phases["train"]["gradients"]
     copies = gradients / 2
@@ -191,9 +196,8 @@ def test_sampling_a_token_takes_the_estimated_memory(options, rel):
     sampling = SamplingOptions(**options)
     logits = torch.randn(4, 151936)
     warp = Filters(sampling, [torch.arange(9)] * 4, 1) if options else None
-    choose = make_token_sampler(
-        sampling.temperature, [], sample_by_uniforms(torch.rand(4, 1, dtype=torch.float64)), warp
-    )
+    draw = sample_by_uniforms(torch.rand(4, 1, dtype=torch.float64))
+    choose = make_token_sampler(sampling.temperature, [], draw, warp)
     with AllocationTracker([]) as live:
         choose(logits, torch.arange(4), torch.zeros(4, dtype=torch.long))
     assert live.peak + logits.nbytes == pytest.approx(memory.DRAW_BYTES * logits.numel(), rel=rel)
@@ -201,46 +205,46 @@ def test_sampling_a_token_takes_the_estimated_memory(options, rel):
 
 def test_a_rollout_joins_the_weights_of_q_k_and_v():
     """CUDA graphs read the joined weights; layers with adapters are not joined."""
-    costs = MemoryEstimator(config_json.from_dict(MODEL))
+    costs = estimator_of()
     layer = costs.model.model.layers[0].self_attn
     projections = torch.nn.ModuleList([layer.q_proj, layer.k_proj, layer.v_proj])
     size = costs.config.num_hidden_layers * sum(p.numel() for p in projections.parameters()) * 4
-    assert estimate(run_config(), "grpo", costs, 1, ROWS, ROWS)["rollout"]["joined weights"] == size
+    assert grpo_phases(run_config(), costs)["rollout"]["joined weights"] == size
     eager, adapted = run_config(), run_config(adapter=LoRAOptions(r=4))
     eager.sampling.cuda_graph = "never"
     for run in (eager, adapted):
-        assert "joined weights" not in estimate(run, "grpo", costs, 1, ROWS, ROWS)["rollout"]
+        assert "joined weights" not in grpo_phases(run, costs)["rollout"]
 
 
 def test_options_that_save_memory():
     """Sharding divides the memory by the rank count. Unneeded parts take no memory."""
-    costs = MemoryEstimator(config_json.from_dict(MODEL))
-    alone = estimate(run_config(), "grpo", costs, 1, ROWS, ROWS)["train"]
+    costs = estimator_of()
+    alone = grpo_phases(run_config(), costs)["train"]
     run = run_config(sharding=ShardingOptions(enabled=True))
-    shared = estimate(run, "grpo", costs, 4, ROWS, ROWS)["train"]
+    shared = grpo_phases(run, costs, gpus=4)["train"]
     for name in ("weights", "optimizer", "gradients"):
         assert shared[name] == alone[name] / 4
     assert "reference" not in alone
     run = run_config()
     run.grpo.beta = 0.1
-    assert estimate(run, "grpo", costs, 1, ROWS, ROWS)["train"]["reference"] == alone["weights"]
+    assert grpo_phases(run, costs)["train"]["reference"] == alone["weights"]
     # vLLM's weight copy has this dtype
     run.sampling = SamplingOptions(engine="vllm", vllm={"dtype": "bfloat16"})
-    assert estimate(run, "grpo", costs, 1, ROWS, ROWS)["rollout"]["vLLM's weights"] == 2 * costs.parameters
+    assert grpo_phases(run, costs)["rollout"]["vLLM's weights"] == 2 * costs.parameters
     run = run_config(sharding=ShardingOptions(enabled=True, cpu_offload=True))
-    assert estimate(run, "grpo", costs, 4, ROWS, ROWS)["train"]["weights"] == 0
+    assert grpo_phases(run, costs, gpus=4)["train"]["weights"] == 0
 
 
 @pytest.mark.parametrize("form", ["all weights", "LoRA"])
 def test_once_per_step_keeps_weights_and_gradients(form):
     """All weights stay gathered in bfloat16, and each rank sums the trained weights' gradients in float32."""
-    costs = MemoryEstimator(config_json.from_dict(MODEL))
+    costs = estimator_of()
     found = {}
     for once in (False, True):
         run = run_config(sharding=ShardingOptions(enabled=True, once_per_step=once))
         run.adapter = LoRAOptions(r=4 if form == "LoRA" else 0)
         run.model.compute_dtype = "bfloat16"
-        found[once] = estimate(run, "grpo", costs, 4, ROWS, ROWS)
+        found[once] = grpo_phases(run, costs, gpus=4)
     assert found[True].keys() == found[False].keys()
     plain, train = found[False].pop("train"), found[True].pop("train")
     assert found[True] == found[False]  # other phases do not change
@@ -264,11 +268,8 @@ def test_a_reference_takes_the_estimated_memory(option, stage, checkpoint):
 
 
 def test_estimates_do_not_depend_on_earlier_ones():
-    """Tensors that the vision tower caches count in every estimate in a process.
-
-    For 16 images and a 3B model, the cached tables take 43 MB.
-    """
-    costs = MemoryEstimator(config_json.from_dict(MODEL))
+    """Tensors that the vision tower caches count in every estimate in a process."""
+    costs = estimator_of()
     estimates = [estimate(run_config(), "grpo", costs, 1, ROWS) for _ in range(3)]
     assert estimates[1] == estimates[2]
     for name, items in estimates[0].items():
@@ -279,14 +280,14 @@ def test_estimates_do_not_depend_on_earlier_ones():
 def test_a_reward_model_is_estimated_by_its_own_config(checkpoint):
     run = run_config(rewards={"reward_model": 1.0})
     run.reward_model.path = str(checkpoint)
-    costs = MemoryEstimator(config_json.from_dict(CONFIGS["wider"]))
+    costs = estimator_of(CONFIGS["wider"])
     estimated = estimate(run, "grpo", costs, 1, ROWS)["train"]["reward model"]
     assert estimated == sum(p.nbytes for p in load_model(checkpoint).parameters())
 
 
 @pytest.mark.parametrize("option", ["precompute_ref_log_probs", "reference_free"])
 def test_dpo_without_a_reference_is_estimated_without_one(option):
-    costs = MemoryEstimator(config_json.from_dict(MODEL))
+    costs = estimator_of()
     run = run_config()
     kept = estimate(run, "dpo", costs, 1, ROWS, ROWS)
     setattr(run.dpo, option, True)
@@ -299,17 +300,14 @@ def test_dpo_without_a_reference_is_estimated_without_one(option):
 
 @pytest.mark.parametrize("moments", [0, 1])
 def test_a_custom_optimizer_is_estimated_by_its_state(tmp_path, moments):
-    """SGD without momentum has no state, and with momentum as much as the weights.
-
-    AdamW would have two moments.
-    """
+    """SGD without momentum has no state, and with momentum as much as the weights."""
     file = tmp_path / "my_opt.py"
     file.write_text(
         "import torch\n\n\ndef sgd(parameters, rate, betas, weight_decay, momentum=0.0):\n"
         "    return torch.optim.SGD(parameters, rate, momentum)\n"
     )
     run = run_config(optimizer=OptimizerOptions(f"{file}:sgd(momentum=0.{9 * moments})"))
-    phases = estimate(run, "grpo", MemoryEstimator(config_json.from_dict(MODEL)), 1, ROWS)
+    phases = estimate(run, "grpo", estimator_of(), 1, ROWS)
     assert phases["train"]["optimizer"] == moments * phases["train"]["gradients"] < phases["train"]["weights"] + 1
 
 

@@ -84,10 +84,7 @@ def test_only_recipes_with_a_checkpoint_are_checked(checkpoint, home):
 
 
 def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_is_refused(checkpoint, home, tmp_path, monkeypatch):
-    """The check before the first step knows a checkpoint's size.
-
-    Earlier checkpoints in the folder count as free space.
-    """
+    """The check knows a checkpoint's size; earlier checkpoints in the folder count as free space."""
     folder = tmp_path / "run"
     given = ["--model.config=null", "--stages=[sft]", "--checkpoint_steps=2", f"--output_dir={folder}"]
     run = load_config(home / "recipe.yaml", [*given, f"--model.path={checkpoint}", "--data.eval_rows=1"])

@@ -30,24 +30,16 @@ def trained(run, plain, lively, tmp_path, tmp_path_factory):
     """Return the folder of a run whose steps train on one group with eight completions."""
     if not FOLDERS:
         options = "--log_completions=1", "--grpo.num_generations=8", "--grpo.prompts_per_step=1", "--grpo.max_steps=3"
-        FOLDERS.append(
-            run("--stages=[grpo]", *options, LETTERS, JUDGES).rename(tmp_path_factory.mktemp("page") / "run")
-        )
+        folder = run("--stages=[grpo]", *options, LETTERS, JUDGES)
+        FOLDERS.append(folder.rename(tmp_path_factory.mktemp("page") / "run"))
     return shutil.copytree(FOLDERS[0], tmp_path / "run")
 
 
-def browse(path, place, folder, *flags):
+def browse(path, place, folder):
     """Return a page's HTML after its script has run, without the script."""
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine: apt install chromium")
-    command = [
-        CHROMIUM,
-        *FLAGS,
-        *flags,
-        f"--user-data-dir={folder / 'browser'}",
-        "--dump-dom",
-        f"file://{path}#{place}",
-    ]
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={folder / 'browser'}", "--dump-dom", f"file://{path}#{place}"]
     html = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     return html.partition('<script id="data"')[0]
 
@@ -87,10 +79,7 @@ def test_the_page_shows_completions_and_rewards_of_a_step(trained, tmp_path):
 
 @pytest.mark.slow
 def test_a_trajectory_is_shown_as_a_row_of_turns(trained, tmp_path):
-    """Each turn shows its window's newest image, above the tokens.
-
-    The first turn shows the row's image.
-    """
+    """Each turn shows its window's newest image above the tokens, the first turn the row's image."""
     lines = metrics(trained, "completions.jsonl")
     completion = lines[1]["completions"][0]
     completion["tokens"] = [["<think>", None], *([word, -0.1] for word in ("one", "two", "three"))]
@@ -107,10 +96,7 @@ def test_a_trajectory_is_shown_as_a_row_of_turns(trained, tmp_path):
 
 @pytest.mark.slow
 def test_recipe_warnings_and_results_come_first(trained, home, tmp_path):
-    """By default the page opens at a step with different rewards.
-
-    At the last step, all rewards in the group are equal.
-    """
+    """The page opens at a step with different rewards; at the last step, all rewards are equal."""
     lines = metrics(trained, "completions.jsonl")
     for i, line in enumerate(lines):
         for reward, completion in enumerate(line["completions"]):
@@ -122,9 +108,8 @@ def test_recipe_warnings_and_results_come_first(trained, home, tmp_path):
     write_lines(trained / "evaluations.jsonl", [evaluation])
     sft = [{"stage": "sft", "step": i, "loss": 1.0} for i in range(7)]
     write_lines(trained / "metrics.jsonl", sft + metrics(trained))
-    assert collect_run(trained)["evaluations"] == [
-        {"step": 10, "eval/accuracy_sampled": 0.25, "eval/accuracy_greedy": 0.5}
-    ]
+    at_the_end = {"step": 10, "eval/accuracy_sampled": 0.25, "eval/accuracy_greedy": 0.5}
+    assert collect_run(trained)["evaluations"] == [at_the_end]
     report.main([str(trained)])
     html = browse(trained / "report.html", "", tmp_path)
     assert html.index("grpo step 3: all &lt;groups&gt; earn the same") < html.index("Curves")
@@ -137,10 +122,7 @@ def test_recipe_warnings_and_results_come_first(trained, home, tmp_path):
 
 @pytest.mark.slow
 def test_the_page_of_two_runs_opens_at_a_common_stage(trained, tmp_path):
-    """For 1 of 4 rows, two standard errors reach from 0 to 1/4 + 2 (3/64)^1/2 = 0.683.
-
-    A curve that hardly changes is drawn flat.
-    """
+    """For 1 of 4 rows, two standard errors reach 1/4 + 2 (3/64)^1/2 = 0.683; a curve that hardly changes is flat."""
     other = shutil.copytree(trained, tmp_path / "other")
     dpo = [{"stage": "dpo", "step": i, "loss": 1.0} for i in range(2)]
     write_lines(other / "metrics.jsonl", metrics(other) + dpo)

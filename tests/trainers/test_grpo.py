@@ -70,11 +70,7 @@ FOURS = "--grpo.num_generations=4", "--grpo.micro_batch_size=4"
 
 
 def without_idle_rows(stage, script, rewards, *options):
-    """Assert that rows without signal change neither the loss nor the gradients of a step's first micro-batch.
-
-    Returns:
-        The micro-batch without these rows, and the micro-batch with all rows.
-    """
+    """Return a step's first micro-batch without rows without signal, and with all rows; their gradients are equal."""
     found = []
     for everything in (False, True):
         script(rewards)

@@ -33,14 +33,11 @@ def test_groups_with_equal_rewards_are_sampled_anew(stage, samples, script):
     batches = run.next()
     assert len(samples) == 3 and left == [[9.0] * 8]
     kept = [(0, 1), (1, 0), (1, 2), (2, 0)]  # (rollout, group) in sampling order; surplus groups are dropped
-    assert torch.equal(
-        ids_of(batches), torch.cat([s.completion.ids for i, group in kept for s in samples[i].groups[group]])
-    )
+    expected = torch.cat([sample.completion.ids for i, group in kept for sample in samples[i].groups[group]])
+    assert torch.equal(ids_of(batches), expected)
     assert torch.cat([batch.advantages for batch in batches]).tolist() == [0.5, -0.5] * 4
     line = run.update()
-    assert line["num_gen_batches"] == 3
-    assert line["frac_reward_zero_std"] == 0
-    assert line["reward"] == 0.5
+    assert (line["num_gen_batches"], line["frac_reward_zero_std"], line["reward"]) == (3, 0, 0.5)
     assert line["rollout/logp_mismatch"] < 1e-5  # each completion still follows its own prompt
 
 
@@ -54,8 +51,7 @@ def test_sampling_anew_ends_and_keeps_the_size_of_the_batch(stage, samples, scri
     assert completions_of(run.step.rollout) == expected
     assert [batch.completion_index.tolist() for batch in batches] == [[0, 1], [4]]
     line = run.update()
-    assert line["num_gen_batches"] == 3
-    assert line["frac_reward_zero_std"] == 0.75
+    assert (line["num_gen_batches"], line["frac_reward_zero_std"]) == (3, 0.75)
 
 
 def test_overlong_completions_are_punished(stage, samples):
@@ -180,10 +176,9 @@ def test_the_entropy_threshold_is_that_of_the_whole_step(stage):
     assert thresholds[0] != thresholds[1]
 
 
-@pytest.mark.parametrize(
-    "option",
-    ["beta=0.1", "entropy_coef=0.01", "loss_type=bnpo", "top_entropy_quantile=0.5", "loss_type=rloo --grpo.beta=0.1"],
-)
+@pytest.mark.parametrize("option", [
+    "beta=0.1", "entropy_coef=0.01", "loss_type=bnpo", "top_entropy_quantile=0.5", "loss_type=rloo --grpo.beta=0.1",
+])  # fmt: skip
 def test_options_that_need_all_completions_keep_them(stage, script, option):
     script(REWARDS)
     [batch] = stage("grpo", *FOURS, *f"--grpo.{option}".split()).next()
@@ -214,46 +209,6 @@ def options_as_metrics(logps, advantages, mask, *, epsilon_high, num_generations
     return 0 * logps.sum(), {name: torch.tensor(float(value)) for name, value in found.items()}
 
 
-def flat(logps, advantages, mask, **others):
-    return (advantages.sum() * torch.ones((), requires_grad=True)), {}
-
-
-def scalar(logps, advantages, mask, **others):
-    return logps.sum()
-
-
-def per_row(logps, advantages, mask, **others):
-    return logps.sum(1), {}
-
-
-def one_element(logps, advantages, mask, **others):
-    return logps.sum()[None], {}
-
-
-def detached(logps, advantages, mask, **others):
-    return logps.detach().sum(), {}
-
-
-def whole_number(logps, advantages, mask, **others):
-    return logps.sum().long(), {}
-
-
-def number_as_metric(logps, advantages, mask, **others):
-    return logps.sum(), {"seen": 1.0}
-
-
-def second_loss(logps, advantages, mask, **others):
-    return logps.sum(), {"loss": mask.sum()}
-
-
-def not_a_number(logps, advantages, mask, **others):
-    return logps.sum() / 0 * 0, {}
-
-
-def gradient_of_root(logps, advantages, mask, **others):
-    return (logps * 0).sqrt().sum(), {}
-
-
 def in_place(logps, advantages, mask, **others):
     values = logps.exp()
     values += 1
@@ -262,12 +217,31 @@ def in_place(logps, advantages, mask, **others):
 
 def later_nan(logps, advantages, mask, **others):
     return logps.sum() * (1 if len(mask) == 2 else float("nan")), {}
+
+
 """
+
+
+DICTIONARY = "but it must return the loss, a tensor without dimensions, and a dictionary"
+RETURNED = {  # what a loss returns, and what is said of it
+    "scalar": ("logps.sum()", rf"returned tensor\(-4., .* {DICTIONARY}"),
+    "per_row": ("logps.sum(1), {}", rf"returned \(tensor\(\[-2., -2.\], .* {DICTIONARY}"),
+    "one_element": ("logps.sum()[None], {}", r"returned \(tensor\(\[-4.\], "),
+    "number_as_metric": ("logps.sum(), {'seen': 1.0}", "returned .*{'seen': 1.0}.*, but it must return"),
+    "second_loss": ("logps.sum(), {'loss': mask.sum()}", "returned .* have other names than stage, step and loss"),
+    "not_a_number": ("logps.sum() / 0 * 0, {}", "the loss is nan"),
+    "detached": ("logps.detach().sum(), {}", "the loss is -4.0, and its gradient .* is None"),
+    "whole_number": ("logps.sum().long(), {}", "the loss is -4, and its gradient .* is None"),
+    "flat": ("(advantages.sum() * torch.ones((), requires_grad=True)), {}",
+             "first argument, is None; both must be finite"),
+    "root": ("(logps * 0).sqrt().sum(), {}", r"the loss is 0.0, and its gradient .* is tensor\(\[\[(nan|-?inf)"),
+}  # fmt: skip
 
 
 @pytest.fixture
 def own_loss(tmp_path):
-    (tmp_path / "my_loss.py").write_text(LOSSES)
+    returned = (f"def {name}(logps, advantages, mask, **_):\n    return {x}\n" for name, (x, _) in RETURNED.items())
+    (tmp_path / "my_loss.py").write_text(LOSSES + "\n\n".join(returned))
     return f"--grpo.loss_type={tmp_path / 'my_loss.py'}"
 
 
@@ -296,24 +270,20 @@ def test_a_custom_loss_gets_the_options_of_its_section(stage, own_loss):
 
 
 @pytest.mark.parametrize(("name", "says"), [
+    *((name, says) for name, (_, says) in RETURNED.items()),
     ("options_as_metrics(learning_rate=0.5)", "learning_rate is an option of the section grpo; set grpo.learning_rate"),
-    ("flat", "first argument, is None; both must be finite"),
-    ("scalar", r"returned tensor\(-4., .* but it must return the loss, a tensor without dimensions, and a dictionary"),
-    ("per_row", r"returned \(tensor\(\[-2., -2.\], .* but it must return the loss, a tensor without dimensions"),
-    ("one_element", r"returned \(tensor\(\[-4.\], "), ("detached", "the loss is -4.0, and its gradient .* is None"),
-    ("whole_number", "the loss is -4, and its gradient .* is None"),
-    ("number_as_metric", "returned .*{'seen': 1.0}.*, but it must return"),
-    ("second_loss", "returned .* have other names than stage, step and loss"), ("not_a_number", "the loss is nan"),
-    ("gradient_of_root", r"the loss is 0.0, and its gradient .* is tensor\(\[\[(nan|-?inf)"),
     ("all_rows(scle=1)", "there is no option 'scle'; the options are: scale"),
 ])  # fmt: skip
 def test_invalid_custom_losses_are_refused_early(stage, own_loss, name, says):
     with pytest.raises(ValueError, match=rf"(?s)grpo\.loss_type .*my_loss\.py:{re.escape(name)}.*{says}"):
         stage("grpo", f"{own_loss}:{name}")
-    with pytest.raises(
-        ValueError, match=r"grpo\.loss_type is 'dap', but it must be of type 'grpo', .* or file\.py:name"
-    ):
-        stage("grpo", "--grpo.loss_type=dap")
+
+
+@pytest.mark.parametrize("option", ["loss_type", "advantages"])
+def test_a_name_that_is_in_no_table_is_refused(stage, option):
+    says = rf"grpo\.{option} is 'rlo', but it must be of type 'grpo', .*'rloo'.* or file\.py:name"
+    with pytest.raises(ValueError, match=says):
+        stage("grpo", f"--grpo.{option}=rlo")
 
 
 def test_errors_of_a_custom_loss_in_a_step_are_raised(stage, own_loss):
@@ -342,26 +312,22 @@ def weighted(rewards, rewards_per_func, reward_weights, learning_rate):
     return rewards + 1
 
 
-def one_per_group(rewards, num_generations):
-    return rewards.view(-1, num_generations).mean(1)
-
-
-def a_list(rewards):
-    return rewards.tolist()
-
-
-def not_finite(rewards):
-    return rewards / 0
-
-
-def whole(rewards):
-    return rewards.long()
 """
+
+
+WRONG_ADVANTAGES = {  # what a function returns for the rewards 0 to 5, and what is said of it
+    "one_per_group": ("rewards.view(-1, 3).mean(1)",
+                      r"tensor\(\[1., 4.\]\), but it must return a float tensor of shape \(6,\) with one finite"),
+    "a_list": ("rewards.tolist()", r"\[0.0, 1.0, 2.0, 3.0, 4.0, 5.0\], but it must return"),
+    "not_finite": ("rewards / 0", r"tensor\(\[nan, inf, .*\]\), but it must return"),
+    "whole": ("rewards.long()", r"tensor\(\[0, 1, 2, 3, 4, 5\]\), but it must return a float tensor"),
+}  # fmt: skip
 
 
 @pytest.fixture
 def own_advantages(tmp_path):
-    (tmp_path / "my_advantages.py").write_text(ADVANTAGES_FILE)
+    returned = (f"def {name}(rewards):\n    return {x}\n" for name, (x, _) in WRONG_ADVANTAGES.items())
+    (tmp_path / "my_advantages.py").write_text(ADVANTAGES_FILE + "\n\n".join(returned))
     return f"--grpo.advantages={tmp_path / 'my_advantages.py'}"
 
 
@@ -416,22 +382,16 @@ def test_own_advantages_compare_rewards_minus_the_kl_with_rloo(stage, own_advant
 
 
 @pytest.mark.parametrize(("name", "says"), [
+    *((name, f"returned {says}") for name, (_, says) in WRONG_ADVANTAGES.items()),
     ("max_rl(num_generations=2)", "num_generations is an option of the section grpo; set grpo.num_generations instead"),
     ("max_rl(lest=1)", "there is no option 'lest'; the options are: least"),
-    ("one_per_group", r"returned tensor\(\[1., 4.\]\), but it must return a float tensor of shape \(6,\) with one "
-     "finite advantage for each completion"),
-    ("a_list", r"returned \[0.0, 1.0, 2.0, 3.0, 4.0, 5.0\], but it must return"),
-    ("not_finite", r"returned tensor\(\[nan, inf, .*\]\), but it must return"),
-    ("whole", r"returned tensor\(\[0, 1, 2, 3, 4, 5\]\), but it must return a float tensor"),
 ])  # fmt: skip
 def test_invalid_advantages_are_refused_early(stage, own_advantages, name, says):
     with pytest.raises(ValueError, match=rf"^grpo\.advantages .*my_advantages\.py:{re.escape(name)}.* {says}"):
         stage("grpo", f"{own_advantages}:{name}")
 
 
-def test_advantages_with_an_unknown_name_or_an_unused_option_are_refused(stage, own_advantages):
-    with pytest.raises(ValueError, match=r"grpo\.advantages is 'grop', but it must be .*'rloo' or file\.py:name"):
-        stage("grpo", "--grpo.advantages=grop")
+def test_an_option_that_own_advantages_do_not_take_is_refused(stage, own_advantages):
     says = "grpo.scale_rewards is 'none' and has no effect: grpo.advantages .*:max_rl has no argument scale_rewards"
     with pytest.raises(ValueError, match=says):
         stage("grpo", f"{own_advantages}:max_rl", "--grpo.scale_rewards=none")

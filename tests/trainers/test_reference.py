@@ -115,18 +115,14 @@ def test_shared_layers_match_trl(stage, layers, pattern, model):
 
 @pytest.mark.parametrize("option", ["num_shared_layers=2", "pattern=layer.{layer}"])
 def test_sharing_all_layers_is_refused(stage, option):
-    with pytest.raises(
-        ValueError, match=r"num_shared_layers is \d, so no trainable parameter is left: either no layer matches '\S+\d'"
-    ):
+    says = r"num_shared_layers is \d, so no trainable parameter is left: either no layer matches '\S+\d'"
+    with pytest.raises(ValueError, match=says):
         stage("dpo", "--reference.num_shared_layers=1", f"--reference.{option}")
 
 
 @pytest.fixture
 def other(tmp_path):
-    """Return a function that saves a model with another seed and config.
-
-    The function returns its folder and the option that names it.
-    """
+    """Return a function that saves a model with another config, and returns its folder and the option for it."""
 
     def other(**changes):
         (tmp_path / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
@@ -180,9 +176,7 @@ def test_a_folder_that_does_not_fit_is_refused(stage, other, home):
         stage("dpo", option)
     shutil.rmtree(folder)
     _, option = other(num_hidden_layers=3)
-    with pytest.raises(
-        ValueError, match=r"sync_ref_model is set, but the parameters of the model in .*other differ from the policy's"
-    ):
+    with pytest.raises(ValueError, match=r"sync_ref_model is set, but the parameters .*other differ from the policy's"):
         stage("dpo", option, "--reference.sync_ref_model")
     content = json.loads((folder / "tokenizer.json").read_text())
     words = content["model"]["vocab"]

@@ -8,13 +8,8 @@ import torch
 
 from minivlmrl.data.rows import Completion
 from minivlmrl.rewards.registry import RewardLog
-from minivlmrl.trainers.rollout_metrics import (
-    completion_metrics,
-    group_metrics,
-    logged_metrics,
-    reward_metrics,
-    tool_metrics,
-)
+from minivlmrl.trainers import rollout_metrics
+from minivlmrl.trainers.rollout_metrics import completion_metrics, group_metrics, reward_metrics, tool_metrics
 from tests.helpers.stages import ONE, SECOND_RANK
 
 
@@ -43,22 +38,16 @@ def test_means_of_rewards_do_not_depend_on_the_order_of_the_ranks(order):
 
 
 @pytest.mark.parametrize("world", [ONE, SECOND_RANK])
-def test_lengths_by_hand(world):
-    assert completion_metrics(completions(1, 3, 3, 3), False, world) == pytest.approx({
-        "completions/mean_length": 2.5,
-        "completions/min_length": 1, "completions/max_length": 3, "completions/mean_terminated_length": 1,
-        "completions/min_terminated_length": 1, "completions/max_terminated_length": 1,
-        "completions/clipped_ratio": 0.75,
-    })  # fmt: skip
-
-
-def test_lengths_of_truncated_completions_only():
-    """No completion terminated, so the lengths of terminated completions are 0, as in TRL."""
-    assert completion_metrics(completions(3, 3), False, ONE) == {
-        "completions/mean_length": 3, "completions/min_length": 3, "completions/max_length": 3,
-        "completions/mean_terminated_length": 0, "completions/min_terminated_length": 0,
-        "completions/max_terminated_length": 0, "completions/clipped_ratio": 1,
-    }  # fmt: skip
+@pytest.mark.parametrize(("lengths", "every", "terminated", "clipped"), [
+    ((1, 3, 3, 3), (2.5, 1, 3), (1, 1, 1), 0.75),
+    ((3, 3), (3, 3, 3), (0, 0, 0), 1),  # no completion terminated, as in TRL
+])  # fmt: skip
+def test_lengths_by_hand(lengths, every, terminated, clipped, world):
+    """The mean, the minimum and the maximum of all completions, and of those that terminated."""
+    found = completion_metrics(completions(*lengths), False, world)
+    names = [f"completions/{kind}_{of}length" for of in ("", "terminated_") for kind in ("mean", "min", "max")]
+    expected = dict(zip([*names, "completions/clipped_ratio"], (*every, *terminated, clipped), strict=True))
+    assert found == pytest.approx(expected)
 
 
 def test_a_single_turn_has_a_mean_length():
@@ -74,20 +63,14 @@ def test_rewards_that_differ_by_rounding_are_equal():
     assert group_metrics(total, 2)["frac_reward_zero_std"] == 0.5
 
 
-def test_tools_without_a_call_have_no_failures():
+@pytest.mark.parametrize(("calls", "expected"), [  # (calls, failed calls, whether a result did not fit) by completion
+    ([(2, 1, False), (0, 0, False), (3, 2, True)], (5 / 3, 2 / 3, 3 / 5, 1 / 3)),
+    ([(0, 0, False), (0, 0, False)], (0, 0, 0, 0)),
+    ([(1, 1, False), (0, 0, False)], (1 / 2, 0, 1, 0)),
+])  # fmt: skip
+def test_calls_of_tools_by_hand(calls, expected):
     names = ("call_frequency", "answered_frequency", "failure_frequency", "cut_ratio")
-    assert tool_metrics([(0, 0, False)] * 2) == dict.fromkeys([f"tools/{name}" for name in names], 0)
-    assert tool_metrics([(1, 1, False), (0, 0, False)])["tools/failure_frequency"] == 1
-
-
-def test_calls_of_tools_by_hand():
-    """Three completions: two calls, one failed; no call; two failed calls and a result that did not fit."""
-    assert tool_metrics([(2, 1, False), (0, 0, False), (3, 2, True)]) == {
-        "tools/call_frequency": pytest.approx(5 / 3),
-        "tools/answered_frequency": pytest.approx(2 / 3),
-        "tools/failure_frequency": pytest.approx(3 / 5),
-        "tools/cut_ratio": pytest.approx(1 / 3),
-    }
+    assert tool_metrics(calls) == pytest.approx({f"tools/{n}": x for n, x in zip(names, expected, strict=True)})
 
 
 def test_values_logged_by_rewards_are_averaged_over_ranks():
@@ -95,12 +78,14 @@ def test_values_logged_by_rewards_are_averaged_over_ranks():
     log = RewardLog()
     log.log_metric("length", 4)
     world = SimpleNamespace(gather_objects=lambda logged: [logged, {"length": [1.0, 1.0], "other": [5.0]}])
-    assert logged_metrics(log, {"reward": 0.0}, world) == {"length": 2.0, "other": 5.0} and log.metrics == {}
+    assert (
+        rollout_metrics.logged_metrics(log, {"reward": 0.0}, world) == {"length": 2.0, "other": 5.0}
+        and log.metrics == {}
+    )
     log.log_metric("reward", 1)
-    with pytest.raises(
-        ValueError, match="log_metric was called with the name 'reward', which is a metric of the trainer itself"
-    ):
-        logged_metrics(log, {"reward": 0.0}, world)
+    said = "log_metric was called with the name 'reward', which is a metric of the trainer itself"
+    with pytest.raises(ValueError, match=said):
+        rollout_metrics.logged_metrics(log, {"reward": 0.0}, world)
 
 
 def test_without_groups_there_are_no_group_metrics(stage):

@@ -52,10 +52,7 @@ def plain_norm(self, x):
 
 
 def rows_of(batch, completion_mask, counted_mask):
-    """Return the prompts and completions in a TRL batch, whose rows have one image each.
-
-    Tokens that are not in the loss get policy_mask 0.
-    """
+    """Return the prompts and completions in a TRL batch, whose rows have one image each."""
     real, grids = batch["attention_mask"].bool(), batch["image_grid_thw"]
     patches = batch["pixel_values"].double().split(grids.prod(1).tolist())
     prompts, completions = [], []
@@ -113,11 +110,7 @@ def forced(trainer):
     pytest.param("grpo", GRPO, GRPO | GROUPS, marks=SLOW),
 ])  # fmt: skip
 def test_a_whole_step_equals_trls(kind, trl_options, our_options, folder, tmp_path, monkeypatch):
-    """Parameters after a step agree within 1e-6.
-
-    The step changes parameters by 3e-4. The difference is not smaller, because transformers computes norms and
-    rotations in float32, and Adam's first step amplifies rounding errors in gradients near 0.
-    """
+    """Parameters move by 3e-4 and agree within 1e-6, because Adam's first step amplifies their float32 rounding."""
     norms = transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
     for name in ("Qwen2_5_VLRMSNorm", "Qwen2RMSNorm"):
         if hasattr(norms, name):
