@@ -110,7 +110,7 @@ class Batches(Iterator[list[Row]]):
         futures = self.ahead + self.submit(draw[len(self.ahead) :])
         self.ahead = self.submit(self.next_draw[: self.max_ahead])
         try:
-            rows = [self.report_skipped(*future.result()) for future in futures]
+            rows = self.wait_for(futures)
         except BaseException:  # The process ends, so there is no reason to wait for other rows.
             self.workers.shutdown(wait=False, cancel_futures=True)
             raise
@@ -142,6 +142,14 @@ class Batches(Iterator[list[Row]]):
     def row(self, index: int, key: str = "") -> Row:
         """Prepare one row that is in no draw. The key is only needed to sample completions."""
         return self.report_skipped(*self.prepare(index, key))
+
+    def rows(self, rows: list[tuple[int, str]]) -> list[Row]:
+        """Prepare rows of other ranks, each given by its index in the dataset and its key."""
+        return self.wait_for(self.submit(rows))
+
+    def wait_for(self, futures: Sequence[Future]) -> list[Row]:
+        """Return the rows that threads prepare."""
+        return [self.report_skipped(*future.result()) for future in futures]
 
     def report_skipped(self, row: Row | None, failures: dict[int, ValueError]) -> Row:
         """Warn about skipped rows and count them; raise ValueError if no readable row was found."""

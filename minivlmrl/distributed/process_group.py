@@ -2,6 +2,7 @@
 
 import math
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -81,10 +82,6 @@ class World:
         dist.all_gather_into_tensor(joined, tensor.contiguous())
         return joined
 
-    def local(self, tensor: Tensor) -> Tensor:
-        """Return this rank's (n, ...) rows from a (n * size, ...) tensor, as before all_gather."""
-        return tensor.unflatten(0, (self.size, -1))[self.rank]
-
     def gather_objects(self, value: Value) -> list[Value]:
         """Collect one small picklable value from every rank, in rank order."""
         if self.size == 1:
@@ -93,6 +90,17 @@ class World:
         with self.waiting():
             dist.all_gather_object(values, value)
         return values
+
+    def exchange(self, values: Sequence[Value]) -> list[Value]:
+        """Send the picklable value values[r] to rank r, and return what the ranks sent to this rank, in rank order."""
+        pickled = [torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) for value in values]
+        sizes = torch.tensor([len(part) for part in pickled])
+        arriving = torch.empty_like(sizes)
+        with self.waiting():
+            dist.all_to_all_single(arriving, sizes)
+            received = torch.empty(int(arriving.sum()), dtype=torch.uint8)
+            dist.all_to_all_single(received, torch.cat(pickled), arriving.tolist(), sizes.tolist())
+        return [pickle.loads(part.numpy()) for part in received.split(arriving.tolist())]
 
     def wait(self):
         """Wait for all ranks, for any time, unless a rank is lost.

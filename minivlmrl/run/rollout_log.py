@@ -30,7 +30,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import BytesIO
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import PIL.Image
@@ -86,14 +86,15 @@ class CompletionsLog:
     def step(self, trainer: Trainer, step: Step, number: int):
         """Log an optimizer step's completions if its turn has come and it has a rollout.
 
-        All ranks must call this method, because their completions are gathered if `num_logged_prompts` is None.
+        All ranks must call this method, because they train on each other's samples.
         """
         if not self.every or number % self.every or step.rollout is None:
             return
+        logged = groups(trainer, step)
         logs_all = self.num_prompts is None
         if not logs_all and not self.world.is_main:
             return
-        part = self.describe(trainer, step, number)
+        part = self.describe(trainer, step, number, logged)
         for lines, images in self.world.gather_objects(part) if logs_all else [part]:
             if not self.world.is_main:
                 return
@@ -102,15 +103,19 @@ class CompletionsLog:
             for line in lines:
                 self.write(line)
 
-    def describe(self, trainer: Trainer, step: Step, number: int) -> tuple[list[dict], dict[str, bytes]]:
+    def describe(
+        self, trainer: Trainer, step: Step, number: int, logged: Iterator[dict]
+    ) -> tuple[list[dict], dict[str, bytes]]:
         """Return the log lines for this rank's prompts in a step, and their new images as WebP.
 
         The images' keys are paths relative to the run's folder.
+
+        Args:
+            logged: the log line of each prompt, without images.
         """
         lines = []
         pictures = {}  # {path: PIL image}
-        logged = zip(step.groups, groups(trainer, step), strict=True)
-        for group, line in islice(logged, self.num_prompts):
+        for group, line in islice(zip(step.groups, logged, strict=True), self.num_prompts):
             row = group[0].row
             for sample, described in zip(group, line["completions"], strict=True):
                 paths = described.get("pictures", ())
@@ -144,15 +149,22 @@ def encode_image(image: PIL.Image.Image) -> bytes:
 
 
 def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
-    """Yield a log line, without images, for each prompt that this rank trains on in a step."""
-    advantages = {}  # {sample index: its advantage}; 0 for samples that are not in the loss
+    """Yield a log line, without images, for each prompt that this rank has sampled for a step.
+
+    All ranks must call this function, because other ranks may train on the samples.
+    """
+    own = {}  # {sample index: its advantage}
     for batch in step.micro_batches:
         if isinstance(batch, SampledBatch):
             indices = [sample.index for sample in batch.samples]
-            advantages.update(zip(indices, batch.completion_advantages(), strict=True))
-    for group in step.groups:
-        own = [advantages.get(sample.index, 0.0) for sample in group]
-        yield describe_group(trainer, group, own)
+            own.update(zip(indices, batch.completion_advantages(), strict=True))
+    advantages = dict(chain(*(part.items() for part in trainer.world.gather_objects(own))))
+
+    def describe(group: list[Sample]) -> dict:
+        # 0 for samples that are not in the loss
+        return describe_group(trainer, group, [advantages.get(sample.index, 0.0) for sample in group])
+
+    return map(describe, step.groups)
 
 
 def describe_group(trainer: Trainer, group: list[Sample], advantages: list[float]) -> dict:

@@ -58,7 +58,7 @@ class MicroBatch:
 class Sample:
     """A sampled completion with its prompt and its rewards."""
 
-    index: int  # index among the n samples of this rank's rollout
+    index: int  # index among the samples of all ranks: those of rank 0's rollout come first
     row: Row  # the dataset row from which the prompt was made
     prompt: Prompt
     completion: Completion
@@ -74,7 +74,7 @@ class SampledBatch(MicroBatch):
 
     @property
     def completion_index(self) -> Tensor:
-        """Return each sample's index in this rank's rollout: (R,)."""
+        """Return each sample's index among those of all ranks: (R,)."""
         return torch.tensor([sample.index for sample in self.samples])
 
     def completion_advantages(self) -> list[float]:
@@ -97,9 +97,14 @@ class Rollout:
         prompts: Iterable[Prompt],
         completions: Iterable[Iterable[Completion]],
         rewards: Tensor,
+        first_sample: int = 0,
     ) -> "Rollout":
-        """Build a rollout from B rows, B prompts, B lists of completions, and rewards (n, K)."""
-        numbered_rewards = enumerate(rewards)
+        """Build a rollout from B rows, B prompts, B lists of completions, and rewards (n, K).
+
+        Args:
+            first_sample: the index of the first sample.
+        """
+        numbered_rewards = enumerate(rewards, first_sample)
         groups = []
         for row, prompt, answers in zip(rows, prompts, completions, strict=True):
             groups.append([])
@@ -128,7 +133,7 @@ class Step:
     # True for the last step on a rollout; checkpoints are saved only after such a step
     ends_rollout: bool = True
     rollout: Rollout | None = None  # the rollout that this step trains on
-    groups: Sequence[list[Sample]] = ()  # rollout groups that this step trains on
+    groups: Sequence[list[Sample]] = ()  # this rank's groups of the rollout that this step trains on, on any rank
 
 
 class Trainer:

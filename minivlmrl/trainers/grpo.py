@@ -134,7 +134,7 @@ class GRPOTrainer(RolloutTrainer):
         if config.max_num_gen_batches > 1:
             rollout.metrics["num_gen_batches"] = float(self.num_gen_batches)
         # 2. Compare each sample with its group's other samples.
-        advantages = self.compute_advantages(totals, rewards)  # (n,)
+        advantages = self.compute_advantages(totals, rewards)  # (n * world.size,)
         # 3. Pack the samples, and compute their log-probabilities.
         steps = [self.micro_batches(groups, advantages) for groups in parts]
         if self.kl_in_reward:
@@ -156,34 +156,37 @@ class GRPOTrainer(RolloutTrainer):
         return find_advantages(self.config)
 
     def compute_advantages(self, totals: Tensor, rewards: Tensor) -> Tensor:
-        """Compute this rank's advantages (n,) from totals and rewards (..., K) of all ranks."""
+        """Compute the advantages (...,) of all ranks' samples from their totals and rewards (..., K)."""
         function = self.advantage_function
         tensors = {"rewards_per_func": rewards, "reward_weights": self.reward_weights}
         arguments = loss_arguments(self.config, function, **tensors)
         if ":" in self.config.advantages_name:
-            advantages = call_advantages(function, self.config, totals, **arguments)
-        else:
-            advantages = function(totals, **arguments)
-        return self.world.local(advantages)
+            return call_advantages(function, self.config, totals, **arguments)
+        return function(totals, **arguments)
 
     def select(self, advantages: Tensor, batch: SampledBatch) -> Tensor:
-        """Select a micro-batch's advantages (R,) from those of this rank's samples, (n,)."""
+        """Select a micro-batch's advantages (R,) from those of all ranks' samples."""
         return advantages[batch.completion_index].to(self.world.device)
 
+    def kept_samples(self, samples: list[Sample], advantages: Tensor) -> list[Sample]:
+        """Drop samples that do not change the gradient, because their advantage is 0.
+
+        At least one sample is kept, because every rank of a sharded model must run the forward pass.
+        """
+        if self.needs_all_samples:
+            return samples
+        return [sample for sample in samples if advantages[sample.index] != 0] or samples[:1]
+
     def micro_batches(self, groups: Sequence[list[Sample]], advantages: Tensor) -> list[GRPOBatch]:
-        """Pack the micro-batches of a step on some groups, with this rank's advantages (n,).
+        """Pack the micro-batches of a step on some groups, with the advantages of all ranks' samples.
 
         All values that stay fixed while the rollout is trained on are computed here once.
         """
         config = self.config
         normalizer = self.count_tokens(groups)
-        # 1. Pack the samples. At least one sample in a micro-batch is kept, because every rank of a
-        #    sharded model must run the forward pass.
-        packed = []
-        for samples in self.split(groups):
-            if not self.needs_all_samples:
-                samples = [s for s in samples if advantages[s.index] != 0] or samples[:1]
-            packed.append(self.pack(samples, normalizer))
+        # 1. Pack the samples of groups that no rank takes longer to train on than the others.
+        groups = self.deal(groups, [self.kept_samples(group, advantages) for group in groups])
+        packed = [self.pack(self.kept_samples(part, advantages), normalizer) for part in self.split(groups)]
         # 2. Compute the log-probabilities and entropies of the policy before its update, each (R, T).
         old_logps: list[Tensor | None] = [None] * len(packed)
         old_entropies: list[Tensor] = []
@@ -259,9 +262,9 @@ class GRPOTrainer(RolloutTrainer):
             assert batch.old_per_token_logps is not None and batch.ref_per_token_logps is not None
             log_ratio = batch.old_per_token_logps - batch.ref_per_token_logps
             kl.append((log_ratio * batch.loss_mask).sum(1).cpu())
-        # restore the rollout's order, because micro-batches may reorder its samples
-        order = torch.cat([batch.completion_index for batch in batches]).argsort()
-        return self.world.all_gather(torch.cat(kl)[order])
+        # restore the rollout's order, because samples may have moved between micro-batches and ranks
+        index = torch.cat([batch.completion_index for batch in batches])
+        return self.world.all_gather(torch.cat(kl))[self.world.all_gather(index).argsort()]
 
     # --------------------------------------------------------------------------------------- loss
 

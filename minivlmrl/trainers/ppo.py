@@ -107,11 +107,10 @@ class PPOTrainer(RolloutTrainer):
         rewards = self.world.all_gather(rollout.rewards)
         totals = combine(rewards, self.reward_weights)
         rollout.metrics = self.rollout_metrics(rollout, rewards, totals)
-        # (n,): weighted reward sum for each sample on this rank
-        scores = self.world.local(totals).nan_to_num(0.0)
+        scores = totals.nan_to_num(0.0)  # each sample's weighted reward sum, on all ranks
         if self.config.missing_eos_penalty is not None:
-            is_truncated = [not sample.completion.stopped for sample in rollout.samples]
-            scores = scores - self.config.missing_eos_penalty * torch.tensor(is_truncated)
+            is_truncated = torch.tensor([not sample.completion.stopped for sample in rollout.samples])
+            scores = scores - self.config.missing_eos_penalty * self.world.all_gather(is_truncated)
         steps = [self.micro_batches(groups, scores) for groups in parts]
         batches = list(chain(*steps))
         masks = [batch.loss_mask for batch in batches]
@@ -120,11 +119,11 @@ class PPOTrainer(RolloutTrainer):
         return [[replace(batch, advantages=next(advantages)) for batch in step] for step in steps]
 
     def micro_batches(self, groups: Sequence[list[Sample]], scores: Tensor) -> list[PPOBatch]:
-        """Pack the micro-batches of a step, with GAE from the scores (n,) of this rank's samples."""
+        """Pack the micro-batches of a step, with GAE from the scores of all ranks' samples."""
         config = self.config
         normalizer = self.count_tokens(groups)
         batches = []
-        for samples in self.split(groups):
+        for samples in self.split(self.deal(groups, groups)):
             batch = self.pack(samples, normalizer)
             group = batch.group
             logps, _, values = self.logps_and_values(group)

@@ -1,6 +1,7 @@
 """The base class for trainers that sample completions and learn from their rewards.
 
     rows -> prompts -> G completions per prompt -> rewards (n, K)     sample_rollout
+         -> groups of about equally many tokens on all ranks        deal
          -> micro-batches of samples                                split
          -> packed micro-batches                                      pack
 
@@ -123,6 +124,8 @@ class RolloutTrainer(Trainer):
             all_passes = one_pass * self.passes_per_rollout
             for number, (micro_batches, groups) in enumerate(all_passes, start=1):
                 ends_rollout = number == len(all_passes)
+                trained = [batch.samples for batch in micro_batches if isinstance(batch, SampledBatch)]
+                self.rows = [sample.row for sample in chain(*trained)] or rows  # those that this rank was dealt
                 yield Step(micro_batches, rollout.metrics, ends_rollout, rollout, groups)
                 self.reward_log.trainer_state.global_step += 1
 
@@ -142,7 +145,7 @@ class RolloutTrainer(Trainer):
         num_samples = len(rows) * self.config.num_generations
         zeros_and_ones = (torch.arange(num_samples) % 2).float()
         rewards = zeros_and_ones[:, None].expand(-1, len(self.reward_weights))
-        rollout = Rollout.join(rows, prompts, completions, rewards)
+        rollout = Rollout.join(rows, prompts, completions, rewards, self.world.rank * num_samples)
         [batches] = self.prepare(rollout, [rollout.groups])
         return batches
 
@@ -165,7 +168,7 @@ class RolloutTrainer(Trainer):
         self.sampler.verify_logps(rows, prompts, completions, max_mismatch)
         with self.phase("rewards"):
             rewards = call_rewards(self.rewards, self.reward_columns(rows, prompts, completions))
-        return Rollout.join(rows, prompts, completions, rewards)
+        return Rollout.join(rows, prompts, completions, rewards, self.world.rank * len(rewards))
 
     def reward_columns(
         self, rows: Sequence[Row], prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
@@ -189,7 +192,23 @@ class RolloutTrainer(Trainer):
         metrics |= others
         return metrics | logged_metrics(self.reward_log, metrics, self.world)
 
-    # ------------------------------------------------------------------------------- split and pack
+    # ------------------------------------------------------------------------- deal, split and pack
+
+    def deal(self, groups: Sequence[list[Sample]], kept: Sequence[list[Sample]]) -> Sequence[list[Sample]]:
+        """Exchange an optimizer step's groups between ranks, so that all train on about equally many tokens.
+
+        Args:
+            kept: the samples of each group that are trained on.
+        """
+        if self.world.size == 1:
+            return groups
+        from minivlmrl.trainers.dealing import deal
+
+        lengths = []
+        for samples in kept:
+            completion_tokens = sum(packed_length(sample.completion) for sample in samples)
+            lengths.append(len(samples[0].prompt.input_ids) + completion_tokens)
+        return deal(self, groups, lengths)
 
     def split(self, groups: Sequence[list[Sample]]) -> list[list[Sample]]:
         """Split an optimizer step's samples into micro-batches.

@@ -131,7 +131,9 @@ def log_on_rank(folder, overrides, world):
     processor = Processor(shapes.tokenizer(), ImageProcessor())
     one = Completion(torch.tensor(processor.tokenizer.encode("a")), torch.tensor([-0.5]))
     rollout = Rollout.join(rows, [row.prompt(processor) for row in rows], [[one], [one]], torch.zeros(2, 2))
-    trainer = SimpleNamespace(stage="grpo", run=config, processor=processor, config=SimpleNamespace(num_generations=1))
+    trainer = SimpleNamespace(
+        stage="grpo", run=config, processor=processor, config=SimpleNamespace(num_generations=1), world=world
+    )
     trainer.total_rewards = lambda samples: torch.zeros(len(samples))
     log.step(trainer, Step([], rollout=rollout, groups=rollout.groups[: 2 - world.rank]), 0)
 

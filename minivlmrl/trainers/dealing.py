@@ -1,0 +1,109 @@
+"""Deal the groups of an optimizer step to the ranks by length, so that no rank waits long for a slower one.
+
+A group is a prompt with its completions. Ids move between ranks, and so does the output of a frozen vision tower. The
+row of a prompt is read again on its new rank, because an image's file is much smaller than its patches, which take
+9.6 MB for 896 x 896 pixels in bfloat16.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minivlmrl.data.rows import Completion
+from minivlmrl.trainers.base import Rollout, Sample
+from minivlmrl.trainers.rollout import RolloutTrainer
+
+
+@dataclass
+class Group:
+    """One prompt's completions with their rewards, in a picklable form for other ranks."""
+
+    index: int  # the row's index in the dataset
+    key: str  # the row's key, from which the seed for sampling its completions is derived
+    completions: list[Completion]  # the prompt's G completions
+    rewards: Tensor  # (G, K): K rewards per completion
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> "Group":
+        completions = [sample.completion for sample in samples]
+        for completion in completions:
+            # The reward has been computed, so the environment is no longer needed. It is removed, because it may not be
+            # picklable.
+            completion.environment = None
+        row = samples[0].row
+        return cls(row.index, row.key, completions, torch.stack([sample.rewards for sample in samples]))
+
+
+def open_groups(trainer: RolloutTrainer, groups: Sequence[Group], first_samples: Iterable[int]) -> list[list[Sample]]:
+    """Return the samples of groups, whose rows are read again.
+
+    Args:
+        first_samples: the index of each group's first sample.
+    """
+    rows = trainer.batches.rows([(group.index, group.key) for group in groups])
+    opened = []
+    for row, group, first in zip(rows, groups, first_samples, strict=True):
+        prompt = row.prompt(trainer.processor)
+        opened += Rollout.join([row], [prompt], [group.completions], group.rewards, first).groups
+    return opened
+
+
+def deal(trainer: RolloutTrainer, groups: Sequence[list[Sample]], lengths: Sequence[int]) -> list[list[Sample]]:
+    """Exchange groups between ranks, and return those that this rank trains on, the longest first.
+
+    Args:
+        groups: this rank's groups; all ranks have equally many.
+        lengths: the number of tokens to train on in each group.
+    """
+    world = trainer.world
+    dealt = assign(world.gather_objects(lengths))
+    parcels = []  # for each rank {index of a group: (the group, its first sample's index, its image embeddings)}
+    for rank, part in enumerate(dealt):
+        parcel = {}
+        for i in [i for source, i in part if source == world.rank != rank]:
+            first = groups[i][0]
+            embeds = first.prompt.vision_embeds
+            if embeds is not None:
+                embeds = embeds.cpu().clone()  # without those of other prompts, of which it is a view
+            parcel[i] = Group.of(groups[i]), first.index, embeds
+        parcels.append(parcel)
+    arrived = world.exchange(parcels)
+    part = dealt[world.rank]
+    moved = [arrived[source][i] for source, i in part if source != world.rank]
+    opened = open_groups(trainer, [group for group, _, _ in moved], [first for _, first, _ in moved])
+    for samples, (_, _, embeds) in zip(opened, moved, strict=True):
+        if embeds is not None:
+            samples[0].prompt.vision_embeds = embeds.to(world.device)
+    next_opened = iter(opened)
+    return [groups[i] if source == world.rank else next(next_opened) for source, i in part]
+
+
+def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
+    """Assign groups to ranks, so that all ranks have equally many groups and nearly equally many tokens.
+
+    The groups are sorted by length. For W ranks, the longest W groups are their first groups, and so on. The rank
+    with fewest tokens so far gets the longest of the W groups. So ranks also have similar lengths at the same time,
+    because sharded ranks wait for each other in every layer.
+
+    Example: for the lengths [[9, 5, 1], [8, 7, 2]], the result is [[(0, 0), (0, 1), (1, 2)], [(1, 0), (1, 1), (0, 2)]]
+        with 16 tokens on each rank.
+
+    Args:
+        lengths: for each rank, the lengths of its groups.
+    Returns:
+        For each rank, the groups that it gets, the longest first, as (rank that has the group, index of the group).
+    """
+    ranks = range(len(lengths))
+    # by index first, so that groups of equal lengths stay where they are
+    groups = [(rank, i) for i in range(len(lengths[0])) for rank in ranks]
+    groups.sort(key=lambda group: lengths[group[0]][group[1]], reverse=True)
+    dealt: list[list[tuple[int, int]]] = [[] for _ in ranks]
+    tokens = [0 for _ in ranks]
+    for start in range(0, len(groups), len(ranks)):
+        fewest_first = sorted(ranks, key=tokens.__getitem__)
+        for rank, (source, i) in zip(fewest_first, groups[start : start + len(ranks)], strict=True):
+            dealt[rank].append((source, i))
+            tokens[rank] += lengths[source][i]
+    return dealt
