@@ -3,7 +3,8 @@
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Sequence
+import typing
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import field
 from functools import cache
@@ -13,7 +14,16 @@ import yaml
 
 from minivlmrl.config.import_utils import find_stage, recipes_folder, split_options
 from minivlmrl.config.options import DPOOptions, ImageOptions, RunConfig, VideoOptions
-from minivlmrl.config.parsing import ChangeText, TypeHint, build, check_values, options_of, parse_yaml, read_value
+from minivlmrl.config.parsing import (
+    ChangeText,
+    Reader,
+    TypeHint,
+    build,
+    check_values,
+    options_of,
+    parse_yaml,
+    read_value,
+)
 from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
 from minivlmrl.errors import did_you_mean, error_context
 from minivlmrl.json_files import json_text
@@ -44,14 +54,14 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), asked_for: Se
         overrides: such as "--seed=1" or "--grpo.learning_rate=1e-4", or an option and its value as two texts, "--seed",
             "1". Values are parsed as YAML.
         asked_for: for a recipe of unknown origin, the overrides that the user typed. Code in the recipe runs only if
-            one of these overrides names the code; otherwise the recipe is refused before any code has been run. None
-            means that the user chose the recipe, so that all its code may run.
+            one of these overrides sets an option for code to the same name; otherwise the recipe is refused before any
+            code has been run. None means that the user chose the recipe, so that all its code may run.
     """
     overrides = _join_values(overrides)
     path = _find_recipe(recipe)
     with error_context(recipe):
         values = parse_yaml(path.read_bytes()) or {}
-    resolver = Resolver(path.parent, overrides)
+    resolver = Resolver(path.parent, _named_texts(overrides))
     recipe_stages = _stages(values, recipe) if isinstance(values, dict) else []
     stages = recipe_stages
     for override in overrides:
@@ -60,7 +70,8 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), asked_for: Se
             stages = _stages({"stages": value}, "command line")
     files = [resolver(Code, stage) for stage in dict.fromkeys(stages) if ":" in stage]
     if asked_for is not None:
-        check_named_code(recipe, resolver.code, asked_for)
+        resolver.named = _named_texts(_join_values(asked_for))
+        resolver.check_named(recipe)
     config_class = _with_sections(tuple(find_stage(file) for file in files))
     unused_sections = []
     if any(":" in stage for stage in set(recipe_stages) - set(stages)):
@@ -77,7 +88,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), asked_for: Se
         _build_run(config_class, values, recipe)
         raise
     if asked_for is not None:
-        check_named_code(recipe, resolver.code, asked_for)
+        resolver.check_named(recipe)
     config.recipe = str(recipe)
     config.unused_sections = unused_sections
     config.names_of_files = {file: find_stage(file).stage for file in files}
@@ -142,25 +153,24 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
     return dataclasses.make_dataclass("RunConfig", fields, bases=(RunConfig,))
 
 
-def check_named_code(recipe: str | Path, code: Iterable[str], overrides: Sequence[str]):
-    """Raise ValueError if a recipe of unknown origin names code that no override names."""
-    for text in code:
-        name, options = split_options(text)
-        # A name without a colon belongs to minivlmrl. A quoted text in the options is not harmless, because it could be
-        # a URL, a file or a name of code.
-        is_harmless = ":" not in name and not re.search("['\"]", options)
-        spellings = {text, text.removeprefix(os.path.join(os.getcwd(), ""))}
-        if not is_harmless and not any(_is_in(overrides, spelling) for spelling in spellings):
-            raise ValueError(
-                f"{recipe} was found automatically and would run the code {text}; read the code, "
-                f"then pass --recipe={recipe} to allow it"
-            )
+def _named_texts(overrides: Sequence[str]) -> set[str]:
+    """Return the texts that overrides give to options for files and code; in other options a text names nothing."""
+    hints = {option.path: option.hint for option in options_of(RunConfig)}
+    values = {}
+    for override in overrides:
+        with suppress(ValueError):  # reported when the option is set
+            values = _apply(override, values, hints)
+    texts = set()
 
+    def add(hint: TypeHint, text: str) -> str:
+        texts.add(text)
+        return text
 
-def _is_in(overrides: Sequence[str], text: str) -> bool:
-    """Return True if an override contains the exact name of a file or of code."""
-    pattern = rf"(?<![\w./-]){re.escape(text)}(?!\w)"
-    return any(re.search(pattern, override) for override in overrides)
+    sections = typing.get_type_hints(RunConfig, include_extras=True)
+    for name in values.keys() & sections.keys():
+        with suppress(ValueError):
+            Reader(json=False, change_text=add).read(sections[name], values[name], name)
+    return texts
 
 
 class Resolver:
@@ -171,25 +181,38 @@ class Resolver:
 
     Args:
         beside: recipe folder.
-        overrides: overrides on the command line. A file that is named in an override is searched first in the working
-            directory and then beside the recipe.
+        named: texts that the command line names. Their files are searched first in the working directory and then
+            beside the recipe.
     """
 
-    def __init__(self, beside: Path, overrides: Sequence[str]):
+    def __init__(self, beside: Path, named: Collection[str]):
         self.beside = beside
-        self.overrides = overrides
-        self.code: list[str] = []
+        self.named = named
+        self.code: dict[str, str] = {}  # {name of code with an absolute path: as it was written}
 
     def __call__(self, hint: TypeHint, text: str) -> str:
         if hint in (Code, RewardName):
             located = self._code(text, hint is RewardName)
-            self.code.append(located)
+            self.code[located] = text
             return located
         if hint is RecipePath:
-            return self._find(text)
+            return self._find(text, text)
         if hint is FilePath and os.path.exists(text):
             return str(Path(text).resolve())
         return text
+
+    def check_named(self, recipe: str | Path):
+        """Raise ValueError if a recipe of unknown origin names code that the command line does not name."""
+        for located, text in self.code.items():
+            name, options = split_options(located)
+            # A name without a colon belongs to minivlmrl. A quoted text in the options is not harmless, because it
+            # could be a URL, a file or a name of code.
+            is_harmless = ":" not in name and not re.search("['\"]", options)
+            if not is_harmless and text not in self.named:
+                raise ValueError(
+                    f"{recipe} was found automatically and would run the code {located}; read the code, "
+                    f"then pass --recipe={recipe} to allow it"
+                )
 
     def _code(self, text: str, short: bool) -> str:
         """Make the path in "file.py:name" absolute.
@@ -200,17 +223,15 @@ class Resolver:
         if not match:
             return text
         file, name = match.groups()
-        path = self._find(file)
+        path = self._find(file, text)
         if short and not os.path.isabs(file):
             for home in (os.getcwd(), recipes_folder().parent):
                 path = path.removeprefix(os.path.join(home, ""))
         return path + name
 
-    def _find(self, file: str) -> str:
-        """Find a file beside the recipe, in the working directory, or in the folder `recipes`."""
-        folders = [self.beside, Path()]
-        if _is_in(self.overrides, file):
-            folders = [Path(), self.beside]
+    def _find(self, file: str, text: str) -> str:
+        """Find a text's file beside the recipe, in the working directory, or in the folder `recipes`."""
+        folders = [Path(), self.beside] if text in self.named else [self.beside, Path()]
         # a copied built-in recipe names files beside the original, such as shapes_model.json
         ours = [recipes_folder().parent, recipes_folder()]
         existing = [folder for folder in folders + ours if os.path.exists(folder / file)]

@@ -17,11 +17,13 @@ Dimension letters: r rows in the batch, V vocabulary size.
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Annotated, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,11 +37,13 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 from minivlmrl.config.import_utils import load_name
 from minivlmrl.config.options import RunConfig, SamplingOptions
+from minivlmrl.config.parsing import check_values
+from minivlmrl.config.types import Count, Dtype
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import did_you_mean, is_out_of_memory
+from minivlmrl.errors import is_out_of_memory
 from minivlmrl.generation.generate import TokenSampler, to_completions
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.json_files import read_json
@@ -50,28 +54,6 @@ from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 from minivlmrl.model.plain_weights import gather_full_tensor
 
-# vllm.LLM options that a recipe may set. Others, such as worker_cls and kv_transfer_config, can load code, which
-# somebody else's config.yaml must not do, or contradict FIXED_OPTIONS.
-OPTIONS = (
-    "block_size",
-    "cpu_offload_gb",
-    "cudagraph_capture_sizes",
-    "disable_cascade_attn",
-    "dtype",
-    "enable_prefix_caching",
-    "enable_sleep_mode",
-    "enforce_eager",
-    "gpu_memory_utilization",
-    "kv_cache_dtype",
-    "kv_cache_memory_bytes",
-    "max_model_len",
-    "max_num_batched_tokens",
-    "max_num_seqs",
-    "quantization",
-    "seed",
-    "skip_mm_profiling",
-    "swap_space",
-)
 # vllm.LLM options that a recipe cannot change
 FIXED_OPTIONS = {
     "mm_device_do_normalize": False,  # minivlmrl's patches are already normalised
@@ -83,6 +65,36 @@ FIXED_OPTIONS = {
     "load_format": "dummy",  # random weights, because real weights are loaded before each rollout
     "generation_config": "vllm",
 }
+
+
+@dataclass
+class VLLMOptions:
+    """vllm.LLM options that a recipe may set.
+
+    No type here can name a file or code, which somebody else's config.yaml must not load. Other options of vllm.LLM
+    can, such as worker_cls, trust_remote_code and kv_transfer_config, or contradict FIXED_OPTIONS.
+    """
+
+    block_size: Count | None = None
+    cpu_offload_gb: Annotated[float, "[0, inf)"] | None = None
+    cudagraph_capture_sizes: list[Count] | None = None
+    disable_cascade_attn: bool | None = None
+    dtype: Dtype | None = None
+    enable_prefix_caching: bool | None = None
+    enable_sleep_mode: bool | None = None
+    enforce_eager: bool | None = None
+    gpu_memory_utilization: Annotated[float, "(0, 1]"] | None = None
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"] | None = None
+    kv_cache_memory_bytes: Count | None = None
+    max_model_len: Count | None = None
+    max_num_batched_tokens: Count | None = None
+    max_num_seqs: Count | None = None
+    quantization: Literal["fp8"] | None = None
+    seed: int | None = None
+    skip_mm_profiling: bool | None = None
+    swap_space: Annotated[float, "[0, inf)"] | None = None
+
+
 # the vllm.LLM for each model that has one, because all stages in a run share an engine
 STARTED = WeakKeyDictionary()
 
@@ -166,12 +178,7 @@ class VLLMSampler(Sampler):
             raise ValueError(
                 f"sampling.engine=vllm needs vLLM; install it as docs/notes/vllm.md describes: {error!r}"
             ) from error
-        for name in run.sampling.vllm:
-            if name not in OPTIONS:
-                raise ValueError(
-                    f"sampling.vllm contains {name!r}, but its options are {', '.join(OPTIONS)}"
-                    f"{did_you_mean(name, OPTIONS)}"
-                )
+        check_values(VLLMOptions, run.sampling.vllm, "sampling.vllm")
         limit = cls.most_tokens(run.sampling)
         if limit and limit <= run.sampling.max_new_tokens:
             raise ValueError(

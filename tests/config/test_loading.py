@@ -7,7 +7,9 @@ import os
 import re
 import shutil
 import typing
+from itertools import chain
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import yaml
@@ -19,6 +21,7 @@ from minivlmrl.config.parsing import options_of, read_value
 from minivlmrl.config.types import Finite
 from minivlmrl.extras.agents.environment import Settings
 from minivlmrl.extras.replay.again import run_config
+from minivlmrl.extras.vllm import VLLMOptions
 from tests.helpers.links import ROOT
 
 
@@ -187,6 +190,13 @@ ATTACKS = [  # the run's folder, where the command runs, the recipe
     ("run", ".", {"stages": ["recipes/zoom.py:Zoom"]}),
     ("run", ".", {"rewards": {r"fluent(path='http\x3a//127.0.0.1/v1')": 1.0}}),
     ("run", ".", {"rewards": {"cls(classes='/etc/passwd')": 1.0}}),
+    ("run", "run", {"data": {"task": "evil:30"}}),
+    ("run", "run", {"data": {"format": "evil:30"}}),
+    ("run", "run", {"optimizer": {"name": "evil:30"}}),
+    ("run", "run", {"sampling": {"engine": "evil:30"}}),
+    ("run", "run", {"grpo": {"loss_type": "evil:30"}}),
+    ("run", "run", {"grpo": {"advantages": "evil:30"}}),
+    ("run", "run", {"data": {"train": [{"file": "rows.jsonl", "rewards": ["evil:30"]}]}}),
 ]
 
 
@@ -199,11 +209,28 @@ def test_code_that_a_found_recipe_names_is_refused_and_does_not_run(tmp_path, mo
     write(values, f"{folder}/config.yaml")
     monkeypatch.chdir(tmp_path / here)
     folder = os.path.relpath(tmp_path / folder)
-    said = r"config\.yaml was found automatically and would run the code .*; read the code, then pass --recipe="
-    for asked_for in ([], ["--data.system_prompt=no_evil.py:f()"]):
-        with pytest.raises(ValueError, match=said):
+    said = "evil:30 evil.py:f() evil.py:f a(1)/evil.py:f()"  # the command line has these texts, but not as code
+    texts = [f"--data.prompt_template={said} {{problem}}", "--output_dir=evil:30", "--sampling.stop_strings=evil:30"]
+    texts.append('--data.chat_template_kwargs={at: "evil:30"}')
+    says = r"config\.yaml was found automatically and would run the code .*; read the code, then pass --recipe="
+    for asked_for in ([], ["--data.system_prompt=no_evil.py:f()"], texts):
+        with pytest.raises(ValueError, match=says):
             run_config(Path(folder), None, asked_for)
     assert not list(tmp_path.rglob("ran"))
+
+
+def leaves(hint):
+    """Yield the types in a type hint; a Literal has none, because it lists its values."""
+    if typing.get_origin(hint) is not Literal:
+        yield from chain.from_iterable(map(leaves, typing.get_args(hint))) if typing.get_args(hint) else [hint]
+
+
+def test_only_types_for_code_can_name_code():
+    """Values of any type could name code, so a dataclass reads them, or a chat template in its sandbox."""
+    found = {option.path for option in options_of(RunConfig) if {dict, list, tuple, Any} & {*leaves(option.hint)}}
+    assert found == {"data.image", "data.video", "data.chat_template_kwargs", "sampling.vllm"}
+    types = {leaf for cls in (VideoOptions, VLLMOptions) for option in options_of(cls) for leaf in leaves(option.hint)}
+    assert {leaf for leaf in types if isinstance(leaf, type)} == {int, float, bool, type(None)}
 
 
 def test_a_fault_of_a_found_recipe_is_reported_with_its_name(tmp_path, write):

@@ -200,9 +200,14 @@ def test_unsupported_uses_of_vllm_are_refused(samplers, stage, monkeypatch):
     with pytest.raises(ValueError, match=r"sampling\.vllm: .*load_format"):
         samplers(vllm={"load_format": "auto"})
     for engine_options, says in (
-        ("{tensor_parallel_size: 2}", "contains 'tensor_parallel_size', but its options are block_size, "),
-        ("{max_model_ln: 9}", "contains 'max_model_ln', but .*; did you mean max_model_len?"),
-        ("{worker_cls: mine.Worker}", "sampling.vllm contains 'worker_cls', but its options are"),
+        ("{tensor_parallel_size: 2}", "sampling.vllm: unknown key tensor_parallel_size"),
+        ("{max_model_ln: 9}", "sampling.vllm: unknown key max_model_ln; did you mean max_model_len"),
+        ("{worker_cls: mine.Worker}", "sampling.vllm: unknown key worker_cls"),
+        ("{trust_remote_code: true}", "sampling.vllm: unknown key trust_remote_code"),
+        ("{hf_config_path: .}", "sampling.vllm: unknown key hf_config_path"),
+        ("{speculative_config: {model: .}}", "sampling.vllm: unknown key speculative_config"),
+        ("{quantization: mine.py}", "sampling.vllm: quantization is 'mine.py', but it must be 'fp8'"),
+        ("{kv_cache_dtype: {a: b}}", "sampling.vllm: kv_cache_dtype is {'a': 'b'}"),
         ("{max_model_len: 6}", "max_model_len is 6, which leaves no room .*, because sampling.max_new_tokens is 6"),
     ):
         with pytest.raises(ValueError, match=says):
