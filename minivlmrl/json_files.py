@@ -20,7 +20,7 @@ def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments
         arguments: further arguments of `decode`.
 
     Raises:
-        ValueError: the text is not JSON, is nested too deep, or has half of a surrogate pair.
+        ValueError: the text is not JSON, or is nested too deep.
     """
     try:
         return decode(text.decode() if isinstance(text, bytes) else text, *arguments)
@@ -49,7 +49,10 @@ def read_json(path: Path) -> dict:
         raise ValueError(f"{path}: this file is missing")
     check_downloaded(path)
     with error_context(path):
-        content = parse_json(path.read_bytes())
+        text = path.read_bytes()
+        content = parse_json(text)
+        if b"\\ud" in text.lower():  # half of a surrogate pair is valid JSON, but no text can contain it
+            parse_json(json.dumps(content, ensure_ascii=False), str.encode)
         check_field(isinstance(content, dict), "the content", content, "a JSON object")
         return content
 

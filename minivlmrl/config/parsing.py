@@ -342,6 +342,8 @@ def type_text(hint: TypeHint) -> str:
         return f"{', '.join(first)} or {last}" if first else last
     if origin in (typing.Union, types.UnionType):
         return " or ".join(map(type_text, inside))
+    if dataclasses.is_dataclass(hint):
+        return "object"
     if origin is not None:
         parts = ["..." if part is ... else type_text(part) for part in inside]
         return f"{origin.__name__}[{', '.join(parts)}]"

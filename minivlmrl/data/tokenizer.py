@@ -2,11 +2,14 @@
 
 import json
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
+from minivlmrl.config.parsing import build, read_value
 from minivlmrl.config.types import Plain
 from minivlmrl.data.chat_template import Control
 from minivlmrl.errors import error_context
@@ -58,11 +61,39 @@ COMPONENTS = {
 LISTS = ("normalizers", "pretokenizers", "decoders", "processors")  # lists in a "Sequence"
 # files that can list tokens besides tokenizer.json
 TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-# keys in the first two files whose value is a token
-NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # text that a tokenizer must reproduce after encoding and decoding
 PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍👧 \t\x00" + "".join(SPECIAL_TOKENS)
+
+
+@dataclass
+class ListedToken:
+    """A token in tokenizer_config.json or special_tokens_map.json, with the arguments of AddedToken."""
+
+    content: str
+    single_word: bool | None = None
+    lstrip: bool | None = None
+    rstrip: bool | None = None
+    normalized: bool | None = None
+    special: bool | None = None
+
+
+AnyToken = str | ListedToken
+
+
+@dataclass
+class TokenizerConfig:
+    """The fields of tokenizer_config.json and special_tokens_map.json that list tokens."""
+
+    added_tokens_decoder: dict[str, ListedToken] | None = None
+    extra_special_tokens: list[AnyToken] | dict[str, AnyToken] | None = None
+    additional_special_tokens: list[AnyToken] | dict[str, AnyToken] | None = None
+    bos_token: AnyToken | None = None
+    eos_token: AnyToken | None = None
+    unk_token: AnyToken | None = None
+    sep_token: AnyToken | None = None
+    pad_token: AnyToken | None = None
+    cls_token: AnyToken | None = None
+    mask_token: AnyToken | None = None
 
 
 class Tokenizer:
@@ -199,34 +230,28 @@ def listed_tokens(folder: Path) -> list[tuple[AddedToken, int | None]]:
         ValueError: a file lists something other than a token.
     """
     config, special, added = (read_json(folder / name) if (folder / name).is_file() else {} for name in TOKEN_FILES)
-    with error_context(f"{folder}: the tokens in {' or '.join(TOKEN_FILES)}"):
-        by_id = config.get("added_tokens_decoder")
-        if by_id is None:
-            values = config | special
-            numbered = [(token, int(number)) for token, number in added.items()]
-        else:
-            values = config
-            numbered = [(token, int(number)) for number, token in by_id.items()]
-        extra = values.get("extra_special_tokens") or values.get("additional_special_tokens") or []
-        named = [values[name] for name in NAMED_TOKENS if values.get(name) is not None]
-        named += extra.values() if isinstance(extra, dict) else extra
-        names = {token_name(token) for token in named}
-        listed = []
-        numbered.sort(key=lambda pair: pair[1])
-        for token, number in [*numbered, *((token, None) for token in named)]:
-            flags = token if isinstance(token, dict) else {}
-            flags = {flag: flags[flag] for flag in FLAGS if flag in flags}
-            flags["special"] = flags.get("special", False) or token_name(token) in names
-            listed.append((AddedToken(token_name(token), **flags), number))
-        return listed
-
-
-def token_name(token: str | dict) -> str:
-    """Return the text of a token that a file lists."""
-    name = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(name, str):
-        raise ValueError(f"{token!r:.60} must be a text, or an object with the text as `content`")
-    return name
+    names = build(TokenizerConfig, config, str(folder / TOKEN_FILES[0]), json=True)
+    if names.added_tokens_decoder is None:
+        more = build(TokenizerConfig, special, str(folder / TOKEN_FILES[1]), json=True)
+        names = replace(names, **{name: value for name, value in vars(more).items() if name in special})
+        with error_context(folder / TOKEN_FILES[2]):
+            ids = read_value(dict[str, int], added, "the content", json=True)
+        numbered = [(ListedToken(token), number) for token, number in ids.items()]
+    else:
+        with error_context(folder / TOKEN_FILES[0]):
+            ids = [int(number) for number in names.added_tokens_decoder]
+        numbered = list(zip(names.added_tokens_decoder.values(), ids, strict=True))
+    extra = names.extra_special_tokens or names.additional_special_tokens or []
+    named = [token for name, token in vars(names).items() if name.endswith("_token") and token is not None]
+    named += extra.values() if isinstance(extra, dict) else extra
+    special_tokens = [token if isinstance(token, ListedToken) else ListedToken(token) for token in named]
+    special_names = {token.content for token in special_tokens}
+    listed = []
+    numbered.sort(key=itemgetter(1))
+    for token, number in [*numbered, *((token, None) for token in special_tokens)]:
+        flags = {flag: value for flag, value in vars(token).items() if value is not None}
+        listed.append((AddedToken(**flags | {"special": token.special or token.content in special_names}), number))
+    return listed
 
 
 def list_components(component: Plain) -> list[str]:

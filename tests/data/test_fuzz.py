@@ -12,7 +12,7 @@ from minivlmrl.data.media import fetch_image
 from minivlmrl.data.tokenizer import STRUCTURE, load_tokenizer, train_tokenizer
 from minivlmrl.data.video import load_video
 from minivlmrl.model.build import random_model
-from minivlmrl.model.checkpoint import load_model, save_model
+from minivlmrl.model.checkpoint import load_model, load_processor, save_model
 from minivlmrl.tasks import shapes
 from tests.helpers import tiny
 from tests.record.record_vision import encoded, noise
@@ -24,7 +24,11 @@ from hypothesis import strategies as st
 pytestmark = pytest.mark.slow
 IMAGES = ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "ICO", "MPO"]
 VIDEOS = [("matroska", "ffv1", "bgr0"), ("avi", "rawvideo", "bgr24"), ("mp4", "libx264", "yuv420p")]
-CHECKPOINT = ["config.json", "model.safetensors.index.json", "model-00002-of-00002.safetensors"]
+CHECKPOINT = [
+    "config.json", "model.safetensors.index.json", "model-00002-of-00002.safetensors", "tokenizer_config.json",
+    "added_tokens.json", "generation_config.json", "preprocessor_config.json",
+]  # fmt: skip
+LISTED = {"content": "<|im_end|>", "lstrip": False, "special": True}
 # multiplies the count of damaged files, for example: FUZZ=20 pytest tests/data/test_fuzz.py
 MORE = int(os.environ.get("FUZZ", 1))
 # A subject maps (folder, name) to the damaged file's path, the intact files' contents, and a function that reads the
@@ -77,7 +81,18 @@ def checkpoints(folder, name):
     most = sum(p.nbytes for p in model.parameters()) // 2 + 50_000
     save_model(folder / "model", model, processor, max_shard_size=most)
     shutil.copytree(folder / "model", folder / "damaged")
-    return folder / "damaged" / name, [(folder / "model" / name).read_bytes()], lambda: load_model(folder / "damaged")
+    number = processor.tokenizer.special_tokens[LISTED["content"]]
+    ours = {
+        "added_tokens.json": {LISTED["content"]: number},
+        "tokenizer_config.json": {"added_tokens_decoder": {f"{number}": LISTED}, "eos_token": "<|im_end|>"},
+    }
+    whole = json.dumps(ours[name]).encode() if name in ours else (folder / "model" / name).read_bytes()
+
+    def read():
+        load_model(folder / "damaged")
+        load_processor(folder / "damaged")
+
+    return folder / "damaged" / name, [whole], read
 
 
 SUBJECTS = {"image": images, "video": videos, "tokenizer.json": tokenizers}

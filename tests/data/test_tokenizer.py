@@ -1,6 +1,7 @@
 """Test the tokenizer: round trips, equality with transformers, and control tokens."""
 
 import json
+import re
 import unicodedata
 
 import pytest
@@ -191,13 +192,29 @@ def test_a_listed_id_that_the_token_does_not_get_is_named(tmp_path, number):
         load(tmp_path, SAVED)
 
 
-@pytest.mark.parametrize(("file", "content"), [
-    (CONFIG, {"added_tokens_decoder": {"7": 3}}), (CONFIG, {"added_tokens_decoder": {"a": "b"}}),
-    (CONFIG, {"extra_special_tokens": [["a"]]}), (MAP, {"pad_token": {"special": True}}), (ADDED, {"<a>": "b"}),
-])  # fmt: skip
-def test_something_other_than_a_token_is_named(tmp_path, file, content):
+BY_NUMBER = "added_tokens_decoder"
+NO_TOKENS = [  # file, content, field that the message names
+    (CONFIG, {BY_NUMBER: {"7": 3}}, f"{BY_NUMBER}.7 is 3"),
+    (CONFIG, {BY_NUMBER: [1]}, f"{BY_NUMBER} is [1]"),
+    (CONFIG, {BY_NUMBER: {"a": listed("b")}}, "invalid literal for int() with base 10: 'a'"),
+    (CONFIG, {BY_NUMBER: {"7": listed("b", special="yes")}}, f"{BY_NUMBER}.7.special is 'yes'"),
+    (CONFIG, {BY_NUMBER: {"7": listed("b", lstrip=1)}}, f"{BY_NUMBER}.7.lstrip is 1"),
+    (CONFIG, {"extra_special_tokens": [["a"]]}, "extra_special_tokens is [['a']]"),
+    (CONFIG, {"additional_special_tokens": 3}, "additional_special_tokens is 3"),
+    (CONFIG, {"eos_token": 7}, "eos_token is 7"),
+    (CONFIG, {"eos_token": "\ud800"}, "the text is not valid JSON ('utf-8' codec can't encode character"),
+    (MAP, {"pad_token": {"special": True}}, "pad_token is {'special': True}, but it must be of type str or object"),
+    (MAP, [], "the content is []"),
+    (ADDED, {"<a>": "b"}, "the content.<a> is 'b', but it must be of type int"),
+    (ADDED, {"<a>": None}, "the content.<a> is None"),
+    (ADDED, {"<a>": 2.5}, "the content.<a> is 2.5"),
+]
+
+
+@pytest.mark.parametrize(("file", "content", "says"), NO_TOKENS)
+def test_something_other_than_a_token_is_named(tmp_path, file, content, says):
     (tmp_path / file).write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=rf"{tmp_path}: the tokens in .*{file}.*: "):
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / file}: {says}")):
         load(tmp_path, SAVED)
 
 
