@@ -3,8 +3,9 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from minivlmrl.config.parsing import build
+from minivlmrl.config.parsing import TypeHint, build, read_value
 from minivlmrl.errors import check_field, error_context
 
 LFS = b"version https://git-lfs"  # beginning of a pointer file
@@ -66,7 +67,7 @@ def write_json(path: Path, content: dict):
     path.write_bytes(f"{json_text(content, indent=2)}\n".encode())
 
 
-def read_lines(path: Path, form: type) -> list[dict]:
+def read_lines(path: Path, form: type, others: TypeHint = Any) -> list[dict]:
     """Parse the complete lines of a JSON lines file; return [] if the file does not exist.
 
     A last line without a newline is ignored, because it is incomplete: a run is still writing this line, or the disk
@@ -74,6 +75,7 @@ def read_lines(path: Path, form: type) -> list[dict]:
 
     Args:
         form: dataclass with the fields that each line must have.
+        others: type of all other values in a line.
     """
     text = path.read_bytes() if path.is_file() else b""
     contents = []
@@ -81,6 +83,8 @@ def read_lines(path: Path, form: type) -> list[dict]:
         where = f"{path}:{number}"
         with error_context(where):
             content = parse_json(line)
-        build(form, content, where, json=True)
+            known = vars(build(form, content, where, json=True))
+            for name in content.keys() - known.keys():
+                read_value(others, content[name], name, json=True)
         contents.append(content)
     return contents

@@ -9,6 +9,8 @@ from time import monotonic as clock
 from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
+from minivlmrl.config.parsing import read_value
+from minivlmrl.errors import error_context
 from minivlmrl.json_files import json_text, read_json, read_lines
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.metrics import EVALUATIONS, METRICS, SPEED_EVERY, TIMINGS, WARNINGS, MetricsLog, describe_speed
@@ -24,26 +26,60 @@ STEPS = 60
 PROMPTS = 4
 
 
+Number = float | None
+
+
+@dataclass
+class ReportTurn:
+    """Fields that the page reads from a turn of a logged trajectory."""
+
+    tokens: int
+
+
 @dataclass
 class ReportCompletion:
-    """Fields of a logged completion that are inserted into the page without being escaped.
+    """Fields that the page reads from a logged completion; all texts are escaped there."""
 
-    Their types are validated instead. All other fields are escaped.
-    """
-
-    reward: float | None = None
+    rewards: dict[str, Number]
+    tokens: list[tuple[str, Number]]
+    reward: Number = None
+    advantage: Number = None
     boxes: list[list[float]] = field(default_factory=list)
     pictures: list[str] = field(default_factory=list)
+    turns: list[ReportTurn] = field(default_factory=list)
+    why: dict | None = None
 
 
 @dataclass
 class ReportLogLine(LogLine):
-    """Fields of a line of completions.jsonl that the page contains without escaping them."""
+    """Fields that the page reads from a line of completions.jsonl."""
 
     images: list[str]
-    row: int = 0
-    truth: list[list[float]] = field(default_factory=list)
-    completions: list[ReportCompletion] = field(default_factory=list)
+    completions: list[ReportCompletion]
+    truth: list[list[float]]
+    row: int
+
+
+@dataclass
+class TimingsLine(LogLine):
+    """Fields that the page reads from a line of timings.jsonl."""
+
+    seconds: float
+    step_time: float
+    tokens_per_second: float
+    phases: dict[str, float] = field(default_factory=dict)
+    mfu: float = 0.0
+    peak_memory_gib: float = 0.0
+    allocated_memory_gib: float = 0.0
+    reserved_memory_gib: float = 0.0
+    free_memory_gib: float = 0.0
+
+
+@dataclass
+class WarningsLine(LogLine):
+    """Fields of a line of warnings.jsonl."""
+
+    warning: str
 
 
 class ReportPage(Callback):
@@ -94,13 +130,14 @@ def fill_template(template: Path, text: str, out: Path):
 
 def collect_run(folder: Path) -> dict:
     """Collect a run's data for the page. Steps are counted from 1, as in the terminal."""
-    summary_file = folder / "summary.json"
     config_file = folder / "config.yaml"
-    metrics = read_lines(folder / METRICS, LogLine)
+    with error_context(config_file):
+        config = config_file.read_text(encoding="utf-8") if config_file.is_file() else None
+    metrics = read_lines(folder / METRICS, LogLine, Number)
     evaluations = collect_evaluations(folder, metrics)
     completions = collect_completions(folder)
-    timings = read_lines(folder / TIMINGS, LogLine)
-    warnings = read_lines(folder / WARNINGS, LogLine)
+    timings = read_lines(folder / TIMINGS, TimingsLine)
+    warnings = read_lines(folder / WARNINGS, WarningsLine)
     for line in (*completions, *metrics, *timings, *warnings):
         line["step"] += 1
     timings_of_stage = {}
@@ -111,15 +148,28 @@ def collect_run(folder: Path) -> dict:
         last_timings.append(lines[-1] | {"speed": describe_speed(lines[-SPEED_EVERY:])})
     return {
         "name": folder.resolve().name,
-        "config": config_file.read_text(encoding="utf-8") if config_file.is_file() else None,
+        "config": config,
         **thin_out(metrics),
         "timings": last_timings,
         "warnings": warnings,
         "evaluations": evaluations,
-        "summary": read_json(summary_file) if summary_file.is_file() else None,
+        "summary": collect_summary(folder / "summary.json"),
         "completions": completions,
         "images": collect_images(folder, completions),
     }
+
+
+def collect_summary(file: Path) -> dict | None:
+    """Read the results in summary.json, and the chance; return None if the run has not ended."""
+    if not file.is_file():
+        return None
+    summary = read_json(file)
+    with error_context(file):
+        chance = read_value(Number, summary.get("chance"), "chance", json=True)
+        results = {name: values for name, values in summary.items() if isinstance(values, dict) and values}
+        for name, values in results.items():
+            read_value(dict[str, Number], values, name, json=True)
+    return results | {"chance": chance}
 
 
 def thin_out(metrics: list[dict]) -> dict:
@@ -158,7 +208,7 @@ def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
     for number, line in enumerate(metrics):
         first_steps.setdefault(line["stage"], number)
     evaluations = []
-    for line in read_lines(folder / EVALUATIONS, LogLine):
+    for line in read_lines(folder / EVALUATIONS, LogLine, Number):
         step = line.pop("step") + first_steps.get(line.pop("stage"), 0)
         evaluations.append({"step": step} | line)
     return evaluations
@@ -180,9 +230,10 @@ def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:
     paths = set()
     for line in completions:
         paths.update(line["images"])
-        for completion in line.get("completions", ()):
+        for completion in line["completions"]:
             paths.update(completion.get("pictures", ()))
-    return {path: data_uri(folder, path) for path in sorted(paths)}
+    with error_context(folder / COMPLETIONS):
+        return {path: data_uri(folder, path) for path in sorted(paths)}
 
 
 def data_uri(folder: Path, path: str) -> str:
@@ -191,7 +242,6 @@ def data_uri(folder: Path, path: str) -> str:
     # otherwise completions.jsonl could name any file on the computer, and the page would contain it
     if file.parent != folder.resolve() / IMAGES or not file.is_file():
         raise ValueError(
-            f"{folder / COMPLETIONS}: {path!r:.80} is not an image in the folder {IMAGES}/ of the "
-            "run. Remove the line that names this file."
+            f"{path!r:.80} is not an image in the folder {IMAGES}/ of the run. Remove the line that names this file."
         )
     return f"data:image/webp;base64,{base64.b64encode(file.read_bytes()).decode()}"

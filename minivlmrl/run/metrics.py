@@ -337,11 +337,9 @@ def describe_speed(timings: Sequence[dict]) -> str:
     text += f", {mean(timing['tokens_per_second'] for timing in timings):,.0f} tokens/s"
     if all("mfu" in timing for timing in timings):
         text += f", MFU {mean(timing['mfu'] for timing in timings):.0%}"
-    if "free_memory_gib" in last:
-        text += (
-            f"; GPU memory: {last['allocated_memory_gib']:.1f} GiB allocated, "
-            f"{last['reserved_memory_gib']:.1f} reserved, {last['free_memory_gib']:.1f} free"
-        )
+    allocated, reserved, free = (last.get(f"{kind}_memory_gib") for kind in ("allocated", "reserved", "free"))
+    if None not in (allocated, reserved, free):
+        text += f"; GPU memory: {allocated:.1f} GiB allocated, {reserved:.1f} reserved, {free:.1f} free"
     return text
 
 
