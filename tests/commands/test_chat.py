@@ -58,10 +58,7 @@ def ask(folder, capsys):
 def sample_text(
     folder, images=(), prompt="How many cats?", system=None, seed=0, pixels=(None, None), videos=(), **settings
 ):
-    """Return the text that the sampler generates, and whether it was truncated.
-
-    `pixels` are the minimum and maximum pixels in an image.
-    """
+    """Return the sampler's text and whether it was truncated; `pixels` are the bounds of an image's area."""
     model = load_model(folder / "checkpoint")
     processor = load_processor(folder / "checkpoint", *pixels)
     messages = conversation(prompt, {"image": len(images), "video": len(videos)}, system_prompt=system)
@@ -71,10 +68,7 @@ def sample_text(
 
 
 def test_images_text_system_and_size_reach_the_model(folder, ask):
-    """Each input changes the answer as with the sampler.
-
-    Images replace the <image> placeholders in order.
-    """
+    """Each input changes the answer as with the sampler. Images replace the <image> placeholders in order."""
     a = folder / "a.png"
     b = folder / "b.png"
     cases = [
@@ -96,10 +90,7 @@ def test_images_text_system_and_size_reach_the_model(folder, ask):
 
 
 def test_prompts_are_formatted_as_in_training(folder, ask, published, tmp_path):
-    """The prompt template and the system prompt are the same as in training.
-
-    A thought that the prompt opens is printed in front of the completion.
-    """
+    """A folder's prompt template and system prompt apply; a thought that the prompt opens is printed first."""
     copy = shutil.copytree(folder / "checkpoint", tmp_path / "copy")
     (copy / "minivlmrl.yaml").write_text(
         "stages: [gone.py:S]\ndata: {prompt_template: 'Look. {problem} Now.', system_prompt: Be brief.}"
@@ -116,10 +107,7 @@ def test_prompts_are_formatted_as_in_training(folder, ask, published, tmp_path):
 
 
 def test_videos_reach_the_model(folder, ask, monkeypatch):
-    """The video is placed at <video>, next to an image.
-
-    Reading video files is tested in tests/data/test_video.py.
-    """
+    """The video is placed at <video>, next to an image. Reading video files is tested in tests/data/test_video.py."""
     frames = [PIL.Image.new("RGB", (56, 84), (60 * i, 99, 0)) for i in range(4)]
     monkeypatch.setattr(command, "load_video", lambda source, **_: Video(frames[:: int(source)], 2.0))
     answers = []
@@ -150,10 +138,7 @@ def test_every_sampling_option_exists_and_has_help(folder):
 
 
 def test_a_folder_s_generation_config_is_not_read(folder, ask, tmp_path):
-    """The temperature in this file would make sampling nearly greedy.
-
-    Only command-line options set the sampling.
-    """
+    """The temperature in this file would make sampling nearly greedy. Only command-line options set the sampling."""
     copy = shutil.copytree(folder / "checkpoint", tmp_path / "copy")
     (copy / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 1e-6}))
     plain = sample_text(folder, max_new_tokens=9)
@@ -163,11 +148,7 @@ def test_a_folder_s_generation_config_is_not_read(folder, ask, tmp_path):
 
 @pytest.mark.parametrize("text", ["猫🐈x", "\ufffd"])
 def test_a_character_is_printed_with_its_last_byte(capsys, text):
-    """Each byte is one token.
-
-    U+FFFD in the text is printed like any character. An incomplete character at the end is printed
-    as U+FFFD. Stop tokens are not printed.
-    """
+    """An incomplete character at the end is printed as U+FFFD, and stop tokens are not printed."""
     tokenizer = train_tokenizer([], vocab_size=270)
     stop = tokenizer.special_tokens["<|im_end|>"]
     stream = command.Stream(tokenizer, [stop])

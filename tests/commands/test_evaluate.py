@@ -15,10 +15,7 @@ SMALL = ("--sampling.max_new_tokens=5", "--num_threads=1")
 
 @pytest.fixture
 def evaluate(checkpoint, rows, tmp_path, monkeypatch):
-    """Return a function that evaluates the untrained checkpoint on eight rows.
-
-    The function returns the result lines and the summary.
-    """
+    """Return a function that evaluates the untrained checkpoint on eight rows: (result lines, summary)."""
     monkeypatch.chdir(tmp_path)
     # without a run's config.yaml in the parent folder
     bare = shutil.copytree(checkpoint, tmp_path / "bare")

@@ -20,14 +20,11 @@ def test_every_command_exists_and_has_a_description():
 ENVIRONMENT = {"GOMP_SPINCOUNT": "1000", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
-@pytest.mark.parametrize(
-    ("own", "expected"),
-    [
-        ({}, ENVIRONMENT),
-        ({"GOMP_SPINCOUNT": "7"}, ENVIRONMENT | {"GOMP_SPINCOUNT": "7"}),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"GOMP_SPINCOUNT": "1000"}),
-    ],
-)
+@pytest.mark.parametrize(("own", "expected"), [
+    ({}, ENVIRONMENT),
+    ({"GOMP_SPINCOUNT": "7"}, ENVIRONMENT | {"GOMP_SPINCOUNT": "7"}),
+    ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"GOMP_SPINCOUNT": "1000"}),
+])  # fmt: skip
 def test_environment_variables_of_torch_have_defaults(own, expected):
     """Importing the package sets the variables without importing torch, so also in a notebook."""
     asked = [*ENVIRONMENT, "PYTORCH_CUDA_ALLOC_CONF"]

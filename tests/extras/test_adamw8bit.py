@@ -22,10 +22,7 @@ def test_codes_are_those_of_bitsandbytes(signed, fused_linspace):
 
 
 def trained(optimizer, parameters, steps=20, smallest=-2):
-    """Return the parameters and the optimizer after `steps` updates.
-
-    In each row, the gradients have magnitudes from 10^smallest to 1.
-    """
+    """Return parameters and optimizer after `steps` updates; a row's gradients go from 10^smallest to 1."""
     generator = torch.Generator().manual_seed(1)
     parameters = [nn.Parameter(p.clone()) for p in parameters]
     optimizer = optimizer(parameters, **OPTIONS)
@@ -52,20 +49,14 @@ def test_updates_match_torch():
 
 
 def test_small_gradients_next_to_large_ones_move_no_weight_far():
-    """Tiny second moments must not be rounded to 0, because the update divides by their root.
-
-    Here the smallest moment is 1e-8 times the largest in its block, which 8 bits cannot represent.
-    """
+    """A second moment too small for 8 bits must not be rounded to 0, because the update divides by its root."""
     weights = [torch.zeros(64, 300)]
     [mine], [theirs] = (trained(kind, weights, smallest=-4)[0] for kind in (AdamW8bit, torch.optim.AdamW))
     assert mine.abs().max() < 1.5 * theirs.abs().max()
 
 
 def test_rows_are_updated_independently(monkeypatch):
-    """A row's update must not depend on the other rows.
-
-    Then a rank that holds some rows, or parts of some rows, computes the same values.
-    """
+    """Otherwise a rank that holds some rows, or parts of rows, would compute other values."""
     weights = [torch.randn(64, 300)]
     [whole], _ = trained(AdamW8bit, weights)
     monkeypatch.setattr(adamw8bit, "PIECE", 1000)

@@ -79,10 +79,7 @@ def constant_sentences(all_rows, names, drawn):
 
 
 def test_balanced_rows_give_no_finding(tmp_path):
-    """The fractions are counted over the whole dataset, not only over the 16 sampled rows.
-
-    First all sampled rows are yes, but only half the dataset. Then nine rows in ten are yes, and one sampled row is no.
-    """
+    """The fractions are counted over the whole dataset, not only over the 16 sampled rows."""
     assert not constant_sentences(yes_or_no(20, 40, tmp_path), ["accuracy", "format"], range(16))
     [said] = constant_sentences(yes_or_no(36, 40, tmp_path), ["accuracy", "format"], range(21, 37))
     assert said.startswith(
@@ -148,16 +145,13 @@ def one_of(answer_texts, solution, **columns):
     return [float(answer in truths) for answer, truths in zip(answer_texts, solution, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("reward", "solution", "said"),
-    [
-        (one_of, lambda color: [color, f"{color}ish"], []),
-        (one_of, lambda color: [color, "thing"], ["Always answering '<think>hm</think><answer>thing</answer>'"]),
-        (get_reward("accuracy").function, lambda color: [color], ["4 of 4 solutions that were checked are lists"]),
-        (get_reward("accuracy").function, lambda color: color, []),
-        (get_reward("iou").function, lambda color: [0, len(color), 20, 20], []),
-    ],
-)
+@pytest.mark.parametrize(("reward", "solution", "said"), [
+    (one_of, lambda color: [color, f"{color}ish"], []),
+    (one_of, lambda color: [color, "thing"], ["Always answering '<think>hm</think><answer>thing</answer>'"]),
+    (get_reward("accuracy").function, lambda color: [color], ["4 of 4 solutions that were checked are lists"]),
+    (get_reward("accuracy").function, lambda color: color, []),
+    (get_reward("iou").function, lambda color: [0, len(color), 20, 20], []),
+])  # fmt: skip
 def test_solutions_that_are_lists(reward, solution, said):
     """Each text in a list is a right answer, but a list of numbers is one answer."""
     colors = "red", "green", "blue", "yellow"
@@ -181,18 +175,15 @@ def test_a_reward_that_takes_seconds(monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "rate", "said"),
-    [
-        ([], 1e-3, "a rate above 0.0001 ruins"),
-        (["--adapter.r=4"], 1e-3, ""),
-        (["--adapter.r=4"], 1e-6, "hardly change"),
-        (["--adapter.r=4"], 1e-5, ""),
-        (["--model.freeze=[language, embeddings]"], 1e-3, ""),
-        (["--model.freeze=[language, embeddings]"], 1e-2, "a rate above 0.001 ruins"),
-        (["--model.freeze=[language]"], 1e-3, "a rate above 0.0001 ruins"),
-    ],
-)
+@pytest.mark.parametrize(("options", "rate", "said"), [
+    ([], 1e-3, "a rate above 0.0001 ruins"),
+    (["--adapter.r=4"], 1e-3, ""),
+    (["--adapter.r=4"], 1e-6, "hardly change"),
+    (["--adapter.r=4"], 1e-5, ""),
+    (["--model.freeze=[language, embeddings]"], 1e-3, ""),
+    (["--model.freeze=[language, embeddings]"], 1e-2, "a rate above 0.001 ruins"),
+    (["--model.freeze=[language]"], 1e-3, "a rate above 0.0001 ruins"),
+])  # fmt: skip
 def test_a_learning_rate_is_judged_by_what_it_trains(options, rate, said):
     own = ["--model.path=folder", f"--grpo.learning_rate={rate}", "--grpo.warmup_steps=0"]
     config = load_config(RECIPES / "own_data.yaml", [*own, *options])

@@ -130,20 +130,17 @@ def test_recipes_fit_the_gpus_that_their_comments_name():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "model", "other", "options"),
-    [
-        ("own_demonstrations_one_card", "Qwen2.5-VL-3B", 10, ["--adapter.quantize=nf4"]),
-        ("own_pairs_one_card", "Qwen2.5-VL-3B", 10, ["--adapter.quantize=nf4"]),
-        ("own_data_one_card", "Qwen2.5-VL-3B", 11, ["--adapter.quantize=nf4"]),
-        ("rec_qwen2_5_vl_3b_one_card", "Qwen2.5-VL-3B", 11, ["--adapter.quantize=nf4"]),
-        ("cls_qwen2_vl_2b", "Qwen2-VL-2B", 12, ["--adapter.r=64", *BFLOAT16]),
-        ("lora_7b", "Qwen2.5-VL-7B", 26, ["--adapter.quantize=null"]),
-        ("rec_qwen3_vl_4b_one_card", "Qwen3-VL-4B", 16, ["--adapter.quantize=nf4"]),
-        ("lora_qwen3_vl_8b", "Qwen3-VL-8B", 28, ["--adapter.quantize=null"]),
-        ("lora_qwen3_5_2b", "Qwen3.5-2B", 11, THOUGHTS),
-    ],
-)
+@pytest.mark.parametrize(("name", "model", "other", "options"), [
+    ("own_demonstrations_one_card", "Qwen2.5-VL-3B", 10, ["--adapter.quantize=nf4"]),
+    ("own_pairs_one_card", "Qwen2.5-VL-3B", 10, ["--adapter.quantize=nf4"]),
+    ("own_data_one_card", "Qwen2.5-VL-3B", 11, ["--adapter.quantize=nf4"]),
+    ("rec_qwen2_5_vl_3b_one_card", "Qwen2.5-VL-3B", 11, ["--adapter.quantize=nf4"]),
+    ("cls_qwen2_vl_2b", "Qwen2-VL-2B", 12, ["--adapter.r=64", *BFLOAT16]),
+    ("lora_7b", "Qwen2.5-VL-7B", 26, ["--adapter.quantize=null"]),
+    ("rec_qwen3_vl_4b_one_card", "Qwen3-VL-4B", 16, ["--adapter.quantize=nf4"]),
+    ("lora_qwen3_vl_8b", "Qwen3-VL-8B", 28, ["--adapter.quantize=null"]),
+    ("lora_qwen3_5_2b", "Qwen3.5-2B", 11, THOUGHTS),
+])  # fmt: skip
 def test_recipes_for_one_gpu_fit(name, model, other, options):
     path = Path("recipes") / f"{name}.yaml"
     head = head_of(path)

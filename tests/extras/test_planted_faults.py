@@ -376,10 +376,7 @@ def test_a_run_reports_the_fault(name, run, plant, capsys):
 
 @pytest.mark.parametrize("number_of_shuffled", [0, 2, 8])
 def test_check_reports_shuffled_solutions(number_of_shuffled, home, plant, monkeypatch, capsys):
-    """A model that knows the answers is right.
-
-    If the rows are shuffled, its answers fit other rows. If a quarter is shuffled, most rows are right.
-    """
+    """A model that knows the answers is right; if all rows are shuffled, its answers fit other rows."""
     labels = [Shapes(8, "own")[i].columns["solution"] for i in range(8)]
 
     def knows(sampler, prompts, count, keys):

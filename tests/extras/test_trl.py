@@ -180,17 +180,14 @@ def test_a_loss_gets_the_options_of_trl_by_our_names(folder, tmp_path):
     assert {name: calls[0][name] for name in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("loss", "options", "message"),
-    [
-        ("grpo", {"loss_type": "bnpo"}, "args.loss_type is 'bnpo', but loss is 'grpo'; set only one of them"),
-        (None, {"epsilon": 0.3, "epsilon_high": 0.2}, "epsilon_low is 0.3, but it must be between 0 and epsilon_high"),
-        ("gspo", {}, "loss_type is 'gspo', but it must be one of grpo, dapo, dr_grpo"),
-        (None, {"use_adaptive_entropy": True}, "use_adaptive_entropy is true, but"),
-        (None, {"use_liger_kernel": True}, "use_liger_kernel is true, but"),
-        ("cispo", {"delta": 2.0}, "delta is 2.0, but the loss cispo_term has no such argument"),
-    ],
-)
+@pytest.mark.parametrize(("loss", "options", "message"), [
+    ("grpo", {"loss_type": "bnpo"}, "args.loss_type is 'bnpo', but loss is 'grpo'; set only one of them"),
+    (None, {"epsilon": 0.3, "epsilon_high": 0.2}, "epsilon_low is 0.3, but it must be between 0 and epsilon_high"),
+    ("gspo", {}, "loss_type is 'gspo', but it must be one of grpo, dapo, dr_grpo"),
+    (None, {"use_adaptive_entropy": True}, "use_adaptive_entropy is true, but"),
+    (None, {"use_liger_kernel": True}, "use_liger_kernel is true, but"),
+    ("cispo", {"delta": 2.0}, "delta is 2.0, but the loss cispo_term has no such argument"),
+])  # fmt: skip
 def test_options_that_cannot_be_followed_are_refused(folder, tmp_path, loss, options, message):
     with pytest.raises(ValueError, match=message):
         build(GRPOTrainer, folder, tmp_path, {"loss": loss}, **options)

@@ -162,10 +162,7 @@ FLOAT, HALF = torch.float32, torch.bfloat16
     ((HALF, FLOAT), [[0.0, 0.8], [0.0, 0.0]], (0.0, ""), ("rows.jsonl:0", 0.566)),
 ])  # fmt: skip
 def test_the_first_rollout_of_vllm_is_compared_by_hand(monkeypatch, dtypes, differences, of_other_rank, named):
-    """In float32 the largest difference counts; if either side has 16 bits, the root mean square counts.
-
-    The error names the worst row on all ranks.
-    """
+    """The largest difference counts in float32, the root mean square in 16 bits; the worst rank's row is named."""
     module = vllm_stand_in.install(monkeypatch)
     groups = iter(differences)
     monkeypatch.setattr(module, "pack", lambda *_: None)
@@ -237,10 +234,7 @@ def test_prompts_that_leave_no_room_in_vllm_are_refused(samplers, stage, monkeyp
 
 
 def test_memory_is_estimated_without_vllm(monkeypatch, tmp_path):
-    """The memory estimate loads our sampler file without vLLM.
-
-    A file with the same name in the working folder could be somebody else's, and is not executed.
-    """
+    """A file of the working folder with our sampler's name could be somebody else's, and is not executed."""
     monkeypatch.setitem(sys.modules, "vllm", None)
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "vllm_sampler.py").write_text("raise SystemExit")

@@ -68,10 +68,7 @@ def copy(trained, tmp_path):
 
 @pytest.fixture
 def verify(capsys):
-    """Return a function that runs `replay --all` on a folder.
-
-    The function returns the exit status and the printed lines, except lines about files that are not compared.
-    """
+    """Return a function that runs `replay --all`: (exit status, printed lines without the files not compared)."""
 
     def verify(folder, *options):
         shutil.rmtree(f"{folder}.again", ignore_errors=True)
@@ -299,10 +296,7 @@ def test_rounding_errors_with_equal_or_other_rows(expected, forge, copy, verify,
 
 
 def test_rounded_metrics_of_equal_weights(copy, verify, instant):
-    """If weights are equal, metrics may differ only by rounding errors in every step.
-
-    The same run on fewer ranks gives such metrics.
-    """
+    """Metrics of equal weights may differ only by rounding errors in every step, as on fewer ranks."""
     weights = (copy / MODEL).read_bytes()
     rounded(copy)
     (copy / MODEL).write_bytes(weights)

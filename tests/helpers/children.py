@@ -15,10 +15,7 @@ from minivlmrl.run.signals import StopSignals
 
 
 def fork(work: Callable[[], int | None]) -> int:
-    """Call work() in a child process, and return the child's id.
-
-    The child exits with the code that work() returns, or with 1 after an exception.
-    """
+    """Call work() in a child process that exits with its code, or 1 after an exception; return the child's id."""
     child = os.fork()
     if child == 0:
         code = 1

@@ -107,10 +107,7 @@ def window_builds(dtype: str, longest: int, head_dim: int) -> list[Build]:
 
 
 def decode_builds(dtype: str) -> list[Build]:
-    """Return builds for the decoding kernels.
-
-    The sizes are: 3B and 7B with 8 rows per prompt, a single row, Qwen3.5's wide heads, and narrow heads.
-    """
+    """Return builds for 3B and 7B with 8 rows per prompt, a single row, and wide and narrow heads."""
     given = same(f"*{dtype}", "q", "k", "v", "prompt_bias", "own_k", "own_v", "own_bias") | same(
         "*fp32", "outs", "log_sums"
     )

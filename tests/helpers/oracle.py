@@ -32,10 +32,7 @@ EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
 def saved_pair(folder, model_type: str = "qwen2_5_vl", tied: bool = False, dtype=torch.float32):
-    """Return a tiny transformers model, and our model loaded from the folder that transformers saved.
-
-    Both have the weights that tiny.telling_weights sets.
-    """
+    """Return a tiny transformers model with telling weights, and our model loaded from the folder that it saved."""
     config = transformers.AutoConfig.for_model(**config_json.to_dict(tiny.config(tied, model_type=model_type)))
     theirs = CLASSES[model_type]._from_config(config, **EAGER).to(dtype)
     tiny.telling_weights(theirs)
@@ -78,10 +75,7 @@ LIFTED = {"torch.float32": "torch.float64", "torch.float": "torch.float64", "flo
 
 
 def their_processor(kind, folder, tokenizer, template, images, videos=None):
-    """Return a transformers processor with our tokenizer.
-
-    The standard class requires a video processor, which is only available if torchvision is installed.
-    """
+    """Return a processor with our tokenizer, without the video processor that would need torchvision."""
 
     class TinyProcessor(kind):
         def check_argument_for_proper_class(self, name, argument):

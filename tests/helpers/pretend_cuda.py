@@ -261,10 +261,7 @@ class Graph:
         self.before = []
 
     def record(self, func, args, kwargs):
-        """Record an operation, and save the old values in the tensors that it changes.
-
-        The operation is computed, because later operations need its result's shape.
-        """
+        """Record an operation, computed for its result's shape, and save the old values that it changes."""
         arguments = func._schema.arguments
         given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
         written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
@@ -360,10 +357,7 @@ def environment():
 
 
 def pretend(module: torch.nn.Module) -> torch.nn.Module:
-    """Move a module to the simulated GPU; tied parameters stay tied.
-
-    module.to(CUDA) does not support parameters that autograd has already used.
-    """
+    """Move a module, tied parameters too, also one that autograd has used, which module.to(CUDA) cannot move."""
     moved = {p: torch.nn.Parameter(Pretend(p.detach()), p.requires_grad) for p in module.parameters()}
     for owner in module.modules():
         owner._parameters.update({name: moved[p] for name, p in owner._parameters.items() if p is not None})

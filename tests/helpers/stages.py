@@ -138,10 +138,7 @@ def samples(monkeypatch):
 
 @pytest.fixture
 def script(monkeypatch):
-    """A function script(list or number, ...) that sets the rewards `letters` for the next rollouts.
-
-    A number is the reward for all completions in a rollout.
-    """
+    """A function that sets the rewards `letters` for the next rollouts: lists, or a number for all completions."""
 
     def script(*values):
         left = list(values)

@@ -88,10 +88,7 @@ VISION_END = 291
 
 
 def config(tied: bool = False, layers: int = 3, model_type: str = "qwen2_5_vl") -> ModelConfig:
-    """Return a config for a small model that reveals mistakes.
-
-    A window has 8 patches per side. With 16, an image would fit into one window and hide mistakes in windows.
-    """
+    """Return a small model's config; its windows are small, because an image in one window would hide mistakes."""
     family = FAMILIES[model_type]
     text = {"mrope_section": (2, 3, 3)}
     if model_type == "qwen2_vl":

@@ -105,10 +105,7 @@ def test_block_sizes_are_powers_of_two():
 
 @pytest.fixture
 def varlen(monkeypatch):
-    """Simulate a GPU with flash attention for segments with different lengths, computed in float64.
-
-    Returns the list of calls, which are "forward" or "backward".
-    """
+    """Simulate flash attention for segments, in float64; return the list of calls, "forward" or "backward"."""
     calls = []
 
     def check(q, k, v, starts, k_starts, longest, k_longest, dropout, is_causal, **options):
@@ -193,9 +190,7 @@ def test_the_operator_keeps_its_promises():
 
 @interpreted
 def test_rows_may_lie_beyond_2_to_the_31():
-    """Use the last among 2^27 rows with 16 numbers each. The other rows are never touched, so 4 GiB tensors cost no
-    memory.
-    """
+    """Use the last of 2^27 rows of 16 numbers; the others are never touched, so they cost no memory."""
     T = 2**27 + 8
     cu_seqlens = torch.tensor([T - 8, T], dtype=torch.int32)
     q, k, v, grad = (torch.empty(T, 1, 16, dtype=torch.bfloat16) for _ in range(4))

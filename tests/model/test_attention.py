@@ -9,10 +9,7 @@ from minivlmrl.model.attention import DecodeAttention, GroupAttention, GroupLayo
 
 
 def random_lengths(seed):
-    """Return random lengths for up to 4 prompts, and for up to 3 completions per prompt.
-
-    A completion with length 1 has no input token.
-    """
+    """Return lengths for up to 4 prompts with up to 3 completions; one of length 1 has no input token."""
     rng = random.Random(seed)
     prompts = [rng.choice([1, 2, 7, rng.randint(1, 150)]) for _ in range(rng.randint(1, 4))]
     return prompts, [[rng.choice([1, 2, rng.randint(1, 90)]) for _ in range(rng.randint(0, 3))] for _ in prompts]

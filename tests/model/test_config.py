@@ -175,11 +175,7 @@ def field_of(config: ModelConfig, name: str):
 
 
 def changed(path: str, value) -> dict:
-    """Return a tiny model's config with one value replaced.
-
-    The path is "family/section.name", where the family is qwen2_5_vl by default. `...` removes
-    the value.
-    """
+    """Return a tiny config with the value at "family/section.name" replaced, or removed by `...`."""
     family, _, path = path.rpartition("/")
     config = json.loads(json.dumps(tiny_config(family or "qwen2_5_vl", tied=False)))
     *inside, name = path.split(".")
@@ -235,6 +231,8 @@ NO_OTHER += "other mixtures of experts and qwen4_exp are not supported"
     ("qwen3_vl_moe/text_config.num_experts_per_tok", 6, "per_tok is 6, but it must be num_experts (5) or less"),
     ("qwen3_vl_moe/text_config.moe_intermediate_size", 32, "must be neither hidden_size nor half of it"),
     ("qwen3_vl_moe/text_config.norm_topk_prob", False, "norm_topk_prob is False, but it must be True"),
+    ("vision_config.rope_parameters", {"rope_type": "linear"}, "vision_config.rope_type is 'linear', but it"),
+    ("qwen2_vl/vision_config.embed_dim", 1.5, "vision_config.embed_dim is 1.5, but it must be of type int"),
     ("vision_config.window_size", 27, "vision_config.window_size is 27, but it must be 28 or more"),
 ])  # fmt: skip
 def test_unsupported_values_are_refused(path, value, says):

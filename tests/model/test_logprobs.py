@@ -35,10 +35,7 @@ def assert_equal(actual, expected, tolerance=1e-12):
     (1, {}), (6, {}), (3, {"tied": True}), *((3, {"model_type": name}) for name in ("qwen2_vl", "qwen3_vl", "qwen3_5")),
 ], ids=str)  # fmt: skip
 def test_one_group_equals_separate_rows(num_generations, kind):
-    """Each separate row repeats the prompt and its images.
-
-    Gradients reach the vision tower.
-    """
+    """Each separate row repeats the prompt and its images. Gradients reach the vision tower."""
     model = tiny.model(**kind, dtype=torch.float64)
     prompts, completions = groups(num_generations)
     batches = [pack(prompts, completions, model.config)]

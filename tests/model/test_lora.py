@@ -54,10 +54,7 @@ def loss(model):
 
 
 def check_peft(p=0.0, drop=None):
-    """Compare a layer's outputs and gradients with PEFT's in float64.
-
-    Return our layer, PEFT's model and their input.
-    """
+    """Compare outputs and gradients with PEFT's in float64; return our layer, PEFT's model and their input."""
     peft = pytest.importorskip("peft", reason="oracle missing: pip install peft")
     torch.manual_seed(4)
     theirs = torch.nn.Sequential(torch.nn.Linear(5, 3)).double()
@@ -112,10 +109,7 @@ def test_a_target_without_layers_is_refused(target, says):
 
 
 def test_swapped_parameters_restore_earlier_adapters():
-    """The saved adapters can be swapped in repeatedly.
-
-    Afterwards, also after an error, the model has its own adapters again. Older graphs stay valid.
-    """
+    """The swap may be repeated; the model's own adapters return, also after an error, and older graphs stay valid."""
     model = adapted()
     before = loss(model).detach()
     kept = SwappedParameters(model, [name for name, _ in model.named_parameters() if is_adapter(name)])
@@ -213,9 +207,7 @@ class ProductPrecision(TorchDispatchMode):
 
 
 def test_tf32_is_on_for_the_products_of_adapters_only(as_on_a_gpu, monkeypatch):
-    """TF32 is on in both passes. Afterwards, also after an error, the old setting is restored. On a CPU it never
-    changes.
-    """
+    """The setting is restored, also after an error, and never changes on a CPU."""
     setting = torch.backends.cuda.matmul
     before = setting.fp32_precision
     layer = LoRALinear(torch.nn.Linear(6, 4).bfloat16(), 3, 1.5)

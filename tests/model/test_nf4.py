@@ -39,10 +39,7 @@ def test_packed_bits_match_bitsandbytes(fused_linspace, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(3, 5), (64, 2), (7, 64), (601, 500)])
 def test_the_error_is_bounded_for_any_shape(shape):
-    """The error is at most half the widest gap, 0.152 of the block's largest value.
-
-    The 8-bit scale adds a small error.
-    """
+    """The error is at most half the widest gap, 0.152 of a block's largest value, and a little from its 8-bit scale."""
     weight = torch.randn(shape)
     off = (unpack_nf4(**pack_nf4(weight))[: weight.numel()].view(shape) - weight).abs().max()
     assert off < 0.16 * weight.abs().max()
@@ -68,10 +65,7 @@ def pair(request):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_the_packed_layers_are_those_of_transformers(tmp_path, model_type):
-    """The packed layers are those that transformers converts in the decoder.
-
-    We do not convert the vision tower.
-    """
+    """The packed layers are those that transformers converts in the decoder. We do not convert the vision tower."""
     pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
     from transformers.quantizers.base import get_keys_to_not_convert
     from transformers.quantizers.quantizers_utils import should_convert_module

@@ -10,10 +10,7 @@ from tests.helpers.tiny import pack
 
 
 def test_the_docstring_example():
-    """Pack a prompt with 3 tokens and completions with 3 and 2 tokens.
-
-    A completion's last token is predicted, but is not an input.
-    """
+    """A completion's last token is predicted, but is not an input."""
     prompt = tiny.prompt(torch.Generator(), [], text=3)
     batch = pack([prompt], [[torch.tensor([10, 11, 12]), torch.tensor([20, 21])]], tiny.config())
     assert batch.input_ids.tolist() == [*prompt.input_ids.tolist(), 10, 11, 20]
@@ -48,11 +45,7 @@ def micro_batch(mask):
 
 
 def test_a_mean_counts_only_trained_tokens():
-    """All trained tokens have equal weight, so the mean is (1 + 4 + 16) / 3. The mean has no gradient.
-
-    A micro-batch without trained tokens has the mean 0. This happens if its only row is
-    masked out, for example as a truncated completion.
-    """
+    """All trained tokens have equal weight: (1 + 4 + 16) / 3, without a gradient; no trained token gives 0."""
     part = micro_batch([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
     mean = part.mean(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0], requires_grad=True))
     assert (mean.item(), mean.requires_grad, part.weight) == (7.0, False, 3.0)

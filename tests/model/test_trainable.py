@@ -71,10 +71,7 @@ def test_a_stage_trains_only_adapters_and_heads(stage, name, model):
 
 @pytest.mark.parametrize(("name", "size"), [("grpo", 2), ("grpo", 4), ("dpo", 4), ("ppo", 4)])
 def test_the_reference_is_the_base_without_a_copy(stage, name, size):
-    """The reference's log-probabilities equal the base model's, without a copy.
-
-    This also holds if the rollout is one micro-batch, whose prefill graph is older than the reference's scores.
-    """
+    """This also holds if the rollout is one micro-batch, whose prefill graph is older than the reference's scores."""
     run = stage(name, *ADAPTERS, REFERENCED[name], f"--{name}.micro_batch_size={size}")
     [first, *_], plain = run.next(), stage(name).model
     with torch.no_grad():

@@ -38,6 +38,13 @@ def groups():
     return prompts, [[tiny.completion(generator, n) for n in group] for group in lengths]
 
 
+def score(model, groups):
+    """Score each completion at its last token."""
+    prompts, completions = groups
+    completions = tiny.to_completions(completions)
+    return model.score_last_token(pack_with_last_token(prompts, completions, model.backbone.config, "cpu"))
+
+
 @torch.no_grad()
 def by_hand(model: ValueModel, prompt: Prompt, completion: torch.Tensor) -> torch.Tensor:
     """Return the scores (P + C,) for all tokens in a row, from a plain causal forward."""
@@ -49,9 +56,7 @@ def by_hand(model: ValueModel, prompt: Prompt, completion: torch.Tensor) -> torc
 
 def test_an_answer_is_scored_at_its_last_token(groups):
     model, (prompts, completions) = value_model(), groups
-    found = model.score_last_token(
-        pack_with_last_token(prompts, tiny.to_completions(completions), model.backbone.config, "cpu")
-    )
+    found = score(model, groups)
     expected = [by_hand(model, p, c)[-1] for p, group in zip(prompts, completions, strict=True) for c in group]
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-10, atol=1e-10)
 
@@ -86,10 +91,8 @@ def test_values_of_a_bfloat16_model_are_float32(groups, way):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_language_head_is_trained_only_if_tied(groups, tied):
-    model, (prompts, completions) = value_model(tied), groups
-    model.score_last_token(
-        pack_with_last_token(prompts, tiny.to_completions(completions), model.backbone.config, "cpu")
-    ).sum().backward()
+    model = value_model(tied)
+    score(model, groups).sum().backward()
     assert model.backbone.lm_head.weight.requires_grad == tied
     without = {name for name, p in model.named_parameters() if p.grad is None}
     assert without == (set() if tied else {"backbone.lm_head.weight"})
@@ -102,11 +105,10 @@ def processor():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_saved_value_model_is_loaded(groups, processor, tmp_path, tied):
-    model, (prompts, completions) = value_model(tied), groups
+    model = value_model(tied)
     save_value_model(tmp_path / "judge", model, processor, ONE)
     loaded = load_value_model(tmp_path / "judge")
-    batch = pack_with_last_token(prompts, tiny.to_completions(completions), model.backbone.config, "cpu")
-    assert torch.equal(loaded.score_last_token(batch), model.score_last_token(batch))
+    assert torch.equal(score(loaded, groups), score(model, groups))
     assert load_value_model(tmp_path / "judge", torch.float32).score.weight.dtype == torch.float32
     assert not list(tmp_path.glob("**/*.partial"))
 

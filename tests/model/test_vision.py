@@ -48,10 +48,7 @@ def test_norms_of_the_vision_tower_have_epsilon_1e_6(model_type):
 
 
 def test_a_layout_cached_in_inference_mode_works_in_a_backward():
-    """The cached layout must not consist of inference tensors, which backward cannot use.
-
-    The first call may come from the reference, in inference mode.
-    """
+    """The first call may be the reference's in inference mode, whose tensors backward cannot use."""
     visual, grids = tiny.model().visual, torch.tensor([(1, 6, 4), (1, 4, 10)])
     vision.lay_out.cache_clear()
     with torch.inference_mode():

@@ -58,10 +58,7 @@ def sft_case(loss_type: str, batch: dict[str, Tensor]) -> Case:
 
 
 def step(seed: int) -> dict[str, Tensor]:
-    """Return a batch (6, 8): two groups, each with three completions of 2 to 7 tokens, and their advantages.
-
-    About half the ratios lie outside the clip range. Padding has other log-probabilities than 0.
-    """
+    """Return a batch (6, 8): two groups of three completions with 2 to 7 tokens; half the ratios are clipped."""
     generator = torch.Generator().manual_seed(seed)
     lengths = 2 + torch.randperm(6, generator=generator)
     noise = torch.randn(4, 6, 8, generator=generator, dtype=torch.float64)
@@ -109,10 +106,7 @@ def empty_row(seed: int) -> dict[str, Tensor]:
 
 
 def far(seed: int, first: float, last: float, name: str) -> dict[str, Tensor]:
-    """Return a batch (2, 8) with large log-ratios between policy and the tensor `name`, and advantages with both signs.
-
-    In each row, the log-ratios go from `first` to `last`, in nats.
-    """
+    """Return a batch (2, 8) whose log-ratios to the tensor `name` go from `first` to `last` nats in each row."""
     batch = {key: tensor[:2].clone() for key, tensor in step(seed).items()}
     batch[name] = batch["per_token_logps"] - torch.linspace(first, last, 8, dtype=torch.float64)
     advantages = torch.tensor([1.0, -0.5], dtype=torch.float64)

@@ -111,10 +111,7 @@ print(json.dumps({name: bool(value) for name, value in found.items()}))
 
 
 def apply(folder, diff):
-    """Apply a diff: write new files (+++), and change existing files (---).
-
-    In an existing file, the lines that begin with "-" or a blank are replaced by those that begin with "+" or a blank.
-    """
+    """Apply a diff: "+++" writes a new file, "---" replaces the lines with "-" or a blank in a file."""
     for hunk in filter(None, re.split(r"(?m)^@@\n|^(?=(?:\+\+\+|---) )", diff)):
         if hunk.startswith(("+++ ", "--- ")):
             first, _, hunk = hunk.partition("\n")

@@ -324,11 +324,7 @@ def test_tinker_calls_run_as_lines_of_a_training_loop(own, monkeypatch):
 
 @pytest.mark.parametrize("name", ["first_hour.ipynb", pytest.param("photographs.ipynb", marks=pytest.mark.slow)])
 def test_a_notebook_is_stored_with_the_outputs_of_its_cells(name):
-    """The cells equal the script's cells, and the cells before the first training print the stored outputs.
-
-    Training is not repeated here, because its numbers depend on the processor; test_wheel.py runs those cells. Their
-    stored outputs contain a picture.
-    """
+    """Cells before the first training print the stored outputs; test_wheel.py runs the other cells."""
     stored = json.loads((make_pages.DOCS / name).read_text())
     cells = [cell for cell in stored["cells"] if cell["cell_type"] == "code"]
     outputs = [cell["outputs"] for cell in cells]
@@ -370,16 +366,12 @@ def test_a_page_is_as_committed(name):
     assert not name.endswith(".svg") or xml.etree.ElementTree.fromstring(text).tag.endswith("svg")
 
 
-@pytest.mark.parametrize(
-    ("pattern", "written_differently"),
-    [
-        (r"```(.*?)```", set()),
-        (r"`([^`\n]+)`", set()),
-        (r"\]\((?!#|README)([^)]+)\)", set()),
-        (r"(?<![\w.])\d+(?:[.,]\d+)*", {"0.74", "74"}),  # 0.74 million is 74 万
-    ],
-    ids=["blocks of code", "names of code", "links", "numbers"],
-)
+@pytest.mark.parametrize(("pattern", "written_differently"), [
+    (r"```(.*?)```", set()),
+    (r"`([^`\n]+)`", set()),
+    (r"\]\((?!#|README)([^)]+)\)", set()),
+    (r"(?<![\w.])\d+(?:[.,]\d+)*", {"0.74", "74"}),  # 0.74 million is 74 万
+], ids=["blocks of code", "names of code", "links", "numbers"])  # fmt: skip
 def test_the_chinese_readme_agrees_with_the_english_one(pattern, written_differently):
     english, chinese = ({*re.findall(pattern, text, re.DOTALL)} for text in (README, CHINESE))
     assert english ^ chinese == written_differently and len(english) > 3

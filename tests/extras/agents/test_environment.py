@@ -146,17 +146,14 @@ def test_options_are_arguments_of_the_class(own):
         own("Counter(from_=3)")
 
 
-@pytest.mark.parametrize(
-    ("name", "error"),
-    [
-        ("untyped", "tool untyped: the argument 'x' does not have a type hint"),
-        ("odd", "tool odd: JSON cannot represent the type hint <class 'datetime.date'>"),
-        ("number", "expected a class, a function or a list of functions, but found 3"),
-        ("Empty", r"an environment needs a method reset\(self, \*\*columns\) and at least one"),
-        ("Unset", r"an environment needs a method reset\(self, \*\*columns\) and at least one"),
-        ("Endless", "Endless: max_tool_calls is None, but it must be of type int"),
-    ],
-)
+@pytest.mark.parametrize(("name", "error"), [
+    ("untyped", "tool untyped: the argument 'x' does not have a type hint"),
+    ("odd", "tool odd: JSON cannot represent the type hint <class 'datetime.date'>"),
+    ("number", "expected a class, a function or a list of functions, but found 3"),
+    ("Empty", r"an environment needs a method reset\(self, \*\*columns\) and at least one"),
+    ("Unset", r"an environment needs a method reset\(self, \*\*columns\) and at least one"),
+    ("Endless", "Endless: max_tool_calls is None, but it must be of type int"),
+])  # fmt: skip
 def test_invalid_environments_are_refused(own, name, error):
     with pytest.raises(ValueError, match=f"^sampling.environment .*own.py:{name}: {error}"):
         own(name)

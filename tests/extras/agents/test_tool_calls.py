@@ -25,21 +25,18 @@ PARAMETERS = "\n<function={}>\n<parameter={}>\n{}\n</parameter>\n<parameter={}>\
 QWEN = "<tool_call>\n{}\n</tool_call>"
 
 
-@pytest.mark.parametrize(
-    ("text", "ended", "calls"),
-    [
-        ("a<zoom>3</zoom>", False, [("zoom", "3")]),
-        # the first call is answered before the second is generated
-        ("<zoom>1</zoom><zoom>2</zoom>", False, [("zoom", "1")]),
-        ("<zoom>1<zoom>2</zoom>", False, [("zoom", "2")]),
-        ("<zoom>1</zoom", False, []),
-        ("<other>1</other>", True, []),
-        (QWEN.format("x"), False, []),
-        (QWEN.format("x") + QWEN.format("y"), True, [("", "\nx\n"), ("", "\ny\n")]),
-        ("<tool_call>x", True, []),
-        ("<tool_call>" * 2**18, True, []),  # found in one pass; each further pass would take 0.1 s
-    ],
-)
+@pytest.mark.parametrize(("text", "ended", "calls"), [
+    ("a<zoom>3</zoom>", False, [("zoom", "3")]),
+    # the first call is answered before the second is generated
+    ("<zoom>1</zoom><zoom>2</zoom>", False, [("zoom", "1")]),
+    ("<zoom>1<zoom>2</zoom>", False, [("zoom", "2")]),
+    ("<zoom>1</zoom", False, []),
+    ("<other>1</other>", True, []),
+    (QWEN.format("x"), False, []),
+    (QWEN.format("x") + QWEN.format("y"), True, [("", "\nx\n"), ("", "\ny\n")]),
+    ("<tool_call>x", True, []),
+    ("<tool_call>" * 2**18, True, []),  # found in one pass; each further pass would take 0.1 s
+])  # fmt: skip
 def test_find_calls(text, ended, calls):
     assert find_calls(text, TOOLS, ended) == calls
 
@@ -60,19 +57,16 @@ def name(it: str) -> str:
     return it
 
 
-@pytest.mark.parametrize(
-    ("tool", "said", "result"),
-    [
-        ("look", "1", "1.0 here"),
-        ("look", '2.5, "there"', "2.5 there"),
-        ("name", '\na "cat", 3 ', 'a "cat", 3'),
-        ("turn", "left", "left 1"),
-        ("turn", '"right", 2', "right 2"),
-        ("", '{"name": "look", "arguments": {"place": "x", "left": 1}}', "1.0 x"),
-        ("", PARAMETERS.format("look", "left", 1, "place", 2), "1.0 2"),
-        ("", PARAMETERS.format("weigh", "at", "[1, 2]", "sure", "True"), "[1, 2] True"),
-    ],
-)
+@pytest.mark.parametrize(("tool", "said", "result"), [
+    ("look", "1", "1.0 here"),
+    ("look", '2.5, "there"', "2.5 there"),
+    ("name", '\na "cat", 3 ', 'a "cat", 3'),
+    ("turn", "left", "left 1"),
+    ("turn", '"right", 2', "right 2"),
+    ("", '{"name": "look", "arguments": {"place": "x", "left": 1}}', "1.0 x"),
+    ("", PARAMETERS.format("look", "left", 1, "place", 2), "1.0 2"),
+    ("", PARAMETERS.format("weigh", "at", "[1, 2]", "sure", "True"), "[1, 2] True"),
+])  # fmt: skip
 def test_arguments(tool, said, result):
     assert call({"look": look, "name": name, "turn": turn, "weigh": weigh}, tool, said) == result
 
@@ -90,10 +84,7 @@ WRITTEN = [
 
 @pytest.mark.parametrize(("hint", "text", "value"), WRITTEN)
 def test_a_parameter_without_quotes_is_json_that_fits_or_else_text(hint, text, value):
-    """Qwen3.5's templates write strings without quotes, and other values as JSON.
-
-    Calls in JSON mark strings with quotes.
-    """
+    """Qwen3.5's templates write strings without quotes, and other values as JSON; JSON calls have quotes."""
 
     def tool(it):
         return [it]
@@ -106,27 +97,24 @@ def test_a_parameter_without_quotes_is_json_that_fits_or_else_text(hint, text, v
     assert type(call({"tool": tool}, "", json.dumps(arguments))[0]) is type(value)
 
 
-@pytest.mark.parametrize(
-    ("tool", "said", "error"),
-    [
-        ("look", "", "left is missing"),
-        ("look", '1, "a", 3', "takes 2 argument"),
-        ("look", '"far"', "left is 'far', but it must be of type float"),
-        ("", '{"name": "eval"}', "there is no tool 'eval'; the tools are look, name"),
-        ("", "<function=eval></function>", "there is no tool 'eval'; the tools are look, name"),
-        ("", '{"name": "look", "arguments": [1]}', "must be an object"),
-        ("", PARAMETERS.format("look", "left", "[1]", "place", 2), r"left is \[1\], but it must be of type float"),
-        # Python's JSON parser accepts the following calls, but an environment could not compute with their arguments.
-        ("", '{"name": "look", "arguments": {"left": NaN}}', "NaN is not a JSON number"),
-        ("", '{"name": "look", "arguments": {"left": 1e999}}', "look: left is inf, but it must be finite"),
-        ("", '{"name": "look", "arguments": {"left": "nan"}}', "look: left is nan, but it must be finite"),
-        ("look", "1e999", "look: left is inf, but it must be finite"),
-        ("", PARAMETERS.format("look", "left", "-Infinity", "place", 2), "left is -inf, but it must be finite"),
-        ("", r'{"name": "name", "arguments": {"it": "a\ud800"}}', r"name: it: 'a\\ud800' is not valid Unicode"),
-        ("", '{"name": ["look"]}', "a tool call must have the form"),
-        ("", "[" * 99999, "maximum recursion depth exceeded"),
-    ],
-)
+@pytest.mark.parametrize(("tool", "said", "error"), [
+    ("look", "", "left is missing"),
+    ("look", '1, "a", 3', "takes 2 argument"),
+    ("look", '"far"', "left is 'far', but it must be of type float"),
+    ("", '{"name": "eval"}', "there is no tool 'eval'; the tools are look, name"),
+    ("", "<function=eval></function>", "there is no tool 'eval'; the tools are look, name"),
+    ("", '{"name": "look", "arguments": [1]}', "must be an object"),
+    ("", PARAMETERS.format("look", "left", "[1]", "place", 2), r"left is \[1\], but it must be of type float"),
+    # Python's JSON parser accepts the following calls, but an environment could not compute with their arguments.
+    ("", '{"name": "look", "arguments": {"left": NaN}}', "NaN is not a JSON number"),
+    ("", '{"name": "look", "arguments": {"left": 1e999}}', "look: left is inf, but it must be finite"),
+    ("", '{"name": "look", "arguments": {"left": "nan"}}', "look: left is nan, but it must be finite"),
+    ("look", "1e999", "look: left is inf, but it must be finite"),
+    ("", PARAMETERS.format("look", "left", "-Infinity", "place", 2), "left is -inf, but it must be finite"),
+    ("", r'{"name": "name", "arguments": {"it": "a\ud800"}}', r"name: it: 'a\\ud800' is not valid Unicode"),
+    ("", '{"name": ["look"]}', "a tool call must have the form"),
+    ("", "[" * 99999, "maximum recursion depth exceeded"),
+])  # fmt: skip
 def test_invalid_calls_are_reported(tool, said, error):
     with pytest.raises(ValueError, match=error):
         call({"look": look, "name": name}, tool, said)

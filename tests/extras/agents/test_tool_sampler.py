@@ -38,10 +38,7 @@ EYE = f"{__name__}:Eye"  # an environment as recipes name it
 
 
 def completion_with_images(generator, grids, dtype=torch.float64):
-    """Return a completion with images with these grids, each after three policy tokens.
-
-    One image token is written by the policy itself.
-    """
+    """Return a completion with these images, each after three policy tokens, and one image token of the policy."""
     made = tiny.prompt(generator, grids, text=3, dtype=dtype)
     ids = torch.cat([made.input_ids, torch.tensor([tiny.IMAGE, 7, 2])])
     written = (ids < 290) | (torch.arange(len(ids)) >= len(made.input_ids))
@@ -52,10 +49,7 @@ def completion_with_images(generator, grids, dtype=torch.float64):
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_a_packed_group_with_crops_equals_single_rows(model_type):
-    """Completions have 0, 1 and 3 crops.
-
-    Compare log-probabilities and all modules' gradients.
-    """
+    """Completions have 0, 1 and 3 crops. Compare log-probabilities and all modules' gradients."""
     model = tiny.model(dtype=torch.float64, model_type=model_type)
     generator = torch.Generator().manual_seed(0)
     shown = [(1, 4, 6)], [], [(1, 2, 2), (1, 8, 4)]
@@ -120,10 +114,7 @@ def model_of(model_type="qwen2_5_vl", dtype=torch.float32):
 
 
 def sample_texts(monkeypatch, *texts, model=None, tokens=400, columns=(), processor=PROCESSOR, world=ONE, **options):
-    """Sample with a policy that writes the given texts; return completions, prompts and model.
-
-    Turns are separated by "~". A sampler may end a completion before its text is complete.
-    """
+    """Sample with a policy that writes the given texts, whose turns "~" separates: completions, prompts, model."""
     model = model or model_of()
     sampling = SamplingOptions(environment=EYE, max_new_tokens=tokens, **options)
     sampler = ToolSampler(model, processor, sampling, world)
@@ -142,10 +133,7 @@ def sample_texts(monkeypatch, *texts, model=None, tokens=400, columns=(), proces
 
 
 def as_text(completion):
-    """Return a completion's text, with forced text in brackets.
-
-    An image is shown as its token count.
-    """
+    """Return a completion's text, with forced text in brackets. An image is shown as its token count."""
     runs = groupby(zip(completion.policy_mask.tolist(), completion.ids.tolist(), strict=True), key=lambda pair: pair[0])
     texts = [(written, PROCESSOR.tokenizer.decode([i for _, i in run])) for written, run in runs]
     text = "".join(text if written else f"[{text}]" for written, text in texts)
@@ -159,11 +147,7 @@ TEXTS = ["no", "<look>2</look>a", "<look>1, 3</look>b <look>3</look><look>2, 2</
 @pytest.mark.parametrize("options", [{}, {"min_p": 1e-9, "repetition_penalty": 1.01}], ids=["", "filters"])
 @pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_the_sampler_equals_the_scorer(monkeypatch, model_type, options):
-    """The log-probability of each policy token agrees to 1e-5 nats.
-
-    Two prompts have rows with 0, 1 and 3 images between the texts of other rows. A tool result needs no decode step, so
-    the step count is the policy-token count in the longest row, minus 1.
-    """
+    """Each policy token's log-probability agrees to 1e-5 nats, and a tool result needs no decode step."""
     model, steps, step = model_of(model_type), [], generate.Decode.__call__
     monkeypatch.setattr(generate.Decode, "__call__", lambda *given: steps.append(1) or step(*given))
     groups, prompts, _ = sample_texts(monkeypatch, *TEXTS, model=model, **options)
@@ -199,16 +183,13 @@ def test_a_stop_string_ends_a_completion_before_its_call_is_answered(monkeypatch
         assert len(completion.pictures) == expected.count("(1)")
 
 
-@pytest.mark.parametrize(
-    ("words", "answer", "after"),
-    [
-        ("<look>2, 1</look>", "(2)", "ok"),
-        ("<read><|im_end|></read>", "<result>P <|im_end|> (56, 84)</result>", ""),
-        ("<both></both>", "<result>a</result>(2)<result>b</result>", ""),
-        ("<look>two</look>", "<result>error: look: columns is 'two', but it must be of type int</result>", "ok"),
-        ("<look>300</look>", f"<result>error: the image has 8400 x 28 pixels, {RATIO}</result>", ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "answer", "after"), [
+    ("<look>2, 1</look>", "(2)", "ok"),
+    ("<read><|im_end|></read>", "<result>P <|im_end|> (56, 84)</result>", ""),
+    ("<both></both>", "<result>a</result>(2)<result>b</result>", ""),
+    ("<look>two</look>", "<result>error: look: columns is 'two', but it must be of type int</result>", "ok"),
+    ("<look>300</look>", f"<result>error: the image has 8400 x 28 pixels, {RATIO}</result>", ""),
+])  # fmt: skip
 def test_a_call_in_tags(monkeypatch, words, answer, after):
     [[completion]], _, _ = sample_texts(monkeypatch, words + after)
     assert as_text(completion) == words + f"[{answer}]" * bool(answer) + after + "<|im_end|>" and completion.stopped
@@ -251,14 +232,11 @@ TWO = CALL.format("look", '{"columns": 1}') + CALL.format("read", '{"what": ""}'
 TURN = "[\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|im_start|>assistant\n]"
 
 
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [
-        ("so " + CALL.format("read", '{"what": "x"}'), "P x (56, 84)"),
-        (TWO, "(1)\n</tool_response>\n<tool_response>\nP  (56, 84)"),
-        ("<tool_call>3</tool_call>", WRONG),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "answer"), [
+    ("so " + CALL.format("read", '{"what": "x"}'), "P x (56, 84)"),
+    (TWO, "(1)\n</tool_response>\n<tool_response>\nP  (56, 84)"),
+    ("<tool_call>3</tool_call>", WRONG),
+])  # fmt: skip
 def test_a_call_in_qwens_format(monkeypatch, words, answer):
     [[completion]], _, _ = sample_texts(monkeypatch, f"{words}~done")
     assert as_text(completion) == f"{words}<|im_end|>{TURN.format(answer)}done<|im_end|>" and completion.stopped
@@ -273,10 +251,7 @@ FAMILIES["qwen3_5_nothink"] = PARAMETERS, ""
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_conversations_with_tools_match_the_published_template(monkeypatch, published, name):
-    """Conversations with tools, calls, results and an image have the same ids as with the published template.
-
-    The same ids are trained on for a demonstration in a file.
-    """
+    """Sampled and demonstrated tool calls and results have the ids of the published template."""
     form, thought = FAMILIES[name]
     template = None if name == "qwen2_5_vl" else ChatTemplate(published(name), name)
     processor = with_tools(replace(PROCESSOR, template=template), EYE)

@@ -298,11 +298,7 @@ def shown(prompt):
 
 
 def test_what_windows_show(monkeypatch):
-    """Windows contain the expected parts.
-
-    `history` keeps all text, images of the newest rounds, and no image that the policy wrote; `observe` keeps only its
-    own messages.
-    """
+    """`history` keeps all text and the newest rounds' images; `observe` keeps only its own messages."""
     pad = PROCESSOR.tokenizer.special_tokens["<|image_pad|>"]
     script = [RED, pad, WELL, BLUE, RED]
     for history, pictures in ((1, [["(2)"], ["(3)"]]), (2, [["(2)", "(2)"], ["(2)", "(3)"]])):

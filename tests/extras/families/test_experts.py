@@ -37,10 +37,7 @@ MOE = ("qwen3_vl_moe", "qwen3_5_moe")
 
 
 def random_experts(model_type: str, seed: int):
-    """Return a random config with 2 to 9 experts; 1 to all experts are active per token.
-
-    Some configs have dense layers or a shared expert.
-    """
+    """Return a random config with 2 to 9 experts, some with dense layers or a shared expert."""
     rng = random.Random(seed)
     count = rng.randint(2, 9)
     sizes = {"num_experts": count, "num_experts_per_tok": rng.randint(1, count)}
@@ -142,20 +139,16 @@ LAYER = "model.language_model.layers.0.mlp.experts"
 SAYS = r"model\.safetensors: the tensor model\.layers\.0\.mlp\.experts\.{} has shape {}, but the 5 experts of config"
 
 
-@pytest.mark.parametrize(
-    ("model_type", "change", "says"),
-    [
-        ("qwen3_vl_moe", {f"{LAYER}.down_proj": lambda x: x[:2]}, SAYS.format("down_proj", r"\(2, 64, 24\)")),
-        ("qwen3_5_moe", {f"{LAYER}.gate_up_proj": lambda x: x.mT}, SAYS.format("gate_up_proj", r"\(5, 64, 48\)")),
-        ("qwen3_5_moe", {f"{LAYER}.down_proj": lambda x: x[:, :, 1:]}, SAYS.format("down_proj", r"\(5, 64, 23\)")),
-        (
-            "qwen3_vl_moe",
-            {f"{LAYER}.down_proj": None},
-            r"lack 5 of the model's \d+ tensors, for example .*experts\.0\.down_proj",
-        ),
-    ],
-    ids=["half of them", "transposed once too often", "another size", "missing"],
-)
+@pytest.mark.parametrize(("model_type", "change", "says"), [
+    ("qwen3_vl_moe", {f"{LAYER}.down_proj": lambda x: x[:2]}, SAYS.format("down_proj", r"\(2, 64, 24\)")),
+    ("qwen3_5_moe", {f"{LAYER}.gate_up_proj": lambda x: x.mT}, SAYS.format("gate_up_proj", r"\(5, 64, 48\)")),
+    ("qwen3_5_moe", {f"{LAYER}.down_proj": lambda x: x[:, :, 1:]}, SAYS.format("down_proj", r"\(5, 64, 23\)")),
+    (
+        "qwen3_vl_moe",
+        {f"{LAYER}.down_proj": None},
+        r"lack 5 of the model's \d+ tensors, for example .*experts\.0\.down_proj",
+    ),
+], ids=["half of them", "transposed once too often", "another size", "missing"])  # fmt: skip
 def test_wrong_expert_tensors_are_refused(tmp_path, model_type, change, says):
     save_model(tmp_path / "saved", tiny.model(model_type=model_type), Processor(shapes.tokenizer(), ImageProcessor()))
     file = tmp_path / "saved" / "model.safetensors"

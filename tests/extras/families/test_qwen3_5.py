@@ -46,10 +46,7 @@ def test_models_on_the_hub_have_the_tensors_of_transformers(size, tmp_path):
 
 @pytest.mark.parametrize("most", [10**9, 40_000], ids=["one file", "shards"])
 def test_tensors_for_multi_token_prediction_are_kept(tmp_path, most):
-    """Tensors named mtp. are copied bit for bit when saving, also by merge.
-
-    Like transformers, we do not use these tensors in the model. Other unknown tensors are refused.
-    """
+    """Tensors named mtp., which the model does not use, are saved bit for bit, also by merge; others are refused."""
     base, out = tmp_path / "base", tmp_path / "out"
     (tmp_path / "model.json").write_text(json.dumps(tiny.RUN_QWEN35))
     model, processor = random_model(tmp_path / "model.json", shapes.tokenizer(), 0)
@@ -168,10 +165,7 @@ def test_states_are_float32_or_wider(dtype):
 
 @pytest.mark.slow
 def test_in_bfloat16_sampler_and_trainer_differ_by_the_order_of_float32_sums(monkeypatch):
-    """The sampler computes token by token, the trainer in chunks, so roundings can differ.
-
-    With states in float64, this is much rarer. docs/notes/recurrent.md has the numbers.
-    """
+    """Sampler and trainer sum in another order; with states in float64, other roundings are much rarer."""
     model, processor = random_model(Path("recipes/shapes_qwen3_5_model.json"), shapes.tokenizer(), 0)
     model.lm_head.weight.data *= 3  # otherwise all tokens would be about equally likely
     model = model.bfloat16()

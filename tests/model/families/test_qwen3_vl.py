@@ -37,10 +37,7 @@ from tests.helpers.oracle import CLASSES, in_float64, our_logits, their_inputs  
 
 
 def random_config(model_type: str, rng: random.Random, **more) -> ModelConfig:
-    """Return a config with random layers, heads, sections, patch and merge sizes.
-
-    `more` are further values in the text config.
-    """
+    """Return a config with random layers, heads, sections, patch and merge sizes, and `more` values of the text."""
     layers, depth = rng.randint(2, 5), rng.randint(1, 5)
     heads, groups = rng.choice([(4, 2), (3, 1), (2, 2)])
     half = rng.choice([4, 8, 12])  # rotated dimension pairs per head
@@ -108,14 +105,6 @@ def test_logits_of_40_random_configs_equal_transformers(model_type, close, seeds
 
 def qwen3_vl_name(name: str) -> str:
     return name.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
-
-
-def both_in_float64(folder, monkeypatch, model_type):
-    """Load our model and transformers' model from one folder, in float64."""
-    in_float64(monkeypatch, model_type)
-    save_model(folder, tiny.model(model_type=model_type), Processor(shapes.tokenizer(), ImageProcessor()))
-    ours = load_model(folder, torch.float64)
-    return ours, CLASSES[model_type].from_pretrained(folder, dtype=torch.float64).eval()
 
 
 @pytest.fixture
@@ -259,10 +248,7 @@ def test_a_frame_may_have_its_own_size_bounds():
 
 @pytest.fixture(scope="module")
 def their_processor(tmp_path_factory, oracle):
-    """Return a Qwen3VLProcessor with our tokenizer.
-
-    Its video processor, which would need torchvision, is replaced by given results.
-    """
+    """Return a Qwen3VLProcessor with our tokenizer, whose video processor is told its results."""
     from transformers.models.qwen3_vl import Qwen3VLProcessor
 
     class Told:
@@ -280,10 +266,7 @@ def their_processor(tmp_path_factory, oracle):
 
 
 def their_ids(processor, messages, images, *videos):
-    """Return transformers' ids.
-
-    videos: (grid, indices of sampled frames, frames per second).
-    """
+    """Return transformers' ids. videos: (grid, indices of sampled frames, frames per second)."""
     from transformers.video_utils import VideoMetadata
 
     told = processor.video_processor
@@ -347,7 +330,11 @@ def film_prompt(generator: torch.Generator, image, *films) -> tuple[Prompt, dict
 
 @pytest.mark.parametrize(("model_type", "close"), [("qwen3_vl", 1e-13), ("qwen3_5", 1e-12)])
 def test_logits_of_videos_equal_transformers(tmp_path, monkeypatch, model_type, close):
-    ours, theirs = both_in_float64(tmp_path, monkeypatch, model_type)
+    """Both models are loaded from one folder."""
+    in_float64(monkeypatch, model_type)
+    save_model(tmp_path, tiny.model(model_type=model_type), Processor(shapes.tokenizer(), ImageProcessor()))
+    ours = load_model(tmp_path, torch.float64)
+    theirs = CLASSES[model_type].from_pretrained(tmp_path, dtype=torch.float64).eval()
     generator = torch.Generator().manual_seed(2)
     pairs = [film_prompt(generator, (1, 4, 6), (3, 4, 6)), film_prompt(generator, (1, 2, 2), (1, 6, 4), (4, 2, 8))]
     with torch.no_grad():
