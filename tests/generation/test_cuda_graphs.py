@@ -1,7 +1,4 @@
-"""Test that a captured decode step samples the same tokens as the eager step.
-
-The graphs run on the CPU, or on pretend_cuda.py's simulated GPU.
-"""
+"""Test on the CPU and on a simulated GPU that a captured decode step samples the same tokens as the eager step."""
 
 import gc
 import weakref
@@ -55,10 +52,7 @@ def both(model, count, generations, stop=STOP, **setting):
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_a_captured_step_samples_the_same_tokens(setting):
-    """Prompts have several lengths, and groups have one or more completions.
-
-    Rows end at different steps, or none ends early.
-    """
+    """Prompts have several lengths, groups one or more completions; rows end at different steps, or none ends."""
     model = tiny.model(dtype=torch.float64)
     lengths = set()
     for count, generations, stop in ((5, 3, STOP), (4, 2, ()), (1, 8, range(60)), (1, 1, ())):
@@ -125,9 +119,7 @@ def products_per_token(model):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_q_k_and_v_are_one_product(model_type):
-    """A layer has 5 instead of 7 products: q, k and v together, o, and three in the MLP. Qwen3.5's layers are
-    unchanged.
-    """
+    """A layer has 5 instead of 7 products: q, k and v together, o, and three in the MLP; Qwen3.5 is unchanged."""
     model = tiny.model(model_type=model_type)
     captured, eager = products_per_token(model)
     layers = joinable_layers(model)
@@ -144,13 +136,17 @@ def test_adapters_keep_three_products():
     assert captured == eager and joined_bytes(model, torch.float32) == 0
 
 
-def on_card(model, stop, tokens=20, **setting):
-    """Sample on the pretended GPU. Return the completions and the GPU."""
+def on_card(model, stop=(), tokens=20, count=4, generations=3, decode=None, before=lambda: None, **setting):
+    """Sample on the pretended GPU, after a call of `before`. Return the completions and the GPU."""
     with PretendCuda() as gpu, torch.inference_mode():
-        draw = sample_by_uniforms(uniform_numbers(list("abcd"), 3, tokens), CUDA)
-        sampling = options(max_new_tokens=tokens, **setting)
-        drawn = sample(pretend(model), prompts(4), 3, sampling, stop, draw, decode=CapturedDecode())
+        before()
+        draw = sample_by_uniforms(uniform_numbers(list("abcd")[:count], generations, tokens), CUDA)
+        given = pretend(model), prompts(count), generations, options(max_new_tokens=tokens, **setting), stop, draw
+        drawn = sample(*given, decode=decode or CapturedDecode())
     return drawn, gpu
+
+
+SMALL = {"tokens": 5, "count": 1, "generations": 2}
 
 
 @pytest.mark.parametrize(
@@ -158,10 +154,7 @@ def on_card(model, stop, tokens=20, **setting):
     [("qwen2_5_vl", {}, ()), ("qwen2_5_vl", SETTINGS[2], range(60)), ("qwen3_5", {}, range(60))], ids=str,
 )  # fmt: skip
 def test_a_graph_samples_the_same_tokens_as_the_cpu(model_type, setting, stop):
-    """A capture refuses operations that wait for the host. A replay runs no Python code.
-
-    So all changing values, such as removed rows' recurrent states in Qwen3.5, must be in tensors.
-    """
+    """A replay runs no Python code, so changing values, such as Qwen3.5's recurrent states, must be in tensors."""
     sampling = options(max_new_tokens=20, **setting)
     draw = sample_by_uniforms(uniform_numbers(list("abcd"), 3, 20))
     expected = sample(tiny.model(model_type=model_type), prompts(4), 3, sampling, stop, draw)
@@ -170,31 +163,25 @@ def test_a_graph_samples_the_same_tokens_as_the_cpu(model_type, setting, stop):
 
 
 def test_the_cpu_waits_once_in_16_captured_steps():
-    on_card(tiny.model(), (), 4)  # also computes tables that are cached
-    (_, shorter), (_, longer) = (on_card(tiny.model(), (), tokens) for tokens in (16, 32))
+    on_card(tiny.model(), tokens=4)  # also computes tables that are cached
+    (_, shorter), (_, longer) = (on_card(tiny.model(), tokens=tokens) for tokens in (16, 32))
     assert longer.waits.total() - shorter.waits.total() == 1
 
 
 def test_kernels_are_checked_before_a_graph_is_captured(monkeypatch):
-    """The first decode step runs without a graph, and its first kernel requests the verdict on all kernels.
-
-    Here all kernels are rejected, so torch computes. Prefill does not request it, because its kernel needs 16 bits.
-    """
+    """The first decode step runs without a graph, and its first kernel requests the verdict on all kernels."""
     capturing = []
 
     def reject(index, kernels):
         capturing.append(PretendCuda.current.capturing)
-        return dict.fromkeys(kernels, "it is a stand-in")
+        return dict.fromkeys(kernels, "it is a stand-in")  # so torch computes
 
     monkeypatch.setattr(decode_attention, "TILE_DTYPES", (torch.float32,))  # the simulated GPU has no 16-bit kernels
     monkeypatch.setattr(backend, "rejected_kernels", reject)
     monkeypatch.setattr(backend, "INSTALLED", True)
     monkeypatch.setattr(backend, "_compiler_obstacle", lambda: None)
     monkeypatch.setattr(backend, "_warn", lambda message: None)
-    with PretendCuda(), torch.inference_mode():
-        monkeypatch.delenv("MINIVLMRL_KERNELS")
-        draw = sample_by_uniforms(uniform_numbers(["a"], 2, 5), CUDA)
-        sample(pretend(tiny.model()), prompts(1), 2, options(max_new_tokens=5), (), draw, decode=CapturedDecode())
+    on_card(tiny.model(), before=lambda: monkeypatch.delenv("MINIVLMRL_KERNELS"), **SMALL)
     assert capturing[0] is None and any(graph is not None for graph in capturing)
 
 
@@ -203,13 +190,11 @@ def test_a_graph_is_freed_with_its_decoder():
     gc.collect()
     gc.disable()
     try:
-        with PretendCuda(), torch.inference_mode():
-            decode = CapturedDecode()
-            draw = sample_by_uniforms(uniform_numbers(["a"], 2, 5), CUDA)
-            sample(pretend(tiny.model()), prompts(1), 2, options(max_new_tokens=5), (), draw, decode=decode)
-            assert decode.graph is not None
-            gone = weakref.ref(decode)
-            del decode
+        decode = CapturedDecode()
+        on_card(tiny.model(), decode=decode, **SMALL)
+        assert decode.graph is not None
+        gone = weakref.ref(decode)
+        del decode
         assert gone() is None
     finally:
         gc.enable()
@@ -218,10 +203,7 @@ def test_a_graph_is_freed_with_its_decoder():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_a_gpu_a_graph_samples_the_same_tokens(monkeypatch, dtype):
-    """Captured and uncaptured kernels sample the same.
-
-    In float32 they agree with the eager step.
-    """
+    """Captured and uncaptured kernels sample the same, in float32 as the eager step."""
     device = torch.device("cuda")
     sampling = options(max_new_tokens=40, top_k=20, repetition_penalty=1.1)
     drawn = []
@@ -239,9 +221,10 @@ def test_on_a_gpu_a_graph_samples_the_same_tokens(monkeypatch, dtype):
 @pytest.mark.parametrize(("free", "emptied"), [(2**30 - 1, 1), (2**30, 0)])
 def test_a_capture_returns_unused_memory_only_if_little_is_free(monkeypatch, free, emptied):
     calls = []
-    with PretendCuda(), torch.inference_mode():
+
+    def measure():
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 2**37))
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
-        draw = sample_by_uniforms(uniform_numbers(["a"], 2, 5), CUDA)
-        sample(pretend(tiny.model()), prompts(1), 2, options(max_new_tokens=5), (), draw, decode=CapturedDecode())
+
+    on_card(tiny.model(), before=measure, **SMALL)
     assert len(calls) == emptied

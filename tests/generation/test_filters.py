@@ -21,9 +21,8 @@ EXTREMES = [
 
 def theirs(setting, prompt, scores):
     """Return the logits after transformers' processors, in the same order as in its generate."""
-    p = pytest.importorskip(
-        "transformers.generation.logits_process", reason="oracle missing: pip install transformers==5.23.0"
-    )
+    from transformers.generation import logits_process as p
+
     sampling = SamplingOptions(**setting)
     chain = [p.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)]
     if sampling.temperature:  # with temperature 0, do_sample is off and no warper is used
@@ -40,7 +39,7 @@ def theirs(setting, prompt, scores):
 
 @pytest.mark.parametrize("setting", [*SETTINGS, *EXTREMES], ids=str)
 @pytest.mark.parametrize("rounded", [False, True], ids=["random", "ties"])
-def test_filters_equal_transformers_bit_for_bit(setting, rounded):
+def test_filters_equal_transformers_bit_for_bit(setting, rounded, transformers):
     for seed, vocab in enumerate((7, 40, 300)):
         generator = torch.Generator().manual_seed(seed)
         scores = logits(6, vocab, seed)
@@ -67,10 +66,7 @@ def test_settings_out_of_bounds_are_refused(bad, says):
 
 @pytest.mark.parametrize("setting", [dict(top_p=0.8), dict(top_k=2, temperature=0.7), dict(min_p=0.3)], ids=str)
 def test_the_expected_gradient_is_that_of_the_policy_that_is_drawn_from(setting):
-    """Compare the expected GRPO gradient with the exact policy gradient.
-
-    The expectation is over all 4-token completions that the filters allow. A constant reward has the gradient 0.
-    """
+    """The expectation is over all 4-token completions that the filters allow; a constant reward has gradient 0."""
     model = tiny.model(dtype=torch.float64)
     sampling = options(max_new_tokens=4, **setting)
     model.lm_head = torch.nn.Linear(64, 4, bias=False).double()

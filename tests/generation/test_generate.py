@@ -6,7 +6,6 @@ import torch
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.rows import uniform_numbers
 from minivlmrl.generation.generate import inverse_cdf, sample_by_uniforms
-from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.logprobs import per_token_logps
 from tests.helpers import tiny
 from tests.helpers.draws import SETTINGS, STOP, ids_of, options, prompts, sample, seeded, their_tokens
@@ -40,11 +39,6 @@ def test_the_same_seed_samples_the_same_tokens_as_transformers(pair, oracle, num
     expected = their_tokens(theirs, oracle.their_inputs(row), seed=number, **setting)
     [[completion]] = sample(model, [row], 1, options(**setting), STOP, seeded(number))
     assert completion.ids.tolist() == expected[0].tolist()
-
-
-def test_a_stop_token_that_the_model_does_not_have_is_refused():
-    with pytest.raises(ValueError, match=r"stop_token_ids contains 300, but .* has only 300 tokens"):
-        Sampler(tiny.model(), None, SamplingOptions(stop_token_ids=[3, 300])).token_sampler(prompts(1), 1, ["a"])
 
 
 def recorded_less_scored(model, sampling):

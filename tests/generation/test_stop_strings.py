@@ -13,10 +13,7 @@ TEXTS = ["the cat sat on the mat </answer> <answer>a cat</answer>", "na√Øve caf√
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Return a tokenizer with bytes, merges up to whole words, and control tokens.
-
-    Larger ids belong to untrained embedding rows.
-    """
+    """Return a tokenizer with bytes, merges up to whole words, and control tokens."""
     return train_tokenizer(TEXTS, vocab_size=330)
 
 

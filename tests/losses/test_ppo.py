@@ -114,20 +114,16 @@ def test_a_single_token_is_divided_by_one(normalizer):
     }  # fmt: skip
 
 
-def test_two_values_are_whitened_with_one_degree_of_freedom():
-    """The values 1 and 3 have the mean 2 and the variance (1 + 1) / 1."""
-    [whitened] = whiten([torch.tensor([[1.0, 3.0]])], [torch.ones(1, 2)])
-    assert whitened.flatten().tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
-
-
-@pytest.mark.parametrize("mask", [[0.0, 0.0], [1.0, 0.0]])
-def test_whitening_of_no_value_or_of_one_is_0(mask):
-    """A single value is its own mean; without shift_mean, the mean is kept."""
-    part, mask = torch.tensor([[5.0, 7.0]]), torch.tensor([mask])
-    [whitened] = whiten([part], [mask])
-    assert whitened.tolist() == [[0.0, 0.0]]
-    [kept] = whiten([part], [mask], shift_mean=False)
-    assert kept.tolist() == (5 * mask).tolist()
+@pytest.mark.parametrize(("mask", "whitened", "unshifted"), [
+    ([1.0, 1.0], [-(0.5**0.5), 0.5**0.5], [2 - 0.5**0.5, 2 + 0.5**0.5]),  # mean 2, variance (1 + 1) / 1
+    ([1.0, 0.0], [0.0, 0.0], [1.0, 0.0]),  # a single value is its own mean
+    ([0.0, 0.0], [0.0, 0.0], [0.0, 0.0]),
+])  # fmt: skip
+def test_values_are_whitened_with_one_degree_of_freedom(mask, whitened, unshifted):
+    parts, masks = [torch.tensor([[1.0, 3.0]])], [torch.tensor([mask])]
+    for shift_mean, expected in ((True, whitened), (False, unshifted)):
+        [found] = whiten(parts, masks, shift_mean)
+        assert found.flatten().tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("normalizer", [None, SimpleNamespace(tokens=0)])

@@ -116,14 +116,13 @@ def test_no_line_ends_the_download(tmp_path, capsys, line):
     assert "rows.jsonl:1: left out (" in capsys.readouterr().out
 
 
-def test_a_slow_or_large_download_ends(tmp_path, server, monkeypatch):
+@pytest.mark.parametrize(
+    "limit, value, says", [("LARGEST", 9, "over 9 bytes"), ("LONGEST", -1, "took over -1 seconds")]
+)
+def test_a_slow_or_large_download_ends(server, monkeypatch, limit, value, says):
     url, _ = server
-    monkeypatch.setattr(download, "LARGEST", 9)
-    with pytest.raises(ValueError, match="over 9 bytes"):
-        download.read(f"{url}/a.png")
-    monkeypatch.undo()
-    monkeypatch.setattr(download, "LONGEST", -1)
-    with pytest.raises(ValueError, match="took over -1 seconds"):
+    monkeypatch.setattr(download, limit, value)
+    with pytest.raises(ValueError, match=says):
         download.read(f"{url}/a.png")
 
 
@@ -133,7 +132,7 @@ def test_a_video_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"), [([], "required: ROWS.jsonl"), (["none.jsonl"], "none.jsonl: No such file")]
+    "arguments, says", [([], "required: ROWS.jsonl"), (["none.jsonl"], "none.jsonl: No such file")]
 )
 def test_a_wrong_call_is_explained(arguments, says, capsys):
     with pytest.raises(SystemExit):

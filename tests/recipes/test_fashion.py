@@ -2,7 +2,6 @@
 
 import gzip
 import io
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,9 +12,9 @@ import pytest
 
 from minivlmrl.config.import_utils import load_name
 from recipes.fashion import LABELS, TASK, read_split
+from tests.helpers.links import ROOT
 from tests.helpers.runs import summary
 
-ROOT = Path(__file__).parents[2]
 IMAGES = np.random.default_rng(0).integers(0, 256, (30, 28, 28), dtype=np.uint8)
 CLASSES = np.arange(30, dtype=np.uint8) % 10
 SPLITS = {"train": (IMAGES[:20], CLASSES[:20]), "test": (IMAGES[20:], CLASSES[20:])}
@@ -49,10 +48,16 @@ def test_both_formats_have_the_same_photographs(tmp_path, write):
             assert array.dtype == np.uint8 and np.array_equal(array, own)
 
 
-def test_rows_of_sft_have_wrong_labels_and_rows_of_grpo_none(tmp_path):
+@pytest.fixture
+def datasets(tmp_path):
+    """Return a function from the task's options to its rows."""
     write_debian(tmp_path)
     data = SimpleNamespace(prompt_template="{problem}", system_prompt=None, eval_rows=5)
-    training, held_out = TASK.datasets(data, 0, str(tmp_path), demonstrations=12, wrong_demonstrations=0.5)
+    return lambda **options: TASK.datasets(data, 0, str(tmp_path), **options)
+
+
+def test_rows_of_sft_have_wrong_labels_and_rows_of_grpo_none(datasets):
+    training, held_out = datasets(demonstrations=12, wrong_demonstrations=0.5)
     demonstrations, prompts = training["demonstrations"], training["prompts"]
     assert (len(demonstrations), len(prompts), len(held_out)) == (12, 20, 5)
     is_wrong = [row.completion != row.columns["solution"] for row in demonstrations]
@@ -64,11 +69,9 @@ def test_rows_of_sft_have_wrong_labels_and_rows_of_grpo_none(tmp_path):
         assert np.corrcoef(shown.ravel(), image.ravel())[0, 1] > 0.5
 
 
-def test_the_control_shows_the_photograph_of_the_next_row(tmp_path):
-    write_debian(tmp_path)
-    data = SimpleNamespace(prompt_template="{problem}", system_prompt=None, eval_rows=5)
-    rows, all_held_out = TASK.datasets(data, 0, str(tmp_path))
-    exchanged, held_out = TASK.datasets(data, 0, str(tmp_path), exchange_images=True)
+def test_the_control_shows_the_photograph_of_the_next_row(datasets):
+    rows, all_held_out = datasets()
+    exchanged, held_out = datasets(exchange_images=True)
     for i, row in enumerate(exchanged["prompts"]):
         assert row.columns == rows["prompts"][i].columns
         assert row.images[0].tobytes() == rows["prompts"][(i + 1) % 20].images[0].tobytes()

@@ -10,9 +10,7 @@ from recipes.answers import SECONDS, math
 
 
 def test_the_solution_is_the_first_of_math_verifys_arguments(monkeypatch, math_verify):
-    """math-verify accepts an interval as the answer to an inequality, but not an inequality as the answer to an
-    interval.
-    """
+    """math-verify accepts an interval as the answer to an inequality, but not the other way round."""
     monkeypatch.setattr(answers, "SECONDS", 600)  # on a busy machine two may pass
     assert math(["(1, 2)", "1 < x < 2"], ["1 < x < 2", "(1, 2)"]) == [1.0, 0.0]
 
@@ -46,7 +44,7 @@ def test_bombs_are_not_asked_about_or_for_two_seconds(monkeypatch, math_verify):
 
 def test_a_solution_that_cannot_be_read_is_named(math_verify):
     message = (
-        r"^reward math: the solution must be an expression that math-verify can read, but it is .*; correct the row$"
+        "^reward math: the solution must be an expression that math-verify can read, but it is .*; correct the row$"
     )
     with pytest.raises(ValueError, match=message):
         math(["3"], ["1+" * 200])

@@ -1,7 +1,6 @@
 """Test the repository's recipes in small runs."""
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -9,9 +8,9 @@ from minivlmrl.config.import_utils import load_name
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.rewards.text import accuracy, tag_format
 from recipes.digits import write_digits
+from tests.helpers.links import ROOT
 from tests.helpers.runs import metrics, summary
 
-ROOT = Path(__file__).parents[2]
 SMALL = [
     "--num_threads=1", "--data.eval_rows=4", "--sampling.max_new_tokens=16",
     *[f"--{stage}.{option}" for stage in ("sft", "grpo")

@@ -22,10 +22,9 @@ def test_boxes_of_a_text_are_rewritten():
     assert {text: rescale(text, (100, 50), (1000.0, 1000.0)) for text in WRITTEN} == WRITTEN
 
 
-@pytest.mark.parametrize(
-    ("space", "box"),
-    [("resized", [42, 28, 84, 56]), ("unit", [0.5, 0.5, 1.0, 1.0]), ("thousandths", [500, 500, 1000, 1000])],
-)
+@pytest.mark.parametrize(("space", "box"), [
+    ("resized", [42, 28, 84, 56]), ("unit", [0.5, 0.5, 1.0, 1.0]), ("thousandths", [500, 500, 1000, 1000]),
+])  # fmt: skip
 def test_answers_of_a_file_are_in_the_space(write_rows, tmp_path, capsys, space, box):
     """Boxes in the assistant's texts are converted; questions and the solution stay unchanged."""
     PIL.Image.new("RGB", (90, 50)).save(tmp_path / "box.png")  # a model with 28-pixel tokens sees 84 x 56
@@ -43,8 +42,6 @@ def test_answers_of_a_file_are_in_the_space(write_rows, tmp_path, capsys, space,
 
 
 def test_a_row_of_several_images_is_refused(write_rows):
-    file = write_rows(
-        {"problem": "b"}, {"images": ["red.png", "blue.png"], "problem": "c", "completion": "[1, 2, 3, 4]"}
-    )
+    two = {"images": ["red.png", "blue.png"], "problem": "c", "completion": "[1, 2, 3, 4]"}
     with pytest.raises(SystemExit, match=r"rows\.jsonl:2: the row has 2 images, so it is unclear"):
-        main([str(file), "unit"])
+        main([str(write_rows({"problem": "b"}, two)), "unit"])

@@ -23,14 +23,11 @@ def test_it_is_no_python(expression):
 
 @pytest.fixture
 def zoom():
-    """Return the tool for two images; pixel (x, y) in the second is (x, y, 0). The model sees both with half their
-    width.
-    """
+    """Return the tool for two images; pixel (x, y) in the second is (x, y, 0). The model sees both at half width."""
     environment, second = Zoom(), PIL.Image.new("RGB", (200, 100))
     second.putdata([(x, y, 0) for y in range(100) for x in range(200)])
-    environment.reset(
-        images=[PIL.Image.new("RGB", (80, 80)), second], extents=[(40.0, 80.0), (100.0, 100.0)], problem="?"
-    )
+    images = [PIL.Image.new("RGB", (80, 80)), second]
+    environment.reset(images=images, extents=[(40.0, 80.0), (100.0, 100.0)], problem="?")
     return environment.zoom
 
 

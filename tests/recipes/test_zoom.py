@@ -3,14 +3,13 @@
 import random
 import runpy
 from itertools import product
-from pathlib import Path
 
 import pytest
 
 from minivlmrl.config.options import DataOptions
+from tests.helpers.links import ROOT
 from tests.helpers.runs import summary
 
-ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "zoom.yaml"
 TASK = runpy.run_path(str(ROOT / "recipes" / "zoom.py"))
 
@@ -32,12 +31,8 @@ def parts_of(row):
     """Return a demonstration's parts: the stripes' place in the thought, the requested corner, the crop, the answer."""
     said, crop, answer = row.completion[0]["content"]
     place, _, asked = said["text"].partition("<zoom>")
-    return (
-        place.removeprefix("<think>").removesuffix("</think>"),
-        asked.removesuffix("</zoom>"),
-        crop["image"],
-        answer["text"],
-    )
+    place = place.removeprefix("<think>").removesuffix("</think>")
+    return place, asked.removesuffix("</zoom>"), crop["image"], answer["text"]
 
 
 @pytest.mark.parametrize(("name", "environment"), [("TASK", "Quarters"), ("LOST", "Lost"), ("BLIND", "Blind")])

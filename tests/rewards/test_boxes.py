@@ -216,13 +216,12 @@ def required_columns(rows, G=1, **options):
     return box_columns(rows, [r.prompt(processor) for r in rows], processor, G)
 
 
-def test_an_answer_counts_in_pixels_of_the_resized_image():
-    for options, seen in (
-        ({}, (84.0, 56.0)),
-        ({"patch_size": 7, "min_pixels": 14 * 14}, (84.0, 56.0)),
-        ({"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 2}, (28.0, 28.0)),
-    ):
-        assert required_columns([row((90, 50))], **options) == {"image_sizes": [(90, 50)], "answer_extents": [seen]}
+@pytest.mark.parametrize(("options", "seen"), [
+    ({}, (84.0, 56.0)), ({"patch_size": 7, "min_pixels": 14 * 14}, (84.0, 56.0)),
+    ({"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 2}, (28.0, 28.0)),
+])  # fmt: skip
+def test_an_answer_counts_in_pixels_of_the_resized_image(options, seen):
+    assert required_columns([row((90, 50))], **options) == {"image_sizes": [(90, 50)], "answer_extents": [seen]}
 
 
 def test_a_row_may_have_its_own_box_space():

@@ -63,9 +63,8 @@ def test_rewards_give_the_same_values_for_every_row_format(form, trl, write_rows
         return [1.0 if len(completion) < 100 else 0.0 for completion in completions]
 
     def asked(prompts, completions, **columns):
-        return [
-            len(p[-1]["content"]) + (c[-1]["role"] == "assistant") for p, c in zip(prompts, completions, strict=True)
-        ]
+        both = zip(prompts, completions, strict=True)
+        return [len(p[-1]["content"]) + (c[-1]["role"] == "assistant") for p, c in both]
 
     published = theirs.accuracy_reward, theirs.reasoning_accuracy_reward, theirs.think_format_reward
     published += theirs.get_cosine_scaled_reward(9), theirs.get_soft_overlong_punishment(9, 4)
@@ -83,7 +82,7 @@ def test_a_text_can_be_used_like_messages():
     assert (text, len(text), text[0], text[-1], text[1:], [*text]) == ("two", 3, "t", "o", "wo", ["t", "w", "o"])
     assert text[0]["content"] == text[-1]["content"] == "two" and text[0]["role"] == "user" and text[0][0] == "t"
     assert (
-        file.Text("")[0]["content"] == "" and json.dumps(text) == '"two"' and pickle.loads(pickle.dumps(text)) == "two"
+        json.dumps(text) == '"two"' and pickle.loads(pickle.dumps(text)) == "two" and file.Text("")[0]["content"] == ""
     )
 
 
@@ -153,10 +152,7 @@ def slow(completions, **columns):
 @pytest.mark.parametrize("function", [slow, slow_async])
 def test_a_reward_over_its_time_limit_is_reported(function):
     reward = file.Reward("own", function, max_seconds=0.05)
-    sentence = (
-        "^a:1 and 1 other rows: reward own took more than 0.05 seconds for 3 completions; make it faster, or increase "
-        "max_reward_seconds$"
-    )
+    sentence = "^a:1 and 1 other rows: reward own took more than 0.05 seconds for 3 completions; .*max_reward_seconds$"
     with pytest.raises(file.RewardFailed, match=sentence):
         reward(completions=["two", "five", "six"], row_names=["a:1", "a:1", "a:3"])
 
@@ -164,11 +160,8 @@ def test_a_reward_over_its_time_limit_is_reported(function):
 def test_rewards_of_a_recipe_have_its_time_limit():
     config = load_config(ROOT / "recipes/shapes.yaml", ["--max_reward_seconds=7", "--data.eval_rewards=[format]"])
     rewards = [*file.training_rewards(config), *file.held_out_rewards(config)]
-    assert [(reward.name, reward.max_seconds) for reward in rewards] == [
-        ("format", 7.0),
-        ("accuracy", 7.0),
-        ("format", 7.0),
-    ]
+    found = [(reward.name, reward.max_seconds) for reward in rewards]
+    assert found == [("format", 7.0), ("accuracy", 7.0), ("format", 7.0)]
 
 
 def test_an_async_reward_uses_the_gpu_of_its_rank(monkeypatch):
@@ -183,13 +176,6 @@ def test_an_async_reward_uses_the_gpu_of_its_rank(monkeypatch):
         return [torch.cuda.current_device()] * len(completions)
 
     assert ask(monkeypatch, device, ["two"]) == [3.0]
-
-
-def test_an_invalid_solution_is_reported_with_its_row():
-    columns = {"solution": [[1, 1, 2, 2], "cat"], "row_names": ["a:1", "a:7"], "answer_texts": ["1 1 2 2"] * 2}
-    columns |= {"image_sizes": [(9, 9)] * 2, "answer_extents": [(9, 9)] * 2}
-    with pytest.raises(ValueError, match=r"^a:7: reward iou, .*solution 'cat' is not a box; the solution must be"):
-        file.get_reward("iou")(["1 1 2 2"] * 2, **columns)
 
 
 def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):
@@ -226,13 +212,8 @@ def test_rewards_get_trls_trainer_state_and_can_log(run, monkeypatch):
 
     monkeypatch.setitem(REWARDS, "told", told)
     monkeypatch.chdir(ROOT)
-    options = [
-        "--stages=[grpo]",
-        "--rewards={'recipes/shuffled.py:shuffled(reward=\"told\")': 1}",
-        "--log_completions=1",
-    ]
-    options += ["--data.eval_rewards=[told]"]
-    options += ["--grpo.max_steps=3"]
+    options = ["--stages=[grpo]", "--rewards={'recipes/shuffled.py:shuffled(reward=\"told\")': 1}"]
+    options += ["--log_completions=1", "--data.eval_rewards=[told]", "--grpo.max_steps=3"]
     with pytest.raises(ValueError, match="states/000002: continue with --resume=auto"):
         run(*options)
     fails_at.clear()
@@ -257,20 +238,8 @@ def test_reasons_are_logged_under_the_name_of_their_reward(monkeypatch):
     assert rewards == [[1, 0, 1, 1], [1, 0, 0, 1], [0.5, 0, 0, 0.5]]
     no_answer = "no answer, see data.answer_format"
     other = "the answer is 'b', not 'c'"
-    assert extras == [
-        {},
-        {"why": {"format": "no <think>", "accuracy": no_answer, "half": "too long"}},
-        {"why": {"accuracy": other, "half": other}},
-        {"why": {"half": 3}},
-    ]
-
-
-def test_only_rows_of_a_reward_get_its_reasons():
-    """If data.train names other rewards for a file, its rows' reasons stay empty."""
-    extras = [{}, {}]
-    rewards = [["accuracy"], ["format"]]
-    get_reward("format")(completions=["a", "b"], row_rewards=rewards, extras=extras)
-    assert extras == [{}, {"why": {"format": "no <think>"}}]
+    reasons = {"format": "no <think>", "accuracy": no_answer, "half": "too long"}, {"accuracy": other, "half": other}
+    assert extras == [{}, *({"why": why} for why in reasons), {"why": {"half": 3}}]
 
 
 @pytest.mark.parametrize(("log", "says"), [
@@ -297,11 +266,13 @@ def test_a_reward_that_fails_at_once_saves_no_checkpoint(run, tmp_path, monkeypa
 
 
 def test_a_reward_judges_only_rows_of_files_that_name_it():
-    """data.train may list a file's rewards; other rewards are not called on its rows."""
-    rows = {"solution": ["a", "b", "c"], "row_rewards": [["format"], None, ["accuracy", "format"]]}
+    """data.train may list a file's rewards; other rewards give its rows neither values nor reasons."""
+    extras = [{}, {}, {}]
+    rows = {"solution": ["a", "b", "c"], "row_rewards": [["format"], None, ["accuracy", "format"]], "extras": extras}
     values = score_texts(["accuracy", "format"], ["<answer>c</answer>"] * 3, rows)
     assert values.isnan().tolist() == [[True, False], [False, False], [False, False]]
     assert values[:, 0].tolist()[1:] == [0.0, 1.0]
+    assert [sorted(extra["why"]) for extra in extras] == [["format"], ["accuracy", "format"], ["format"]]
 
 
 NO_NUMBER = "but it must return a finite number, or None if it cannot score the completion"

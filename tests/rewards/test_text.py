@@ -13,36 +13,23 @@ from tests.helpers.score_texts import logged_reasons, score_texts
 GOOD = "<think>I see green</think><answer>green square</answer>"
 
 
-FORMS = {
-    GOOD: 1.0,
-    "<think>a\nb\n</think>\n\n<answer>\nc\n</answer>": 1.0,
-    f"\n {GOOD} \n": 1.0,  # surrounding whitespace is ignored
-    "<think>1 < 2 > 0 <b></think><answer><i></answer>": 1.0,
-    "": 0.0,
-    "<think>a<answer>b</answer></think>": 0.0,
-    f"Sure! {GOOD}": 0.0,
-    f"{GOOD} Done.": 0.0,
-    f"{GOOD}\x00": 0.0,
-    "<think>a</think><answer>b</answer><answer>c</answer>": 0.0,
-    "<think>a</think><answer><answer>b</answer></answer>": 0.0,
-    "<think> \n</think><answer>b</answer>": 0.0,
-    "<THINK>a</THINK><ANSWER>b</ANSWER>": 0.0,
-}
-
-
-def test_format():
-    assert dict(zip(FORMS, tag_format(list(FORMS)), strict=True)) == FORMS
-
-
 REASONS = {  # why a completion lacks the format; None if it has the format
     GOOD: None,
+    "<think>a\nb\n</think>\n\n<answer>\nc\n</answer>": None,
+    f"\n {GOOD} \n": None,  # surrounding whitespace is ignored
+    "<think>1 < 2 > 0 <b></think><answer><i></answer>": None,
     "": "no <think>",
+    "<THINK>a</THINK><ANSWER>b</ANSWER>": "no <think>",
     "<think>a": "no </think>",
     "<think>a</think>b": "no <answer>",
     "<think>a</think><answer>b": "no </answer>",
     "<think>a</think><answer>b</answer><answer>c</answer>": "<answer> occurs 2 times",
+    "<think>a</think><answer><answer>b</answer></answer>": "<answer> occurs 2 times",
+    "<think>a<answer>b</answer></think>": "the tags are not in the order <think> </think> <answer> </answer>",
     "<answer>b</answer><think>a</think>": "the tags are not in the order <think> </think> <answer> </answer>",
     f"Sure! {GOOD} Done.": "text outside of the tags: 'Sure!  Done.'",
+    f"Sure! {GOOD}": "text outside of the tags: 'Sure!'",
+    f"{GOOD}\x00": r"text outside of the tags: '\x00'",
     "<think>a</think>so<answer>b</answer>": "text outside of the tags: 'so'",
     "<think> \n</think><answer>b</answer>": "no text between <think> and </think>",
     "<think>a</think><answer>\n</answer>": "no text between <answer> and </answer>",
@@ -52,7 +39,7 @@ REASONS = {  # why a completion lacks the format; None if it has the format
 def test_format_gives_a_reason():
     rewards, reasons = logged_reasons(tag_format, completions=list(REASONS))
     assert dict(zip(REASONS, reasons, strict=True)) == REASONS
-    assert rewards == [float(reason is None) for reason in reasons]
+    assert rewards == tag_format(list(REASONS)) == [float(reason is None) for reason in reasons]
 
 
 def test_format_equals_one_regular_expression():
@@ -79,12 +66,8 @@ def test_accuracy_gives_a_reason():
         solution=["green square", "green square", "red", None],
     )
     assert rewards == [1, 0, 0, None]
-    assert reasons == [
-        None,
-        "the answer is 'red square', not 'green square'",
-        "no answer, see data.answer_format",
-        "the row has no solution",
-    ]
+    wrong = "the answer is 'red square', not 'green square'"
+    assert reasons == [None, wrong, "no answer, see data.answer_format", "the row has no solution"]
 
 
 def test_correct_answers():

@@ -1,8 +1,4 @@
-"""Test how a training checkpoint's tensors are written and read back.
-
-Each row is written once, in pieces, and any number of ranks can read them.
-Runs that resume are tested in test_checkpoints.py.
-"""
+"""Test how a checkpoint's tensors are written and read back; test_checkpoints.py tests runs that resume."""
 
 import pytest
 import torch
@@ -26,9 +22,8 @@ def test_tensors_are_read_back_unchanged(tmp_path, monkeypatch):
     names = write_tensors(tmp_path, TENSORS, ONE)
     assert names == ["0000_0000.safetensors", "0000_0001.safetensors", "0000_0002.safetensors"]  # 168, 28, 4 bytes
     pieces = find_pieces(tmp_path)
-    assert {name: sum(rows for _, rows, _ in parts) for name, parts in pieces.items()} == {
-        "matrix": 7, "step": 1, "vector": 3, "small": 2,
-    }  # fmt: skip
+    numbers = {name: sum(rows for _, rows, _ in parts) for name, parts in pieces.items()}
+    assert numbers == {"matrix": 7, "step": 1, "vector": 3, "small": 2}
     for name, tensor in TENSORS.items():
         found = torch.zeros_like(tensor)
         read_into(found, name, pieces[name])
@@ -58,9 +53,8 @@ def replicas(folder, _, world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     sharded = distribute_tensor(TENSORS["matrix"], mesh, [Replicate(), Shard(0)])
     (folder / "state").mkdir(exist_ok=True)
-    world.run_on_all_ranks(
-        lambda: write_tensors(folder / "state", {"matrix": sharded, "vector": TENSORS["vector"]}, world)
-    )
+    tensors = {"matrix": sharded, "vector": TENSORS["vector"]}
+    world.run_on_all_ranks(lambda: write_tensors(folder / "state", tensors, world))
     back = torch.zeros_like(sharded)
     read_into(back, "matrix", find_pieces(folder / "state")["matrix"])
     return torch.equal(back.full_tensor(), TENSORS["matrix"])

@@ -99,10 +99,7 @@ def model(folder):
 
 
 def test_evaluations_without_images_use_gray_and_swapped_images(model, monkeypatch):
-    """Each image in a row is replaced, and the samples depend only on the row.
-
-    A row without images stays unchanged.
-    """
+    """Each image in a row is replaced, a row without images stays unchanged, and the keys are the same."""
     rows = [Shapes(4, "held out")[i] for i in range(4)]
     rows[1].images = []
     rows[1].messages = [user("What is it?")]

@@ -17,7 +17,6 @@ from minivlmrl.model.checkpoint import load_model
 from minivlmrl.run import results as results_file
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.loop import lockstep_wait, run_training
-from minivlmrl.trainers import grpo as grpo_file
 from minivlmrl.trainers import sft as sft_file
 from tests.helpers.runs import LETTERS, metrics, summary
 from tests.helpers.stages import STAGES
@@ -200,36 +199,31 @@ def test_callbacks_are_called_in_order_and_do_not_change_the_run(run, home, tmp_
         assert (tmp_path / "a" / name).read_bytes() == (usual / name).read_bytes()
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(run, plain, monkeypatch):
+NOT_FINITE = {  # functions of the loss and the log-probabilities, and the sentence
+    "loss": (lambda loss, logps: loss * float("nan"), "the loss nan"),
+    "gradient": (lambda loss, logps: loss + (logps * 0).sum().sqrt(), "the loss .* gradient norm nan"),  # adds 0
+}
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_a_step_that_is_not_finite_stops_the_run_before_the_update(run, plain, monkeypatch, name):
     options = ["--stages=[sft]", "--save_steps=1", "--sft.lr_scheduler_type=constant"]
     good = run(*options, "--sft.max_steps=1", name="good")
     bad = good.with_name("bad")
     original = sft_file.sft_loss
+    change, sentence = NOT_FINITE[name]
 
     @functools.wraps(original)
-    def loss(*arguments, **counts):
-        return original(*arguments, **counts) * (float("nan") if len(metrics(bad)) == 1 else 1)
+    def loss(logps, *arguments, **counts):
+        value = original(logps, *arguments, **counts)
+        return change(value, logps) if len(metrics(bad)) == 1 else value
 
     monkeypatch.setattr(sft_file, "sft_loss", loss)
-    with pytest.raises(ValueError, match=r"sft step 1: the loss nan.* lower sft\.learning_rate"):
+    with pytest.raises(ValueError, match=rf"sft step 1: {sentence}.* lower sft\.learning_rate"):
         run(*options, name="bad")
     kept = [(folder / "checkpoint" / "model.safetensors").read_bytes() for folder in (good, bad)]
     assert kept[0] == kept[1]  # the weights at step 0
     assert [line["step"] for line in metrics(bad)] == [0]
-
-
-def test_a_gradient_that_is_not_finite_stops_the_run(run, plain, monkeypatch):
-    original = grpo_file.grpo_loss
-
-    @functools.wraps(original)
-    def loss(logps, *arguments, **options):
-        value, diagnostics = original(logps, *arguments, **options)
-        # the added term is 0, but its gradient is infinite
-        return value + (logps * 0).sum().sqrt(), diagnostics
-
-    monkeypatch.setattr(grpo_file, "grpo_loss", loss)
-    with pytest.raises(ValueError, match=r"grpo step 0: the loss .* gradient norm nan"):
-        run("--stages=[grpo]")
 
 
 def test_sharded_ranks_wait_for_the_longest_micro_batch():

@@ -67,15 +67,6 @@ def adagrad(parameters, learning_rate, betas, weight_decay):
     return torch.optim.Adagrad(parameters, learning_rate)
 
 
-class Counting(torch.optim.SGD):
-    def __init__(self, parameters, learning_rate, betas, weight_decay):
-        super().__init__(parameters, learning_rate)
-
-    def step(self):
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["steps"] = 1
-
-
 def nameless(parameters, learning_rate, betas, weight_decay):
     optimizer = torch.optim.SGD(parameters, learning_rate)
     del optimizer.param_groups[0]["lr"]
@@ -87,21 +78,22 @@ def nothing(parameters, learning_rate, betas, weight_decay):
     torch.optim.SGD(parameters, learning_rate)
 
 
-class Sharing(torch.optim.SGD):
-    table = torch.ones(4)
+class Keeping(torch.optim.SGD):
+    value = 1
 
     def __init__(self, parameters, learning_rate, betas, weight_decay):
         super().__init__(parameters, learning_rate)
 
     def step(self):
         for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["table"] = self.table
+            self.state[parameter]["kept"] = self.value
 
 
-class Failing(torch.optim.SGD):
-    def __init__(self, parameters, learning_rate, betas, weight_decay):
-        super().__init__(parameters, learning_rate)
+class Sharing(Keeping):
+    value = torch.ones(4)
 
+
+class Failing(Keeping):
     def step(self):
         return {}["gone"]
 
@@ -131,7 +123,7 @@ def test_a_custom_optimizer_is_called_like_torch_optimizers(file):
 
 
 @pytest.mark.parametrize(("name", "error", "says"), [
-    ("Counting", ValueError, "optimizer.name FILE:Counting: checkpoints cannot save .*`0/steps` is invalid"),
+    ("Keeping", ValueError, "optimizer.name FILE:Keeping: checkpoints cannot save .*`0/kept` is invalid"),
     ("Sharing", ValueError, "optimizer.name FILE:Sharing: checkpoints cannot save .*\n *Some tensors share"),
     ("nameless", ValueError, 'optimizer.name FILE:nameless: a parameter group is .*, but it must be a dict.* "lr"'),
     ("sgd(decay=1)", ValueError, r"optimizer.name FILE:sgd\(decay=1\): there is no option 'decay'; the options are: "),
@@ -145,10 +137,7 @@ def test_invalid_custom_optimizers_are_refused(file, name, error, says):
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "sgd", "adagrad"])
 def test_begin_state_has_the_tensors_of_a_step(file, name):
-    """begin_state creates the same names, shapes and dtypes as a real step.
-
-    The memory estimate counts them on the meta device.
-    """
+    """Names, shapes and dtypes are those of a real step; the memory estimate counts them on the meta device."""
     section = OptimizerOptions(f"{file}:{name}" if name in OPTIMIZERS else name)
     shapes = []
     for device, begins in (("cpu", False), ("cpu", True), ("meta", True)):

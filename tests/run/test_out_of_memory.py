@@ -37,10 +37,7 @@ ERRORS = {
 
 @contextlib.contextmanager
 def run_out(folder, owner, name, lines, error="GPU", half_done=False):
-    """Let a function raise an error while a run's metrics.jsonl has a given number of lines.
-
-    With half_done, the function does its work before.
-    """
+    """Let a function raise an error, with half_done after its work, while metrics.jsonl has this many lines."""
     original = getattr(owner, name)
     kind, text = ERRORS[error]
 
@@ -68,10 +65,7 @@ whole = {}  # uninterrupted runs' contents, by their options
 
 @pytest.fixture
 def interrupted(run, plain, lively, tmp_path):
-    """Return a function that interrupts a run, resumes the run, and compares its files with an uninterrupted run.
-
-    The function returns the error message.
-    """
+    """Return a function that interrupts a run, resumes it, compares its files, and returns the error message."""
 
     def interrupted(*place, options=(), **how):
         options = [*OPTIONS, *options]
@@ -111,33 +105,33 @@ def test_a_state_is_saved_in_each_phase(interrupted, tmp_path, phase):
     assert ("the longest row is" in said) == (phase not in ("load", "save"))
 
 
-def test_an_interrupted_update_is_not_saved(interrupted, tmp_path):
-    """The weights are half updated, so the run continues from the state before, or begins again if there is none."""
-    update = torch.optim.AdamW, "step", 2
-    said = interrupted(*update, half_done=True, options=["--checkpoint_steps=1"])
-    state = tmp_path / "run" / "states" / "000002"
-    assert "phase optimizer: " in said
-    assert f"the update of grpo step 1 was interrupted: --resume=auto continues from {state}" in said
+EARLIER = {  # what is interrupted: (place, options, sentence)
+    "an update, which leaves half of the weights updated": (
+        (torch.optim.AdamW, "step", 2), ["--checkpoint_steps=1"],
+        "phase optimizer: .*the update of grpo step 1 was interrupted: --resume=auto continues from STATES/000002",
+    ),
+    "the saving of a state": (
+        (checkpoint_files, "save_tensors", 2), ["--checkpoint_steps=2"],
+        "grpo step 1, phase save: .*because saving needs more memory, too: --resume=auto continues from STATES/000001",
+    ),
+    "a step of a rollout that is still in use": (
+        PLACES["forward"], ["--grpo.steps_per_generation=2", "--grpo.max_steps=4", "--checkpoint_steps=1"],
+        "because the rollout of the last step is still in use: --resume=auto continues from STATES/000001",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EARLIER)
+def test_a_run_continues_from_an_earlier_state(interrupted, tmp_path, name):
+    place, options, sentence = EARLIER[name]
+    said = interrupted(*place, half_done=True, options=options)
+    assert re.search(sentence.replace("STATES", str(tmp_path / "run" / "states")), said), said
 
 
 @pytest.mark.parametrize("place", [(torch.optim.AdamW, "step", 2), (MetricsLog, "step", 2)], ids=["update", "metrics"])
 def test_without_a_state_the_run_begins_again(interrupted, place):
     said = interrupted(*place, half_done=True)
     assert said.endswith("because the update of grpo step 1 was interrupted: start the run again")
-
-
-def test_memory_runs_out_while_a_state_is_saved(interrupted, tmp_path):
-    said = interrupted(checkpoint_files, "save_tensors", 2, half_done=True, options=["--checkpoint_steps=2"])
-    state = tmp_path / "run" / "states" / "000001"
-    assert "grpo step 1, phase save: " in said
-    assert f"because saving needs more memory, too: --resume=auto continues from {state}" in said
-
-
-def test_a_rollout_that_is_still_in_use_is_not_saved(interrupted, tmp_path):
-    options = ["--grpo.steps_per_generation=2", "--grpo.max_steps=4", "--checkpoint_steps=1"]
-    said = interrupted(*PLACES["forward"], options=options)
-    state = tmp_path / "run" / "states" / "000001"
-    assert f"because the rollout of the last step is still in use: --resume=auto continues from {state}" in said
 
 
 def test_before_the_first_step_nothing_is_lost(interrupted, tmp_path):
@@ -169,12 +163,9 @@ def test_the_exit_code_is_2(run, plain, tmp_path, home, capsys):
 
 
 def test_a_sharded_forward_that_is_interrupted_is_saved(home, plain, lively, tmp_path):
-    """FSDP keeps gathered weights in bfloat16 after the error, and the state must have the float32 weights.
+    """FSDP keeps gathered weights in bfloat16 after the error, and the state must have the float32 weights."""
 
-    The runs are child processes, because a run that fails leaves its process group behind.
-    """
-
-    def train(name, *options):
+    def train(name, *options):  # in a child process, because a run that fails leaves its process group behind
         recipe = [str(home / "recipe.yaml"), f"--output_dir={tmp_path / name}", "--stages=[sft]", "--data.eval_rows=1"]
         return exit_code(fork(lambda: train_recipe([*recipe, "--model.compute_dtype=bfloat16", *options])))
 
@@ -184,6 +175,14 @@ def test_a_sharded_forward_that_is_interrupted_is_saved(home, plain, lively, tmp
     assert train("run", "--resume=auto") == 0
     one, other = ((tmp_path / name / "checkpoint" / "model.safetensors").read_bytes() for name in ("run", "whole"))
     assert one == other
+
+
+def cures_of(options, phase, gpus):
+    config = RunConfig(model=ModelOptions(dtype="float32"))
+    for name, value in options.items():
+        section, option = name.split(".")
+        setattr(getattr(config, section), option, value)
+    return cures(config, "grpo", phase, gpus)
 
 
 @pytest.mark.parametrize(("options", "phase", "cure"), [
@@ -199,11 +198,7 @@ def test_a_sharded_forward_that_is_interrupted_is_saved(home, plain, lively, tmp
     ({"adapter.r": 4, "adapter.quantize": "nf4"}, "load", "--model.dtype=bfloat16"),
 ])  # fmt: skip
 def test_the_option_that_is_named_is_not_set_yet(options, phase, cure):
-    config = RunConfig()
-    for name, value in options.items():
-        section, option = name.split(".")
-        setattr(getattr(config, section), option, value)
-    assert cures(config, "grpo", phase, gpus=1)[0] == cure
+    assert cures_of(options, phase, gpus=1)[0] == cure
 
 
 @pytest.mark.parametrize(("options", "phase", "expected"), [
@@ -212,11 +207,7 @@ def test_the_option_that_is_named_is_not_set_yet(options, phase, cure):
                   "--optimizer.name=adamw_8bit"]),
 ])  # fmt: skip
 def test_several_gpus_have_more_options(options, phase, expected):
-    config = RunConfig(model=ModelOptions(dtype="float32"))
-    for name, value in options.items():
-        section, option = name.split(".")
-        setattr(getattr(config, section), option, value)
-    assert [x for x in cures(config, "grpo", phase, gpus=2) if x in expected] == expected
+    assert [cure for cure in cures_of(options, phase, gpus=2) if cure in expected] == expected
 
 
 def test_errors_of_memory_are_recognised():

@@ -1,7 +1,4 @@
-"""Test on the CPU that no operation mixes devices, and count waits for the GPU.
-
-pretend_cuda.py simulates the GPU.
-"""
+"""Test on a simulated GPU, see pretend_cuda.py, that no operation mixes devices, and count waits for the GPU."""
 
 import json
 from unittest import mock
@@ -102,13 +99,9 @@ STEPS = {  # options, and the model's dtype
 
 @pytest.mark.parametrize("name", STEPS)
 def test_waits_of_a_grpo_step(tmp_path, lively, name):
-    """A grpo step waits for the GPU at most 13 times, in rollout, rewards, losses and update.
+    """A step of 4 prompts with 3 completions of 6 tokens, in two micro-batches, waits at most 13 times.
 
-    The step has 4 prompts with 3 completions of 6 tokens, in two micro-batches. In 16 bits, the tower's MLP columns are
-    padded, adapters are sampled with 16-bit copies, and the trainer multiplies adapters in TF32.
-
-    Lower the limit when waits are removed, but never raise it. A failure shows where the host
-    waits, as {(reason, file, line): count}.
+    Lower the limit when waits are removed, but never raise it. A failure shows {(reason, file, line): count}.
     """
     write_recipe(tmp_path)
     vision_config = tiny.RUN_MODEL["vision_config"] | {"intermediate_size": 20}  # padded to 24 columns

@@ -63,10 +63,7 @@ class Enlarge:
 
 
 def draw(name, count):
-    """Write rows whose images have one coloured half.
-
-    Half the demonstrations call the tool that enlarges the image.
-    """
+    """Write rows whose images have one coloured half; half the demonstrations call the tool that enlarges it."""
     rng, lines = random.Random(name), []
     for i in range(count):
         color, half = rng.choice([*COLORS]), rng.randrange(2)

@@ -109,7 +109,5 @@ def test_random_weights_with_a_tokenizer_trained_on_custom_rows(home, rows, tmp_
     assert model.config.eos_token_id == processor.tokenizer.special_tokens["<|im_end|>"]
     assert len(processor.tokenizer.encode("Name it.")) <= 4
     assert processor.decode(torch.tensor(processor.tokenizer.encode("<answer>é"))) == "<answer>é"
-    with pytest.raises(
-        ValueError, match=r"model\.config needs the tokenizer of a built-in task, or rows to train a tokenizer on"
-    ):
+    with pytest.raises(ValueError, match=r"model\.config needs the tokenizer of a built-in task, or rows to train a"):
         build_model(config, ONE)

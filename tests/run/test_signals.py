@@ -1,7 +1,4 @@
-"""Test signal handling: the first signal requests a checkpoint, and the second ends the process.
-
-Whole runs are tested in test_checkpoints.py.
-"""
+"""Test that the first signal requests a checkpoint and the second ends the process; runs: test_checkpoints.py."""
 
 import os
 import pty
@@ -30,11 +27,8 @@ def test_a_signal_is_recorded_and_printed_once_by_the_first_rank(number, rank, c
         for _ in "12":  # a scheduler and torchrun may both deliver the same signal
             os.kill(os.getpid(), number)
         assert stop.is_requested()
-    name = signal.Signals(number).name
-    said = (
-        f"\n{name}: the run saves a checkpoint as soon as possible and then exits; send the signal again to exit now\n"
-    )
-    assert capfd.readouterr().err == (said if rank == 0 else "")
+    said = "the run saves a checkpoint as soon as possible and then exits; send the signal again to exit now"
+    assert capfd.readouterr().err == (f"\n{signal.Signals(number).name}: {said}\n" if rank == 0 else "")
 
 
 def test_an_ignored_signal_stays_ignored():

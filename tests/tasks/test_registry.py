@@ -1,14 +1,13 @@
 """Test the task registry, and each task's interface."""
 
-from pathlib import Path
-
 import pytest
 
 from minivlmrl.config.options import DataOptions
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.tasks.registry import TASKS, get_task
+from tests.helpers.links import ROOT
 
-ZOOM = str(Path(__file__).parents[2] / "recipes" / "zoom.py")
+ZOOM = f"{ROOT}/recipes/zoom.py"
 
 
 @pytest.mark.parametrize("name", [*TASKS, f"{ZOOM}:TASK", f"{ZOOM}:OTHERS"])

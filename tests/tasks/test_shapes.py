@@ -91,9 +91,8 @@ STAGES = {"sft": "demonstrations", "grpo": "prompts"}
 
 
 def load_datasets(seed, **data):
-    return datasets.load_datasets(
-        RunConfig(data=DataOptions(task="shapes(demonstrations=100)", **data), seed=seed), STAGES
-    )
+    data = DataOptions(task="shapes(demonstrations=100)", **data)
+    return datasets.load_datasets(RunConfig(data=data, seed=seed), STAGES)
 
 
 def test_splits_and_seeds_share_no_picture_and_evaluation_rows_are_the_same_for_every_seed():
