@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from itertools import product
+from itertools import count, product
 
 import PIL.Image
 import pytest
@@ -105,13 +105,16 @@ def test_a_fault_in_the_prompt_of_a_later_answer_is_named(dialogues, monkeypatch
 # ---- planted faults: before the step is prepared (early), or afterwards (late)
 
 
-def changed(run, **changes):
-    """Change fields of each micro-batch's group; a function gets the old value."""
-    batches = []
-    for batch in run.step.micro_batches:
-        new = {name: change(getattr(batch.group, name)) for name, change in changes.items()}
-        batches.append(replace(batch, group=replace(batch.group, **new)))
-    run.step.micro_batches = batches
+def later(field, change):
+    """Return a planted fault that changes a field of each micro-batch's group; `change` gets the old value."""
+
+    def plant(run):
+        groups = [batch.group for batch in run.step.micro_batches]
+        groups = [replace(group, **{field: change(getattr(group, field))}) for group in groups]
+        batches = zip(run.step.micro_batches, groups, strict=True)
+        run.step.micro_batches = [replace(batch, group=group) for batch, group in batches]
+
+    return plant
 
 
 def tower(change):
@@ -119,25 +122,30 @@ def tower(change):
     return lambda run, patch: run.model.visual.register_forward_hook(lambda module, arguments, out: change(out))
 
 
-def prompts(change):
-    """Return a plant that changes each prompt that the trainer makes; `change` gets the row, too."""
+def prompts(change, numbers=range(4)):
+    """Return a plant that changes the step's prompts with these numbers; `change` gets the row, too.
+
+    The check itself makes prompts after the step's four.
+    """
 
     def plant(run, patch):
-        original = Row.prompt
-        calls = []
+        original, counter = Row.prompt, count()
 
         def prompt(row, processor):
             made = original(row, processor)
-            calls.append(row)
-            if len(calls) > 4:  # the check itself calls the function after the step's four rows
-                return made
-            made = change(row, made, processor)
-            made.row = row
+            if next(counter) in numbers:
+                made = change(row, made, processor)
+                made.row = row
             return made
 
         patch.setattr(Row, "prompt", prompt)
 
     return plant
+
+
+def other_ids(row, prompt, processor):
+    ids = prompt.input_ids
+    return replace(prompt, input_ids=torch.where(ids < 400, (ids + 1) % 400, ids))
 
 
 def without_images(row, prompt, processor):
@@ -223,22 +231,10 @@ def untrained_row(run):
         batch.loss_mask[0] = 0
 
 
-def stale_cache(run):
-    changed(run, vision_embeds=lambda embeds: embeds.roll(7, 0))
-
-
-def blank(run):
-    changed(run, pixel_values=torch.zeros_like)
-
-
-def of_other_rows(run):
-    changed(run, pixel_values=lambda x: x.roll(len(x) // 2, 0))
-
-
-def of_the_first_row(run):
-    changed(run, pixel_values=lambda x: x[: len(x) // 2].repeat(2, 1))
-
-
+blank = later("pixel_values", torch.zeros_like)
+stale_cache = later("vision_embeds", lambda embeds: embeds.roll(7, 0))
+of_other_rows = later("pixel_values", lambda x: x.roll(len(x) // 2, 0))
+of_the_first_row = later("pixel_values", lambda x: x[: len(x) // 2].repeat(2, 1))
 IMAGES, IMAGE = "the images of the prompt are not those of its row", "the loss has no gradient at an image"
 LACK, TOKENS = "the tokens of the step do not contain message 0", "the tokens of the prompt are not those of its row"
 ANSWER = "the tokens of an answer are not those of its row"
@@ -269,16 +265,7 @@ PLANTED = {
         "sft", prompts(lambda row, made, processor: replace(made, input_ids=made.input_ids[:-6])), None, TOKENS
     ),
     "a prompt without its text": ("sft", without_texts, None, LACK),
-    "token ids of another vocabulary": (
-        "grpo",
-        prompts(
-            lambda row, made, processor: replace(
-                made, input_ids=torch.where(made.input_ids < 400, (made.input_ids + 1) % 400, made.input_ids)
-            )
-        ),
-        None,
-        TOKENS,
-    ),
+    "token ids of another vocabulary": ("grpo", prompts(other_ids), None, TOKENS),
     "a prompt spelled in letters": ("sft", letters, None, "the text is not divided into tokens"),
     "an answer cut at a length": (
         "sft", encoder(lambda made: replace(made, ids=made.ids[:2], policy_mask=made.policy_mask[:2])), None, ANSWER
@@ -303,19 +290,8 @@ def test_a_planted_fault_is_named(stage, monkeypatch, name):
 
 
 def test_one_prompt_without_its_image_is_named_in_a_large_micro_batch(stage, monkeypatch):
-    original = Row.prompt
-    calls = []
-
-    def prompt(row, processor):
-        calls.append(row)
-        made = original(row, processor)
-        if len(calls) == 15:
-            made = without_images(row, made, processor)
-            made.row = row
-        return made
-
     run = stage("sft", "--sft.prompts_per_step=24", "--sft.micro_batch_size=24")
-    monkeypatch.setattr(Row, "prompt", prompt)
+    prompts(without_images, [14])(run, monkeypatch)
     run.next()
     [warning] = check_inputs(run.trainer, run.step)
     assert f": {IMAGES}" in warning
@@ -332,7 +308,7 @@ def test_a_run_warns_at_its_first_step_and_computes_the_same(folder, lively, mon
 
     assert go("checked", [InputCheck()]) == go("plain", [])
     assert not (folder / "checked/warnings.jsonl").read_text()
-    monkeypatch.setattr(decoder, "place_images", lambda x, embeds, index: (x, []))
+    without_placing(None, monkeypatch)
     go("blind", [InputCheck()])
     warnings = [json.loads(line) for line in (folder / "blind/warnings.jsonl").read_text().splitlines()]
     assert [(line["stage"], line["step"]) for line in warnings if IMAGE in line["warning"]] == [("sft", 0), ("grpo", 0)]

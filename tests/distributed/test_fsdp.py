@@ -99,9 +99,8 @@ def gradients_of_all_ranks(world, sharding=None) -> dict:
 @pytest.fixture(scope="module")
 def loaded(folder):
     (folder / "in the way").write_text("")  # a file where a folder should be created
-    return launch(
-        2, folder, {name: [f"--model.path={folder / name}", *SECTIONS[name]] for name in SECTIONS}, load_and_save
-    )
+    cases = {name: [f"--model.path={folder / name}", *options] for name, options in SECTIONS.items()}
+    return launch(2, folder, cases, load_and_save)
 
 
 @pytest.mark.parametrize("name", SECTIONS)
@@ -160,6 +159,15 @@ def gradients(model):
     return logps.detach(), {name: g.full_tensor() if is_sharded(model) else g for name, g in found.items()}
 
 
+def assert_same(model, other):
+    """Assert that two models have the same log-probabilities and gradients."""
+    (logps, found), (expected, theirs) = gradients(model), gradients(other)
+    assert torch.equal(logps, expected)
+    for name, gradient in theirs.items():
+        assert torch.equal(found[name], gradient.to(found[name].dtype)), name
+    return found
+
+
 def sharded_model(dtype=torch.float32, recompute=False, compute_dtype=None, model_type="qwen2_5_vl", **options):
     section = ShardingOptions(enabled=compute_dtype is None, **options)
     sharding = Sharding(section, ONE, dtype, recompute, compute_dtype)
@@ -174,21 +182,15 @@ def test_weights_stay_float32_while_layers_compute_in_bfloat16(alone):
     seen = set()
     model.model.layers[1].register_forward_pre_hook(lambda module, args: seen.update({args[0].dtype, args[1].dtype}))
     model.visual.blocks[1].register_forward_pre_hook(lambda module, args: seen.add(("angles", args[1].dtype)))
-    (logps, found), (expected, theirs) = gradients(model), gradients(half)
-    assert torch.equal(logps, expected)
+    found = assert_same(model, half)
     assert seen == {torch.bfloat16, ("angles", torch.float32)}
-    for name, gradient in found.items():
-        assert gradient.dtype == torch.float32
-        assert torch.equal(gradient, theirs[name].float()), name
-    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert {x.dtype for x in (*found.values(), *model.parameters())} == {torch.float32}
 
 
 def test_offloading_does_not_change_results(alone):
     model = sharded_model(cpu_offload=True)
     assert isinstance(model.sharding.offload, CPUOffloadPolicy)  # without a GPU offloading changes no number
-    (logps, found), (expected, theirs) = gradients(model), gradients(tiny.model())
-    assert torch.equal(logps, expected)
-    assert all(torch.equal(found[name], theirs[name]) for name in theirs)
+    assert_same(model, tiny.model())
 
 
 def test_offloaded_shards_of_a_gpu_are_pinned(monkeypatch):
@@ -216,9 +218,7 @@ def test_recomputed_blocks_have_the_same_gradients_and_keep_less(alone, model_ty
         kept.append(sum(sizes))
         reshard(each)
     assert kept[1] < kept[0] / 2
-    (logps, found), (expected, theirs) = gradients(model), gradients(plain)
-    assert torch.equal(logps, expected)
-    assert all(torch.equal(found[name], theirs[name]) for name in theirs)
+    assert_same(model, plain)
 
 
 def test_a_copy_recomputes_with_its_own_weights(alone):
@@ -234,10 +234,9 @@ def test_a_copy_recomputes_with_its_own_weights(alone):
         torch.testing.assert_close(gradients(twin)[0], gradients(tiny.model())[0])
 
 
-@pytest.mark.parametrize(
-    ("model_type", "gather_weights"),
-    [("qwen2_5_vl", True), ("qwen2_5_vl", False), ("qwen3_vl", False), ("qwen3_5", False)],
-)
+@pytest.mark.parametrize(("model_type", "gather_weights"), [
+    ("qwen2_5_vl", True), ("qwen2_5_vl", False), ("qwen3_vl", False), ("qwen3_5", False),
+])  # fmt: skip
 def test_weights_are_sharded_again_after_a_rollout(alone, model_type, gather_weights):
     model = sharded_model(model_type=model_type)
     with rollout_weights(model, gather_weights) as run:

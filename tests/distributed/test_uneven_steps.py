@@ -1,7 +1,6 @@
 """Train steps with several micro-batches, in which every rank has other shapes, on 4 and 8 ranks and on one process.
 
-A completion in four ends at its first token, a prompt in three has equal rewards, and most rows have no image, so that
-the tower runs in some micro-batches only, and never in the last one of the second step.
+A completion in four ends at its first token, a prompt in three has equal rewards, and most rows have no image.
 """
 
 import dataclasses
@@ -16,17 +15,8 @@ from minivlmrl.distributed.weights import units
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.rewards.registry import REWARDS
 from minivlmrl.run import loop
-from tests.distributed.test_process_group import (
-    ADAPTED,
-    EIGHT_BITS,
-    EXPERTS,
-    NF4,
-    ONE_BY_ONE,
-    QWEN3,
-    SHARDED,
-    STAGES,
-    prepare,
-)
+from tests.distributed.test_process_group import ADAPTED, EIGHT_BITS, EXPERTS, NF4, ONE_BY_ONE, QWEN3, SHARDED, STAGES
+from tests.distributed.test_process_group import prepare as write_files
 from tests.helpers.on_ranks import SHARDS_BYTES, launch, stage_on_ranks
 from tests.helpers.tiny import RUN_MODEL
 
@@ -92,14 +82,14 @@ def uneven_steps(folder: Path, overrides: list[str], world):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
-    prepare(folder)
+    write_files(folder)
     return launch(1, folder, {name: RECIPES[name] for name, _ in CASES}, uneven_steps)[0]
 
 
 @pytest.fixture(scope="module", params=[4, 8])
 def ranks(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    prepare(folder)
+    write_files(folder)
     return launch(request.param, folder, {case: [*RECIPES[case[0]], *WAYS[case[1]]] for case in CASES}, uneven_steps)
 
 
@@ -148,11 +138,8 @@ def count_communication(folder: Path, overrides: list[str], world):
 
 
 def test_communication_of_a_step(tmp_path):
-    """With once_per_step, each unit is gathered and reduced once, despite four micro-batches.
-
-    Without the option, units with gradients in every micro-batch are summed over replicas once.
-    """
-    prepare(tmp_path)
+    """With once_per_step, each unit is gathered and reduced once, despite four micro-batches."""
+    write_files(tmp_path)
     sft = [*STAGES["sft"], "--sft.prompts_per_step=16", "--sft.max_steps=2"]
     ways = {"sharded": SHARDED, "once": [*SHARDED, ONCE], "replicas": REPLICAS}
     for rank in launch(4, tmp_path, {name: [*sft, *way] for name, way in ways.items()}, count_communication):
@@ -162,4 +149,4 @@ def test_communication_of_a_step(tmp_path):
         assert gathers > 4 * num_units and reductions > 2 * num_units and sums == 0
         [*_, (_, reductions, sums, _)] = rank["replicas"]
         num_equal = RUN_MODEL["num_hidden_layers"] + 2  # layers, embedding and head
-        assert sums == reductions - 3 * num_equal
+        assert sums == reductions - 3 * num_equal  # those with gradients in every micro-batch are summed once

@@ -1,7 +1,4 @@
-"""Test that ranks wait for slow work without a limit, and not for a rank that has ended.
-
-All tests run gloo ranks in forked processes.
-"""
+"""Test on forked gloo ranks that they wait for slow work without a limit, and not for a rank that has ended."""
 
 import os
 import threading
@@ -98,13 +95,8 @@ def slow_page(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("work", ["tracker", "page", "pictures", "held-out pictures"])
 def test_a_run_waits_for_slow_work_of_one_rank(work, home, lively, tmp_path, monkeypatch):
-    options = [
-        "--stages=[sft, grpo]",
-        "--sft.max_steps=2",
-        "--grpo.max_steps=2",
-        "--data.eval_rows=2",
-        "--eval_steps=1",
-    ]
+    options = ["--stages=[sft, grpo]", *(f"--{stage}.max_steps=2" for stage in ("sft", "grpo"))]
+    options += ["--data.eval_rows=2", "--eval_steps=1"]
     if work == "tracker":
         (tmp_path / "my_tracker.py").write_text(TRACKER)
         options.append(f"--report_to=[{tmp_path}/my_tracker.py:tracker]")
@@ -113,7 +105,6 @@ def test_a_run_waits_for_slow_work_of_one_rank(work, home, lively, tmp_path, mon
         slow_page(monkeypatch)
     else:
         slow_pictures(work.split()[0], monkeypatch)
-
     recipe = [str(home / "recipe.yaml"), f"--output_dir={tmp_path}/run", f"--timeout={TIMEOUT}", *options]
     assert fork_processes(2, lambda rank: train_recipe(recipe)) == [0, 0]
     assert len(metrics(tmp_path / "run")) == 4

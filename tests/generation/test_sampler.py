@@ -6,12 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minivlmrl.config.options import SamplingOptions
+from minivlmrl.config.options import RunConfig, SamplingOptions
 from minivlmrl.config.parsing import build
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.weights import is_sharded
 from minivlmrl.generation.cuda_graphs import CapturedDecode
+from minivlmrl.generation.environments import check_environment
 from minivlmrl.generation.generate import Decode
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.families.qwen3_vl import Qwen3VisionTransformer
@@ -213,3 +214,10 @@ def test_a_custom_engine_samples_rollouts(stage, engine_file):
 def test_a_wrong_engine_is_named(stage, engine_file, engine, options, says):
     with pytest.raises(ValueError, match=says):
         stage("grpo", f"--sampling.engine={engine_file}:{engine}", *options).go(1)
+
+
+def test_a_reward_that_reads_the_environment_needs_one():
+    run = RunConfig(rewards={"environment": 1.0}, sampling=SamplingOptions())
+    with pytest.raises(ValueError, match=r"but sampling.environment \(None\) does not have"):
+        check_environment(run)
+    check_environment(RunConfig(rewards={"format": 1.0}, sampling=SamplingOptions()))

@@ -43,9 +43,7 @@ def test_bombs_are_not_asked_about_or_for_two_seconds(monkeypatch, math_verify):
 
 
 def test_a_solution_that_cannot_be_read_is_named(math_verify):
-    message = (
-        "^reward math: the solution must be an expression that math-verify can read, but it is .*; correct the row$"
-    )
+    message = "^reward math: the solution must be an expression that math-verify can read, but it is "
     with pytest.raises(ValueError, match=message):
         math(["3"], ["1+" * 200])
 

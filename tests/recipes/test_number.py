@@ -48,9 +48,7 @@ def test_tolerance(answer, solution, tolerance, earned):
 
 @pytest.mark.parametrize("solution", ["a cat", "nan", "1e9999", float("inf"), True])
 def test_a_solution_that_is_no_number_is_named(solution):
-    with pytest.raises(
-        ValueError, match=r"^reward number: the solution must be a number, but it is .*; correct the row"
-    ):
+    with pytest.raises(ValueError, match=r"^reward number: the solution must be a number, but it is "):
         number(["3"], [solution])
 
 

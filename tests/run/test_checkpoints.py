@@ -3,14 +3,12 @@
 import contextlib
 import errno
 import functools
-import gc
 import itertools
 import json
 import os
 import pickle
 import shutil
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -39,7 +37,7 @@ from minivlmrl.run.signals import PREEMPTED
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers import dpo as dpo_file
 from tests.helpers import tiny
-from tests.helpers.children import exit_code, fork
+from tests.helpers.children import fork_processes
 from tests.helpers.on_ranks import ONE, eager
 from tests.helpers.runs import leave_out, write_lines
 from tests.helpers.stages import write_recipe
@@ -122,24 +120,17 @@ def attempt(recipe, output, *options, ranks=1, die=None, number=1, rank=None):
     """Train in forked children, one per rank, and return their exit codes, negative for signals.
 
     Args:
-        die: key of PLACES. The run of `rank`, by default of all ranks, is killed there.
-        number: which call at this place kills the run, hook_call from 1.
+        die: key of PLACES, or such a place. The run of `rank`, by default of all ranks, is killed there.
+        number: which call at this place kills the run, from 1.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
 
-    def begin(me):
-        # the child must not collect its parent's process group, because it lacks the threads
-        gc.freeze()
-        os.environ.update(RANK=str(me), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    def train(me):
         if die and rank in (None, me):
-            owner, name, moment = PLACES[die]
+            owner, name, moment = PLACES[die] if isinstance(die, str) else die
             hook_call(owner, name, number, **moment)
         return train_recipe([str(recipe), f"--output_dir={output}", *options])
 
-    children = [fork(functools.partial(begin, me)) for me in range(ranks)]
-    return [exit_code(child) for child in children]
+    return fork_processes(ranks, train)
 
 
 def states(output):
@@ -198,7 +189,7 @@ KILLS = {
 
 
 @pytest.mark.parametrize(
-    "stages", [pytest.param(name, marks=[pytest.mark.slow] * (number > 3)) for number, name in enumerate(KILLS)]
+    "stages", [*list(KILLS)[:4], *(pytest.param(x, marks=pytest.mark.slow) for x in list(KILLS)[4:])]
 )
 def test_a_killed_and_resumed_run_gives_the_same_result(recipe, uninterrupted, tmp_path, stages):
     options, kills = KILLS[stages]
@@ -213,10 +204,7 @@ def test_a_killed_and_resumed_run_gives_the_same_result(recipe, uninterrupted, t
 @pytest.mark.slow
 @pytest.mark.parametrize(("stages", "attempts"), [("grpo", [(2, 3), (4, 2)]), ("dpo", [(1, 2), (2, 2)])])
 def test_resuming_with_another_number_of_ranks(recipe, uninterrupted, tmp_path, stages, attempts):
-    """Resume with another number of ranks after a kill in the middle of a rollout.
-
-    Two ranks shard the weights; runs with other sizes replicate them, and the last run has one rank.
-    """
+    """A run is killed in the middle of a rollout. Two ranks shard the weights; other numbers replicate them."""
     options = [f"--stages=[{stages}]", "--model.dtype=float64", "--data.eval_rows=1"]
     options += ["--dpo.precompute_ref_log_probs=true"] * (stages == "dpo")
     for ranks, steps in attempts:
@@ -235,9 +223,9 @@ def test_resuming_with_another_number_of_ranks(recipe, uninterrupted, tmp_path, 
 
 @pytest.mark.slow
 def test_a_rank_waits_for_another_until_timeout(recipe, tmp_path):
-    PLACES["hanging"] = (torch.Tensor, "backward", {"before": lambda *_: time.sleep(6)})
+    hanging = torch.Tensor, "backward", {"before": lambda *_: time.sleep(6)}
     options = ["--stages=[sft]", "--sft.max_steps=1", "--timeout=3"]
-    assert attempt(recipe, tmp_path, *options, ranks=2, die="hanging", rank=1) == [1, 1]  # with the recipe's 30: [0, 0]
+    assert attempt(recipe, tmp_path, *options, ranks=2, die=hanging, rank=1) == [1, 1]  # with the recipe's 30: [0, 0]
 
 
 @pytest.mark.slow
@@ -254,31 +242,31 @@ def test_a_save_may_take_longer_than_timeout(recipe, tmp_path, monkeypatch):
     assert attempt(recipe, tmp_path, *options, ranks=2) == [0, 0]
 
 
-def test_a_signal_ends_the_run_with_a_checkpoint_after_its_rollout(recipe, uninterrupted, tmp_path):
-    """One rank gets two signals in the second step.
-
-    A rollout feeds four steps, and checkpoint_steps is 0.
-    """
-    PLACES["signal"] = (MetricsLog, "step", {"before": lambda *_: [os.kill(os.getpid(), signal.SIGTERM) for _ in "12"]})
-    assert attempt(recipe, tmp_path, ranks=2, die="signal", number=2, rank=1) == [PREEMPTED] * 2
-    assert states(tmp_path) == ["000004"]
-    assert attempt(recipe, tmp_path, "--resume=auto", ranks=2) == [0, 0]
-    assert outcome(tmp_path) == uninterrupted(ranks=2)
+def stop(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize(("options", "backward", "kept"), [
-    (["--stages=[sft]", "--sft.micro_batch_size=1", "--eval_steps=1", BEST], 5, "000002"),
-    (["--grpo.micro_batch_size=1"], 9, "000004"),
-    (["--stages=[sft, grpo]", "--sft.max_steps=2", "--data.eval_rows=1", "--grpo.micro_batch_size=1"], 3, "000002"),
-], ids=["sft", "a rollout of four steps", "the first of a stage"])  # fmt: skip
-def test_a_signal_within_a_step(recipe, uninterrupted, tmp_path, options, backward, kept):
-    """After the micro-batch, the run stops. Its checkpoint holds the weights from before the step.
+SIGNALS = {  # options, place, number of its call, checkpoint
+    "twice in the second of four steps of a rollout": (
+        [], (MetricsLog, "step", {"before": lambda *_: (stop(), stop())}), 2, "000004",
+    ),
+    "in a step of sft": (
+        ["--stages=[sft]", "--sft.micro_batch_size=1", "--eval_steps=1", BEST],
+        (torch.Tensor, "backward", {"after": stop}), 5, "000002",
+    ),
+    "in a step of a rollout": (["--grpo.micro_batch_size=1"], (torch.Tensor, "backward", {"after": stop}), 9, "000004"),
+    "in the first step of a stage": (
+        ["--stages=[sft, grpo]", "--sft.max_steps=2", "--data.eval_rows=1", "--grpo.micro_batch_size=1"],
+        (torch.Tensor, "backward", {"after": stop}), 3, "000002",
+    ),
+}  # fmt: skip
 
-    These weights are not evaluated again after the resumption.
-    """
-    signalled = {"after": lambda *_: os.kill(os.getpid(), signal.SIGTERM)}
-    PLACES["signal"] = (torch.Tensor, "backward", signalled)
-    assert attempt(recipe, tmp_path, *options, ranks=2, die="signal", number=backward, rank=1) == [PREEMPTED] * 2
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_signal_to_one_rank(recipe, uninterrupted, tmp_path, name):
+    """The run ends after its rollout, or within a step that is then repeated; checkpoint_steps is 0."""
+    options, place, number, kept = SIGNALS[name]
+    assert attempt(recipe, tmp_path, *options, ranks=2, die=place, number=number, rank=1) == [PREEMPTED] * 2
     assert states(tmp_path) == [kept]
     assert attempt(recipe, tmp_path, "--resume=auto", *options, ranks=2) == [0, 0]
     assert outcome(tmp_path) == uninterrupted(*options, ranks=2)
@@ -288,10 +276,7 @@ REWARD_CALLS = []
 
 
 def fails_on_the_second_rank(completions, completion_ids, **columns):
-    """Raise on rank 1 in the reward's call number FAILS_AT.
-
-    The first call is the trial before training.
-    """
+    """Raise on rank 1 in the reward's call number FAILS_AT; the first call is the trial before training."""
     REWARD_CALLS.append(1)
     if os.environ["RANK"] == "1" and os.environ["FAILS_AT"] == str(len(REWARD_CALLS)):
         raise KeyError("rank 1")
@@ -314,13 +299,9 @@ def test_a_reward_that_fails_on_one_rank(recipe, uninterrupted, tmp_path, monkey
 
 
 def test_a_signal_in_the_first_evaluation_ends_the_run_at_once(recipe, uninterrupted, tmp_path):
-    PLACES["signal"] = (
-        evaluate_file,
-        "generate_and_score",
-        {"before": lambda *_: os.kill(os.getpid(), signal.SIGTERM)},
-    )
+    place = evaluate_file, "generate_and_score", {"before": stop}
     options = ["--stages=[sft]", "--sft.max_steps=2", "--checkpoint_minutes=10", "--data.eval_rows=2"]
-    assert attempt(recipe, tmp_path, *options, die="signal") == [PREEMPTED]
+    assert attempt(recipe, tmp_path, *options, die=place) == [PREEMPTED]
     assert not (tmp_path / "summary.json").exists()
     assert attempt(recipe, tmp_path, *options, "--resume=auto") == [0]
     assert outcome(tmp_path) == uninterrupted(*options[:-2])
@@ -331,10 +312,7 @@ SHORT = ["--grpo.max_steps=3", "--grpo.num_iterations=1", "--grpo.steps_per_gene
 
 @pytest.fixture(scope="module")
 def finished(recipe):
-    """Train a short run and return its folder, with checkpoints after steps 2 and 3.
-
-    Each rollout feeds one step.
-    """
+    """Return the folder of a run whose rollouts feed one step, with checkpoints after steps 2 and 3."""
     output = recipe.parent / "finished"
     assert attempt(recipe, output, "--checkpoint_steps=1", *SHORT) == [0]
     assert states(output) == ["000002", "000003"]
@@ -360,30 +338,44 @@ def cut(file):
     file.write_bytes(file.read_bytes()[:-2])
 
 
-@pytest.mark.parametrize(
-    ("name", "harm"), [("0000_0000.safetensors", flip), ("run.json", Path.unlink), ("complete.json", cut)]
-)
-def test_a_damaged_checkpoint_is_skipped(recipe, copy, capsys, monkeypatch, name, harm):
-    harm(copy / "states" / "000003" / name)
+def rewrite(state, name, content):
+    """Replace a checkpoint file, and correct its checksum."""
+    (state / name).write_bytes(content)
+    sums = json.loads((state / "complete.json").read_text()) | {name: resume_file._checksum(state / name)}
+    (state / "complete.json").write_text(json.dumps(sums))
+
+
+def rewritten(change):
+    """Return a harm that changes the values of run.json."""
+    return lambda file: rewrite(file.parent, file.name, json.dumps(change(json.loads(file.read_text()))).encode())
+
+
+HARMS = {  # the file, what happens to it, and what the run says of it
+    "a changed bit": ("0000_0000.safetensors", flip, ""),
+    "a missing file": ("run.json", Path.unlink, ""),
+    "a cut list of files": ("complete.json", cut, ""),
+    "a wrong value": (
+        "run.json", rewritten(lambda values: values | {"results": {"start": {"greedy": "x"}}}),
+        "results.start.greedy is 'x', but it must be of type float",
+    ),
+    "another JSON value": ("run.json", rewritten(lambda _: []), "the content is [], but it must be a JSON object"),
+    "no number of log lines, as in version 0.3": (
+        "run.json", rewritten(lambda values: {name: values[name] for name in values if name != "num_log_lines"}),
+        "states/000003/run.json: num_log_lines is missing",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HARMS)
+def test_a_damaged_checkpoint_is_skipped(recipe, copy, capsys, monkeypatch, name):
+    file, harm, sentence = HARMS[name]
+    harm(copy / "states" / "000003" / file)
     monkeypatch.setattr(loop, "train_stage", lambda *_: None)
     resume(recipe, copy, "--resume=auto")
     said = capsys.readouterr().out
-    assert "states/000003 is damaged and is ignored" in said
+    assert "states/000003 is damaged and is ignored" in said and sentence in said
     assert "resuming from" in said and "states/000002: 2 steps of grpo are done" in said
     assert states(copy) == ["000002"]
-
-
-def test_a_state_without_the_number_of_log_lines_is_refused(recipe, copy, capsys):
-    """Otherwise the logs would be truncated to no lines. Version 0.3 wrote such states."""
-    state = copy / "states" / "000002"
-    before = (copy / "metrics.jsonl").read_bytes()
-    values = json.loads((state / "run.json").read_text())
-    assert values.pop("num_log_lines")["metrics.jsonl"] == 2
-    rewrite(state, "run.json", json.dumps(values).encode())
-    with pytest.raises(ValueError, match="every checkpoint that it selects is damaged"):
-        resume(recipe, copy, f"--resume={state}")
-    assert f"{state}/run.json: num_log_lines is missing" in capsys.readouterr().out
-    assert (copy / "metrics.jsonl").read_bytes() == before and len(states(copy)) == 2
 
 
 class Attack:
@@ -392,13 +384,6 @@ class Attack:
 
 
 ATTACKED = "attacked"
-
-
-def rewrite(state, name, content):
-    """Replace a checkpoint file, and correct its checksum."""
-    (state / name).write_bytes(content)
-    sums = json.loads((state / "complete.json").read_text()) | {name: resume_file._checksum(state / name)}
-    (state / "complete.json").write_text(json.dumps(sums))
 
 
 @pytest.mark.parametrize("name", ["0000_0000.safetensors", "run.json", ".metadata"])
@@ -414,24 +399,14 @@ def test_a_checkpoint_cannot_run_code(recipe, copy, tmp_path, monkeypatch, name)
     assert Path(ATTACKED).exists()
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"results": {"start": {"greedy": "x"}}}, "results.start.greedy is 'x', but it must be of type float"),
-    ([], "the content is [], but it must be a JSON object"),
-])  # fmt: skip
-def test_invalid_values_damage_a_checkpoint(recipe, copy, monkeypatch, capsys, change, message):
-    state = copy / "states" / "000003"
-    values = json.loads((state / "run.json").read_text())
-    rewrite(state, "run.json", json.dumps(values | change if change else change).encode())
-    monkeypatch.setattr(loop, "train_stage", lambda *_: None)
-    resume(recipe, copy, "--resume=auto")
-    assert f"{message}" in capsys.readouterr().out
-
-
-def test_without_an_intact_checkpoint_nothing_is_resumed(recipe, copy):
+@pytest.mark.parametrize("selected", ["auto", "FOLDER/states/000002"])
+def test_without_an_intact_checkpoint_nothing_is_resumed(recipe, copy, selected):
+    before = (copy / "metrics.jsonl").read_bytes()
     for path in (copy / "states").iterdir():
         flip(path / "run.json")
     with pytest.raises(ValueError, match="every checkpoint that it selects is damaged; --resume=never"):
-        resume(recipe, copy, "--resume=auto")
+        resume(recipe, copy, f"--resume={selected.replace('FOLDER', str(copy))}")
+    assert (copy / "metrics.jsonl").read_bytes() == before and len(states(copy)) == 2
 
 
 @pytest.mark.parametrize("owner, name", [(checkpoint_files, "save_tensors"), (Path, "rename")])
@@ -450,25 +425,41 @@ def test_a_full_disk_keeps_the_last_checkpoint(recipe, finished, copy, monkeypat
     assert outcome(copy) == outcome(finished)
 
 
-def test_checkpoints_are_never_overwritten_by_default(recipe, copy):
+AUTO = "--resume=auto"
+RESTARTS = "resume: torchrun's --max-restarts only works with --resume=auto"
+REFUSED = [  # options, torchrun's restarts, sentence
+    ([], 0, "contains checkpoints of an earlier run, of which 000003 is the newest"),
+    (["--resume=/gone"], 0, "/gone is not the folder of a checkpoint; use auto, never, or a folder such as RUN"),
+    ([AUTO, "--seed=1"], 0, r"to a run with stages \['grpo'\] and seed 0; use the same stages and seed"),
+    ([AUTO, "--grpo.beta=0"], 0, r"another model or recipe: .* is only in the checkpoint or only in the run"),
+    ([AUTO, "--data.task=shapes(pairs=11)"], 0,
+     r"data\.task was .* and is now 'shapes.*rows would be skipped or repeated; .* --resume=.*/000003"),
+    ([AUTO, "--grpo.prompts_per_step=2"], 0, "grpo.prompts_per_step was 4 and is now 2, so rows would be skipped or"),
+    (["--resume=never"], 3, RESTARTS),  # a restart would delete the earlier checkpoints
+    (["--resume=null"], 3, RESTARTS),  # a restart would refuse to start
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "restarts", "sentence"), REFUSED)
+def test_resumptions_that_are_refused(recipe, copy, monkeypatch, options, restarts, sentence):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
     before = (copy / "metrics.jsonl").read_bytes()
-    with pytest.raises(ValueError, match="contains checkpoints of an earlier run, of which 000003 is the newest"):
-        resume(recipe, copy)
-    assert (copy / "metrics.jsonl").read_bytes() == before
+    with pytest.raises(ValueError, match=sentence) as error:
+        resume(recipe, copy, *options)
+    assert not hasattr(error.value, "__notes__")  # such as that the run continues with --resume=auto
+    assert (copy / "metrics.jsonl").read_bytes() == before and states(copy) == ["000002", "000003"]
+
+
+def test_a_checkpoint_that_is_named_accepts_other_rows(recipe, copy):
+    options = ["--grpo.max_steps=4", "--data.task=shapes(pairs=11)", "--grpo.prompts_per_step=2"]
+    resume(recipe, copy, f"--resume={copy / 'states' / '000003'}", *options)
+    assert len((copy / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_resume_never_deletes_the_checkpoints(recipe, copy):
+    before = (copy / "metrics.jsonl").read_bytes()
     resume(recipe, copy, "--resume=never")
-    assert not states(copy)
-    assert (copy / "metrics.jsonl").read_bytes() == before
-
-
-@pytest.mark.parametrize("harm", [lambda log: log.write_bytes(log.read_bytes()[:100]), Path.unlink])
-def test_completions_that_were_lost_are_reported(recipe, copy, capsys, harm):
-    shutil.rmtree(copy / "states" / "000003")
-    whole, log = shutil.copytree(copy, copy.parent / "whole"), copy / "completions.jsonl"
-    harm(log)
-    resume(recipe, copy, "--resume=auto")
-    assert f"{log} has only 0 of the 4 lines that it had when " in capsys.readouterr().out
-    resume(recipe, whole, "--resume=auto")
-    assert " has only " not in capsys.readouterr().out
+    assert not states(copy) and (copy / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_log_that_a_checkpoint_does_not_know_is_kept(recipe, copy):
@@ -480,15 +471,6 @@ def test_a_log_that_a_checkpoint_does_not_know_is_kept(recipe, copy):
     before = (copy / "completions.jsonl").read_bytes()
     resume(recipe, copy, "--resume=auto")
     assert (copy / "completions.jsonl").read_bytes() == before and before.count(b"\n") == 4
-
-
-@pytest.mark.parametrize("option", ["--resume=never", "--resume=null"])
-def test_torchrun_restarts_need_resume_auto(recipe, copy, monkeypatch, option):
-    """Without auto, a restart would delete the earlier checkpoints or refuse to start."""
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    with pytest.raises(ValueError, match="resume: torchrun's --max-restarts only works with --resume=auto"):
-        resume(recipe, copy, option)
-    assert states(copy) == ["000002", "000003"]
 
 
 def test_resuming_from_an_earlier_checkpoint_deletes_later_ones(recipe, finished, copy, tmp_path):
@@ -514,24 +496,8 @@ def test_a_failure_in_a_new_folder_saves_a_checkpoint(recipe, copy, tmp_path, mo
     assert len((tmp_path / "new" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (["--resume=/gone"], "/gone is not the folder of a checkpoint; use auto, never, or a folder such as RUN"),
-    (["--resume=auto", "--seed=1"], r"to a run with stages \['grpo'\] and seed 0; use the same stages and seed"),
-    (["--resume=auto", "--grpo.beta=0"], r"another model or recipe: .* is only in the checkpoint or only in the run"),
-])  # fmt: skip
-def test_incompatible_resumptions_are_refused(recipe, copy, options, message):
-    with pytest.raises(ValueError, match=message) as error:
-        resume(recipe, copy, *options)
-    assert not hasattr(error.value, "__notes__")  # such as that the run continues with --resume=auto
-
-
 def test_checkpoints_are_saved_every_ten_minutes(recipe, finished, tmp_path, monkeypatch):
-    """Checkpoints are saved ten minutes apart, and at the end of a stage.
-
-    This test's clock advances by four minutes at each reading.
-
-    The run reads it at the start, at each step and after each checkpoint.
-    """
+    """A clock advances by four minutes when the run reads it: at the start, each step and after each checkpoint."""
     minutes = itertools.count(0, 4)
     monkeypatch.setattr(resume_file, "clock", lambda: 60 * next(minutes))
     monkeypatch.setattr(resume_file, "NUM_KEPT_STATES", 9)
@@ -543,22 +509,11 @@ def test_checkpoints_are_saved_every_ten_minutes(recipe, finished, tmp_path, mon
 
 def test_two_runs_do_not_write_into_one_folder(recipe, copy):
     before = (copy / "metrics.jsonl").read_bytes()
-    with (
-        locked(copy, ONE),
-        pytest.raises(ValueError, match=r"another run is writing into .*/copy\. Wait until that run ends, or"),
-    ):
+    said = r"another run is writing into .*/copy\. Wait until that run ends, or"
+    with locked(copy, ONE), pytest.raises(ValueError, match=said):
         resume(recipe, copy, "--resume=never")
     assert (copy / "metrics.jsonl").read_bytes() == before and len(states(copy)) == 2
     resume(recipe, copy, "--resume=auto")
-
-
-def test_changed_rows_are_refused_unless_the_checkpoint_is_named(recipe, copy):
-    options = ["--grpo.max_steps=4", "--data.task=shapes(pairs=11)"]
-    said = r"data\.task was .* and is now 'shapes.*rows would be skipped or repeated; .* --resume=.*/000003"
-    with pytest.raises(ValueError, match=said):
-        resume(recipe, copy, "--resume=auto", *options)
-    resume(recipe, copy, f"--resume={copy / 'states' / '000003'}", *options)
-    assert len((copy / "metrics.jsonl").read_text().splitlines()) == 4
 
 
 def test_changed_base_weights_of_an_adapter_are_refused(recipe, tmp_path):
@@ -570,13 +525,12 @@ def test_changed_base_weights_of_an_adapter_are_refused(recipe, tmp_path):
     file = base / "model.safetensors"
     before, weights = file.read_bytes(), load_file(file)
     save_file({name: 1.3 * value for name, value in weights.items()}, file, {"format": "pt"})
-    with pytest.raises(
-        ValueError, match=r"the base weights of the adapter have changed since .*000003 was saved; restore the earlier"
-    ):
+    changed = "the base weights of the adapter have changed since .*000003 was saved; restore the earlier"
+    with pytest.raises(ValueError, match=changed):
         resume(recipe, tmp_path / "run", *options, "--resume=auto")
     file.write_bytes(before)
     resume(recipe, tmp_path / "run", *options, "--resume=auto")
-    with pytest.raises(ValueError, match="the base weights of the adapter have changed"):
+    with pytest.raises(ValueError, match=changed):
         resume(recipe, tmp_path / "run", *options, "--resume=auto", "--adapter.quantize=nf4")
 
 
@@ -584,14 +538,10 @@ def test_changed_options_are_reported(recipe, copy, monkeypatch, capsys):
     monkeypatch.setattr(loop, "train_stage", lambda *_: None)
     resume(recipe, copy, "--resume=auto", "--checkpoint_steps=1")
     assert " and is now " not in capsys.readouterr().out
-    resume(
-        recipe, copy, "--resume=auto", "--checkpoint_steps=1", "--grpo.learning_rate=1e-5", "--rewards={letters: 2.0}"
-    )
+    options = ["--checkpoint_steps=1", "--grpo.learning_rate=1e-5", "--rewards={letters: 2.0}"]
+    resume(recipe, copy, "--resume=auto", *options)
     said = ["grpo.learning_rate was 0.003 and is now 1e-05", "rewards.letters was 1.0 and is now 2.0"]
     assert [line for line in capsys.readouterr().out.splitlines() if " and is now " in line] == said
-    with pytest.raises(ValueError, match=r"grpo.prompts_per_step was 4 and is now 2, so rows would be skipped or"):
-        resume(recipe, copy, "--resume=auto", "--grpo.prompts_per_step=2")
-    resume(recipe, copy, f"--resume={copy / 'states' / '000003'}", "--grpo.prompts_per_step=2")
 
 
 def test_stages_may_be_added_and_the_checkpoint_interval_stays(recipe, copy):
@@ -602,10 +552,7 @@ def test_stages_may_be_added_and_the_checkpoint_interval_stays(recipe, copy):
 
 
 def test_a_parameter_without_gradients_resumes_without_moments(recipe, uninterrupted, tmp_path):
-    """A parameter without a gradient so far must have no moments after the resumption.
-
-    The first rows have no images, so the vision tower gets its first update later.
-    """
+    """The first rows have no images, so the vision tower has no moments yet."""
     rows = [{"problem": f"{i} + 1?", "completion": "more"} for i in range(4)]
     red = {"problem": "Name it.", "completion": "a red square", "image": "red.png"}
     PIL.Image.new("RGB", (28, 28), "red").save(tmp_path / "red.png")

@@ -85,11 +85,8 @@ def open_rows_on_rank(folder, options, world):
 
 def test_only_rank_0_asks_the_file_system_for_images(write_rows):
     """Otherwise 64 ranks would query a shared file system 64 times for each image. Rank 0 sends its result to all."""
-    file = write_rows(
-        {"problem": "a", "image": "red.png"},
-        {"problem": "long " * 99, "image": "red.png"},
-        {"problem": "b", "image": "blue.png"},
-    )
+    red = {"problem": "a", "image": "red.png"}
+    file = write_rows(red, red | {"problem": "long " * 99}, {"problem": "b", "image": "blue.png"})
     write_lines(file.with_name("missing.jsonl"), [{"problem": "a", "image": "lost.png"}])
     main, other = (rank["rows"] for rank in launch(2, file.parent, {"rows": []}, open_rows_on_rank))
     assert main[0] == {"isfile", "getsize", "open"} and other[0] == set()

@@ -222,9 +222,8 @@ OPTIONS = ("--stages=[sft, grpo]", "--eval_steps=2", LETTERS, *STEPS)
 def curves(folder):
     """Return {name: [(step, value), ...]} from a run's event files, without duplicates."""
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    return {
-        name: list(dict.fromkeys((e.step, e.value) for e in events.Scalars(name))) for name in events.Tags()["scalars"]
-    }
+    names = events.Tags()["scalars"]
+    return {name: list(dict.fromkeys((event.step, event.value) for event in events.Scalars(name))) for name in names}
 
 
 def expected(folder):

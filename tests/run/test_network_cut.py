@@ -6,25 +6,21 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.helpers.links import ROOT
 from tests.helpers.runs import metrics
-from tests.helpers.tiny import RUN_MODEL
+from tests.helpers.tiny import RUN_MODEL, recipe
 
-ROOT = Path(__file__).parents[2]
 IS_ROOT = sys.platform == "linux" and os.geteuid() == 0 and shutil.which("ip") is not None
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not IS_ROOT, reason="network namespaces need Linux, root and iproute2"),
 ]
-RECIPE = {
-    "stages": ["grpo"], "num_threads": 1, "model": {"config": "model.json"}, "data": {"task": "shapes", "eval_rows": 0},
-    "sampling": {"max_new_tokens": 6}, "rewards": {"REWARD": 1.0},
-    "grpo": {"max_steps": 400, "prompts_per_step": 4, "num_generations": 2, "learning_rate": 3e-3},
-}  # fmt: skip
+STAGE = {"max_steps": 400, "prompts_per_step": 4, "learning_rate": 3e-3}
+RECIPE = recipe(STAGE, stages=["grpo"], data={"eval_rows": 0}, rewards={"REWARD": 1.0}, grpo={"num_generations": 2})
 REWARD = """
 import os, time
 from pathlib import Path

@@ -91,9 +91,8 @@ def test_a_run_prints_the_opened_thought(checkpoint, published, run, own, tmp_pa
     options = [f"--model.path={model}", "--stages=[]", f"--data.chat_template_kwargs={{enable_thinking: {value}}}"]
     folder = run(*own, *options)
     assert f"\nprompts open {says}" in capsys.readouterr().out
-    assert load_config(folder / "checkpoint" / "minivlmrl.yaml").data.chat_template_kwargs == {
-        "enable_thinking": value == "true"
-    }
+    saved = load_config(folder / "checkpoint" / "minivlmrl.yaml").data
+    assert saved.chat_template_kwargs == {"enable_thinking": value == "true"}
 
 
 def test_long_prompts_are_skipped_and_reported(write_rows):
@@ -107,9 +106,7 @@ def test_long_prompts_are_skipped_and_reported(write_rows):
     said = r"2 selected out of 3 in 1 file.*; 1 over data.max_prompt_tokens are left out: .*rows\.jsonl:2: 1\d\d tok"
     assert re.search(said, summary)
     config.data.max_prompt_tokens = 3
-    with pytest.raises(
-        ValueError, match=r"data\.max_prompt_tokens is 3, but all prompts are longer, .*rows\.jsonl:1: "
-    ):
+    with pytest.raises(ValueError, match=r"data\.max_prompt_tokens is 3, but all prompts are longer, .*jsonl:1: "):
         fit_rows(config, {"grpo": FileDataset(write_rows(*lines))}, PROCESSOR, ONE)
 
 

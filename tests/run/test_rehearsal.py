@@ -101,9 +101,8 @@ def write_folder(path, model_type, template):
     tiny.telling_weights(model).save_pretrained(path, state_dict=model.state_dict() | drafter)
     tokenizer.save_pretrained(path)
     images = {"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
-    (path / "preprocessor_config.json").write_text(
-        json.dumps(images | {"image_processor_type": "Qwen2VLImageProcessor"})
-    )
+    images |= {"image_processor_type": "Qwen2VLImageProcessor"}
+    (path / "preprocessor_config.json").write_text(json.dumps(images))
 
 
 @pytest.mark.parametrize("model_type", TEMPLATES)

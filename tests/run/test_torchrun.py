@@ -8,22 +8,19 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import yaml
 
 from minivlmrl.commands.train import train_recipe
+from tests.helpers.links import ROOT
 from tests.helpers.runs import metrics
-from tests.helpers.tiny import RUN_MODEL
+from tests.helpers.tiny import RUN_MODEL, recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("default_signals")]
-ROOT = Path(__file__).parents[2]
-RECIPE = {
-    "stages": ["sft"], "num_threads": 1, "timeout": 20, "model": {"config": "model.json"},
-    "data": {"task": "shapes(demonstrations=8)", "eval_rows": 2}, "sampling": {"max_new_tokens": 6},
-    "sft": {"max_steps": 6, "prompts_per_step": 4, "micro_batch_size": 2, "learning_rate": 3e-3},
-}  # fmt: skip
+STAGE = {"max_steps": 6, "prompts_per_step": 4, "micro_batch_size": 2, "learning_rate": 3e-3}
+DATA = {"task": "shapes(demonstrations=8)", "eval_rows": 2}
+RECIPE = recipe(STAGE, stages=["sft"], timeout=20, data=DATA)
 # in the first attempt, rank 1 runs ACTION in its fourth backward
 SCRIPT = """
 import os, signal, sys, traceback
@@ -114,12 +111,8 @@ def torchrun(tmp_path):
 
 
 def test_a_dead_rank_leads_to_a_restart_that_resumes(torchrun, tmp_path):
-    process = torchrun(
-        "--checkpoint_steps=1",
-        "--resume=auto",
-        action="os.kill(os.getpid(), signal.SIGKILL)",
-        launcher=["--max-restarts=1"],
-    )
+    action = "os.kill(os.getpid(), signal.SIGKILL)"
+    process = torchrun("--checkpoint_steps=1", "--resume=auto", action=action, launcher=["--max-restarts=1"])
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors[-3000:]
     assert "states/000003: 3 steps of sft are done" in out

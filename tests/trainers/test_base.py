@@ -1,13 +1,14 @@
-"""Test the base class Trainer: which weights are trained, and options that all stages share."""
+"""Test that trainers are found by stage name, which weights they train, and options that all stages share."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from minivlmrl.config.options import RunConfig
 from minivlmrl.trainers.base import MicroBatch
 from minivlmrl.trainers.ppo import PPOBatch
-from minivlmrl.trainers.registry import find_trainer
+from minivlmrl.trainers.registry import TRAINERS, find_trainer
 from tests.helpers.stages import STAGES, Stage, snapshot
 
 ROWS = SimpleNamespace(pad=lambda flat: flat.view(2, 2))
@@ -52,3 +53,14 @@ def test_a_frozen_vision_tower_stays(stage, name):
     run.go(2)
     moved = {key for key, p in run.trainer.trained.named_parameters() if not torch.equal(p, before[key])}
     assert moved and not moved & set(frozen)
+
+
+def test_each_stage_has_a_class_of_its_name():
+    run = RunConfig()
+    assert set(TRAINERS) == set(STAGES)
+    for name in TRAINERS:
+        trainer = find_trainer(name, run)
+        assert trainer.stage == name and isinstance(getattr(run, name), trainer.config_type)
+    known = r"dpo, grpo, ppo, reward_model, sft, file\.py:name"
+    with pytest.raises(ValueError, match=rf"unknown stage 'tpo'; known names are: {known}; did you mean ppo\?$"):
+        find_trainer("tpo", run)

@@ -78,10 +78,8 @@ def test_values_logged_by_rewards_are_averaged_over_ranks():
     log = RewardLog()
     log.log_metric("length", 4)
     world = SimpleNamespace(gather_objects=lambda logged: [logged, {"length": [1.0, 1.0], "other": [5.0]}])
-    assert (
-        rollout_metrics.logged_metrics(log, {"reward": 0.0}, world) == {"length": 2.0, "other": 5.0}
-        and log.metrics == {}
-    )
+    found = rollout_metrics.logged_metrics(log, {"reward": 0.0}, world)
+    assert found == {"length": 2.0, "other": 5.0} and log.metrics == {}
     log.log_metric("reward", 1)
     said = "log_metric was called with the name 'reward', which is a metric of the trainer itself"
     with pytest.raises(ValueError, match=said):
