@@ -1,6 +1,6 @@
 """Compare preference losses with arithmetic that a reader can follow by hand; tests/parity compares with TRL."""
 
-from math import exp
+from math import exp, log
 
 import pytest
 import torch
@@ -8,6 +8,12 @@ import torch
 from minivlmrl.losses import preference as losses
 from minivlmrl.losses.preference import DPO_LOSSES, dpo_loss, kto_kl, kto_loss, reward_loss
 from tests.helpers.by_hand import near, tensor
+
+
+def softplus(x):
+    """-log sigmoid(-x)."""
+    return log(1 + exp(x))
+
 
 # preferences: u = 0.5 (one token, -1 against -1.5), v = -1 (two tokens, -1.5 each against -1 each), beta 0.5,
 # so beta u = 0.25, beta v = -0.5, z = beta (u - v) = 0.75; per token u = 0.5, v = -0.5
@@ -35,6 +41,12 @@ def test_a_divergence_that_grows_too_fast_is_bounded():
     logps = batch.pop("per_token_logps").float().requires_grad_()
     loss, _ = dpo_loss(logps, f_divergence_type="alpha_divergence", f_alpha_divergence_coef=3.0, **batch)
     assert loss.isfinite() and torch.autograd.grad(loss, logps)[0].isfinite().all()
+
+
+def test_label_smoothing_of_sigmoid_is_cdpo():
+    """0.9 * -log s(0.75) + 0.1 * -log s(-0.75), the expected loss if one label in ten is flipped."""
+    expected = 0.9 * softplus(-0.75) + 0.1 * softplus(0.75)
+    assert pair_loss("sigmoid", label_smoothing=0.1) == near(expected)
 
 
 def test_reference_sums_stand_for_those_of_tokens():
