@@ -78,13 +78,7 @@ def shuffled(number: int, row: dict) -> dict:
     wrong = "cat" if number in (2, 5) else row["solution"]
     right, other = (f"<think>hm</think><answer>{text}</answer>" for text in (row["solution"], "dog"))
     label = number % 2 == 0
-    return {
-        "solution": wrong,
-        "completion": right if label else other,
-        "label": label,
-        "chosen": right,
-        "rejected": other,
-    }
+    return {"solution": wrong, "completion": right if label else other, "chosen": right, "rejected": other}
 
 
 def shuffled_demonstrations(number: int, row: dict) -> dict:
@@ -99,208 +93,154 @@ FAULTS = {
     "a temperature near 0": Fault(
         ["--sampling.temperature=0.001", "--sampling.top_k=1"],
         check=("sampling.temperature is 0.001", "Set it to 1.0"),
-        run=("the same text is sampled repeatedly", "set them to 1.0"),
-    ),
+        run=("the same text is sampled repeatedly", "set them to 1.0")),
     "a large learning rate": Fault(
-        ["--grpo.learning_rate=1e6"],
-        check=("grpo.learning_rate is 1e+06, but a rate above 0.01", "Lower it"),
-        run=("are zero", "lower grpo.learning_rate"),
-    ),
+        ["--grpo.learning_rate=1e6"], check=("grpo.learning_rate is 1e+06, but a rate above 0.01", "Lower it"),
+        run=("are zero", "lower grpo.learning_rate")),
     "max_new_tokens too small": Fault(
         ["--sampling.max_new_tokens=1", "--sampling.stop_token_ids=[1]"],
-        check=("100% of 24 completions are truncated", "Raise this limit, or ask for shorter answers"),
-    ),
+        check=("100% of 24 completions are truncated", "Raise this limit, or ask for shorter answers")),
     "rows without pictures": Fault(
-        change={"image": None},
-        check=("has an image or a video", "Call the column with the images image or images"),
-    ),
+        change={"image": None}, check=("has an image or a video", "Call the column with the images image or images")),
     "a template without the form that a reward asks for": Fault(
         ["--rewards={format: 1, accuracy: 1}"],
-        check=("no prompt mentions them and no completion", "Describe the format in data.prompt_template"),
-    ),
+        check=("no prompt mentions them and no completion", "Describe the format in data.prompt_template")),
     "a reward that always says 1": Fault(
         ["--rewards={one.py:one: 1}"],
         check=("Reward one.py:one is 1 for every text that was tried", "reads the completions"),
-        run=("one.py:one is 1", "Compare completions.jsonl"),
-    ),
+        run=("one.py:one is 1", "Compare completions.jsonl")),
     "no prompt is of the right difficulty": Fault(
         ["--rewards={accuracy: 1}"],
-        check=("groups have the same reward for all 3 completions", "Use easier or harder prompts"),
-    ),
+        check=("groups have the same reward for all 3 completions", "Use easier or harder prompts")),
     "answers are looked for where there are none": Fault(
         ["--rewards={accuracy: 1}"],
-        check=("have no answer that data.answer_format (tags) can find", "Set data.answer_format"),
-    ),
+        check=("have no answer that data.answer_format (tags) can find", "Set data.answer_format")),
     "all rows have one solution": Fault(
         change={"solution": "cat"},
-        check=("Always answering '<think>hm</think><answer>cat</answer>' scores 1.00", "Balance the solutions"),
-    ),
+        check=("Always answering '<think>hm</think><answer>cat</answer>' scores 1.00", "Balance the solutions")),
     "demonstrations that rewards contradict": Fault(
         ["--stages=[sft, grpo]"], {"completion": "<think>hm</think><answer>dog</answer>"},
-        check=("The mean of reward accuracy is only 0.00", "whether the labels are shuffled"),
-    ),
+        check=("The mean of reward accuracy is only 0.00", "whether the labels are shuffled")),
     "demonstrations without the tags in which answers are looked for": Fault(
         ["--stages=[sft, grpo]"], {"completion": "dog"},
-        check=("The mean of reward accuracy is only 0.00", "Set data.answer_format: whole"),
-    ),
+        check=("The mean of reward accuracy is only 0.00", "Set data.answer_format: whole")),
     "a reward that likes what is no answer": Fault(
         ["--rewards={one.py:words: 1}"],
-        check=("Reward one.py:words is 1.00 for the same word, 60 times", "depends on the answer"),
-    ),
+        check=("Reward one.py:words is 1.00 for the same word, 60 times", "depends on the answer")),
     # rows
     "all rows show one file": Fault(
         change=lambda i, row: {"image": row["image"].replace(f"{i}.png", "0.png")},
-        check=("have the same image", "Check which files the column image"),
-    ),
+        check=("have the same image", "Check which files the column image")),
     "all images are black": Fault(
         change=lambda i, row: {"image": black(row["image"])},
-        check=("images have only one colour", "the files are damaged"),
-    ),
+        check=("images have only one colour", "the files are damaged")),
     "nearly half of the images are black": Fault(
         change=lambda i, row: {"image": black(row["image"]) if i % 5 < 2 else row["image"]},
-        check=("4 of 8 images have only one colour", "the files are damaged"),
-    ),
+        check=("4 of 8 images have only one colour", "the files are damaged")),
     "the prompt holds the answer": Fault(
         change=lambda i, row: {"problem": f"Name it ({row['solution']})."},
-        check=("8 of 8 questions contain their solution", "Remove the solution from the prompt"),
-    ),
+        check=("8 of 8 questions contain their solution", "Remove the solution from the prompt")),
     "each image is one token": Fault(
-        ["--data.min_pixels=784", "--data.max_pixels=784"], check=("a single token", "Raise data.max_pixels"),
-    ),
+        ["--data.min_pixels=784", "--data.max_pixels=784"], check=("a single token", "Raise data.max_pixels")),
     "evaluation rows are training rows": Fault(
         ["--data.eval_file=rows.jsonl", "--data.eval_rows=4"],
-        check=("4 of 4 evaluation rows are also training rows of grpo", "remove them from data.eval_file"),
-    ),
+        check=("4 of 4 evaluation rows are also training rows of grpo", "remove them from data.eval_file")),
     "boxes in another unit": Fault(
         IOU, {"solution": [0.1, 0.2, 0.5, 0.6]},
-        check=("is not a box inside the image", "in pixels of the image file"),
-    ),
+        check=("is not a box inside the image", "in pixels of the image file")),
     "thumbnails that were stretched": Fault(
-        change=stretched, check=("8 of 8 images are thumbnails", "Use the original images"),
-    ),
+        change=stretched, check=("8 of 8 images are thumbnails", "Use the original images")),
     "two system messages": Fault(
         ["--data.system_prompt=Be kind."], asked_twice,
-        check=("8 of 8 rows have more than one system", "Keep only one"),
-    ),
+        check=("8 of 8 rows have more than one system", "Keep only one")),
     "half of the images after the question": Fault(
         change=lambda i, row: {"problem": "Name it.<image>" if i % 2 else "<image>Name it."},
-        check=("4 questions have the image after the text, and 4", "Use the same order"),
-    ),
+        check=("4 questions have the image after the text, and 4", "Use the same order")),
     "the prompt spells the answer as a file": Fault(
         change=lambda i, row: {"problem": f"What does {row['solution'].replace(' ', '_').upper()}.png show?"},
-        check=("8 of 8 questions contain their solution", "Remove the solution from the prompt"),
-    ),
+        check=("8 of 8 questions contain their solution", "Remove the solution from the prompt")),
     "empty solutions": Fault(
         ["--rewards={accuracy: 1}"], lambda i, row: {"solution": row["solution"] if i % 2 else ""},
-        check=("4 of 8 rows have an empty solution, which reward accuracy", "Write a solution"),
-    ),
+        check=("4 of 8 rows have an empty solution, which reward accuracy", "Write a solution")),
     "a reward under two names": Fault(
         ["--rewards={accuracy: 1, minivlmrl.rewards.text:accuracy: 1}"],
-        check=("accuracy and minivlmrl.rewards.text:accuracy are the same function", "Remove one of them"),
-    ),
+        check=("accuracy and minivlmrl.rewards.text:accuracy are the same function", "Remove one of them")),
     # answers to learn from
     "demonstrations without an end token": Fault(
         ["--stages=[sft, grpo]", "--sampling.stop_token_ids=[1]"],
-        check=("completion ends with the token id", "Add this id to sampling.stop_token_ids"),
-    ),
+        check=("completion ends with the token id", "Add this id to sampling.stop_token_ids")),
     "demonstrations longer than max_new_tokens": Fault(
-        ["--stages=[sft, grpo]", "--sampling.max_new_tokens=2"], check=("sampling.max_new_tokens is 2", "Raise it"),
-    ),
+        ["--stages=[sft, grpo]", "--sampling.max_new_tokens=2"], check=("sampling.max_new_tokens is 2", "Raise it")),
     # the recipe
     "top_k 1": Fault(
-        ["--sampling.top_k=1"],
-        check=("sampling.top_k is 1", "Set sampling.top_k to 0"),
-    ),
+        ["--sampling.top_k=1"], check=("sampling.top_k is 1", "Set sampling.top_k to 0")),
     "beta of GRPO far too high": Fault(
-        ["--grpo.beta=10"], check=("grpo.beta is 10, a KL weight so high", "Set it to 0.1"),
-    ),
+        ["--grpo.beta=10"], check=("grpo.beta is 10, a KL weight so high", "Set it to 0.1")),
     "a small learning rate in bfloat16": Fault(
         ["--model.dtype=bfloat16", "--grpo.learning_rate=1e-6"],
-        check=("updates of weights over 0.0005 are lost", "use model.dtype=float32"),
-    ),
+        check=("updates of weights over 0.0005 are lost", "use model.dtype=float32")),
     "a learning rate too small for adapters": Fault(
         ["--adapter.r=4", "--grpo.learning_rate=1e-6"],
-        check=("grpo.learning_rate is 1e-06, at which adapters (adapter.r is 4) hardly change", "from 1e-5 to 1e-4"),
-    ),
+        check=("grpo.learning_rate is 1e-06, at which adapters (adapter.r is 4) hardly change", "from 1e-5 to 1e-4")),
     "a warmup without an end": Fault(
-        ["--grpo.warmup_steps=100"], check=("grpo.warmup_steps is 100, so all 3 steps", "Lower it"),
-    ),
+        ["--grpo.warmup_steps=100"], check=("grpo.warmup_steps is 100, so all 3 steps", "Lower it")),
     "more prompts in a step than rows": Fault(
         ["--grpo.prompts_per_step=64"],
-        check=("grpo.prompts_per_step is 64, but the dataset has only 8 rows", "Lower it"),
-    ),
+        check=("grpo.prompts_per_step is 64, but the dataset has only 8 rows", "Lower it")),
     "weights of rewards that cancel": Fault(
         ["--rewards={accuracy: 1, format: -1}"],
-        check=("Right answers do not score higher", "Check the weights of the rewards"),
-    ),
+        check=("Right answers do not score higher", "Check the weights of the rewards")),
     # evaluation
     "a single evaluation row": Fault(
         ["--data.eval_file=rows.jsonl", "--data.eval_rows=1"],
-        check=("There is only 1 evaluation row", "Use at least 100 rows"),
-    ),
+        check=("There is only 1 evaluation row", "Use at least 100 rows")),
     "evaluation pictures are training pictures": Fault(
         ["--data.eval_file=eval.jsonl"], shown_again,
-        check=("8 of 8 images of the evaluation rows equal images of the training rows", "Use other images"),
-    ),
+        check=("8 of 8 images of the evaluation rows equal images of the training rows", "Use other images")),
     "an empty solution of an evaluation row": Fault(
         ["--data.eval_file=eval.jsonl", "--data.eval_rewards=[accuracy]"], shown_again,
-        check=("1 of 8 evaluation rows have an empty solution, which reward accuracy", "Write a solution"),
-    ),
+        check=("1 of 8 evaluation rows have an empty solution, which reward accuracy", "Write a solution")),
     "two names of one label": Fault(
         ["--rewards={accuracy: 1}"], lambda i, row: {"solution": ("Ice-Cream", "ice cream", "ice cream.")[i % 3]},
-        check=("'Ice-Cream' (3 rows) and 'ice cream' (3 rows) seem to be two names", "Use one name for each label"),
-    ),
+        check=("'Ice-Cream' (3 rows) and 'ice cream' (3 rows) seem to be two names", "Use one name for each label")),
     "one of eight prompts lacks the tag <image>": Fault(
         change=image_after_text,
-        check=("7 questions have the image after the text, and 1 have it before", "Use the same order"),
-    ),
+        check=("7 questions have the image after the text, and 1 have it before", "Use the same order")),
     # answers in other turns than the question
     "the system message holds the answer": Fault(
-        change=told_by_the_system, check=("8 of 8 system messages contain their solution", "Remove the solution"),
-    ),
+        change=told_by_the_system, check=("8 of 8 system messages contain their solution", "Remove the solution")),
     "an earlier turn holds the answer": Fault(
-        change=asked_before, check=("8 of 8 earlier turns contain their solution", "Remove the solution"),
-    ),
+        change=asked_before, check=("8 of 8 earlier turns contain their solution", "Remove the solution")),
     "evaluation rows of nearly one class": Fault(
         ["--data.eval_file=eval.jsonl", "--data.eval_rewards=[accuracy]"], one_class,
-        check=("scores 0.88 times as much as right answers of the evaluation rows", "Balance the solutions"),
-    ),
+        check=("scores 0.88 times as much as right answers of the evaluation rows", "Balance the solutions")),
     "solutions that are lists": Fault(
         ["--rewards={accuracy: 1}"], lambda i, row: {"solution": [row["solution"], "thing"]},
-        check=("8 of 8 solutions that were checked are lists", "Write one text as the solution"),
-    ),
+        check=("8 of 8 solutions that were checked are lists", "Write one text as the solution")),
     "solutions that are objects": Fault(
         ["--rewards={accuracy: 1}"], lambda i, row: {"solution": {"answer": row["solution"]}},
-        check=("8 of 8 solutions that were checked are lists, objects", "Write one text as the solution"),
-    ),
+        check=("8 of 8 solutions that were checked are lists, objects", "Write one text as the solution")),
     "solutions that are floats": Fault(
         ["--rewards={accuracy: 1}"], lambda i, row: {"solution": float(i)},
-        check=("the answer '0' gets 0.00 for the solution 0.0", "Write one text as the solution"),
-    ),
+        check=("the answer '0' gets 0.00 for the solution 0.0", "Write one text as the solution")),
     "empty lists as solutions": Fault(
         ["--rewards={accuracy: 1}"], lambda i, row: {"solution": [row["solution"]] if i % 2 else []},
-        check=("4 of 8 rows have an empty solution, which reward accuracy", "Write a solution"),
-    ),
+        check=("4 of 8 rows have an empty solution, which reward accuracy", "Write a solution")),
     "a random reward": Fault(
         ["--rewards={one.py:chance: 1}"],
-        check=("Reward one.py:chance gave different values for the same completions", "Remove the random numbers"),
-    ),
+        check=("Reward one.py:chance gave different values for the same completions", "Remove the random numbers")),
     "a reward with noise that reads the solution": Fault(
         ["--rewards={one.py:noisy: 1}"],
-        check=("Reward one.py:noisy gave different values for the same completions", "Remove the random numbers"),
-    ),
+        check=("Reward one.py:noisy gave different values for the same completions", "Remove the random numbers")),
     "tokens beside accuracy": Fault(
         ["--rewards={accuracy: 1, one.py:tokens: 0.1}"],
-        check=("Right answers score less than the same word, 60 times", "Check the weights of the rewards"),
-    ),
+        check=("Right answers score less than the same word, 60 times", "Check the weights of the rewards")),
     "a fifth of the labels shuffled, with demonstrations": Fault(
         ["--stages=[sft, grpo]", "--rewards={accuracy: 1}"], shuffled_demonstrations,
-        check=("2 of 8 answers in the column completion contradict", "Compare the solution"),
-    ),
+        check=("2 of 8 answers in the column completion contradict", "Compare the solution")),
     "a fifth of the labels shuffled, with pairs": Fault(
         ["--stages=[dpo]", "--rewards={accuracy: 1}"], shuffled,
-        check=("2 of 8 answers in the column chosen contradict", "Compare the solution"),
-    ),
+        check=("2 of 8 answers in the column chosen contradict", "Compare the solution")),
 }  # fmt: skip
 
 OWN_REWARDS = """

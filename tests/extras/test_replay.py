@@ -9,13 +9,8 @@ from minivlmrl.config.import_utils import load_name, run_file
 from minivlmrl.extras.replay.command import compare
 from tests.helpers.runs import read_lines, write_lines
 
-LOUD = [
-    "--rewards={letters: 1.0}",
-    "--log_completions=1",
-    "--data.eval_rows=1",
-    "--num_threads=1",
-    "--data.task=shapes(pairs=8)",
-]
+LOUD = ["--rewards={letters: 1.0}", "--log_completions=1", "--data.eval_rows=1", "--num_threads=1"]
+LOUD += ["--data.task=shapes(pairs=8)"]
 
 
 @pytest.fixture
@@ -68,19 +63,14 @@ def test_incomplete_logs_and_missing_checkpoints_are_reported(run, plain, lively
     metrics_file.write_bytes(first)
     code, lines = replayed(folder, "grpo", 2)
     assert lines[0] == f"grpo step 2, replayed from {folder / 'states' / '000002'}"
-    assert (code, lines[-1]) == (
-        0,
-        f"The logs of the run do not contain this step: {metrics_file} ends with grpo step 0.",
-    )
+    missing = f"The logs of the run do not contain this step: {metrics_file} ends with grpo step"
+    assert (code, lines[-1]) == (0, f"{missing} 0.")
     metrics_file.write_bytes(first + second + third[:-9])
     (folder / "states" / "000002" / "complete.json").unlink()
     code, lines = replayed(folder, "grpo", 2)
     assert lines[0] == "grpo step 2, replayed from the start of the run"
     cut = ", followed by a line that is incomplete, because the run is writing it or was killed."
-    assert (code, lines[-1]) == (
-        0,
-        f"The logs of the run do not contain this step: {metrics_file} ends with grpo step 1{cut}",
-    )
+    assert (code, lines[-1]) == (0, f"{missing} 1{cut}")
 
 
 def test_a_recipe_is_replayed_from_the_start(run, plain, lively, replayed, home):
@@ -113,10 +103,8 @@ def test_logged_values_are_printed_and_compared(run, plain, lively, replayed):
     assert (code, said[-1]) == (1, SAME[1])
     path.unlink()
     (folder / "metrics.jsonl").write_text("")
-    assert (
-        replayed(folder, "grpo", 0)[1][-1]
-        == f"The logs of the run do not contain this step: {folder} contains no metrics."
-    )
+    _, said = replayed(folder, "grpo", 0)
+    assert said[-1] == f"The logs of the run do not contain this step: {folder} contains no metrics."
     for arguments, words in (
         (("sft", 0), "--stage sft: the run has no stage with this name. Choose one of its stages: grpo"),
         (("grpo", 1), "--step 1: the stage grpo has only the steps 0 to 0"),
@@ -137,11 +125,8 @@ def test_code_named_by_a_run_needs_permission(run, plain, replayed, tmp_path):
     load_name.cache_clear()
     run_file.cache_clear()
     code, lines = replayed(folder, "grpo", 0)
-    assert (
-        code == 2
-        and f"would run the code {reward}:f; read the code, then pass --recipe={folder / 'config.yaml'}" in lines[-1]
-    )
-    assert not trace.exists()
+    says = f"would run the code {reward}:f; read the code, then pass --recipe={folder / 'config.yaml'}"
+    assert code == 2 and says in lines[-1] and not trace.exists()
     code, lines = replayed(folder, "grpo", 0, f"--recipe={folder / 'config.yaml'}")
     assert code == 0 and lines[-2:] == SAME and trace.exists()
 

@@ -20,13 +20,9 @@ from tests.helpers.talk import user
 
 # micro-batches with 4 completions, 2 per optimizer step; their gradients are exact sums of halves
 DEFAULTS = {
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "num_generations": 4,
-    "max_completion_length": 10,
-    "max_steps": 2,
-    "generation_kwargs": {"sequence_bias": [[[END], 2.0]]},
-}
+    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4,
+    "max_completion_length": 10, "max_steps": 2, "generation_kwargs": {"sequence_bias": [[[END], 2.0]]},
+}  # fmt: skip
 # two passes over each generation, and four optimizer steps
 OFF_POLICY = {"num_iterations": 2, "steps_per_generation": 4, "max_steps": 4}
 KL = {"beta": 0.04}
@@ -62,6 +58,9 @@ WITH_KL = {
 }
 SLOW = {"bnpo", "sapo", "vespo", "dapo, two passes", "delta", "entropy_coef", "no accumulation"}
 SLOW |= WITH_KL.keys() - {"beta", "everything"}
+
+
+MEASURED = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "step_time"}
 
 
 def reward(completions, **_):
@@ -121,12 +120,7 @@ def test_the_weights_and_metrics_are_those_of_trl(folder, tmp_path, monkeypatch,
     assert largest_difference(ours, theirs) <= tolerance
     for our_log, their_log in zip(our_logs, their_logs, strict=True):
         assert our_log.keys() == their_log.keys()
-        for name in our_log.keys() - {
-            "train_runtime",
-            "train_samples_per_second",
-            "train_steps_per_second",
-            "step_time",
-        }:
+        for name in our_log.keys() - MEASURED:
             assert our_log[name] == (their_log[name] and pytest.approx(their_log[name], rel=1e-4, abs=1e-6)), name
 
 
@@ -146,11 +140,24 @@ def test_a_function_of_the_user_replaces_the_loss(folder, tmp_path):
     assert largest_difference(wrong, by_completion) == 0
 
 
-def test_the_function_of_the_page_trains(folder, tmp_path):
+def code_of_the_page(words):
+    """Return the Python code in docs/library.md that contains these words."""
     page = (Path(__file__).parents[2] / "docs" / "library.md").read_text()
-    [code] = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "my_loss(per_token_logps" in code]
+    [code] = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if words in code]
+    return code
+
+
+def test_the_lines_of_the_page_train_in_a_script_for_trl(folder, tmp_path):
+    """They stand for the script's line with TRL's trainer, and use the script's names."""
+    theirs = build(trl.GRPOTrainer, folder, tmp_path)
+    names = {"model": theirs.model, "config": theirs.args, "processor": theirs.processing_class, "trl_reward": reward}
+    exec(code_of_the_page("extras.trl import GRPOTrainer"), names | {"rows": theirs.train_dataset})
+    assert largest_difference(dict(theirs.model.named_parameters()), dict(model(folder).named_parameters())) > 5e-4
+
+
+def test_the_function_of_the_page_trains(folder, tmp_path):
     space = {}
-    exec(code, space)
+    exec(code_of_the_page("my_loss(per_token_logps"), space)
     theirs, _ = train(build(trl.GRPOTrainer, folder, tmp_path))
     ours, _ = train(build(GRPOTrainer, folder, tmp_path, {"loss": space["my_loss"]}))
     # with ratio 1, REINFORCE has dapo's gradient

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from minivlmrl.config.import_utils import load_name, run_file
-from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
@@ -186,35 +185,40 @@ def test_the_first_rollout_of_vllm_is_compared_by_hand(monkeypatch, dtypes, diff
         verify()
 
 
-def test_unsupported_uses_of_vllm_are_refused(samplers, stage, monkeypatch):
-    with pytest.raises(ValueError, match=r"sampling\.engine is 'vllm', but it must be native with an environment"):
-        load_config("shapes.yaml", [ENGINE, "--sampling.environment=recipes/zoom.py:Zoom"])
+@pytest.mark.parametrize(("option", "says"), [
+    ("--sampling.vllm={tensor_parallel_size: 2}", "sampling.vllm: unknown key tensor_parallel_size"),
+    ("--sampling.vllm={max_model_ln: 9}", "sampling.vllm: unknown key max_model_ln; did you mean max_model_len"),
+    ("--sampling.vllm={worker_cls: mine.Worker}", "sampling.vllm: unknown key worker_cls"),
+    ("--sampling.vllm={load_format: auto}", "sampling.vllm: unknown key load_format"),
+    ("--sampling.vllm={trust_remote_code: true}", "sampling.vllm: unknown key trust_remote_code"),
+    ("--sampling.vllm={hf_config_path: .}", "sampling.vllm: unknown key hf_config_path"),
+    ("--sampling.vllm={speculative_config: {model: .}}", "sampling.vllm: unknown key speculative_config"),
+    ("--sampling.vllm={quantization: mine.py}", "sampling.vllm: quantization is 'mine.py', but it must be 'fp8'"),
+    ("--sampling.vllm={kv_cache_dtype: {a: b}}", "sampling.vllm: kv_cache_dtype is {'a': 'b'}"),
+    ("--sampling.vllm={max_model_len: 6}",
+     "max_model_len is 6, which leaves no room .*, because sampling.max_new_tokens is 6"),
+    ("--sampling.environment=recipes/zoom.py:Quarters", "engine is 'vllm', but it must be native with an environment"),
+    ("--model.config=qwen3_5.json", "is vllm, which minivlmrl does not support for models of the type qwen3_5"),
+])  # fmt: skip
+def test_unsupported_options_of_vllm_are_refused(stage, monkeypatch, option, says):
+    vllm_stand_in.install(monkeypatch)
+    with pytest.raises(ValueError, match=says):
+        stage("grpo", ENGINE, option)
+
+
+def test_vllm_must_be_installed(stage, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    load_name.cache_clear()
+    with pytest.raises(ValueError, match=r"needs vLLM; install it as docs/notes/vllm\.md describes: .*NotFound"):
+        stage("grpo", ENGINE)
+
+
+def test_a_video_is_refused(samplers):
     prompt = prompts(1)[0]
     video = replace(prompt, input_ids=prompt.input_ids.where(prompt.input_ids != tiny.IMAGE, tiny.VIDEO))
     video.row = SimpleNamespace(where="rows.jsonl line 3")
     with pytest.raises(ValueError, match=r"rows\.jsonl line 3: the prompt contains a video, .*sampling\.engine=native"):
         samplers()[1]([video], 1, ["a"])
-    with pytest.raises(ValueError, match=r"sampling\.vllm: .*load_format"):
-        samplers(vllm={"load_format": "auto"})
-    for engine_options, says in (
-        ("{tensor_parallel_size: 2}", "sampling.vllm: unknown key tensor_parallel_size"),
-        ("{max_model_ln: 9}", "sampling.vllm: unknown key max_model_ln; did you mean max_model_len"),
-        ("{worker_cls: mine.Worker}", "sampling.vllm: unknown key worker_cls"),
-        ("{trust_remote_code: true}", "sampling.vllm: unknown key trust_remote_code"),
-        ("{hf_config_path: .}", "sampling.vllm: unknown key hf_config_path"),
-        ("{speculative_config: {model: .}}", "sampling.vllm: unknown key speculative_config"),
-        ("{quantization: mine.py}", "sampling.vllm: quantization is 'mine.py', but it must be 'fp8'"),
-        ("{kv_cache_dtype: {a: b}}", "sampling.vllm: kv_cache_dtype is {'a': 'b'}"),
-        ("{max_model_len: 6}", "max_model_len is 6, which leaves no room .*, because sampling.max_new_tokens is 6"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            stage("grpo", ENGINE, f"--sampling.vllm={engine_options}")
-    with pytest.raises(ValueError, match=r"is vllm, which minivlmrl does not support for models of the type qwen3_5"):
-        stage("grpo", ENGINE, "--model.config=qwen3_5.json")
-    monkeypatch.setitem(sys.modules, "vllm", None)  # as if vLLM were not installed
-    load_name.cache_clear()
-    with pytest.raises(ValueError, match=r"needs vLLM; install it as docs/notes/vllm\.md describes: .*NotFound"):
-        stage("grpo", ENGINE)
 
 
 def test_prompts_that_leave_no_room_in_vllm_are_refused(samplers, stage, monkeypatch):

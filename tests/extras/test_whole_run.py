@@ -1,13 +1,10 @@
 """Test that `replay --all` accepts unchanged runs, also resumed runs, and names forged files."""
 
 import contextlib
-import functools
-import gc
 import json
 import os
 import re
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
@@ -21,7 +18,7 @@ from minivlmrl.files import digest
 from minivlmrl.rewards.registry import REWARDS
 from minivlmrl.run import loop
 from tests.helpers import tiny
-from tests.helpers.children import exit_code, fork
+from tests.helpers.children import fork_processes
 from tests.helpers.runs import leave_out, metrics
 from tests.helpers.stages import write_recipe
 
@@ -32,12 +29,9 @@ RECIPE = tiny.recipe(STAGE, stages=["grpo"], data=DATA, rewards={"letters": 1.0}
 
 @pytest.fixture(scope="module", autouse=True)
 def lively():
-    """Make an untrained model's completions differ in length and reward.
-
-    Every eighth token is a stop token, and the reward counts letters.
-    """
+    """Make completions of an untrained model differ: every eighth token ends one, and letters are rewarded."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(REWARDS, "letters", "tests.helpers.on_ranks:letters")
+        patch.setitem(REWARDS, "letters", "tests.helpers.stages:letters")
         patch.setattr(Processor, "stop_token_ids", property(lambda self: tuple(range(7, len(self.tokenizer), 8))))
         leave_out(patch)
         yield
@@ -305,25 +299,12 @@ def test_rounded_metrics_of_equal_weights(copy, verify, instant):
     assert verify(copy)[0] == 1
 
 
-def on_two_ranks(work):
-    """Call work() in two forked ranks, and return their exit codes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-
-    def begin(rank):
-        gc.freeze()
-        os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        return work()
-
-    return [exit_code(child) for child in [fork(functools.partial(begin, rank)) for rank in range(2)]]
-
-
 @pytest.mark.slow
 def test_a_run_of_two_ranks_is_reproduced_by_two_ranks_and_nearly_by_one(recipe, tmp_path, verify):
     folder = tmp_path / "run"
-    assert on_two_ranks(lambda: train_recipe([str(recipe), f"--output_dir={folder}", "--checkpoint_steps=3"])) == [0, 0]
-    assert on_two_ranks(lambda: main(["replay", str(folder), "--all"])) == [0, 0]
+    train = [str(recipe), f"--output_dir={folder}", "--checkpoint_steps=3"]
+    assert fork_processes(2, lambda rank: train_recipe(train)) == [0, 0]
+    assert fork_processes(2, lambda rank: main(["replay", str(folder), "--all"])) == [0, 0]
     code, lines = verify(folder)
     assert code == 3 and re.match(
         r"both runs used the same rows, and numbers of the first steps differ by [\d.]+e-0[5-9]\. ", lines[-1]

@@ -41,7 +41,7 @@ def fork_processes(size: int, work: Callable[[int], int | None]) -> list[int]:
 
     def begin(rank):
         gc.freeze()  # a forked process lacks the threads of earlier process groups, so freeing them would abort
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         return work(rank)
 

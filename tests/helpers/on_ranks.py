@@ -4,13 +4,6 @@ All cases with the same world size run in one launch. The processes are forked f
 one thread.
 """
 
-import contextlib
-import gc
-import multiprocessing
-import os
-import socket
-import time
-import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +28,7 @@ from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.run.setup import build_model
 from minivlmrl.tasks import shapes
 from minivlmrl.trainers import registry
-from tests.helpers.stages import letters  # noqa: F401 (a reward that recipes name)
+from tests.helpers.children import fork_processes
 from tests.helpers.talk import IMAGE_PART, text, user
 
 SECONDS = 300  # timeout for a collective, long enough for a busy machine; a deadlock then fails the test
@@ -166,54 +159,17 @@ def record(trainer, result):
     trainer.roll_out = spy
 
 
-def _rank(rank: int, size: int, port: int, folder: Path, cases: dict[str, list[str]], function):
-    gc.freeze()  # Keep process groups from earlier tests: a fork lacks their threads, so freeing them would abort
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
-    REWARDS["letters"], tool_sampler.find_calls = "tests.helpers.on_ranks:letters", eager
-    tool_sampler.ToolEpisode.closes_a_call = lambda self, searched_from: True  # search for calls after every token
-    Processor.stop_token_ids = property(lambda self: tuple(range(7, len(self.tokenizer), 8)))
-    results = {}
-    try:
-        world = process_group.setup(1, SECONDS, sharded=True)
-        for name, overrides in cases.items():
-            results[name] = function(folder, overrides, world)
-        torch.save(results, folder / f"{size}_{rank}.pt")
-        world.barrier()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    os._exit(code)  # like run_rank
-
-
-def wait(processes: list):
-    """Wait until all ranks have exited with code 0. Fail if a rank has another code, for example after a timeout."""
-    while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
-        time.sleep(0.1)
-    codes = [process.exitcode for process in processes]
-    if any(codes):
-        time.sleep(0.5)  # time for the other ranks to print their tracebacks
-    assert codes == [0] * len(processes), (
-        f"exit codes of the ranks: {codes} (None: still running); see their output above"
-    )
-
-
 def launch(size: int, folder: Path, cases: dict[str, list[str]], function=stage_on_ranks) -> list[dict]:
     """Run all cases on `size` ranks, and return {case: result} for each rank."""
-    context = multiprocessing.get_context("fork")
-    with contextlib.closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [context.Process(target=_rank, args=(r, size, port, folder, cases, function)) for r in range(size)]
-    for process in processes:
-        process.start()
-    try:
-        wait(processes)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+
+    def work(rank):
+        REWARDS["letters"], tool_sampler.find_calls = "tests.helpers.stages:letters", eager
+        tool_sampler.ToolEpisode.closes_a_call = lambda self, searched_from: True  # search for calls after every token
+        Processor.stop_token_ids = property(lambda self: tuple(range(7, len(self.tokenizer), 8)))
+        world = process_group.setup(1, SECONDS, sharded=True)
+        results = {name: function(folder, overrides, world) for name, overrides in cases.items()}
+        torch.save(results, folder / f"{size}_{rank}.pt")
+        world.barrier()
+
+    assert fork_processes(size, work) == [0] * size, "see the tracebacks of the ranks above"
     return [torch.load(folder / f"{size}_{rank}.pt", weights_only=False) for rank in range(size)]

@@ -45,10 +45,7 @@ def small_cases() -> list[Case]:
         options = {"kind": "dpo", "loss_type": [loss_type], "beta": 0.3, "label_smoothing": smoothing}
         cases.append((options, preference_batch(number)))
     for number, loss_type in enumerate(("nll", "dft")):
-        batch = policy_batch(number)
-        cases.append(
-            ({"kind": "sft", "loss_type": loss_type}, {key: batch[key] for key in ("per_token_logps", "mask")})
-        )
+        cases.append(sft_case(loss_type, policy_batch(number)))
     return cases
 
 
@@ -91,10 +88,7 @@ def step_cases() -> list[Case]:
         pairs = {key: batch[key].view(3, 2, 8) for key in ("per_token_logps", "ref_per_token_logps", "mask")}
         cases.append(({"kind": "dpo", "loss_type": [loss_type], "beta": beta, "label_smoothing": 0.0}, pairs))
     for seed, loss_type in enumerate(("nll", "dft"), start=30):
-        batch = step(seed)
-        cases.append(
-            ({"kind": "sft", "loss_type": loss_type}, {key: batch[key] for key in ("per_token_logps", "mask")})
-        )
+        cases.append(sft_case(loss_type, step(seed)))
     return cases
 
 

@@ -207,9 +207,8 @@ def test_every_metric_is_explained(run, plain):
     """The page contains each metric's full name, or the part after its group; NAME stands for a reward."""
     folder = run("--stages=[sft, dpo, reward_model, grpo, ppo]", "--grpo.beta=0.1", "--ppo.kl_coef=0.1")
     logged = {name for line in metrics(folder) for name in line} - {"stage", "step"}
-    logged -= {
-        f"completions/{of}_terminated_length" for of in ("min", "max")
-    }  # the page explains these as `min_...` and `max_...`
+    # the page explains these as `min_...` and `max_...`
+    logged -= {f"completions/{of}_terminated_length" for of in ("min", "max")}
     short = {re.sub(r"^rewards/(format|accuracy)/", "rewards/NAME/", name) for name in logged}
     page = PAGES["docs/metrics.md"]
     assert len(logged) > 30
@@ -291,12 +290,7 @@ def test_tinker_calls_run_as_lines_of_a_training_loop(own, monkeypatch):
     assert len(calls) == 12
     monkeypatch.chdir(own)
     monkeypatch.syspath_prepend(own)
-    space = {
-        "base_model": "model",
-        "name": "state",
-        "folder": "saved",
-        "my_loss": lambda completions, logps: logps.sum(),
-    }
+    space = {"base_model": "model", "name": "state", "folder": "saved", "my_loss": lambda _, logps: logps.sum()}
     modules = re.findall("`([a-z_.]+)`", page.split("## From Tinker")[1].partition("|")[0])
     for module in modules:
         exec(f"from minivlmrl.{module} import *", space)

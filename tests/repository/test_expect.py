@@ -23,11 +23,8 @@ def trained(home, run, plain, tmp_path, capsys):
 
     def expected(*other: str, sampled: float | None = None, **changes) -> tuple[int, list[str]]:
         line = {"recipe": arguments[0], "overrides": arguments[2:], "seed": 0, "threads": 1}
-        line |= {
-            "environment": expect.environment(),
-            "commit": "12ab34cd",
-            "results": json.loads(json.dumps(found)),
-        } | changes
+        line |= {"environment": expect.environment(), "commit": "12ab34cd"}
+        line |= {"results": json.loads(json.dumps(found))} | changes
         if sampled is not None:
             line["results"]["after_sft"]["eval/accuracy_sampled"] = sampled
         expect.add_run(tmp_path / "expected.json", line)
@@ -45,13 +42,9 @@ def test_on_a_recorded_machine_every_number_to_the_last_bit(trained, tmp_path):
     assert code == 0 and lines[:3] == [f"expect: after_sft {name} {inside}" for name in names]
     assert lines[3:] == ["expect: as recorded on this machine, every number to the last bit"]
     code, lines = trained(sampled=0.25)  # inside the range, but not equal to the recorded number
-    assert (
-        code == 1
-        and lines[0] == "expect: after_sft eval/accuracy_sampled 0.000 is inside the band 0.000 to 0.592 of 1 runs"
-    )
-    assert lines[3:] == [
-        "expect: after_sft eval/accuracy_sampled is 0.0000, recorded here 0.2500 at commit 12ab34cd: off by -0.2500"
-    ]
+    sampled = "expect: after_sft eval/accuracy_sampled"
+    assert code == 1 and lines[0] == f"{sampled} 0.000 is inside the band 0.000 to 0.592 of 1 runs"
+    assert lines[3:] == [f"{sampled} is 0.0000, recorded here 0.2500 at commit 12ab34cd: off by -0.2500"]
     assert len((tmp_path / "expected.json").read_text().splitlines()) == 3, "a run takes the place of its like"
 
 

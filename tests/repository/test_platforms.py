@@ -36,14 +36,8 @@ from minivlmrl.distributed.process_group import World
 with time_limit(1), locked("windows", World()), locked("windows", World()):
     pass
 """
-OTHER = {
-    "timings.jsonl",
-    "config.yaml",
-    "report.html",
-    "summary.json",
-    "run.json",
-    "complete.json",
-}  # files with times or options
+# files with times or options
+OTHER = {"timings.jsonl", "config.yaml", "report.html", "summary.json", "run.json", "complete.json"}
 
 
 def refuse(number: int):

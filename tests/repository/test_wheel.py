@@ -205,9 +205,7 @@ def test_what_is_installed_has_every_module_recipe_and_kernel_and_the_console_sc
     for folder, inside in (("minivlmrl", ""), ("kernels", "kernels"), ("recipes", "recipes")):
         for path in (path for path in map(ROOT.joinpath, files()) if ROOT / folder in path.parents):
             wanted = path.suffix in (".py", ".typed", ".yaml", ".json", ".html", ".jinja", ".safetensors")
-            wanted = (
-                wanted and path != ROOT / "minivlmrl" / "kernels" / "__init__.py"
-            )  # this file points to kernels/ in a clone
+            wanted &= path != ROOT / "minivlmrl" / "kernels" / "__init__.py"  # it points to kernels/ in a clone
             found = packages / "minivlmrl" / inside / path.relative_to(ROOT / folder)
             assert found.is_file() == wanted, path
     assert (python.parent / "minivlmrl").is_file()
@@ -263,9 +261,7 @@ def test_what_is_installed_is_pinned():
         with contextlib.suppress(metadata.PackageNotFoundError):  # a package for another platform
             found[name] = metadata.version(name)
             waiting += [text for text in metadata.requires(name) or () if for_us(Requirement(text), wanted.extras)]
-    if (
-        found["torch"].partition("+")[0] != pins["torch"]
-    ):  # installed without constraints.txt, so only names are compared
+    if found["torch"].partition("+")[0] != pins["torch"]:  # without constraints.txt, only names are compared
         found = {name: pins.get(name) for name in found}
     assert {name: version for name, version in found.items() if pins.get(name) != str(version).partition("+")[0]} == {}
 

@@ -70,7 +70,7 @@ def recipe(tmp_path_factory):
 def lively():
     """Patch rewards and stop tokens so that an untrained model gets varied rewards and lengths."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(REWARDS, "letters", "tests.helpers.on_ranks:letters")
+        patch.setitem(REWARDS, "letters", "tests.helpers.stages:letters")
         patch.setattr(Processor, "stop_token_ids", property(lambda self: tuple(range(7, len(self.tokenizer), 8))))
         leave_out(patch)
         patch.setattr(tool_sampler, "find_calls", eager)

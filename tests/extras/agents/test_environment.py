@@ -182,11 +182,7 @@ def test_the_environment_of_the_docs(run, plain, checkpoint, rows, monkeypatch, 
     # every text contains a call
     monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"<turn></turn>")
     monkeypatch.setattr(tool_sampler, "find_calls", lambda text, tools, ended: [("turn", "90")] * (not ended))
-    options = [
-        "--model.compute_dtype=float32",
-        "--sampling.max_new_tokens=16",
-        "--grpo.max_steps=1",
-        "--grpo.prompts_per_step=1",
-    ]
+    options = ["--model.compute_dtype=float32", "--sampling.max_new_tokens=16"]
+    options += ["--grpo.max_steps=1", "--grpo.prompts_per_step=1"]
     trained = run(f"--model.path={checkpoint}", *options, recipe=tmp_path / "turn.yaml")
     assert metrics(trained)[0]["rewards/environment/mean"] > 0.8

@@ -293,14 +293,15 @@ def test_limits(monkeypatch):
     assert completion.calls == (1, 1, False)
 
 
-def test_invalid_environments_are_refused(monkeypatch):
+def test_environments_and_prompts_that_cannot_be_used_are_refused(monkeypatch):
+    sampler = ToolSampler(model_of(), PROCESSOR, SamplingOptions(environment=ZOOM, max_new_tokens=4), ONE)
+    with pytest.raises(ValueError, match="the prompt does not have a row"):
+        sampler([PROCESSOR(row().messages, row().images)], 1, [""])
     with pytest.raises(ValueError, match="gather_weights is false"):
         ToolSampler(tiny.model(), PROCESSOR, SamplingOptions(environment=CALCULATOR), ONE, False)
-    resets = {"reset returned 'see', but it must": lambda self, **columns: "see"}
-    for error, reset in resets.items():
-        monkeypatch.setattr(Eye, "reset", reset)
-        with pytest.raises(ValueError, match=f"^row -1: sampling.environment {EYE}: {error}"):
-            sample_texts(monkeypatch, "a")
+    monkeypatch.setattr(Eye, "reset", lambda self, **columns: "see")
+    with pytest.raises(ValueError, match=f"^row -1: sampling.environment {EYE}: reset returned 'see', but it must"):
+        sample_texts(monkeypatch, "a")
 
 
 def test_completions_do_not_share_changes_of_their_row(monkeypatch):
@@ -324,16 +325,19 @@ def test_completions_do_not_share_changes_of_their_row(monkeypatch):
     assert prompt.row.images[0].getpixel((0, 0)) == (0, 0, 0) and prompt.row.columns["marks"] == {"all": []}
 
 
-def test_text_without_a_complete_call_is_searched_once(monkeypatch):
-    """The text is searched only once, and not after each of up to 20,000 tokens."""
+@pytest.mark.parametrize(("token", "tokens", "searched"), [
+    (b"<tool_call><look></other>", 2000, [2000 * 25]), (b"</look>", 100, []),
+], ids=["no complete call", "closing tags alone"])  # fmt: skip
+def test_a_text_without_a_call_is_searched_at_most_once(monkeypatch, token, tokens, searched):
+    """Searching after each of 8,192 tokens would take half a minute."""
     read = []
     monkeypatch.setattr(tool_sampler, "find_calls", lambda text, tools, ended: read.append(len(text)) or [])
-    monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"<tool_call><look></other>")
-    one = tool_sampler.ToolEpisode(Eye())
-    for step in range(2000):
+    monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: token)
+    episode = tool_sampler.ToolEpisode(Eye())
+    for step in range(tokens):
         sampling = SimpleNamespace(max_new_tokens=2000)
-        one.step(7, step == 1999, False, SimpleNamespace(processor=PROCESSOR, sampling=sampling))
-    assert read == [2000 * 25]
+        episode.step(7, step == 1999, False, SimpleNamespace(processor=PROCESSOR, sampling=sampling))
+    assert read == searched
 
 
 def test_without_a_call_the_samples_equal_those_without_tools():
@@ -344,13 +348,6 @@ def test_without_a_call_the_samples_equal_those_without_tools():
     plain, tools = (make_sampler(model, PROCESSOR, one, ONE) for one in settings)
     assert type(plain) is sample.Sampler and type(tools) is ToolSampler
     assert ids_of(plain(prompts, 3, "ab")) == ids_of(tools(prompts, 3, "ab"))
-
-
-def test_a_prompt_without_a_row_is_refused():
-    asked = row()
-    sampler = ToolSampler(model_of(), PROCESSOR, SamplingOptions(environment=ZOOM, max_new_tokens=4), ONE)
-    with pytest.raises(ValueError, match="the prompt does not have a row"):
-        sampler([PROCESSOR(asked.messages, asked.images)], 1, [""])
 
 
 def test_a_run_saves_the_images_of_completions(run, plain, monkeypatch, tmp_path):
@@ -386,16 +383,6 @@ def test_tools_get_image_sizes_in_the_units_of_boxes(space, extent):
     sampler.token_sampler([row((90, 50), problem="P").prompt(processor)], 1, [""])
     [episode] = sampler.episodes
     assert episode.environment.extents == [extent]
-
-
-def test_closing_tags_alone_are_not_searched(monkeypatch):
-    """Searching after each of 8,192 tokens would take half a minute."""
-    monkeypatch.setattr(tool_sampler, "find_calls", lambda *_: pytest.fail("searched"))
-    monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"</look>")
-    episode = tool_sampler.ToolEpisode(Eye())
-    sampling = SimpleNamespace(max_new_tokens=2000)
-    for _ in range(100):
-        episode.step(7, False, False, SimpleNamespace(processor=PROCESSOR, sampling=sampling))
 
 
 def test_an_image_that_does_not_fit_is_not_split_into_patches(monkeypatch):

@@ -29,6 +29,7 @@ from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack_turns
 from tests.extras.agents.test_tool_sampler import END as EYE_END
+from tests.extras.agents.test_tool_sampler import EYE
 from tests.extras.agents.test_tool_sampler import PROCESSOR as TOOLS
 from tests.extras.agents.test_tool_sampler import TEXTS as EYE_TEXTS
 from tests.extras.agents.test_tool_sampler import row as eye_row
@@ -38,6 +39,7 @@ from tests.helpers.runs import metrics, summary
 from tests.helpers.stages import ONE
 from tests.helpers.talk import CHATML, IMAGE_PART, text, user
 
+SHOWN = f"{__name__}:Shown"  # an environment as recipes name it
 CLICKS = ["<click>red</click>", "<click>blue</click>"]
 
 
@@ -156,14 +158,13 @@ def all_trajectories(monkeypatch, goal, history, model):
 def weights_of(way, trajectory):
     """Return the factor by which a shortcut multiplies each token's loss term."""
     lengths = [len(turn.ids) for turn in trajectory.turns]
-    weights = {
-        "windows as rows of the group": [torch.full((n,), 1.0) for n in lengths],
-        "average by turn": [torch.full((n,), 1 / n / len(lengths)) for n in lengths],
-        "the last turn alone": [
-            torch.full((n,), float(n_turn == len(lengths) - 1)) for n_turn, n in enumerate(lengths)
-        ],
-    }
-    return torch.cat(weights[way]).double()
+    if way == "windows as rows of the group":
+        weights = [1.0] * len(lengths)
+    elif way == "average by turn":
+        weights = [1 / n / len(lengths) for n in lengths]
+    else:  # the last turn alone
+        weights = [0.0] * (len(lengths) - 1) + [1.0]
+    return torch.tensor(weights, dtype=torch.float64).repeat_interleave(torch.tensor(lengths))
 
 
 def expected_loss(logps, mask, rewards, probabilities, group, way=None):
@@ -204,10 +205,9 @@ def test_the_expected_gradient_is_that_of_the_expected_reward(monkeypatch):
             assert torch.equal(mask.sum(1).long(), torch.tensor([len(one.ids) for one in group]))
             likely = (logps * mask).sum(1).exp()
             assert abs(likely.sum().item() - 1) < 1e-12
-            rewards = torch.tensor(
-                environment_reward([one.environment for one in group], [["?"] * len(one.turns) for one in group]),
-                dtype=torch.float64,
-            )
+            texts = [["?"] * len(one.turns) for one in group]
+            rewards = environment_reward([one.environment for one in group], texts)
+            rewards = torch.tensor(rewards, dtype=torch.float64)
             truth = truth + (likely * rewards).sum()
             for way in losses:
                 losses[way] = losses[way] - expected_loss(logps, mask, rewards, likely.detach(), group, way)
@@ -247,9 +247,8 @@ def test_windows_of_all_rounds_compute_what_a_growing_completion_does(monkeypatc
         for average, level in itertools.product(("grpo", "dapo", "dr_grpo"), ("token", "sequence")):
             options = {"loss_type": average, "importance_sampling_level": level}
             normalizer = LossNormalizer(len(mask), mask.sum(), 40)
-            losses.append(
-                grpo_loss(logps, advantages, mask, **options, old_per_token_logps=old, normalizer=normalizer)[0]
-            )
+            options |= {"old_per_token_logps": old, "normalizer": normalizer}
+            losses.append(grpo_loss(logps, advantages, mask, **options)[0])
         found.append((torch.stack(losses), gradient_of(model, sum(losses)), [c.turns for c in chain(*groups)], mask))
     (growing, gradient, _, grown_mask), (losses, gradients, turns, mask) = found
     assert len({len(some) for some in turns}) > 1
@@ -265,12 +264,8 @@ def site():
 def tools():
     """Return the calls of test_tool_sampler.py: images, text, both, two in a turn, and wrong calls."""
     scripts = [[*TOOLS.tokenizer.encode(words), EYE_END] for words in (*EYE_TEXTS, "<look>two</look>so")]
-    return {
-        "scripts": scripts,
-        "environment": "tests.extras.agents.test_tool_sampler:Eye",
-        "rows": [eye_row(problem="P")],
-        "processor": TOOLS,
-    }
+    rows = [eye_row(problem="P")]
+    return {"scripts": scripts, "environment": EYE, "rows": rows, "processor": TOOLS}
 
 
 def zoom():
@@ -290,11 +285,9 @@ TASKS = {"site": site, "tools": tools, "zoom": zoom}
 
 def shown(prompt):
     """Return a window's text, in which each image is replaced with its token count."""
-    return re.sub(
-        r"(<\|image_pad\|>)+",
-        lambda found: str(len(found[0]) // 13),
-        PROCESSOR.tokenizer.decode(prompt.input_ids.tolist()),
-    )
+    text = PROCESSOR.tokenizer.decode(prompt.input_ids.tolist())
+    text = re.sub(r"(<\|image_pad\|>)+", lambda found: str(len(found[0]) // 13), text)
+    return text.replace("<|vision_start|>", "(").replace("<|vision_end|>", ")")
 
 
 def test_what_windows_show(monkeypatch):
@@ -303,10 +296,7 @@ def test_what_windows_show(monkeypatch):
     script = [RED, pad, WELL, BLUE, RED]
     for history, pictures in ((1, [["(2)"], ["(3)"]]), (2, [["(2)", "(2)"], ["(2)", "(3)"]])):
         [[trajectory]], _, _ = play(monkeypatch, [script], history=history)
-        windows = [
-            shown(turn.prompt).replace("<|vision_start|>", "(").replace("<|vision_end|>", ")")
-            for turn in trajectory.turns[1:]
-        ]
+        windows = [shown(turn.prompt) for turn in trajectory.turns[1:]]
         assert [re.findall(r"\(\d+\)", window) for window in windows] == pictures
         assert all("Press red." in window for window in windows) and "page 1" in windows[1]
         assert trajectory.turns[2].prompt.image_grid_thw.tolist() == [[1, 2, 2 * int(x[1])] for x in pictures[1]]
@@ -357,8 +347,8 @@ def test_turns_are_drawn_by_the_key_of_row_completion_and_turn(eager, environmen
 @pytest.mark.parametrize("history", [1, None])
 def test_every_turn_has_its_own_key(monkeypatch, eager, history):
     """A key names the prompt, the completion in its group and the turn; two turns never share random numbers."""
-    environment = "tests.extras.agents.test_trajectories:" + ("Site" if history else "Shown")
-    options = SamplingOptions(environment=environment, history=history, max_new_tokens=30)
+    environment = "Site" if history else "Shown"
+    options = SamplingOptions(environment=f"{__name__}:{environment}", history=history, max_new_tokens=30)
     sampler = make_sampler(model_of(torch.float32), PROCESSOR, options, ONE)
     keys = []
     inner = sampler_file.Sampler.token_sampler
@@ -430,7 +420,7 @@ def test_half_a_surrogate_in_an_observation_is_replaced(monkeypatch):
 
 
 def test_what_is_refused():
-    two = SamplingOptions(environment="tests.extras.agents.test_trajectories:Shown", history=2)
+    two = SamplingOptions(environment=SHOWN, history=2)
     with pytest.raises(ValueError, match=r"^sampling.history is set, but the environment tests\S+:Shown has"):
         samples_trajectories(two)
     site = Site()
@@ -453,11 +443,7 @@ def test_a_last_turn_without_a_call_needs_no_number(monkeypatch):
 
 def test_a_run_says_its_turns(run, plain, eager, capsys):
     """metrics.jsonl and completions.jsonl; held-out rows are asked turn by turn too, and replay scores turns."""
-    options = [
-        "--stages=[grpo]",
-        "--sampling.environment=tests.extras.agents.test_trajectories:Shown",
-        "--rewards={environment: 1}",
-    ]
+    options = ["--stages=[grpo]", f"--sampling.environment={SHOWN}", "--rewards={environment: 1}"]
     folder = run(*options, "--log_completions=1", "--grpo.max_steps=2")
     assert summary(folder)["start"].keys() == {"eval/environment_sampled", "eval/environment_greedy"}
     for line in metrics(folder):
