@@ -208,10 +208,10 @@ def test_a_policy_that_ignores_images_is_reported():
 
 
 @pytest.mark.parametrize("healthy", [
-    IGNORING_IMAGES[:2],
-    image_evaluations((0.4, 0.1, 0.1), (0.9, 0.1, 0.1)),
-    image_evaluations((0.4, 0.1, 0.1), (0.9, 0.59, 0.5)),  # both rise, and the image adds as much as before
-    image_evaluations((0.4, 0.1, 0.1), (0.42, 0.3, 0.1)),  # the reward does not rise
+    pytest.param(IGNORING_IMAGES[:2], id="the first evaluations"),
+    pytest.param(image_evaluations((0.4, 0.1, 0.1), (0.9, 0.1, 0.1)), id="only the reward with images rises"),
+    pytest.param(image_evaluations((0.4, 0.1, 0.1), (0.9, 0.59, 0.5)), id="both rise"),
+    pytest.param(image_evaluations((0.4, 0.1, 0.1), (0.42, 0.3, 0.1)), id="the reward does not rise"),
 ])  # fmt: skip
 def test_other_curves_give_no_warning_about_images(healthy):
     assert ignores_images(healthy, 256, "iou") is None
@@ -234,10 +234,10 @@ def test_a_stage_that_makes_answers_worse_is_reported():
 
 
 @pytest.mark.parametrize("healthy", [
-    WORSE_AFTER_DPO[:1],
-    [*WORSE_AFTER_DPO[:2], greedy("dpo", 150, 0.53)],  # the decrease is less than two standard errors
-    [*WORSE_AFTER_DPO[:2], {"stage": "dpo", "step": 150}],  # no row has a score
-    [greedy("sft", 0, 23.0), greedy("grpo", 9, 22.0)],  # the reward is not between 0 and 1
+    pytest.param(WORSE_AFTER_DPO[:1], id="the first evaluation"),
+    pytest.param([*WORSE_AFTER_DPO[:2], greedy("dpo", 150, 0.53)], id="less than two standard errors"),
+    pytest.param([*WORSE_AFTER_DPO[:2], {"stage": "dpo", "step": 150}], id="no row has a score"),
+    pytest.param([greedy("sft", 0, 23.0), greedy("grpo", 9, 22.0)], id="the reward is not between 0 and 1"),
 ])  # fmt: skip
 def test_small_decreases_give_no_warning(healthy):
     assert accuracy_regressed(healthy, 256, "accuracy") is None

@@ -118,7 +118,7 @@ def test_a_single_token_is_divided_by_one(normalizer):
     ([1.0, 1.0], [-(0.5**0.5), 0.5**0.5], [2 - 0.5**0.5, 2 + 0.5**0.5]),  # mean 2, variance (1 + 1) / 1
     ([1.0, 0.0], [0.0, 0.0], [1.0, 0.0]),  # a single value is its own mean
     ([0.0, 0.0], [0.0, 0.0], [0.0, 0.0]),
-])  # fmt: skip
+], ids=["two values", "one", "none"])  # fmt: skip
 def test_values_are_whitened_with_one_degree_of_freedom(mask, whitened, unshifted):
     parts, masks = [torch.tensor([[1.0, 3.0]])], [torch.tensor([mask])]
     for shift_mean, expected in ((True, whitened), (False, unshifted)):

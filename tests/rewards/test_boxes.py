@@ -99,16 +99,20 @@ TWO = [[40, 20, 80, 60], [100, 0, 120, 20]]
 FIRST, OTHER = "20 10 40 30", "50 0 60 10"
 
 
-@pytest.mark.parametrize(("said", "expected"), [
-    ([FIRST, OTHER], (1, 1, 1, 1)),
-    ([OTHER], (0.5, 0.5, 0, 1)),
-    ([FIRST, FIRST], (0.5, 0.5, (1 - 7 / 12) / 2, 1)),
-    ([FIRST, OTHER, "0 0 1 1"], (2 / 3, 2 / 3, 1 / 3, 1)),
-    (["20 10 40 20", OTHER], (0.75, 1, 0.75, 1)),  # half of the first box: an IoU of exactly 0.5 is enough
-    (["20 0 60 30"], (1 / 6, 0, (1 / 3 - 1) / 2, 1)),  # one box around both
-    ([], (0, 0, -1, 1)),
-])  # fmt: skip
-def test_several_true_boxes(said, expected, scipy):
+ANSWERS = {  # boxes of the answer, and their rewards
+    "both": ([FIRST, OTHER], (1, 1, 1, 1)),
+    "one": ([OTHER], (0.5, 0.5, 0, 1)),
+    "one twice": ([FIRST, FIRST], (0.5, 0.5, (1 - 7 / 12) / 2, 1)),
+    "both and a third": ([FIRST, OTHER, "0 0 1 1"], (2 / 3, 2 / 3, 1 / 3, 1)),
+    "half of the first, which is an IoU of exactly 0.5": (["20 10 40 20", OTHER], (0.75, 1, 0.75, 1)),
+    "one around both": (["20 0 60 30"], (1 / 6, 0, (1 / 3 - 1) / 2, 1)),
+    "none": ([], (0, 0, -1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_several_true_boxes(name, scipy):
+    said, expected = ANSWERS[name]
     assert rewards(say(js(*said)), solution=TWO) == approx(*expected)
 
 

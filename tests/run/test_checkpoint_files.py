@@ -34,7 +34,7 @@ def test_tensors_are_read_back_unchanged(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("written", "message"), [
     ({"0:w": torch.zeros(2, 3)}, "the number of rows of w is 2, but it must be 3"),
     ({"0:w": torch.zeros(3, 3).int()}, r"w is \[torch.int32, 3, 3\], but it must be \[torch.float32, 3, 3\]"),
-])  # fmt: skip
+], ids=["shape", "dtype"])  # fmt: skip
 def test_tensors_of_another_shape_or_dtype_are_refused(tmp_path, written, message):
     save_file(written, tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match=message):

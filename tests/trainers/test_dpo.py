@@ -101,7 +101,7 @@ SUMS = {"ref_chosen_logps": -1.0, "ref_rejected_logps": -2.0}
 @pytest.mark.parametrize(("options", "columns"), [
     ([], SUMS), (["--dpo.reference_free=true"], SUMS), ([PRECOMPUTE, "--dpo.ld_alpha=0.5"], SUMS),
     ([PRECOMPUTE], {"ref_chosen_logps": -1.0}),
-])  # fmt: skip
+], ids=["not precomputed", "reference_free", "ld_alpha", "only one"])  # fmt: skip
 def test_unused_or_incomplete_sums_in_rows_are_refused(stage, options, columns):
     says = r"^rows\.jsonl:4: the columns ref_chosen_logps and ref_rejected_logps must both have values"
     with pytest.raises(ValueError, match=says):

@@ -40,8 +40,8 @@ def test_means_of_rewards_do_not_depend_on_the_order_of_the_ranks(order):
 @pytest.mark.parametrize("world", [ONE, SECOND_RANK])
 @pytest.mark.parametrize(("lengths", "every", "terminated", "clipped"), [
     ((1, 3, 3, 3), (2.5, 1, 3), (1, 1, 1), 0.75),
-    ((3, 3), (3, 3, 3), (0, 0, 0), 1),  # no completion terminated, as in TRL
-])  # fmt: skip
+    ((3, 3), (3, 3, 3), (0, 0, 0), 1),  # as in TRL
+], ids=["one terminated", "none terminated"])  # fmt: skip
 def test_lengths_by_hand(lengths, every, terminated, clipped, world):
     """The mean, the minimum and the maximum of all completions, and of those that terminated."""
     found = completion_metrics(completions(*lengths), False, world)
@@ -67,7 +67,7 @@ def test_rewards_that_differ_by_rounding_are_equal():
     ([(2, 1, False), (0, 0, False), (3, 2, True)], (5 / 3, 2 / 3, 3 / 5, 1 / 3)),
     ([(0, 0, False), (0, 0, False)], (0, 0, 0, 0)),
     ([(1, 1, False), (0, 0, False)], (1 / 2, 0, 1, 0)),
-])  # fmt: skip
+], ids=["several", "no call", "one failed call"])  # fmt: skip
 def test_calls_of_tools_by_hand(calls, expected):
     names = ("call_frequency", "answered_frequency", "failure_frequency", "cut_ratio")
     assert tool_metrics(calls) == pytest.approx({f"tools/{n}": x for n, x in zip(names, expected, strict=True)})
