@@ -1,11 +1,13 @@
 """Limit the time of a user's code."""
 
+import math
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 REPEATED = 0.01  # seconds after which Overtime is raised again in code that catches it
+longest = math.inf  # seconds that every limit has at most, see `shorten_limits`
 
 
 class Overtime(BaseException):
@@ -25,10 +27,10 @@ def time_limit(seconds: float) -> Iterator[None]:
         return
 
     def stop(*_):
-        raise Overtime(f"the call took more than {seconds:g} seconds")
+        raise Overtime(f"the call took more than {min(seconds, longest):g} seconds")
 
     former = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, REPEATED)
+    signal.setitimer(signal.ITIMER_REAL, min(seconds, longest), REPEATED)
     try:
         try:
             yield
@@ -39,3 +41,14 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         # signal.signal returns None if the former handler was not installed from Python.
         signal.signal(signal.SIGALRM, former or signal.SIG_DFL)
+
+
+def shorten_limits(seconds: float):
+    """Set the longest time of the call that is running, from now on, and of all later calls.
+
+    A signal handler calls this function, so that a run does not wait for a reward that hangs before it stops.
+    """
+    global longest
+    longest = seconds
+    if hasattr(signal, "SIGALRM") and signal.getitimer(signal.ITIMER_REAL)[0] > seconds:
+        signal.setitimer(signal.ITIMER_REAL, seconds, REPEATED)

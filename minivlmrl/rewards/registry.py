@@ -12,7 +12,7 @@ import numbers
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, compress
 from threading import Thread
@@ -110,8 +110,7 @@ class Reward:
 
     name: str
     function: Callable
-    # World.run_on_all_ranks, which raises one rank's error on all ranks
-    run_on_all_ranks: Callable = World().run_on_all_ranks
+    world: World = field(default_factory=World)
     log: RewardLog | None = None  # the stage's log; None in evaluations and commands
     # time limit for a call; None for a reward that another one calls
     max_seconds: float | None = None
@@ -125,7 +124,7 @@ class Reward:
 
     def on(self, world: World, log: RewardLog | None = None) -> "Reward":
         """Return a copy for a run; an error of the function on one rank is raised on all ranks."""
-        return replace(self, run_on_all_ranks=world.run_on_all_ranks, log=log)
+        return replace(self, world=world, log=log)
 
     def __call__(self, /, completions: list[str], **columns) -> list[float]:
         """Compute rewards for n completions; None values from the function become NaN.
@@ -149,7 +148,11 @@ class Reward:
         callbacks.setdefault("log_extra", partial(log_extra, self.name, extras))
         if columns.get("prompts"):
             columns["prompts"] = [last_turn(prompt) for prompt in columns["prompts"]]
-        scored = iter(self.run_on_all_ranks(partial(self._score, columns, callbacks)))
+        try:
+            scored = iter(self.world.run_on_all_ranks(partial(self._score, columns, callbacks)))
+        except RewardFailed:
+            self.world.stop_if_preempted()  # a signal shortens the time limit
+            raise
         return [next(scored) if is_one else math.nan for is_one in is_scored]
 
     def _score(self, columns: dict[str, list], callbacks: dict[str, Any]) -> list[float]:
@@ -167,8 +170,8 @@ class Reward:
                     raise RewardFailed(f"{found}: {type(error).__name__}: {error}") from error
         except Overtime as error:
             raise RewardFailed(
-                f"{rows_prefix(rows)}reward {self.name} took more than {self.max_seconds:g} seconds "
-                f"for {len(texts)} completions; make it faster, or increase max_reward_seconds"
+                f"{rows_prefix(rows)}reward {self.name}, for {len(texts)} completions: {error}; "
+                "make it faster, or increase max_reward_seconds"
             ) from error
         return checked_values(self.name, values, texts, [row and f"{row}: " for row in rows])
 

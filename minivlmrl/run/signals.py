@@ -1,5 +1,6 @@
 """Save a checkpoint and exit after SIGTERM, SIGUSR1, SIGINT (Ctrl-C) or SIGHUP (lost terminal)."""
 
+import math
 import os
 import signal
 import threading
@@ -7,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from minivlmrl.config.time_limit import shorten_limits
 from minivlmrl.distributed.process_group import World
 
 # exit code for a run that was stopped by a signal and can be resumed (EX_TEMPFAIL in sysexits.h)
@@ -14,6 +16,7 @@ PREEMPTED = 75
 # Further signals within this many seconds count as the same request, because a scheduler and torchrun may both forward
 # one signal.
 SAME_REQUEST = 5.0
+LAST_CALL = 10.0  # seconds that a reward or a tool has after a signal
 
 
 class Preempted(Exception):
@@ -51,6 +54,7 @@ class StopSignals:
         """Restore the signal handlers, and print Preempted's message instead of raising it."""
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
+        shorten_limits(math.inf)
         if not isinstance(error, Preempted):
             return False
         self.exit_code = PREEMPTED
@@ -68,10 +72,11 @@ class StopSignals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         if self.first is None:
             self.first = now
+            shorten_limits(LAST_CALL)
             if self.world.is_main:  # os.write, because print is not safe in a signal handler
                 text = (
-                    f"\n{name}: the run saves a checkpoint as soon as possible and then exits; "
-                    "send the signal again to exit now\n"
+                    f"\n{name}: the run saves a checkpoint as soon as possible and then exits; a reward or a tool "
+                    f"may take {LAST_CALL:g} more seconds; send the signal again to exit now\n"
                 )
                 os.write(2, text.encode())
         elif now - self.first >= same_request:

@@ -152,7 +152,7 @@ def slow(completions, **columns):
 @pytest.mark.parametrize("function", [slow, slow_async])
 def test_a_reward_over_its_time_limit_is_reported(function):
     reward = file.Reward("own", function, max_seconds=0.05)
-    sentence = "^a:1 and 1 other rows: reward own took more than 0.05 seconds for 3 completions; .*max_reward_seconds$"
+    sentence = r"^a:1 and 1 other rows: reward own, for 3 completions: the call .* 0\.05 seconds; .*max_reward_seconds$"
     with pytest.raises(file.RewardFailed, match=sentence):
         reward(completions=["two", "five", "six"], row_names=["a:1", "a:1", "a:3"])
 

@@ -5,11 +5,14 @@ import pty
 import signal
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
+from minivlmrl.config import time_limit
 from minivlmrl.distributed.process_group import World
+from minivlmrl.rewards.registry import Reward, RewardFailed
 from minivlmrl.run import signals
 from minivlmrl.run.metrics import stopping_if_stdout_closes
 from minivlmrl.run.signals import PREEMPTED, Preempted, StopSignals
@@ -27,7 +30,10 @@ def test_a_signal_is_recorded_and_printed_once_by_the_first_rank(number, rank, c
         for _ in "12":  # a scheduler and torchrun may both deliver the same signal
             os.kill(os.getpid(), number)
         assert stop.is_requested()
-    said = "the run saves a checkpoint as soon as possible and then exits; send the signal again to exit now"
+    said = (
+        "the run saves a checkpoint as soon as possible and then exits; a reward or a tool may take 10 more seconds; "
+        "send the signal again to exit now"
+    )
     assert capfd.readouterr().err == (f"\n{signal.Signals(number).name}: {said}\n" if rank == 0 else "")
 
 
@@ -71,6 +77,28 @@ def test_long_work_stops_at_once_if_a_checkpoint_can_be_saved():
         raise AssertionError
     assert stop.exit_code == PREEMPTED
     world.stop_if_preempted()  # after the `with`, a later run in this process is not stopped
+
+
+def test_a_hanging_reward_delays_the_end_by_seconds(monkeypatch):
+    """Not by max_reward_seconds. All later calls are limited, too, and a later run in the process is not."""
+    monkeypatch.setattr(signals, "LAST_CALL", 0.2)
+    calls = []
+
+    def hang(completions, **_):
+        calls.append(time.monotonic())
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    with StopSignals(World()) as stop:
+        reward = replace(Reward("hang", hang), max_seconds=1800.0).on(stop.world)
+        stop.can_stop = lambda: False
+        with pytest.raises(RewardFailed, match=r"reward hang, for 1 completions: the call took more than 0\.2 seconds"):
+            reward(completions=["a"])
+        stop.can_stop = lambda: True
+        reward(completions=["a"])
+    assert stop.exit_code == PREEMPTED and calls[1] - calls[0] < 30
+    assert time_limit.longest == float("inf")
 
 
 def test_a_later_signal_ends_the_process(monkeypatch):
