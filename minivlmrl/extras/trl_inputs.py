@@ -1,10 +1,11 @@
-"""A callback for TRL's trainers that checks that every image of the first step reaches the loss.
+"""A callback for TRL's trainers that checks that every image of the first step reaches the model's outputs.
 
 docs/library.md shows how to use it. The callback also works with transformers' own Trainer.
 """
 
 import warnings
-from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -25,46 +26,42 @@ MEDIA = {
 }
 # outputs of a model from which a loss is computed; the first one that exists is compared
 OUTPUTS = ("log_probs", "logits", "loss")
+MOST_IMAGES = 8  # images of a row that are made gray, one after the other
 ADVICE = (
     "The training continues, but it does not learn from all images. Check the rows, the collator, "
     "the attention mask and the model."
 )
 
 
-@dataclass
-class Forward:
-    """A forward pass of the first step whose outputs have a gradient."""
-
-    arguments: dict[str, Any]
-    shown: dict[str, Tensor]  # {argument: patches, which get gradients in the backward pass}
-    at_text: list[Tensor] = field(default_factory=list)  # gradients at the token embeddings, (B, T)
-
-
 class InputCheck(TrainerCallback):
-    """Warns if an image or a video of the first step does not reach the loss.
+    """Warns if an image or a video of the first step does not reach the outputs, or the loss a trained parameter.
 
-    The loss must have a gradient at each image that comes before a token to train on, and the outputs of the model must
-    change if the images are gray. The gradients are those of the step itself. The only additional work is two forward
-    passes without gradients, which are omitted if the weights are sharded. Weights and random numbers are not changed.
+    Two facts are observed: whether the outputs of the first micro-batch change if an image before a token to train on
+    is gray, and which trained parameters get a gradient. The step's own graph is not touched: gray images are compared
+    in forward passes without gradients, one for each image of a row and one more. They are omitted if the weights are
+    sharded. Weights and random numbers are not changed.
 
     `problems` has the warnings, or is empty.
     """
 
     def __init__(self):
         self.problems: list[str] = []
-        self.forwards: list[Forward] = []
+        self.trained: set[str] = set()  # names of parameters that require a gradient
+        self.reached: set[str] = set()  # those that got one
         self.hooks: list[Any] = []
         self.is_done = False
+        self.has_media = False
         self.is_comparing = False  # True while the model runs with other images
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         if self.is_done or self.hooks or model is None:
             return
-        embedding = model.get_input_embeddings()
-        self.hooks = [
-            model.register_forward_pre_hook(self._watch_images, with_kwargs=True),
-            embedding.register_forward_hook(self._watch_text),
-        ]
+        self.hooks = [model.register_forward_pre_hook(self._look, with_kwargs=True)]
+        if not is_sharded(model):
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    self.trained.add(name)
+                    self.hooks.append(parameter.register_hook(partial(self._reach, name)))
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         if self.is_done or model is None:
@@ -72,39 +69,35 @@ class InputCheck(TrainerCallback):
         self.is_done = True
         for hook in self.hooks:
             hook.remove()
-        for forward in self.forwards:
-            self.problems += gradient_problems(forward, model.config)
-        self.forwards, self.hooks = [], []
+        missing = sorted(self.trained - self.reached)
+        if missing and self.has_media:
+            self.problems.append(
+                f"{len(missing)} of {len(self.trained)} trained parameters get no gradient, for example {missing[0]}"
+            )
         self.problems = list(dict.fromkeys(self.problems))
         for problem in self.problems:
             warnings.warn(f"step {state.global_step}: {problem}. {ADVICE}", stacklevel=2)
 
-    def _watch_images(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
+    def _reach(self, name: str, gradient: Tensor):
+        self.reached.add(name)
+
+    def _look(self, model: nn.Module, args: tuple, kwargs: dict):
         if self.is_comparing or not torch.is_grad_enabled():
-            return None
-        shown = {}
+            return
+        shown = []
         for kind, (pixels, _, token) in MEDIA.items():
             ids, number = kwargs.get("input_ids"), getattr(model.config, token, None)
             if isinstance(kwargs.get(pixels), Tensor):
-                shown[pixels] = kwargs[pixels].detach().clone().requires_grad_()
+                shown.append(kind)
             elif ids is not None and number is not None and (ids == number).any():
                 self.problems.append(f"the tokens have places for {kind}s, but there are no {kind}s")
-        if shown and not self.forwards and not is_sharded(model):
+        if shown and not self.has_media and not is_sharded(model):
             self.is_comparing = True
             try:
-                self.problems += gray_problems(model, args, kwargs, list(shown))
+                self.problems += gray_problems(model, args, kwargs, shown)
             finally:
                 self.is_comparing = False
-        self.forwards.append(Forward(kwargs, shown))
-        return args, kwargs | shown
-
-    def _watch_text(self, embedding: nn.Module, args: tuple, embeds: Tensor):
-        if self.is_comparing or not torch.is_grad_enabled() or not self.forwards:
-            return
-        if not embeds.requires_grad:  # the weights are frozen, for example with LoRA
-            embeds.requires_grad_()
-        at_text = self.forwards[-1].at_text
-        embeds.register_hook(lambda slope: at_text.append(slope.detach().abs().float().sum(-1)))
+        self.has_media = self.has_media or bool(shown)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -112,21 +105,42 @@ def is_sharded(model: nn.Module) -> bool:
     return any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in model.parameters())
 
 
-def gray_problems(model: nn.Module, args: tuple, kwargs: dict, names: list[str]) -> list[str]:
-    """Run the model with its images and with gray images; return a warning if nothing changes."""
-    gray = {name: torch.zeros_like(kwargs[name]) for name in names}
-    texts = []
-    for images in ({}, gray):
-        # the same random numbers for both, and for the step as without the callback
-        with torch.no_grad(), torch.random.fork_rng():
-            texts.append(text_outputs(model(*args, **kwargs | images), model, kwargs.get("input_ids")))
-    if torch.equal(*texts):
-        return ["the outputs of the model do not change if the images are gray"]
-    return []
+def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str]) -> list[str]:
+    """Return a warning for each kind of media that can be made gray without a change of the outputs."""
+
+    def outputs(**changed: Tensor) -> Tensor:
+        # the same random numbers for all passes, and for the step as without the callback; checkpointing warns that
+        # there are no gradients
+        with torch.no_grad(), torch.random.fork_rng(), warnings.catch_warnings(action="ignore"):
+            return text_outputs(model(*args, **kwargs | changed), model, kwargs.get("input_ids"))
+
+    problems = []
+    original = outputs()
+    for kind in kinds:
+        pixels, grid, token = MEDIA[kind]
+        grids = kwargs.get(grid)
+        sizes = [1] * len(kwargs[pixels]) if grids is None else grids.prod(1).tolist()
+        unseen = []
+        for images in rounds_of_media(kwargs, sizes, getattr(model.config, token, None)):
+            parts = list(kwargs[pixels].split(sizes))
+            for image, _ in images:
+                parts[image] = torch.zeros_like(parts[image])
+            changed = outputs(**{pixels: torch.cat(parts)}) != original
+            # a loss has no rows
+            by_row = changed.flatten(1).any(1) if changed.dim() > 1 else changed.any().expand(len(sizes))
+            unseen += [image for image, row in images if not (by_row.any() if row is None else by_row[row])]
+        if unseen:
+            problems.append(
+                f"the outputs of the model do not change if {len(unseen)} of {len(sizes)} {kind}s of a micro-batch are "
+                f"gray, for example the {kind} with the index {min(unseen)}"
+            )
+    # Weights that autocast has cached here have no gradient.
+    torch.clear_autocast_cache()
+    return problems
 
 
 def text_outputs(outputs: Any, model: nn.Module, ids: Tensor | None) -> Tensor:
-    """Return the outputs at all tokens but those of images and videos, from which a loss is computed."""
+    """Return the outputs from which a loss is computed, with 0 at the tokens of images and videos."""
     output = next((outputs.get(name) for name in OUTPUTS if outputs.get(name) is not None), None)
     if output is None:
         raise ValueError(
@@ -135,55 +149,36 @@ def text_outputs(outputs: Any, model: nn.Module, ids: Tensor | None) -> Tensor:
         )
     if ids is None or output.dim() < 2 or ids.shape[1] < output.shape[1]:
         return output
-    is_text = torch.ones_like(ids, dtype=torch.bool)
+    is_media = torch.zeros_like(ids, dtype=torch.bool)
     for _, _, token in MEDIA.values():
-        is_text &= ids != getattr(model.config, token, -1)
+        is_media |= ids == getattr(model.config, token, -1)
     # TRL computes the outputs of the last tokens only
-    return output[is_text[:, -output.shape[1] :]]
+    is_media = is_media[:, -output.shape[1] :]
+    return output.masked_fill(is_media.view(*is_media.shape, *[1] * (output.dim() - 2)), 0)
 
 
-def gradient_problems(forward: Forward, config: Any) -> list[str]:
-    """Return a warning for each kind of media at which the loss has no gradient.
+def rounds_of_media(arguments: dict, sizes: list[int], token: int | None) -> list[list[tuple[int, int | None]]]:
+    """Return lists of (image, its row), each with one image or video of each row.
 
-    A row without any gradient is ignored, because completions with an advantage of 0 have none.
-    """
-    problems = []
-    for kind, (pixels, grid, token) in MEDIA.items():
-        if pixels not in forward.shown:
-            continue
-        leaf = forward.shown[pixels]
-        at_pixels = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        grids = forward.arguments.get(grid)
-        sizes = [1] * len(leaf) if grids is None else grids.prod(1).tolist()
-        is_seen = seen_media(forward, sizes, getattr(config, token, None))
-        parts = at_pixels.split(sizes)
-        missing = [i for i, part in enumerate(parts) if is_seen[i] and not part.any()]
-        if missing:
-            problems.append(
-                f"the loss has no gradient at {len(missing)} of {len(sizes)} {kind}s of a "
-                f"micro-batch, for example at the {kind} with the index {missing[0]}"
-            )
-    return problems
-
-
-def seen_media(forward: Forward, sizes: list[int], token: int | None) -> list[bool]:
-    """Return for each image or video whether a token to train on comes after it in its row.
+    Only media before a token to train on are returned, because others have no effect. If the tokens do not tell the
+    rows, one list has all media, and None as their rows.
 
     Args:
+        arguments: the model's arguments.
         sizes: number of patches of each image or video.
-        token: id of its tokens. Without this id, all images count as seen.
+        token: id of its tokens.
     """
-    ids = forward.arguments.get("input_ids")
+    ids = arguments.get("input_ids")
     if ids is None or token is None or not (ids == token).any():
-        return [True] * len(sizes)
-    labels = forward.arguments.get("labels")
-    at_text = torch.stack(forward.at_text).sum(0) if forward.at_text else torch.zeros(ids.shape)
+        return [[(image, None) for image in range(len(sizes))]]
+    labels = arguments.get("labels")
     places = (ids == token).flatten().nonzero()[:, 0]
-    is_seen = []
+    rows: dict[int, list[tuple[int, int | None]]] = {}
     first = 0  # number of patches before the image; all images have as many patches per token
-    for size in sizes:
+    for image, size in enumerate(sizes):
         row, column = divmod(int(places[first * len(places) // sum(sizes)]), ids.shape[1])
-        has_label = labels is None or bool((labels[row, column:] != -100).any())
-        is_seen.append(has_label and bool(at_text[row].any()))
+        if labels is None or (labels[row, column:] != -100).any():
+            rows.setdefault(row, []).append((image, row))
         first += size
-    return is_seen
+    rounds = zip_longest(*(images[:MOST_IMAGES] for images in rows.values()))
+    return [[image for image in images if image is not None] for images in rounds]

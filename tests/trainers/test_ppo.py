@@ -9,6 +9,7 @@ from minivlmrl.losses import ppo
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.logprobs import completion_states, per_token_logps
 from minivlmrl.model.value_head import load_value_model
+from minivlmrl.rewards.registry import REWARDS
 from tests.helpers.stages import completions_of, letter_rewards, main, snapshot
 from tests.helpers.tiny import pack
 
@@ -67,6 +68,15 @@ def test_completions_without_a_reward_are_masked(stage, samples, script):
     assert not batch.advantages[~batch.loss_mask.bool()].any()
     line = run.update()
     assert line["reward"] == 0.5 and math.isfinite(line["loss"])
+
+
+def test_a_completion_with_one_of_two_rewards_is_trained_on(stage, samples, script, monkeypatch):
+    """It has no reward only if all reward functions return None."""
+    script([1.0, None, 0.0, 0.5, None, None, 1.0, 0.0])
+    monkeypatch.setitem(REWARDS, "other", lambda completions, **_: [0.5, None, None, 0.5, 0.5, 1.0, 0.5, 0.5])
+    run = stage("ppo", "--ppo.micro_batch_size=4", "--rewards={letters: 1, other: 1}")
+    [batch] = run.next()
+    assert batch.loss_mask.any(1).tolist() == [True, False, True, True, True, True, True, True]
 
 
 def test_the_critic_is_a_head_on_the_policy(stage):
