@@ -15,6 +15,7 @@ COMMANDS = {  # name: (module:function, one sentence)
     "report": ("minivlmrl.commands.report:main", "write an HTML report of one run or two runs"),
     "evaluate": ("minivlmrl.commands.evaluate:main", "answer the rows of a file and score them"),
     "generate": ("minivlmrl.commands.evaluate:generate_main", "answer the rows of a file"),
+    "convert": ("minivlmrl.extras.convert.command:main", "write rows of other projects in the form that a run reads"),
     "check": ("minivlmrl.extras.check.command:main", "find problems of a recipe before training"),
     "memory": ("minivlmrl.extras.memory:main", "estimate the GPU memory that a run needs"),
     "replay": ("minivlmrl.extras.replay.command:main", "repeat a run or a step, and compare"),

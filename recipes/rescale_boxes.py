@@ -4,7 +4,7 @@
     python recipes/rescale_boxes.py rows.jsonl resized --min_pixels=3136 --max_pixels=12845056 > rescaled.jsonl
 
 Each row must have one `image`, or a list `images` with one path, relative to the file. Answers are in `completion`,
-`chosen`, `rejected`, `messages` or `conversations`. Boxes are written as [x1, y1, x2, y2], data-bbox="..." or
+`chosen`, `rejected` or `messages`. Boxes are written as [x1, y1, x2, y2], data-bbox="..." or
 <|box_start|>...<|box_end|>, points as "point_2d": [x, y]. The column `solution` stays in the file's pixels, because
 rewards expect pixels.
 """
@@ -24,7 +24,7 @@ CORNERS = BETWEEN.join([f"({NUMBER})"] * 4)
 BOX = re.compile(rf'(\[\s*|data-bbox="\s*|<\|box_start\|>\s*\(\s*){CORNERS}(\s*\)\s*<\|box_end\|>|\s*\]|\s*")')
 # only after its key, because [1, 2] in a text could be anything
 POINT = re.compile(rf'("point_2d"\s*:\s*\[\s*)({NUMBER}){BETWEEN}({NUMBER})(\s*\])')
-ANSWERS = ("completion", "chosen", "rejected", "messages", "conversations")
+ANSWERS = ("completion", "chosen", "rejected", "messages")
 
 
 def rescale(text: str, size: tuple[int, int], target: tuple[float, float], digits: int | None = None) -> str:
@@ -54,9 +54,9 @@ def rescale_answer(answer, convert: Callable[[str], str]):
         return convert(answer)
     if isinstance(answer, list):
         return [rescale_answer(turn, convert) for turn in answer]
-    if not isinstance(answer, dict) or answer.get("role", answer.get("from", "assistant")) not in ("assistant", "gpt"):
+    if not isinstance(answer, dict) or answer.get("role", "assistant") != "assistant":
         return answer
-    names = ("content", "value", "text")
+    names = ("content", "text")
     return answer | {name: rescale_answer(answer[name], convert) for name in names if name in answer}
 
 

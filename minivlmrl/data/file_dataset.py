@@ -1,64 +1,27 @@
-"""Read a file's or dataset folder's rows as Row: prompt, answers, columns, images, videos.
-
-row_files.py reads a row's columns, formats.py converts other projects' formats, and
-media.py finds images and videos. This file converts the columns to messages and answers. docs/rows.md has examples.
-"""
+"""The rows of a file or of a folder with files, which are read one by one when they are used."""
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
-from itertools import chain
 from os.path import getsize, isdir, isfile, normpath
 from pathlib import Path
-from types import UnionType
 
 import PIL.Image
 
 from minivlmrl.config.options import RowOptions
 from minivlmrl.config.types import Plain
-from minivlmrl.data.chat_template import render
+from minivlmrl.data.columns import ANSWERS, READ, ForeignLayoutError, find_format
 from minivlmrl.data.file_rows import FileRows
-from minivlmrl.data.formats import QUESTION_FORMATS, ROLES, ForeignLayoutError, check_columns, find_format, to_columns
-from minivlmrl.data.media import (
-    SAMPLING_OPTIONS,
-    TEXTS,
-    Media,
-    check_unread,
-    fetch_image,
-    files_of,
-    open_image,
-    place_media,
-    read_media,
-)
-from minivlmrl.data.messages import (
-    LOSS_KEYS,
-    MARK,
-    add_system_prompt,
-    as_turns,
-    check_ends,
-    check_messages,
-    check_turns,
-    is_trained,
-    part_kind,
-    put_in_template,
-    shown_parts_of,
-    text_of,
-)
+from minivlmrl.data.media import SAMPLING_OPTIONS, Media, fetch_image, files_of, open_image
+from minivlmrl.data.read_row import answer_image_parts, read_row
 from minivlmrl.data.row_files import convert_advice, open_rows
 from minivlmrl.data.row_summary import count_words
-from minivlmrl.data.rows import REWARD_ARGUMENTS, Row
+from minivlmrl.data.rows import Row
 from minivlmrl.data.video import Video, VideoFile, load_video, outline_video
-from minivlmrl.errors import check_field, did_you_mean, error_context
+from minivlmrl.errors import error_context
 from minivlmrl.files import digest
-
-# {column with text: allowed types}. A row may have only one column in PROMPTS, see _split_columns.
-PROMPTS = {"problem": str, "prompt": str | list, "messages": list}
-ANSWERS = {"completion": str | list, "chosen": str | list, "rejected": str | list}
-TEXT_COLUMNS = PROMPTS | ANSWERS
-TYPE_WORDS = {str: "text", list: "a list of turns", str | list: "text or a list of turns"}
 
 
 class FileDataset(FileRows):
@@ -73,6 +36,7 @@ class FileDataset(FileRows):
         constants: columns that are added to every row.
         checks_files: False does not ask the file system for the rows' images and videos. On
             several ranks, only rank 0 asks, because a shared file system is slow at such questions.
+        reads: columns that a stage or a reward reads, besides `required`; None stands for all columns.
         options: RowOptions fields.
 
     Raises:
@@ -86,12 +50,15 @@ class FileDataset(FileRows):
         limit: int | None = None,
         constants: Mapping[str, Plain] | None = None,
         checks_files: bool = True,
+        reads: Collection[str] | None = None,
         **options,
     ):
+        self.path = path
         self.checks_files = checks_files
         self.options = RowOptions(**options)
         self.convert = find_format(self.options.format) if self.options.format else dict
         self.required = required
+        self.reads = reads or ()
         self.source = open_rows(path)
         self.constants = dict(constants or {})
         self.size = len(self.source) if limit is None else min(limit, len(self.source))
@@ -105,9 +72,12 @@ class FileDataset(FileRows):
         self.columns = ()
         missing_files = []
         column_names = set()
+        unread = set()
         for index in range(self.size):
             row, media = self.read(index)
             column_names.update(row.columns)
+            unread.update(name for name, value in row.columns.items() if value is not None)
+            unread.update(name for name in ANSWERS if getattr(row, name) is not None)
             missing_files += self._count(row, media)
         if missing_files:
             raise ValueError(
@@ -116,6 +86,11 @@ class FileDataset(FileRows):
                 "data.image_root to the folder from which the paths of the rows start."
             )
         self.columns = sorted(column_names)
+        self.unread = (
+            []
+            if reads is None
+            else sorted(unread - {*reads, *required, *READ, *self.options.columns.values(), *self.constants})
+        )
 
     def _count(self, row: Row, media: list[Media]) -> list[str]:
         """Add a row to `counts` and `prompt_hashes`.
@@ -155,9 +130,10 @@ class FileDataset(FileRows):
         with error_context(where):
             columns = self.convert(columns)
             try:
-                row, media = read_row(columns, self.required, self.options, self.folder)
+                row, media = read_row(columns, self.required, self.options, self.folder, self.reads)
             except ForeignLayoutError as error:
-                raise ValueError(f"{error}; {convert_advice(self.source.path)}") from error
+                advice = convert_advice(self.path, self.options.format, self.options.columns)
+                raise ValueError(f"{error}; {advice}") from error
         row.where = where
         row.columns = dict.fromkeys(self.columns) | row.columns | self.constants
         return row, media
@@ -260,289 +236,3 @@ def check_inside(folder: Path, files: list[tuple[str | bytes, str]]):
                 f"the file {source!r} is outside of the folder {folder}, but rows of a data set "
                 "from the hub may only use files in the folder of the data set"
             )
-
-
-def answer_image_parts(row: Row) -> list[dict]:
-    """Return the image parts in all answers of a row."""
-    parts = []
-    for answer in (row.completion, row.chosen, row.rejected):
-        if isinstance(answer, list):
-            parts += shown_parts_of(answer)
-    return parts
-
-
-def read_row(columns: dict, required: Sequence[str], options: RowOptions, folder: Path) -> tuple[Row, list[Media]]:
-    """Convert a row's columns to a Row without images, and list its media in order.
-
-    Args:
-        columns: the row's columns, as in the file.
-        required: columns that the row must have; "problem" stands for any prompt column.
-        options: options for all rows in the file.
-        folder: folder that relative paths start from.
-    """
-    # NaN, which differs from itself, is dropped, because pandas writes NaN for a missing value.
-    file_columns = {name: value for name, value in columns.items() if value == value}
-    columns = to_columns(file_columns, options.columns)
-    check_columns(columns, required)
-    row_media = read_media(columns)
-    if "{problem}" not in options.prompt_template:
-        question_columns = [name for name in PROMPTS if columns.get(name) is not None]
-        check_field(
-            not question_columns,
-            "data.prompt_template",
-            options.prompt_template,
-            f"a text that contains {{problem}}, because the row has {question_columns}",
-        )
-        columns = columns | {"problem": options.prompt_template}
-        options = replace(options, prompt_template="{problem}")
-    known = {*options.columns, *required}
-    try:
-        messages, media, answers = read_conversation(columns, row_media, options)
-    except ValueError:
-        # An image under an unknown name better explains an <image> tag without an image.
-        others = {name: value for name, value in columns.items() if name not in TEXTS}
-        check_unread(others, [*chain(*row_media.values())], folder, known)
-        raise
-    for name in required:
-        if name != "problem" and name not in answers and columns.get(name) is None:
-            existing_columns = sorted(column for column in file_columns if file_columns[column] is not None)
-            raise ValueError(
-                f"column {name!r} is missing; the row has {existing_columns}. Rename a column with "
-                f"data.columns: {{YOURS: {name}}}"
-                f"{did_you_mean(name, existing_columns)}{_reward_hint(name)}"
-            )
-    row = Row(
-        messages,
-        [],
-        columns,
-        completion=answers.get("completion"),
-        chosen=answers.get("chosen"),
-        rejected=answers.get("rejected"),
-    )
-    shown = [*media, *(part["image"] for part in answer_image_parts(row))]
-    if shown:  # a row with images may keep another one under the name that data.columns gives it
-        known |= {*options.columns.values()}
-    check_unread(columns, shown, folder, known)
-    return row, media
-
-
-def _reward_hint(column: str) -> str:
-    """Return the end of the message that a column is missing, if only a reward can need it."""
-    if column in (*ANSWERS, "label", "solution"):
-        return ""
-    return (
-        f". A reward function has the argument {column!r}; besides columns of the rows, its "
-        f"arguments may be {', '.join(sorted(REWARD_ARGUMENTS))}"
-    )
-
-
-def read_conversation(
-    row: dict, row_media: dict[str, list[Media]], options: RowOptions
-) -> tuple[list[dict], list[Media], dict[str, str | list[dict]]]:
-    """Split a row into its prompt, its media and its answers.
-
-    Args:
-        row: {column: value}; the value None counts as missing. The following columns are read. A list of turns is a
-            list of messages, as in chat_template.render.
-            problem: the question's text, which is inserted into prompt_template.
-            prompt: the question's text, or a list of turns, whose last user turn has the
-                question.
-            messages: a conversation. The turns before the first assistant turn are the prompt, and the remaining turns
-                are the completion.
-            completion, chosen, rejected: an answer, which is a text or a list of turns that begins and ends with an
-                assistant turn. If the row has no prompt, `chosen` and `rejected` are whole conversations, and their
-                common first turns are the prompt (TRL's implicit prompt).
-        row_media: {"image" or "video": media from the row's columns}.
-        options: options for all rows in the file.
-
-    Returns:
-        The prompt's messages, its media in order, and {column: answer}.
-    """
-    row_texts = {column: row[column] for column in TEXT_COLUMNS if row.get(column) is not None}
-    for column, text_or_turns in row_texts.items():
-        with error_context(f"column {column!r}"):
-            _check_column(text_or_turns, TEXT_COLUMNS[column], column == "prompt")
-    pair = ("chosen", "rejected")
-    rendered = [render(as_turns(row_texts[name])) for name in pair if name in row_texts]
-    if len(rendered) == 2 and rendered[0] == rendered[1]:
-        raise ValueError("the columns 'chosen' and 'rejected' are equal; remove the row")
-    prompt_column, prompt, answers = _split_columns(row_texts, row)
-    prompt = _add_system(row.get("system"), prompt)
-    if options.train_answers == "last":
-        prompt, answers = _keep_last(prompt, answers)
-    place = partial(_place_turns, prompt, row_media, options)
-    messages = None
-    for answer_column, answer in answers.items():
-        column = answer_column if answer_column in row_texts else prompt_column
-        with error_context(f"column {column!r}"):
-            turns = as_turns(answer)
-            _check_answer(turns)
-            if _shows_images(turns):
-                messages, media, answers[answer_column] = _place_answer(place, turns)
-    if messages is None:
-        with error_context(f"column {prompt_column!r}"):
-            messages, media = place()
-    return messages, media, answers
-
-
-def _check_column(text_or_turns: Plain, types: type | UnionType, is_prompt: bool):
-    """Raise ValueError unless a column is a text, or a list of turns that can be rendered."""
-    if not isinstance(text_or_turns, types):
-        raise ValueError(f"the value must be {TYPE_WORDS[types]}, but it is {text_or_turns!r:.40}")
-    turns = as_turns(text_or_turns)
-    check_messages(turns)
-    roles = [turn["role"] for turn in turns]
-    if not turns or not set(roles) <= set(ROLES):
-        raise ValueError(
-            f"there must be at least one turn, and the roles must be {', '.join(ROLES)}, but the roles are {roles}"
-        )
-    check_turns(turns, is_prompt)
-
-
-def _check_answer(turns: list[dict]):
-    """Raise ValueError if an answer's assistant turn is empty or blank."""
-    check_ends(turns)
-    for turn in turns:
-        is_blank = not text_of(turn).strip() and not turn.get("tool_calls")
-        if turn["role"] == "assistant" and is_blank:
-            raise ValueError("an answer is empty or blank; add its text or remove the row")
-    if not any(map(is_trained, turns)):
-        raise ValueError(f"no turn of the answer is trained, because all have one of {', '.join(LOSS_KEYS)}; remove it")
-
-
-def _add_system(text: Plain, prompt: str | list[dict]) -> str | list[dict]:
-    """Put the text of the column `system` before a prompt as its system message."""
-    if text in (None, ""):
-        return prompt
-    if not isinstance(text, str):
-        raise ValueError(f"column 'system': the value must be text, but it is {text!r:.40}")
-    turns = as_turns(prompt, "user")
-    if turns and turns[0]["role"] == "system":
-        if text_of(turns[0]) == text:
-            return prompt
-        raise ValueError(
-            "column 'system': the turns begin with another system message; remove the column or the system message"
-        )
-    return [{"role": "system", "content": text}, *turns]
-
-
-def _shows_images(turns: list[dict]) -> bool:
-    """Return True if an answer has an image or video part, or a tag such as <image>.
-
-    Tags in assistant turns do not count, because they are ordinary text there.
-    """
-    for turn in turns:
-        if turn["role"] != "assistant" and MARK.search(text_of(turn)):
-            return True
-    return bool(shown_parts_of(turns))
-
-
-def _place_answer(place: Callable, turns: list[dict]) -> tuple[list[dict], list[Media], list[dict]]:
-    """Return the prompt's messages, the prompt's media, and the answer.
-
-    Each image part in the answer contains its Media under the key "image".
-    """
-    conversation, media = place(turns)
-    answer = conversation[-len(turns) :]
-    shown_parts = shown_parts_of(answer)
-    if any(part_kind(part) == "video" for part in shown_parts):
-        raise ValueError("a video after the first assistant turn is not supported; move it into the prompt")
-    # The last media belong to the answer, because the media are in the parts' order.
-    for part in reversed(shown_parts):
-        part["image"] = media.pop()  # FileDataset.__getitem__ loads the image
-    return conversation[: -len(turns)], media, answer
-
-
-def _place_turns(
-    prompt: str | list[dict], row_media: dict[str, list[Media]], options: RowOptions, answer: Sequence[dict] = ()
-) -> tuple[list[dict], list[Media]]:
-    """Return the messages for a prompt and an answer, and their media in order."""
-    turns = as_turns(prompt, "user")
-    if turns and turns[-1]["role"] == "assistant":
-        raise ValueError("the prompt ends with an assistant turn; move this turn into the column of the answer")
-    if options.prompt_template != "{problem}":
-        turns = put_in_template(options.prompt_template, turns)
-    messages, media = place_media([*turns, *answer], row_media, options)
-    return add_system_prompt(messages, options.system_prompt), media
-
-
-def _split_columns(row_texts: dict, row: dict) -> tuple[str, str | list[dict], dict]:
-    """Split a row's text columns into a prompt and answers.
-
-    Returns:
-        The prompt column's name, the prompt, and {column: answer}.
-    """
-    prompt_columns = [column for column in row_texts if column in PROMPTS]
-    if prompt_columns == ["messages"] and "completion" in row_texts:
-        prompt_columns.append("completion")
-    if len(prompt_columns) > 1:
-        raise ValueError(
-            f"the row has both columns {prompt_columns[0]!r} and {prompt_columns[1]!r}, but only "
-            "one of them is allowed; remove the other one"
-        )
-    answers = {column: value for column, value in row_texts.items() if column in ANSWERS}
-    if not prompt_columns:
-        prompt, answers = _implicit_prompt(answers, sorted(row))
-        return "chosen", prompt, answers
-    prompt = row_texts[prompt_columns[0]]
-    if prompt_columns == ["messages"]:
-        answer_start = [turn["role"] for turn in prompt].index("assistant")
-        answers = {"completion": prompt[answer_start:], **answers}
-        prompt = prompt[:answer_start]
-    return prompt_columns[0], prompt, answers
-
-
-def _keep_last(
-    prompt: str | list[dict], answers: dict[str, str | list[dict]]
-) -> tuple[str | list[dict], dict[str, str | list[dict]]]:
-    """Move the turns before a conversation's last answer into the prompt.
-
-    Args:
-        prompt: text or turns.
-        answers: {column: answer}.
-
-    Raises:
-        ValueError: a pair's answers have different turns before their last answers.
-    """
-    earlier = []  # for each answer, its turns up to the last one that is not the assistant's
-    last = {}
-    for name, answer in answers.items():
-        turns = as_turns(answer)
-        end = max((i + 1 for i, turn in enumerate(turns) if turn["role"] != "assistant"), default=0)
-        earlier.append(turns[:end])
-        last[name] = turns[end:] if 0 < end < len(turns) else answer
-    if not any(earlier):
-        return prompt, answers
-    if any(turns != earlier[0] for turns in earlier):
-        raise ValueError(
-            f"data.train_answers is last, but the columns {' and '.join(answers)} have different "
-            "turns before their last answers, so they have no common prompt; set "
-            "data.train_answers to all, or make these turns equal"
-        )
-    return [*as_turns(prompt, "user"), *earlier[0]], last
-
-
-def _implicit_prompt(answers: dict, columns: list[str]) -> tuple[list[dict], dict]:
-    """Split the conversations `chosen` and `rejected` after the turns that both begin with.
-
-    Returns:
-        The common first turns, which are the prompt, and {column: answer} with the other turns.
-    """
-    chosen = answers.get("chosen")
-    rejected = answers.get("rejected")
-    if not isinstance(chosen, list) or not isinstance(rejected, list):
-        chosen = rejected = []
-    num_shared = 0  # number of first turns that are equal in `chosen` and `rejected`
-    for chosen_turn, rejected_turn in zip(chosen, rejected, strict=False):
-        if chosen_turn != rejected_turn:
-            break
-        num_shared += 1
-    if num_shared == 0:
-        raise ValueError(
-            f"column 'problem' is missing; the row has {columns}. Rename the column of the "
-            "question with data.columns: {YOURS: problem}, set the same question for all rows with "
-            "data.prompt_template: 'What is it?', or use the columns of another format: "
-            f"{', '.join(QUESTION_FORMATS)}."
-        )
-    endings = {"chosen": chosen[num_shared:], "rejected": rejected[num_shared:]}
-    return chosen[:num_shared], answers | endings

@@ -15,6 +15,7 @@ class FileRows(Sequence[Row]):
 
     # for each row, a hash of its prompt and, on rank 0, of its image and video file sizes
     prompt_hashes: list[int]
+    unread: list[str]  # columns that no stage and no reward reads
 
     @abstractmethod
     def describe(self) -> str:
@@ -65,6 +66,10 @@ class RowSelection(FileRows):
     def outline(self, index: int) -> Row:
         part, row = self.picks[index]
         return self.parts[part].outline(row)
+
+    @property
+    def unread(self) -> list[str]:
+        return sorted({name for part in self.parts for name in part.unread})
 
     @property
     def prompt_hashes(self) -> list[int]:

@@ -18,6 +18,7 @@ from PIL.Image import Image
 from minivlmrl.config.options import ImageOptions, RowOptions, VideoOptions
 from minivlmrl.config.parsing import check_values
 from minivlmrl.config.types import Plain
+from minivlmrl.data.columns import MEDIA, TEXTS
 from minivlmrl.data.image import load_image
 from minivlmrl.data.messages import (
     add_placeholders,
@@ -47,7 +48,6 @@ FILE_NAMES = {
 ARTICLES = {"image": "an image", "video": "a video"}
 # first bytes of JPEG, PNG, GIF, WebP, BMP and TIFF files
 MAGIC = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*", re.DOTALL)
-COLUMNS = {"image": "image", "images": "image", "video": "video", "videos": "video"}
 # keys under which a message part can contain its source
 SOURCES = {kind: (kind, f"{kind}_url", "url", "path", "base64", "source") for kind in ("image", "video")}
 # keys of a source that is an object, see _source_in; the detail "low" asks for a smaller image
@@ -62,14 +62,6 @@ PROGRAMS = "EPS", "IPTC", "WMF"
 # limit; an image of this size takes half a GiB as RGB.
 MAX_IMAGE_PIXELS = 178_956_970
 
-# columns with texts from the conversation or an answer, which may name files
-ANSWERS = ("solution", "completion", "chosen", "rejected")
-TEXTS = {
-    "problem", "prompt", "messages", "conversations", "question", "query", "instruction", "input",
-    "prefix", "suffix", "history", "system", "response", "output", "answer", "ground_truth",
-    "reward_model", "rejected_response", *ANSWERS,
-}  # fmt: skip
-TEXT_KEYS = ("content", "text", "value", "role", "from", "type", "ground_truth")
 EMPTY = (None, "", [], [None], [""])  # media column values that stand for no image or video
 
 Source = str | Path | bytes
@@ -183,7 +175,7 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
         {"image" or "video": media in the column's order}. A kind without a column is missing.
     """
     row_media = {}
-    for name, kind in COLUMNS.items():
+    for name, kind in MEDIA.items():
         entries = columns.get(name)
         if entries in EMPTY:  # the row has no image, which some tools write as "" or [null]
             continue
@@ -191,9 +183,8 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
             raise ValueError(f"the row has both columns {kind!r} and {name!r}; use only one of them")
         if name == "video" or not isinstance(entries, list):
             entries = [entries]  # a list in the column `video` is a list of frames
-        entries = [entry for entry in entries if entry not in EMPTY]
         with error_context(f"column {name!r}"):
-            row_media[kind] = [_media(entry, kind) for entry in entries]
+            row_media[kind] = [_media(entry, kind) for entry in entries if entry not in EMPTY]
     return row_media
 
 
@@ -273,68 +264,48 @@ def check_options(kind: str, options: Mapping[str, float | None]) -> dict[str, P
 def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Collection[str]):
     """Raise ValueError if a column contains an image or video that the model would not see.
 
-    A path, a URL, a data URI, base64 text and bytes are recognised, in any column and at any depth. Conversation and
-    answer texts may name files, but must not contain encoded images.
+    A path, a URL, a data URI, base64 text and bytes are recognised at any depth.
 
     Args:
-        columns: {column: value}, as in the file and with the columns that a format added.
+        columns: {column: value}, as in the file.
         media: images and videos in the prompt and the answers.
         folder: folder that relative paths start from.
         known: columns that may contain other images: those that data.columns or a reward names.
     """
     sources = [source for item in media for source in _sources_of(item)]
-    answers = [columns[name] for name in ANSWERS if columns.get(name) is not None]
-    for name, value in columns.items():
-        if name in known or name in COLUMNS:
-            continue
-        has_texts = name in TEXTS or value in answers
-        for key, item in _leaves(value, name):
-            kind = _unread_kind(item, has_texts and key in (name, *TEXT_KEYS), folder)
-            if not media and not has_texts and item and MEDIA_NAME.fullmatch(name.lower()):
+    for name in columns.keys() - {*known, *MEDIA, *TEXTS, "solution", "system"}:
+        for item in _leaves(columns[name]):
+            kind = _unread_kind(item, folder)
+            if not media and item and MEDIA_NAME.fullmatch(name.lower()):
                 kind = kind or ("video" if "video" in name.lower() else "image")
             if not kind or any(_is_source(item, source) for source in sources):
                 continue
-            if has_texts:
-                cure = f"Write it as a part {{type: {kind}, {kind}: ...}}"
-            else:
-                target = f"{kind}s" if isinstance(value, list) else kind
-                cure = (
-                    f"Rename it with data.columns: {{{name}: {target}}}, remove it, or "
-                    f"keep it for a reward with data.columns: {{{name}: {name}}}"
-                )
-            place = f"column {name!r}" if key == name else f"column {name!r}, key {key!r},"
+            target = f"{kind}s" if isinstance(columns[name], list) else kind
             shown = f"{len(item)} bytes" if isinstance(item, bytes) else f"{item!r:.60}"
             raise ValueError(
-                f"{place} seems to contain {ARTICLES[kind]} that the model would not see: {shown}. {cure}."
+                f"column {name!r} seems to contain {ARTICLES[kind]} that the model would not see: {shown}. Rename it "
+                f"with data.columns: {{{name}: {target}}}, remove it, or keep it for a reward with data.columns: "
+                f"{{{name}: {name}}}."
             )
 
 
-def _leaves(value: Plain, key: str) -> Iterator[tuple[str, str | bytes]]:
-    """Yield the texts and bytes in nested lists and dicts, each with the nearest key.
-
-    From a dict with bytes and path, as datasets writes it, only the bytes are yielded.
-    """
-    if isinstance(value, dict) and isinstance(value.get("bytes"), str | bytes):
-        yield key, value["bytes"]
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            if name != "tool_calls":  # a tool's arguments are text, which the template writes
-                yield from _leaves(item, name)
-    elif isinstance(value, list):
+def _leaves(value: Plain) -> Iterator[str | bytes]:
+    """Yield the texts and bytes in nested lists and dicts; of bytes with their path, only the bytes."""
+    if isinstance(value, dict):
+        value = [value["bytes"]] if isinstance(value.get("bytes"), str | bytes) else [*value.values()]
+    if isinstance(value, list):
         for item in value:
-            yield from _leaves(item, key)
+            yield from _leaves(item)
     elif isinstance(value, str | bytes):
-        yield key, value
+        yield value
 
 
-def _unread_kind(item: str | bytes, is_text: bool, folder: Path) -> str | None:
+def _unread_kind(item: str | bytes, folder: Path) -> str | None:
     """Return "image" or "video" if a text or bytes are such a file or its name, otherwise None."""
     if isinstance(item, bytes):
         return "image" if MAGIC.match(item) else None
     if encoded := ENCODED.match(item):
         return encoded[1] if encoded[1] in SUFFIXES else "image"
-    if is_text:
-        return None
     for kind, pattern in FILE_NAMES.items():
         # a sentence can end with a file name, so a name with spaces must be a file's
         if pattern.fullmatch(item) and (" " not in item or os.path.isfile(join(folder, item))):

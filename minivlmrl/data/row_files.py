@@ -1,15 +1,15 @@
-"""Read rows from JSON Lines, JSON, CSV and parquet files, and from Hugging Face dataset folders.
+"""Read rows from JSON Lines, JSON and parquet files, and from data sets of the Hugging Face hub.
 
 Each row's text stays in memory (200,000 rows of 500 bytes take 100 MB) and is parsed each
 time the row is read. Rows in parquet files are read from disk.
 """
 
 import bisect
-import csv
 import functools
-import io
 import json
 import re
+import shlex
+from collections.abc import Callable, Mapping
 from datetime import date, time, timedelta
 from decimal import Decimal
 from os.path import isdir, isfile
@@ -17,18 +17,13 @@ from pathlib import Path
 
 from minivlmrl.config.types import Plain
 from minivlmrl.data.download import find_split, split_of
-from minivlmrl.data.formats import map_nested
 from minivlmrl.errors import check_field, error_context, optional_dependency
 from minivlmrl.json_files import check_downloaded, parse_json
 
-IMAGE_NAME = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
 # Parquet values of these types are converted to text, because JSON does not support the types.
 NO_JSON_TYPES = date, time, timedelta, Decimal
 SEPARATOR = re.compile(r"\s*([\[,\]])\s*")  # what begins a list, separates its items, or ends it
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-BOOL_OR_NUMBER = re.compile(r"(?i)true|false|-?\d*\.?\d+")
-# columns in a CSV file whose cells can contain JSON
-JSON_COLUMNS = "messages", "prompt", "conversations", "images", "videos", "objects", "reward_model"
 
 
 def open_rows(path: str | Path) -> "Lines | Arrow":
@@ -51,22 +46,29 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
         return Arrow(split_files, is_downloaded=True)
     if path.suffix == ".parquet":
         return Arrow([path])
-    return Cells(path) if path.suffix in (".csv", ".tsv") else Lines(path)
+    if path.suffix in (".csv", ".tsv", ".yaml", ".yml"):
+        raise ValueError(f"{path}: rows are not read from {path.suffix} files; {convert_advice(path)}")
+    return Lines(path)
 
 
-def convert_advice(path: Path) -> str:
-    """Return the command that converts a data file to a layout that minivlmrl reads."""
-    new = path.with_name(f"{path.stem}_converted.jsonl")
-    return f"convert the file once with `python recipes/convert_rows.py {path} > {new}`, and use the new file"
+def convert_advice(path: str | Path, format: str | None = None, columns: Mapping[str, str] | None = None) -> str:
+    """Return the end of a message: the command that converts a data file to the form that is read here."""
+    renamed = {theirs: ours for theirs, ours in (columns or {}).items() if theirs != ours}
+    options = {"format": format, "columns": renamed and json.dumps(renamed)}
+    given = {name: _for_shell(value) for name, value in options.items() if value}
+    command = " ".join([_for_shell(str(path)), *(f"--{name}={value}" for name, value in given.items())])
+    also = f", without these values of {' and '.join(f'data.{name}' for name in given)}" if given else ""
+    return f"convert the file once with `python -m minivlmrl convert {command}`, and use the new file{also}"
+
+
+def _for_shell(text: str) -> str:
+    """Quote a text for a shell; a long one without quotes, because messages shorten long quoted texts."""
+    quoted = shlex.quote(text)
+    return quoted if len(quoted) < 80 else re.sub(r"([^\w@%+=:,./-])", r"\\\1", text)
 
 
 def _open_folder(folder: Path) -> "Lines | Arrow":
-    """Open a folder that has parquet files, a single data file, or a subfolder per class."""
-    if [*folder.glob("state.json"), *folder.glob("*/state.json")]:
-        raise ValueError(
-            f"{folder}: folders written by save_to_disk of the datasets library are not supported; "
-            'convert the folder with datasets.load_from_disk(...).to_parquet("rows.parquet")'
-        )
+    """Open a folder that has parquet files, or a single file of rows."""
     parquet_files = sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")])
     split_names = sorted({split_of(path.name) for path in parquet_files})
     if len(split_names) > 1:
@@ -76,18 +78,14 @@ def _open_folder(folder: Path) -> "Lines | Arrow":
         )
     if parquet_files:
         return Arrow(parquet_files)
-    row_files = [*folder.glob("*.jsonl"), *folder.glob("*.csv"), *folder.glob("*.json")]
+    row_files = [path for suffix in ("jsonl", "json", "csv", "tsv") for path in folder.glob(f"*.{suffix}")]
     row_files = [path for path in row_files if not path.name.startswith("dataset_info")]
-    if len(row_files) == 1:
-        return open_rows(row_files[0])
-    image_files = sorted(path for path in folder.glob("[!.]*/[!.]*") if IMAGE_NAME.fullmatch(path.name))
-    if image_files and not row_files:
-        return Images(folder, image_files)
-    names = ", ".join(path.name for path in sorted(row_files)[:5]) or "none"
-    raise ValueError(
-        f"{folder}: a folder of rows must contain parquet files, exactly one .jsonl, .json or .csv "
-        f"file, or a subfolder of images per class. Files of rows that were found here: {names}."
-    )
+    if row_files and not [*folder.glob("state.json"), *folder.glob("*/state.json")]:  # files of save_to_disk
+        if len(row_files) == 1:
+            return open_rows(row_files[0])
+        names = ", ".join(sorted(path.name for path in row_files))
+        raise ValueError(f"{folder}: the folder has several files of rows ({names}); choose one of them")
+    raise ValueError(f"{folder}: the folder has no .jsonl, .json or .parquet file of rows; {convert_advice(folder)}")
 
 
 class Lines:
@@ -152,77 +150,12 @@ class Lines:
     def __getitem__(self, index: int) -> dict:
         text = self.texts[index][1]
         with error_context(self.where(index)):
-            columns = parse_json(text, _decode_row)
+            columns = parse_json(text, decode_row)
             # A lone surrogate is valid JSON, but it cannot be encoded in UTF-8 and tokenized.
             if SURROGATE.search(text):
                 parse_json(json.dumps(columns, ensure_ascii=False), str.encode)
             check_field(isinstance(columns, dict), "the row", columns, "a JSON object that maps columns to values")
             return columns
-
-
-class Cells(Lines):
-    """Rows from a CSV or TSV file, whose first line contains the column names.
-
-    An empty cell counts as a missing column.
-    """
-
-    def split(self, content):
-        csv.field_size_limit(2**31 - 1)
-        dialect = csv.excel_tab if self.path.suffix == ".tsv" else csv.excel
-        reader = csv.reader(io.StringIO(content, newline=""), dialect)
-        self.names = [name.strip() for name in next(reader, ())]
-        separator, word = ("\t", "tabs") if self.path.suffix == ".tsv" else (",", "commas")
-        other = re.search(r"[;\t,|]", self.names[0]) if len(self.names) == 1 else None
-        if other and other[0] != separator:
-            raise ValueError(
-                f"{self.path}:1: the columns are separated by {other[0]!r}, but they must be "
-                f"separated by {word}; save the file with {word}"
-            )
-        _check_names(self.path, self.names)
-        numbered_rows = []
-        for cells in reader:
-            if cells:
-                # The number of the row's first line is computed, because reader.line_num is the number of its last
-                # line, and a quoted cell can contain line breaks.
-                numbered_rows.append((reader.line_num - "".join(cells).count("\n"), cells))
-        return numbered_rows
-
-    def __getitem__(self, index):
-        cells = self.texts[index][1]
-        with error_context(self.where(index)):
-            if len(cells) > len(self.names):
-                raise ValueError(
-                    f"the row has {len(cells)} cells, but the first line of the file has "
-                    f"{len(self.names)} column names; put cells that contain a comma or a tab in "
-                    "double quotes"
-                )
-            columns = {name: cell for name, cell in zip(self.names, cells, strict=False) if cell}
-            for name, cell in columns.items():
-                if name in JSON_COLUMNS and cell[0] in "[{":
-                    with error_context(f"column {name!r}"):
-                        columns[name] = parse_json(cell, _decode_row)
-                elif name in ("label", "margin") and BOOL_OR_NUMBER.fullmatch(cell):
-                    columns[name] = json.loads(cell.lower())
-            return columns
-
-
-class Images(Lines):
-    """Rows from a folder that has one image subfolder per class.
-
-    Each image is a row, whose solution is the subfolder's name. For example, the solution for train/cat/1.png is "cat".
-    """
-
-    def __init__(self, folder: Path, paths: list[Path]):
-        self.path = folder
-        self.folder = folder
-        self.texts = paths
-
-    def where(self, index):
-        return str(self.texts[index])
-
-    def __getitem__(self, index):
-        path = self.texts[index]
-        return {"image": str(path.relative_to(self.folder)), "solution": path.parent.name}
 
 
 class Arrow:
@@ -277,6 +210,17 @@ class Arrow:
             return map_nested(row, str, NO_JSON_TYPES)
 
 
+def map_nested(value: Plain, change: Callable, types: type | tuple[type, ...] = str) -> Plain:
+    """Return a copy of nested lists and dicts with a function applied to all values of `types`."""
+    if isinstance(value, types):
+        return change(value)
+    if isinstance(value, list):
+        return [map_nested(item, change, types) for item in value]
+    if isinstance(value, dict):
+        return {key: map_nested(item, change, types) for key, item in value.items()}
+    return value
+
+
 def _object(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
     """Build a dict from the pairs of a JSON object; raise ValueError for a repeated key."""
     content = dict(pairs)
@@ -287,7 +231,7 @@ def _object(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
 
 
 # a decoder that refuses repeated keys; NaN and Infinity become None
-_decode_row = json.JSONDecoder(object_pairs_hook=_object, parse_constant=lambda name: None).decode
+decode_row = json.JSONDecoder(object_pairs_hook=_object, parse_constant=lambda name: None).decode
 
 
 def _check_names(path: Path, names: list[str]):

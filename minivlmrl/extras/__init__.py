@@ -7,6 +7,7 @@ command line or a model's config.json names the feature:
 |---|---|---|
 | agents/ | tools, environments and trajectories | `sampling.environment` |
 | check/ | problems of a recipe before training | `python -m minivlmrl check` |
+| convert/ | rows of other projects, in our form or theirs | `python -m minivlmrl convert` |
 | families/ | Qwen3.5, and mixtures of experts | `model_type` in config.json |
 | adamw8bit.py | AdamW with moments in 8 bits | `optimizer.name: adamw_8bit` |
 | memory.py | the GPU memory that a run needs | `python -m minivlmrl memory` |

@@ -6,6 +6,7 @@ failed.
 """
 
 import asyncio
+import dis
 import inspect
 import math
 import numbers
@@ -121,6 +122,23 @@ class Reward:
         parameters = inspect.signature(self.function).parameters.values()
         needed = {p.name for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD}
         return needed - REWARD_ARGUMENTS
+
+    @property
+    def optional_columns(self) -> set[str]:
+        """Names of all parameters of the function."""
+        return {*inspect.signature(self.function).parameters}
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether the function may read any column, because it uses its parameter **columns."""
+        function = inspect.unwrap(getattr(self.function, "func", self.function))
+        code = getattr(function, "__code__", None)
+        if code is None or function.__module__.startswith("minivlmrl."):
+            return code is None
+        if not code.co_flags & inspect.CO_VARKEYWORDS:
+            return False
+        name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)]
+        return any(name in str(instruction.argval) for instruction in dis.get_instructions(code))
 
     def on(self, world: World, log: RewardLog | None = None) -> "Reward":
         """Return a copy for a run; an error of the function on one rank is raised on all ranks."""

@@ -1,8 +1,9 @@
 """Open a run's datasets: one for each training stage, and one with the held-out rows."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
+from functools import partial
+from itertools import chain
 
 from minivlmrl.config.options import DataOptions, FileOptions, RowOptions, RunConfig
 from minivlmrl.config.types import RewardName
@@ -10,8 +11,9 @@ from minivlmrl.data.file_rows import FileRows
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import check_field, did_you_mean
-from minivlmrl.rewards.registry import required_columns, training_rewards
+from minivlmrl.rewards.registry import held_out_rewards, required_columns, training_rewards
 from minivlmrl.tasks.registry import get_task
+from minivlmrl.trainers.base import Trainer
 
 # kind of rows that a stage needs -> columns that such rows must have in addition to the prompt
 NEEDS = {
@@ -28,6 +30,7 @@ def load_datasets(
     reward_columns: Iterable[str] = (),
     eval_columns: Iterable[str] = ("solution",),
     world: World | None = None,
+    reads: Collection[str] | None = None,
 ) -> dict[str, Dataset]:
     """Open one dataset per stage, and "eval" if the recipe has held-out rows.
 
@@ -41,9 +44,25 @@ def load_datasets(
             needs these rewards' columns.
         eval_columns: columns that the held-out rows' rewards need.
         world: the ranks; None is a single process.
+        reads: further columns that a stage or a reward reads, see columns_read; None stands for all columns.
     """
     world = world or World()
-    return world.run_on_all_ranks(lambda: _load_datasets(run, stages, reward_columns, eval_columns, world.is_main))
+    load = partial(_load_datasets, run, stages, reward_columns, eval_columns, world.is_main, reads)
+    return world.run_on_all_ranks(load)
+
+
+def columns_read(run: RunConfig, stages: Mapping[str, type[Trainer]]) -> set[str] | None:
+    """Return the columns that the stages, the rewards or the held-out rewards of a recipe read.
+
+    Returns:
+        None if any column may be read, by an environment, by a stage in a file, or by **columns of a reward.
+    """
+    rewards = [*training_rewards(run), *held_out_rewards(run)]
+    own_stages = [trainer for trainer in stages.values() if not trainer.__module__.startswith("minivlmrl.")]
+    if run.sampling.environment or own_stages or any(reward.reads_all for reward in rewards):
+        return None
+    needed = [NEEDS[trainer.needs] for trainer in stages.values()]
+    return {*chain(*needed, *(trainer.columns for trainer in stages.values()), *(r.optional_columns for r in rewards))}
 
 
 def _load_datasets(
@@ -52,9 +71,11 @@ def _load_datasets(
     reward_columns: Iterable[str],
     eval_columns: Iterable[str],
     checks_files: bool,
+    reads: Collection[str] | None,
 ) -> dict[str, Dataset]:
     """Open all datasets on one rank, see load_datasets and FileDataset."""
     config = run.data
+    open_file = partial(_file_rows, config, checks_files, reads)
     files = config.files
     sources = [name for name in ("task", "train_file", "train") if getattr(config, name)]
     every_stage_has_a_file = bool(stages) and stages.keys() <= files.keys()
@@ -70,13 +91,13 @@ def _load_datasets(
     columns = NEEDS | {"prompts": tuple(reward_columns)}
     datasets: dict[str, Dataset] = {}
     for stage, needs in stages.items():
-        datasets[stage] = _training_rows(run, files.get(stage), columns[needs], needs == "prompts", checks_files)
+        datasets[stage] = _training_rows(run, files.get(stage), columns[needs], needs == "prompts", open_file)
     if config.eval_file and config.eval_rows:
         # If all training rows are pairs, so are the held-out rows: the log-probabilities of their answers are compared.
         # Otherwise the policy answers them.
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
-        datasets["eval"] = _file_rows(config, config.eval_file, eval_columns, checks_files, config.eval_rows)
+        datasets["eval"] = open_file(config.eval_file, eval_columns, config.eval_rows)
     if stages:  # rows from another file, which are only evaluated, may have the new names already
         _check_renamed(config.columns, datasets)
     return datasets
@@ -122,7 +143,7 @@ def check_shares(stage: str, prompts_per_step: int, ranks: int):
 
 
 def _training_rows(
-    run: RunConfig, file: str | None, columns: Sequence[str], is_scored: bool, checks_files: bool
+    run: RunConfig, file: str | None, columns: Sequence[str], is_scored: bool, open_file: Callable[..., FileRows]
 ) -> Dataset:
     """Open a stage's training rows, from its own file or from the file or files for all stages."""
     from minivlmrl.data.mixture import mix  # imported here, because tasks do not need it
@@ -130,13 +151,8 @@ def _training_rows(
     config = run.data
     path = file or config.train_file
     sections = config.train if path is None else []
-    if path is not None and Path(path).suffix in (".yaml", ".yml"):
-        raise ValueError(
-            f"{path}: rows are not read from YAML files; convert VLM-R1's list of data sets once "
-            f"with `python recipes/convert_rows.py {path}`, which prints data.train for the recipe"
-        )
     if path is not None:
-        return _file_rows(config, path, columns, checks_files)
+        return open_file(path, columns)
     parts = []
     for section in sections:
         needed_columns = columns
@@ -147,8 +163,7 @@ def _training_rows(
             if getattr(section, name) is not None:
                 changed_options[name] = getattr(section, name)
         constants = {"row_rewards": section.rewards} if section.rewards else {}
-        rows = _file_rows(config, section.file, needed_columns, checks_files, constants=constants, **changed_options)
-        parts.append(rows)
+        parts.append(open_file(section.file, needed_columns, constants=constants, **changed_options))
     return mix(parts, sections)
 
 
@@ -167,9 +182,10 @@ def _columns_of_file(run: RunConfig, section: FileOptions, columns: Sequence[str
 
 def _file_rows(
     config: DataOptions,
+    checks_files: bool,
+    reads: Collection[str] | None,
     path: str,
     columns: Iterable[str],
-    checks_files: bool,
     limit: int | None = None,
     constants: Mapping[str, list[RewardName]] | None = None,
     **changed_options: str,
@@ -183,4 +199,4 @@ def _file_rows(
     from minivlmrl.data.file_dataset import FileDataset
 
     options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}
-    return FileDataset(path, ("problem", *columns), limit, constants, checks_files, **options | changed_options)
+    return FileDataset(path, ("problem", *columns), limit, constants, checks_files, reads, **options | changed_options)

@@ -11,6 +11,7 @@ import torch
 
 from minivlmrl.config.loading import inference_yaml
 from minivlmrl.config.options import RunConfig
+from minivlmrl.data.file_rows import FileRows
 from minivlmrl.data.image_settings import RESIZE
 from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
@@ -29,7 +30,7 @@ from minivlmrl.model.decoder import Sharder, VisionLanguageModel
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.rewards.registry import held_out_rewards, required_columns, training_rewards
 from minivlmrl.run.callbacks import Callback
-from minivlmrl.run.datasets import check_shares, load_datasets
+from minivlmrl.run.datasets import check_shares, columns_read, load_datasets
 from minivlmrl.run.metrics import check_trackers
 from minivlmrl.run.optimizer import check_optimizer
 from minivlmrl.run.preflight import check_positions, collect_notes, describe_model, describe_thought, try_rewards
@@ -51,7 +52,8 @@ def prepare(
         check_shares(stage, getattr(config, stage).prompts_per_step, world.size)
     reward_columns = required_columns(training_rewards(config))
     eval_columns = required_columns(held_out_rewards(config))
-    datasets = load_datasets(config, needs, reward_columns, eval_columns, world)
+    reads = columns_read(config, trainers)
+    datasets = load_datasets(config, needs, reward_columns, eval_columns, world, reads)
     try_rewards(config, needs, datasets)
     processor = build_processor(config, datasets)
     datasets, row_texts = fit_rows(config, datasets, processor, world)
@@ -245,6 +247,8 @@ def fit_rows(
                 examples = ", ".join(islice(long_rows.values(), 5))
                 text += f"; {len(long_rows)} over data.max_prompt_tokens are left out: {examples}"
             summaries.append(f"rows of {name}: {text}")
+            if isinstance(rows, FileRows) and rows.unread:
+                summaries.append(f"rows of {name}: no stage and no reward reads the columns {', '.join(rows.unread)}")
             spelled = describe_spelled(fitted[name], processor.tokenizer.structure)
             if spelled:
                 summaries.append(f"rows of {name}: {spelled}")

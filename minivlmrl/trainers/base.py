@@ -152,6 +152,7 @@ class Trainer:
     stage: str  # the stage's name, and its section's name in a recipe
     config_type = TrainingOptions  # dataclass with the stage section's options
     needs = "prompts"  # key in NEEDS in run/datasets.py: the columns that each row must have
+    columns: tuple[str, ...] = ()  # further columns that the stage reads, if a row has them
     # Row fields with the answers to train on; empty if the stage samples completions
     answers: tuple[str, ...] = ()
     samples_completions = False  # True if the stage samples completions and scores them

@@ -38,6 +38,7 @@ class DPOTrainer(PairTrainer):
     """
 
     stage = "dpo"
+    columns = REF_COLUMNS
     config_type = DPOOptions
     config: DPOOptions
     # even rows are chosen answers; only their tokens are counted, because only the loss `sft` uses this number, and it

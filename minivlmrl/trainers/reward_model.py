@@ -46,6 +46,7 @@ class RewardTrainer(PairTrainer):
     """
 
     stage = "reward_model"
+    columns = ("margin",)
     config_type = RewardModelOptions
     config: RewardModelOptions
     trains_policy = False

@@ -2,7 +2,6 @@
 
 import re
 
-import PIL.Image
 import pytest
 
 from minivlmrl.data.file_dataset import FileDataset
@@ -81,20 +80,6 @@ def test_constants_are_columns_of_every_row(write_rows):
     assert "row_rewards" not in FileDataset(file)[0].columns
 
 
-def test_folders_of_classes_are_rows(tmp_path):
-    """The solution for train/cat/1.png is its folder name, and data.prompt_template is the question."""
-    for path in ("cat/1.png", "cat/2.JPG", "dog/1.png"):
-        (tmp_path / path).parent.mkdir(exist_ok=True)
-        PIL.Image.new("RGB", (8, 8)).save(tmp_path / path)
-    (tmp_path / "notes.txt").write_text("no row")
-    rows = FileDataset(tmp_path, ("problem", "solution"), prompt_template="What is it?")
-    assert [row.columns["solution"] for row in rows] == ["cat", "cat", "dog"]
-    assert text_of(rows[1].messages[0]) == "What is it?" and rows[1].images[0].size == (8, 8)
-    assert rows[2].where == str(tmp_path / "dog" / "1.png")
-    with pytest.raises(ValueError, match=r"1\.png: column 'problem' is missing.*data\.prompt_template: 'What is it\?'"):
-        FileDataset(tmp_path)
-
-
 def test_rows_of_file_and_label(write_rows):
     """data.columns renames both columns, and data.prompt_template is the question; a row may not have another one."""
     options = {"prompt_template": "What is it?", "columns": {"file": "image", "label": "solution"}}
@@ -107,9 +92,8 @@ def test_rows_of_file_and_label(write_rows):
 
 THERE = {"type": "image", "image": "blue.png", "max_pixels": 5000}
 LATER = {
-    "LLaVA": {"images": ["red.png", "blue.png"], "conversations": [
-        {"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "red"},
-        {"from": "human", "value": "And <image>?"}, {"from": "gpt", "value": "blue"}]},
+    "tags": {"images": ["red.png", "blue.png"], "messages": [
+        user("<image>What?"), assistant("red"), user("And <image>?"), assistant("blue")]},
     "parts": {"messages": [user([{"type": "image", "image": "red.png"}, text("What?")]), assistant("red"),
                            user([text("And "), THERE, text("?")]), assistant("blue")]},
     "listed parts": {"images": ["red.png", "blue.png"], "messages": [
@@ -276,7 +260,7 @@ YES = assistant("yes")
 MISTAKES = [
     ({"problem": 3}, "column 'problem': the value must be text, but it is 3"),
     ({"prompt": 3}, "column 'prompt': the value must be text or a list of turns, but it is 3"),
-    ({"prompt": [{"role": "human", "content": "hi"}]},
+    ({"prompt": [{"role": "alien", "content": "hi"}]},
      "column 'prompt': there must be at least one turn, and the roles must be system, user"),
     ({"prompt": [user([{"type": "audio"}])]}, "column 'prompt': message 0 has a part that is neither text, image nor"),
     ({"prompt": [user([{"type": "video"}])]}, "column 'prompt': the prompt has 1 video placeholder(s), but 0 vid"),
@@ -403,7 +387,7 @@ def test_unusual_rows_that_are_valid(write_rows):
 FORMAT_FILE = """
 def read(row, key="turns"):
     question, answer = row["example"][key]
-    return {"image": row["example"]["picture"]["path"], "question": question, "answer": answer}
+    return {"image": row["example"]["picture"]["path"], "problem": question, "completion": answer, "solution": answer}
 
 
 def nothing(row):
@@ -425,7 +409,6 @@ def own_format(tmp_path):
 
 
 def test_a_nested_format_in_a_file(write_rows, own_format):
-    """The function returns columns in any known format, here question and answer."""
     required = ("problem", "solution", "completion")
     row = FileDataset(write_rows(NESTED), required, format=f"{own_format}:read")[0]
     assert text_of(row.messages[-1]) == "Which colour?" and row.images[0].size == (4, 4)

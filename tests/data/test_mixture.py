@@ -79,13 +79,6 @@ def test_a_file_has_a_prompt_template_of_its_own(files):
     assert [rows[i].messages[-1]["content"][-1]["text"] for i in (0, 4)] == ["a0?", "Say: a0"]
 
 
-def test_a_yaml_file_is_answered_with_the_command_that_converts_it():
-    with pytest.raises(
-        ValueError, match=r"^a/b\.yaml: rows are not read .*`python recipes/convert_rows\.py a/b\.yaml`"
-    ):
-        load(train_file="a/b.yaml")
-
-
 def test_stages_may_have_files_of_their_own(files):
     stages, own = {"sft": "demonstrations", "grpo": "prompts"}, {"sft": files / "b.jsonl"}
     options = {"train_file": str(files / "a.jsonl"), "image_root": str(files / "elsewhere")}

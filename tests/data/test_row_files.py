@@ -1,6 +1,5 @@
 """Test row files: every format gives the same rows, and an error names the file and the line."""
 
-import csv
 import json
 import math
 from datetime import date, time
@@ -21,13 +20,6 @@ ROWS = [
 ]
 
 
-def save_csv(path, delimiter=","):
-    with path.open("w", newline="", encoding="utf-8-sig") as file:
-        writer = csv.writer(file, delimiter=delimiter)
-        writer.writerow(ROWS[0])
-        writer.writerows([row["problem"], row["solution"], json.dumps(row["images"])] for row in ROWS)
-
-
 def save_tables(folder):
     """Save ROWS as a parquet file with two row groups, and as a folder with two parquet files."""
     pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
@@ -46,15 +38,13 @@ def files(tmp_path):
     (tmp_path / "lines.jsonl").write_text("\ufeff" + "\n\n".join(lines))
     (tmp_path / "list.json").write_text("\ufeff" + json.dumps(ROWS, ensure_ascii=False))
     (tmp_path / "pretty.json").write_text(json.dumps(ROWS, ensure_ascii=False, indent=2))
-    save_csv(tmp_path / "cells.csv")
-    save_csv(tmp_path / "cells.tsv", "\t")
     (tmp_path / "imagefolder").mkdir()
     (tmp_path / "imagefolder" / "metadata.jsonl").write_text("\n".join(lines))
     save_tables(tmp_path)
     return tmp_path
 
 
-NAMES = "lines.jsonl list.json pretty.json cells.csv cells.tsv imagefolder rows.parquet repository"
+NAMES = "lines.jsonl list.json pretty.json imagefolder rows.parquet repository"
 
 
 @pytest.mark.parametrize("name", NAMES.split())
@@ -65,7 +55,7 @@ def test_every_format_gives_the_same_rows(files, name):
 
 
 def test_a_row_is_named_by_its_line(files):
-    lines = {"lines.jsonl": ":5", "list.json": ":1", "pretty.json": ":15", "cells.csv": ":5", "rows.parquet": ": row 2"}
+    lines = {"lines.jsonl": ":5", "list.json": ":1", "pretty.json": ":15", "rows.parquet": ": row 2"}
     assert {name: open_rows(files / name).where(2) for name in lines} == {n: f"{files / n}{lines[n]}" for n in lines}
 
 
@@ -94,39 +84,16 @@ def test_a_wrong_file_is_named(tmp_path, content):
 
 
 def test_text_that_is_not_utf8_is_named(tmp_path):
-    for name in ("rows.jsonl", "rows.csv"):
-        (tmp_path / name).write_bytes('problem\n{"problem": "é"}\n'.encode("latin-1")[8 * name.endswith("l") :])
-        with pytest.raises(ValueError, match=rf"{name}:\d: the file is not encoded in UTF-8 \(.*\); save it"):
-            FileDataset(tmp_path / name)
-
-
-@pytest.mark.parametrize(("name", "separator", "word"), [("a.csv", ";", "commas"), ("a.tsv", ",", "tabs")])
-def test_columns_with_another_separator_are_refused(tmp_path, name, separator, word):
-    save_csv(tmp_path / name, separator)
-    said = rf"{name}:1: the columns are separated by '{separator}', but they must be separated by {word}; save"
-    with pytest.raises(ValueError, match=said):
-        open_rows(tmp_path / name)
-
-
-def test_a_csv_row_with_too_many_cells_or_a_deep_one_is_named(tmp_path):
-    (tmp_path / "rows.csv").write_text("problem,label,margin\na,TRUE,1.5\nb,c,d,e\n")
-    assert open_rows(tmp_path / "rows.csv")[0] == {"problem": "a", "label": True, "margin": 1.5}
-    (tmp_path / "deep.csv").write_text(f'problem,images\na,"{DEEP}"\n')
-    for name, says in (
-        ("rows", r"3: the row has 4 cells, but the first line of the file has 3 column names; put cells"),
-        ("deep", "2: column 'images': the text is not valid JSON .*recursion"),
-    ):
-        with pytest.raises(ValueError, match=rf"{name}\.csv:{says}"):
-            FileDataset(tmp_path / f"{name}.csv")
+    (tmp_path / "rows.jsonl").write_bytes('{"problem": "a"}\n{"problem": "é"}\n'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"rows.jsonl:2: the file is not encoded in UTF-8 \(.*\); save it"):
+        FileDataset(tmp_path / "rows.jsonl")
 
 
 def test_a_line_separator_inside_a_text_does_not_end_the_row(tmp_path):
-    """JSON texts may contain U+2028, and quoted CSV cells a line break. str.splitlines would split both."""
+    """JSON texts may contain U+2028, at which str.splitlines would split."""
     (tmp_path / "rows.jsonl").write_text('{"problem": "a\u2028b"}\r\n\r\n{"problem": "c"}\n', encoding="utf-8")
-    (tmp_path / "rows.csv").write_text('problem\n"a\u2028b"\n"c\nd"\ne\n', encoding="utf-8")
-    lines, cells = open_rows(tmp_path / "rows.jsonl"), open_rows(tmp_path / "rows.csv")
+    lines = open_rows(tmp_path / "rows.jsonl")
     assert [row["problem"] for row in lines] == ["a\u2028b", "c"] and lines.where(1).endswith(":3")
-    assert [row["problem"] for row in cells] == ["a\u2028b", "c\nd", "e"] and cells.where(2).endswith(":5")
 
 
 def test_a_folder_that_is_not_a_dataset_is_named_in_the_error(files):
@@ -135,8 +102,8 @@ def test_a_folder_that_is_not_a_dataset_is_named_in_the_error(files):
     (files / "dict" / "train" / "state.json").write_text("{}")
     (files / "repository" / "data" / "test-0.parquet").write_bytes(b"")
     for name, says in {
-        "imagefolder": r"Files of rows that were found here: metadata\.jsonl, more\.csv\.$",
-        "dict": r"dict: folders written by save_to_disk .* datasets.load_from_disk\(...\).to_parquet",
+        "imagefolder": r"imagefolder: the folder has several files of rows \(metadata\.jsonl, more\.csv\); choose one",
+        "dict": r"dict: the folder has no .* convert the file once with `python -m minivlmrl convert .*dict`",
         "repository": r"repository: the folder has parquet files of several splits \(test, train\); put each",
         "repository/data/test-0.parquet": "test-0.parquet: the parquet file cannot be read .Parquet file size is 0",
     }.items():
@@ -184,10 +151,15 @@ def test_two_columns_with_the_same_name_raise_an_error(tmp_path):
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table([[1], [2]], ["a", "a"]), tmp_path / "rows.parquet")
-    (tmp_path / "rows.csv").write_text("a,b, a,,\n1,2,3\n")
-    for name in ("rows.parquet", "rows.csv"):
-        with pytest.raises(ValueError, match=rf"{name}: two columns have the name 'a'; rename one"):
-            open_rows(tmp_path / name)
+    with pytest.raises(ValueError, match=r"rows.parquet: two columns have the name 'a'; rename one"):
+        open_rows(tmp_path / "rows.parquet")
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.tsv", "sets.yaml"])
+def test_a_file_of_another_kind_names_the_command(tmp_path, name):
+    (tmp_path / name).write_text("a")
+    with pytest.raises(ValueError, match=rf"{name}: rows are not read from .* `python -m minivlmrl convert .*{name}`"):
+        open_rows(tmp_path / name)
 
 
 def test_a_path_that_is_too_long_counts_as_missing(home):

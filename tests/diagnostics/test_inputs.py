@@ -51,10 +51,7 @@ ROWS = {  # answers are texts that tokenizers divide in several ways
         system("Be brief."), user([{"type": "image", "image": "red.png"}, text("What?")]), assistant("red"),
         user([text("And?"), {"type": "image", "image": "blue.png"}]), assistant("blue"),
     ]},
-    "ShareGPT": {
-        "conversations": [{"from": "human", "value": "<image>Now?"}, {"from": "gpt", "value": "red"}],
-        "image": "red.png",
-    },
+    "tags": {"messages": [user("<image>Now?"), assistant("red")], "image": "red.png"},
     "a list of frames": {"problem": "How many?", "video": ["red.png", "blue.png", "red.png"], "completion": "three"},
 }  # fmt: skip
 

@@ -39,13 +39,12 @@ def copy(tmp_path_factory):
 
 
 def write_files(folder):
-    """Write rows as VLM-R1 has them, and a reward."""
+    """Write rows with boxes, and a reward."""
     lines = []
     for i in range(4):
         PIL.Image.new("RGB", (90, 50), (60 * i, 40, 90)).save(folder / f"{i}.png")
-        turns = [("human", "<image>Where is the dog?"), ("gpt", json.dumps([9 * i, 5, 9 * i + 30, 25]))]
-        turns = [{"from": role, "value": text} for role, text in turns]
-        lines.append(json.dumps({"id": i, "image": f"{i}.png", "conversations": turns}) + "\n")
+        box = [9 * i, 5, 9 * i + 30, 25]
+        lines.append(json.dumps({"image": f"{i}.png", "problem": "Where is the dog?", "solution": box}) + "\n")
     (folder / "rows.jsonl").write_text("".join(lines))
     (folder / "own.py").write_text(
         "def letters(completions, **columns):\n    return [len({*x}) / 9 for x in completions]\n"
@@ -72,6 +71,7 @@ def test_the_bytes_of_a_run_do_not_depend_on_extras(copy, tmp_path, name, reques
 TRAIN = ["train", "recipes/shapes.yaml"]
 USES = {  # the beginning of the message: the arguments of a command
     "python -m minivlmrl check: the command check": ["check", "recipes/shapes.yaml"],
+    "python -m minivlmrl convert: the command convert": ["convert", "rows.json"],
     "python -m minivlmrl memory: the command memory": ["memory", "recipes/shapes.yaml"],
     "python -m minivlmrl replay: the command replay": ["replay", "recipes/shapes.yaml"],
     "sampling.engine vllm: vllm": [*TRAIN, "--sampling.engine=vllm"],

@@ -30,7 +30,7 @@ from minivlmrl.data.rows import Row
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.__main__ import main
 from minivlmrl.data.file_dataset import FileDataset
-from minivlmrl.data.formats import to_columns
+from minivlmrl.extras.convert.readers import fitting
 from minivlmrl.config.import_utils import load_name
 from minivlmrl.data.image_settings import RESIZE
 from minivlmrl.losses.grpo import LossNormalizer
@@ -96,7 +96,7 @@ found["A reward with a name"] = get_reward("one_line")(["a", "b" + chr(10)]) == 
 scores = filter_logits(torch.tensor([[0.7, 0.2, 0.1]]).log(), SamplingOptions(epsilon_cutoff=0.15))
 kept = ~scores.isneginf()
 found["A filter"] = kept.tolist() == [[True, True, False]] and SamplingOptions(epsilon_cutoff=0.15).truncates
-found["A row format"] = to_columns({"picture": "a.png", "problem": "?"}, {})["image"] == "a.png"
+found["A layout of rows"] = fitting({"asked": "?", "answer": "!"}) == ["asked"]
 picture = Image.new("RGB", (4, 2), "white")
 pixels = RESIZE["padded"]([picture], 4, 4, torch.zeros(3, 1).numpy(), torch.ones(3, 1).numpy())
 has_bars = pixels[0, 0].mean(1).tolist() == [0, 1, 1, 0]

@@ -45,12 +45,6 @@ FORMS = {  # row formats in docs/rows.md, with the same question and solution
     "parts": {"prompt": CHAT, "image": "red.png", "solution": "2"},
     "messages": {"messages": turns("How many?", "It is 2."), "solution": "2"},
     "ms-swift": {"messages": turns("<image>How many?"), "images": ["red.png"], "solution": "2"},
-    "LLaVA": {"conversations": [{"from": "human", "value": "How many?"}, {"from": "gpt", "value": "2"}]},
-    "query": {"query": "How many?", "response": "2"},
-    "Alpaca": {"instruction": "How many?", "output": "2"},
-    "question": {"question": "How many?", "answer": "2"},
-    "verl": {"prompt": turns("How many?"), "reward_model": {"style": "rule", "ground_truth": "2"}},
-    "suffix": {"prefix": "How many?", "suffix": "2"},
 }  # fmt: skip
 TEXTS = [r"<think>\na\n</think>\nIt is $\boxed{2}$.", r"$\boxed{3}$" + " so" * 99, "", r"$\boxed{2}$"]
 

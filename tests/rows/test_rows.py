@@ -8,7 +8,9 @@ tokenizer. Texts and pictures are ours; only a row's structure comes from the us
 import functools
 import json
 import re
+import shlex
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +24,7 @@ from minivlmrl.data.processor import Processor, encode_answer
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import error_context
+from minivlmrl.extras.convert.command import main
 from minivlmrl.model.checkpoint import load_processor
 from tests.helpers.user_rows import (
     ANSWERS,
@@ -52,12 +55,23 @@ def find_processor(case: Case) -> Processor:
     return replace(processor, template=ChatTemplate(path.read_text(), path, processor.tokenizer.special_tokens))
 
 
-def open_case(case: Case) -> FileDataset:
+def open_case(case: Case, folder: Path) -> FileDataset:
+    """Open the case's file, or what the command that an error names writes to `folder`."""
     if case.file.endswith(".parquet"):
         pytest.importorskip("pyarrow", reason="extra missing: pip install pyarrow")
     if "video" in str(case.rows) and ".mp4" in str(case.rows):
         pytest.importorskip("av", reason="extra missing: pip install av")
-    return FileDataset(FILES / case.file, REQUIRED[case.stage], **case.options)
+    try:
+        return FileDataset(FILES / case.file, REQUIRED[case.stage], **case.options)
+    except ValueError as error:
+        command = re.search("`python -m minivlmrl (convert .*)`", str(error))
+        if not command:
+            raise
+    new = folder / f"{case.file}{'.parquet' if case.file.endswith('.parquet') else '.jsonl'}"
+    assert main([*shlex.split(command[1])[1:], f"--out={new}"]) == 0
+    kept = {theirs: ours for theirs, ours in case.options.get("columns", {}).items() if theirs == ours}
+    options = {**case.options, "columns": kept} if "--columns=" in command[1] else case.options
+    return FileDataset(new, REQUIRED[case.stage], image_root=FILES, **options)
 
 
 def check_prompt(prompt: Prompt, expected: dict, processor: Processor):
@@ -99,9 +113,9 @@ def check_answer(completion: Completion, expected: list[dict], processor: Proces
 
 
 @pytest.mark.parametrize("name", READ)
-def test_a_file_becomes_what_transformers_makes_of_its_messages(name):
+def test_a_file_becomes_what_transformers_makes_of_its_messages(name, tmp_path):
     case = CASES[name]
-    dataset, processor = open_case(case), find_processor(case)
+    dataset, processor = open_case(case, tmp_path), find_processor(case)
     indices = [index for index in range(len(dataset)) if index not in case.skipped]
     assert len(indices) == len(case.rows) == len(EXPECTED[name])
     for index, told, expected in zip(indices, case.rows, EXPECTED[name], strict=True):
@@ -133,10 +147,10 @@ def check_skipped(case: Case, dataset: FileDataset, processor: Processor, index:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_file_that_cannot_be_read_is_refused_with_the_reason(name):
+def test_a_file_that_cannot_be_read_is_refused_with_the_reason(name, tmp_path):
     case = CASES[name]
     with pytest.raises(ValueError) as error:
-        dataset, processor = open_case(case), find_processor(case)
+        dataset, processor = open_case(case, tmp_path), find_processor(case)
         for row in dataset:
             row.prompt(processor)
             for column in ANSWERS:

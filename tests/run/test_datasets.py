@@ -43,7 +43,6 @@ REFUSED = [
      "FILE:1: http://localhost:9/a.png: remote files are not supported"),
     (PLAIN, {"train_file": None}, "prompts", [], ONE_SOURCE),
     (PLAIN, {"task": "shapes"}, "prompts", [], ONE_SOURCE),
-    (PLAIN, {"train_file": "list.yaml"}, "prompts", [], "list.yaml: rows are not read from YAML files; convert VLM-R1"),
     (PLAIN, {"train_file": None, "task": f"{__file__}:PROMPTS"}, "pairs", [], "stages: grpo needs pairs, but data."),
 ]  # fmt: skip
 PROMPTS = replace(TASK, datasets=lambda data, seed: ({"prompts": []}, []))

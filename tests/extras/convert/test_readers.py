@@ -1,4 +1,4 @@
-"""Test a row in each format in docs/rows.md, and the error message for each kind of invalid row."""
+"""Test a row in each layout in docs/rows.md, and the error message for each kind of invalid row."""
 
 import base64
 import io
@@ -11,8 +11,9 @@ import pytest
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.messages import content_parts, part_kind
 from minivlmrl.data.processor import images_in
+from minivlmrl.extras.convert.command import main
 from tests.helpers.links import ROOT
-from tests.helpers.talk import assistant, system, user
+from tests.helpers.talk import assistant, system, text, user
 
 PAGE = (ROOT / "docs" / "rows.md").read_text()
 SHOWN = json.loads((ROOT / "tests" / "recorded" / "forms.json").read_text())
@@ -40,9 +41,12 @@ def read(tmp_path):
     for name, color in (("cat.jpg", "red"), ("dog.jpg", "blue")):
         PIL.Image.new("RGB", (60, 40), color).save(tmp_path / name)
 
-    def read(row, required=("problem",), **options):
+    def read(row, required=("problem",), to=None, **options):
+        """Read a row as a run does after `convert`, or write it in the form of another project."""
         (tmp_path / "rows.jsonl").write_text(row if isinstance(row, str) else json.dumps(row))
-        return FileDataset(tmp_path / "rows.jsonl", required, **options)[0]
+        new = tmp_path / "new.jsonl"
+        assert main([str(tmp_path / "rows.jsonl"), f"--out={new}", *([f"--to={to}"] if to else [])]) == 0
+        return json.loads(new.read_text()) if to else FileDataset(new, required, **options)[0]
 
     return read
 
@@ -97,13 +101,6 @@ def test_an_existing_solution_is_kept(read, answer):
     assert read({"conversations": turns, "solution": "2"}).columns["solution"] == "2"
 
 
-def test_a_column_may_not_get_the_name_of_an_existing_column(read):
-    with pytest.raises(
-        ValueError, match=r"rows\.jsonl:1: data\.columns renames 'gold' to 'solution', but the row already has both"
-    ):
-        read({"problem": "a", "gold": 3, "solution": 4}, columns={"gold": "solution"})
-
-
 def encoded_picture(kind="JPEG"):
     stored = io.BytesIO()
     PIL.Image.new("RGB", (60, 40), "red").save(stored, kind)
@@ -123,16 +120,15 @@ def test_choices_are_in_the_prompt(read, row, prompt):
     assert words(read({**row, "image": "cat.jpg"}).messages) == prompt
 
 
-def test_a_row_of_mmbench(read, tmp_path):
+def test_a_row_of_mmbench(tmp_path):
     """A line in MMBench's TSV file has columns A to D, and the image as base64 without a data URI header."""
     cells = {"index": "7", "question": "How many?", "hint": "", "A": "one", "B": "two", "C": "", "D": "",
              "answer": "B", "image": encoded_picture()}  # fmt: skip
     lines = ["\t".join(cells), "\t".join(cells.values())]
     (tmp_path / "rows.tsv").write_text("\n".join(lines))
-    row = FileDataset(tmp_path / "rows.tsv", ("problem", "solution"))[0]
+    main([str(tmp_path / "rows.tsv")])
+    row = FileDataset(tmp_path / "rows_converted.jsonl", ("problem", "solution"))[0]
     assert words(row.messages) == CHOICES and row.columns["solution"] == "B" and row.images[0].size == (60, 40)
-    with pytest.raises(ValueError, match="column 'shown' seems to contain an image that the model would not see"):
-        read({"problem": "How many?", "shown": encoded_picture()})
 
 
 @pytest.mark.parametrize(("name", "calls", "answers"), [
@@ -154,9 +150,43 @@ def test_tool_calls_and_tool_results_are_read(read, name, calls, answers):
 
 
 TURN = {"from": "human", "value": "a"}
+RENDERED = (
+    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>How many?"
+)
+MORE = {  # layouts that docs/rows.md names without an example: (row, the texts of the prompt, an answer)
+    "texts": ({"images": ["cat.jpg"], "texts": [{"user": "How many?", "assistant": "2"}]}, "How many?", "2"),
+    "pairs": ({"system": "Be brief.", "conversation": [{"human": "How?", "assistant": "2"}]}, "Be brief.\nHow?", "2"),
+    "prompt, response": ({"prompt": "How many?", "response": "2"}, "How many?", "2"),
+    "instruction, response": ({"instruction": "How many?", "response": "2"}, "How many?", "2"),
+    "rejected_messages": (
+        {"messages": [user("a"), assistant("2")], "rejected_messages": [user("a"), assistant("3")]}, "a", "2"),
+    "rejected_conversations": (
+        {"conversations": [TURN, {"from": "gpt", "value": "2"}],
+         "rejected_conversations": [TURN, {"from": "gpt", "value": "3"}]}, "a", "2"),
+    "rendered prompt": (
+        {"image": "cat.jpg", "prompt": RENDERED + "<|im_end|>\n<|im_start|>assistant\n", "solution": "2"},
+        "Be brief.\nHow many?", None),
+    "rendered text": (
+        {"image": "cat.jpg", "text": RENDERED + "<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"},
+        "Be brief.\nHow many?", "2"),
+    "weights of turns": (
+        {"conversations": [TURN, {"from": "gpt", "value": "bad", "weight": 0}, TURN, {"from": "gpt", "value": "2"}]},
+        "a", "bad\na\n2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_further_layouts_are_read(read, name):
+    row, prompt, answer = MORE[name]
+    found = read(row)
+    assert words(found.messages) == prompt and words(found.completion or found.chosen) == answer
+    if "rejected" in name:
+        assert words(found.rejected) == "3"
+
+
 WRONG = [  # (row, text that the error message contains after the file and the line)
-    ({"quastion": "a"}, "column 'problem' is missing; the row has ['quastion']. Rename the column of the question"),
-    ({"conversations": "a"}, "format 'conversations': column 'conversations' is 'a', but it must be a list of turns"),
+    ({"quastion": "a"}, "no reader knows the columns quastion; rename them to those of docs/data.md with --columns="),
+    ({"conversations": "a"}, "column 'conversations' is 'a', but it must be a list of turns"),
     ({"conversations": [{"from": "alien"}]}, "turn 0 is {'from': 'alien'}, but its 'from' or 'role' must be one of"),
     ({"conversations": [{"from": "human", "value": "<image>"}]}, "column 'prompt': the prompt has 1 image placehol"),
     ({"instruction": "a", "history": [["b"]]}, "column 'history' is [['b']], but it must be a list of [question, a"),
@@ -165,22 +195,58 @@ WRONG = [  # (row, text that the error message contains after the file and the l
         "turn 1: tool call: the text is not valid JSON",
     ),
     ({"conversations": [TURN, {"from": "function_call", "value": "[1]"}]}, "turn 1: tool call: the call is '[1]'"),
-    ({"prompt": "<bbox>", "objects": {"bbox": []}}, "the texts contain <bbox>, which ms-swift replaces by `objects`"),
-    ({"prompt": "<img>a.jpg</img>?"}, "the texts contain <img>, with which Qwen-VL names its images; convert the file"),
     ({"problem": "a", "image": {"bytes": "?", "path": None}}, "data:;base64,?: the data is not valid base64"),
-    (
-        {"problem": "a", "options": "one"},
-        "format 'options': the list of choices is 'one', but it must be a list of at most",
-    ),
+    ({"problem": "a", "options": "one"}, "the list of choices is 'one', but it must be a list of at most"),
+    ({"problem": "a", "options": ["cat.jpg"]}, "the choices ['cat.jpg'] seem to be images, which the prompt must show"),
     (
         {"question": "a", "choices": ["b", "c"], "answer": 1},
         "the answer is 1, but it must be a letter or one of the choi",
     ),
     ({"problem": "a", "photo": "cat.jpg"}, "Rename it with data.columns: {photo: image}"),
+    ({"prompt": "<|im_start|>user\nHi", "x": 1} | {"prompt": "<|im_start|>user Hi"}, "is not a whole conversation of"),
+    (
+        {"prompt": "<bbox>", "objects": {"bbox": [[1]], "bbox_type": "norm1"}},
+        "bbox_type is 'norm1', but it must be real, or missing",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("row", "message"), WRONG, ids=str)
 def test_invalid_rows_are_reported(read, row, message):
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*" + re.escape(message)):
+    with pytest.raises(ValueError, match=r"(rows|new)\.jsonl:1: .*" + re.escape(message)):
         read(row).prompt(lambda messages, images, videos: images[0])
+
+
+IMAGE = {"type": "image"}
+ASKED = user([IMAGE, {"type": "text", "text": "How many?"}])
+TAGGED = user("<image>How many?")
+THEIRS = {  # {(form in docs/rows.md, project): columns of the new row besides the others}
+    ("TRL", "trl"): {"prompt": [ASKED], "images": 1, "solution": "2"},
+    ("LLaMA-Factory, sharegpt", "trl"): {
+        "messages": [system([text("Be brief.")]), ASKED, assistant([text("2")])],
+        "images": 1, "solution": "2"},
+    ("TRL, pairs", "ms-swift"): {"messages": [TAGGED, assistant("2")], "rejected_response": "3", "images": 1},
+    ("LLaMA-Factory, kto", "ms-swift"): {"messages": [TAGGED, assistant("2")], "label": True, "images": 1},
+    ("EasyR1", "verl"): {
+        "data_source": "minivlmrl", "prompt": [TAGGED], "images": 1,
+        "reward_model": {"style": "rule", "ground_truth": "2"}},
+    ("TRL, text", "verl"): {"messages": [TAGGED, assistant("2")], "images": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "project"), THEIRS)
+def test_rows_are_written_for_other_projects(read, tmp_path, form, project):
+    row = read(SHOWN[form], to=project)
+    path = str(tmp_path / "cat.jpg")
+    assert row.pop("images") == ([{"image": path}] if project == "verl" else [path])
+    assert row | {"images": 1} == THEIRS[form, project]
+
+
+@pytest.mark.parametrize(("row", "project", "says"), [
+    ({"problem": "a", "video": ["cat.jpg", "cat.jpg"]}, "trl", "TRL reads no videos"),
+    ({"problem": "a", "completion": "an <image> tag"}, "ms-swift", "has a tag that is no image, and would become one"),
+    ({"problem": "a", "chosen": "b", "rejected": "c"}, "verl", "verl needs a solution or a completion"),
+])  # fmt: skip
+def test_rows_that_another_project_cannot_read_are_refused(read, row, project, says):
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: .*{says}"):
+        read(row, to=project)

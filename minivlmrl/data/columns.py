@@ -1,0 +1,162 @@
+"""Rename and check the columns of a row. docs/data.md describes the one form that rows have."""
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Annotated
+
+from minivlmrl.config.import_utils import resolve_object, with_options
+from minivlmrl.config.options import VideoOptions
+from minivlmrl.config.parsing import read_value
+from minivlmrl.config.types import Plain
+from minivlmrl.data.rows import REWARD_ARGUMENTS
+from minivlmrl.errors import check_field, error_context
+
+# {column with text: allowed types}. A row may have only one column in PROMPTS, see read_row.split_answers.
+PROMPTS = {"problem": str, "prompt": str | list, "messages": list}
+ANSWERS = {"completion": str | list, "chosen": str | list, "rejected": str | list}
+TEXTS = PROMPTS | ANSWERS
+MEDIA = {"image": "image", "images": "image", "video": "video", "videos": "video"}
+# columns that have a place in every row, whatever the stage and the rewards are
+READ = {*PROMPTS, *MEDIA, "system", "box_space", "unseen"}
+ROLES = ("system", "user", "assistant", "tool")
+# names of video options that a column may also have, because data sets use columns with these names
+COMMON_VIDEO_COLUMNS = {"fps", "min_frames", "max_frames"}
+# {name that no column may have: end of the error message after "it must be"}
+RESERVED = {
+    **dict.fromkeys(
+        REWARD_ARGUMENTS - {"images"},
+        "renamed with data.columns, because reward functions receive another argument of this name",
+    ),
+    **dict.fromkeys(
+        vars(VideoOptions()).keys() - COMMON_VIDEO_COLUMNS,
+        "renamed with data.columns, or moved into the entry of its image as an option, such as "
+        '{"image": ..., "max_pixels": 200704}',
+    ),
+}
+# columns with which other projects change a prompt or a loss, {name: what the column would change}
+MEANINGS = {
+    **dict.fromkeys(("tools", "functions", "tool_choice", "tools_kwargs"), "the tools of the prompt"),
+    **dict.fromkeys(("chat_template_kwargs", "chat_template", "enable_thinking"), "the chat template of the row"),
+    **dict.fromkeys(("prefill", "continue_final_message", "add_generation_prompt"), "the beginning of the answer"),
+    **dict.fromkeys(("loss", "loss_mask", "loss_weight", "loss_scale", "train"), "which tokens are trained"),
+    **dict.fromkeys(("completion_mask", "assistant_masks", "train_on_input", "segments"), "which tokens are trained"),
+    **dict.fromkeys(("weight", "weights", "sample_weight"), "the weight of the row in the loss"),
+    **dict.fromkeys(("input_ids", "prompt_ids", "attention_mask", "labels"), "the tokens, which are computed here"),
+    **dict.fromkeys(("audio", "audios", "documents"), "what the model sees"),
+    **dict.fromkeys(("rejected_images", "rejected_videos", "chosen_images"), "what the model sees in an answer"),
+    **dict.fromkeys(("positive", "negative", "positive_messages", "negative_messages"), "the pair of answers"),
+    **dict.fromkeys(("teacher_prompt", "teacher_messages", "privileged_context"), "the prompt of a teacher"),
+}
+# Columns of other projects' layouts, which `python -m minivlmrl convert` reads: with texts in place of the prompt, and
+# beside a prompt.
+LAYOUTS = ("conversations", "conversation", "query", "instruction", "question", "prefix", "texts", "file_name")
+BESIDE = (
+    "response", "output", "suffix", "history", "rejected_response", "rejected_messages", "rejected_conversations",
+    "kto_tag", "reward_model", "options", "choices",
+)  # fmt: skip
+# roles in other projects' turns
+FOREIGN_ROLES = {"human", "gpt", "chatgpt", "bing", "model", "tool_call", "tool_response", "function_call",
+                 "observation", "function", "developer"}  # fmt: skip
+COLUMN_TYPES = {  # {column: its values' type and bounds}
+    "margin": Annotated[float, "(-inf, inf)"],  # how much better `chosen` is than `rejected`
+    # an answer's log-probability under the reference model, summed over its tokens
+    "ref_chosen_logps": Annotated[float, "(-inf, 0]"],
+    "ref_rejected_logps": Annotated[float, "(-inf, 0]"],
+    "label": bool,  # for KTO: True if the completion is a good answer
+}
+
+
+class ForeignLayoutError(ValueError):
+    """A row has a layout that only `python -m minivlmrl convert` reads."""
+
+
+def find_format(name: str) -> Callable[[dict], dict]:
+    """Return a function that converts a row of the file with the function that data.format names."""
+    with error_context(f"data.format {name}"):
+        function = with_options(*resolve_object("format", name, {}))
+
+    def convert(row: dict) -> dict:
+        columns = function(row)
+        if not isinstance(columns, dict) or not all(isinstance(key, str) for key in columns):
+            raise ValueError(
+                f"data.format {name} returned {columns!r:.60}, but it must "
+                "return a dictionary that maps the names of columns to values"
+            )
+        for column, value in columns.items():
+            if getattr(value, "ndim", 0):
+                raise ValueError(
+                    f"data.format {name} returned an array of type "
+                    f"{type(value).__name__} in the column {column!r}; convert it with tolist()"
+                )
+        return columns
+
+    return convert
+
+
+def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
+    """Rename all columns of `renamed` at once, so that their order does not matter and two names can be swapped.
+
+    NaN, with which pandas writes a missing value, becomes None.
+    """
+    row = {name: value if value == value else None for name, value in row.items()}  # NaN differs from itself
+    renamed = {theirs: ours for theirs, ours in renamed.items() if theirs != ours and row.get(theirs) is not None}
+    columns = row | dict.fromkeys(renamed)
+    for theirs, ours in renamed.items():
+        if columns.get(ours) is not None:
+            raise ValueError(
+                f"data.columns renames {theirs!r} to {ours!r}, but the row already has both columns; remove one of them"
+            )
+        columns[ours] = row[theirs]
+    return columns
+
+
+def check_columns(columns: dict, required: Sequence[str], known: Collection[str]):
+    """Raise ValueError if a column has a reserved name, a wrong value, or a meaning that no stage follows.
+
+    Args:
+        columns: {column: value}; columns whose value is None are ignored.
+        required: columns that every row must have. The column `label` is validated only if it is
+            a required column, because data sets may use this name for another purpose.
+        known: columns that a stage or a reward reads, or that data.columns names.
+
+    Raises:
+        ForeignLayoutError: the row has the layout of another project.
+    """
+    for name, value in columns.items():
+        if value is None:
+            continue
+        if name in RESERVED:
+            check_field(False, f"column {name!r}", value, RESERVED[name])
+        if name in MEANINGS and name not in known and value not in ("", [], {}):
+            raise ValueError(
+                f"column {name!r} with {value!r:.60} would change {MEANINGS[name]} in other projects, but nothing here "
+                f"follows it. Remove the column, or keep it for a reward with data.columns: {{{name}: {name}}}"
+            )
+        if name in COLUMN_TYPES and (name != "label" or name in required):
+            read_value(COLUMN_TYPES[name], value, f"column {name!r}", json=True)
+        if name == "solution":
+            check_field(
+                str(value).count("<answer>") <= 1, "column 'solution'", value, "a text with at most one <answer> tag"
+            )
+    _check_layout({name: value for name, value in columns.items() if value not in (None, "", [])}, known)
+
+
+def _check_layout(columns: dict[str, Plain], known: Collection[str]):
+    """Raise ForeignLayoutError if the columns, the turns or the tags are those of another project."""
+    names = [*BESIDE, *([] if any(name in columns for name in PROMPTS) else LAYOUTS)]
+    foreign = next((name for name in names if name in columns and name not in known), None)
+    if foreign is None and {"A", "B"} <= columns.keys() - {*known}:
+        foreign = "A"
+    if foreign:
+        raise ForeignLayoutError(f"column {foreign!r} belongs to the layout of another project")
+    texts = {name: columns[name] for name in TEXTS if name in columns}
+    for name, turns in texts.items():
+        for turn in [turns] if isinstance(turns, dict) else turns if isinstance(turns, list) else ():
+            if isinstance(turn, dict) and ("from" in turn or str(turn.get("role")) in FOREIGN_ROLES):
+                raise ForeignLayoutError(f"column {name!r} has a turn of another project, {turn!r:.60}")
+        if isinstance(turns, str) and re.match(r"\s*<\|im_start\|>(system|user)\n", turns):
+            raise ForeignLayoutError(f"column {name!r} is a conversation that a chat template has already rendered")
+    if columns.get("objects") and (tag := re.search("<ref-object>|<bbox>", repr(texts))):
+        raise ForeignLayoutError(f"the texts contain {tag[0]}, which ms-swift replaces by `objects`")
+    if not any(name in columns for name in MEDIA) and re.search("<img>.*?</img>", repr(texts)):
+        raise ForeignLayoutError("the texts contain <img>, with which Qwen-VL names its images")

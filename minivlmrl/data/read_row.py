@@ -1,0 +1,287 @@
+"""Convert the columns of a row to a Row: a prompt, its images and videos, and answers.
+
+rename_columns   data.columns
+check_columns    names and values
+split_answers    the prompt's turns, and the answers
+read_media       the columns image, images, video and videos
+place_media      each image and video gets its part in a message
+"""
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from minivlmrl.config.options import RowOptions
+from minivlmrl.config.types import Plain
+from minivlmrl.data.chat_template import render
+from minivlmrl.data.columns import ANSWERS, PROMPTS, ROLES, TEXTS, ForeignLayoutError, check_columns, rename_columns
+from minivlmrl.data.media import ENCODED, Media, check_unread, place_media, read_media
+from minivlmrl.data.messages import (
+    LOSS_KEYS,
+    MARK,
+    add_system_prompt,
+    as_turns,
+    check_ends,
+    check_messages,
+    check_turns,
+    is_trained,
+    part_kind,
+    put_in_template,
+    shown_parts_of,
+    text_of,
+)
+from minivlmrl.data.rows import REWARD_ARGUMENTS, Row
+from minivlmrl.errors import check_field, did_you_mean, error_context
+
+TYPE_WORDS = {str: "text", list: "a list of turns", str | list: "text or a list of turns"}
+Answers = dict[str, str | list[dict]]
+
+
+def read_row(
+    columns: dict, required: Sequence[str], options: RowOptions, folder: Path, reads: Collection[str] = ()
+) -> tuple[Row, list[Media]]:
+    """Convert a row's columns to a Row without images, and list its media in order.
+
+    Args:
+        columns: the row's columns, as in the file.
+        required: columns that the row must have; "problem" stands for any prompt column.
+        options: options for all rows in the file.
+        folder: folder that relative paths start from.
+        reads: further columns that a stage or a reward reads.
+    """
+    file_columns = columns
+    known = {*options.columns, *required, *reads}
+    columns = rename_columns(columns, options.columns)
+    check_columns(columns, required, known)
+    row_media = read_media(columns)
+    try:
+        place, prompt, answers = split_answers(columns, options)
+        messages, media, answers = place_answers(place, prompt, answers, row_media, options)
+    except ValueError:
+        # An image under an unknown name better explains an <image> tag without an image.
+        check_unread(columns, [item for items in row_media.values() for item in items], folder, known)
+        raise
+    for name in required:
+        if name != "problem" and name not in answers and columns.get(name) is None:
+            is_foreign = name in ("solution", "completion") and any(columns.get(x) for x in ("answer", "ground_truth"))
+            raise (ForeignLayoutError if is_foreign else ValueError)(missing_column(name, file_columns))
+    row = Row(messages, [], columns, **answers)
+    shown = [*media, *(part["image"] for part in answer_image_parts(row))]
+    if shown:  # a row with images may keep another one under the name that data.columns gives it
+        known |= {*options.columns.values()}
+    check_unread(columns, shown, folder, known)
+    return row, media
+
+
+def missing_column(name: str, columns: dict) -> str:
+    existing = sorted(
+        column for column in columns if columns[column] is not None and columns[column] == columns[column]
+    )
+    hint = ""
+    if name not in (*ANSWERS, "label", "solution"):
+        hint = (
+            f". A reward function has the argument {name!r}; besides columns of the rows, its arguments may be "
+            f"{', '.join(sorted(REWARD_ARGUMENTS))}"
+        )
+    return (
+        f"column {name!r} is missing; the row has {existing}. Rename a column with data.columns: {{YOURS: {name}}}"
+        f"{did_you_mean(name, existing)}{hint}"
+    )
+
+
+def answer_image_parts(row: Row) -> list[dict]:
+    """Return the image parts in all answers of a row."""
+    parts = []
+    for answer in (row.completion, row.chosen, row.rejected):
+        if isinstance(answer, list):
+            parts += shown_parts_of(answer)
+    return parts
+
+
+def split_answers(columns: dict, options: RowOptions) -> tuple[str, list[dict], Answers]:
+    """Split a row into its prompt and its answers.
+
+    Args:
+        columns: {column: value}; the value None counts as missing. A list of turns is a list of messages, as in
+            chat_template.render.
+            problem: the question's text, which is inserted into prompt_template.
+            prompt: the question's text, or a list of turns, whose last user turn has the question.
+            messages: a conversation. If it ends with an answer, the turns before the first answer are the prompt, and
+                the others are the completion. Otherwise, all turns are the prompt.
+            system: text of the system message.
+            completion, chosen, rejected: an answer, which is a text or a list of turns that begins and ends with an
+                assistant turn. If the row has no prompt, `chosen` and `rejected` are whole conversations, and their
+                common first turns are the prompt (TRL's implicit prompt).
+        options: options for all rows in the file.
+
+    Returns:
+        The column of the prompt, for error messages; the prompt's turns; and {column: answer}.
+    """
+    texts = {name: columns[name] for name in TEXTS if columns.get(name) is not None}
+    for name, value in texts.items():
+        with error_context(f"column {name!r}"):
+            _check_text(value, name)
+    prompts = [name for name in texts if name in PROMPTS]
+    answers = {name: value for name, value in texts.items() if name in ANSWERS}
+    if "{problem}" not in options.prompt_template:
+        check_field(
+            not prompts,
+            "data.prompt_template",
+            options.prompt_template,
+            f"a text that contains {{problem}}, because the row has {prompts}",
+        )
+        texts["problem"] = options.prompt_template
+        prompts = ["problem"]
+    if prompts == ["messages"] and texts["messages"][-1]["role"] == "assistant":
+        if "completion" in texts:
+            prompts.append("completion")
+        first_answer = [turn["role"] for turn in texts["messages"]].index("assistant")
+        answers = {"completion": texts["messages"][first_answer:], **answers}
+        texts["messages"] = texts["messages"][:first_answer]
+    if len(prompts) > 1:
+        raise ValueError(
+            f"the row has both columns {prompts[0]!r} and {prompts[1]!r}, but only "
+            "one of them is allowed; remove the other one"
+        )
+    pair = [render(as_turns(answers[name])) for name in ("chosen", "rejected") if name in answers]
+    if len(pair) == 2 and pair[0] == pair[1]:
+        raise ValueError("the columns 'chosen' and 'rejected' are equal; remove the row")
+    place = prompts[0] if prompts else "chosen"
+    prompt = as_turns(texts[place], "user") if prompts else _shared_turns(answers, sorted(columns))
+    if not prompts:
+        answers |= {name: answers[name][len(prompt) :] for name in ("chosen", "rejected")}
+    prompt = _add_system(columns.get("system"), prompt)
+    if options.train_answers == "last":
+        prompt, answers = _keep_last(prompt, answers)
+    for name, answer in answers.items():
+        with error_context(f"column {(name if name in texts else place)!r}"):
+            _check_answer(as_turns(answer))
+    return place, prompt, answers
+
+
+def _check_text(value: Plain, name: str):
+    """Raise ValueError unless a column is a text, or a list of turns that can be rendered."""
+    if not isinstance(value, TEXTS[name]):
+        raise ValueError(f"the value must be {TYPE_WORDS[TEXTS[name]]}, but it is {value!r:.40}")
+    turns = as_turns(value)
+    check_messages(turns)
+    roles = [turn["role"] for turn in turns]
+    if not turns or not set(roles) <= set(ROLES):
+        raise ValueError(
+            f"there must be at least one turn, and the roles must be {', '.join(ROLES)}, but the roles are {roles}"
+        )
+    check_turns(turns, name == "prompt")
+    for turn in turns:
+        if kind := ENCODED.match(text_of(turn)):
+            raise ValueError(
+                f"a text seems to contain an image that the model would not see: {kind[0]!r:.60}. Write it as a part "
+                "{type: image, image: ...}"
+            )
+
+
+def _check_answer(turns: list[dict]):
+    """Raise ValueError if an answer's assistant turn is empty or blank, or if no turn is trained."""
+    check_ends(turns)
+    for turn in turns:
+        is_blank = not text_of(turn).strip() and not turn.get("tool_calls")
+        if turn["role"] == "assistant" and is_blank:
+            raise ValueError("an answer is empty or blank; add its text or remove the row")
+    if not any(map(is_trained, turns)):
+        raise ValueError(f"no turn of the answer is trained, because all have one of {', '.join(LOSS_KEYS)}; remove it")
+
+
+def _add_system(text: Plain, prompt: list[dict]) -> list[dict]:
+    """Put the text of the column `system` before a prompt as its system message."""
+    if text in (None, ""):
+        return prompt
+    if not isinstance(text, str):
+        raise ValueError(f"column 'system': the value must be text, but it is {text!r:.40}")
+    if prompt and prompt[0]["role"] == "system":
+        if text_of(prompt[0]) == text:
+            return prompt
+        raise ValueError(
+            "column 'system': the turns begin with another system message; remove the column or the system message"
+        )
+    return [{"role": "system", "content": text}, *prompt]
+
+
+def _keep_last(prompt: list[dict], answers: Answers) -> tuple[list[dict], Answers]:
+    """Move the turns before a conversation's last answer into the prompt.
+
+    Raises:
+        ValueError: a pair's answers have different turns before their last answers.
+    """
+    earlier = []  # for each answer, its turns up to the last one that is not the assistant's
+    last = {}
+    for name, answer in answers.items():
+        turns = as_turns(answer)
+        end = max((i + 1 for i, turn in enumerate(turns) if turn["role"] != "assistant"), default=0)
+        earlier.append(turns[:end])
+        last[name] = turns[end:] if 0 < end < len(turns) else answer
+    if not any(earlier):
+        return prompt, answers
+    if any(turns != earlier[0] for turns in earlier):
+        raise ValueError(
+            f"data.train_answers is last, but the columns {' and '.join(answers)} have different "
+            "turns before their last answers, so they have no common prompt; set "
+            "data.train_answers to all, or make these turns equal"
+        )
+    return [*prompt, *earlier[0]], last
+
+
+def _shared_turns(answers: Answers, columns: list[str]) -> list[dict]:
+    """Return the turns with which the conversations `chosen` and `rejected` both begin."""
+    chosen, rejected = answers.get("chosen"), answers.get("rejected")
+    shared = []
+    for chosen_turn, rejected_turn in zip(as_turns(chosen or []), as_turns(rejected or []), strict=False):
+        if chosen_turn != rejected_turn or not isinstance(chosen, list) or not isinstance(rejected, list):
+            break
+        shared.append(chosen_turn)
+    if not shared:
+        raise ValueError(
+            f"column 'problem' is missing; the row has {columns}. Rename the column of the question with data.columns: "
+            "{YOURS: problem}, or set the same question for all rows with data.prompt_template: 'What is it?'"
+        )
+    return shared
+
+
+def place_answers(
+    place: str, prompt: list[dict], answers: Answers, row_media: dict[str, list[Media]], options: RowOptions
+) -> tuple[list[dict], list[Media], Answers]:
+    """Place a row's images and videos in its prompt and in each answer, whose images follow those of the prompt.
+
+    Returns:
+        The prompt's messages, its media in order, and {column: answer}. An image part of an answer contains its Media
+        under the key "image".
+    """
+    if prompt and prompt[-1]["role"] == "assistant":
+        raise ValueError(
+            f"column {place!r}: the prompt ends with an assistant turn; move this turn into the column of the answer"
+        )
+    with error_context(f"column {place!r}"):
+        if options.prompt_template != "{problem}" and "{problem}" in options.prompt_template:
+            prompt = put_in_template(options.prompt_template, prompt)
+    answers = dict(answers)
+    shown = {name: turns for name, turns in answers.items() if isinstance(turns, list) and _shows_images(turns)}
+    for name, turns in shown.items():
+        with error_context(f"column {(name if place != 'messages' or name != 'completion' else place)!r}"):
+            conversation, media = place_media([*prompt, *turns], row_media, options)
+            messages, answers[name] = conversation[: len(prompt)], conversation[len(prompt) :]
+            parts = shown_parts_of(answers[name])
+            if any(part_kind(part) == "video" for part in parts):
+                raise ValueError("a video after the first assistant turn is not supported; move it into the prompt")
+            # the last media belong to the answer, because the media are in the parts' order
+            for part in reversed(parts):
+                part["image"] = media.pop()  # FileDataset.__getitem__ loads the image
+    if not shown:
+        with error_context(f"column {place!r}"):
+            messages, media = place_media(prompt, row_media, options)
+    return add_system_prompt(messages, options.system_prompt), media, answers
+
+
+def _shows_images(turns: list[dict]) -> bool:
+    """Return True if an answer has an image or video part, or a tag such as <image>.
+
+    Tags in assistant turns do not count, because they are ordinary text there.
+    """
+    tags = any(turn["role"] != "assistant" and MARK.search(text_of(turn)) for turn in turns)
+    return tags or bool(shown_parts_of(turns))

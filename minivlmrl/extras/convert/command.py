@@ -1,0 +1,190 @@
+"""Write the rows of any layout in the form that a run reads, or in the form of another project.
+
+    python -m minivlmrl convert rows.json
+    python -m minivlmrl convert rows.jsonl --to trl --out rows_trl.jsonl
+
+The layout is known by its columns: all readers are tried, and if two of them read the rows, you choose one with
+--layout. The new file stands beside the old one, and names the same images. At the end, the command says what it could
+not keep. A YAML file in which VLM-R1 lists data sets becomes the option data.train, and its files are converted.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from base64 import b64encode
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+
+import yaml
+
+from minivlmrl.config.types import Plain
+from minivlmrl.data.columns import find_format, rename_columns
+from minivlmrl.data.row_files import map_nested, open_rows
+from minivlmrl.errors import error_context, optional_dependency
+from minivlmrl.extras.convert.readers import READERS, finish, fitting, prepare
+from minivlmrl.extras.convert.sources import Rows, read_rows
+from minivlmrl.extras.convert.writers import WRITERS
+
+SAMPLE = 100  # rows by which the layout is known
+BATCH = 100  # rows that are written to a parquet file together
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        "python -m minivlmrl convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", help="file, folder or OWNER/NAME@SPLIT of the hub")
+    parser.add_argument("--out", type=Path, help="new file, .jsonl or .parquet")
+    parser.add_argument("--to", choices=WRITERS, help="project whose form is written; the default is ours")
+    parser.add_argument("--layout", choices=READERS, help="reader of the rows, if two of them fit")
+    parser.add_argument("--format", help="your own function for each row, as in data.format")
+    parser.add_argument("--columns", type=yaml.safe_load, default={}, help="new names, as in data.columns")
+    options = parser.parse_args(arguments)
+    path = Path(options.file)
+    if path.suffix in (".yaml", ".yml"):
+        print(yaml.safe_dump({"data": {"train": list(convert_list(path, options))}}), end="")
+    else:
+        convert(path, options)
+    return 0
+
+
+def convert(path: Path, options: argparse.Namespace) -> Path:
+    """Write the converted rows of a file; return the new file, or the old one if nothing changes."""
+    rows = source_rows(path, options)
+    sample = list(islice(rows, SAMPLE))
+    if not sample:
+        raise ValueError(f"{path} has no rows")
+    layout = options.layout or find_layout(path, sample)
+    out = options.out or new_name(path, sample[0][1], options.to)
+    if out.resolve() == path.resolve():
+        raise ValueError(f"--out is {out}, which is the file that is converted; choose another name")
+    dropped = Counter()
+    changed = Counter()
+
+    def converted() -> Iterator[dict]:
+        dropped.clear()
+        changed.clear()
+        for where, row in source_rows(path, options):
+            with error_context(where):
+                columns = READERS[layout](prepare(row, dropped))
+                if columns is None:
+                    raise ValueError(f"the row does not have the layout {layout!r} of the first rows; split the file")
+                new_row = finish(columns)
+                changed["rows"] += 1
+                changed["changed"] += new_row != {name: value for name, value in row.items() if value is not None}
+                yield WRITERS[options.to](new_row, folder_of(path), dropped) if options.to else new_row
+
+    partial = out.with_name(f"{out.name}.partial")
+    try:
+        write(partial, out.suffix, converted)
+        if not (changed["changed"] or options.to or options.out or options.format) and is_read(path):
+            print(f"{path}: all {changed['rows']} rows already have the form that a run reads", file=sys.stderr)
+            return path
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    print(f"{path}: {changed['rows']} rows of the layout {layout!r} were written to {out}", file=sys.stderr)
+    for name, count in sorted(dropped.items()):
+        print(f"dropped: {name} ({count} times)", file=sys.stderr)
+    if out.resolve().parent != folder_of(path).resolve() and not options.to:
+        print(f"the images are still relative to the old file: set data.image_root={folder_of(path)}", file=sys.stderr)
+    return out
+
+
+def source_rows(path: Path, options: argparse.Namespace) -> Rows:
+    change: Callable[[dict], dict] = find_format(options.format) if options.format else dict
+    for where, row in read_rows(path):
+        with error_context(where):
+            yield where, rename_columns(change(row), options.columns)
+
+
+def find_layout(path: Path, sample: list[tuple[str, dict]]) -> str:
+    """Return the name of the only reader that reads the first rows."""
+    names = list(READERS)
+    for where, row in sample:
+        with error_context(where):
+            names = fitting(row, names)
+        if not names:
+            raise ValueError(
+                f"{where}: no reader knows the columns {', '.join(row)}; rename them to those of docs/data.md with "
+                f"--columns='{{YOURS: problem}}', or write a function for --format. Readers: {', '.join(READERS)}"
+            )
+    if len(names) > 1:
+        command = f"python -m minivlmrl convert {shlex.quote(str(path))} --layout="
+        raise ValueError(f"{path}: the layouts {' and '.join(names)} fit; choose one: {command}{names[0]}")
+    return names[0]
+
+
+def folder_of(path: Path) -> Path:
+    """Return the folder from which the paths of images start."""
+    return path if path.is_dir() else path.parent
+
+
+def new_name(path: Path, row: dict, to: str | None) -> Path:
+    """Return the name of the new file. Rows with the bytes of images are written to a parquet file."""
+    has_bytes = []
+    map_nested(row, has_bytes.append, bytes)
+    suffix = ".parquet" if has_bytes or to == "verl" else ".jsonl"
+    name = f"{to or 'converted'}{suffix}"
+    if path.is_dir():
+        return path / f"rows_{name}"
+    # the id of a data set of the hub is no path
+    return path.with_name(f"{path.stem}_{name}") if path.exists() else Path(f"{path.name.replace('@', '_')}_{name}")
+
+
+def is_read(path: Path) -> bool:
+    """Return True if a run can open the file."""
+    try:
+        open_rows(path)
+    except ValueError:
+        return False
+    return True
+
+
+def write(out: Path, suffix: str, rows: Callable[[], Iterator[dict]]):
+    """Write rows to a JSON Lines file, or to a parquet file after a first pass that finds the types of its columns."""
+    if suffix != ".parquet":
+        with out.open("w", encoding="utf-8") as file:
+            for row in rows():
+                # JSON has no bytes, but images can be bytes
+                row = map_nested(row, lambda content: b64encode(content).decode(), bytes)
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        return
+    with optional_dependency("parquet", f"{out}: writing parquet files requires pyarrow"):
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    with error_context(f"{out}: the rows do not fit into a table; write a .jsonl file with --out"):
+        schema = pa.schema([])
+        for batch in batches(rows()):
+            schema = pa.unify_schemas([schema, pa.Table.from_pylist(batch).schema], promote_options="permissive")
+        with pq.ParquetWriter(out, schema) as writer:
+            for batch in batches(rows()):
+                writer.write_table(pa.Table.from_pylist(batch, schema))
+
+
+def batches(rows: Iterator[dict]) -> Iterator[list[dict]]:
+    """Yield lists of rows; a table takes the names of its columns from its first row."""
+    while batch := list(islice(rows, BATCH)):
+        names = dict.fromkeys(chain.from_iterable(batch))
+        yield [{name: row.get(name) for name in names} for row in batch]
+
+
+def convert_list(path: Path, options: argparse.Namespace) -> Iterator[Plain]:
+    """Convert the files of a YAML list of VLM-R1; yield the sections of data.train.
+
+    Relative paths start from the current folder, or from the folder of the list if the current folder has no such file.
+    """
+    with error_context(path):
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        sets = content.get("datasets") if isinstance(content, dict) else None
+        if not isinstance(sets, list) or not all(isinstance(one, dict) and "json_path" in one for one in sets):
+            raise ValueError("the file must have a list `datasets` of objects with `json_path`")
+        for one in sets:
+            if unknown := one.keys() - {"json_path", "sampling_strategy"}:
+                raise ValueError(f"the keys {', '.join(sorted(unknown))} of a data set are not read; remove them")
+            file = Path(one["json_path"])
+            file = convert(file if file.exists() else path.parent / file, options)
+            yield {"file": str(file), "sampling": one.get("sampling_strategy", "all")}

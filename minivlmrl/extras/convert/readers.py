@@ -1,0 +1,349 @@
+"""Readers of other projects' layouts: each takes the columns of a row, and returns them in the form of docs/data.md.
+
+A reader returns None for a row of another layout. It takes the columns that it reads out of the row, and keeps all
+others, so that nothing is lost. What has no place in the new row is counted in `Row.dropped`.
+"""
+
+import ast
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from minivlmrl.config.types import Plain
+from minivlmrl.data.columns import BESIDE, MEDIA
+from minivlmrl.data.media import FILE_NAMES
+from minivlmrl.data.messages import LOSS_KEYS, THOUGHT_KEYS
+from minivlmrl.data.row_files import map_nested
+from minivlmrl.errors import check_field, error_context
+from minivlmrl.json_files import parse_json
+
+Reader = Callable[["Columns"], "Columns | None"]
+ANSWERS = ("response", "output", "suffix", "answer")
+SPEAKERS = {  # {name of a speaker: role}
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "model"), "assistant"),
+    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "tool_response", "function"), "tool"),
+}
+KEPT_KEYS = ("tool_calls", "name", "tool_call_id", *THOUGHT_KEYS, *LOSS_KEYS)  # keys of a turn that a run reads
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+QUESTIONS = ("problem", "question", "query", "instruction", "prefix", "prompt")
+TAGS = {"<ref-object>": "ref", "<bbox>": "bbox"}  # {tag of ms-swift: its list in the column `objects`}
+RENDERED = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>\s*|$)(?=<\|im_start\|>|\s*$)", re.DOTALL)
+VISION = re.compile(r"<\|vision_start\|>(?:<\|(image|video)_pad\|>)+<\|vision_end\|>")
+
+
+class Columns(dict):
+    """A row's columns without missing values, and a count of what the readers dropped."""
+
+    def __init__(self, row: dict, dropped: Counter):
+        # NaN, which differs from itself, is how pandas writes a missing value
+        super().__init__({name: value for name, value in row.items() if value is not None and value == value})
+        self.dropped = dropped
+
+    def put(self, **columns: Plain) -> "Columns":
+        self.update(columns)
+        return self
+
+    def drop(self, name: str) -> Plain:
+        """Take a column out of the row that has no place in the new one."""
+        if self.get(name) not in (None, "", [], {}):
+            self.dropped[f"column {name!r}"] += 1
+        return self.pop(name, None)
+
+
+def prepare(row: dict, dropped: Counter) -> Columns:
+    """Fill in the tags, choices and labels that stand in columns of their own, whatever the layout is."""
+    columns = Columns(row, dropped)
+    fill_objects(columns)
+    fill_images(columns)
+    add_choices(columns)
+    if "kto_tag" in columns and "label" not in columns:
+        columns["label"] = columns.pop("kto_tag")
+    return columns
+
+
+def finish(row: Columns) -> dict:
+    """Name the solution and the image as docs/data.md does, whatever the layout was."""
+    truths = [name for name in ("reward_model", "answer", "ground_truth") if name in row]
+    if truths and "solution" not in row:
+        truth = row.pop(truths[0])
+        if truths[0] == "reward_model":  # verl's {"style": "rule", "ground_truth": ...}
+            check_field(isinstance(truth, dict), "column 'reward_model'", truth, "an object with ground_truth")
+            row.dropped.update(f"key {key!r} of reward_model" for key in truth if key != "ground_truth")
+            truth = truth.get("ground_truth")
+        row["solution"] = truth
+    if "file_name" in row and not any(row.get(name) for name in MEDIA):
+        row["image"] = row.pop("file_name")
+    for name in BESIDE:
+        row.drop(name)
+    return dict(row)
+
+
+def read_conversations(row: Columns) -> Columns | None:
+    """Read `conversations`, whose turns have `from` and `value`: LLaVA, VLM-R1, ShareGPT, LLaMA-Factory."""
+    name = next((name for name in ("conversations", "conversation") if name in row), None)
+    if name is None or (isinstance(row[name], list) and row[name] and "human" in row[name][0]):
+        return None
+    turns = read_turns(row.pop(name), name, row.dropped)
+    if "rejected_conversations" in row:
+        rejected = read_turns(row.pop("rejected_conversations"), "rejected_conversations", row.dropped)
+        return row.put(chosen=turns, rejected=rejected)
+    answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+    if not answers or turns[-1]["role"] != "assistant":  # all turns belong to the prompt
+        return row.put(prompt=turns, **read_pair(row))
+    row.setdefault("solution", answers[0])
+    if len(answers) == 1 and not str(answers[0]).strip():  # the image does not show the object
+        return row.put(prompt=turns[:-1], solution=row["solution"] or "")
+    return split_pair(row, turns)
+
+
+def read_messages(row: Columns) -> Columns | None:
+    """Read `messages` with roles of ms-swift, or with a rejected answer or a label of their own name."""
+    turns = row.get("messages")
+    is_list = isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)
+    if not is_list or "problem" in row or "prompt" in row:
+        return None
+    return split_pair(row, read_turns(row.pop("messages"), "messages", row.dropped))
+
+
+def read_pairs(row: Columns) -> Columns | None:
+    """Read turns in pairs: `conversation` of ms-swift with human and assistant, `texts` of the_cauldron."""
+    for name, asked, said in (("conversation", "human", "assistant"), ("texts", "user", "assistant")):
+        pairs = row.get(name)
+        if isinstance(pairs, list) and pairs and all(isinstance(pair, dict) and asked in pair for pair in pairs):
+            turns = []
+            for pair in row.pop(name):
+                turns += [turn_of("user", pair[asked]), turn_of("assistant", pair.get(said, ""))]
+                row.dropped.update(f"key {key!r} of {name}" for key in pair if key not in (asked, said) and pair[key])
+            return row.put(messages=turns)
+    return None
+
+
+def read_question(asked: str) -> Reader:
+    """Return a reader of rows with a question and an answer in two columns, after the pairs of `history`."""
+
+    def read(row: Columns) -> Columns | None:
+        if asked not in row or "conversations" in row or has_prompt(row):
+            return None
+        question = row.pop(asked)
+        check_field(isinstance(question, str), f"column {asked!r}", question, "text")
+        if extra := row.pop("input", None):  # Alpaca's column with additional text for the question
+            question = f"{question}\n{extra}"
+        turns = []
+        history = row.pop("history", None) or []
+        for pair in history if isinstance(history, list) else [history]:
+            is_pair = isinstance(pair, list) and len(pair) == 2
+            check_field(is_pair, "column 'history'", history, "a list of [question, answer] pairs")
+            turns += [turn_of("user", pair[0]), turn_of("assistant", pair[1])]
+        row["prompt"] = [*turns, turn_of("user", question)]
+        name = next((name for name in ANSWERS if name in row), None)
+        if name is None:
+            return row
+        answer = row.pop(name)
+        row.setdefault("solution", answer)
+        if isinstance(answer, str) and answer.strip() and "chosen" not in row:
+            row[("chosen" if "rejected_response" in row else "completion")] = answer
+        return use_rejected(row)
+
+    return read
+
+
+def read_response(row: Columns) -> Columns | None:
+    """Read our prompt with a demonstrated answer in `response` or `output`."""
+    name = next((name for name in ANSWERS[:2] if name in row), None)
+    if name is None or not has_prompt(row) or "messages" in row or "completion" in row:
+        return None
+    row["chosen" if "rejected_response" in row else "completion"] = row.pop(name)
+    return use_rejected(row)
+
+
+def use_rejected(row: Columns) -> Columns:
+    if "rejected_response" in row:
+        row["rejected"] = row.pop("rejected_response")
+    return row
+
+
+def read_rendered(row: Columns) -> Columns | None:
+    """Read a conversation that Qwen's chat template has rendered, in `text`, `prompt` or `problem`."""
+    name = next((name for name in ("text", "prompt", "problem") if isinstance(row.get(name), str)), None)
+    if name is None or not row[name].lstrip().startswith("<|im_start|>"):
+        return None
+    text = row.pop(name).strip().removesuffix("<|endoftext|>").removesuffix("<|im_start|>assistant").rstrip()
+    turns = []
+    for role, content in RENDERED.findall(text):
+        turns.append(turn_of(SPEAKERS.get(role, role), VISION.sub(lambda tag: f"<{tag[1]}>", content)))
+    if RENDERED.sub("", text).strip() or not turns:
+        raise ValueError(f"column {name!r}: {text!r:.80} is not a whole conversation of <|im_start|> and <|im_end|>")
+    is_whole = turns[-1]["role"] == "assistant" and name == "text"
+    return row.put(**{"messages" if is_whole else "prompt": turns})
+
+
+def read_ours(row: Columns) -> Columns | None:
+    """Keep a row that already has a prompt of docs/data.md, or images and no text; its turns may have other names."""
+    if not has_prompt(row) and not any(name in row for name in ("file_name", *MEDIA)):
+        return None
+    for name in ("prompt", "completion", "chosen", "rejected"):
+        if isinstance(turns := row.get(name), list | dict):
+            row[name] = read_turns([turns] if isinstance(turns, dict) else turns, name, row.dropped)
+    return row
+
+
+READERS: dict[str, Reader] = {
+    "conversations": read_conversations,
+    "messages": read_messages,
+    "pairs": read_pairs,
+    "query": read_question("query"),
+    "alpaca": read_question("instruction"),
+    "prefix": read_question("prefix"),
+    "question": read_question("question"),
+    "response": read_response,
+    "rendered": read_rendered,
+    "ours": read_ours,  # is tried if no other one fits
+}
+
+
+def has_prompt(row: dict) -> bool:
+    return any(name in row for name in ("problem", "prompt", "messages")) or isinstance(row.get("chosen"), list)
+
+
+def turn_of(role: str, content: Plain) -> dict:
+    return {"role": role, "content": content}
+
+
+def read_turns(raw_turns: Plain, name: str, dropped: Counter) -> list[dict]:
+    """Convert turns to messages with a role and content."""
+    check_field(isinstance(raw_turns, list), f"column {name!r}", raw_turns, "a list of turns")
+    turns = []
+    for number, turn in enumerate(raw_turns):
+        speaker = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
+        if not isinstance(speaker, str) or speaker not in SPEAKERS:
+            raise ValueError(
+                f"turn {number} is {turn!r:.60}, but its 'from' or 'role' must be one of {', '.join(SPEAKERS)}"
+            )
+        value = turn.get("value", turn.get("content"))
+        if type(value) in (int, float):  # answers in VLM-R1's data can be numbers
+            value = str(value)
+        if speaker in ("function_call", "tool_call"):  # a tool call is written in Qwen's format
+            with error_context(f"turn {number}: tool call"):
+                call = parse_json(str(value))
+                expected = 'a JSON object with the name of a tool, such as {"name": "zoom"}'
+                check_field(isinstance(call, dict) and "name" in call, "the call", value, expected)
+            value = f"<tool_call>\n{str(value).strip()}\n</tool_call>"
+        kept = {key: turn[key] for key in KEPT_KEYS if turn.get(key) not in (None, "", [])}
+        for key in turn.keys() - {"from", "role", "value", "content", *KEPT_KEYS}:
+            if turn[key] not in (None, "", [], {}):
+                dropped[f"key {key!r} of turns"] += 1
+        turns.append(turn_of(SPEAKERS[speaker], value) | kept)
+    return turns
+
+
+def split_pair(row: Columns, turns: list[dict]) -> Columns:
+    """Return `messages`, or a prompt with the answers of a pair, whose rejected one stands in another column."""
+    is_answered = turns[-1]["role"] == "assistant" if turns else False
+    if not is_answered:
+        return row.put(prompt=turns, **read_pair(row))
+    rejected = row.pop("rejected_messages", None) or row.pop("rejected_response", None)
+    if rejected is None:
+        return row.put(messages=turns)
+    start = [turn["role"] for turn in turns].index("assistant")
+    if isinstance(rejected, list) and rejected and rejected[0].get("role") != "assistant":
+        return row.put(chosen=turns, rejected=read_turns(rejected, "rejected_messages", row.dropped))
+    return row.put(prompt=turns[:start], chosen=turns[start:], rejected=rejected)
+
+
+def read_pair(row: Columns) -> dict:
+    """Read LLaMA-Factory's `chosen` and `rejected`, each a single turn with `from` and `value`."""
+    names = (name for name in ("chosen", "rejected") if isinstance(row.get(name), dict))
+    return {name: read_turns([row[name]], name, row.dropped) for name in names}
+
+
+def add_choices(row: Columns):
+    """Append the choices in `options`, `choices` or A, B, C (MMBench) to a question that does not list them."""
+    letters = [letter for letter in LETTERS if letter in row] if {"A", "B"} <= {*row} else []
+    name = next((name for name in ("options", "choices") if row.get(name)), None)
+    choices = row[name] if name else [row[letter] for letter in letters]
+    column = next((name for name in QUESTIONS if name in row), None)
+    if not choices or column is None:
+        return
+    if isinstance(choices, str) and choices.startswith("["):  # MMMU writes a list of Python as a text
+        choices = ast.literal_eval(choices)
+    if any(isinstance(choice, str) and FILE_NAMES["image"].fullmatch(choice) for choice in choices):
+        raise ValueError(f"the choices {choices!r:.60} seem to be images, which the prompt must show; see --format")
+    is_list = isinstance(choices, list) and len(choices) <= len(LETTERS)
+    check_field(is_list, "the list of choices", choices, "a list of at most 26 texts")
+    answer = row.get("answer", row.get("solution"))
+    is_choice = not isinstance(answer, int) or answer in choices
+    check_field(is_choice, "the answer", answer, "a letter or one of the choices of the row")
+    names = LETTERS[: len(choices)]
+    if not isinstance(row[column], str) or all(re.search(rf"\b{letter}[.:)]", row[column]) for letter in names):
+        for letter in [name] if name else letters:  # the question already lists the choices
+            row.drop(letter)
+        return
+    lines = [row.pop("hint", ""), row[column]]
+    for letter, choice in zip(LETTERS, choices, strict=False):
+        lines.append(f"{letter}. " + re.sub(r"^[A-Z][.:)]\s*", "", str(choice)))
+    for used in [name] if name else letters:
+        del row[used]
+    row[column] = "\n".join(lines).strip()
+
+
+def fill_objects(row: Columns):
+    """Replace the n-th <ref-object> and <bbox> of ms-swift by the n-th item of the column `objects`."""
+    objects = row.get("objects")
+    text = json.dumps([value for name, value in row.items() if name != "objects"], default=str)
+    if objects is None or not any(tag in text for tag in TAGS):
+        return
+    objects = parse_json(row.pop("objects")) if isinstance(row["objects"], str) else row.pop("objects")
+    if isinstance(objects, list):  # older files: a list with the caption and the boxes of each object
+        boxes = [box for one in objects for box in one["bbox"]]
+        units = {one.get("bbox_type") for one in objects}
+        objects = {"ref": [one["caption"] for one in objects], "bbox": boxes, "bbox_type": units.pop()}
+    check_field(objects.get("bbox_type") in (None, "real"), "bbox_type", objects.get("bbox_type"), "real, or missing")
+    for key in objects.keys() - {"ref", "bbox", "bbox_type"}:
+        row.dropped[f"key {key!r} of objects"] += 1
+    items = {}
+    for tag, name in TAGS.items():
+        values = (objects.get(name) or []) if tag in text else []
+        if len(values) != text.count(tag):
+            raise ValueError(
+                f"column 'objects' has {len(values)} items in {name!r}, but the texts contain {tag} {text.count(tag)} "
+                "time(s); the two numbers must be equal"
+            )
+        items[tag] = iter(value if isinstance(value, str) else json.dumps(value) for value in values)
+    replace_texts(row, "|".join(TAGS), lambda tag: next(items[tag[0]]))
+
+
+def fill_images(row: Columns):
+    """Replace <img>cat.jpg</img> of Qwen-VL in texts by <image>, and list the files in `images`."""
+    paths = []
+    if any(name in row for name in MEDIA):
+        return
+
+    def collect(tag: re.Match) -> str:
+        paths.append(tag[1])
+        return "<image>"
+
+    replace_texts(row, "<img>(.*?)</img>", collect)
+    if paths:
+        row["images"] = paths
+
+
+def replace_texts(row: Columns, pattern: str, change: Callable[[re.Match], str]):
+    for name, value in row.items():
+        row[name] = map_nested(value, lambda text: re.sub(pattern, change, text))
+
+
+def fitting(row: dict, names: Iterable[str] = READERS) -> list[str]:
+    """Return those of the names whose readers read a row; an error of a reader counts as reading."""
+    fits = [name for name in names if _fits(prepare(row, Counter()), READERS[name])]
+    return [name for name in fits if name != "ours"] or fits
+
+
+def _fits(row: Columns, reader: Reader) -> bool:
+    try:
+        return reader(row) is not None
+    except ValueError:
+        return True

@@ -1,0 +1,152 @@
+"""Read the rows of any file or folder, one after the other."""
+
+import csv
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from minivlmrl.data.row_files import decode_row, open_rows
+from minivlmrl.errors import error_context, optional_dependency
+from minivlmrl.json_files import parse_json
+
+IMAGE_NAME = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
+ROW_FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
+WRITTEN = re.compile(r"rows_(converted|trl|ms-swift|verl)\.\w+")  # files that this command has written
+# columns of a CSV file whose cells can contain JSON
+JSON_COLUMNS = "messages", "prompt", "conversations", "history", "images", "videos", "objects", "reward_model", "tools"
+BOOL_OR_NUMBER = re.compile(r"(?i)true|false|-?\d*\.?\d+")
+Rows = Iterator[tuple[str, dict]]  # each row's place, such as "rows.csv:3", and its columns
+
+
+def read_rows(path: Path) -> Rows:
+    """Yield the rows of a file, a folder or a data set of the hub.
+
+    Raises:
+        ValueError: the file cannot be read, or nothing in the folder is a file of rows.
+    """
+    if path.is_dir():
+        yield from _read_folder(path)
+    elif path.suffix in (".csv", ".tsv"):
+        yield from _read_cells(path)
+    elif path.suffix == ".jsonl" and path.is_file() and not _is_list(path):
+        yield from _read_lines(path)
+    else:
+        rows = open_rows(path)
+        yield from ((rows.where(index), rows[index]) for index in range(len(rows)))
+
+
+def _read_folder(folder: Path) -> Rows:
+    """Read a folder of save_to_disk, with files of rows, or with a subfolder of images per class."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
+        raise ValueError(f"{folder} has the splits {', '.join(splits)}; convert one of them, {folder}/{splits[0]}")
+    if (folder / "state.json").is_file():
+        yield from _read_saved(folder)
+        return
+    files = [path for path in [*folder.glob("*"), *folder.glob("data/*.parquet")] if path.suffix in ROW_FILES]
+    files = [path for path in files if not WRITTEN.fullmatch(path.name)]
+    images = sorted(path for path in folder.glob("[!.]*/[!.]*") if IMAGE_NAME.fullmatch(path.name))
+    if len(files) == 1 and files[0].suffix in (".csv", ".tsv"):
+        yield from _read_cells(files[0])
+    elif not files:
+        if not images:
+            raise ValueError(f"{folder}: the folder has neither a file of rows nor subfolders with images")
+        for path in images:  # the folder of an image is its class: the solution of train/cat/1.png is "cat"
+            yield str(path), {"image": path.relative_to(folder).as_posix(), "solution": path.parent.name}
+    else:
+        rows = open_rows(folder)  # or the reason why the folder cannot be read
+        yield from ((rows.where(index), rows[index]) for index in range(len(rows)))
+
+
+def _read_saved(folder: Path) -> Rows:
+    """Read the Arrow files that save_to_disk of the library datasets wrote."""
+    with optional_dependency("parquet", f"{folder}: reading a folder of save_to_disk requires pyarrow"):
+        import pyarrow as pa
+    number = 0
+    for file in json.loads((folder / "state.json").read_text())["_data_files"]:
+        with pa.memory_map(str(folder / file["filename"])) as source:
+            for batch in pa.ipc.open_stream(source):
+                for row in batch.to_pylist():
+                    yield f"{folder}: row {number}", row
+                    number += 1
+
+
+def _is_list(path: Path) -> bool:
+    """Return True if a file contains a JSON list instead of JSON lines."""
+    with path.open("rb") as file:
+        return file.read(1000).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+
+
+def _read_lines(path: Path) -> Rows:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            where = f"{path}:{number}"
+            if line := line.removeprefix(b"\xef\xbb\xbf").strip():
+                with error_context(where):
+                    yield where, parse_json(line, decode_row)
+
+
+def _read_cells(path: Path) -> Rows:
+    """Read a CSV or TSV file, whose first line has the names of the columns. An empty cell is a missing column.
+
+    Raises:
+        ValueError: a row has more or fewer cells than there are names, or a quote was not closed.
+    """
+    csv.field_size_limit(2**31 - 1)
+    separator, word = ("\t", "tabs") if path.suffix == ".tsv" else (",", "commas")
+    # errors are raised after the context, which would prefix them with the place of the last row
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, delimiter=separator, strict=True)
+        names: list[str] = []
+        start = 1  # number of the first line of the row
+        try:
+            for cells in reader:
+                where, start = f"{path}:{start}", reader.line_num + 1
+                if not names:
+                    names = [name.strip() for name in cells]
+                    _check_names(where, names, separator, word)
+                elif cells:
+                    with error_context(where):
+                        yield where, _row_of_cells(names, cells, separator)
+        except csv.Error as error:
+            raise ValueError(f"{path}:{start}: the row cannot be read ({error}); close each quote") from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: the file is not encoded in UTF-8 ({error}); save it as UTF-8") from error
+
+
+def _check_names(where: str, names: list[str], separator: str, word: str):
+    other = re.search(r"[;\t,|]", names[0]) if len(names) == 1 else None
+    if other and other[0] != separator:
+        raise ValueError(f"{where}: the columns are separated by {other[0]!r}, but they must be separated by {word}")
+    if twice := [name for name in names if name and names.count(name) > 1]:
+        raise ValueError(f"{where}: two columns have the name {twice[0]!r:.60}; rename one of them")
+
+
+def _row_of_cells(names: list[str], cells: list[str], separator: str) -> dict:
+    if len(cells) != len(names):
+        raise ValueError(
+            f"the row has {len(cells)} cells, but the first line of the file has {len(names)} column names; put cells "
+            "that contain a comma, a tab or a line break in double quotes"
+        )
+    columns = {name: cell for name, cell in zip(names, cells, strict=True) if cell}
+    for number, (name, cell) in enumerate(zip(names, cells, strict=True)):
+        if _swallows_rows(cell, number, len(names), separator):
+            raise ValueError(f"column {name!r} seems to contain further rows, {cell!r:.80}; close its quote")
+        if name in JSON_COLUMNS and cell[:1] in ("[", "{"):
+            with error_context(f"column {name!r}"):
+                columns[name] = parse_json(cell, decode_row)
+        elif name in ("label", "kto_tag", "margin") and BOOL_OR_NUMBER.fullmatch(cell):
+            columns[name] = json.loads(cell.lower())
+    return columns
+
+
+def _swallows_rows(cell: str, number: int, columns: int, separator: str) -> bool:
+    """Return True if a cell of several lines looks like the rows between two quotes that were not closed.
+
+    The lines of a sentence rarely have as many separators as a row, each without a space after it.
+    """
+    lines = cell.split("\n")
+    counts = [len(re.findall(rf"{separator}(?=\S|$)", line.strip("\r"))) for line in lines]
+    expected = [columns - 1 - number, *[columns - 1 for _ in lines[2:]], number]
+    return columns > 1 and len(lines) > 1 and counts == expected and cell.count(separator) > 0

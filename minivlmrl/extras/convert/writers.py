@@ -1,0 +1,133 @@
+"""Write a row in the form of another project. Paths of images become absolute, because each project has its rule."""
+
+from collections import Counter
+from collections.abc import Callable
+from os.path import abspath, join
+from pathlib import Path
+
+from minivlmrl.config.options import RowOptions
+from minivlmrl.config.types import Plain
+from minivlmrl.data.columns import ANSWERS, MEDIA, PROMPTS
+from minivlmrl.data.media import Media
+from minivlmrl.data.messages import as_turns, content_parts, part_kind
+from minivlmrl.data.read_row import read_row
+from minivlmrl.data.rows import Row
+
+
+def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
+    """Write TRL's row: messages, a prompt, or a prompt with answers, whose parts show the list `images`."""
+    row, media, others = read(columns, folder)
+    prompt, answers = turns_of(row, media)
+    if any(item.kind == "video" for item in media):
+        raise ValueError("TRL reads no videos")
+    shown = {"images": sources(media, "image", folder, dropped)} if media else {}
+    answers = {name: [plain(turn) for turn in turns] for name, turns in answers.items()}
+    prompt = [plain(turn) for turn in prompt]
+    if answers.keys() == {"completion"} and "label" not in others:
+        return others | {"messages": prompt + answers["completion"]} | shown
+    return others | {"prompt": prompt} | answers | shown
+
+
+def plain(turn: dict) -> dict:
+    """Return a turn whose content is a list of parts without sources, which stand in `images`."""
+    parts = []
+    for part in content_parts(turn):
+        is_text = part_kind(part) == "text"
+        parts.append({"type": "text", "text": part["text"]} if is_text else {"type": part_kind(part)})
+    return turn | {"content": [part for part in parts if part.get("text") != ""]}
+
+
+def write_swift(columns: dict, folder: Path, dropped: Counter) -> dict:
+    """Write ms-swift's row, which LLaMA-Factory also reads: messages with tags, images, and a rejected answer."""
+    row, media, others = read(columns, folder)
+    prompt, answers = turns_of(row, media)
+    first, *_ = [*answers.values(), []]
+    new = others | {"messages": [tagged(turn) for turn in [*prompt, *first]]}
+    if "rejected" in answers:
+        rejected = [tagged(turn) for turn in answers["rejected"]]
+        is_short = len(rejected) == 1 and len(answers["chosen"]) == 1
+        new |= {"rejected_response": rejected[0]["content"]} if is_short else {"rejected_messages": rejected}
+    for kind in ("image", "video"):
+        if listed := sources(media, kind, folder, dropped):
+            new[f"{kind}s"] = listed
+    return new
+
+
+def write_verl(columns: dict, folder: Path, dropped: Counter) -> dict:
+    """Write verl's row: a prompt with tags and the truth in `reward_model`, or messages for its SFT."""
+    row, media, others = read(columns, folder)
+    prompt, answers = turns_of(row, media)
+    solution = others.pop("solution", None)
+    if solution is not None:
+        truth = {"style": "rule", "ground_truth": str(solution)}
+        new = {"data_source": "minivlmrl", "prompt": [tagged(turn) for turn in prompt], "reward_model": truth}
+        dropped.update(f"column {name!r}, because the row has a solution" for name in answers)
+    elif answers.keys() == {"completion"}:
+        new = {"messages": [tagged(turn) for turn in [*prompt, *answers["completion"]]]}
+    else:
+        raise ValueError("verl needs a solution or a completion; its trainers read no pairs")
+    new = others | new
+    for kind in ("image", "video"):
+        listed = sources(media, kind, folder, Counter())
+        if listed:
+            options = [item.options for item in media if item.kind == kind]
+            new[f"{kind}s"] = [{kind: source, **own} for source, own in zip(listed, options, strict=True)]
+    return new
+
+
+WRITERS: dict[str, Callable[[dict, Path, Counter], dict]] = {
+    "trl": write_trl,
+    "ms-swift": write_swift,
+    "verl": write_verl,
+}
+
+
+def read(columns: dict, folder: Path) -> tuple[Row, list[Media], dict[str, Plain]]:
+    """Read a row as a run does; return also the columns that are neither texts nor images."""
+    row, media = read_row(columns, ("problem",), RowOptions(), folder, columns)
+    placed = {*PROMPTS, *ANSWERS, *MEDIA, "system"}
+    return row, media, {name: value for name, value in columns.items() if name not in placed}
+
+
+def turns_of(row: Row, media: list[Media]) -> tuple[list[dict], dict[str, list[dict]]]:
+    """Return the prompt's turns and those of each answer; the media of the answers are appended to `media`."""
+    answers = {}
+    for name in ("chosen", "rejected") if row.chosen else ("completion",):
+        if answer := getattr(row, name):
+            answers[name] = as_turns(answer)
+            shown = [part["image"] for turn in answers[name] for part in content_parts(turn) if "image" in part]
+            if name != "rejected":
+                media += shown
+            elif shown != media[len(media) - len(shown) :]:
+                raise ValueError("the chosen and the rejected answer show different images, which has no other form")
+    return row.messages, answers
+
+
+def tagged(turn: dict) -> dict:
+    """Return a turn whose content is a text with the tags <image> and <video>."""
+    texts = []
+    for part in content_parts(turn):
+        is_text = part_kind(part) == "text"
+        if is_text and ("<image>" in part["text"] or "<video>" in part["text"]):
+            raise ValueError(f"the text {part['text']!r:.60} has a tag that is no image, and would become one")
+        texts.append(part["text"] if is_text else f"<{part_kind(part)}>")
+    return turn | {"content": "".join(texts)}
+
+
+def sources(media: list[Media], kind: str, folder: Path, dropped: Counter) -> list:
+    """Return the sources of one kind, with absolute paths; the options of an image have no place in a list of paths."""
+    listed = []
+    for item in media:
+        if item.kind == kind:
+            dropped.update(f"option {name} of the {kind}" for name in item.options)
+            frames = item.source if isinstance(item.source, list) else [item.source]
+            frames = [source_of(frame, folder) for frame in frames]
+            listed.append(frames if isinstance(item.source, list) else frames[0])
+    return listed
+
+
+def source_of(source: str | bytes, folder: Path) -> str | dict:
+    """Return an absolute path, a URI, or bytes in the form of the library datasets."""
+    if isinstance(source, bytes):
+        return {"bytes": source, "path": None}
+    return source if source.startswith(("data:", "file:")) else abspath(join(folder, source))

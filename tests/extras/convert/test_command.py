@@ -1,0 +1,172 @@
+"""The command that an error message names gives rows that are read, and nothing is dropped without a word."""
+
+import io
+import json
+import re
+import shlex
+
+import PIL.Image
+import pytest
+import yaml
+
+from minivlmrl.config.options import DataOptions, FileOptions, RunConfig
+from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.messages import text_of
+from minivlmrl.extras.convert.command import main
+from minivlmrl.run.datasets import load_datasets
+from tests.helpers.runs import write_lines
+from tests.helpers.talk import IMAGE_PART, assistant, text, user
+
+RED, TWO = {"images": ["red.png"]}, ["red.png", "blue.png"]
+FIND = [user("<image>Find <ref-object> and <ref-object>"), assistant("<bbox> and <bbox>")]
+OBJECTS = {"objects": {"ref": ["a cat", "it"], "bbox": [[1, 2, 3, 4], "[5, 6]"]}}
+FOUND = [[IMAGE_PART, text("Find a cat and it")], "[1, 2, 3, 4] and [5, 6]"]
+HOW_MANY = [[IMAGE_PART, text("How many?")], "2"]
+ROWS = {  # (row, content of its question and its answer, as version 0.4 read the row)
+    "objects": ({"messages": FIND, **RED, **OBJECTS}, FOUND),
+    "objects of a query": ({"query": FIND[0]["content"], "response": FIND[1]["content"], **RED, **OBJECTS}, FOUND),
+    "objects and a rejected answer": (
+        {"messages": [user("<bbox>?"), assistant("<bbox>")], "rejected_response": "<bbox>", **RED,
+         "objects": {"ref": ["unused"], "bbox": [[1], [2], [3]]}},
+        [[IMAGE_PART, text("[1]?")], None],
+    ),
+    "img": ({"query": "<img>red.png</img>How many?", "response": "2"}, HOW_MANY),
+    "img in turns": (
+        {"conversations": [{"from": "user", "value": "<img>red.png</img>How many?"}, {"from": "gpt", "value": "2"}]},
+        HOW_MANY,
+    ),
+    "two img": (
+        {"prompt": [user("<img>red.png</img>or<img>blue.png</img>?")], "completion": "2"},
+        [[IMAGE_PART, text("or"), IMAGE_PART, text("?")], "2"],
+    ),
+}  # fmt: skip
+
+
+def convert_as_advised(path, **options):
+    """Run the command in a file's error message, and return the new file."""
+    with pytest.raises(ValueError, match=r"convert the file once with `.*`, and use the new file") as error:
+        FileDataset(path, ("problem", "solution"), **options)
+    command = shlex.split(re.search("once with `python -m minivlmrl convert (.*)`", str(error.value))[1])
+    assert main(command) == 0
+    [new] = [new for new in (path if path.is_dir() else path.parent).iterdir() if "_converted." in new.name]
+    return new
+
+
+def shown(row):
+    return [part for part in row.messages[-1]["content"] if part.get("text") != ""]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_tags_become_images_and_boxes(write_rows, name):
+    row, (question, answer) = ROWS[name]
+    [read] = FileDataset(convert_as_advised(write_rows(row)))
+    assert shown(read) == question
+    assert [image.getpixel((0, 0)) for image in read.images] == [(255, 0, 0), (0, 0, 255)][: len(read.images)]
+    answers = read.completion if isinstance(read.completion, list) else [assistant(read.completion)]
+    if answer is None:
+        assert "[2]" in str(read.chosen) and "[3]" in str(read.rejected)
+    else:
+        assert answer in (answers[0]["content"], answers[0]["content"][-1])
+
+
+def test_images_in_a_parquet_file_are_kept(tmp_path):
+    pa = pytest.importorskip("pyarrow", reason="extra missing: pip install pyarrow")
+    import pyarrow.parquet as pq
+
+    stored = io.BytesIO()
+    PIL.Image.new("RGB", (6, 4), "red").save(stored, "PNG")
+    row = {"messages": FIND, **OBJECTS, "images": [{"bytes": stored.getvalue(), "path": None}]}
+    row["objects"] = {"ref": ["a cat", "it"], "bbox": ["[1, 2, 3, 4]", "[5, 6]"]}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    [read] = FileDataset(convert_as_advised(tmp_path / "rows.parquet"))
+    assert shown(read) == FOUND[0] and read.images[0].size == (6, 4)
+    assert read.columns["images"][0]["bytes"] == stored.getvalue()
+
+
+def test_numbers_of_tags_and_items_must_be_equal(write_rows):
+    path = write_rows({"messages": FIND, **RED, "objects": {"ref": ["a cat"], "bbox": [[1], [2]]}})
+    said = r"rows\.jsonl:1: column 'objects' has 1 items in 'ref', but the texts contain <ref-object> 2 time\(s\)"
+    with pytest.raises(ValueError, match=said):
+        main([str(path)])
+
+
+def test_a_list_of_vlm_r1_becomes_an_option(tmp_path, capsys):
+    """The files of the list are converted, and a file that needs no change is named as it is."""
+    write_lines(tmp_path / "a.jsonl", [{"problem": f"a{i}", "solution": "1"} for i in range(4)])
+    turns = [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "1"}]
+    write_lines(tmp_path / "b.jsonl", [{"image": "red.png", "conversations": turns}])
+    PIL.Image.new("RGB", (4, 4)).save(tmp_path / "red.png")
+    listed = [{"json_path": "a.jsonl", "sampling_strategy": "end:2"}, {"json_path": str(tmp_path / "b.jsonl")}]
+    (tmp_path / "sets.yaml").write_text(yaml.safe_dump({"datasets": listed}))
+    main([str(tmp_path / "sets.yaml")])
+    printed = yaml.safe_load(capsys.readouterr().out)
+    files = [FileOptions(**options) for options in printed["data"]["train"]]
+    run = RunConfig(data=DataOptions(train=files), rewards={"accuracy": 1.0})
+    rows = load_datasets(run, {"grpo": "prompts"}, ["solution"])["grpo"]
+    assert [text_of(row.messages[-1]) for row in rows] == ["a2", "a3", "?"]
+
+
+@pytest.mark.parametrize("content", [
+    {}, {"datasets": [{"sampling_strategy": "all"}]}, [3], {"datasets": [{"json_path": "a", "image_folder": "b"}]},
+])  # fmt: skip
+def test_another_yaml_file_is_named(tmp_path, content):
+    (tmp_path / "sets.yaml").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"sets\.yaml: the (file must have a list `datasets` of|keys image_folder of)"):
+        main([str(tmp_path / "sets.yaml")])
+
+
+TURNS = [{"from": "human", "value": "How many?"}, {"from": "gpt", "value": "2"}]
+FORMAT = """
+def read(row):
+    return {"query": row["example"]["asked"], "response": row["example"]["said"]}
+"""
+
+
+def test_the_advice_contains_the_names_and_the_format_of_the_recipe(write_rows, tmp_path):
+    """The folder has a blank and a quote, which the shell must not see."""
+    folder = tmp_path / "it's mine"
+    folder.mkdir()
+    (folder / "f.py").write_text(FORMAT)
+    for row, options in (
+        ({"talk": TURNS, "id": 1}, {"columns": {"talk": "conversations", "id": "id"}}),
+        ({"example": {"asked": "How many?", "said": "2"}}, {"format": f"{folder}/f.py:read"}),
+    ):
+        path = write_rows(row).rename(folder / "rows.jsonl")
+        [read] = FileDataset(convert_as_advised(path, **options))
+        assert text_of(read.messages[-1]) == "How many?" and read.columns["solution"] == "2"
+
+
+def test_what_has_no_place_is_named(write_rows, capsys):
+    rows = [{"conversations": [TURNS[0] | {"id": "a"}, TURNS[1]], "id": i, "options": ["one", "two"]} for i in range(3)]
+    main([str(write_rows(*rows))])
+    said = capsys.readouterr().err
+    assert "3 rows of the layout 'conversations' were written to" in said
+    assert "dropped: column 'options' (3 times)\ndropped: key 'id' of turns (3 times)\n" in said
+
+
+def test_two_layouts_that_fit_are_asked_for(write_rows):
+    path = write_rows({"query": "a", "response": "b", "instruction": "c"})
+    with pytest.raises(ValueError, match=r"the layouts query and alpaca fit; choose one: .* --layout=query$"):
+        main([str(path)])
+    assert main([str(path), "--layout=query"]) == 0
+    path = write_rows({"query": "a"}, {"conversations": TURNS})
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: no reader knows"):
+        main([str(path)])
+
+
+def test_a_file_in_our_form_stays(write_rows, capsys):
+    path = write_rows({"problem": "a", "solution": "b"}, {"prompt": [user("a")], "x": None})
+    assert main([str(path)]) == 0
+    assert "all 2 rows already have the form" in capsys.readouterr().err
+    assert not path.with_name("rows_converted.jsonl").exists()
+    with pytest.raises(ValueError, match=r"--out is .*rows\.jsonl, which is the file that is converted"):
+        main([str(path), f"--out={path}"])
+
+
+def test_rows_may_have_different_columns_in_a_table(tmp_path):
+    pytest.importorskip("pyarrow", reason="extra missing: pip install pyarrow")
+    rows = [{"query": "a"}] * 150 + [{"query": "b", "response": "c", "level": i} for i in range(150)]
+    write_lines(tmp_path / "rows.jsonl", rows)
+    assert main([str(tmp_path / "rows.jsonl"), f"--out={tmp_path / 'new.parquet'}"]) == 0
+    read = FileDataset(tmp_path / "new.parquet")
+    assert len(read) == 300 and read[299].completion == "c" and read[299].columns["level"] == 149

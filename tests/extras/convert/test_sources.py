@@ -1,0 +1,111 @@
+"""Test the files and folders that only `convert` reads: CSV, TSV, classes of images, and save_to_disk."""
+
+import csv
+import json
+
+import PIL.Image
+import pytest
+
+from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.messages import text_of
+from minivlmrl.extras.convert.command import main
+from minivlmrl.extras.convert.sources import read_rows
+
+ROWS = [
+    {"problem": 'a, "b"\nc', "solution": "é\u2028 日本", "images": ["x.png", "y.png"]},
+    {"problem": "d", "solution": "2", "images": []},
+    {"problem": "Yes, it is.\nNo, it is not, or\n\nit may be", "solution": '5"', "images": ["z.png"]},
+]
+
+
+def save_csv(path, delimiter=",", encoding="utf-8-sig"):
+    with path.open("w", newline="", encoding=encoding) as file:
+        writer = csv.writer(file, delimiter=delimiter)
+        writer.writerow(ROWS[0])
+        writer.writerows([row["problem"], row["solution"], json.dumps(row["images"])] for row in ROWS)
+
+
+@pytest.mark.parametrize(("name", "separator"), [("cells.csv", ","), ("cells.tsv", "\t"), ("imagefolder", ",")])
+def test_tables_are_read(tmp_path, name, separator):
+    path = tmp_path / name
+    if name == "imagefolder":
+        path.mkdir()
+    save_csv(path / "metadata.csv" if path.is_dir() else path, separator)
+    rows = list(read_rows(path))
+    assert [row for _, row in rows] == ROWS
+    assert [int(where.rpartition(":")[2]) for where, _ in rows] == [2, 4, 5]
+
+
+def test_cells_are_texts_but_for_labels_and_lists(tmp_path):
+    (tmp_path / "rows.csv").write_text("problem,label,margin,level\na,TRUE,1.5,\nb,false,,3\n")
+    rows = [row for _, row in read_rows(tmp_path / "rows.csv")]
+    assert rows == [{"problem": "a", "label": True, "margin": 1.5}, {"problem": "b", "label": False, "level": "3"}]
+
+
+GOOD = "".join(f"{i}.png,What?,{i}\n" for i in range(900))
+WRONG = {  # {what is wrong: (text of the file, message)}
+    "open quote": (f'a.png,"What?,x\n{GOOD}', r":2: the row cannot be read \(unexpected end of data\); close each"),
+    "two open quotes": (f'a.png,"What?,x\n{GOOD}b.png,What?",x\n', r":2: column 'problem' seems to contain further"),
+    "a swallowed row": ('a.png,"What?,x\nb.png,What?",y\n', r":2: column 'problem' seems to contain further rows"),
+    "text after a quote": ('a.png,"What" now,x\n', r":2: the row cannot be read \(',' expected after '\"'\)"),
+    "more cells": ("a.png,b,c,d\n", ":2: the row has 4 cells, but the first line of the file has 3 column names; put"),
+    "fewer cells": (f"{GOOD}a.png,b\n", ":902: the row has 2 cells, but the first line of the file has 3 column names"),
+    "deep": ('a,b,"' + "[" * 100_000 + '"\n', ":2: column 'images': the text is not valid JSON .*recursion"),
+    "twice": ('a,b,"[{""x"": 1, ""x"": 2}]"\n', ":2: column 'images': .*the key 'x' occurs twice"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_table_is_named_and_leaves_no_file(tmp_path, name):
+    content, says = WRONG[name]
+    header = "image,problem," + ("images" if "images" in says else "solution")
+    (tmp_path / "rows.csv").write_text(f"{header}\n{content}")
+    with pytest.raises(ValueError, match=r"rows\.csv" + says):
+        main([str(tmp_path / "rows.csv")])
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
+
+
+@pytest.mark.parametrize(("name", "separator", "word"), [("a.csv", ";", "commas"), ("a.tsv", ",", "tabs")])
+def test_another_separator_or_encoding_is_named(tmp_path, name, separator, word):
+    save_csv(tmp_path / name, separator)
+    with pytest.raises(ValueError, match=rf"{name}:1: the columns are separated by '{separator}', but .* by {word}"):
+        list(read_rows(tmp_path / name))
+    (tmp_path / name).write_text("problem\né", encoding="latin-1")
+    with pytest.raises(ValueError, match=rf"{name}: the file is not encoded in UTF-8 \(.*\); save it"):
+        list(read_rows(tmp_path / name))
+    (tmp_path / "rows.csv").write_text("a,b, a,,\n1,2,3\n")
+    with pytest.raises(ValueError, match=r"rows\.csv:1: two columns have the name 'a'; rename one"):
+        list(read_rows(tmp_path / "rows.csv"))
+
+
+def test_folders_of_classes_are_rows(tmp_path):
+    """The solution for train/cat/1.png is its folder name, and data.prompt_template is the question."""
+    for path in ("cat/1.png", "cat/2.JPG", "dog/1.png"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        PIL.Image.new("RGB", (8, 8)).save(tmp_path / path)
+    (tmp_path / "notes.txt").write_text("no row")
+    with pytest.raises(ValueError, match=rf"no \.jsonl, .* `python -m minivlmrl convert {tmp_path}`"):
+        FileDataset(tmp_path)
+    assert main([str(tmp_path)]) == 0
+    rows = FileDataset(tmp_path, ("problem", "solution"), prompt_template="What is it?")
+    assert [row.columns["solution"] for row in rows] == ["cat", "cat", "dog"]
+    assert text_of(rows[1].messages[0]) == "What is it?" and rows[1].images[0].size == (8, 8)
+    with pytest.raises(ValueError, match=r":1: column 'problem' is missing.*data\.prompt_template: 'What is it\?'"):
+        FileDataset(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="neither a file of rows nor subfolders with images"):
+        main([str(tmp_path / "empty")])
+
+
+def test_folders_of_save_to_disk_are_rows(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="oracle missing: pip install datasets")
+    rows = datasets.Dataset.from_list([{"query": f"a{i}", "response": "b"} for i in range(5)])
+    rows.save_to_disk(tmp_path / "one", num_shards=2)
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "two")
+    with pytest.raises(ValueError, match=rf"`python -m minivlmrl convert {tmp_path}/one`"):
+        FileDataset(tmp_path / "one")
+    assert main([str(tmp_path / "one")]) == 0
+    read = FileDataset(tmp_path / "one" / "rows_converted.jsonl", ("problem", "completion"))
+    assert [text_of(row.messages[0]) for row in read] == [f"a{i}" for i in range(5)]
+    with pytest.raises(ValueError, match=rf"two has the splits test, train; convert one of them, {tmp_path}/two/test"):
+        main([str(tmp_path / "two")])
