@@ -125,7 +125,7 @@ class RowOptions:
     # folder that relative image paths start from; None is the file's folder
     image_root: FilePath | None = None
     # your own function, as file.py:name, that gets each row of a file as a dictionary and returns the row's columns,
-    # for a nested format; None reads the formats in docs/rows.md
+    # for a nested format; None reads the form of docs/data.md
     format: Code | None = None
     # new column names: {label: solution} reads the column `label` as `solution`
     columns: dict[str, str] = field(default_factory=dict)

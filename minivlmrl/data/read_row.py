@@ -64,7 +64,7 @@ def read_row(
         if name != "problem" and name not in answers and columns.get(name) is None:
             is_foreign = name in ("solution", "completion") and any(columns.get(x) for x in ("answer", "ground_truth"))
             raise (ForeignLayoutError if is_foreign else ValueError)(missing_column(name, file_columns))
-    row = Row(messages, [], columns, **answers)
+    row = Row(messages, [], columns, answers.get("completion"), answers.get("chosen"), answers.get("rejected"))
     shown = [*media, *(part["image"] for part in answer_image_parts(row))]
     if shown:  # a row with images may keep another one under the name that data.columns gives it
         known |= {*options.columns.values()}
@@ -265,8 +265,9 @@ def place_answers(
     for name, turns in shown.items():
         with error_context(f"column {(name if place != 'messages' or name != 'completion' else place)!r}"):
             conversation, media = place_media([*prompt, *turns], row_media, options)
-            messages, answers[name] = conversation[: len(prompt)], conversation[len(prompt) :]
-            parts = shown_parts_of(answers[name])
+            messages, answer = conversation[: len(prompt)], conversation[len(prompt) :]
+            answers[name] = answer
+            parts = shown_parts_of(answer)
             if any(part_kind(part) == "video" for part in parts):
                 raise ValueError("a video after the first assistant turn is not supported; move it into the prompt")
             # the last media belong to the answer, because the media are in the parts' order

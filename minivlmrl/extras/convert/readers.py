@@ -66,7 +66,12 @@ def prepare(row: dict, dropped: Counter) -> Columns:
 
 
 def finish(row: Columns) -> dict:
-    """Name the solution and the image as docs/data.md does, whatever the layout was."""
+    """Name the answers, the solution and the image as docs/data.md does, whatever the layout was."""
+    name = next((name for name in ANSWERS[:2] if name in row), None)
+    if name and not {"messages", "completion", "chosen"} & {*row}:
+        row["completion"] = row.pop(name)
+    if "rejected_response" in row and "completion" in row:
+        row["chosen"], row["rejected"] = row.pop("completion"), row.pop("rejected_response")
     truths = [name for name in ("reward_model", "answer", "ground_truth") if name in row]
     if truths and "solution" not in row:
         truth = row.pop(truths[0])
@@ -145,36 +150,22 @@ def read_question(asked: str) -> Reader:
         answer = row.pop(name)
         row.setdefault("solution", answer)
         if isinstance(answer, str) and answer.strip() and "chosen" not in row:
-            row[("chosen" if "rejected_response" in row else "completion")] = answer
-        return use_rejected(row)
+            row["completion"] = answer
+        return row
 
     return read
 
 
-def read_response(row: Columns) -> Columns | None:
-    """Read our prompt with a demonstrated answer in `response` or `output`."""
-    name = next((name for name in ANSWERS[:2] if name in row), None)
-    if name is None or not has_prompt(row) or "messages" in row or "completion" in row:
-        return None
-    row["chosen" if "rejected_response" in row else "completion"] = row.pop(name)
-    return use_rejected(row)
-
-
-def use_rejected(row: Columns) -> Columns:
-    if "rejected_response" in row:
-        row["rejected"] = row.pop("rejected_response")
-    return row
-
-
 def read_rendered(row: Columns) -> Columns | None:
     """Read a conversation that Qwen's chat template has rendered, in `text`, `prompt` or `problem`."""
-    name = next((name for name in ("text", "prompt", "problem") if isinstance(row.get(name), str)), None)
-    if name is None or not row[name].lstrip().startswith("<|im_start|>"):
+    names = [name for name in ("text", "prompt", "problem") if str(row.get(name)).lstrip().startswith("<|im_start|>")]
+    if not names:
         return None
+    name = names[0]
     text = row.pop(name).strip().removesuffix("<|endoftext|>").removesuffix("<|im_start|>assistant").rstrip()
     turns = []
     for role, content in RENDERED.findall(text):
-        turns.append(turn_of(SPEAKERS.get(role, role), VISION.sub(lambda tag: f"<{tag[1]}>", content)))
+        turns.append(turn_of(role, VISION.sub(lambda tag: f"<{tag[1]}>", content)))
     if RENDERED.sub("", text).strip() or not turns:
         raise ValueError(f"column {name!r}: {text!r:.80} is not a whole conversation of <|im_start|> and <|im_end|>")
     is_whole = turns[-1]["role"] == "assistant" and name == "text"
@@ -199,7 +190,6 @@ READERS: dict[str, Reader] = {
     "alpaca": read_question("instruction"),
     "prefix": read_question("prefix"),
     "question": read_question("question"),
-    "response": read_response,
     "rendered": read_rendered,
     "ours": read_ours,  # is tried if no other one fits
 }
@@ -264,7 +254,7 @@ def add_choices(row: Columns):
     """Append the choices in `options`, `choices` or A, B, C (MMBench) to a question that does not list them."""
     letters = [letter for letter in LETTERS if letter in row] if {"A", "B"} <= {*row} else []
     name = next((name for name in ("options", "choices") if row.get(name)), None)
-    choices = row[name] if name else [row[letter] for letter in letters]
+    choices: Plain = row[name] if name else [row[letter] for letter in letters]
     column = next((name for name in QUESTIONS if name in row), None)
     if not choices or column is None:
         return
@@ -275,7 +265,7 @@ def add_choices(row: Columns):
     is_list = isinstance(choices, list) and len(choices) <= len(LETTERS)
     check_field(is_list, "the list of choices", choices, "a list of at most 26 texts")
     answer = row.get("answer", row.get("solution"))
-    is_choice = not isinstance(answer, int) or answer in choices
+    is_choice = not isinstance(answer, int) or answer in [*choices]
     check_field(is_choice, "the answer", answer, "a letter or one of the choices of the row")
     names = LETTERS[: len(choices)]
     if not isinstance(row[column], str) or all(re.search(rf"\b{letter}[.:)]", row[column]) for letter in names):
