@@ -24,14 +24,9 @@ DENIED = re.compile(r"\b(?:not?|never|neither|nor|except|without|unlike|instead|
 
 
 def judge_rows(
-    name: str,
-    kind: str,
-    read: Callable,
-    answer_texts: list,
-    solution: list,
-    same=operator.eq,
+    name: str, kind: str, read: Callable, answer_texts: list, solution: list, same=operator.eq,
     log_extra: LogExtra | None = None,
-) -> list:
+) -> list:  # fmt: skip
     """Parse n answers and their solutions, and compare them.
 
     Args:
@@ -144,14 +139,8 @@ def class_name(
         denied = DENIED.search(_pattern(names).sub("", _words(text)))
         return mentioned.pop() if len(mentioned) == 1 and not denied else None
 
-    return judge_rows(
-        "class_name",
-        f"the name of one of the {len(names)} classes",
-        named if names else _words,
-        answer_texts,
-        solution,
-        log_extra=log_extra,
-    )
+    kind = f"the name of one of the {len(names)} classes"
+    return judge_rows("class_name", kind, named if names else _words, answer_texts, solution, log_extra=log_extra)
 
 
 def _words(text: str) -> str:
@@ -167,28 +156,9 @@ def _pattern(names: frozenset[str]) -> re.Pattern:
 
 LONGEST_NUMBER = 100  # maximum characters in a number
 NUMBER_WORDS = [
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-    "seventeen",
-    "eighteen",
-    "nineteen",
-    "twenty",
-]
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
+]  # fmt: skip
 WORDS = "|".join(NUMBER_WORDS)
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
 # Units with their sizes, by kind. Any other word after a number is ignored.
@@ -199,28 +169,11 @@ UNITS = [
     {"s": "1", "min": "60", "h": "3600"},
 ]
 SPELLINGS = {
-    "percent": "%",
-    "inch": "in",
-    "inches": "in",
-    "foot": "ft",
-    "feet": "ft",
-    "meter": "m",
-    "metre": "m",
-    "millimeter": "mm",
-    "millimetre": "mm",
-    "centimeter": "cm",
-    "centimetre": "cm",
-    "kilometer": "km",
-    "kilometre": "km",
-    "gram": "g",
-    "kilogram": "kg",
-    "milligram": "mg",
-    "sec": "s",
-    "second": "s",
-    "minute": "min",
-    "hr": "h",
-    "hour": "h",
-}
+    "percent": "%", "inch": "in", "inches": "in", "foot": "ft", "feet": "ft", "meter": "m", "metre": "m",
+    "millimeter": "mm", "millimetre": "mm", "centimeter": "cm", "centimetre": "cm", "kilometer": "km",
+    "kilometre": "km", "gram": "g", "kilogram": "kg", "milligram": "mg",
+    "sec": "s", "second": "s", "minute": "min", "hr": "h", "hour": "h",
+}  # fmt: skip
 # words that, after a number, change its value or make it ambiguous
 OTHER_NUMBER = re.compile(
     rf"or|and|to|not|plus|minus|times|more|less|fewer|ish|pi|hal(?:f|ves)|thirds?|quarters?|{WORDS}|(?![ghms])[a-zµ]"

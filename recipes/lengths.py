@@ -11,13 +11,7 @@ from minivlmrl.rewards.registry import get_reward
 
 
 def cosine(
-    completions: list,
-    completion_ids: list,
-    max_length=1024,
-    reward="accuracy",
-    right=(1, 0.5),
-    wrong=(-1, -0.5),
-    **columns,
+    completions, completion_ids, max_length=1024, reward="accuracy", right=(1, 0.5), wrong=(-1, -0.5), **columns
 ) -> list[float]:
     """Compute a reward that depends on correctness and length.
 

@@ -22,13 +22,9 @@ from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.tasks.registry import FRESH_ROWS, Task
 
 COLORS = {
-    "red": (250, 5, 5),
-    "green": (5, 250, 5),
-    "blue": (5, 5, 250),
-    "cyan": (5, 250, 250),
-    "pink": (250, 5, 250),
-    "yellow": (250, 250, 5),
-}
+    "red": (250, 5, 5), "green": (5, 250, 5), "blue": (5, 5, 250),
+    "cyan": (5, 250, 250), "pink": (250, 5, 250), "yellow": (250, 250, 5),
+}  # fmt: skip
 LABELS = [f"{color} {way}" for color in COLORS for way in ("rows", "columns")]
 CORNERS = ["northwest", "northeast", "southwest", "southeast"]  # the quarters' names, each one token
 HABIT = (2, 1, 1, 1)  # relative frequency with which demonstrations zoom into each quarter
@@ -167,13 +163,8 @@ class Stripes:
         lost_quarters = [rng.randrange(4) for _ in CORNERS]  # quarters that the control Lost shows instead
         if rng.random() < self.informed:
             asked_quarter = right_quarter
-        columns = {
-            "problem": PROBLEM,
-            "solution": label,
-            "corner": CORNERS[right_quarter],
-            "picture": image,
-            "lost_quarters": lost_quarters,
-        }
+        columns = {"problem": PROBLEM, "solution": label, "corner": CORNERS[right_quarter]}
+        columns |= {"picture": image, "lost_quarters": lost_quarters}
         environment = self.environment()
         environment.reset(**columns)
         given_quarter = lost_quarters[asked_quarter] if self.environment is Lost else asked_quarter

@@ -18,8 +18,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-# losses from TRL 1.16, written by tests/record/record_losses.py, and a tiny model from transformers 5.23, written by a
-# removed script: git show cfba8c8:tests/record/record_fixtures.py
+# losses from TRL 1.16, and a tiny model from transformers 5.23, each written by a removed script:
+# git show 41c86b60:tests/record/record_losses.py, and git show cfba8c8:tests/record/record_fixtures.py
 FIXTURES = Path(__file__).parent / "fixtures"
 
 

@@ -58,53 +58,40 @@ def way(request, monkeypatch):
     return request.param
 
 
+def assert_equals_copied_keys(sizes, dtype, tolerance, scale=1):
+    """Compare outputs and gradients with copied keys in float64, relative to their norm; `scale` multiplies q."""
+    inputs, upstream, slots = completions_and_prompts(*sizes, dtype=dtype)
+    with torch.no_grad():
+        inputs[0].mul_(scale)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    expected = copied_attention(*exact, sizes[0])
+    actual = completion_attention(*inputs, slots)
+    gradients = torch.autograd.grad(actual, inputs, upstream)
+    exact_gradients = torch.autograd.grad(expected, exact, upstream.double())
+    for ours, theirs in zip((actual, *gradients), (expected, *exact_gradients), strict=True):
+        assert ours.dtype == dtype
+        assert (ours.double() - theirs).norm() <= tolerance * theirs.norm()
+
+
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_each_way_equals_attention_with_copied_keys(sizes, way):
-    inputs, upstream, slots = completions_and_prompts(*sizes)
-    expected = copied_attention(*inputs, sizes[0])
-    actual = completion_attention(*inputs, slots)
-    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
-    gradients = (torch.autograd.grad(out, inputs, upstream) for out in (actual, expected))
-    torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-12)
+    assert_equals_copied_keys(sizes, torch.float64, 1e-12)
 
 
 @pytest.mark.parametrize("sizes", [*SIZES[:4], ([0] * 8, 4, 1, 40, 600, 16)], ids=str)
 def test_each_way_in_bfloat16(sizes, way):
     """The error in bfloat16 is a few times the rounding error 2^-9, also for gradients summed over 4,800 queries."""
-    inputs, upstream, slots = completions_and_prompts(*sizes, dtype=torch.bfloat16)
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    expected = copied_attention(*exact, sizes[0])
-    actual = completion_attention(*inputs, slots)
-    gradients = zip(
-        torch.autograd.grad(actual, inputs, upstream),
-        torch.autograd.grad(expected, exact, upstream.double()),
-        strict=True,
-    )
-    for ours, theirs in [(actual, expected), *gradients]:
-        assert ours.dtype == torch.bfloat16
-        assert (ours.double() - theirs).norm() <= 6e-3 * theirs.norm()
+    assert_equals_copied_keys(sizes, torch.bfloat16, 6e-3)
 
 
 @pytest.mark.parametrize("way", ["written out", "joined"], indirect=True)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_sharp_scores_lose_no_digits_in_bfloat16(sizes, way):
-    """With scores times 30, most queries give one key nearly the whole weight, and the q and k gradients are small.
+    """Nearly one-hot weights make small gradients, in which rounded outputs would cause errors of 98 %.
 
-    These gradients are differences between nearly equal products, in which rounded outputs would cause errors up to 98
-    %. Copied keys use PyTorch's fused kernel, whose outputs are rounded, so copied keys are not tested here.
+    PyTorch's fused kernel, which copied keys use, rounds its outputs.
     """
-    inputs, upstream, slots = completions_and_prompts(*sizes, dtype=torch.bfloat16)
-    with torch.no_grad():
-        inputs[0].mul_(30)
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    expected = copied_attention(*exact, sizes[0])
-    gradients = zip(
-        torch.autograd.grad(completion_attention(*inputs, slots), inputs, upstream),
-        torch.autograd.grad(expected, exact, upstream.double()),
-        strict=True,
-    )
-    for ours, theirs in gradients:
-        assert (ours.double() - theirs).norm() <= 6e-3 * theirs.norm()
+    assert_equals_copied_keys(sizes, torch.bfloat16, 6e-3, scale=30)
 
 
 def test_the_keys_of_a_prompt_are_not_copied(way):

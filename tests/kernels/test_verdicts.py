@@ -18,20 +18,13 @@ from minivlmrl.kernels import backend, verdicts
 from minivlmrl.kernels.backend import KERNELS, backend_for
 from minivlmrl.kernels.verdicts import load_or_check, rejected_kernels
 from tests.helpers.children import exit_code, fork
+from tests.kernels.test_backend import OnGPU
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the stand-in for Python is a shell script")
 STAND_IN = """#!/bin/sh
 echo "$4 $5" >> {folder}/started
 if [ -f {folder}/$5 ]; then . {folder}/$5; else echo "$5 0.003"; fi
 """
-
-
-class Tensor:
-    """Stand-in for a tensor on a GPU."""
-
-    def __init__(self, device="cuda:0"):
-        self.device = torch.device(device)
-        self.dtype = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +63,7 @@ def started(tmp_path) -> list[str]:
 
 def test_kernels_are_checked_once_and_the_verdict_is_reused(tmp_path):
     for _ in range(2):
-        assert {backend_for(Tensor(), kernel) for kernel in KERNELS} == {"triton"}
+        assert {backend_for(OnGPU(), kernel) for kernel in KERNELS} == {"triton"}
         new_process()
     assert started(tmp_path) == sorted(f"cuda:0 {kernel}" for kernel in KERNELS)
     [path] = (tmp_path / "cache").glob("*.json")
@@ -97,9 +90,9 @@ def test_each_setup_has_its_own_verdict(tmp_path, monkeypatch, gpu):
 
 
 def test_the_check_runs_on_the_device_of_the_rank(tmp_path):
-    assert backend_for(Tensor("cuda:3"), "nf4_unpack") == "triton"
+    assert backend_for(OnGPU(device="cuda:3"), "nf4_unpack") == "triton"
     assert started(tmp_path) == sorted(f"cuda:3 {kernel}" for kernel in KERNELS)
-    assert backend_for(Tensor("cuda:1"), "nf4_unpack") == "triton"  # the same GPU model
+    assert backend_for(OnGPU(device="cuda:1"), "nf4_unpack") == "triton"  # the same GPU model
     assert len(started(tmp_path)) == len(KERNELS)
 
 
@@ -119,15 +112,15 @@ def test_a_kernel_that_is_wrong_crashes_or_hangs_is_replaced_with_one_warning(tm
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
-            assert backend_for(Tensor(), "window_attention") == "torch"
-            assert backend_for(Tensor(), "decode_attention") == "triton"
+            assert backend_for(OnGPU(), "window_attention") == "torch"
+            assert backend_for(OnGPU(), "decode_attention") == "triton"
     [warning] = caught
     reason = rf"because window_attention {reason}\. `python -m minivlmrl\.kernels\.self_test` repeats the check"
     assert re.search(reason, str(warning.message))
     monkeypatch.setenv("MINIVLMRL_KERNELS", "triton")
     with pytest.raises(ValueError, match=rf"^MINIVLMRL_KERNELS is triton, but {reason.removeprefix('because ')}"):
-        backend_for(Tensor(), "window_attention")
-    assert backend_for(Tensor(), "decode_attention") == "triton"
+        backend_for(OnGPU(), "window_attention")
+    assert backend_for(OnGPU(), "decode_attention") == "triton"
     assert len(started(tmp_path)) == len(KERNELS)
 
 
@@ -172,7 +165,7 @@ def test_eight_processes_share_one_check(tmp_path):
     (tmp_path / "window_attention").write_text("sleep 0.3; echo $5 0.4")
 
     def rank(index):
-        found = [backend_for(Tensor(f"cuda:{index}"), kernel) for kernel in KERNELS]
+        found = [backend_for(OnGPU(device=f"cuda:{index}"), kernel) for kernel in KERNELS]
         return int(found != ["torch", *["triton"] * (len(KERNELS) - 1)])
 
     ranks = [fork(lambda index=index: rank(index)) for index in range(8)]
@@ -187,11 +180,11 @@ def test_eight_processes_share_one_check(tmp_path):
 def test_the_check_can_be_omitted(tmp_path, monkeypatch, name, value, backend_name):
     (tmp_path / "nf4_unpack").write_text("echo $5 0.5")
     monkeypatch.setenv(name, value)
-    assert backend_for(Tensor(), "nf4_unpack") == backend_name
+    assert backend_for(OnGPU(), "nf4_unpack") == backend_name
     assert started(tmp_path) == []
 
 
 def test_other_values_of_the_variable_are_errors(monkeypatch):
     monkeypatch.setenv("MINIVLMRL_SELF_TEST", "no")
     with pytest.raises(ValueError, match="MINIVLMRL_SELF_TEST is 'no', but it must be 1 or 0"):
-        backend_for(Tensor(), "nf4_unpack")
+        backend_for(OnGPU(), "nf4_unpack")

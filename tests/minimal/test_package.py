@@ -292,26 +292,6 @@ def test_steps_end_with_equal_weights(both, stage, beta, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_cached_decoding_equals_the_full_forward(both, name):
-    """A completion's states are equal if its tokens are read one by one, and in one pass with the prompt."""
-    model, prompt = both.ours, prompts(both, name)[0]
-    answers = torch.stack([answer[:3] for answer in completions()[1:]])
-    n, T = answers.shape
-    positions = prompt.positions.max() + 1 + torch.arange(T).expand(3, T)
-    with torch.no_grad():
-        states, cache = model(prompt.ids[None], prompt.positions, images=prompt.images)
-        one_by_one = []
-        for t in range(T):
-            step, cache = model(answers[:, t : t + 1], positions[:, t : t + 1], cache)
-            one_by_one.append(step)
-        one_by_one = torch.cat([states.expand(n, -1, -1), *one_by_one], 1)
-        for answer, expected in zip(answers, one_by_one, strict=True):
-            ids = torch.cat([prompt.ids, answer])[None]
-            whole, _ = model(ids, torch.cat([prompt.positions, positions], 1), images=prompt.images)
-            assert largest_difference(whole[0], expected) <= TOLERANCE
-
-
-@pytest.mark.parametrize("name", PROMPTS)
 @pytest.mark.parametrize("G", [2, 3])
 def test_the_same_seed_samples_the_tokens_of_the_package(both, name, G, monkeypatch):
     """minimal.py continues ended completions until all have ended, so the package samples without stop tokens."""
