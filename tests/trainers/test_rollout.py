@@ -1,13 +1,103 @@
-"""Compare numbers that RolloutTrainer computes for a rollout's steps with arithmetic by hand."""
+"""Compare the numbers that RolloutTrainer computes for a rollout and its steps with arithmetic by hand."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from minivlmrl.data.rows import Completion
+from minivlmrl.rewards.registry import RewardLog
+from minivlmrl.trainers import rollout_metrics
 from minivlmrl.trainers.base import SampledBatch
 from minivlmrl.trainers.rollout import RolloutTrainer
-from tests.helpers.stages import ONE
+from minivlmrl.trainers.rollout_metrics import completion_metrics, group_metrics, reward_metrics, tool_metrics
+from tests.helpers.stages import ONE, SECOND_RANK
+
+
+def completions(*lengths):
+    """Return completions with these lengths; completions with three tokens are truncated."""
+    return [Completion(torch.zeros(n), torch.zeros(n), n != 3) for n in lengths]
+
+
+def test_rewards_by_hand():
+    """Two groups have the total rewards (1, 0) and (1, 1); the last completion's format reward is None."""
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [2.0, 0.0], [math.nan, 1.0]])
+    total = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    assert reward_metrics(rewards, total, ["format", "accuracy"]) | group_metrics(total, 2) == pytest.approx({
+        "reward": 0.75, "rewards/format/mean": 2 / 3, "rewards/format/std": (4 / 3) ** 0.5,
+        "rewards/accuracy/mean": 0.5, "rewards/accuracy/std": 3**-0.5,
+        "reward_std": 0.5**0.5 / 2, "frac_reward_zero_std": 0.5,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [1, 0, 2], [2, 0, 1]])
+def test_means_of_rewards_do_not_depend_on_the_order_of_the_ranks(order):
+    """In float32, 1e8 + 1 is 1e8, so that the sum would be 0 or 1."""
+    rewards = torch.tensor([1e8, 1.0, -1e8])[order]
+    metrics = reward_metrics(rewards[:, None], rewards, ["accuracy"])
+    assert metrics["reward"] == metrics["rewards/accuracy/mean"] == 1 / 3
+
+
+@pytest.mark.parametrize("world", [ONE, SECOND_RANK])
+@pytest.mark.parametrize(("lengths", "every", "terminated", "clipped"), [
+    ((1, 3, 3, 3), (2.5, 1, 3), (1, 1, 1), 0.75),
+    ((3, 3), (3, 3, 3), (0, 0, 0), 1),  # as in TRL
+], ids=["one terminated", "none terminated"])  # fmt: skip
+def test_lengths_by_hand(lengths, every, terminated, clipped, world):
+    """The mean, the minimum and the maximum of all completions, and of those that terminated."""
+    found = completion_metrics(completions(*lengths), False, world)
+    names = [f"completions/{kind}_{of}length" for of in ("", "terminated_") for kind in ("mean", "min", "max")]
+    expected = dict(zip([*names, "completions/clipped_ratio"], (*every, *terminated, clipped), strict=True))
+    assert found == pytest.approx(expected)
+
+
+def test_a_single_turn_has_a_mean_length():
+    """Only the first of two completions has a tool turn."""
+    both = completions(4, 2)
+    both[0].turns = [(0, 4)]
+    metrics = completion_metrics(both, False, ONE)
+    assert (metrics["mean_turns"], metrics["completions/mean_turn_length"]) == (0.5, 6)
+
+
+def test_rewards_that_differ_by_rounding_are_equal():
+    total = torch.tensor([0.3, 0.1 + 0.2, 0.3, 0.4], dtype=torch.float64)
+    assert group_metrics(total, 2)["frac_reward_zero_std"] == 0.5
+
+
+@pytest.mark.parametrize(("calls", "expected"), [  # (calls, failed calls, whether a result did not fit) by completion
+    ([(2, 1, False), (0, 0, False), (3, 2, True)], (5 / 3, 2 / 3, 3 / 5, 1 / 3)),
+    ([(0, 0, False), (0, 0, False)], (0, 0, 0, 0)),
+    ([(1, 1, False), (0, 0, False)], (1 / 2, 0, 1, 0)),
+], ids=["several", "no call", "one failed call"])  # fmt: skip
+def test_calls_of_tools_by_hand(calls, expected):
+    names = ("call_frequency", "answered_frequency", "failure_frequency", "cut_ratio")
+    assert tool_metrics(calls) == pytest.approx({f"tools/{n}": x for n, x in zip(names, expected, strict=True)})
+
+
+def test_values_logged_by_rewards_are_averaged_over_ranks():
+    """As in TRL, each logged value has the same weight, whichever rank logged it."""
+    log = RewardLog()
+    log.log_metric("length", 4)
+    world = SimpleNamespace(gather_objects=lambda logged: [logged, {"length": [1.0, 1.0], "other": [5.0]}])
+    found = rollout_metrics.logged_metrics(log, {"reward": 0.0}, world)
+    assert found == {"length": 2.0, "other": 5.0} and log.metrics == {}
+    log.log_metric("reward", 1)
+    said = "log_metric was called with the name 'reward', which is a metric of the trainer itself"
+    with pytest.raises(ValueError, match=said):
+        rollout_metrics.logged_metrics(log, {"reward": 0.0}, world)
+
+
+def test_without_groups_there_are_no_group_metrics(stage):
+    line = stage("ppo").go(1)[0]
+    assert not line.keys() & {"reward_std", "frac_reward_zero_std"} and math.isfinite(line["reward"])
+    assert line.keys() >= {"rewards/letters/mean", "completions/mean_length"}
+
+
+def test_a_rollout_without_any_reward_ends_the_run():
+    nothing = torch.full((4, 2), math.nan)
+    with pytest.raises(ValueError, match=r"rewards: format, accuracy returned None for all 4 completions"):
+        reward_metrics(nothing, nothing[:, 0], ["format", "accuracy"])
 
 
 @pytest.mark.parametrize("mask", [[[0.0, 0.0], [0.0, 0.0]], [[0.0, 1.0], [0.0, 0.0]], [[0.0, 1.0], [1.0, 1.0]]])
