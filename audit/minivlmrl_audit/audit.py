@@ -71,7 +71,7 @@ GROUPS = {"advantages": "group of completions", "loss": "row, pair or micro-batc
 searched = partial(tqdm, delay=20, leave=False, disable=None)
 
 
-@dataclass
+@dataclass(eq=False)
 class Cause:
     """A possible mistake: a way in which a stage may deviate from its definition."""
 
@@ -85,6 +85,11 @@ class Cause:
     def __str__(self) -> str:
         return f"{self.says} (remaining error {self.error:.0e})"
 
+    @property
+    def kind(self) -> str:
+        """Return "design" for a choice that some project makes on purpose, else "mistake"."""
+        return "design" if self.of.who else "mistake"
+
     def is_limited(self) -> bool:
         """Return whether this cause uses other rows or tokens, or affects only part of the step."""
         return any(isinstance(x, tuple) for x in self.change.values())
@@ -95,6 +100,8 @@ class Cause:
 
     def is_general(self) -> bool:
         """Return whether this cause only says that a quantity is, for example, halved or taken from another row."""
+        if self.of.who:
+            return False
         return self.is_limited() or any(callable(x) and x in known_bugs.GENERAL for x in self.change.values())
 
     def has_unlikely_number(self) -> bool:
@@ -279,7 +286,9 @@ def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], se
     change = finding.explained[0].change if finding.explained else None
     # the gradients stage repeats the forward's deviation
     if finding.stage == "logps" or of_one_forward:
-        d.forward = change or None
+        d.forward = d.entropy_forward = change or None
+    elif finding.stage == "entropies":
+        d.entropy_forward = change or None
     if finding.stage == "tokens":  # the mask stage repeats the token ids' deviation
         d.ids = change
         d.__dict__.pop("regions", None)
@@ -363,7 +372,7 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> "Search":
     if name in LOGPS:
         [values] = answer.values()
         d.part = gaps(*values).amax(1).argmax().view(1)
-    d.deadline = time.monotonic() + seconds
+    d.deadline = time.thread_time() + seconds
     try:
         search.run()
     except SearchEndedError:
@@ -488,7 +497,8 @@ class Search:
             # is a known one.
             is_few = count_wrong(wrong) < 3 if cause is FACTOR else count_groups(name, wrong, d) < 2
             is_known = nearest in sources or nearest == 1  # 1 is a likely bound
-            if not is_nearer or (is_few and not is_known):
+            is_zero = cause is FACTOR and nearest == 0  # only true if the trainer's numbers are zero, not just small
+            if not is_nearer or (is_few and not is_known) or (is_zero and any_number(wrong, place)):
                 continue
 
             def distance_with(number: float, place=place) -> float:
@@ -521,6 +531,11 @@ def find_suspects(name: str, answer: dict, d: Dump) -> list[Place]:
         if differs and error(seen(answer, outside)) <= TOLERANCE:
             suspects.append(Place(says, inside, chosen))
     return suspects
+
+
+def any_number(answer: dict, place: Place) -> bool:
+    """Return whether one of the trainer's numbers in a subset is not zero."""
+    return any((answer[key][0] * mask).any() for key, mask in place.inside.items())
 
 
 def seen(answer: dict, inside: dict) -> dict:
@@ -665,7 +680,7 @@ def report(findings: list[Finding], d: Dump) -> str:
     for finding in findings:
         lines += finding_lines(finding)
         if finding.ok and finding.stage not in THROUGH_A_MODEL:
-            d.deadline = time.monotonic() + SECONDS
+            d.deadline = time.thread_time() + SECONDS
             # after the time, the topics of causes that were tried remain
             with suppress(SearchEndedError):
                 for about, is_unseen in unseen(finding.stage, d):
@@ -713,7 +728,7 @@ def finding_lines(finding: Finding) -> list[str]:
     for cause in finding.explained[:SHOWN]:
         lines.append(f"{'':12}{word}: {cause}")
         word = "or"
-        about = [cause.of.source, f"effect: {cause.of.effect}"]
+        about = [cause.of.source, f"effect: {cause.of.effect}", cause.of.who and f"a design of {cause.of.who}"]
         lines.append(f"{'':16}{'; '.join(filter(None, about))}")
     return lines
 
@@ -751,7 +766,9 @@ def as_json(findings: list[Finding], d: Dump) -> dict:
         stage |= {"explained": [], "doubts": finding.doubts()}
         for cause in finding.explained:
             names = ", ".join(name for name in cause.change if name not in ("inside", "c"))
-            stage["explained"].append({"error": cause.error, "causes": [{"name": names, "says": cause.says}]})
+            stage["explained"].append(
+                {"error": cause.error, "kind": cause.kind, "causes": [{"name": names, "says": cause.says}]}
+            )
         stages.append(stage)
     return {
         "schema": 1,

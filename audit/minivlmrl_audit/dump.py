@@ -46,11 +46,12 @@ class Dump(dict):
         # Deviations that the audit has found in the step's forward and in its token ids. {} means that there is none,
         # and None that the values differ for an unknown reason.
         self.forward = {}
+        self.entropy_forward = {}
         self.ids = {}
         self.cache = {}  # results from the model's forwards and backwards
         self.usual_answers = {}  # results of the stages without a deviation, which may not enlarge their units much
         self.tolerance = 1e-5  # largest error that an explanation may leave; each search sets it
-        self.deadline = math.inf  # time.monotonic() at which a search ends
+        self.deadline = math.inf  # time.thread_time() at which a search ends
         self.part = None  # rows whose log-probabilities are recomputed; None means all rows
         ones = torch.ones_like(tensors["input_ids"])
         n, self.width = ones.shape
@@ -107,7 +108,7 @@ class Dump(dict):
 
     def check_time(self):
         """Raise SearchEndedError after a search's deadline."""
-        if time.monotonic() > self.deadline:
+        if time.thread_time() > self.deadline:
             raise SearchEndedError
 
     def is_stop(self, ids: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from minivlmrl_audit.minivlmrl_api import DPO_LOSSES
 
 @dataclass(frozen=True)
 class Quantity:
-    """A quantity in a stage's definition that may be wrong."""
+    """A quantity in a stage's definition that may be computed otherwise: by mistake, or on purpose."""
 
     name: str
     stages: str  # stages and kinds of losses, separated by commas
@@ -27,6 +27,7 @@ class Quantity:
     source: str = ""  # a line of code, a paper, or an issue or pull request
     about: str = ""  # feature that a step must contain to reveal the mistakes
     needs: str = "input_ids"  # tensor that the step must contain
+    who: str = ""  # projects that do it on purpose, with their parameter; such a cause is a design and no mistake
 
     def stage_names(self) -> set[str]:
         """Return the names in `stages`."""
@@ -68,6 +69,11 @@ def options(stages: str, effect: str, **off_values) -> dict[Quantity, dict]:
         Quantity(name, stages, effect): {f"{name} is ignored": off, f"{name} is {{c}}": fitted_number}
         for name, off in off_values.items()
     }
+
+
+def without_epsilon(says: str, change: dict) -> dict[str, dict]:
+    """Return a cause with and without the number that is added to a standard deviation."""
+    return {says: change, f"{says}, without 1e-4": change | {"epsilon": 0.0}}
 
 
 # functions that the formulas use
@@ -120,6 +126,21 @@ def inside(s, tensors: dict, is_inside: bool = True) -> dict:
     return {name: x for name, x in tensors.items() if bool(s.region(name)) == is_inside}
 
 
+def in_log(formula: Callable) -> Callable:
+    """Return a formula that applies another one to the logarithm of x."""
+
+    def changed(s):
+        s.x = s.x.log()
+        return formula(s).exp()
+
+    return changed
+
+
+def cispo(bounded: Callable) -> Callable:
+    """Return a formula for CISPO's term with another bound of the ratio."""
+    return lambda s: -bounded(s).detach() * s.advantages * s.per_token_logps * s.weights
+
+
 def clipped_by_itself(s):
     """Clip the gradients x to max_grad_norm."""
     return clipped(s.x, s.optimizer.get("max_grad_norm"))
@@ -141,9 +162,39 @@ def theirs_in_half(s):
     return in_half(s.x, s.theirs, s.exact)
 
 
-# mean and standard deviation of an image's colors, see data/image.py
+# mean and standard deviation of an image's colors, see data/image.py, and those of ImageNet
 MEAN = torch.tensor([[0.48145466], [0.4578275], [0.40821073]])
 STD = torch.tensor([[0.26862954], [0.26130258], [0.27577711]])
+IMAGENET_MEAN = torch.tensor([[0.485], [0.456], [0.406]])
+IMAGENET_STD = torch.tensor([[0.229], [0.224], [0.225]])
+
+
+def normalized(mean, std) -> Callable:
+    """Return a formula that normalises pixels with another mean and deviation."""
+    return lambda s: ((s.x.unflatten(1, (3, -1)) * STD + MEAN - mean) / std).flatten(1)
+
+
+def by_number_of_tokens(s):
+    """Let positions after an image continue at the number of its tokens instead of its largest side."""
+    positions = s.x.clone()
+    for number in s.pictures.unique()[:-1]:  # the last number stands for text
+        tokens = s.pictures == number
+        side = s.x[:, tokens].max() - s.x[:, tokens].min() + 1
+        positions[:, int(tokens.nonzero().max()) + 1 :] += tokens.sum() - side
+    return positions
+
+
+def of_index(s):
+    """Take a row's images from the index of the row on, as if each row had one image."""
+    return s.flat[s.index :][: len(s.x)]
+
+
+def replaced_ids(s):
+    """Replace one or two sampled ids by the trainer's id at every place, as a filter of special tokens does."""
+    differs = (s.their_ids != s.x) & (s.x != s.no_token)
+    old, new = s.x[differs].unique(), s.their_ids[differs].unique()
+    return s.x.where(~torch.isin(s.x, old), new[0]) if len(old) in (1, 2) and len(new) == 1 else s.x
+
 
 # ways in which any quantity may be wrong
 TIMES = {"is {c} times as large": times}
@@ -160,16 +211,16 @@ CURVED = {
     "is passed through the sigmoid": lambda s: s.x.sigmoid(),
     "is replaced by its exponential": lambda s: s.x.exp(),
 }
-BOUNDED = {
-    "is at most {c}": lambda s: s.x.clamp(max=s.c),
+CLAMPED = {"is clamped to -{c} and {c}": lambda s: s.x.clamp(-s.c, s.c), "is at most {c}": lambda s: s.x.clamp(max=s.c)}
+BOUNDED = CLAMPED | {
     "is at least {c}": lambda s: s.x.clamp(min=s.c),
     "is at least -{c}": lambda s: s.x.clamp(min=-s.c),
     "is at most -{c}": lambda s: s.x.clamp(max=-s.c),
-    "is clamped to -{c} and {c}": lambda s: s.x.clamp(-s.c, s.c),
     "is {c} too large": lambda s: s.x + s.c,
     "is {c} too small": lambda s: s.x - s.c,
 }
 NONLINEAR = ROUNDED | CURVED | BOUNDED
+UNCLAMPED = {text: formula for text, formula in BOUNDED.items() if text not in CLAMPED}
 BY_TOKEN = {
     "is replaced by the mean of its row": lambda s: row_mean(s.x, s.mask) + 0 * s.x,
     "is replaced by the sum of its row": lambda s: (s.x * s.mask).sum(1, keepdim=True) + 0 * s.x,
@@ -288,6 +339,14 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "rewards are divided by the variance instead of the standard deviation": lambda s: s.x**2,
         "the number that is added to the standard deviation instead of 1e-4 is 0": {"epsilon": 0.0},
         "the number that is added to the standard deviation instead of 1e-4 is {c}": {"epsilon": fitted_number},
+        **without_epsilon(
+            "advantages are divided by the mean absolute deviation of their group",
+            {"std": lambda s: (s.scaling_rewards - s.scaling_rewards.mean()).abs().mean()},
+        ),
+        **without_epsilon(
+            "advantages go from 0 to 1 (min-max) instead of being normalised",
+            {"group mean": lambda s: s.judged.min(), "std": lambda s: s.judged.max() - s.judged.min()},
+        ),
         "epsilon is added to the variance": lambda s: (s.x**2 + s.epsilon).sqrt() - s.epsilon,
         "the standard deviation is at least the standard deviation of all rewards": lambda s: s.x.clamp(
             min=s.all_judged.std()
@@ -312,6 +371,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     },
     # tokens, images and masks
     Quantity("ids", "tokens", "tokens that were never sampled are trained", "TRL 5144, PR 5521, verl 6719"): {
+        "a token is replaced by another one after sampling": {"tokens": replaced_ids},
         "a completion is followed by other tokens": {"tokens": lambda s: s.their_ids.where(s.x == s.no_token, s.x)},
         "completions are shortened": {"tokens": lambda s: s.x.where(s.their_ids != s.no_token, s.no_token)},
         "a row has the ids of {}": ROWS,
@@ -323,6 +383,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     },
     Quantity("pictures", "pictures, logps", "answers see other images", "R1-V PR 49, slime 1847, verl 4050"): {
         "a row has the images of {}": {"picture rows": ROWS},
+        "a row has the images at its own index, as if each row had one": of_index,
+        "a row has the image at its own index, as if each row had one": lambda s: s.flat[s.index :][:1],
         "a row lacks all images, so the model does not see any image": lambda s: [],
         "a row lacks all images except the first": lambda s: s.x[:1],
         "a row lacks all images except the last": lambda s: s.x[-1:],
@@ -363,6 +425,9 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "only the first token is counted": lambda s: s.x * (s.x.cumsum(1) == 1),
         "only the last token is counted": lambda s: s.x * (1 - s.x.roll(-1, 1)),
         "every column is counted": lambda s: torch.ones_like(s.x),
+        "prompt tokens except image tokens are counted": lambda s: torch.maximum(
+            s.x, prompt_tokens(s) * (s.input_ids != s.about.get("image_token_id"))
+        ),
         "prompt tokens are counted": lambda s: torch.maximum(s.x, prompt_tokens(s)),
         "the mask also counts {}": regions(lambda s: s.x + (1 - s.x) * s.region),
         "the mask does not count {}": regions(lambda s: s.x * ~s.region),
@@ -374,11 +439,43 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     },
     # all losses
     Quantity("mean_over", "loss", "short micro-batches count more", "arXiv 2604.23747", about=MICRO_BATCHES): {
-        "each micro-batch is averaged by itself, and then the means are averaged": "micro_batch"
+        "each micro-batch is averaged by itself, and then the means are averaged": "micro_batch",
+        "each micro-batch is averaged by itself, and the means are added": {
+            "mean_over": "micro_batch",
+            "factor": lambda s: len(s.micro_batches),
+        },
     },
-    Quantity("average", "grpo", "completion lengths are weights", "losses/grpo.py: AVERAGES", about=AVERAGES): choices(
-        "the loss is averaged as in {}", "grpo", "dapo", "dr_grpo", "luspo", "bnpo"
-    ),
+    Quantity(
+        "average",
+        "grpo",
+        "completions of other lengths weigh more",
+        "losses/grpo.py: AVERAGES",
+        AVERAGES,
+        who="TRL: loss_type; verl: loss_agg_mode; OpenRLHF: token_level_loss",
+    ): {
+        "the loss is averaged as in grpo, over the tokens of each row and then over the rows": "grpo",
+        "the loss is averaged as in dapo, over all tokens of the step": "dapo",
+        "the loss is averaged as in dr_grpo, over a fixed length and then over the rows": "dr_grpo",
+        "the loss is averaged as in luspo, summed over the tokens of each row and averaged over the rows": "luspo",
+        "the loss is averaged as in bnpo, over the tokens of each micro-batch": "bnpo",
+    },
+    Quantity(
+        "mean",
+        "grpo, sft",
+        "the effective learning rate changes with lengths and rows",
+        about=AVERAGES,
+        who="trainers that divide later, or choose the length: verl's seq-mean-token-sum-norm",
+    ): {
+        "the loss is the sum over all tokens instead of a mean": lambda s: s.terms.sum(),
+        "the loss is the sum over the rows of their means": lambda s: row_mean(s.terms, s.mask).sum(),
+        "the loss is divided by all columns, padding included": lambda s: (
+            s.terms.sum() / s.completion[0].sum() / len(s.all_rows)
+        ),
+        "the loss is divided by the rows and by the length of the longest completion": lambda s: (
+            s.terms.sum() / s.mask.sum(1).max() / len(s.all_rows)
+        ),
+        "the loss is divided by a fixed length of {c} for each row": lambda s: s.terms.sum() / s.c / len(s.all_rows),
+    },
     Quantity("average", "sft", "completion lengths are weights", "arXiv 2604.23747", about=AVERAGES): {
         f"each row of {name} is averaged by itself": {"average": "grpo", "loss_type": name} for name in ("nll", "dft")
     },
@@ -389,7 +486,12 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "the mean also divides by tokens of truncated completions": {
             "rollout tokens": lambda s: s.step.get("rollout_drawn")
         },
-        "the means of the rows are added over the whole step": lambda s: row_mean(s.terms, s.mask).sum(),
+        "the loss is averaged over each row's tokens and then over the rows, and a row without tokens gives NaN": (
+            lambda s: (s.terms.sum(1) / s.mask.sum(1)).sum() / len(s.all_rows)
+        ),
+        "the mean of the rows is only over rows with a token": lambda s: (
+            row_mean(s.terms, s.mask).sum() / (s.completion_mask.sum(1) > 0).sum()
+        ),
         "advantages are normalised again within each micro-batch": {
             "advantages": lambda s: torch.cat(
                 [(x - x.mean()) / (x.std() + 1e-8) for x in (s.x[part] for part in s.micro_batches)]
@@ -448,12 +550,47 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("old", "grpo", "ratios contain the sampler's errors", needs="sampler_logps"): {
         "old log-probabilities are the sampler's": lambda s: s.sampler_logps
     },
+    Quantity(
+        "ratio",
+        "grpo",
+        "ratios beyond the bound get no gradient",
+        needs="old_per_token_logps",
+        who="verl, OpenRLHF, EasyR1 and SkyRL, with a bound of 20",
+    ): having("the log of the ratio", {text: in_log(formula) for text, formula in CLAMPED.items()}),
     Quantity("log-ratio", "grpo", "the update is different", "GSPO eq. 7", needs="old_per_token_logps"): {
-        **having("the log of the ratio", LINEAR, NONLINEAR, BY_TOKEN, OF_RATIOS),
+        **having("the log of the ratio", LINEAR, ROUNDED, CURVED, UNCLAMPED, BY_TOKEN, OF_RATIOS),
         "the log of the ratio is averaged over {}": {
             "log-ratio": spans(lambda s: total_by(s.x * span_shares(s), s.region)),
             "importance_sampling_level": "token",
         },
+    },
+    Quantity(
+        "terms",
+        "grpo",
+        "tokens with a negative advantage that are much likelier than before get no gradient",
+        "arXiv 1912.09729",
+        CLIPPING,
+        who="verl: clip_ratio_c; EasyR1: clip_ratio_dual; slime: eps_clip_c; TRL: delta",
+    ): {
+        "dual clip: with a negative advantage, a ratio counts at most {c}": lambda s: s.x.where(
+            s.advantages >= 0, s.x.minimum(-s.c * s.advantages * s.weights)
+        )
+    },
+    Quantity(
+        "terms",
+        "grpo",
+        "other ratios get the largest weight",
+        "MiniMax-M1 eq. 5",
+        CLIPPING,
+        who="verl: cispo; TRL's epsilon_high is the bound itself",
+    ): {
+        "cispo's ratio is clamped to 1 - epsilon_low and 1 + epsilon_high": cispo(
+            lambda s: s.ratio.clamp(1 - s.options.epsilon_low, 1 + s.options.epsilon_high)
+        ),
+        "cispo's ratio is at most 1 + epsilon_high": cispo(lambda s: s.ratio.clamp(max=1 + s.options.epsilon_high)),
+        "cispo's ratio is clamped to 1 - epsilon_low and epsilon_high": cispo(
+            lambda s: s.ratio.clamp(1 - s.options.epsilon_low, s.options.epsilon_high)
+        ),
     },
     Quantity("terms", "grpo", "off-policy updates are too large", "losses/grpo.py: clipped", about=CLIPPING): {
         "the maximum of the clipped and the unclipped objective is used instead of the minimum": {
@@ -461,8 +598,9 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
             "terms": lambda s: -s.x,
         },
         "only the clipped term is used, without the minimum": lambda s: (
-            0 * s.x - s.ratio.clamp(1 - s.options.epsilon_low, 1 + s.options.epsilon_high) * s.advantages
+            -s.ratio.clamp(1 - s.options.epsilon_low, 1 + s.options.epsilon_high) * s.advantages * s.weights
         ),
+        "the policy term is multiplied by the ratio a second time": lambda s: s.x * s.ratio,
         "epsilon_low and epsilon_high are swapped": {
             "epsilon_low": lambda s: s.epsilon_high,
             "epsilon_high": lambda s: s.epsilon_low,
@@ -480,7 +618,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "ratios are clipped with epsilon_high on both sides": lambda s: s.epsilon_high,
         "epsilon_low is {c}": fitted_number,
     },
-    **options("grpo", "tokens that are far off-policy are trained", delta=None, off_policy_mask_threshold=None),
+    **options("grpo", "tokens that are far off-policy are trained", off_policy_mask_threshold=None),
+    Quantity("delta", "grpo", "tokens that are far off-policy are trained"): {"delta is ignored": None},
     **options("grpo", "other tokens are trained, too", top_entropy_quantile=1.0),
     **options("grpo", "the policy becomes too sure or too random", entropy_coef=0.0),
     Quantity("terms", "grpo", "the update is different", "losses/grpo.py: clipped"): having(
@@ -500,10 +639,16 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("kl_estimator", "grpo", "another divergence is penalised", "NeMo-RL PR 2506", about=KLS): choices(
         "the KL estimator is {}", "k1", "k2", "k3"
     ),
+    Quantity(
+        "use_bias_correction_kl",
+        "grpo",
+        "the gradient of the KL is biased off-policy",
+        "TRL up to 1.9, PR 6594",
+        about=KLS,
+        needs=REFERENCE,
+        who="most projects; TRL: use_bias_correction_kl",
+    ): {"the KL is not weighted with the ratio": False, "the KL is weighted with the ratio": True},
     Quantity("KL", "grpo", "the effective beta changes", "TRL up to 1.9, PR 6594", about=KLS, needs=REFERENCE): {
-        "the KL is not weighted with the ratio although it should be, or the other way round": {
-            "use_bias_correction_kl": lambda s: not s.x
-        },
         "the KL is multiplied by beta twice": lambda s: s.options.beta * s.x,
         "the KL estimator is k2, and the ratio that weights it is not detached": lambda s: (
             (s.per_token_logps - s.ref_per_token_logps).square() / 2 * s.ratio
@@ -511,12 +656,37 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "the KL is weighted with the ratio of its token instead of its sequence": lambda s: (
             s.x / s.ratio * (s.per_token_logps - s.old_per_token_logps).exp()
         ),
-        **having("the KL", TIMES, LINEAR, NONLINEAR, BY_TOKEN),
+        **having("the KL", TIMES, LINEAR, ROUNDED, CURVED, UNCLAMPED, BY_TOKEN),
+        **having("the KL, after it is weighted with the ratio,", CLAMPED),
+    },
+    Quantity(
+        "KL estimate",
+        "grpo",
+        "tokens far from the reference are not drawn back",
+        about=KLS,
+        needs=REFERENCE,
+        who="verl, EasyR1, OpenRLHF and slime, with a bound of 10",
+    ): having("the KL", CLAMPED),
+    Quantity(
+        "reference",
+        "grpo",
+        "tokens far from the reference are not drawn back",
+        about=KLS,
+        needs=REFERENCE,
+        who="verl and EasyR1, with a bound of 20",
+    ): {
+        "the log-ratio in the KL is clamped to -{c} and {c}": lambda s: (
+            s.per_token_logps + (s.x - s.per_token_logps).clamp(-s.c, s.c)
+        ),
+        "the log-ratio in the KL is at most {c}": lambda s: (
+            s.per_token_logps + (s.x - s.per_token_logps).clamp(max=s.c)
+        ),
     },
     Quantity("KL estimate", "grpo", "small KLs are rounding errors", "tunix 2315", about=KLS, needs=REFERENCE): {
+        "the KL estimator is k1 with the wrong sign": lambda s: s.ref_per_token_logps - s.per_token_logps,
         "k3 loses its digits, because it is exp(d) - d - 1 in float32 instead of expm1(d) - d": lambda s: (
             s.k3_in_float32 if s.options.kl_estimator == "k3" else s.x
-        )
+        ),
     },
     Quantity("reference", "grpo", "another divergence is penalised", "verl", about=KLS, needs=REFERENCE): {
         "policy and reference are swapped in the KL": lambda s: 2 * s.per_token_logps - s.ref_per_token_logps,
@@ -546,6 +716,17 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("log-ratio", "dpo", "the objective is different", "DPO eq. 7"): having(
         "the log ratio of an answer", LINEAR, NONLINEAR, OF_ANSWERS
     ),
+    Quantity(
+        "log-ratio",
+        "dpo",
+        "long answers weigh more",
+        "IPO eq. 17; losses/preference.py: DPO_LOSSES",
+        who="the authors' code of DPO and OpenRLHF: ipo",
+    ): {
+        "the log ratio of an answer is the sum over its tokens instead of their mean": lambda s: (
+            s.x * s.answer_lengths if {"ipo", "sigmoid_norm"} & {*s.options.loss_type} else s.x
+        )
+    },
     Quantity("use_weighting", "dpo", "the objective is different", "TRL PR 4171"): {
         "use_weighting is ignored, or applied although it is false": lambda s: not s.x,
         "loss_weights is ignored": {"loss_weights": None},
@@ -591,7 +772,9 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("pixels", "logps", "training uses another model", "data/image.py"): {
         "images are BGR instead of RGB": lambda s: s.x.unflatten(1, (3, -1)).flip(1).flatten(1),
         "pixels are normalised twice": lambda s: ((s.x.unflatten(1, (3, -1)) - MEAN) / STD).flatten(1),
-        "pixels are not normalised": lambda s: (s.x.unflatten(1, (3, -1)) * STD + MEAN).flatten(1),
+        "pixels are not normalised": normalized(0, 1),
+        "pixels are normalised with ImageNet's mean and deviation": normalized(IMAGENET_MEAN, IMAGENET_STD),
+        "pixels are normalised with the mean 0.5 and the deviation 0.5": normalized(0.5, 0.5),
         "the patches of each image are in the opposite order": lambda s: s.x.flip(0),
         "each patch has the pixels of the next patch": lambda s: s.x.roll(-1, 0),
         "each patch has the pixels of the previous patch": lambda s: s.x.roll(1, 0),
@@ -603,6 +786,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "each token has the position of the next token": lambda s: s.x.roll(-1, 1),
         "height and width are swapped in the positions": lambda s: s.x[[0, 2, 1]],
         "height and width of the image grids are swapped": {"grids": lambda s: s.x[:, [0, 2, 1]]},
+        "text after an image continues at the number of its tokens instead of its largest side": by_number_of_tokens,
         "positions of the completion count tokens": lambda s: s.indices.where(s.own, s.x),
         "positions of the completion start at 0": lambda s: (s.indices - (~s.own).sum()).where(s.own, s.x),
         "positions of the completion are {c} too large": lambda s: s.x + round(s.c) * s.own,

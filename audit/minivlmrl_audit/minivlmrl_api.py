@@ -16,6 +16,7 @@ from minivlmrl.losses.grpo import (
     importance_ratio,
     kl_term,
 )
+from minivlmrl.losses.parity import distance
 from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, off_policy_mask
 from minivlmrl.losses.preference import DPO_LOSSES, Divergence, answer_logps, check_dpo_options, dpo_loss
 

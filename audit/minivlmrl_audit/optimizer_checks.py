@@ -11,7 +11,7 @@ from minivlmrl_audit.dump import Dump
 from minivlmrl_audit.formulas import clipped, first
 from minivlmrl_audit.minivlmrl_api import GroupBatch, Prompt, get_rope_index, hub_name, load_model, pack
 from minivlmrl_audit.perturbations import Change
-from minivlmrl_audit.step_checks import Answer, shown
+from minivlmrl_audit.step_checks import Answer, beside, shown
 
 # tolerated error after a model in float32, as a multiple of the tolerance in all other stages
 THROUGH_A_MODEL = 50.0
@@ -44,17 +44,18 @@ def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = Fal
             if model is None:
                 dtype = change("dtype", torch.float64)
                 model = change("model", load_model(folder, dtype).requires_grad_(grad))
-            cache[key] = row_logps(d, change, model, row, attended[row], images[picture_row])
+            own = images[picture_row], *beside(d, images, row)
+            cache[key] = row_logps(d, change, model, row, attended[row], own)
         value[:, row] = cache[key]
     return torch.stack([change("logps", x) for x in value]), model
 
 
-def row_logps(d: Dump, change: Change, model, row: int, attended: Tensor, images: list) -> Tensor:
+def row_logps(d: Dump, change: Change, model, row: int, attended: Tensor, images: tuple) -> Tensor:
     """Compute log-probabilities and entropies (2, S) for a row's tokens after its prompt; all other values are 0.
 
     Args:
         attended: (S,) mask that selects the tokens which the model receives.
-        images: list with pairs (patches, grid).
+        images: the row's list with pairs (patches, grid), the list of its micro-batch, and the row's index in it.
     """
     is_learned = d.get("logps_gradient", d["completion_mask"])[row] != 0
     is_scored = d.completion[row] | d["completion_mask"][row].bool() | is_learned
@@ -78,14 +79,15 @@ def row_logps(d: Dump, change: Change, model, row: int, attended: Tensor, images
     return value
 
 
-def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, images: list) -> GroupBatch:
+def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, images: tuple) -> GroupBatch:
     """Pack a row's attended tokens and its images into a batch, changed by a deviation, see row_logps."""
     config = model.config
     ids = d["input_ids"][row]
     placeholders = ids == config.image_token_id
     num_given = (first(placeholders) & ~d.completion[row]).sum()  # number of images in the prompt
+    images, flat, index = images
     images = images[:num_given] + change("tool pictures", images[num_given:])
-    images = change("pictures", images, num_given=num_given)
+    images = change("pictures", images, num_given=num_given, flat=flat, index=index)
     numbers = torch.arange(len(images))
     is_blind = change("blind", numbers < 0, numbers=numbers, num_given=num_given)
     grids = change("grids", torch.tensor([grid.tolist() for _, grid in images], dtype=torch.long).view(-1, 3))
@@ -107,6 +109,7 @@ def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, ima
         get_rope_index(placed_ids, grids[has_tokens], config),  # also for images that are hidden
         indices=torch.arange(len(ids)).expand(3, -1),
         own=d.completion[row, attended],
+        pictures=picture_numbers,
     )
     return batch
 
@@ -171,7 +174,7 @@ def gradients(d: Dump, change: Change) -> Answer:
     """Recompute the step's gradients by backpropagation through the model, over all micro-batches."""
     theirs = by_hub_names(d.parameters("grad"))
     earlier = by_hub_names(d.parameters("exp_avg"))
-    has_model = d.about.get("model") and d.forward is not None
+    has_model = d.about.get("model") and d.forward is not None and d.entropy_forward is not None
     is_unknown = (d["completion_mask"] * of_unattended(d)).any()
     if not theirs or not has_model or not d.has("logps_gradient") or is_unknown:
         return None
@@ -210,13 +213,20 @@ def micro_batch_gradients(d: Dump, number: int) -> dict[str, Tensor]:
     cache = d.cache
     if number not in cache:
         part = d.micro_batches[number]
-        value, model = forward(d, Change(d, d.forward), d.about["model"], part, grad=True)
         slopes = d["logps_gradient"]
-        slopes = torch.stack([slopes, d.get("entropies_gradient", slopes * 0)])
-        if value.requires_grad:  # False if no row has a token to train on
-            (value * slopes).sum().backward()
-        parameters = model.named_parameters()
-        cache[number] = {name: p.grad.double() for name, p in parameters if p.grad is not None}
+        both = [slopes, d.get("entropies_gradient", slopes * 0)]
+        passes = [(d.forward, both)]
+        if d.entropy_forward != d.forward:  # the entropies come from another forward, for example with other logits
+            passes = [(d.forward, [slopes, slopes * 0]), (d.entropy_forward, [slopes * 0, both[1]])]
+        total = {}
+        for deviation, weights in passes:
+            value, model = forward(d, Change(d, deviation), d.about["model"], part, grad=True)
+            if value.requires_grad:  # False if no row has a token to train on
+                (value * torch.stack(weights)).sum().backward()
+            for name, p in model.named_parameters():
+                if p.grad is not None:
+                    total[name] = total.get(name, 0) + p.grad.double()
+        cache[number] = total
     return cache[number]
 
 

@@ -146,7 +146,8 @@ def pictures(d: Dump, change: Change) -> Answer:
     for i, count in zip(row, answered_counts, strict=True):
         num_given = len(sampled[i]) - count
         images = sampled[i][:num_given] + change("tool pictures", sampled[i][num_given:])
-        ours.append(change("pictures", images, num_given=num_given))
+        flat, index = beside(d, [sampled[k] for k in row], len(ours))
+        ours.append(change("pictures", images, num_given=num_given, flat=flat, index=index))
     numbers = {}  # number that stands for each distinct image
     table = []
     for row_pictures in ours + shown(d):
@@ -155,6 +156,12 @@ def pictures(d: Dump, change: Change) -> Answer:
         table.append(torch.tensor(row_numbers, dtype=torch.float64))
     ours, theirs = pad_sequence(table, batch_first=True, padding_value=-1).chunk(2)
     return {"pictures": (theirs, ours, 1.0)}
+
+
+def beside(d: Dump, images: list[list], row: int) -> tuple[list, int]:
+    """Return all images of the micro-batch of a row in one list, and the index of the row in its micro-batch."""
+    part = next(part for part in d.micro_batches if row in part).tolist()
+    return [image for other in part for image in images[other]], part.index(row)
 
 
 def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
@@ -282,6 +289,7 @@ class PolicyPieces:
 
     def __init__(self, logps: Tensor, entropies: Tensor, change: Change):
         d = change.d
+        self.change = change
         self.options = loss_options(change)
         self.mask = mask_in(change, "the ratio")  # tokens that enter the importance ratios
         self.per_token_logps, old, self.ref_per_token_logps = inputs(logps, self.mask, change)
@@ -297,7 +305,8 @@ class PolicyPieces:
 
     @cached_property
     def ratio(self) -> Tensor:
-        return importance_ratio(self.log_ratio, self.mask, self.options.importance_sampling_level)
+        ratio = importance_ratio(self.log_ratio, self.mask, self.options.importance_sampling_level)
+        return self.change("ratio", ratio)
 
     @property
     def k3_in_float32(self) -> Tensor:
@@ -338,7 +347,7 @@ def policy_term(pieces: PolicyPieces, change: Change) -> Tensor:
         logps, pieces.log_ratio, ratio, advantages, mask, options.epsilon_low, options.epsilon_high
     )
     terms, _ = TERMS[options.loss_type](term_inputs, **arguments)
-    return averaged(change("terms", terms * weights, pieces), change)
+    return averaged(change("terms", terms * weights, pieces, weights=weights), change)
 
 
 def kl_term_of(pieces: PolicyPieces, change: Change) -> Tensor:
@@ -421,7 +430,7 @@ def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
         own_logps = inputs(logps, mask, inside)[number][index]
         sums.append(answer_logps(own_logps, mask[index], options.ld_alpha))
     ref_logps, policy_logps = sums
-    log_ratio = change("log-ratio", policy_logps - ref_logps, answer_lengths=mask[index].sum(-1))
+    log_ratio = change("log-ratio", policy_logps - ref_logps, answer_lengths=mask[index].sum(-1), options=options)
     value, _ = dpo_loss(
         own_logps,
         mask[index],

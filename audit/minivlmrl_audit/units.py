@@ -59,12 +59,22 @@ PARTS = {
 }
 
 
-def different(orders: dict[str, Tensor], same: Tensor) -> dict[str, Tensor]:
+class Distinct(dict):
+    """Orders or masks that differ from each other; one that equals another is only found by its name."""
+
+    def __init__(self):
+        self.equal = {}
+
+    def __missing__(self, name: str):
+        return self.equal[name]
+
+
+def different(orders: dict[str, Tensor], same: Tensor) -> Distinct:
     """Return the orders (..., n) or masks that differ from `same` and from all earlier entries."""
-    kept = {}
+    kept = Distinct()
     for name, order in orders.items():
-        if not any(torch.equal(order, x.expand_as(order)) for x in (same, *kept.values())):
-            kept[name] = order
+        is_new = not any(torch.equal(order, x.expand_as(order)) for x in (same, *kept.values()))
+        (kept if is_new else kept.equal)[name] = order
     return kept
 
 

@@ -212,6 +212,7 @@ ENCODED_AGAIN = PCT.replace(OWN, f"self._tokenizer.encode(self._tokenizer.decode
 ADDED = "tool_mask[idx_with_tool] += [0] * tool_length + [1] * post_tool_length"
 MERGED = "images = [(existing or []) + new for existing, new in zip(images, tool_images, strict=True)]"
 ENDED = "is_truncated = torch.tensor([ids[-1] not in eos_and_pad for ids in completion_ids_list], device=device)"
+IDS = "completion_ids = [torch.tensor(ids) for ids in completion_ids_list]"
 BEGIN, IN_REFERENCE = "all_logps = []", "if model is self.ref_model:\n        "
 PATCHES = "pixel_values[row_start:row_end]"
 IMAGES = f"{PATCHES}.unflatten(0, (len(image_grid_thw), -1))"  # (images, patches, patch_dim), all images are equal
@@ -290,6 +291,48 @@ def clip_own(training_step, model, *arguments):
 
 def without_temperature(put, trainer):
     resolve_name("trl.trainer.utils:add_fused_lm_head")(trainer.model, outputs=("log_probs", "entropy"))
+
+
+def unscaled_entropies(put, trainer):
+    """Take the entropies from logits that are not divided by the temperature."""
+    scaled = trainer.model.forward
+    without_temperature(put, trainer)
+    unscaled = trainer.model.forward
+
+    @functools.wraps(scaled)  # transformers reads the argument names
+    def forward(*arguments, **options):
+        output = scaled(*arguments, **options)
+        if options.get("fused_lm_head"):
+            output.entropy = unscaled(*arguments, **options).entropy
+        return output
+
+    trainer.model.forward = forward
+
+
+def tokens_as_sides(put, trainer):
+    """Let positions continue after an image at the number of its tokens."""
+
+    def change(rope_index, input_ids, mm_token_type_ids, **named):
+        positions, deltas = rope_index(input_ids, mm_token_type_ids, **named)
+        for i, kinds in enumerate(mm_token_type_ids):
+            places = kinds.nonzero()[:, 0]
+            own = positions[:, i, places]
+            positions[:, i, int(places.max()) + 1 :] += len(places) - (own.max() - own.min() + 1)
+        return positions, deltas
+
+    around(trainer.model.model, "get_rope_index", change)(put)
+
+
+def label_texts(put, trainer):
+    """Train all tokens except images and padding."""
+
+    def change(collate, examples):
+        batch = collate(examples)
+        is_image = batch["input_ids"] == trainer.model.config.image_token_id
+        batch["labels"] = batch["input_ids"].masked_fill(is_image | (batch["attention_mask"] == 0), -100)
+        return batch
+
+    around(None, "data_collator", change)(put, trainer)
 
 
 def double_merger(put, trainer):
@@ -613,7 +656,28 @@ TRL_BUGS = {name: bug.trl for name, bug in BUGS.items() if bug.trl} | {
     "tokens_discounted": weighted("by 0.99 for each earlier token", "0.99 ** (mask.cumsum(1) - 1)"),
     "tokens_discounted_from_the_end": weighted(
         "by 0.97 for each later token", "0.97 ** (mask.flip(1).cumsum(1).flip(1) - 1)"),
+    "text_positions_by_tokens": InTRL("logps", "continues at the number of its tokens", tokens_as_sides),
+    "imagenet_pixels": forward("logps", "with ImageNet's mean and deviation", PATCHES,
+        f"(({PATCHES}.unflatten(1, (3, -1)) * torch.tensor([[0.26862954], [0.26130258], [0.27577711]])\n"
+        "        + torch.tensor([[0.48145466], [0.4578275], [0.40821073]])\n"
+        "        - torch.tensor([[0.485], [0.456], [0.406]]))\n"
+        "        / torch.tensor([[0.229], [0.224], [0.225]])).flatten(1)"),
+    "entropies_of_unscaled_logits": InTRL("entropies", "not divided by the temperature", unscaled_entropies,
+        {"temperature": 0.6, "entropy_coef": 0.1}),
+    "entropy_quantile_ignored": loss("top_entropy_quantile is ignored", "if entropy_mask is not None:", "if False:",
+        {"top_entropy_quantile": 0.5, **OFF}),
+    "ratio_twice": loss("multiplied by the ratio a second time", SMALLER, f"{SMALLER} * coef_1", OFF),
+    "prompt_texts_trained": InTRL("mask", "prompt tokens except image tokens are counted", label_texts, kind="sft"),
+    "means_added": loss("each micro-batch is averaged by itself, and the means are added", f"{SUM} / normalizer\n",
+        f"{SUM} / mask.sum()\n"),
+    "advantages_min_max": score("advantages", "from 0 to 1 (min-max)", DIVIDED,
+        "((groups := rewards.view(-1, num_generations)) - groups.amin(1, True)).div("
+        "groups.amax(1, True) - groups.amin(1, True) + 1e-4).flatten()"),
+    "advantages_by_absolute_deviation": score("advantages", "the mean absolute deviation", DIVIDED,
+        "advantages / (advantages.view(-1, num_generations).abs().mean(1).repeat_interleave(num_generations) + 1e-8)"),
     # bugs in completions that call tools
+    "tokens_replaced": turns_score("tokens", "replaced by another one after sampling", IDS,
+        IDS.replace("ids)", "[97 if i == self._tokenizer.encode('e')[0] else i for i in ids])"), TELL),
     # alibaba/ROLL/pull/444
     "tool_responses_in_the_sum": turns_loss("loss", "also counts tool responses, only in the sum", SUM,
         "loss = (per_token_loss * completion_mask).sum()", TELL),

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +18,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+SHOWN = 4  # differing cases that are printed
 # losses from TRL 1.16, and a tiny model from transformers 5.23, each written by a removed script:
 # git show 41c86b60:tests/record/record_losses.py, and git show cfba8c8:tests/record/record_fixtures.py
 FIXTURES = Path(__file__).parent / "fixtures"
 
 
-def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", **only) -> int:
+def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float = 5.0, **only) -> int:
     """Compare a loss with values and gradients recorded from TRL; return the number of cases.
 
     `my_loss` gets a batch of B completions or pairs with T tokens, as a dict of float64 tensors:
@@ -39,7 +40,8 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", **only) -> int:
 
         grpo  loss_type, importance_sampling_level, beta, epsilon_low, epsilon_high,
               use_bias_correction_kl, whole_step (True if the batch is the whole step, and not a micro-batch), and the
-              divisors tokens (of the whole step, for dapo) and max_completion_length (for dr_grpo)
+              divisors tokens (of the whole step, for dapo) and max_completion_length (for dr_grpo); delta=3.0
+              selects cases with TRL's dual clip
         dpo   loss_type (a list with one name), beta, label_smoothing
         sft   loss_type: nll or dft
 
@@ -49,26 +51,90 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", **only) -> int:
         tolerance: largest error in value and gradient, relative to TRL's largest absolute value or to 1, whichever is
             larger.
         kind: loss kind: grpo, dpo or sft.
+        seconds: time after which the search for a name ends.
         only: options that a case must have, for example loss_type="dapo" and whole_step=True.
 
     Raises:
         ValueError: no case has these options; the message lists the recorded values.
-        AssertionError: some cases differ from TRL. The message lists these cases, and the known mistakes that explain
-            the differences.
+        AssertionError: some cases differ from TRL. The message lists these cases, and the mistakes and designs that
+            explain the differences, see `judge`.
     """
-    count = 0
-    differences = []  # one line for each case that differs
-    steps = []  # arguments to `known_mistakes` for the same cases
+    verdict = judge(my_loss, tolerance, kind, seconds, **only)
+    if verdict.differences:
+        raise AssertionError(str(verdict))
+    return verdict.cases
+
+
+@dataclass
+class Verdict:
+    """What `judge` has found.
+
+    A finding is a "mistake", or a "design": a choice that some project makes on purpose.
+    """
+
+    cases: int
+    differences: list[str]  # one line for each case that differs
+    where: str = ""  # options that all these cases and no others have
+    gradients_differ: bool = False
+    kinds: Sequence[str] = ()  # "mistake" or "design" for each finding; empty if nothing was named
+    names: Sequence[str] = ()  # lines about the findings
+
+    def __str__(self) -> str:
+        differing = len(self.differences)
+        if not differing:
+            return f"all {self.cases} cases agree with TRL in value and gradient"
+        head = f"{differing} of {self.cases} cases differ from TRL{self.where}"
+        more = [f"... and {differing - SHOWN} more"] if differing > SHOWN else []
+        return "\n".join([head, *self.differences[:SHOWN], *more, *self.names])
+
+
+def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float = 5.0, **only) -> Verdict:
+    """Compare a loss with TRL's, and name the mistakes or designs that reproduce it in all cases; see `check`."""
+    steps = []  # arguments to `known_mistakes` for all cases
+    found = []
+    differences: list = []
+    agreeing, differing = [], []  # options
     for case, options, batch, value, slope in cases(kind=kind, **only):
-        found = compare(my_loss, options, batch, value, slope)
-        count += 1
-        if not found.error <= tolerance:
-            differences.append(f"{case} {options}: {found}")
-            steps.append((batch, options, found.loss, found.gradient))
-    if differences:
-        head = f"{len(differences)} of {count} cases differ from TRL"
-        raise AssertionError("\n".join([head, *differences, *known_mistakes(steps)]))
-    return count
+        result = compare(my_loss, options, batch, value, slope)
+        found.append((result, value))
+        steps.append((batch, options, result.loss, result.gradient))
+        if result.error <= tolerance:
+            agreeing.append(options)
+        else:
+            differing.append(options)
+            differences.append((case, options, result))
+    everything = agreeing + differing
+    varied = [name for name in everything[0] if any(x.get(name) != everything[0][name] for x in everything)]
+    for i, (case, options, result) in enumerate(differences):
+        chosen = ", ".join(f"{name}={options.get(name)}" for name in varied)
+        differences[i] = f"{case} ({chosen}): {result}"
+    verdict = Verdict(len(found), differences, where=shared(differing, agreeing))
+    if not differences:
+        return verdict
+    verdict.gradients_differ = not all(result.gradient_error <= tolerance for result, _ in found)
+    if verdict.gradients_differ:
+        verdict.kinds, verdict.names = known_mistakes(steps, tolerance, seconds)
+    else:
+        verdict.kinds, verdict.names = ["design"], [value_line(found, tolerance)]
+    return verdict
+
+
+def shared(differing: list[dict], agreeing: list[dict]) -> str:
+    """Describe an option that all differing cases and no agreeing case have."""
+    for name in differing[0] if differing and agreeing else ():
+        values = [options.get(name) for options in differing]
+        if all(x == values[0] for x in values) and all(options.get(name) != values[0] for options in agreeing):
+            return f", which are those with {name} = {values[0]}"
+    return ""
+
+
+def value_line(found: list[tuple], tolerance: float) -> str:
+    """Describe a loss whose gradients are right in all cases, although values differ."""
+    constants = [(result.loss - value).item() for result, value in found]
+    says = "design: the values differ, but the gradients are equal in all cases, so training is the same"
+    if max(constants) - min(constants) <= tolerance:
+        return f"{says}; the value has a constant of {constants[0]:.6g}"
+    return says
 
 
 @dataclass
@@ -137,24 +203,29 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
 
 
 def has(options: dict, only: dict) -> bool:
-    """Return True if a case has these options.
+    """Return True if a case has these options; a case with TRL's dual clip, delta, has to be asked for.
 
     A value also equals a list that contains only this value, as loss_type of a dpo case does.
     """
+    if "delta" in options and "delta" not in only:
+        return False
     return all(key in options and options[key] in (x, [x]) for key, x in only.items())
 
 
-def known_mistakes(steps: list[tuple]) -> list[str]:
-    """Return lines that name the known mistakes which reproduce the differing losses.
+def known_mistakes(steps: list[tuple], tolerance: float, seconds: float) -> tuple[list[str], list[str]]:
+    """Return the kinds and the lines of the findings that reproduce the loss in all cases.
 
     If the package minivlmrl-audit is not installed, the only line explains how to install this package.
 
     Args:
-        steps: (batch, options, loss, gradient) for each case that differs.
+        steps: (batch, options, loss, gradient) for each case.
     """
     if importlib.util.find_spec("minivlmrl_audit") is None:  # it is a separate distribution
-        return ["To name the mistake, install minivlmrl-audit: pip install ./audit in a clone"]
-    return importlib.import_module("minivlmrl_audit.losses").mistakes(steps)
+        return [], ["To name the mistake, install minivlmrl-audit: pip install ./audit in a clone"]
+    module = importlib.import_module("minivlmrl_audit.losses")
+    steps = [module.as_step(*case) for case in steps]
+    names = module.find_names(steps, tolerance, seconds)
+    return [part[0].kind for part in names.parts], module.lines_of(names, steps)
 
 
 def check_shape(name: str, tensor: Tensor, expected: str, dims: int, last: int | None = None):
