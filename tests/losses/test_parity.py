@@ -29,7 +29,8 @@ def my_loss(batch, options):
     if options["kind"] == "dpo":
         return preference.dpo_loss(**batch, **chosen(preference.dpo_loss, options))[0]
     normalizer = LossNormalizer(len(batch["mask"]), options["tokens"], options["max_completion_length"])
-    return grpo_loss(**batch, **chosen(grpo_loss, options), normalizer=normalizer)[0]
+    dual_clip = {"delta": options["delta"]} if "delta" in options else {}
+    return grpo_loss(**batch, **chosen(grpo_loss, options), **dual_clip, normalizer=normalizer)[0]
 
 
 def token_mean(x, mask):
@@ -80,8 +81,8 @@ def test_a_loss_of_ones_own_is_checked_against_recorded_numbers(monkeypatch):
         and check(my_loss, kind="dpo") == 35
         and check(my_loss, kind="sft") == 4
     )
-    assert check(my_loss, loss_type="dapo") == 36 and check(my_loss, kind="dpo", loss_type="sigmoid") == 5
-    assert check(usual, whole_step=True, **DAPO) == 14
+    assert check(my_loss, loss_type="dapo") == 48 and check(my_loss, kind="dpo", loss_type="sigmoid") == 5
+    assert check(usual, whole_step=True, **DAPO) == 21
 
 
 @pytest.mark.parametrize("only, says", [
