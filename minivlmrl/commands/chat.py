@@ -7,7 +7,7 @@ import argparse
 import codecs
 import sys
 from collections.abc import Collection
-from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,11 +18,12 @@ from minivlmrl.config.options import DataOptions, RunConfig, SamplingOptions
 from minivlmrl.config.parsing import options_of
 from minivlmrl.config.types import Plain
 from minivlmrl.data.download import find_folder
-from minivlmrl.data.media import fetch_image
+from minivlmrl.data.file_dataset import load_videos
+from minivlmrl.data.media import fetch_image, place_media, read_media
 from minivlmrl.data.messages import conversation
 from minivlmrl.data.rows import Completion, Row
 from minivlmrl.data.tokenizer import Tokenizer
-from minivlmrl.data.video import VideoFile, load_video
+from minivlmrl.data.video import load_video
 from minivlmrl.distributed import process_group
 from minivlmrl.files import INFERENCE_CONFIG
 from minivlmrl.generation.environments import make_sampler
@@ -86,13 +87,13 @@ def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunCo
 
 def build_row(options: argparse.Namespace, data: DataOptions) -> Row:
     """Build a row from the prompt, the images and the videos on the command line."""
-    images = [fetch_image(source) for source in options.image]
-    videos = [VideoFile(partial(load_video, source)) for source in options.video]
-    media_counts = {"image": len(images), "video": len(videos)}
+    media_counts = {"image": len(options.image), "video": len(options.video)}
     template = data.prompt_template if "{problem}" in data.prompt_template else "{problem}"
     system_message = data.system_prompt if options.system is None else options.system
-    messages = conversation(options.prompt, media_counts, template, system_message)
-    return Row(messages, images, videos=videos)
+    turns = conversation(options.prompt, media_counts, template, system_message)
+    messages, media = place_media(turns, read_media({"images": options.image, "videos": options.video}), data)
+    images = [fetch_image(item.image_source) for item in media if item.kind == "image"]
+    return Row(messages, images, videos=load_videos(media, Path(), load_video))
 
 
 class Stream:

@@ -28,7 +28,7 @@ from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
 from minivlmrl.errors import did_you_mean, error_context
 from minivlmrl.json_files import json_text
 
-# options, apart from the weights, that change an answer and that no file in a Hugging Face folder contains
+# options, apart from the weights, that change an answer and that no file in an adapter's folder contains
 INFERENCE_OPTIONS = {
     "model": ["dtype", "compute_dtype"],
     "data": [
@@ -36,6 +36,8 @@ INFERENCE_OPTIONS = {
         "system_prompt",
         "chat_template_kwargs",
         "resize_backend",
+        "min_pixels",
+        "max_pixels",
         "image",
         "video",
         "box_space",

@@ -224,7 +224,8 @@ class SamplingOptions:
 
     temperature: Annotated[float, "[0, inf)"] = 1.0  # divides the logits; 0 takes the most likely token
     max_new_tokens: Annotated[int, "[1, 1048576]"] = 256  # longest completion, in tokens
-    # ids of tokens that end a completion; None means <|im_end|> and <|endoftext|>
+    # ids of tokens that end a completion; None means <|im_end|>, <|endoftext|>, and the end tokens of the folder's
+    # generation_config.json
     stop_token_ids: list[Annotated[int, ">= 0"]] | None = None
     # keep only the k most likely tokens, and tokens that are as likely as the k-th; 0 keeps all
     top_k: Annotated[int, ">= 0"] = 0

@@ -191,6 +191,8 @@ class RGBFrames(Sequence):
 class VideoRules(Protocol):
     """Interface for model families whose video preprocessing differs from data/video.py."""
 
+    sampling: dict[str, float]  # options that choose frames if the row and the recipe give none
+
     def frame_size(
         self, images: "ImageProcessor", nframes: int, height: int, width: int, **options: float
     ) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import torch
 from minivlmrl.config.parsing import build
 from minivlmrl.config.types import Count, MinPixels
 from minivlmrl.data.image import ImageProcessor, look_up, resize_frames, smart_resize
+from minivlmrl.data.media import check_options
 from minivlmrl.errors import error_context
 from minivlmrl.json_files import read_json
 
@@ -57,6 +58,11 @@ FIXED = {
     "rescale_factor": 1 / 255,
     "resample": 3,  # bicubic
 }
+# options of data.video that choose frames: their names in video_preprocessor_config.json
+SAMPLING = {"fps": "fps", "nframes": "num_frames", "min_frames": "min_frames", "max_frames": "max_frames"}
+FPS = 2.0  # sampled frames per second by default
+# default bounds for a frame's size, in the tokens that an equally large image has
+MIN_FRAME_TOKENS, MAX_FRAME_TOKENS = 128, 768
 # settings that have the same name in ImageProcessor
 SAME_NAMES = ("image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size")
 
@@ -132,10 +138,14 @@ def patch_settings(holder: ImageSettings | ImageProcessor) -> dict:
     return {name: getattr(holder, name) for name in SAME_NAMES}
 
 
-def write_image_processor(processor: ImageProcessor) -> dict:
-    """Build a preprocessor_config.json's content for transformers 4.49 to 5.23 and vLLM."""
-    low = processor.min_pixels
-    high = processor.max_pixels
+def write_image_processor(processor: ImageProcessor, options: dict[str, int]) -> dict:
+    """Build a preprocessor_config.json's content for transformers 4.49 to 5.23 and vLLM.
+
+    Args:
+        processor: the processor.
+        options: options of data.image. Both bounds become the area of a fixed size, because the file has none.
+    """
+    low, high = area_bounds(processor, options, (processor.min_pixels, processor.max_pixels))
     suffix = "Fast" if processor.resize is RESIZE["torch"] else ""
     return {
         "image_processor_type": f"Qwen2VLImageProcessor{suffix}",
@@ -145,6 +155,49 @@ def write_image_processor(processor: ImageProcessor) -> dict:
         "max_pixels": high,
         "size": {"shortest_edge": low, "longest_edge": high},  # newer name for the same bounds
     }
+
+
+def area_bounds(processor: ImageProcessor, options: dict[str, int], bounds: tuple[int, int]) -> tuple[int, int]:
+    """Return the least and the largest area in pixels, which are `bounds` without options; see ImageOptions."""
+    if "resized_height" in options:
+        limits = processor.min_pixels, processor.max_pixels
+        height, width = smart_resize(options["resized_height"], options["resized_width"], processor.factor, *limits)
+        return height * width, height * width + 1  # without + 1, rounding errors can remove a row of tokens
+    return options.get("min_pixels", bounds[0]), options.get("max_pixels", bounds[1])
+
+
+def write_video_processor(processor: ImageProcessor, options: dict[str, float]) -> dict:
+    """Build a video_preprocessor_config.json's content for data.video's options; {} without options.
+
+    Its class resizes frames as Qwen2.5-VL does, see video.frame_size.
+    """
+    if not options:
+        return {}
+    area = processor.factor**2  # of one token
+    low, high = area_bounds(processor, options, (MIN_FRAME_TOKENS * area, MAX_FRAME_TOKENS * area))
+    content = {
+        "video_processor_type": "Qwen2VLVideoProcessor",
+        **FIXED,
+        **patch_settings(processor),
+        "size": {"shortest_edge": low, "longest_edge": high},
+        **write_sampling(options),
+    }
+    if "total_pixels" in options:  # transformers allows 90 % of these tokens
+        content |= {"cap_pixels_per_frame": True, "max_video_tokens": round(options["total_pixels"] / 0.9 / area)}
+    return content
+
+
+def write_sampling(options: dict[str, float]) -> dict:
+    """Return the options that choose a video's frames, with their names in video_preprocessor_config.json."""
+    given = {SAMPLING[name]: value for name, value in options.items() if name in SAMPLING}
+    if "num_frames" in given:
+        given["fps"] = None  # the class may have a default, which transformers does not combine with num_frames
+    return given and {"do_sample_frames": True, "fps": FPS, **given}
+
+
+def read_sampling(settings: dict) -> dict[str, float]:
+    """Return the options with which a video_preprocessor_config.json chooses frames, see VideoOptions."""
+    return check_options("video", {name: settings.get(key) for name, key in SAMPLING.items()})
 
 
 def image_settings(folder: Path) -> tuple[Path, dict]:

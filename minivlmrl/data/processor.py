@@ -1,8 +1,8 @@
 """Convert messages and images to a Prompt, an answer to a Completion, and token ids to text."""
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
@@ -48,10 +48,13 @@ class Processor:
     answer_format: str = "tags"
     box_space: str = "resized"  # units of an answer's boxes, see data/boxes.py
     tools: Sequence[str] = ()  # tools that completions may call, see extras/agents/
+    # ids that also end a completion: those of the folder's generation_config.json, and sampling.stop_token_ids
+    end_token_ids: Sequence[int] = ()
+    sizes: Mapping[str, dict] = field(default_factory=dict)  # options of data.image and data.video, for saved folders
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        return tuple(self.tokenizer.special_tokens[end] for end in ENDS)
+        return tuple(dict.fromkeys([*(self.tokenizer.special_tokens[end] for end in ENDS), *self.end_token_ids]))
 
     def __call__(
         self, messages: list[dict], images: Sequence[PIL.Image.Image] = (), videos: "Sequence[Video | VideoFile]" = ()

@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 
 from minivlmrl.data.image import Grid, ImageProcessor, RGBFrames, check_ratio, smart_resize
+from minivlmrl.data.image_settings import FPS, MAX_FRAME_TOKENS, MIN_FRAME_TOKENS, SAMPLING
 from minivlmrl.data.media import MAX_IMAGE_PIXELS, Source, check_options, fetch_image, open_image, open_source
 from minivlmrl.errors import error_context, optional_dependency
 
-FPS = 2.0  # sampled frames per second by default
 FRAME_FACTOR = 2  # the sampled frame count is a multiple of this factor
 MIN_FRAMES, MAX_FRAMES = 4, 768  # default bounds for the number of sampled frames
-# default bounds for a frame's size, in the tokens that an equally large image has
-MIN_FRAME_TOKENS, MAX_FRAME_TOKENS = 128, 768
 # default limit for all frames' total size, counted as for images: 0.9 * 128000
 TOTAL_TOKENS = 115_200
 # maximum number of pixels in all sampled frames, before and after resizing, which are 6 GiB as RGB
@@ -94,24 +92,27 @@ class VideoFile:
     Decoding waits for the image processor, because model families sample different frames.
     """
 
-    load: Callable[..., Video]  # load_video with all arguments except frame_factor
+    load: Callable[..., Video]  # load_video with all arguments except frame_factor and defaults
 
     def read(self, processor: ImageProcessor) -> Video:
         """Load the frames that the processor's model family samples."""
-        return self.load(frame_factor=FRAME_FACTOR if processor.videos is None else 1)
+        if processor.videos is None:
+            return self.load()
+        return self.load(frame_factor=1, defaults=processor.videos.sampling)
 
     def patches(self, processor: ImageProcessor, **options: int) -> tuple:
         """Load the video, and compute its patches with Video.patches."""
         return self.read(processor).patches(processor, **options)
 
 
-def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, **sampling) -> Video:
+def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, defaults=None, **sampling) -> Video:
     """Load a video's sampled frames.
 
     Args:
         source: video file, given as in media.fetch_image, or an image list. All images in a list are used.
         folder: folder that relative paths start from.
         frame_factor: the sampled frame count is a multiple of this factor.
+        defaults: the folder's options for a video file without options that choose its frames.
         sampling: options, see sample_indices. The only option for an image list is fps, the rate
             at which the images were sampled (default 2; `sample_fps` of qwen-vl-utils 0.0.14).
 
@@ -134,7 +135,7 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, **
         return Video(frames, fps)
     name, file = open_source(source, folder)
     try:
-        return _sample(file, sampling | {"frame_factor": frame_factor})
+        return _sample(file, _with_defaults(sampling, defaults) | {"frame_factor": frame_factor})
     except Exception as error:  # damaged files can make PyAV raise any exception
         error_text = str(error) or type(error).__name__
         if hasattr(error, "strerror"):  # an error from the operating system or FFmpeg
@@ -143,7 +144,7 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, **
         raise ValueError(f"{name}: {error_text}") from error
 
 
-def outline_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, **sampling) -> Video:
+def outline_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, defaults=None, **sampling) -> Video:
     """Return a video as load_video returns it, but with blank frames, and without decoding.
 
     A file's frame count is taken from its header. See load_video for the arguments.
@@ -157,9 +158,13 @@ def outline_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR,
         video_fps = float(stream.average_rate or stream.guessed_rate or 0)
         total_frames = stream.frames or _count_frames(container, stream)
         size = stream.codec_context.width, stream.codec_context.height
-    indices, fps = sample_indices(total_frames, video_fps, frame_factor, **sampling)
+    indices, fps = sample_indices(total_frames, video_fps, frame_factor, **_with_defaults(sampling, defaults))
     seconds = [index / video_fps for index in indices]
     return Video([PIL.Image.new("1", size)] * len(indices), fps, seconds)
+
+
+def _with_defaults(sampling: dict, defaults: dict | None) -> dict:
+    return sampling if sampling.keys() & SAMPLING else (defaults or {}) | sampling
 
 
 def _sample(file: Path | io.BytesIO, sampling: dict) -> Video:

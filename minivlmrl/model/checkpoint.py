@@ -1,5 +1,6 @@
 """Load and save models and processors as folders in Hugging Face's format."""
 
+import json
 import re
 import shutil
 import warnings
@@ -44,7 +45,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 CARRIED = re.compile(
     r"(tokenizer_config|generation_config|video_preprocessor_config|tokenizer|vocab|added_tokens"
     r"|special_tokens_map|chat_template)\.json"
-    rf"|merges\.txt|chat_template\.jinja|{re.escape(INFERENCE_CONFIG)}|LICENSE.*|NOTICE.*"
+    rf"|merges\.txt|chat_template\.jinja|{re.escape(INFERENCE_CONFIG)}|LICENSE.*|NOTICE.*|README.*"
 )
 
 
@@ -231,7 +232,7 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
     template = template or default_template(family)
     if template is not None:
         tokenizer.reserve(template.controls)
-    return Processor(tokenizer, images, template, box_space=family.box_space)
+    return Processor(tokenizer, images, template, box_space=family.box_space, end_token_ids=end_token_ids(folder))
 
 
 def check_fit(config: ModelConfig, images: ImageProcessor, image_file: Path, tokenizer: Tokenizer):
@@ -245,12 +246,23 @@ def check_fit(config: ModelConfig, images: ImageProcessor, image_file: Path, tok
         config.vocab_size >= len(tokenizer),  # the embedding may have additional rows
         "vocab_size",
         config.vocab_size,
-        f"at least {len(tokenizer)}, the number of tokens of the tokenizer",
+        f"at least {len(tokenizer)}, the number of tokens of the tokenizer; for tokens that you have added, call "
+        f"resize_token_embeddings({len(tokenizer)}) of the model in transformers, and save it again",
     )
     for name in ("image_token_id", "video_token_id"):
         value = getattr(config, name)
         expected = tokenizer.special_tokens[CONTROL_TOKENS[name]]
         check_field(value == expected, name, value, f"{expected} as in tokenizer.json")
+
+
+def end_token_ids(folder: Path) -> list[int]:
+    """Return the ids of the tokens at which generation_config.json ends a completion, if the folder has this file."""
+    file = folder / "generation_config.json"
+    value = read_json(file).get("eos_token_id") if file.is_file() else None
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    is_valid = all(isinstance(token_id, int) and token_id >= 0 for token_id in ids)
+    check_field(is_valid, f"{file}: eos_token_id", value, "the id of a token, or a list of ids")
+    return ids
 
 
 def carried_files(folder: Path) -> dict[str, bytes]:
@@ -407,9 +419,9 @@ def write_settings(folder: Path, model: VisionLanguageModel, processor: Processo
     for name, content in carried.items():
         (folder / name).write_bytes(content)
     images = processor.image_processor
-    write_json(folder / "preprocessor_config.json", write_image_processor(images))
-    if images.videos is not None:
-        write_json(folder / "video_preprocessor_config.json", family_of(model).write_videos(images))
+    write_json(folder / "preprocessor_config.json", write_image_processor(images, processor.sizes.get("image", {})))
+    if videos := family_of(model).write_videos(images, processor.sizes.get("video", {})):
+        write_json(folder / "video_preprocessor_config.json", videos)
     template = processor.template
     if template is not None and Path(template.source).name == "processor_config.json":
         # processor_config.json is not copied, because its image settings may have changed. Its chat template is saved
@@ -420,17 +432,11 @@ def write_settings(folder: Path, model: VisionLanguageModel, processor: Processo
         (folder / "chat_template.jinja").write_bytes(template_text.encode())
     if "tokenizer.json" not in carried:
         tokenizer.save(folder / "tokenizer.json")
-    defaults = {
-        "tokenizer_config.json": {
-            "tokenizer_class": "Qwen2Tokenizer",
-            "eos_token": "<|im_end|>",
-            "pad_token": "<|endoftext|>",
-        },
-        "generation_config.json": {
-            "eos_token_id": list(processor.stop_token_ids),
-            "pad_token_id": tokenizer.special_tokens["<|endoftext|>"],
-        },
-    }
-    for name, values in defaults.items():
-        if name not in carried:
-            write_json(folder / name, values)
+    if "tokenizer_config.json" not in carried:
+        names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+        write_json(folder / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer", **names})
+    # The file of a base model lacks <|im_end|>, with which training ends each turn.
+    generation = json.loads(carried.get("generation_config.json", "{}"))
+    generation.setdefault("pad_token_id", tokenizer.special_tokens["<|endoftext|>"])
+    generation["eos_token_id"] = list(processor.stop_token_ids)
+    write_json(folder / "generation_config.json", generation)

@@ -31,6 +31,7 @@ CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "b
 # subfolders of PEFT's folder, in a checkpoint and in a run that contain the adapter
 INNER_FOLDERS = "", "adapter", "checkpoint/adapter"
 TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.(lora_[AB])(?:\.default)?\.weight")
+MERGE = "Merge the adapter into its base model with PEFT, and load the merged model."
 # fields in adapter_config.json that would change the results; adapters that set them are rejected
 UNSUPPORTED = (
     "use_dora",
@@ -164,10 +165,7 @@ def _read(model: VisionLanguageModel, folder: str | Path) -> tuple[dict[str, Ada
             check_field(is_valid, name, tensor.dtype, expected)
             match = TENSOR.fullmatch(name)
             if match is None:
-                raise ValueError(
-                    f"the tensor {name:.80} is not supported. Remove it, because an adapter may "
-                    "only contain tensors named lora_A and lora_B."
-                )
+                raise ValueError(f"the tensor {name:.80} is not a lora_A or lora_B of a linear layer. {MERGE}")
             layer_name, kind = match.groups()
             layer_name = hub_name(layer_name)  # names differ between transformers releases
             layer_pairs.setdefault(layer_name, {})[kind] = tensor
@@ -184,10 +182,7 @@ def _read_config(file: Path) -> PeftConfig:
     with error_context(file):
         for name in UNSUPPORTED:
             if values.get(name) not in (None, False, [], "none"):
-                raise ValueError(
-                    f"{name} is {values[name]!r:.60}, which is not supported. Merge the adapter "
-                    "into its base model with PEFT, and load the merged model."
-                )
+                raise ValueError(f"{name} is {values[name]!r:.60}, which is not supported. {MERGE}")
         for name in config.alpha_pattern or {}:
             # a regular expression would match other layers in PEFT than here
             is_name = LAYER.fullmatch(name) is not None
@@ -198,12 +193,13 @@ def _read_config(file: Path) -> PeftConfig:
 def _check_shape(model: VisionLanguageModel, name: str, pair: dict[str, Tensor], config: PeftConfig) -> AdapterShape:
     """Check the shapes of a layer's lora_A and lora_B, and return its rank and scaling."""
     layer = dict(model.named_modules()).get(name)
-    if not isinstance(layer, nn.Linear | LoRALinear | PackedLinear) or name == "lm_head":
+    if layer is None:
         raise ValueError(
-            f"the adapter changes the layer {name:.80}, but this model does not have a linear "
-            "layer with this name outside its head. Use an adapter that was trained on this base "
-            "model."
+            f"the adapter changes the layer {name:.80}, which this model does not have. Use an adapter that was "
+            "trained on this base model."
         )
+    if not isinstance(layer, nn.Linear | LoRALinear | PackedLinear) or name == "lm_head":
+        raise ValueError(f"the layer {name:.80} is no linear layer before the head. {MERGE}")
     shapes = {kind: tuple(tensor.shape) for kind, tensor in pair.items()}
     r, *_ = shapes.get("lora_A") or [0]
     expected_shapes = {"lora_A": (r, layer.in_features), "lora_B": (layer.out_features, r)}

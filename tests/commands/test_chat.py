@@ -13,7 +13,8 @@ import torch
 
 from minivlmrl.__main__ import main as start
 from minivlmrl.commands import chat as command
-from minivlmrl.config.options import SamplingOptions
+from minivlmrl.config.options import DataOptions, SamplingOptions
+from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import load_image
 from minivlmrl.data.messages import conversation
 from minivlmrl.data.tokenizer import train_tokenizer
@@ -109,7 +110,7 @@ def test_prompts_are_formatted_as_in_training(folder, ask, published, tmp_path):
 def test_videos_reach_the_model(folder, ask, monkeypatch):
     """The video is placed at <video>, next to an image. Reading video files is tested in tests/data/test_video.py."""
     frames = [PIL.Image.new("RGB", (56, 84), (60 * i, 99, 0)) for i in range(4)]
-    monkeypatch.setattr(command, "load_video", lambda source, **_: Video(frames[:: int(source)], 2.0))
+    monkeypatch.setattr(command, "load_video", lambda source, *_, **__: Video(frames[:: int(source)], 2.0))
     answers = []
     prompt = "Is <video> like <image>?"
     for step in (1, 2):
@@ -117,6 +118,23 @@ def test_videos_reach_the_model(folder, ask, monkeypatch):
         answers.append(ask("--image", folder / "a.png", "--video", step, "--max_new_tokens", 12, prompt=prompt)[1])
         assert answers[-1] == text + "\n"
     assert answers[0] != answers[1]
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"image": {"resized_height": 112, "resized_width": 140}}, {"image": {"max_pixels": 3136}},
+    {"video": {"fps": 1, "max_frames": 4}}, {"video": {"nframes": 6, "max_pixels": 100352}},
+    {"image": {"min_pixels": 12544}, "video": {"resized_height": 56, "resized_width": 28}},
+], ids=str)  # fmt: skip
+def test_images_and_videos_have_the_sizes_of_training(folder, tmp_path, options):
+    tiny.write_video(tmp_path / "v.mkv", [np.full((112, 112, 3), i, np.uint8) for i in range(24)], 4)
+    row = {"problem": "What?", "image": str(folder / "a.png"), "video": "v.mkv"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    processor = load_processor(folder / "checkpoint")
+    trained = FileDataset(tmp_path / "rows.jsonl", ("problem",), **options)[0].prompt(processor)
+    words = ["--image", row["image"], "--video", str(tmp_path / "v.mkv"), "--model", "M", "--prompt", "What?"]
+    shown = command.build_row(command.build_parser().parse_args(words), DataOptions(**options)).prompt(processor)
+    assert torch.equal(shown.pixel_values, trained.pixel_values) and torch.equal(shown.input_ids, trained.input_ids)
+    assert torch.equal(shown.second_per_grid_ts, trained.second_per_grid_ts)
 
 
 def test_every_sampling_option_exists_and_has_help(folder):

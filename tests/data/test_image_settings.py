@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.image_settings import RESIZE, read_image_processor, write_image_processor
+from minivlmrl.data.image_settings import (
+    RESIZE,
+    SAMPLING,
+    read_image_processor,
+    read_sampling,
+    write_image_processor,
+    write_video_processor,
+)
 from tests.record.record_vision import noise
 
 
@@ -67,12 +74,52 @@ CUSTOM = {
 @pytest.mark.parametrize("resize", ["pil", "torch"])
 def test_settings_come_back_as_they_were_written_and_transformers_reads_them(tmp_path, resize, transformers):
     processor, image = ImageProcessor(**CUSTOM, resize=RESIZE[resize]), noise("RGB", (200, 120))
-    written = json.dumps(write_image_processor(processor))
+    written = json.dumps(write_image_processor(processor, {}))
     assert read(json.loads(written)) == processor
     (tmp_path / "preprocessor_config.json").write_text(written)
     theirs = transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
     expected = theirs(images=[image], return_tensors="pt")
     assert torch.equal(ImageProcessor(**CUSTOM)(image)[0], expected["pixel_values"])
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"max_pixels": 3000}, {"min_pixels": 8000}, {"min_pixels": 2000, "max_pixels": 3000},
+    {"resized_height": 60, "resized_width": 100}, {"resized_height": 600, "resized_width": 1000},
+], ids=str)  # fmt: skip
+def test_a_saved_folder_has_the_sizes_of_training(tmp_path, options, transformers):
+    """A fixed size is saved as an area, so that an image of this form has the same size in transformers."""
+    processor, image = ImageProcessor(**CUSTOM), noise("RGB", (200, 120))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(write_image_processor(processor, options)))
+    theirs = transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    expected, grid = processor(image, **options)
+    found = theirs(images=[image], return_tensors="pt")
+    assert grid == tuple(found["image_grid_thw"][0].tolist()) and torch.equal(expected, found["pixel_values"])
+
+
+VIDEO = {"video_processor_type": "Qwen2VLVideoProcessor", "size": {"shortest_edge": 100352, "longest_edge": 602112}}
+CHOSEN = {"do_sample_frames": True, "fps": 2.0}
+
+
+@pytest.mark.parametrize(("options", "written"), [
+    ({"fps": 1, "max_frames": 4}, CHOSEN | {"fps": 1, "max_frames": 4}),
+    ({"min_frames": 8}, CHOSEN | {"min_frames": 8}),
+    ({"nframes": 6}, CHOSEN | {"fps": None, "num_frames": 6}),
+    ({"max_pixels": 200704}, {"size": {"shortest_edge": 100352, "longest_edge": 200704}}),
+    ({"min_pixels": 1, "max_pixels": 784}, {"size": {"shortest_edge": 1, "longest_edge": 784}}),
+    ({"resized_height": 56, "resized_width": 84}, {"size": {"shortest_edge": 4704, "longest_edge": 4705}}),
+    ({"total_pixels": 705600}, {"cap_pixels_per_frame": True, "max_video_tokens": 1000}),
+], ids=str)  # fmt: skip
+def test_a_saved_folder_has_the_frames_of_training(options, written):
+    found = write_video_processor(ImageProcessor(), options)
+    assert {name: found[name] for name in VIDEO | written} == VIDEO | written
+    assert found["patch_size"] == 14 and ("fps" in found) == ("fps" in written)
+    assert read_sampling(found) == {name: options[name] for name in options.keys() & SAMPLING} | (
+        {"fps": 2.0} if found.get("fps") == 2.0 else {}
+    )
+
+
+def test_without_options_for_videos_the_file_of_the_base_model_is_kept():
+    assert write_video_processor(ImageProcessor(), {}) == {}
 
 
 @pytest.mark.parametrize(("field", "value"), [

@@ -13,7 +13,7 @@ import pytest
 from minivlmrl.data import video as video_module
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import RESIZE
-from minivlmrl.data.video import Video, frame_size, load_video, sample_indices
+from minivlmrl.data.video import Video, frame_size, load_video, outline_video, sample_indices
 from tests.helpers import tiny
 from tests.record.record_vision import attempt, digest, frame_size_cases, noise, recorded, sampling_cases, video_cases
 
@@ -103,6 +103,17 @@ def test_all_frames_of_a_list_are_used(tmp_path):
     video = load_video(sources, tmp_path)
     assert video.fps == 2.0 and np.array_equal(video.frames, frames)
     assert load_video(sources, tmp_path, fps=0.5).fps == 0.5
+
+
+@pytest.mark.parametrize(("given", "number"), [
+    ({}, 4), ({"video_end": 2}, 2), ({"fps": 2}, 8), ({"nframes": 6}, 6), ({"max_frames": 8}, 8),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("load", [load_video, outline_video])
+def test_a_row_s_sampling_replaces_the_folder_s(tmp_path, load, given, number):
+    """The folder samples one frame per second, here of four seconds."""
+    (tmp_path / "video").write_bytes(encoded(moving(16), *LOSSLESS[0], rate=4))
+    sampled = load("video", tmp_path, defaults={"fps": 1, "min_frames": 2}, **given)
+    assert len(sampled.frames) == number
 
 
 def test_frame_sampling_options_do_not_apply_to_lists():

@@ -33,8 +33,8 @@ RECIPE_MODEL = "recipes/shapes_model.json"
 # files in a Hub folder besides the weights, with its own chat template and stop ids
 FOREIGN = {
     "chat_template.json": b'{"chat_template": "{{ messages }}"}', "merges.txt": b"#version: 0.2\n", "vocab.json": b"{}",
-    "generation_config.json": b'{"do_sample": true, "eos_token_id": [7, 8], "repetition_penalty": 1.05}',
     "tokenizer_config.json": b'{"tokenizer_class": "Qwen2Tokenizer", "model_max_length": 131072}', "LICENSE": b"Terms",
+    "README.md": b"A card",
 }  # fmt: skip
 
 
@@ -174,7 +174,6 @@ def test_shards_are_filled_up_to_the_limit(tmp_path, processor):
 def test_a_fine_tuned_folder_keeps_the_files_of_its_base(copy, tmp_path):
     for name, content in FOREIGN.items():
         (copy / name).write_bytes(content)
-    (copy / "README.md").write_text("A card of another model")
     # formatted differently than by save_model
     tokenizer = (copy / "tokenizer.json").read_bytes() + b"\n \n"
     (copy / "tokenizer.json").write_bytes(tokenizer)
@@ -184,9 +183,57 @@ def test_a_fine_tuned_folder_keeps_the_files_of_its_base(copy, tmp_path):
     save_model(tmp_path / "saved", model, processor)
     assert {name: (tmp_path / "saved" / name).read_bytes() for name in FOREIGN} == FOREIGN
     assert (tmp_path / "saved" / "tokenizer.json").read_bytes() == tokenizer
-    assert not (tmp_path / "saved" / "README.md").exists()
     # settings used in training are written by us
     assert json.loads((tmp_path / "saved" / "preprocessor_config.json").read_text())["max_pixels"] == 56 * 56
+
+
+@pytest.mark.parametrize(("content", "more"), [
+    (None, []),
+    ({}, []),
+    ({"eos_token_id": None}, []),
+    ({"eos_token_id": "DOCUMENT", "do_sample": True, "temperature": 0.1}, []),  # as in the folder of a base model
+    ({"eos_token_id": 7, "pad_token_id": 9}, [7]),
+    ({"eos_token_id": [8, "TURN", 7]}, [8, 7]),
+], ids=str)  # fmt: skip
+def test_a_saved_folder_ends_where_training_ends_turns(copy, tmp_path, content, more, transformers):
+    """It ends at <|im_end|>, at <|endoftext|>, and where the loaded folder ends; other settings are kept."""
+    ends = {"TURN": "<|im_end|>", "DOCUMENT": "<|endoftext|>"}
+    special = shapes.tokenizer().special_tokens
+    (copy / "generation_config.json").unlink()
+    if content is not None:
+        text = json.dumps(content)
+        for name, token in ends.items():
+            text = text.replace(f'"{name}"', str(special[token]))
+        (copy / "generation_config.json").write_text(text)
+    processor = load_processor(copy)
+    expected = [*(special[token] for token in ends.values()), *more]
+    assert [*processor.stop_token_ids] == expected
+    assert processor.decode(torch.tensor([20, expected[-1]])) == processor.tokenizer.decode([20])
+    save_model(tmp_path / "saved", load_model(copy), processor)
+    written = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    kept = {name: value for name, value in (content or {}).items() if name != "eos_token_id"}
+    assert written == {"pad_token_id": special["<|endoftext|>"], **kept, "eos_token_id": expected}
+    theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "saved")
+    prompt = torch.tensor([[20, 21, 22]])
+    for end in expected:
+        # the third new token is this end
+        forced = [lambda ids, scores, end=end: force(scores, end if ids.shape[1] == 5 else 20)]
+        found = theirs.generate(prompt, max_new_tokens=9, logits_processor=forced, do_sample=False)
+        assert found[0, 3:].tolist() == [20, 20, end]
+
+
+def force(scores, token_id):
+    """Make one token certain."""
+    return torch.full_like(scores, -math.inf).index_fill(1, torch.tensor([token_id]), 0.0)
+
+
+@pytest.mark.parametrize("value", ["<|im_end|>", [1, "2"], -1, {"id": 3}], ids=str)
+def test_end_tokens_that_are_no_ids_are_refused(copy, value):
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(
+        ValueError, match=r"generation_config.json: eos_token_id is .*, but it must be the id of a token"
+    ):
+        load_processor(copy)
 
 
 VOCABULARY = {"model.embed_tokens.weight", "lm_head.weight"}
@@ -377,7 +424,7 @@ def linked_license(folder):
 @pytest.mark.parametrize(("change", "says"), [
     (other_patches, r"copy/config\.json: vision_config.patch_size is 7, but it must be 14 as in preprocessor_config"),
     (config(image_token_id=5), r"copy/config\.json: image_token_id is 5, but it must be \d+ as in tokenizer\.json"),
-    (large_id, "vocab_size is 8000, but it must be at least 9001, the number of tokens of the tokenizer"),
+    (large_id, r"vocab_size is 8000, but it must be at least 9001, .*; for .* call resize_token_embeddings\(9001\)"),
     (linked_license, "LICENSE is a link to .*secret, outside its folder. Replace the link"),
 ])  # fmt: skip
 def test_a_folder_whose_files_do_not_fit_is_refused(copy, change, says):

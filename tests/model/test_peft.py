@@ -112,12 +112,21 @@ def test_options_that_would_change_the_result_are_refused(saved, change, says):
         load_adapter(tiny.model(), saved)
 
 
+MERGE = "Merge the adapter into its base model with PEFT, and load the merged model"
 A = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
 @pytest.mark.parametrize(("change", "says"), [
     (lambda t: t.pop(A), r"has lora_B \(64, 4\), but this model needs lora_A \(r, 64\) and lora_B \(64, r\)"),
-    (lambda t: t.update({A.replace("q_proj", "p_proj"): t.pop(A)}), "does not have a linear layer|has lora_B"),
+    (lambda t: t.update({A.replace("q_proj", "p_proj"): t.pop(A)}), "which this model does not have|has lora_B"),
+    *[(lambda t, name=name: t.update({f"base_model.model.{name}": t[A].clone()}), f"{cause}.*{MERGE}")
+      for name, cause in {
+          "lm_head.base_layer.weight": "lm_head.base_layer.weight is not a lora_A or lora_B",
+          "model.language_model.embed_tokens.lora_embedding_A": "lora_embedding_A is not a lora_A or lora_B",
+          "lm_head.lora_A.weight": "the layer lm_head is no linear layer before the head",
+          "model.language_model.embed_tokens.lora_A.weight": "the layer model.embed_tokens is no linear layer",
+          "model.visual.patch_embed.proj.lora_A.weight": "the layer visual.patch_embed.proj is no linear layer",
+      }.items()],
     (lambda t: t.clear(), "the file does not contain any tensors"),
     (lambda t: t.update({A: t[A][0, 0].clone()}), r"lora_A \(\).*, but this model needs"),
     (lambda t: t.update({A: t[A] * torch.nan}), r"lora_A.weight is torch.float32, but it must be a finite"),

@@ -11,7 +11,7 @@ Source: Qwen3-VL report; modeling_qwen3_vl.py in transformers.
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -22,8 +22,8 @@ from minivlmrl.config.parsing import build
 from minivlmrl.config.types import Count
 from minivlmrl.data.chat_template import VIDEO, Control, join_text
 from minivlmrl.data.image import Grid, ImageProcessor, check_ratio
-from minivlmrl.data.image_settings import FIXED, patch_settings
-from minivlmrl.errors import check_field
+from minivlmrl.data.image_settings import FIXED, SAMPLING, area_bounds, patch_settings, read_sampling, write_sampling
+from minivlmrl.errors import check_field, error_context
 from minivlmrl.model.config import Depth, Size, TokenId, VisionConfig
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import ALL_ATTEND, ModelSpec
@@ -205,6 +205,7 @@ class Videos:
     # minimum and maximum pixel count for all frames together
     shortest_edge: Count = 128 * 32 * 32
     longest_edge: Count = 768 * 32 * 32
+    sampling: dict = field(default_factory=dict)  # how frames are chosen, see VideoOptions
 
     def frame_size(self, images, nframes: int, height: int, width: int, **options: int):
         """Compute the (height, width) to which the frames are resized within the pixel budget.
@@ -272,15 +273,7 @@ class Videos:
 
 
 # video processor settings, with the only values that are supported
-VIDEO_FIXED = {
-    **FIXED,
-    "fps": 2,
-    "min_frames": 4,
-    "max_frames": 768,
-    "do_sample_frames": True,
-    "cap_pixels_per_frame": False,
-    "num_frames": None,
-}
+VIDEO_FIXED = {**FIXED, "do_sample_frames": True, "cap_pixels_per_frame": False}
 
 
 def read_videos(settings: dict, where: str, images: ImageProcessor) -> Videos:
@@ -289,12 +282,30 @@ def read_videos(settings: dict, where: str, images: ImageProcessor) -> Videos:
         value = settings.get(name)
         same = value is None or expected == (tuple(value) if isinstance(value, list) else value)
         check_field(same, f"{where}: {name}", value, f"{expected!r} for videos of this model")
-    return build(Videos, settings.get("size") or {}, where, "size.", json=True)
+    videos = build(Videos, settings.get("size") or {}, where, "size.", json=True)
+    with error_context(where):
+        return replace(videos, sampling=read_sampling(settings))
 
 
-def write_videos(images: ImageProcessor) -> dict:
-    """Return video_preprocessor_config.json's contents for these image settings."""
-    return {"video_processor_type": "Qwen3VLVideoProcessor", "size": vars(images.videos), **patch_settings(images)}
+def write_videos(images: ImageProcessor, options: dict) -> dict:
+    """Return video_preprocessor_config.json's contents for these image settings and options of data.video.
+
+    The file bounds all frames together, so a bound of one frame counts for the largest number of frames.
+    """
+    videos = images.videos
+    if videos is None:
+        return {}
+    sampling = {name: options[name] for name in SAMPLING if name in options} or videos.sampling
+    num_frames = sampling.get("nframes", sampling.get("max_frames", 768))
+    low, high = area_bounds(images, options, (0, videos.longest_edge))
+    high = min(high * num_frames, options.get("total_pixels", videos.longest_edge))
+    low = min(low * num_frames or videos.shortest_edge, high)
+    return {
+        "video_processor_type": "Qwen3VLVideoProcessor",
+        "size": {"shortest_edge": low, "longest_edge": high},
+        **patch_settings(images),
+        **write_sampling(sampling),
+    }
 
 
 SPECS = {

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.image_settings import write_video_processor
 from minivlmrl.errors import check_extras
 from minivlmrl.model.config import ModelConfig, VisionConfig
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -80,8 +81,8 @@ class ModelSpec:
     images: dict[str, Any] = field(default_factory=dict)
     # parses video_preprocessor_config.json; None means that videos are processed as in Qwen2.5-VL
     read_videos: Callable = lambda settings, where, images: None
-    # (ImageProcessor) -> video_preprocessor_config.json contents
-    write_videos: Callable[[ImageProcessor], dict] = lambda images: {}
+    # (ImageProcessor, data.video) -> video_preprocessor_config.json contents; {} keeps the file of the base model
+    write_videos: Callable[[ImageProcessor, dict], dict] = write_video_processor
     box_space: str = "resized"  # box coordinates in answers; see data/boxes.py
 
     # ---- experts and recurrent layers

@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -360,14 +361,37 @@ def test_video_settings_of_a_folder_are_read_and_saved(tmp_path, files):
     save_model(folder, *random_model(tmp_path / "model.json", shapes.tokenizer(), seed=0))
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
-    assert qwen3_vl.Videos() != load_processor(folder).image_processor.videos == qwen3_vl.Videos(4096, 25165824)
+    assert (
+        qwen3_vl.Videos()
+        != load_processor(folder).image_processor.videos
+        == qwen3_vl.Videos(4096, 25165824, {"fps": 2.0})
+    )
     save_model(tmp_path / "again", load_model(folder), load_processor(folder))
     again = json.loads((tmp_path / "again" / "video_preprocessor_config.json").read_text())
     assert again["size"] == HUB["size"] and again["video_processor_type"] == "Qwen3VLVideoProcessor"
 
 
+@pytest.mark.parametrize(("options", "size"), [
+    ({"fps": 1, "max_frames": 4}, (131072, 786432)),
+    ({"fps": 1, "max_frames": 4, "max_pixels": 40000}, (131072, 160000)),
+    ({"nframes": 8, "min_pixels": 50000}, (400000, 786432)),
+    ({"total_pixels": 100000}, (100000, 100000)),
+    ({"resized_height": 64, "resized_width": 96, "nframes": 4}, (24576, 24580)),
+], ids=str)  # fmt: skip
+def test_options_for_videos_are_saved_and_read(options, size):
+    images = ImageProcessor(patch_size=16, videos=qwen3_vl.Videos())
+    written = qwen3_vl.write_videos(images, options)
+    assert (written["size"]["shortest_edge"], written["size"]["longest_edge"]) == size
+    videos = qwen3_vl.read_videos(written, "", images)
+    sampling = {name: options[name] for name in options.keys() & {"fps", "nframes", "max_frames"}}
+    assert videos.sampling == sampling
+    again = qwen3_vl.write_videos(replace(images, videos=videos), {})
+    assert again == written
+
+
 @pytest.mark.parametrize(("said", "needed"), [
-    ({"fps": 1}, "fps is 1, but it must be 2 for videos of this model"),
+    ({"fps": 0}, "options of the video: fps is 0.0, but it must be in"),
+    ({"do_sample_frames": False}, "do_sample_frames is False, but it must be True for videos of this model"),
     ({"size": {"longest_edge": 0}}, "size.longest_edge is 0, but it must be 1 or more"),
 ])  # fmt: skip
 def test_unsupported_video_settings_are_refused(said, needed):
