@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import PIL.Image
@@ -157,7 +157,7 @@ def write_image_processor(processor: ImageProcessor, options: dict[str, int]) ->
     }
 
 
-def area_bounds(processor: ImageProcessor, options: dict[str, int], bounds: tuple[int, int]) -> tuple[int, int]:
+def area_bounds(processor: ImageProcessor, options: dict[str, Any], bounds: tuple[int, int]) -> tuple[int, int]:
     """Return the least and the largest area in pixels, which are `bounds` without options; see ImageOptions."""
     if "resized_height" in options:
         limits = processor.min_pixels, processor.max_pixels
@@ -189,7 +189,7 @@ def write_video_processor(processor: ImageProcessor, options: dict[str, float]) 
 
 def write_sampling(options: dict[str, float]) -> dict:
     """Return the options that choose a video's frames, with their names in video_preprocessor_config.json."""
-    given = {SAMPLING[name]: value for name, value in options.items() if name in SAMPLING}
+    given: dict[str, Any] = {SAMPLING[name]: value for name, value in options.items() if name in SAMPLING}
     if "num_frames" in given:
         given["fps"] = None  # the class may have a default, which transformers does not combine with num_frames
     return given and {"do_sample_frames": True, "fps": FPS, **given}

@@ -293,7 +293,7 @@ def write_videos(images: ImageProcessor, options: dict) -> dict:
     The file bounds all frames together, so a bound of one frame counts for the largest number of frames.
     """
     videos = images.videos
-    if videos is None:
+    if not isinstance(videos, Videos):
         return {}
     sampling = {name: options[name] for name in SAMPLING if name in options} or videos.sampling
     num_frames = sampling.get("nframes", sampling.get("max_frames", 768))
