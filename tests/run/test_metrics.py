@@ -215,15 +215,28 @@ class Run:
 def init(**settings):
     return Run(**settings)
 """
-STEPS = ("--sft.max_steps=2", "--grpo.max_steps=2")
-OPTIONS = ("--stages=[sft, grpo]", "--eval_steps=2", LETTERS, *STEPS)
+TRACKER = """
+def csv(config, steps, closing, sign=","):
+    file = closing.enter_context(open(config.output_dir + "/said.csv", "a" if steps else "w"))
+
+    def log(values, steps):
+        file.writelines(f"{steps}{sign}{name}{sign}{value!r}\\n" for name, value in values.items())
+
+    return log
+"""
 
 
-def curves(folder):
-    """Return {name: [(step, value), ...]} from a run's event files, without duplicates."""
+def curves(values):
+    """Return {name: [(step, value), ...]} from (name, step, value), without duplicates."""
+    found = {}
+    for name, *point in dict.fromkeys(values):
+        found.setdefault(name, []).append(tuple(point))
+    return found
+
+
+def of_tensorboard(folder):
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    names = events.Tags()["scalars"]
-    return {name: list(dict.fromkeys((event.step, event.value) for event in events.Scalars(name))) for name in names}
+    return curves((name, e.step, e.value) for name in events.Tags()["scalars"] for e in events.Scalars(name))
 
 
 def expected(folder):
@@ -238,34 +251,41 @@ def expected(folder):
 
 
 @pytest.mark.usefixtures("plain", "lively")
-def test_tensorboard_agrees_with_the_files_also_after_resuming(run):
-    """The resumed run starts before an evaluation in the first run, and repeats this evaluation."""
-    options = *OPTIONS, "--report_to=[tensorboard]", "--checkpoint_steps=1", "--eval_steps=1"
-    folder = run(*options)
-    assert curves(folder) == expected(folder)
-    assert [step for step, _ in curves(folder)["eval/accuracy_sampled"]] == [0, 1, 2, 3, 4]
-    shutil.rmtree(folder / "states" / "000004")
-    run(*options, "--resume=auto")
-    assert curves(folder) == expected(folder)
-    run("--stages=[sft]", "--sft.max_steps=1", "--report_to=[tensorboard]", "--resume=never")
-    assert curves(folder) == expected(folder)  # without values from the earlier run
-
-
-@pytest.mark.usefixtures("plain", "lively")
-def test_wandb_agrees_with_the_files(run, monkeypatch, tmp_path):
+def test_trackers_agree_with_the_files(run, monkeypatch, tmp_path):
+    """A resumed run starts before an evaluation in the first run, and repeats this evaluation."""
     (tmp_path / "wandb.py").write_text(WANDB)
+    (tmp_path / "my_tracker.py").write_text(TRACKER)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    folder = run(*OPTIONS, "--report_to=[wandb]")
+    options = ["--stages=[sft, grpo]", LETTERS, "--sft.max_steps=2", "--grpo.max_steps=2", "--eval_steps=1"]
+    options += ["--checkpoint_steps=1", '--report_to=[tensorboard, wandb, "CSV"]']
+    options[-1] = options[-1].replace("CSV", f"{tmp_path}/my_tracker.py:csv(sign=';')")
+    folder = run(*options)
     monkeypatch.delitem(sys.modules, "wandb")
     first, *said, last = metrics(folder, "said.jsonl")
     assert first[1]["project"] == "minivlmrl" and first[1]["name"] == "run" and first[1]["config"]["seed"] == 0
     assert last == ["finish"] and [step for step, _ in said] == sorted(step for step, _ in said)
-    found = {}
-    for step, values in said:
-        for name, value in values.items():
-            found.setdefault(name, []).append((step, value))
-    assert found == expected(folder)
+    of_wandb = curves((name, step, value) for step, values in said for name, value in values.items())
+    lines = [line.split(";") for line in (folder / "said.csv").read_text().splitlines()]
+    of_csv = curves((name, int(step), float(value)) for step, name, value in lines)
+    for found in (of_tensorboard(folder), of_wandb, of_csv):
+        assert found == expected(folder)
+    assert [step for step, _ in of_csv["eval/accuracy_sampled"]] == [0, 1, 2, 3, 4]
+    shutil.rmtree(folder / "states" / "000004")
+    run(*options, "--resume=auto")
+    assert of_tensorboard(folder) == expected(folder)
+    run("--stages=[sft]", "--sft.max_steps=1", "--report_to=[tensorboard]", "--resume=never")
+    assert of_tensorboard(folder) == expected(folder)  # without values from the earlier run
+
+
+@pytest.mark.parametrize(("tracker", "says"), [
+    ("FOLDER/my_tracker.py:csv(sing=1)", r"^report_to .*: there is no option 'sing'; the options are: sign"),
+    ("tensorbord", "report_to is 'tensorbord', but it must be of type 'tensorboard' or 'wandb'"),
+])  # fmt: skip
+def test_a_wrong_tracker_is_named(run, tmp_path, tracker, says):
+    (tmp_path / "my_tracker.py").write_text(TRACKER)
+    with pytest.raises(ValueError, match=says):
+        run(f"--report_to={tracker.replace('FOLDER', str(tmp_path))}")
 
 
 @pytest.mark.parametrize("name", sorted(metrics_file.TRACKERS))
@@ -276,33 +296,4 @@ def test_a_missing_package_is_named_before_anything_is_loaded(run, tmp_path, mon
     monkeypatch.setattr(finder, "find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)]))
     said = rf"^report_to: {name} is not installed; run pip install -e '\.\[{name}\]' in your clone of minivlmrl$"
     with pytest.raises(ValueError, match=said):
-        metrics_file.check_trackers([name])
-    with pytest.raises(ValueError, match=rf"^report_to: {name} is not installed"):
         run(f"--report_to=[{name}]")
-
-
-TRACKER = """
-def csv(config, steps, closing, sign=","):
-    file = closing.enter_context(open(config.output_dir + "/said.csv", "a" if steps else "w"))
-
-    def log(values, steps):
-        file.writelines(f"{steps}{sign}{name}{sign}{value!r}\\n" for name, value in values.items())
-
-    return log
-"""
-
-
-@pytest.mark.usefixtures("plain", "lively")
-def test_a_custom_tracker_agrees_with_the_files(run, tmp_path):
-    (tmp_path / "my_tracker.py").write_text(TRACKER)
-    options = *OPTIONS, "--checkpoint_steps=1"
-    folder = run(*options, f"--report_to=[\"{tmp_path}/my_tracker.py:csv(sign=';')\"]")
-    found = {}
-    for line in (folder / "said.csv").read_text().splitlines():
-        step, name, value = line.split(";")
-        found.setdefault(name, []).append((int(step), float(value)))
-    assert found == expected(folder)
-    with pytest.raises(ValueError, match=r"^report_to .*: there is no option 'sing'; the options are: sign"):
-        run(*OPTIONS, f"--report_to={tmp_path}/my_tracker.py:csv(sing=1)", name="wrong")
-    with pytest.raises(ValueError, match="report_to is 'tensorbord', but it must be of type 'tensorboard' or 'wandb'"):
-        run("--report_to=[tensorbord]", name="unknown")
