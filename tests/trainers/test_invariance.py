@@ -72,11 +72,17 @@ def assert_same_steps(found, expected, rel, of_rows=False):
     torch.testing.assert_close(same_weights, weights, rtol=rel, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_micro_batch_size(folder, name):
+TOKENS = "max_tokens_per_micro_batch"  # a prompt has about 30, so 40 divide a group
+
+
+@pytest.mark.parametrize(("name", "split"), [
+    *((name, "micro_batch_size=1") for name in RUNS),
+    ("grpo", f"{TOKENS}=40"), ("grpo", f"{TOKENS}=70"), ("ppo", f"{TOKENS}=40"),
+])  # fmt: skip
+def test_micro_batch_size(folder, name, split):
     """Loss, gradients, weights and logged metrics do not depend on the split into micro-batches."""
     stage, options = RUNS[name]
-    pair = (steps(folder, stage, *options, f"--{stage}.micro_batch_size={size}") for size in (4, 1))
+    pair = (steps(folder, stage, *options, f"--{stage}.{option}") for option in ("micro_batch_size=4", split))
     assert_same_steps(*pair, 1e-12, name in AVERAGED_OVER_ROWS)
 
 
