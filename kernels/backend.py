@@ -141,11 +141,16 @@ def _compiler_obstacle() -> str | None:
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
     """Copy a tensor to a device.
 
-    A copy to a GPU goes through pinned memory, so that the host does not wait for it.
+    A copy to a GPU goes through pinned memory, so that the host does not wait for it. If the host has no more pinned
+    memory, of which WSL has little, the copy is slower.
     """
-    if torch.device(device).type == "cuda" and not x.is_cuda:
-        return x.pin_memory().to(device, non_blocking=True)
-    return x.to(device)
+    is_upload = torch.device(device).type == "cuda" and not x.is_cuda
+    if is_upload:
+        try:
+            x = x.pin_memory()
+        except RuntimeError as error:
+            _warn(f"copies to the GPU are slower, because the host could not pin memory ({error!s:.200})")
+    return x.to(device, non_blocking=is_upload)
 
 
 def is_half_on_gpu(device: torch.device, dtype: torch.dtype) -> bool:

@@ -72,6 +72,9 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
         The attention outputs (S, H, L, D).
     Source: torch's scaled_dot_product_attention with enable_gqa and causal_lower_right.
     """
+    if q.dtype == torch.bfloat16 and is_before_ampere(q.device):
+        # In bfloat16, SDPA would store all scores in float32. In float32, its memory-efficient kernel stores none.
+        return dense_attention(q.float(), k.float(), v.float(), is_causal).to(q.dtype)
     (_, H, L, D) = q.shape
     (_, K, T, _) = k.shape
     flash = is_causal and q.device.type == "cuda" and D % 8 == 0
@@ -82,6 +85,9 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     if q.device.type == "cpu" and T <= MAX_KEYS and D <= MAX_HEAD_DIM:
         return written_out_attention(q, k, v, is_causal)
     if is_causal and L == T:
+        if not has_flash_attention(q, k, v):
+            # With fewer key heads, SDPA would store all scores, because the memory-efficient kernel needs equally many.
+            k, v = (x[:, :, None].expand(-1, -1, H // K, -1, -1).flatten(1, 2) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     q, mask = stack_queries(q, k, is_causal)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -116,6 +122,14 @@ class FlashOutput(NamedTuple):
     state: tuple  # arguments for a GPU's backward pass: lengths and an unused random state
 
 
+def is_before_ampere(device: torch.device) -> bool:
+    """Return True for an NVIDIA GPU with a compute capability below 8.0, whose fused kernels lack bfloat16.
+
+    The meta device stands for a newer GPU, unless the memory estimate replaces this function.
+    """
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0)
+
+
 def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return True if flash_attention supports the device, dtype and head dimension for q, k and v.
 
@@ -125,7 +139,7 @@ def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """
     half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0
     if q.device.type == "meta":
-        return half
+        return half and not is_before_ampere(q.device)
     if q.device.type == "cuda" and not torch.version.hip:
         return half and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True))
     return q.device.type == "cpu"

@@ -46,8 +46,10 @@ MODULES = {
 # Threads of GNU OpenMP spin while they wait for each other. With the default spin count, training took up to fifteen
 # times as long when other processes used the same cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-# Segments of GPU memory may grow, so that rollouts and steps of different lengths do not fragment the memory.
-if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+# Segments of GPU memory may grow, so that rollouts and steps of different lengths do not fragment the memory. In WSL,
+# the first allocation could fail (pytorch issue 192330).
+in_wsl = hasattr(os, "uname") and "microsoft" in os.uname().release.lower()
+if not in_wsl and not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 

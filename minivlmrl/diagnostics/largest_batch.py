@@ -1,57 +1,95 @@
-"""Try the largest micro-batch of a stage before its first step, so that memory runs out early."""
+"""Try the largest batches of a stage before its first step, so that memory runs out early."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from minivlmrl.data.loader import readable_prompt
-from minivlmrl.data.processor import Processor
+from minivlmrl.data.row_summary import RowSize
 from minivlmrl.data.rows import Dataset, Row
-from minivlmrl.diagnostics.memory import MemoryQuestion
+from minivlmrl.diagnostics.memory import MemoryQuestion, evaluation_batch, sampling_batch
 from minivlmrl.errors import phase
+from minivlmrl.generation.environments import make_sampler
+from minivlmrl.generation.sampler import Sampler
+from minivlmrl.run.evaluate import evaluation_sampling
 from minivlmrl.run.loop import num_tokens, run_micro_batches
 from minivlmrl.trainers.base import Trainer
+from minivlmrl.trainers.rollout import RolloutTrainer
 
 
-def largest_rows(question: MemoryQuestion, dataset: Dataset, processor: Processor) -> list[Row]:
-    """Return the rows of the largest micro-batch; rows are repeated if fewer were measured.
+def largest_rows(
+    question: MemoryQuestion, trainer: Trainer, dataset: Dataset, sizes: Sequence[RowSize], count: int
+) -> list[Row]:
+    """Return the rows with the first `count` sizes; rows are repeated if there are fewer sizes.
 
     Rows whose images cannot be decoded are left out if data.skip_unreadable is set, and otherwise raise ValueError.
     """
     rows = []
-    count = question.micro_batch_prompts
-    for size in question.rows:
+    for size in sizes:
         if len(rows) == count:
             break
         with suppress(ValueError) if question.run.data.skip_unreadable else nullcontext():
             row = replace(dataset[size.index], index=size.index)
-            readable_prompt(row, processor, question.trainer.answers)
+            readable_prompt(row, trainer.processor, question.trainer.answers)
             rows.append(row)
     return [rows[number % len(rows)] for number in range(count if rows else 0)]
 
 
-def try_largest_batch(trainer: Trainer, optimizer: Optimizer, rows: Sequence[Row], optimizer_bytes: int):
-    """Run the forward and backward pass of the largest micro-batch, without an update.
+def try_largest_batches(
+    question: MemoryQuestion, trainer: Trainer, optimizer: Optimizer, datasets: dict[str, Dataset], optimizer_bytes: int
+):
+    """Sample from the largest batches of a rollout and of an evaluation, and train on the largest micro-batch.
 
     The weights, the optimizer and the random generators do not change. All gradients are removed.
 
     Args:
-        optimizer_bytes: size of the optimizer state on this GPU. It is reserved during the pass, because the optimizer
+        datasets: each stage's rows by its name, and the held-out rows as "eval".
+        optimizer_bytes: size of the optimizer state on this GPU. It is reserved during the trial, because the optimizer
             creates its state only in the first step.
     """
-    device = trainer.world.device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    run, world = trainer.run, trainer.world
+    rows = datasets[trainer.stage]
+    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
         with phase("load"):
             missing = 0 if optimizer.state else optimizer_bytes
-            reserved = torch.empty(missing, dtype=torch.uint8, device=device)
-        trainer.rows = rows
+            reserved = torch.empty(missing, dtype=torch.uint8, device=world.device)
+        # Tools and the batches of another engine are not tried.
+        has_tools = run.sampling.environment is not None
+        if isinstance(trainer, RolloutTrainer) and not has_tools and run.sampling.engine == "native":
+            work = sampling_batch(question)
+            trainer.rows = largest_rows(question, trainer, rows, work.rows, work.prompts)
+            with phase("sampling"):
+                try_sampling(trainer.sampler, trainer.rows, work.num_generations)
+        if question.held_out and not has_tools:
+            work = evaluation_batch(question)
+            held_out = largest_rows(question, trainer, datasets["eval"], work.rows, work.prompts)
+            sampling = evaluation_sampling(run.sampling)
+            sampler = make_sampler(trainer.policy, trainer.processor, sampling, world, run.rollout.gather_weights)
+            with phase("evaluation", held_out):
+                try_sampling(sampler, held_out, work.num_generations)
+        trainer.rows = largest_rows(question, trainer, rows, question.rows, question.micro_batch_prompts)
         with phase("scoring"):
-            batches = trainer.trial_batches(rows)
+            batches = trainer.trial_batches(trainer.rows) if trainer.rows else ()
         if batches:
             run_micro_batches(trainer, [max(batches, key=num_tokens)], 0)
         del reserved
     trainer.rows = ()
     optimizer.zero_grad()
+
+
+def try_sampling(sampler: Sampler, rows: Sequence[Row], num_generations: int):
+    """Sample the first tokens of completions, whose keys and values have memory for max_new_tokens tokens."""
+    if not rows:
+        return
+    prompts = [row.prompt(sampler.processor) for row in rows]
+    sample_token = sampler.token_sampler(prompts, num_generations, ["trial"] * len(rows))
+
+    def end_at_once(logits: Tensor, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ids, logps, ends = sample_token(logits, rows, counts)
+        return ids, logps, torch.ones_like(ends)
+
+    sampler.sample_with(prompts, num_generations, end_at_once)

@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 from unittest import mock
@@ -31,6 +31,7 @@ from minivlmrl.distributed.weights import copy_model, num_shards, recompute_bloc
 from minivlmrl.generation.cuda_graphs import joined_bytes
 from minivlmrl.generation.generate import Decode, prefill
 from minivlmrl.generation.sampler import can_capture, find_engine
+from minivlmrl.kernels import dense_attention
 from minivlmrl.kernels.linear_log_softmax import piece_bytes
 from minivlmrl.model.checkpoint import DTYPES, read_config
 from minivlmrl.model.config import ModelConfig
@@ -68,6 +69,7 @@ class BatchShape:
     image_tokens: int  # image tokens per prompt, after patches are merged
     completion_tokens: int  # tokens per completion
     frames: int = 1  # number of equally large images that image_tokens are divided into
+    rows: Sequence[RowSize] = field(default=(), compare=False)  # the sizes of the batch's rows
 
 
 class AllocationTracker(TorchDispatchMode):
@@ -137,9 +139,14 @@ class TrainedModels(nn.Module):
 
 
 class MemoryEstimator:
-    """Counts a model's parameters, and estimates the memory that its computations need."""
+    """Counts a model's parameters, and estimates the memory that its computations need.
 
-    def __init__(self, config: ModelConfig):
+    Args:
+        before_ampere: True for a GPU with a compute capability below 8.0, which lacks attention kernels in bfloat16.
+    """
+
+    def __init__(self, config: ModelConfig, before_ampere: bool = False):
+        self.before_ampere = before_ampere
         with torch.device("meta"):
             self.config = config
             self.model = FAMILIES[config.model_type].model(config)
@@ -151,9 +158,9 @@ class MemoryEstimator:
             self.active_parameters -= round(idle_share * sum(p.numel() for p in routed))
 
     @classmethod
-    def from_folder(cls, path: str) -> "MemoryEstimator":
+    def from_folder(cls, path: str, before_ampere: bool = False) -> "MemoryEstimator":
         """Read the config of a model, without its weights."""
-        return cls(read_config(find_folder(path)))
+        return cls(read_config(find_folder(path)), before_ampere)
 
     def build(self, run: RunConfig, stage: str) -> VisionLanguageModel:
         """Build a stage's policy on the meta device."""
@@ -219,12 +226,13 @@ class MemoryEstimator:
         for parameter in trained_parameters(models):
             parameter.register_post_accumulate_grad_hook(drop_gradient)
         fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
+        gpu_patch = mock.patch.object(dense_attention, "is_before_ampere", lambda device: self.before_ampere)
         dropout_on = dropout(models, run.adapter.dropout if train else 0.0, "memory")
         # An image grid's layout is cached; without clearing the cache, it would not be counted
         # if an earlier forward pass had the same grids.
         lay_out.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
-        with torch.set_grad_enabled(train), fused_patch, dropout_on, live:
+        with torch.set_grad_enabled(train), fused_patch, gpu_patch, dropout_on, live:
             yield models, live
 
     def keys_and_values(self, dtype: torch.dtype, work: BatchShape) -> int:
@@ -370,6 +378,12 @@ def sampling_batch(question: MemoryQuestion) -> BatchShape:
     return largest_batch(question.rows, prompts, completions, sampling.max_batch_tokens, whole=True)
 
 
+def evaluation_batch(question: MemoryQuestion) -> BatchShape:
+    """Return the shape of the largest sampling batch of an evaluation on one GPU."""
+    sampling = evaluation_sampling(question.run.sampling)
+    return largest_batch(question.held_out, EVALUATION_ROWS, [sampling.max_new_tokens], sampling.max_batch_tokens)
+
+
 def largest_batch(
     rows: Sequence[RowSize], prompts: int, completions: list[int], max_tokens: int | None, whole: bool = False
 ) -> BatchShape:
@@ -401,6 +415,7 @@ def largest_batch(
         math.ceil(sum(size.image_tokens for size in members) / count),
         max(completions),
         math.ceil(sum(size.frames for size in members) / count),
+        members,
     )
 
 
@@ -459,9 +474,7 @@ def evaluation_items(question: MemoryQuestion) -> dict[str, float]:
     The answers to held-out rows are sampled first. A stage that trains on given answers then computes their
     log-probabilities, and the larger computation counts.
     """
-    sampling = evaluation_sampling(question.run.sampling)
-    work = largest_batch(question.held_out, EVALUATION_ROWS, [sampling.max_new_tokens], sampling.max_batch_tokens)
-    items = rollout_items(question, sampling, work)
+    items = rollout_items(question, evaluation_sampling(question.run.sampling), evaluation_batch(question))
     if not question.trainer.answers:
         return items
     micro_batch = answers_batch(question, question.held_out, question.options.micro_batch_size)

@@ -17,7 +17,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import RowSize, measure_rows
 from minivlmrl.data.rows import Dataset
 from minivlmrl.data.video import MIN_FRAME_TOKENS
-from minivlmrl.diagnostics.largest_batch import largest_rows, try_largest_batch
+from minivlmrl.diagnostics.largest_batch import try_largest_batches
 from minivlmrl.diagnostics.memory import (
     GB,
     MemoryEstimator,
@@ -29,6 +29,7 @@ from minivlmrl.diagnostics.memory import (
     state_bytes,
 )
 from minivlmrl.distributed.process_group import World
+from minivlmrl.kernels.dense_attention import is_before_ampere
 from minivlmrl.model.checkpoint import DTYPES
 from minivlmrl.model.lora import adapter_parameters
 from minivlmrl.run.callbacks import Callback
@@ -46,18 +47,18 @@ STORED = "weights", "optimizer", "gradients", "reference", "critic", "policy", "
 class MemoryCheck(Callback):
     """Raises an error before weights are loaded if a run does not fit on the disk or the GPUs.
 
-    On a GPU, the largest micro-batch is also tried before the first step, because an estimate can be wrong.
+    On a GPU, the largest batches are also tried before the first step, because an estimate can be wrong.
     """
 
     estimator: MemoryEstimator | None = None  # None for a model with random weights
 
     def on_setup(self, config: RunConfig, world: World):
         self.plans = {}  # {stage: result of estimate_phases}
-        self.largest_rows = {}  # {stage: rows of its largest micro-batch}, only on a GPU
+        self.questions = {}  # {stage: its question with measured rows}, only on a GPU
         self.config, self.gpus = config, world.size
         if config.model.path is None:  # models with random weights are so small that they fit
             return
-        self.estimator = MemoryEstimator.from_folder(config.model.path)
+        self.estimator = MemoryEstimator.from_folder(config.model.path, is_before_ampere(world.device))
         for stage in config.stage_names:
             check_disk(MemoryQuestion(config, stage, self.estimator, world.size))
 
@@ -66,6 +67,7 @@ class MemoryCheck(Callback):
             return
         free, _ = torch.cuda.mem_get_info(world.device)
         available = min(world.gather_objects(free))
+        self.datasets = datasets
         for stage in config.stage_names:
             question = MemoryQuestion(config, stage, self.estimator, world.size)
             measure = partial(measure_datasets, question, datasets, processor)
@@ -74,13 +76,12 @@ class MemoryCheck(Callback):
             self.plans[stage] = estimate_phases(question)
             if peak_bytes(self.plans[stage]) > available:
                 raise ValueError(refusal(question, processor.image_processor, available))
-            self.largest_rows[stage] = largest_rows(question, datasets[stage], processor)
+            self.questions[stage] = question
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
-        if self.largest_rows.get(trainer.stage):
-            items = self.plans[trainer.stage]["train"]
-            rows = self.largest_rows[trainer.stage]
-            try_largest_batch(trainer, optimizer, rows, int(items["optimizer"]))
+        if trainer.stage in self.questions:
+            optimizer_bytes = int(self.plans[trainer.stage]["train"]["optimizer"])
+            try_largest_batches(self.questions[trainer.stage], trainer, optimizer, self.datasets, optimizer_bytes)
 
     def memory_plan(self, stage: str) -> dict[str, dict[str, float]] | None:
         # A CPU's memory is not checked, so typical rows are estimated when memory runs out.

@@ -5,6 +5,7 @@ import re
 import shutil
 
 import torch
+from torch.torch_version import TorchVersion
 
 from minivlmrl.kernels.verdicts import driver_version
 
@@ -13,6 +14,7 @@ GB = 10**9
 # CUDA 13.0 for 7.5 to 12.0 (pytorch issue 172352).
 WHEELS = "https://download.pytorch.org/whl"
 OLDER_CUDA, NEWER_CUDA = "cu126", "cu130"
+LAST_OF_OLDER_CUDA = "2.14.1"  # torch 2.15 has no wheels for CUDA 12.6 (pytorch issue 190385)
 
 
 def find_device(local_rank: int = 0) -> torch.device:
@@ -87,8 +89,10 @@ def has_code_for(architectures: list[str], capability: tuple[int, int]) -> bool:
 
 
 def install_command(cuda: str) -> str:
-    """Return the command that replaces PyTorch by the same version for another CUDA version."""
+    """Return the command that replaces PyTorch by the same version for another CUDA version, or by the last one."""
     version = torch.__version__.partition("+")[0]
+    if cuda == OLDER_CUDA and TorchVersion(version) > LAST_OF_OLDER_CUDA:
+        version = LAST_OF_OLDER_CUDA
     return f"`pip install --force-reinstall torch=={version} --index-url {WHEELS}/{cuda}`"
 
 

@@ -221,7 +221,8 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
     metrics, _ = merge([means for means, _ in of_ranks])
     if in_lockstep:
         lengths = [lengths for _, lengths in of_ranks]
-        world.seconds_waited += seconds * lockstep_wait(lengths, world.rank)
+        once_per_step = trainer.run.sharding.once_per_step
+        world.seconds_waited += seconds * lockstep_wait(lengths, world.rank, once_per_step)
     return metrics
 
 
@@ -230,7 +231,7 @@ def num_tokens(batch: MicroBatch) -> int:
     return len(batch.group.input_ids)
 
 
-def lockstep_wait(lengths: Sequence[Sequence[int]], rank: int) -> float:
+def lockstep_wait(lengths: Sequence[Sequence[int]], rank: int, once_per_step: bool = False) -> float:
     """Estimate the share of the micro-batches' time that a rank waits for longer micro-batches.
 
     Sharded ranks run each micro-batch in step, so that it takes as long as on the slowest rank. The time is assumed to
@@ -238,6 +239,10 @@ def lockstep_wait(lengths: Sequence[Sequence[int]], rank: int) -> float:
 
     Example: if two ranks have micro-batches of [[30, 10], [10, 10]] tokens, they need the time of 40 tokens. The second
         rank computes 20 tokens, so it waits for half the time.
+
+    Args:
+        once_per_step: the option of this name, with which ranks wait for each other only at the end.
     """
-    slowest = [max(of_ranks) for of_ranks in zip(*lengths, strict=True)]
+    waited_for = [[sum(own)] for own in lengths] if once_per_step else lengths
+    slowest = [max(of_ranks) for of_ranks in zip(*waited_for, strict=True)]
     return 1 - sum(lengths[rank]) / sum(slowest)

@@ -20,6 +20,7 @@ from minivlmrl.distributed.device import GB
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import is_out_of_memory, shortened
 from minivlmrl.run.callbacks import Callback
+from minivlmrl.run.evaluate import evaluation_sampling
 from minivlmrl.run.metrics import memory_use
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
@@ -167,7 +168,7 @@ def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[s
     is_float32 = model.dtype == "float32" and not model.compute_dtype
     gathers = config.uses_fsdp and config.rollout.gather_weights
     options = {
-        "sampling batch": smaller_sampling_batch(config),
+        "sampling batch": smaller_sampling_batch(config, phase),
         "layer by layer": gathers and "--rollout.gather_weights=false",
         "micro-batch": smaller_micro_batch(config, stage) if stage else "",
         "communication": config.sharding.once_per_step and "--sharding.once_per_step=false",
@@ -181,9 +182,10 @@ def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[s
     return [text for name in CURES.get(phase, WEIGHTS) if (text := options[name])]
 
 
-def smaller_sampling_batch(config: RunConfig) -> str:
-    """Halve the tokens that are sampled at once; 16,384 if they had no limit."""
-    tokens, smallest = config.sampling.max_batch_tokens, 2 * config.sampling.max_new_tokens
+def smaller_sampling_batch(config: RunConfig, phase: str) -> str:
+    """Halve the tokens that a phase samples at once; 16,384 if they had no limit."""
+    sampling = evaluation_sampling(config.sampling) if phase == "evaluation" else config.sampling
+    tokens, smallest = sampling.max_batch_tokens, 2 * sampling.max_new_tokens
     lower = max(16384, smallest) if tokens is None else tokens // 2
     return f"--sampling.max_batch_tokens={lower}" if lower >= smallest else ""
 

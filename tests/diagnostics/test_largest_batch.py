@@ -1,6 +1,6 @@
-"""Test that the largest micro-batch is tried before the first step, and that the run keeps its bytes."""
+"""Test that the largest batches are tried before the first step, and that the run keeps its bytes."""
 
-from dataclasses import replace
+from types import SimpleNamespace
 
 import PIL.Image
 import pytest
@@ -11,11 +11,12 @@ from minivlmrl.config.options import DataOptions, RunConfig
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_summary import measure_rows
-from minivlmrl.diagnostics.largest_batch import largest_rows, try_largest_batch
+from minivlmrl.data.row_summary import RowSize, measure_rows
+from minivlmrl.diagnostics.largest_batch import largest_rows, try_largest_batches
 from minivlmrl.diagnostics.memory import MemoryQuestion
 from minivlmrl.diagnostics.memory_check import MemoryCheck
 from minivlmrl.distributed.process_group import World
+from minivlmrl.generation.sampler import Sampler
 from minivlmrl.run import loop
 from minivlmrl.run.loop import run_training
 from minivlmrl.run.out_of_memory import OutOfMemory
@@ -35,13 +36,16 @@ FORMS = {
 }
 
 
+sample = Sampler.sample_with
+
+
 def copies(module):
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_trial_changes_nothing(stage, name, monkeypatch):
-    """The trial trains on completions with full length. Steps afterwards have the same metrics and weights."""
+    """The trial samples the largest batches, and trains on completions with full length. Later steps do not change."""
     model, options = FORMS[name]
     tried, plain = (stage(name, *options, model=model) for _ in range(2))
     batches = []
@@ -53,11 +57,21 @@ def test_a_trial_changes_nothing(stage, name, monkeypatch):
         return original(trainer, batch)
 
     before, random_state = copies(tried.trainer.trained), torch.get_rng_state()
-    rows = [replace(tried.batches.dataset[index], index=index) for index in range(STAGE["micro_batch_size"])]
+    sizes = [RowSize(index=index) for index in range(8)]
+    question = MemoryQuestion(tried.trainer.run, name, None, 1, sizes, sizes[:1])
+    sampled = []
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "training_loss", training_loss)
-        try_largest_batch(tried.trainer, tried.optimizer, rows, 100)
+        patch.setattr(Sampler, "sample_with", lambda sampler, *given: sampled.append(sample(sampler, *given)))
+        datasets = {name: tried.batches.dataset, "eval": tried.batches.dataset}
+        try_largest_batches(question, tried.trainer, tried.optimizer, datasets, 100)
+    rows = range(STAGE["micro_batch_size"])
     assert len(batches) == 1 and len(batches[0].group.prompts) == len(rows)
+    # a rollout of 4 prompts, and 13 of 64 held-out rows, which are answered 16,384 tokens at a time
+    shapes_of_batches = [(len(groups), {len(group) for group in groups}) for groups in sampled]
+    rollout = [(4, {tried.config.num_generations})] if tried.trainer.samples_completions else []
+    assert shapes_of_batches == [*rollout, (13, {1})]
+    assert {len(completion.ids) for groups in sampled for group in groups for completion in group} == {1}
     if tried.trainer.samples_completions:
         config = tried.trainer.run
         lengths = batches[0].group.completion_mask.sum(1)
@@ -131,10 +145,9 @@ def test_unreadable_rows_are_not_tried(write_rows, tmp_path):
     assert [size.index for size in sizes] == [0, 1, 2] and sizes[0].weight == sizes[1].weight > sizes[2].weight
 
     def rows_of(count, skips=True, sizes=sizes):
-        run = RunConfig(data=DataOptions(skip_unreadable=skips))
-        run.grpo.micro_batch_size = run.grpo.prompts_per_step = count
-        question = MemoryQuestion(run, "grpo", None, 1, sizes)
-        return [row.index for row in largest_rows(question, data, PROCESSOR)]
+        question = MemoryQuestion(RunConfig(data=DataOptions(skip_unreadable=skips)), "grpo", None)
+        rows = largest_rows(question, SimpleNamespace(processor=PROCESSOR), data, sizes, count)
+        return [row.index for row in rows]
 
     assert rows_of(1) + rows_of(3) == [1, 1, 2, 1]
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*broken\.png"):

@@ -27,6 +27,7 @@ def refusal_of(options, home, free, monkeypatch, check=None):
     world = World(device=torch.device("cuda", 0))
     run = load_config(home / "recipe.yaml", ["--model.config=null", "--data.task=null", "--stages=[grpo]", *options])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free), 10**12))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(setup, "build_weights", None)  # calling it raises TypeError
     check.on_setup(run, world)
     try:

@@ -66,6 +66,15 @@ def test_the_cpu_is_used_only_if_there_is_no_gpu(gpus, monkeypatch):
     assert str(find_device()) == "cpu"
 
 
+@pytest.mark.parametrize(("version", "older", "newer"), [
+    ("2.13.0+cu130", "2.13.0", "2.13.0"), ("2.15.0", "2.14.1", "2.15.0"), ("2.16.0a0+git1", "2.14.1", "2.16.0a0"),
+])  # fmt: skip
+def test_wheels_for_cuda_12_end_with_torch_2_14(monkeypatch, version, older, newer):
+    monkeypatch.setattr(torch, "__version__", version)
+    assert f" torch=={older} " in device_file.install_command("cu126")
+    assert f" torch=={newer} " in device_file.install_command("cu130")
+
+
 @pytest.mark.parametrize(("name", "capability", "wheel", "cuda"), [
     ("Tesla V100", (7, 0), CUDA_13_0, "cu126"),
     ("Tesla V100", (7, 0), CUDA_12_6, None),

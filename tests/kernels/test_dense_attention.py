@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from minivlmrl.kernels import dense_attention as dense
 from minivlmrl.kernels.dense_attention import dense_attention
+from tests.helpers.pretend_cuda import CUDA, PretendCuda
 
 
 @pytest.mark.parametrize(("L", "T"), [(5, 5), (5, 12), (1, 9), (40, 150)])
@@ -17,3 +20,29 @@ def test_causal_attention_sees_up_to_the_lower_right(L, T):
     scores = (q @ k[:, heads].mT * 8**-0.5).masked_fill(unseen, -torch.inf)
     expected = scores.softmax(-1) @ v[:, heads]
     torch.testing.assert_close(dense_attention(q, k, v, is_causal=True), expected, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0)])
+def test_no_kernel_stores_scores_on_a_gpu(capability, monkeypatch):
+    """Before 8.0, SDPA computes bfloat16 in float32, whose kernel needs as many key heads as query heads.
+
+    The kernel also takes no key heads that several query heads share, and no mask that is as large as the scores.
+    """
+    calls = []
+
+    def attention(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False):
+        calls.append((q.dtype, q.shape[1] == k.shape[1], attn_mask is None))
+        return sdpa(q, k, v, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
+
+    sdpa = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 40, 8, generator=generator).bfloat16() for heads in (6, 3, 3))
+    expected = dense_attention(q.float(), k.float(), v.float(), is_causal=True)
+    with PretendCuda():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(dense, "can_use_flash_attention", lambda parameters: capability >= (8, 0))
+        out = dense_attention(q.to(CUDA), k.to(CUDA), v.to(CUDA), is_causal=True)
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out.cpu().float(), expected, atol=2e-2, rtol=1e-2)
+    assert calls == ([] if capability >= (8, 0) else [(torch.float32, True, True)])

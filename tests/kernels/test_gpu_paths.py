@@ -165,3 +165,15 @@ def test_copies_to_the_gpu_are_pinned(monkeypatch):
         there = to_device(x, CUDA)
         assert there.device == CUDA and to_device(there, CUDA) is there
         assert [one is x for one in pinned] == [True] and not gpu.waits
+
+
+def test_memory_that_cannot_be_pinned_is_copied_without(monkeypatch):
+    """WSL has little memory to pin. A failure there says nothing about the GPU's memory."""
+
+    def pin_memory(x):
+        raise RuntimeError("CUDA error: out of memory")
+
+    with PretendCuda():
+        monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
+        with pytest.warns(UserWarning, match=r"slower, because the host could not pin memory \(CUDA error: out of"):
+            assert to_device(torch.arange(3), CUDA).cpu().tolist() == [0, 1, 2]

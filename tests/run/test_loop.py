@@ -230,3 +230,4 @@ def test_sharded_ranks_wait_for_the_longest_micro_batch():
     """Two ranks with 40 and 20 tokens need the time for 40 tokens, and in another order the time for 50 tokens."""
     assert [lockstep_wait([[30, 10], [10, 10]], rank) for rank in (0, 1)] == [0, 0.5]
     assert lockstep_wait([[10, 30], [20, 10]], 0) == 1 - 40 / 50
+    assert [lockstep_wait([[10, 30], [20, 10]], rank, once_per_step=True) for rank in (0, 1)] == [0, 0.25]

@@ -188,6 +188,9 @@ def cures_of(options, phase, gpus):
 @pytest.mark.parametrize(("options", "phase", "cure"), [
     ({}, "sampling", "--sampling.max_batch_tokens=16384"),
     ({"sampling.max_batch_tokens": 8192}, "evaluation", "--sampling.max_batch_tokens=4096"),
+    # an evaluation never samples more than 16,384 tokens at once
+    ({}, "evaluation", "--sampling.max_batch_tokens=8192"),
+    ({"sampling.max_batch_tokens": 65536}, "evaluation", "--sampling.max_batch_tokens=8192"),
     ({"sampling.max_batch_tokens": 512, "adapter.r": 4}, "sampling", "--adapter.quantize=nf4"),
     ({}, "backward", "--model.activation_checkpointing=true"),
     ({"sharding.once_per_step": True}, "forward", "--sharding.once_per_step=false"),
