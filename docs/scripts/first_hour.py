@@ -26,8 +26,11 @@ INSTALL = """
 import importlib.util, subprocess, sys
 
 if not importlib.util.find_spec("minivlmrl"):  # on Colab; a clone has it installed
-    source = "git+https://github.com/minivlmrl/minivlmrl"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", source], check=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet"]
+    wheels = "https://download.pytorch.org/whl/cu126"  # also for drivers of CUDA 12
+    pins = "https://raw.githubusercontent.com/minivlmrl/minivlmrl/main/constraints.txt"
+    subprocess.run([*pip, "torch==2.13.0", "--index-url", wheels], check=True)
+    subprocess.run([*pip, "-c", pins, "git+https://github.com/minivlmrl/minivlmrl"], check=True)
 """.strip()
 CELLS = """
 # The first hour
