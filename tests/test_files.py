@@ -13,12 +13,9 @@ import pytest
 import torch
 
 from minivlmrl.data.download import find_folder
-from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import Processor
 from minivlmrl.files import flush_file, replacing, save_tensors
 from minivlmrl.json_files import read_json
 from minivlmrl.model.checkpoint import save_model
-from minivlmrl.tasks import shapes
 from tests.helpers import tiny
 from tests.helpers.children import exit_code, fork
 
@@ -117,7 +114,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it(tmp_path, monkeypatch
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     folder = tmp_path / "checkpoint"
-    processor = Processor(shapes.tokenizer(), ImageProcessor())
+    processor = tiny.processor()
     model = tiny.model()
     save(folder, "old")
     model.model.norm.weight.data[3] = float("inf")

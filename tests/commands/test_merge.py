@@ -5,11 +5,9 @@ import torch
 
 from minivlmrl.__main__ import main
 from minivlmrl.commands import merge
-from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import Processor
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.model.peft import gather_adapter, load_adapter
-from minivlmrl.tasks import shapes
+from tests.helpers import tiny
 from tests.helpers.oracle import CLASSES, ROUNDING, worst_difference
 from tests.model.test_lora import EVERYTHING, adapted
 from tests.model.test_peft import FORMS, base, prompts
@@ -18,7 +16,7 @@ from tests.model.test_peft import FORMS, base, prompts
 @pytest.mark.parametrize(("model_type", "tied"), FORMS)
 def test_merged_logits(tmp_path, monkeypatch, model_type, tied):
     # its ids do not matter here, because prompts are random ids
-    processor = Processor(shapes.tokenizer(), ImageProcessor())
+    processor = tiny.processor()
     monkeypatch.setattr(merge, "load_processor", lambda folder: processor)
     base(tmp_path, model_type, tied)
     gather_adapter(adapted(EVERYTHING, model_type=model_type, dtype=torch.float32))(tmp_path / "adapter")

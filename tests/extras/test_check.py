@@ -16,8 +16,6 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import GRPOOptions
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.folder_template import DEFAULT, ChatTemplate
-from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import Processor
 from minivlmrl.extras.check import command as check
 from minivlmrl.extras.check import completions as check_completions
 from minivlmrl.extras.check import recipe as check_recipe
@@ -25,12 +23,13 @@ from minivlmrl.extras.check import rewards as check_rewards
 from minivlmrl.extras.check import rows as check_rows
 from minivlmrl.rewards.registry import Reward, get_reward
 from minivlmrl.tasks import shapes
+from tests.helpers import tiny
 from tests.helpers.links import ROOT
 from tests.helpers.runs import write_lines
 from tests.recipes.test_fashion import write_debian
 
 RECIPES = ROOT / "recipes"
-PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())
+PROCESSOR = tiny.processor()
 EMBEDDED = [path.stem for path in sorted(RECIPES.glob("*.yaml")) if "task: " in path.read_text()]
 
 

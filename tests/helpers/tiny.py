@@ -5,11 +5,14 @@ import json
 import pytest
 import torch
 
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.model import packing
 from minivlmrl.model.config import ExpertsConfig, ModelConfig, RecurrentConfig
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import FAMILIES
+from minivlmrl.tasks import shapes
 
 # a model's config.json for whole runs, as small as the architecture allows
 RUN_MODEL = {
@@ -155,6 +158,11 @@ def model(
     tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32, model_type: str = "qwen2_5_vl"
 ) -> VisionLanguageModel:
     return model_of(config(tied, model_type=model_type), seed).to(dtype)
+
+
+def processor() -> Processor:
+    """Return a processor with the tokenizer of the task `shapes`."""
+    return Processor(shapes.tokenizer(), ImageProcessor())
 
 
 def prompt(

@@ -46,7 +46,7 @@ def parts_of(name: str) -> list[dict]:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def theirs(request, tmp_path_factory, published):
-    """A folder that transformers wrote, and for each row transformers' inputs and log-probabilities of completions."""
+    """A folder that transformers wrote, and for each row transformers' log-probabilities of completions."""
     from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
 
     folder = tmp_path_factory.mktemp("theirs")
@@ -70,7 +70,7 @@ def theirs(request, tmp_path_factory, published):
                 whole["attention_mask"] = torch.ones_like(ids)
                 logits = model(**whole).logits[0, -len(answer) - 1 : -1]
                 logps.append(logits.log_softmax(-1).gather(1, answer[:, None])[:, 0])
-            rows[name] = SimpleNamespace(inputs=inputs, logps=torch.cat(logps))
+            rows[name] = torch.cat(logps)
     return SimpleNamespace(folder=folder, model=model, rows=rows, tied=request.param)
 
 
@@ -110,23 +110,10 @@ def test_log_probabilities_equal_transformers(theirs, tmp_path, form, shards):
         (folder / "config.json").write_text(json.dumps(FORMS[form](hub_config(theirs.tied))))
     model = in_float64(folder)
     ids, mask = padded(completions())
-    for name, row in theirs.rows.items():
+    for name, expected in theirs.rows.items():
         with torch.no_grad():
             logps = minimal.log_probabilities(model, minimal.make_prompt(model, row_of(*ROWS[name])), ids)
-        assert largest_difference(logps[mask], row.logps) <= TOLERANCE, name
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_ids_patches_and_positions_equal_transformers(theirs, name):
-    model, inputs = in_float64(theirs.folder), theirs.rows[name].inputs
-    prompt = minimal.make_prompt(model, row_of(*ROWS[name]))
-    assert torch.equal(prompt.ids, inputs["input_ids"][0])
-    if prompt.images:
-        assert torch.equal(torch.cat([patches for patches, _, _ in prompt.images]), inputs["pixel_values"])
-        assert [[1, h, w] for _, h, w in prompt.images] == inputs["image_grid_thw"].tolist()
-    kinds = inputs["mm_token_type_ids"]
-    positions, _ = theirs.model.model.get_rope_index(inputs["input_ids"], kinds, inputs.get("image_grid_thw"))
-    assert torch.equal(prompt.positions, positions[:, 0])
+        assert largest_difference(logps[mask], expected) <= TOLERANCE, name
 
 
 VERSIONS = ("4.49.0", "4.51.3", "4.52.4", "4.57.6")

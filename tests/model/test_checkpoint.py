@@ -16,8 +16,6 @@ from minivlmrl.config.options import LoRAOptions
 from minivlmrl.data import chat_template
 from minivlmrl.data.chat_template import Control
 from minivlmrl.data.folder_template import FILES
-from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import Processor
 from minivlmrl.extras.families.qwen3_5 import CentredRMSNorm, GatedDeltaNet
 from minivlmrl.files import INDEX
 from minivlmrl.model import build, checkpoint, config_json
@@ -54,7 +52,7 @@ def copy(folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def processor():
-    return Processor(shapes.tokenizer(), ImageProcessor())
+    return tiny.processor()
 
 
 @pytest.mark.parametrize(("written", "expected"), [({}, 0.02), ({"initializer_range": 1.0}, 1.0)])

@@ -4,12 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import Processor
 from minivlmrl.model.checkpoint import load_model, save_model
 from minivlmrl.model.lora import adapters
 from minivlmrl.model.peft import gather_adapter, load_adapter
-from minivlmrl.tasks import shapes
 from tests.helpers import tiny
 from tests.model.test_checkpoint import edit_json
 from tests.model.test_lora import adapted
@@ -29,7 +26,7 @@ def prompts():
 def base(tmp_path, model_type, tied):
     """Save a base model, and return it as loaded by transformers."""
     model = tiny.model(tied, model_type=model_type)
-    save_model(tmp_path / "base", model, Processor(shapes.tokenizer(), ImageProcessor()))
+    save_model(tmp_path / "base", model, tiny.processor())
     return CLASSES[model_type].from_pretrained(tmp_path / "base", attn_implementation="eager").eval()
 
 

@@ -5,8 +5,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minivlmrl.config.options import ShardingOptions
-from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Prompt
 from minivlmrl.distributed.fsdp import Sharding
 from minivlmrl.distributed.value_models import save_value_model
@@ -15,7 +13,6 @@ from minivlmrl.model.attention import GroupAttention
 from minivlmrl.model.checkpoint import save_model
 from minivlmrl.model.logprobs import completion_states
 from minivlmrl.model.value_head import ValueModel, load_value_model, pack_with_last_token
-from minivlmrl.tasks import shapes
 from tests.helpers import tiny
 from tests.helpers.stages import ONE
 from tests.helpers.tiny import pack
@@ -98,30 +95,25 @@ def test_the_language_head_is_trained_only_if_tied(groups, tied):
     assert without == (set() if tied else {"backbone.lm_head.weight"})
 
 
-@pytest.fixture
-def processor():
-    return Processor(shapes.tokenizer(), ImageProcessor())
-
-
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_saved_value_model_is_loaded(groups, processor, tmp_path, tied):
+def test_a_saved_value_model_is_loaded(groups, tmp_path, tied):
     model = value_model(tied)
-    save_value_model(tmp_path / "judge", model, processor, ONE)
+    save_value_model(tmp_path / "judge", model, tiny.processor(), ONE)
     loaded = load_value_model(tmp_path / "judge")
     assert torch.equal(score(loaded, groups), score(model, groups))
     assert load_value_model(tmp_path / "judge", torch.float32).score.weight.dtype == torch.float32
     assert not list(tmp_path.glob("**/*.partial"))
 
 
-def test_a_plain_model_is_refused(processor, tmp_path):
-    save_model(tmp_path / "policy", tiny.model(), processor)
+def test_a_plain_model_is_refused(tmp_path):
+    save_model(tmp_path / "policy", tiny.model(), tiny.processor())
     with pytest.raises(ValueError, match=r"policy does not contain score\.safetensors, the head of a reward model"):
         load_value_model(tmp_path / "policy")
 
 
 @pytest.mark.parametrize("change", [lambda w: {"score.weight": w[:, :-1].contiguous()}, lambda w: {"head": w}])
-def test_wrong_and_incomplete_heads_are_refused(processor, tmp_path, change):
-    save_value_model(tmp_path / "judge", value_model(), processor, ONE)
+def test_wrong_and_incomplete_heads_are_refused(tmp_path, change):
+    save_value_model(tmp_path / "judge", value_model(), tiny.processor(), ONE)
     file = tmp_path / "judge" / "score.safetensors"
     save_file(change(load_file(file)["score.weight"]), file)
     with pytest.raises(

@@ -12,14 +12,12 @@ import PIL.Image
 import pytest
 
 from minivlmrl.data.chat_template import IMAGE
-from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import Processor
 from minivlmrl.extras.agents.environment import Settings
 from minivlmrl.extras.agents.tool_calls import answer_call, begin, call, find_calls, part, render_answers, turn_opening
-from minivlmrl.tasks import shapes
+from tests.helpers import tiny
 
 TOOLS = {"zoom": lambda: 0, "zoom_out": lambda: 0}
-PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())
+PROCESSOR = tiny.processor()
 OPENING = turn_opening(PROCESSOR)
 PARAMETERS = "\n<function={}>\n<parameter={}>\n{}\n</parameter>\n<parameter={}>\n{}\n</parameter>\n</function>\n"
 QWEN = "<tool_call>\n{}\n</tool_call>"

@@ -11,8 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minivlmrl.config.options import LoRAOptions
-from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import Processor
 from minivlmrl.diagnostics.memory import MemoryEstimator
 from minivlmrl.extras.families.experts import Experts, split_experts
 from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
@@ -23,7 +21,6 @@ from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import adapters, init_adapters, inject_adapters, quantize_base
 from minivlmrl.model.nf4 import NF4Linear
 from minivlmrl.model.plain_weights import packed_layers
-from minivlmrl.tasks import shapes
 from tests.helpers import tiny
 from tests.helpers.hub_configs import real_config
 from tests.helpers.tiny import pack
@@ -111,7 +108,7 @@ def test_20_random_configs_equal_transformers(model_type, seeds, tmp_path, monke
 def test_an_export_is_what_save_pretrained_writes(tmp_path, model_type):
     """Names and bits are equal, but transformers 5 transposes Qwen3-VL-MoE's experts."""
     model = tiny.model(model_type=model_type)
-    processor = Processor(shapes.tokenizer(), ImageProcessor())
+    processor = tiny.processor()
     save_model(tmp_path / "ours", model, processor, max_shard_size=60_000)
     theirs = CLASSES[model_type].from_pretrained(tmp_path / "ours")
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size=10**9)
@@ -150,7 +147,7 @@ SAYS = r"model\.safetensors: the tensor model\.layers\.0\.mlp\.experts\.{} has s
     ),
 ], ids=["half of them", "transposed once too often", "another size", "missing"])  # fmt: skip
 def test_wrong_expert_tensors_are_refused(tmp_path, model_type, change, says):
-    save_model(tmp_path / "saved", tiny.model(model_type=model_type), Processor(shapes.tokenizer(), ImageProcessor()))
+    save_model(tmp_path / "saved", tiny.model(model_type=model_type), tiny.processor())
     file = tmp_path / "saved" / "model.safetensors"
     weights = load_file(file)
     for name, changed in change.items():
@@ -273,7 +270,7 @@ def test_experts_in_4_bits_equal_their_unpacked_weights(model_type, tmp_path):
     for name, p in model.named_parameters():
         if p.grad is not None:
             torch.testing.assert_close(p.grad, others[name].grad, rtol=1e-10, atol=1e-13)
-    processor = Processor(shapes.tokenizer(), ImageProcessor())
+    processor = tiny.processor()
     save_model(tmp_path / "base", tiny.model(model_type=model_type), processor)
     options = LoRAOptions(r=3, alpha=6.0, target=["language", "experts"], quantize="nf4")
     place = partial(inject_adapters, options=options)

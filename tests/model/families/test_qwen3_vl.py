@@ -14,7 +14,6 @@ import torch
 from minivlmrl.data.chat_template import IMAGE, Control
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.folder_template import DEFAULT_QWEN3, ChatTemplate
-from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import RESIZE, read_image_processor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Prompt
@@ -333,7 +332,7 @@ def film_prompt(generator: torch.Generator, image, *films) -> tuple[Prompt, dict
 def test_logits_of_videos_equal_transformers(tmp_path, monkeypatch, model_type, close):
     """Both models are loaded from one folder."""
     in_float64(monkeypatch, model_type)
-    save_model(tmp_path, tiny.model(model_type=model_type), Processor(shapes.tokenizer(), ImageProcessor()))
+    save_model(tmp_path, tiny.model(model_type=model_type), tiny.processor())
     ours = load_model(tmp_path, torch.float64)
     theirs = CLASSES[model_type].from_pretrained(tmp_path, dtype=torch.float64).eval()
     generator = torch.Generator().manual_seed(2)
