@@ -14,6 +14,7 @@ import torch
 from minivlmrl.data.chat_template import IMAGE, Control
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.folder_template import DEFAULT_QWEN3, ChatTemplate
+from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import RESIZE, read_image_processor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Prompt
