@@ -14,7 +14,9 @@ from minivlmrl.config.options import ShardingOptions
 from minivlmrl.diagnostics import report
 from minivlmrl.distributed.process_group import shutdown
 from minivlmrl.generation.sampler import Sampler
+from minivlmrl.model import checkpoint
 from minivlmrl.rewards.registry import Reward, RewardFailed
+from minivlmrl.run import checkpoint_files
 from minivlmrl.run.process import lost_ranks
 from minivlmrl.tasks.shapes import Shapes
 from tests.helpers.children import fork_processes, fork_ranks
@@ -82,18 +84,19 @@ def slow_pictures(pictures, monkeypatch):
     monkeypatch.setattr(Shapes, "__getitem__", read)
 
 
-def slow_page(monkeypatch):
-    original = report.write_page
+def slow(owner, name, monkeypatch):
+    """Let rank 0 take twice the timeout in a function."""
+    original = getattr(owner, name)
 
-    def write_page(*arguments):
-        time.sleep(2 * TIMEOUT)
-        original(*arguments)
+    def call(*arguments, **options):
+        time.sleep(2 * TIMEOUT if os.environ.get("RANK") == "0" else 0)
+        return original(*arguments, **options)
 
-    monkeypatch.setattr(report, "write_page", write_page)
+    monkeypatch.setattr(owner, name, call)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("work", ["tracker", "page", "pictures", "held-out pictures"])
+@pytest.mark.parametrize("work", ["tracker", "page", "saves", "pictures", "held-out pictures"])
 def test_a_run_waits_for_slow_work_of_one_rank(work, home, lively, tmp_path, monkeypatch):
     options = ["--stages=[sft, grpo]", *(f"--{stage}.max_steps=2" for stage in ("sft", "grpo"))]
     options += ["--data.eval_rows=2", "--eval_steps=1"]
@@ -102,7 +105,11 @@ def test_a_run_waits_for_slow_work_of_one_rank(work, home, lively, tmp_path, mon
         options.append(f"--report_to=[{tmp_path}/my_tracker.py:tracker]")
     elif work == "page":
         options.append("--report_minutes=0.0001")
-        slow_page(monkeypatch)
+        slow(report, "write_page", monkeypatch)
+    elif work == "saves":
+        options.append("--checkpoint_steps=1")
+        for owner in (checkpoint_files, checkpoint):
+            slow(owner, "save_tensors", monkeypatch)
     else:
         slow_pictures(work.split()[0], monkeypatch)
     recipe = [str(home / "recipe.yaml"), f"--output_dir={tmp_path}/run", f"--timeout={TIMEOUT}", *options]

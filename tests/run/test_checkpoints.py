@@ -25,7 +25,6 @@ from minivlmrl.data.loader import shuffled
 from minivlmrl.data.processor import Processor
 from minivlmrl.extras.agents import tool_sampler
 from minivlmrl.generation import generate
-from minivlmrl.model import checkpoint as checkpoint_file
 from minivlmrl.rewards.registry import REWARDS
 from minivlmrl.run import checkpoint_files, loop
 from minivlmrl.run import checkpoints as resume_file
@@ -226,20 +225,6 @@ def test_a_rank_waits_for_another_until_timeout(recipe, tmp_path):
     hanging = torch.Tensor, "backward", {"before": lambda *_: time.sleep(6)}
     options = ["--stages=[sft]", "--sft.max_steps=1", "--timeout=3"]
     assert attempt(recipe, tmp_path, *options, ranks=2, die=hanging, rank=1) == [1, 1]  # with the recipe's 30: [0, 0]
-
-
-@pytest.mark.slow
-def test_a_save_may_take_longer_than_timeout(recipe, tmp_path, monkeypatch):
-    """Saving takes 5 s for a training checkpoint and 5 s for the final one; the timeout is 3 s."""
-    for owner in (checkpoint_files, checkpoint_file):
-
-        def slow(*arguments, save=owner.save_tensors, **options):
-            time.sleep(5 if os.environ["RANK"] == "0" else 0)
-            return save(*arguments, **options)
-
-        monkeypatch.setattr(owner, "save_tensors", slow)
-    options = ["--stages=[sft]", "--sft.max_steps=1", "--timeout=3", "--checkpoint_steps=1"]
-    assert attempt(recipe, tmp_path, *options, ranks=2) == [0, 0]
 
 
 def stop(*_):
