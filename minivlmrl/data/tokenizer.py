@@ -249,8 +249,9 @@ def listed_tokens(folder: Path) -> list[tuple[AddedToken, int | None]]:
     listed = []
     numbered.sort(key=itemgetter(1))
     for token, number in [*numbered, *((token, None) for token in special_tokens)]:
-        flags = {flag: value for flag, value in vars(token).items() if value is not None}
-        listed.append((AddedToken(**flags | {"special": token.special or token.content in special_names}), number))
+        flags = {flag: value for flag, value in vars(token).items() if value is not None and flag != "content"}
+        flags["special"] = token.special or token.content in special_names
+        listed.append((AddedToken(token.content, **flags), number))
     return listed
 
 

@@ -100,7 +100,7 @@ class World:
             dist.all_to_all_single(arriving, sizes)
             received = torch.empty(int(arriving.sum()), dtype=torch.uint8)
             dist.all_to_all_single(received, torch.cat(pickled), arriving.tolist(), sizes.tolist())
-        return [pickle.loads(part.numpy()) for part in received.split(arriving.tolist())]
+        return [pickle.loads(part.numpy().tobytes()) for part in received.split(arriving.tolist())]
 
     def wait(self):
         """Wait for all ranks, for any time, unless a rank is lost.
