@@ -127,15 +127,6 @@ def test_parts_of_a_row_join_to_the_whole(widths):
     assert error(gradient, exact(logits, ids, 0.7, upstream)[2]) < 1e-6
 
 
-def test_values_are_trls():
-    utils = pytest.importorskip("trl.trainer.utils", reason="oracle missing: pip install trl==1.16.0")
-    logits, ids, _ = inputs(6, 500)
-    logits, ids = logits.detach().view(2, 3, 500), ids.view(2, 3)
-    theirs = utils.selective_log_softmax(logits / 0.7, ids), utils.entropy_from_logits(logits / 0.7)
-    for mine, value in zip(kernel.selective_log_softmax(logits, ids, 0.7), theirs, strict=True):
-        torch.testing.assert_close(mine, value, rtol=0, atol=2e-6)
-
-
 @pytest.mark.parametrize(("ids", "temperature", "error"), [(2, 1.0, r"the shape \(2,\)"), (3, 0.0, "greater than 0")])
 def test_what_does_not_fit_is_refused(ids, temperature, error):
     with pytest.raises(ValueError, match=error):

@@ -217,41 +217,16 @@ def test_experts_and_routers_get_adapters_only_on_request():
     few = adapters(adapted(tiny.model(model_type="qwen3_5_moe"), ["language"]))
     assert not any(".experts." in name or name.endswith(("mlp.gate", "expert_gate")) for name in few)
     assert any("shared_expert.up_proj" in name for name in few)
-    more = adapters(adapted(tiny.model(model_type="qwen3_5_moe"), ["language", "experts"]))
+    model = adapted(tiny.model(model_type="qwen3_5_moe"), ["language", "experts"])
+    more = adapters(model)
     assert len(more) - len(few) == 3 * (5 * 3 + 2) and "model.layers.0.mlp.experts.4.down_proj" in more
-
-
-def test_adapters_of_experts_match_peft():
-    """Outputs, gradients and merged weights match PEFT for adapters on experts and router."""
-    peft = pytest.importorskip("peft", reason="oracle missing: pip install peft")
-    model = adapted(tiny.model(model_type="qwen3_5_moe", dtype=torch.float64), ["experts"])
-    ours = model.model.layers[0].mlp
-    plain = tiny.model(model_type="qwen3_5_moe", dtype=torch.float64).model.layers[0].mlp
-    names = [name.removeprefix("model.layers.0.mlp.") for name in adapters(model) if ".layers.0." in name]
-    theirs = peft.get_peft_model(plain, peft.LoraConfig(r=3, lora_alpha=6, target_modules=names)).double()
-    layers = dict(theirs.base_model.model.named_modules())
-    for name in names:
-        layer = ours.get_submodule(name)
-        layers[name].lora_A.default.weight.data.copy_(layer.lora_A)
-        layers[name].lora_B.default.weight.data.copy_(layer.lora_B)
-    x = torch.randn(40, 64, dtype=torch.float64)
-    found, expected = ours(x), theirs(x)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    found.square().sum().backward(), expected.square().sum().backward()
-    for name in names:
-        for matrix in "AB":
-            gradient = getattr(ours.get_submodule(name), f"lora_{matrix}").grad
-            other = getattr(layers[name], f"lora_{matrix}").default.weight.grad
-            torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-12)
-    merged = dict(theirs.merge_and_unload().named_parameters())
-    for name in names:
-        weight = ours.get_submodule(name).plain_weight()
-        torch.testing.assert_close(weight, merged[f"{name}.weight"], rtol=1e-12, atol=1e-12)
+    model.model.layers[0].mlp(torch.randn(40, 64)).square().sum().backward()
+    assert all(layer.lora_B.grad.any() for name, layer in more.items() if ".layers.0.mlp." in name)  # all are computed
 
 
 @pytest.mark.parametrize("model_type", MOE)
 def test_experts_in_4_bits_equal_their_unpacked_weights(model_type, tmp_path):
-    """Quantized experts can be loaded from fused tensors, and are saved as such."""
+    """Quantized experts can be loaded from fused tensors, and are saved as such; their adapters are test_lora.py's."""
     model = adapted(tiny.model(model_type=model_type, dtype=torch.float64), ["language", "experts"])
     plain = copy.deepcopy(model)
     quantize_base(model)
