@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
@@ -63,20 +64,45 @@ def call_loss(loss: Callable, config: GRPOOptions, *arguments, **options):
 
 
 def try_loss(loss: Callable, config: GRPOOptions):
-    """Call a custom loss function on two completions with two tokens, before a model is loaded."""
-    logps = torch.full((2, 2), -1.0, requires_grad=True)
-    tensors = {"old_per_token_logps": None, "ref_per_token_logps": torch.full((2, 2), -1.0)}
-    options = loss_arguments(config, grpo_loss, loss) | tensors
-    advantages, normalizer = torch.tensor([1.0, -1.0]), LossNormalizer(2, 4, 2)
-    value, _ = call_loss(loss, config, logps, advantages, torch.ones(2, 2), **options, normalizer=normalizer)
-    if value.requires_grad:
-        value.backward()
-    if logps.grad is None or not (value.isfinite() and logps.grad.isfinite().all()):
+    """Call a custom loss function on two completions, before a model is loaded.
+
+    Raises:
+        ValueError: the loss or its gradient is not finite, or ignores an option that the recipe sets.
+    """
+    value, slopes = loss_and_gradient(loss, config, torch.full((2, 2), -1.0), None)
+    if slopes is None or not (value.isfinite() and slopes.isfinite().all()):
         raise ValueError(
             f"grpo.loss_type {config.loss_type}: for two completions with "
             f"log-probabilities of -1, the loss is {value.item()}, and its gradient with respect to "
-            f"the log-probabilities, its first argument, is {logps.grad}; both must be finite"
+            f"the log-probabilities, its first argument, is {slopes}; both must be finite"
         )
+    logps = torch.linspace(-2.0, -0.5, 64).view(2, 32)
+    old_logps = logps + torch.linspace(-1.6, 1.6, 32)  # ratios of policies from 0.2 to 5
+    for name in loss_arguments(config, grpo_loss):
+        if name == "loss_type" or not is_set(name, config):
+            continue
+        other = copy(config)
+        setattr(other, name, getattr(type(config)(), name))
+        results = (loss_and_gradient(loss, section, logps, old_logps) for section in (config, other))
+        if all(torch.equal(*pair) for pair in zip(*results, strict=True)):
+            raise ValueError(
+                f"grpo.{name} is {getattr(config, name)!r} and has no effect: grpo.loss_type {config.loss_type} "
+                "computes the same loss without it"
+            )
+
+
+def loss_and_gradient(loss: Callable, config: GRPOOptions, logps: Tensor, old_logps: Tensor | None) -> tuple:
+    """Call a custom loss function, and return its loss and the gradient at the log-probabilities (2, T)."""
+    logps = logps.clone().requires_grad_()
+    # other references for another beta, which also decides whether there is a reference model
+    tensors = {"old_per_token_logps": old_logps, "ref_per_token_logps": logps.detach().flip(1) - config.beta}
+    options = loss_arguments(config, grpo_loss, loss) | tensors
+    normalizer = LossNormalizer(2, logps.numel(), logps.shape[1])
+    advantages = torch.tensor([1.0, -1.0])
+    value, _ = call_loss(loss, config, logps, advantages, torch.ones_like(logps), **options, normalizer=normalizer)
+    if value.requires_grad:
+        value.backward()
+    return value.detach(), logps.grad
 
 
 def call_advantages(function: Callable[..., Tensor], config: GRPOOptions, rewards: Tensor, **arguments) -> Tensor:
@@ -85,15 +111,15 @@ def call_advantages(function: Callable[..., Tensor], config: GRPOOptions, reward
     is_float = isinstance(found, Tensor) and found.is_floating_point()
     if not is_float or found.shape != rewards.shape or not found.isfinite().all():
         raise ValueError(
-            f"grpo.advantages {config.advantages_name} returned {found!r:.200}, but it must return a float tensor "
-            f"of shape ({len(rewards)},) with one finite advantage for each completion"
+            f"grpo.advantages {config.advantages_name} returned {found!r:.200}, but it must return a float tensor of "
+            f"shape ({len(rewards)},) with one finite advantage for each completion, also if their rewards are equal"
         )
     return found
 
 
 def try_advantages(function: Callable[..., Tensor], config: GRPOOptions, num_rewards: int):
-    """Call a custom function on two groups, before a model is loaded."""
-    totals = torch.arange(2.0 * config.num_generations)
+    """Call a custom function on a group with different rewards and one with equal rewards, before a model is loaded."""
+    totals = torch.arange(2.0 * config.num_generations).clamp(max=config.num_generations)
     rewards, weights = totals[:, None].repeat(1, num_rewards), torch.ones(num_rewards)
     tensors = {"rewards_per_func": rewards, "reward_weights": weights}
     arguments = loss_arguments(config, function, **tensors)

@@ -206,13 +206,21 @@ def all_rows(logps, advantages, mask, *, normalizer, scale=1.0, **others):
 def options_as_metrics(logps, advantages, mask, *, epsilon_high, num_generations, learning_rate=5.0, **others):
     found = {"epsilon_high": epsilon_high, "num_generations": num_generations, "learning_rate_of_loss": learning_rate}
     found |= {name: others[name] for name in ("epsilon_low", "beta", "use_bias_correction_kl")}
-    return 0 * logps.sum(), {name: torch.tensor(float(value)) for name, value in found.items()}
+    return logps.sum() * sum(found.values()), {name: torch.tensor(float(value)) for name, value in found.items()}
 
 
 def in_place(logps, advantages, mask, **others):
     values = logps.exp()
     values += 1
     return values.sum(), {}
+
+
+def no_options(logps, advantages, mask, **others):
+    return logps.sum(), {}
+
+
+def no_clip(logps, advantages, mask, *, old_per_token_logps, **others):
+    return -(advantages[:, None] * (logps - old_per_token_logps).exp()).mean() if others["beta"] else logps.sum(), {}
 
 
 def later_nan(logps, advantages, mask, **others):
@@ -279,6 +287,19 @@ def test_invalid_custom_losses_are_refused_early(stage, own_loss, name, says):
         stage("grpo", f"{own_loss}:{name}")
 
 
+@pytest.mark.parametrize(("name", "options"), [
+    ("no_options", "beta=0.04"), ("no_options", "epsilon_high=0.28"),
+    ("no_options", "importance_sampling_level=sequence"), ("no_clip", "epsilon_low=0.1"),
+    ("same", "kl_estimator=k2 beta=0"),
+])  # fmt: skip
+def test_an_option_that_a_custom_loss_ignores_is_named(stage, own_loss, name, options):
+    options = [f"--grpo.{option}" for option in options.split()]
+    with pytest.raises(ValueError, match=rf"{options[0][2:].partition('=')[0]} is .* and has no effect: "):
+        stage("grpo", f"{own_loss}:{name}", *options)
+    for option in ("beta=0.04", "epsilon_high=0.28", "importance_sampling_level=sequence"):
+        stage("grpo", f"{own_loss}:same", f"--grpo.{option}")
+
+
 @pytest.mark.parametrize("option", ["loss_type", "advantages"])
 def test_a_name_that_is_in_no_table_is_refused(stage, option):
     says = rf"grpo\.{option} is 'rlo', but it must be of type 'grpo', .*'rloo'.* or file\.py:name"
@@ -315,12 +336,14 @@ def weighted(rewards, rewards_per_func, reward_weights, learning_rate):
 """
 
 
-WRONG_ADVANTAGES = {  # what a function returns for the rewards 0 to 5, and what is said of it
+WRONG_ADVANTAGES = {  # what a function returns for the rewards 0, 1, 2 and 3, 3, 3, and what is said of it
     "one_per_group": ("rewards.view(-1, 3).mean(1)",
-                      r"tensor\(\[1., 4.\]\), but it must return a float tensor of shape \(6,\) with one finite"),
-    "a_list": ("rewards.tolist()", r"\[0.0, 1.0, 2.0, 3.0, 4.0, 5.0\], but it must return"),
+                      r"tensor\(\[1., 3.\]\), but it must return a float tensor of shape \(6,\) with one finite"),
+    "a_list": ("rewards.tolist()", r"\[0.0, 1.0, 2.0, 3.0, 3.0, 3.0\], but it must return"),
     "not_finite": ("rewards / 0", r"tensor\(\[nan, inf, .*\]\), but it must return"),
-    "whole": ("rewards.long()", r"tensor\(\[0, 1, 2, 3, 4, 5\]\), but it must return a float tensor"),
+    "whole": ("rewards.long()", r"tensor\(\[0, 1, 2, 3, 3, 3\]\), but it must return a float tensor"),
+    "standardised": ("((r := rewards.view(2, 3)) - r.mean(1, True)).div(r.std(1, keepdim=True)).view(6)",
+                     r"tensor\(\[-1., 0., 1., nan, nan, nan\]\), but it must .* also if their rewards are equal"),
 }  # fmt: skip
 
 
