@@ -41,7 +41,8 @@ from minivlmrl.model.checkpoint import load_model
 found = {}
 one = torch.ones(1, 2)
 out = io.StringIO()
-own = ["--stages=[my_stage.py:Again, grpo]", "--grpo.loss_type=my_loss.py:reinforce", "--report_to=my_tracker.py:csv"]
+own = ["--stages=[my_stage.py:Again, grpo]", "--report_to=my_tracker.py:csv"]
+own += ["--grpo.loss_type=my_loss.py:reinforce", "--grpo.beta=0"]
 own += ["--optimizer.name=my_opt.py:sgd(momentum=0.5)", "--sampling.engine=my_engine.py:Telling", "--num_threads=1"]
 own += ["--grpo.advantages=my_advantages.py:max_rl(least=0.1)"]
 own += ["--data.eval_rows=2", "--again.max_steps=2", "--grpo.max_steps=1", "--grpo.prompts_per_step=2"]

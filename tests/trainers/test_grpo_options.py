@@ -343,7 +343,7 @@ WRONG_ADVANTAGES = {  # what a function returns for the rewards 0, 1, 2 and 3, 3
     "not_finite": ("rewards / 0", r"tensor\(\[nan, inf, .*\]\), but it must return"),
     "whole": ("rewards.long()", r"tensor\(\[0, 1, 2, 3, 3, 3\]\), but it must return a float tensor"),
     "standardised": ("((r := rewards.view(2, 3)) - r.mean(1, True)).div(r.std(1, keepdim=True)).view(6)",
-                     r"tensor\(\[-1., 0., 1., nan, nan, nan\]\), but it must .* also if their rewards are equal"),
+                     r"tensor\(\[-1., +0., +1., nan, nan, nan\]\), but it must .* also if their rewards are equal"),
 }  # fmt: skip
 
 
