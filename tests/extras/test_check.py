@@ -126,6 +126,74 @@ def test_solutions_are_exchanged_only_for_rewards_that_read_them():
     assert said.startswith("The mean of reward accuracy is 0.00 with the solution of the same row, and 0.50")
 
 
+def contains(completions, solution, **columns):
+    return [float(truth in text) for text, truth in zip(completions, solution, strict=True)]
+
+
+def contains_twice(completions, solution, **columns):
+    """The same hack with another scale."""
+    return [20 * value for value in contains(completions, solution)]
+
+
+def cached():
+    known = {}
+
+    def by_text(completions, answer_texts, solution, **columns):
+        pairs = zip(completions, answer_texts, solution, strict=True)
+        return [known.setdefault(str(text), float(answer == truth)) for text, answer, truth in pairs]
+
+    return by_text
+
+
+def small(answer_texts, solution, **columns):
+    """A reward whose maximum is 0.2."""
+    return [0.2 * (answer == truth) for answer, truth in zip(answer_texts, solution, strict=True)]
+
+
+def shape_rows():
+    rows = [replace(shapes.Shapes(16, "own")[i], key=str(i)) for i in range(16)]
+    return [replace(row, completion=f"<answer>{row.columns['solution']}</answer>") for row in rows]
+
+
+LIST = "solutions of all checked rows, and {} for right answers, so the policy would learn to write this list"
+CACHE = "but 0.00 if the same text was scored for another row before. If the function caches values"
+
+
+@pytest.mark.parametrize(("function", "says"), [
+    (contains, LIST.format("1.00")), (contains_twice, LIST.format("20.00")), (cached(), CACHE), (small, None),
+])  # fmt: skip
+def test_hacks_of_rewards_that_read_the_solution(function, says):
+    rows = shape_rows()
+    trial = check_rewards.Trial([Reward("own", function)], torch.ones(1), rows, PROCESSOR)
+    found = list(check_rewards.check_rewards(trial, check_rows.solutions_of(rows)))
+    assert any(says in sentence for sentence in found) if says else not found, found
+
+
+def test_demonstrations_are_compared_with_the_highest_reward():
+    """A reward may have any scale."""
+    rows = shape_rows()
+    wrong = [replace(row, completion="<answer>thing</answer>") for row in rows]
+    for function in (small, get_reward("accuracy").function):
+        trial = check_rewards.Trial([Reward("own", function)], torch.ones(1), rows, PROCESSOR)
+        assert not list(check_rewards.check_demonstrations(trial))
+        [said] = check_rewards.check_demonstrations(replace(trial, rows=wrong))
+        assert said.startswith("The mean of reward own is only 0.00")
+
+
+def test_rows_that_stand_twice_with_another_solution_are_named(tmp_path):
+    PIL.Image.new("RGB", (28, 28)).save(tmp_path / "0.png")
+    row = {"problem": "Is it?", "image": "0.png", "solution": "yes"}
+    lines = [row, row | {"problem": "Is it red?"}, row, row | {"solution": "no"}]
+    write_lines(tmp_path / "rows.jsonl", lines[:3])
+    assert not list(check_rows.check_twice(FileDataset(tmp_path / "rows.jsonl")))
+    write_lines(tmp_path / "rows.jsonl", lines)
+    [said] = check_rows.check_twice(FileDataset(tmp_path / "rows.jsonl"))
+    where = f"{tmp_path}/rows.jsonl"
+    assert said.startswith("1 rows have the prompt and the images of an earlier row, but another solution: ")
+    assert f"{where}:1 has 'yes', and {where}:4 has 'no'" in said
+    assert not list(check_rows.check_twice(shapes.Shapes(4, "own")))
+
+
 def tokens(completion_ids, **columns):
     return [float(len(ids)) for ids in completion_ids]
 

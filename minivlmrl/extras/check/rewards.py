@@ -7,7 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -104,8 +104,11 @@ def check_demonstrations(trial: Trial) -> Iterator[str]:
     for reward in trial.rewards:
         if not reward.columns <= trial.rows[0].columns.keys():
             continue
-        mean = replace(trial, rewards=[reward]).score_texts(texts).nanmean().item()
-        if mean < 0.2:
+        alone = replace(trial, rewards=[reward], weights=torch.ones(1))
+        values = alone.score_texts(texts)
+        mean = values.nanmean().item()
+        highest = max(values.nan_to_num(0.0).max().item(), alone.score_answers(alone.right_answers()).nanmean().item())
+        if mean < 0.2 * highest:  # no fixed number, because a reward may have any scale
             advice = "Check whether the labels are shuffled, or the reward expects another format."
             if reward.name != "format" and processor.answer_format == "tags" and not has_tags:
                 advice = "Set data.answer_format: whole, or write the answers as <answer>...</answer>."
@@ -214,6 +217,10 @@ def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[
             yield from check_same(reward, means)
         elif weight > 0:
             yield from check_hacks(reward, means)
+            if "solution" in reward.columns:
+                alone = replace(trial, rewards=[reward], weights=torch.ones(1))
+                yield from check_all_labels(alone, means[-1])
+                yield from check_cache(alone)
 
 
 def longest_text(trial: Trial) -> str:
@@ -439,12 +446,65 @@ def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
             )
 
 
-def format_completion(answer: str, processor: Processor) -> str:
+def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
+    """Check whether a reward scores a text with the solutions of all rows like right answers.
+
+    Args:
+        trial: a single reward, and rows.
+        right_mean: mean reward for right answers.
+    """
+    labels = sorted({texts[0] for texts in solutions_of(trial.rows)})
+    if len(labels) == 1 or any(parse_boxes(label) for label in labels):
+        return
+    mean = trial.score_answers([", ".join(labels)] * len(trial.rows)).nanmean().item()
+    if right_mean > 0 and mean > 0.8 * right_mean:
+        yield (
+            f"Reward {trial.rewards[0].name} is {mean:.2f} for a text that lists the {len(labels)} solutions of all "
+            f"checked rows, and {right_mean:.2f} for right answers, so the policy would learn to write this list. "
+            "Compare the whole answer (column answer_texts) with the solution."
+        )
+
+
+def check_cache(trial: Trial) -> Iterator[str]:
+    """Check whether a reward remembers its value for a text, although the text is wrong for another row.
+
+    Each text is scored for its own row and then for a row with another solution, and an equivalent text is scored for
+    the same rows in the other order.
+
+    Args:
+        trial: a single reward, and rows.
+    """
+    if trial.processor.answer_format == "whole":  # in which no two texts are equivalent
+        return
+    pairs = []  # each row's answer, the row, and a row with another solution
+    for row, answer in zip(trial.rows, trial.right_answers(), strict=True):
+        others = (other for other in trial.rows if other.columns.get("solution") != row.columns.get("solution"))
+        pairs += [(answer, row, other) for other in islice(others, 1)]
+    if not pairs:
+        return
+    answers, rows, others = map(list, zip(*pairs, strict=True))
+
+    def score(first_rows: list[Row], second_rows: list[Row], thought: str) -> tuple[Tensor, ...]:
+        texts = [format_completion(answer, trial.processor, thought) for answer in answers]
+        return replace(trial, rows=first_rows + second_rows).score_texts(texts * 2)[:, 0].chunk(2)
+
+    first, second = score(rows, others, "hm")[0], score(others, rows, "so")[1]
+    faults = second < first / 2
+    if faults.any():
+        index = int(faults.int().argmax())
+        yield (
+            f"Reward {trial.rewards[0].name} is {first[index]:.2f} for the answer {answers[index]!r:.60} to "
+            f"{rows[index].where or 'a row'}, but {second[index]:.2f} if the same text was scored for another row "
+            "before. If the function caches values, add the solution to the key of the cache."
+        )
+
+
+def format_completion(answer: str, processor: Processor, thought: str = "hm") -> str:
     """Return a completion with the answer in data.answer_format's format, such as tags."""
     answer = find_answer(answer) or answer
     if processor.answer_format == "tags":
-        return ROLLOUT.format("hm", answer)
-    return answer if processor.answer_format == "whole" else f"hm\n{answer}"
+        return ROLLOUT.format(thought, answer)
+    return answer if processor.answer_format == "whole" else f"{thought}\n{answer}"
 
 
 def count_answers(solutions: Iterable[Sequence[str]]) -> Counter[str]:

@@ -10,6 +10,7 @@ import PIL.Image
 
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.boxes import Box, parse_boxes
+from minivlmrl.data.file_rows import FileRows
 from minivlmrl.data.messages import as_turns, part_kind, parts_of, shown_parts_of, text_of
 from minivlmrl.data.processor import Processor, encode_windows
 from minivlmrl.data.row_summary import without_media
@@ -32,6 +33,7 @@ def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], proce
         A message for each problem, with its cause and a fix.
     """
     yield from check_conversations(all_rows, config.data.system_prompt)
+    yield from check_twice(all_rows)
     rows = sample_rows(all_rows)
     yield from check_images(rows)
     yield from check_prompts(rows, processor)
@@ -62,6 +64,26 @@ def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterato
             f"{image_orders[True]} questions have the image after the text, and "
             f"{image_orders[False]} have it before the text, where it is also placed if a prompt "
             "lacks the tag <image>. Use the same order for all questions."
+        )
+
+
+def check_twice(all_rows: Dataset) -> Iterator[str]:
+    """Check for rows of a file with the same prompt and images, but different solutions."""
+    hashes = all_rows.prompt_hashes if isinstance(all_rows, FileRows) else []
+    counts = Counter(hashes)
+    first_rows = {}  # {digest of a prompt and its images: the first row with it}
+    faults = []
+    for index, prompt_hash in enumerate(hashes):
+        if counts[prompt_hash] > 1:
+            row = all_rows.read(index)[0]
+            first = first_rows.setdefault(all_rows.content(index), row)
+            if first.columns.get("solution") != row.columns.get("solution"):
+                faults.append((first, row))
+    if faults:
+        pair = [f"{row.where} has {row.columns.get('solution')!r:.60}" for row in faults[0]]
+        yield (
+            f"{len(faults)} rows have the prompt and the images of an earlier row, but another solution: "
+            f"{', and '.join(pair)}. Remove the wrong row of each pair."
         )
 
 
