@@ -69,11 +69,12 @@ def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterato
 
 def check_twice(all_rows: Dataset) -> Iterator[str]:
     """Check for rows of a file with the same prompt and images, but different solutions."""
-    hashes = all_rows.prompt_hashes if isinstance(all_rows, FileRows) else []
-    counts = Counter(hashes)
+    if not isinstance(all_rows, FileRows):
+        return
+    counts = Counter(all_rows.prompt_hashes)
     first_rows = {}  # {digest of a prompt and its images: the first row with it}
     faults = []
-    for index, prompt_hash in enumerate(hashes):
+    for index, prompt_hash in enumerate(all_rows.prompt_hashes):
         if counts[prompt_hash] > 1:
             row = all_rows.read(index)[0]
             first = first_rows.setdefault(all_rows.content(index), row)
