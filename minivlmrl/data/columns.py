@@ -33,19 +33,20 @@ RESERVED = {
         '{"image": ..., "max_pixels": 200704}',
     ),
 }
-# columns with which other projects change a prompt or a loss, {name: what the column would change}
+# columns with which other projects change a prompt or a loss, {name: what the column says}
 MEANINGS = {
-    **dict.fromkeys(("tools", "functions", "tool_choice", "tools_kwargs"), "the tools of the prompt"),
-    **dict.fromkeys(("chat_template_kwargs", "chat_template", "enable_thinking"), "the chat template of the row"),
-    **dict.fromkeys(("prefill", "continue_final_message", "add_generation_prompt"), "the beginning of the answer"),
+    **dict.fromkeys(("tools", "functions", "tool_choice", "tools_kwargs"), "which tools the prompt declares"),
+    **dict.fromkeys(("chat_template_kwargs", "chat_template", "enable_thinking"), "how the prompt is rendered"),
+    **dict.fromkeys(("prefill", "continue_final_message", "add_generation_prompt"), "how the answer begins"),
     **dict.fromkeys(("loss", "loss_mask", "loss_weight", "loss_scale", "train"), "which tokens are trained"),
     **dict.fromkeys(("completion_mask", "assistant_masks", "train_on_input", "segments"), "which tokens are trained"),
-    **dict.fromkeys(("weight", "weights", "sample_weight"), "the weight of the row in the loss"),
-    **dict.fromkeys(("input_ids", "prompt_ids", "attention_mask", "labels"), "the tokens, which are computed here"),
+    **dict.fromkeys(("weight", "weights", "sample_weight"), "how much the row counts in the loss"),
+    **dict.fromkeys(("input_ids", "prompt_ids", "attention_mask", "labels"), "what the tokens are"),
     **dict.fromkeys(("audio", "audios", "documents"), "what the model sees"),
     **dict.fromkeys(("rejected_images", "rejected_videos", "chosen_images"), "what the model sees in an answer"),
-    **dict.fromkeys(("positive", "negative", "positive_messages", "negative_messages"), "the pair of answers"),
-    **dict.fromkeys(("teacher_prompt", "teacher_messages", "privileged_context"), "the prompt of a teacher"),
+    **dict.fromkeys(("positive", "negative", "positive_messages", "negative_messages"), "which answers are a pair"),
+    **dict.fromkeys(("teacher_prompt", "teacher_messages", "privileged_context"), "what a teacher sees"),
+    "label": "whether the completion is a good answer",
 }
 # Columns of other projects' layouts, which `python -m minivlmrl convert` reads: with texts in place of the prompt, and
 # beside a prompt.
@@ -54,6 +55,7 @@ BESIDE = (
     "response", "output", "suffix", "history", "rejected_response", "rejected_messages", "rejected_conversations",
     "kto_tag", "reward_model", "options", "choices",
 )  # fmt: skip
+OTHER_TAG = re.compile(r"<\s*image[ _-]?(\d*)\s*>", re.IGNORECASE)  # MMMU's <image 1>
 # roles in other projects' turns
 FOREIGN_ROLES = {"human", "gpt", "chatgpt", "bing", "model", "tool_call", "tool_response", "function_call",
                  "observation", "function", "developer"}  # fmt: skip
@@ -127,9 +129,10 @@ def check_columns(columns: dict, required: Sequence[str], known: Collection[str]
             continue
         if name in RESERVED:
             check_field(False, f"column {name!r}", value, RESERVED[name])
-        if name in MEANINGS and name not in known and value not in ("", [], {}):
+        is_class = name == "label" and not isinstance(value, bool)  # the name of a class has no meaning for a stage
+        if name in MEANINGS and name not in known and value not in ("", [], {}) and not is_class:
             raise ValueError(
-                f"column {name!r} with {value!r:.60} would change {MEANINGS[name]} in other projects, but nothing here "
+                f"column {name!r} with {value!r:.60} would say {MEANINGS[name]} in other projects, but nothing here "
                 f"follows it. Remove the column, or keep it for a reward with data.columns: {{{name}: {name}}}"
             )
         if name in COLUMN_TYPES and (name != "label" or name in required):
@@ -158,5 +161,8 @@ def _check_layout(columns: dict[str, Plain], known: Collection[str]):
             raise ForeignLayoutError(f"column {name!r} is a conversation that a chat template has already rendered")
     if columns.get("objects") and (tag := re.search("<ref-object>|<bbox>", repr(texts))):
         raise ForeignLayoutError(f"the texts contain {tag[0]}, which ms-swift replaces by `objects`")
-    if not any(name in columns for name in MEDIA) and re.search("<img>.*?</img>", repr(texts)):
+    has_media = any(name in columns for name in MEDIA)
+    if not has_media and re.search("<img>.*?</img>", repr(texts)):
         raise ForeignLayoutError("the texts contain <img>, with which Qwen-VL names its images")
+    if has_media and "<image>" not in repr(texts) and (tag := OTHER_TAG.search(repr(texts))):
+        raise ForeignLayoutError(f"the texts contain {tag[0]}, but the place of an image is <image>")

@@ -58,7 +58,8 @@ class FileDataset(FileRows):
         self.options = RowOptions(**options)
         self.convert = find_format(self.options.format) if self.options.format else dict
         self.required = required
-        self.reads = reads or ()
+        # a stage of your own may train on labels, and then its rows are also read by other stages
+        self.reads = ("label",) if reads is None else reads
         self.source = open_rows(path)
         self.constants = dict(constants or {})
         self.size = len(self.source) if limit is None else min(limit, len(self.source))

@@ -125,8 +125,8 @@ class Reward:
 
     @property
     def optional_columns(self) -> set[str]:
-        """Names of all parameters of the function."""
-        return {*inspect.signature(self.function).parameters}
+        """Names of columns that the function may read: its parameters, with and without a default value."""
+        return {*inspect.signature(self.function).parameters} - REWARD_ARGUMENTS
 
     @property
     def reads_all(self) -> bool:

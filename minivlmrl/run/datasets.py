@@ -57,7 +57,8 @@ def columns_read(run: RunConfig, stages: Mapping[str, type[Trainer]]) -> set[str
     Returns:
         None if any column may be read, by an environment, by a stage in a file, or by **columns of a reward.
     """
-    rewards = [*training_rewards(run), *held_out_rewards(run)]
+    is_scored = any(trainer.needs == "prompts" for trainer in stages.values())
+    rewards = [*(training_rewards(run) if is_scored else []), *(held_out_rewards(run) if run.data.eval_file else [])]
     own_stages = [trainer for trainer in stages.values() if not trainer.__module__.startswith("minivlmrl.")]
     if run.sampling.environment or own_stages or any(reward.reads_all for reward in rewards):
         return None

@@ -439,3 +439,62 @@ def test_an_error_of_a_format_has_a_note_with_the_row(write_rows, own_format):
 def test_a_format_must_be_in_a_file(write_rows):
     with pytest.raises(ValueError, match=r"^data\.format vqa: unknown format 'vqa'; known names are: file\.py:name"):
         FileDataset(write_rows(NESTED), format="vqa")
+
+
+PAIR = {"messages": [HI, YES]}
+SHOWN = {"image": "red.png"}
+DROPPED = [  # each row says something that a run of SFT would not follow: (row, its name in the error or in the note)
+    *[(PAIR | {name: value}, name) for name, value in {
+        "tools": [{"type": "function", "function": {"name": "zoom"}}], "functions": "[]x", "tool_choice": "auto",
+        "chat_template_kwargs": {"enable_thinking": False}, "enable_thinking": True, "chat_template": "{{ x }}",
+        "loss_mask": [0, 1], "loss": False, "train": False, "loss_weight": 0.5, "weight": 2, "sample_weight": 0,
+        "completion_mask": [0, 1], "assistant_masks": [1], "labels": [-100, 3], "input_ids": [1, 2], "segments": [{}],
+        "audios": ["a.wav"], "audio": "a.wav", "rejected_images": ["red.png"], "positive": "a", "documents": ["a"],
+        "teacher_prompt": "a", "prefill": "Well, ", "rejected_response": "no", "kto_tag": False,
+        "reward_model": {"ground_truth": "x"}, "options": ["a", "b"], "choices": ["a", "b"], "history": [["a", "b"]],
+        "response": "c", "output": "c", "screenshot": "blue.png", "thumbnail": "https://a.b/c.png", "px": {"x": "a"},
+        "solution": "x", "label": False, "chosen": "x", "hint": "look", "quality": 0.1, "answer_extent": [4, 4],
+    }.items()],
+    (PAIR | {"A": "one", "B": "two"}, "A"),
+    (PAIR | SHOWN | {"images": ["red.png"]}, "images"),
+    ({"messages": [user("<image 1> or <image 2>?"), YES], "images": ["red.png", "blue.png"]}, "<image 1>"),
+    ({"messages": [user("<IMAGE>?"), YES]} | SHOWN, "<IMAGE>"),
+    ({"messages": [HI, YES | {"end_turn": False}]}, "end_turn"),
+    ({"messages": [HI, YES | {"function_call": {"name": "zoom"}}]}, "function_call"),
+    ({"messages": [HI, YES | {"audio": {"id": "a"}}]}, "audio"),
+    ({"messages": [HI, YES | {"prefix": True}]}, "prefix"),
+    ({"messages": [HI | {"images": ["red.png"]}, YES]}, "images"),
+    ({"messages": [system("a") | {"cache": True}, HI, YES]}, "cache"),
+    ({"messages": [user([text("a") | {"annotations": ["b"]}]), YES]}, "annotations"),
+    ({"messages": [user([IMAGE_PART | {"image": "red.png", "alt": "a cat"}]), YES]}, "alt"),
+    ({"messages": [user([IMAGE_PART | {"image": "red.png", "text": "a cat"}]), YES]}, "a cat"),
+    ({"messages": [user([{"type": "video", "video": ["red.png"], "fsp": 2}]), YES]}, "fsp"),
+    ({"messages": [HI, YES | {"content": None, "tool_calls": [{"function": {"name": "a"}, "result": 3}]}]}, "result"),
+    (PAIR | {"image": {"image": "red.png", "crop": [1, 2, 3, 4]}}, "crop"),
+    (PAIR | {"image": {"bytes": None, "path": "red.png", "sha256": "a"}}, "sha256"),
+    (PAIR | {"system": ["a"]}, "system"),
+    ({"problem": "<|im_start|>user\nHi<|im_end|>", "completion": "yes"}, "template"),
+    ({"problem": "<img>red.png</img>Hi", "completion": "yes"}, "<img>"),
+    ({"problem": "Hi", "prompt": "Ho", "completion": "yes"}, "prompt"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "name"), DROPPED, ids=lambda value: str(value)[:50])
+def test_nothing_is_dropped_in_silence(write_rows, row, name):
+    """An error or the note of the run names each column and each key that nothing reads."""
+    try:
+        rows = FileDataset(write_rows(row), ("problem", "completion"), reads=())
+    except ValueError as error:
+        assert name in str(error).partition("rows.jsonl:1: ")[2]
+    else:
+        assert rows.unread == [name]
+
+
+def test_what_a_stage_or_a_reward_reads_is_kept(write_rows):
+    row = {"problem": "a", "tools": "saw", "level": 1, "options": ["b"], "tags": [], "id": 3}
+    options = {"reads": ("tools", "level"), "columns": {"options": "options"}}
+    rows = FileDataset(write_rows(row), ("problem",), **options)
+    assert rows[0].columns == row and rows.unread == ["id", "tags"]
+    assert FileDataset(write_rows(row | {"tools": None, "options": None})).unread == []
+    labelled = write_rows({"problem": "a", "completion": "b", "label": False})
+    assert FileDataset(labelled).unread == FileDataset(labelled, reads=("label", "completion")).unread == []

@@ -6,6 +6,7 @@ from dataclasses import replace
 import PIL.Image
 import pytest
 
+from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import DataOptions, RunConfig
 from minivlmrl.data import file_dataset
 from minivlmrl.data.image import ImageProcessor
@@ -13,6 +14,8 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.run import datasets
 from minivlmrl.run.setup import fit_rows
 from minivlmrl.tasks.shapes import TASK, tokenizer
+from minivlmrl.trainers.registry import find_trainers
+from tests.helpers.links import ROOT
 from tests.helpers.on_ranks import launch
 from tests.helpers.runs import write_lines
 
@@ -91,3 +94,33 @@ def test_only_rank_0_asks_the_file_system_for_images(write_rows):
     assert main[0] == {"isfile", "getsize", "open"} and other[0] == set()
     assert main[1] == other[1] == ["1", "3"]
     assert main[2] == other[2] and "1 image or video file(s) of the rows are missing" in main[2]
+
+
+REWARDS = """
+def named(completions, level, hint=None):
+    return [0.0] * len(completions)
+
+def unused(completions, **columns):
+    return [0.0] * len(completions)
+
+def used(completions, **columns):
+    return [float(x) for x in columns["level"]]
+"""
+
+
+@pytest.mark.parametrize(("stages", "rewards", "reads"), [
+    (["sft"], ["accuracy"], {"completion"}),
+    (["dpo", "reward_model"], [], {"chosen", "rejected", "ref_chosen_logps", "ref_rejected_logps", "margin"}),
+    (["grpo"], ["accuracy", "own.py:named"], {"solution", "level", "hint"}),
+    (["grpo"], ["own.py:unused"], set()),
+    (["grpo"], ["own.py:used"], None),
+    (["sft", "own.py:Own"], ["accuracy"], None),
+])  # fmt: skip
+def test_the_columns_that_stages_and_rewards_read(tmp_path, stages, rewards, reads):
+    stage = "from minivlmrl.trainers.sft import SFTTrainer\nclass Own(SFTTrainer): pass\n"
+    (tmp_path / "own.py").write_text(stage + REWARDS)
+    here = [name.replace("own.py", str(tmp_path / "own.py")) for name in (*stages, *rewards)]
+    run = load_config(ROOT / "recipes" / "shapes.yaml", [f"--stages=[{', '.join(here[: len(stages)])}]"])
+    run.rewards = dict.fromkeys(here[len(stages) :], 1.0)
+    found = datasets.columns_read(run, find_trainers(run))
+    assert found is None if reads is None else found - {"columns"} == reads

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from minivlmrl.config.types import Plain
-from minivlmrl.data.columns import BESIDE, MEDIA
+from minivlmrl.data.columns import BESIDE, MEDIA, OTHER_TAG
 from minivlmrl.data.media import FILE_NAMES
 from minivlmrl.data.messages import LOSS_KEYS, THOUGHT_KEYS
 from minivlmrl.data.row_files import map_nested
@@ -59,6 +59,7 @@ def prepare(row: dict, dropped: Counter) -> Columns:
     columns = Columns(row, dropped)
     fill_objects(columns)
     fill_images(columns)
+    number_images(columns)
     add_choices(columns)
     if "kto_tag" in columns and "label" not in columns:
         columns["label"] = columns.pop("kto_tag")
@@ -321,7 +322,18 @@ def fill_images(row: Columns):
         row["images"] = paths
 
 
-def replace_texts(row: Columns, pattern: str, change: Callable[[re.Match], str]):
+def number_images(row: Columns):
+    """Replace tags such as <image 1> by <image>, if their numbers follow the order of the images."""
+    texts = json.dumps([value for name, value in row.items() if name not in MEDIA], default=str)
+    if "<image>" in texts or not any(name in row for name in MEDIA):
+        return
+    numbers = [int(number) for number in OTHER_TAG.findall(texts) if number]
+    if numbers != list(range(1, len(numbers) + 1)):
+        raise ValueError(f"the tags of images have the numbers {numbers}, but each image must be shown once, in order")
+    replace_texts(row, OTHER_TAG, lambda tag: "<image>")
+
+
+def replace_texts(row: Columns, pattern: str | re.Pattern, change: Callable[[re.Match], str]):
     for name, value in row.items():
         row[name] = map_nested(value, lambda text: re.sub(pattern, change, text))
 

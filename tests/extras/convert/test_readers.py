@@ -169,6 +169,8 @@ MORE = {  # layouts that docs/rows.md names without an example: (row, the texts 
     "rendered text": (
         {"image": "cat.jpg", "text": RENDERED + "<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"},
         "Be brief.\nHow many?", "2"),
+    "numbered images": (
+        {"images": ["cat.jpg", "dog.jpg"], "question": "<image 1> or <image 2>?", "answer": "2"}, " or ?", "2"),
     "weights of turns": (
         {"conversations": [TURN, {"from": "gpt", "value": "bad", "weight": 0}, TURN, {"from": "gpt", "value": "2"}]},
         "a", "bad\na\n2"),
@@ -202,8 +204,12 @@ WRONG = [  # (row, text that the error message contains after the file and the l
         {"question": "a", "choices": ["b", "c"], "answer": 1},
         "the answer is 1, but it must be a letter or one of the choi",
     ),
+    (
+        {"problem": "<image_2> or <image_1>?", "images": ["cat.jpg", "dog.jpg"]},
+        "the tags of images have the numbers [2, ",
+    ),
     ({"problem": "a", "photo": "cat.jpg"}, "Rename it with data.columns: {photo: image}"),
-    ({"prompt": "<|im_start|>user\nHi", "x": 1} | {"prompt": "<|im_start|>user Hi"}, "is not a whole conversation of"),
+    ({"prompt": "<|im_start|>user Hi"}, "is not a whole conversation of"),
     (
         {"prompt": "<bbox>", "objects": {"bbox": [[1]], "bbox_type": "norm1"}},
         "bbox_type is 'norm1', but it must be real, or missing",
