@@ -117,7 +117,7 @@ def used(completions, **columns):
     (["sft", "own.py:Own"], ["accuracy"], None),
 ])  # fmt: skip
 def test_the_columns_that_stages_and_rewards_read(tmp_path, stages, rewards, reads):
-    stage = "from minivlmrl.trainers.sft import SFTTrainer\nclass Own(SFTTrainer): pass\n"
+    stage = "from minivlmrl.trainers.sft import SFTTrainer\nclass Own(SFTTrainer):\n    stage = 'own'\n"
     (tmp_path / "own.py").write_text(stage + REWARDS)
     here = [name.replace("own.py", str(tmp_path / "own.py")) for name in (*stages, *rewards)]
     run = load_config(ROOT / "recipes" / "shapes.yaml", [f"--stages=[{', '.join(here[: len(stages)])}]"])

@@ -15,15 +15,18 @@ from minivlmrl.data.rows import Row
 
 
 def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
-    """Write TRL's row: messages, a prompt, or a prompt with answers, whose parts show the list `images`."""
+    """Write TRL's row: a prompt and its answers, whose parts show the list `images`, or messages with several answers.
+
+    TRL's loss on a column `completion` would also train the turns between two answers.
+    """
     row, media, others = read(columns, folder)
     prompt, answers = turns_of(row, media)
     if any(item.kind == "video" for item in media):
         raise ValueError("TRL reads no videos")
-    shown = {"images": sources(media, "image", folder, dropped)} if media else {}
+    shown = {"images": sources(media, "image", folder, dropped)}  # also without images, for rows beside others
     answers = {name: [plain(turn) for turn in turns] for name, turns in answers.items()}
     prompt = [plain(turn) for turn in prompt]
-    if answers.keys() == {"completion"} and "label" not in others:
+    if answers.keys() == {"completion"} and len(answers["completion"]) > 1 and "label" not in others:
         return others | {"messages": prompt + answers["completion"]} | shown
     return others | {"prompt": prompt} | answers | shown
 

@@ -229,8 +229,12 @@ TAGGED = user("<image>How many?")
 THEIRS = {  # {(form in docs/rows.md, project): columns of the new row besides the others}
     ("TRL", "trl"): {"prompt": [ASKED], "images": 1, "solution": "2"},
     ("LLaMA-Factory, sharegpt", "trl"): {
-        "messages": [system([text("Be brief.")]), ASKED, assistant([text("2")])],
-        "images": 1, "solution": "2"},
+        "prompt": [system([text("Be brief.")]), ASKED], "completion": [assistant([text("2")])], "images": 1,
+        "solution": "2"},
+    ("LLaVA", "trl"): {
+        "id": "1", "images": 1, "solution": "2", "messages": [
+            user([IMAGE, text("\nHow many?")]), assistant([text("2")]),
+            user([text("Sure?")]), assistant([text("Yes.")])]},
     ("TRL, pairs", "ms-swift"): {"messages": [TAGGED, assistant("2")], "rejected_response": "3", "images": 1},
     ("LLaMA-Factory, kto", "ms-swift"): {"messages": [TAGGED, assistant("2")], "label": True, "images": 1},
     ("EasyR1", "verl"): {
