@@ -51,11 +51,7 @@ def saved(folder: Path) -> str:
 
 
 def killed_at(step: int, work) -> bool:
-    """Run `work` in a process that exits at its `step`-th file-system change without any cleanup.
-
-    Returns:
-        True if the process exited in this way, False if the work was finished before.
-    """
+    """Run `work` in a process that exits at its `step`-th file-system change; return whether it exited so."""
     killed = 77
     left = [step]
 

@@ -32,14 +32,7 @@ def kl(estimator):
 
 
 def loss_of(per_token_logps, advantages, mask, **given):
-    """Return loss and metrics of grpo_loss, with token weights and entropy bonus as TRL's options set them.
-
-    Args:
-        given: fields of LossNormalizer, keyword arguments of grpo_loss and TERMS, and `entropies`, `entropy_threshold`,
-            `num_entropy_tokens`, `top_entropy_quantile`, `entropy_coef`,
-            `sampling_per_token_logps`, `off_policy_mask_threshold`, `importance_sampling_ratio`,
-            `kl_straight_through`. Options that are None are ignored.
-    """
+    """Return loss and metrics of grpo_loss, with token weights and entropy bonus by TRL's options in `given`."""
     given = {name: value for name, value in given.items() if value is not None}
     loss_type = given.get("loss_type", "dapo")
     if given.pop("kl_straight_through", False):
@@ -68,11 +61,7 @@ def loss_of(per_token_logps, advantages, mask, **given):
 
 
 def policy(ratios, advantages, **options):
-    """Compute the loss for given policy ratios; every token has log-probability -1.
-
-    Returns:
-        The loss, its gradient with respect to all log-probabilities without padding, and the metrics.
-    """
+    """Return loss, gradient without padding and metrics for given ratios; each token's log-probability is -1."""
     T = max(map(len, ratios))
     mask = tensor(*[[1.0] * len(row) + [0.0] * (T - len(row)) for row in ratios])
     logps = torch.full_like(mask, -1.0).requires_grad_()

@@ -48,12 +48,7 @@ def with_extra_ends(sample_token, on_tokens):
 
 
 def sample(model, rows, num_generations, sampling, stop=STOP, draw=None, wrap=None, decode=None):
-    """Generate completions like Sampler, with the filters that the options set and a given sampling function.
-
-    Args:
-        draw: function (probabilities, rows, step) -> ids that samples tokens.
-        wrap: function that replaces the token sampler by another one.
-    """
+    """Generate like Sampler; draw(probabilities, rows, step) samples ids, and `wrap` replaces the token sampler."""
     device = model.lm_head.weight.device
     filters = None
     if getattr(sampling, "filtered", False):

@@ -124,11 +124,7 @@ class CardGenerator(torch.Generator):
 
 
 class PretendCuda(TorchDispatchMode):
-    """Simulate one GPU inside a `with` block.
-
-    Attributes:
-        waits: {(reason, file, line number): how often the host waited}.
-    """
+    """Simulate one GPU inside a `with` block; `waits` counts the host's waits by (reason, file, line number)."""
 
     current: "PretendCuda | None" = None
 

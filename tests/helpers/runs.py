@@ -107,10 +107,7 @@ def summary(folder):
 
 @pytest.fixture
 def whole_run(run, plain, home, rows, tmp_path, capsys):
-    """A function that runs SFT and GRPO on the user's rows with a family's tiny model.
-
-    transformers and the commands chat, check and memory then load the saved model.
-    """
+    """A function that trains a family's tiny model on the user's rows, and uses it in transformers and commands."""
 
     def go(sizes, theirs):
         (tmp_path / "model.json").write_text(json.dumps(sizes))

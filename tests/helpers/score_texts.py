@@ -6,11 +6,7 @@ from minivlmrl.rewards.text import find_answer
 
 
 def score_texts(names, completions, columns, where="tags"):
-    """Compute K rewards for n texts, given their rows' columns.
-
-    Returns:
-        (n, K), with NaN where a reward returned None.
-    """
+    """Compute K rewards for n texts, given their rows' columns: (n, K), with NaN where a reward returned None."""
     answers = [find_answer(text, where) for text in completions]
     return call_rewards(list(map(get_reward, names)), columns | {"completions": completions, "answer_texts": answers})
 

@@ -68,11 +68,7 @@ RUN_QWEN35_MOE = {
 
 
 def recipe(stage: dict, **sections) -> dict:
-    """Return a recipe for RUN_MODEL with the same options `stage` for each stage.
-
-    Args:
-        sections: more options by section. A dict is merged into the section, and any other value replaces it.
-    """
+    """Return a recipe for RUN_MODEL with the options `stage` for each stage; `sections` are merged into it."""
     base = {
         "num_threads": 1, "checkpoint_minutes": 0, "model": {"config": "model.json"}, "data": {"task": "shapes"},
         "sampling": {"max_new_tokens": 6}, "sft": stage, "dpo": stage, "reward_model": stage,
@@ -168,11 +164,7 @@ def processor() -> Processor:
 def prompt(
     generator: torch.Generator, grids: list[tuple[int, int, int]], text: int = 5, dtype: torch.dtype = torch.float32
 ) -> Prompt:
-    """Return a prompt with random text around random images and videos.
-
-    Args:
-        grids: (time, height, width) for each image or video, in patches.
-    """
+    """Return a prompt with random text around random images and videos of (time, height, width) patches."""
     ids = [torch.randint(3, 280, (text,), generator=generator)]
     for t, h, w in grids:
         image = [VISION_START] + [IMAGE if t == 1 else VIDEO] * (t * h * w // 4) + [VISION_END]
@@ -186,12 +178,7 @@ def prompt(
 def write_video(
     path, frames, rate: int, container=None, codec: str = "ffv1", pix_fmt: str = "bgr0", rotation: int = 0, options=None
 ):
-    """Write a video from (H, W, 3) uint8 frames, by default with a lossless codec.
-
-    Args:
-        rotation: display rotation, in degrees.
-        options: container options.
-    """
+    """Write (H, W, 3) uint8 frames as a video, by default without loss; `rotation` is for display, in degrees."""
     av = pytest.importorskip("av", reason="extra missing: pip install av")
     with av.open(str(path), "w", format=container, options=options or {}) as container:
         stream = container.add_stream(codec, rate=rate)

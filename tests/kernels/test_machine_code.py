@@ -27,10 +27,7 @@ MAX_SHARED = {"80": 166912, "86": 101376, "89": 101376, "90": 232448, "100": 232
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", MAX_SHARED)
 def test_the_installed_compiler_builds_good_kernels(arch):
-    """No kernel loses a register, spills, or needs more shared memory than an A100, 3090, 4090, H100, B200 or 5090 has.
-
-    Every kernel moves 16 bytes at once, and attention uses matrix instructions.
-    """
+    """No kernel loses a register, spills or needs more shared memory than its card has; each moves 16 bytes at once."""
     pytest.importorskip("triton")
     # in a process of its own, because the tests run Triton's interpreter
     compiling = {name: x for name, x in os.environ.items() if name not in ("TRITON_INTERPRET", "MINIVLMRL_KERNELS")}

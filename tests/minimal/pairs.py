@@ -40,11 +40,7 @@ def hub_config(tied: bool) -> dict:
 
 
 def write_folder(folder, tied: bool, **options):
-    """Let transformers write a folder, and return its model in float64 with telling weights.
-
-    Args:
-        options: arguments of save_pretrained, such as max_shard_size.
-    """
+    """Let transformers write a folder, with options of save_pretrained; return its model with telling weights."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     from tests.helpers.oracle import CLASSES, EAGER, transformers

@@ -346,10 +346,7 @@ def test_a_loss_alone():
     "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("walkthrough")) for name in make_pages.PAGES]
 )
 def test_a_page_is_as_committed(name):
-    """If this fails after a change, read the new page: python -m docs.scripts.make_pages.
-
-    Another processor may round the last decimal differently.
-    """
+    """Run python -m docs.scripts.make_pages after a change; another processor may round the last decimal otherwise."""
     text = make_pages.PAGES[name]()
     committed = (make_pages.DOCS / name).read_text(encoding="utf-8")
     assert NUMBER.sub("0", text) == NUMBER.sub("0", committed)

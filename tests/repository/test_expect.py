@@ -12,10 +12,7 @@ from tests.helpers.runs import summary
 
 @pytest.fixture
 def trained(home, run, plain, tmp_path, capsys):
-    """A function that compares a run with its recorded copy, and returns the exit status and the output.
-
-    Keyword arguments change the recorded copy.
-    """
+    """A function that compares a run with its recorded copy, changed by keywords: (exit status, output)."""
     arguments = [str(home / "recipe.yaml"), f"--output_dir={tmp_path / 'run'}", "--stages=[sft]", "--sft.max_steps=1"]
     run(*arguments[2:])
     found = expect.results(summary(tmp_path / "run"))
