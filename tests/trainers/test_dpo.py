@@ -48,14 +48,14 @@ def test_precomputing_scores_all_pairs_once(stage):
 
 
 def test_precomputing_distinguishes_images(stage):
-    """A wide and a tall image with one colour have equal patches and token counts, so only their sizes differ."""
-    rows = [Shapes(1, "x")[0] for _ in range(2)]
-    for row, size in zip(rows, ((56, 28), (28, 56)), strict=True):
-        row.images = [PIL.Image.new("RGB", size, "red")]
-    options = ["--dpo.prompts_per_step=2", "--dpo.micro_batch_size=1"]
+    """Two images differ only in their sizes, because a wide and a tall one have equal patches, or only in colour."""
+    rows = [Shapes(1, "x")[0] for _ in range(3)]
+    for row, size, colour in zip(rows, ((56, 28), (28, 56), (56, 28)), ("red", "red", "blue"), strict=True):
+        row.images = [PIL.Image.new("RGB", size, colour)]
+    options = ["--dpo.prompts_per_step=3", "--dpo.micro_batch_size=1"]
     both = [stage("dpo", *options, *more, rows=Rows(rows)) for more in ([], [PRECOMPUTE])]
     kept, precomputed = (torch.cat([batch.ref_logps for batch in run.next()]) for run in both)
-    assert (kept[0] - kept[1]).abs().max() > 1e-6
+    assert all((kept[i] - kept[i - 1]).abs().max() > 1e-6 for i in range(3))
     torch.testing.assert_close(precomputed, kept, rtol=1e-12, atol=1e-12)
 
 

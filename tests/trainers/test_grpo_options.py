@@ -73,13 +73,14 @@ def test_overlong_completions_are_punished(stage, samples):
 
 
 def test_rewards_that_cancel_have_a_signal_with_gdpo(stage, monkeypatch):
-    """The two rewards' sums are equal, but GDPO normalises each reward, so that its advantages are not 0."""
-    values = {"letters": [1.0, 0.0], "format": [0.0, 1.0]}
+    """The sums of rewards are equal, but GDPO normalises each reward; that one of them is constant changes nothing."""
+    values = {"letters": [1.0, 0.0], "format": [0.0, 1.0], "accuracy": [1.0, 1.0]}
 
     for name, pair in values.items():
         reward = lambda completions, pair=pair, **_: pair * (len(completions) // 2)  # noqa: E731
         monkeypatch.setitem(registry.REWARDS, name, reward)
-    options = ["--grpo.num_generations=2", "--rewards={letters: 1, format: 1}", "--grpo.max_num_gen_batches=2"]
+    rewards = "--rewards={letters: 1, format: 1, accuracy: 1}"
+    options = ["--grpo.num_generations=2", rewards, "--grpo.max_num_gen_batches=2"]
     for way, teaching in (("sum_then_normalize", 0), ("normalize_then_sum", 4)):
         run = stage("grpo", *options, f"--grpo.multi_objective_aggregation={way}")
         rollout = run.trainer.sample_rollout(next(run.batches))
@@ -136,10 +137,13 @@ def test_rloo_by_hand(stage, samples, loss_calls):
     assert line["reward"] == pytest.approx(plain.mean().item())
 
 
-def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(stage, loss_calls, samples, monkeypatch):
-    """Token weights are pi / pi_sampler, from the trainer's and the sampler's log-probabilities."""
+@pytest.mark.parametrize("quantile", [1.0, 0.5])
+def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(
+    stage, loss_calls, samples, monkeypatch, quantile
+):
+    """Weights of tokens that are trained on are pi / pi_sampler, from the trainer's and the sampler's logps."""
     run = stage("grpo", "--grpo.rollout_correction=token_truncate", "--grpo.rollout_correction_bounds=[null, 1.5]",
-                "--grpo.micro_batch_size=4")  # fmt: skip
+                "--grpo.micro_batch_size=4", f"--grpo.top_entropy_quantile={quantile}")  # fmt: skip
     original = run.trainer.sample_rollout
 
     def drift(rows):
@@ -149,14 +153,18 @@ def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(stage, los
         return rollout
 
     monkeypatch.setattr(run.trainer, "sample_rollout", drift)
-    run.go()
+    [batch] = run.next()
+    with torch.no_grad():
+        entropies = batch.group.pad(run.trainer.logps(batch.group)[1])
+    kept = entropies >= (batch.entropy_threshold or 0)
+    run.update()
     [given] = loss_calls
     drifted = torch.cat([c.logps for c in completions_of(samples[0])])
     real = given.mask.bool()
     ratio = given.token_weights
-    expected = (given.logps.detach()[real] - drifted).exp().clamp(max=1.5)
+    expected = (given.logps.detach()[real] - drifted).exp().clamp(max=1.5) * kept[real]
     torch.testing.assert_close(ratio[real], expected, rtol=1e-9, atol=1e-9)
-    assert (ratio[~real] == 1).all()
+    assert (ratio[~real] == (quantile == 1)).all() and kept[real].all() == (quantile == 1)
 
 
 def test_the_entropy_threshold_is_that_of_the_whole_step(stage):
