@@ -16,7 +16,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from minivlmrl.errors import optional_dependency
-from minivlmrl.rewards.text import NO_ANSWER, NO_SOLUTION, LogExtra, find_answer, normalize
+from minivlmrl.rewards.text import NO_ANSWER, NO_SOLUTION, LogExtra, find_answer, normalize, solution_text
 
 LONGEST = 2000  # maximum characters in an answer; a longer answer gets reward 0
 WRAPPED = r"\$+(.*?)\$+|\\\((.*)\\\)|\\\[(.*)\\\]|\\(?:boxed|text|mathrm)\{(.*)\}|\*\*(.*)\*\*|\"(.*)\""
@@ -44,7 +44,7 @@ def judge_rows(
     """
     scored = []  # (reward, reason) for each answer
     for answer, truth in zip(answer_texts, solution, strict=True):
-        truth_text = "" if truth is None else find_answer(str(truth)) or str(truth)
+        truth_text = find_answer(solution_text(truth)) or solution_text(truth)
         if not truth_text.strip():
             scored.append((None, NO_SOLUTION))
             continue

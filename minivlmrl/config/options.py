@@ -172,7 +172,8 @@ class DataOptions(RowOptions):
     files: dict[str, FilePath] = field(default_factory=dict)  # files by stage: {sft: rows.jsonl}
     # held-out rows: problem or prompt, image(s), and solution, or chosen and rejected
     eval_file: FilePath | None = None
-    # maximum number of tokens in a prompt; training rows with longer prompts are left out. None keeps all rows
+    # maximum number of tokens in a prompt, together with its longest answer in stages that train on given answers;
+    # longer training rows are left out. None keeps all rows
     max_prompt_tokens: Annotated[int, ">= 1"] | None = None
     eval_rows: Annotated[int, ">= 0"] = 256  # maximum number of rows to evaluate; 0 for none
     # also evaluate with gray images and with other rows' images, see docs/metrics.md

@@ -36,6 +36,7 @@ TRL_ALIASES = {
     "overwrite_output_dir": "resume=never",
     "max_completion_length": "sampling.max_new_tokens",
     "max_prompt_length": "data.max_prompt_tokens",
+    "max_length": "data.max_prompt_tokens",
     "reward_funcs": "rewards",
     "chat_template_kwargs": "data.chat_template_kwargs",
     "model_name_or_path": "model.path",

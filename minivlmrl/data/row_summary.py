@@ -13,6 +13,7 @@ from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor, encode_completion
 from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.data.video import VideoFile
+from minivlmrl.errors import error_context
 
 SAMPLE = 64  # rows that are measured, for the summary and for the memory estimate
 TASK_ROWS = 1000  # rows of an embedded task that are inspected, because all are similar
@@ -126,9 +127,12 @@ def describe_spelled(rows: Dataset, structure: Collection[str]) -> str | None:
 
 
 def _long_rows(
-    rows: Dataset, processor: Processor, limit: int, skip_unreadable: bool
+    rows: Dataset, processor: Processor, limit: int, skip_unreadable: bool, answers: Sequence[str]
 ) -> Iterator[tuple[int, str, int]]:
-    """Yield (index, file and line, prompt length) for rows with more than `limit` prompt tokens."""
+    """Yield (index, file and line, length) for rows whose prompt and longest answer have more than `limit` tokens.
+
+    `answers` are the Row fields with given answers.
+    """
     if not isinstance(rows, FileRows):
         return  # an embedded task's rows are all similar
     images = processor.image_processor
@@ -136,30 +140,51 @@ def _long_rows(
     def may_be_long(number: int) -> bool:
         row, media = rows.read(number)
         image_tokens = len(media) * images.max_pixels // (images.patch_size * images.merge_size) ** 2
+        texts = [row.messages, *(getattr(row, name) for name in answers)]
         # upper bound, because a token has at least one byte
-        return len(repr(row.messages).encode()) + image_tokens + MARKUP > limit
+        return len(repr(texts).encode()) + image_tokens + MARKUP > limit
 
     numbers = [number for number in range(len(rows)) if may_be_long(number)]
     unreadable: list[str] | None = [] if skip_unreadable else None
     counter = counting_processor(processor)
     for number, row, length in prompt_lengths(rows, numbers, counter, unreadable):
-        if length > limit:
-            yield number, row.where, length
+        with error_context(row.where):
+            lengths = [length_with(getattr(row, name), row, length, counter) for name in answers if getattr(row, name)]
+        if max(lengths, default=length) > limit:
+            yield number, row.where, max(lengths, default=length)
 
 
-def find_long_rows(rows: Dataset, processor: Processor, limit: int, skip_unreadable: bool = False) -> dict[int, str]:
-    """Return {row index: its place and length} for prompts over `limit`, except rows with videos."""
-    found = _long_rows(rows, processor, limit, skip_unreadable)
+def length_with(answer: str | list[dict], row: Row, prompt_length: int, counter: Processor) -> int:
+    """Count the tokens of a row's prompt and of one of its answers, which may be several sequences."""
+    completion = encode_completion(counter, row.messages, answer, row.images, row.videos)
+    lengths = []
+    for turn in completion.turns or [completion]:
+        lengths.append(len(turn.ids) + (prompt_length if turn.prompt is None else len(turn.prompt.input_ids)))
+    return max(lengths)
+
+
+def find_long_rows(
+    rows: Dataset, processor: Processor, limit: int, skip_unreadable: bool = False, answers: Sequence[str] = ()
+) -> dict[int, str]:
+    """Return {row index: its place and length} for rows over `limit`, except rows with videos; see _long_rows."""
+    found = _long_rows(rows, processor, limit, skip_unreadable, answers)
     long_rows = {number: f"{where}: {length} tokens" for number, where, length in found}
     if len(long_rows) == len(rows):
-        raise ValueError(f"data.max_prompt_tokens is {limit}, but all prompts are longer, for example {long_rows[0]}")
+        raise ValueError(f"data.max_prompt_tokens is {limit}, but all rows are longer, for example {long_rows[0]}")
     return long_rows
 
 
-def check_lengths(rows: Dataset, processor: Processor, limit: int, reason: str, skip_unreadable: bool = False):
-    """Raise ValueError, which ends with `reason`, if a prompt has more than `limit` tokens."""
-    for _, where, length in _long_rows(rows, processor, limit, skip_unreadable):
-        raise ValueError(f"{where}: the prompt of {length} tokens {reason}")
+def check_lengths(
+    rows: Dataset,
+    processor: Processor,
+    limit: int,
+    reason: str,
+    skip_unreadable: bool = False,
+    answers: Sequence[str] = (),
+):
+    """Raise ValueError, which ends with `reason`, if a row has more than `limit` tokens; see _long_rows."""
+    for _, where, length in _long_rows(rows, processor, limit, skip_unreadable, answers):
+        raise ValueError(f"{where}: the prompt{' and the answer' if answers else ''} of {length} tokens {reason}")
 
 
 @dataclass(frozen=True)

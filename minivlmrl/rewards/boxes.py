@@ -12,6 +12,7 @@ larger, so that missing and extra boxes both lower the reward.
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from minivlmrl.data import boxes
 from minivlmrl.data.boxes import Box
@@ -201,6 +202,22 @@ def score_boxes(
     if log_extra is not None:
         log_extra("why", [reason for _, reason in scored])
     return [value for value, _ in scored]
+
+
+def check_inside(solution: Any, size: tuple[int, int]):
+    """Raise ValueError if a box of a solution is over a pixel outside its image, or in fractions of its sides.
+
+    Args:
+        solution: as in mean_iou; other solutions are accepted.
+        size: (width, height) of the image in pixels of the file.
+    """
+    for _, box in read_boxes(str(solution), size):
+        sides = zip(box.numbers, size * 2, strict=True)
+        if max(box.numbers) <= 1 or any(not -1 <= number <= side + 1 for number, side in sides):
+            raise ValueError(
+                f"the solution {solution!s:.80} is not a box inside the image of {size[0]} x {size[1]} pixels; write "
+                "x1, y1, x2, y2 in pixels of the image file"
+            )
 
 
 def box_texts(objects: Objects) -> str:

@@ -41,6 +41,8 @@ REWARDS: dict[str, str | Callable] = {  # name: "module:function", or the functi
     "reward_model": "minivlmrl.trainers.reward_model:reward_model",
     "environment": "minivlmrl.extras.agents.environment:environment_reward",
 }
+# rewards that raise ValueError for a solution that no answer can equal, and depend on no other column
+COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5", "giou")
 MAX_FLOAT32 = 3.4e38
 # metrics for every optimizer step; rewards may not log metrics with these names
 STEP_METRICS = {"stage", "step", "loss", "entropy", "kl", "grad_norm", "learning_rate"}

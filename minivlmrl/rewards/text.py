@@ -15,6 +15,7 @@ completion that needs no reason. A run's logs show these reasons.
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 LogExtra = Callable[[str, list], None]  # TRL's log_extra(column, values)
 
@@ -58,11 +59,14 @@ def accuracy(
     """Return 1.0 for each answer that equals the solution, else 0.0.
 
     Case, whitespace and a final full stop are ignored. The result is None for a row without a solution.
+
+    Raises:
+        ValueError: no text equals a solution, see solution_text.
     """
     rewards = []
     reasons = []
     for answer, truth in zip(answer_texts, solution, strict=True):
-        expected = "" if truth is None else normalize(str(truth))
+        expected = normalize(solution_text(truth))
         found = None if answer is None else normalize(answer)
         rewards.append(float(found == expected) if expected else None)
         if not expected:
@@ -76,6 +80,28 @@ def accuracy(
     if log_extra is not None:
         log_extra("why", reasons)
     return rewards
+
+
+def solution_text(solution: Any) -> str:
+    """Return a solution as a text; "" without a solution.
+
+    A whole number such as 2.0 is the text 2, and a list of numbers is its text in Python, such as [1, 2].
+
+    Raises:
+        ValueError: the solution is an object, or a list with other elements than numbers.
+    """
+
+    def has_only_numbers(value: Any) -> bool:
+        return all(map(has_only_numbers, value)) if isinstance(value, list | tuple) else isinstance(value, int | float)
+
+    if isinstance(solution, dict | list | tuple) and not has_only_numbers(solution):
+        raise ValueError(
+            f"solution {solution!r:.80} is an object or a list, which no answer equals; write one text as the "
+            "solution, or use a reward that reads such solutions"
+        )
+    if isinstance(solution, float) and solution.is_integer():
+        solution = int(solution)
+    return "" if solution is None else str(solution)
 
 
 def find_answer(completion: str, where: str = "tags") -> str | None:

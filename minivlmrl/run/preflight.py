@@ -4,7 +4,9 @@ The checks call each reward function once, compare the prompt lengths with the n
 the model's positions, and look for options that have no effect.
 """
 
+import math
 from collections.abc import Iterator
+from contextlib import suppress
 
 import torch
 
@@ -17,16 +19,21 @@ from minivlmrl.data.row_summary import check_lengths
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.device import bfloat16_cost, describe_device, unused_gpu
 from minivlmrl.distributed.process_group import World
+from minivlmrl.errors import error_context
 from minivlmrl.generation.environments import begin_environment
 from minivlmrl.generation.sampler import find_engine
 from minivlmrl.kernels.backend import KERNELS, backend_for
 from minivlmrl.model.checkpoint import DTYPES
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.trainable import trainable_summary
+from minivlmrl.rewards.boxes import check_inside
 from minivlmrl.rewards.columns import call_rewards
-from minivlmrl.rewards.registry import held_out_rewards, required_columns, training_rewards
+from minivlmrl.rewards.registry import COMPARE_SOLUTIONS, held_out_rewards, required_columns, training_rewards
 from minivlmrl.trainers.base import Trainer
+from minivlmrl.trainers.offline import PairTrainer
+from minivlmrl.trainers.registry import find_trainer
 
+NUM_IMAGES = 16  # images whose boxes are checked
 TYPICAL_WEIGHT = 0.01  # typical weight magnitude in a model with billions of parameters
 
 
@@ -69,6 +76,37 @@ def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Da
         call_rewards(rewards, {name: [value] for name, value in columns.items()})
 
 
+def check_truths(config: RunConfig, needs: dict[str, str], datasets: dict[str, Dataset]):
+    """Raise ValueError if no answer can equal the solution of a row, in all files with sampled answers.
+
+    Boxes are compared with the sizes of NUM_IMAGES images, because all these images are decoded. See try_rewards for
+    the arguments.
+    """
+    for stage, rows in datasets.items():
+        sampled = stage == "eval" or needs[stage] == "prompts"
+        rewards = held_out_rewards(config) if stage == "eval" else training_rewards(config)
+        rewards = [reward for reward in rewards if reward.name in COMPARE_SOLUTIONS]
+        if not (sampled and rewards and isinstance(rows, FileRows)):
+            continue
+        for index in range(len(rows)):
+            row, _ = rows.read(index)
+            solution, names = row.columns.get("solution"), row.columns.get("row_rewards")
+            with error_context(row.where):
+                for reward in rewards:
+                    if names is None or reward.name in names:
+                        sizes = [(math.inf, math.inf)]
+                        reward.function([None], [solution], image_sizes=sizes, answer_extents=sizes)
+        compares_boxes = any(reward.name != "accuracy" for reward in rewards)
+        for index in range(0, len(rows) * compares_boxes, math.ceil(len(rows) / NUM_IMAGES)):
+            row = rows[index]
+            size = None
+            with suppress(ValueError):  # an image that cannot be read ends the run, or is skipped, when it is used
+                size = row.images[0].size if row.images else None
+            with error_context(row.where):
+                if size is not None:
+                    check_inside(row.columns.get("solution"), size)
+
+
 def check_positions(
     config: RunConfig,
     needs: dict[str, str],
@@ -76,7 +114,7 @@ def check_positions(
     model: VisionLanguageModel,
     processor: Processor,
 ):
-    """Raise ValueError if a prompt and the tokens to generate exceed the model's or engine's limit.
+    """Raise ValueError if a prompt with its answer, given or generated, exceeds the model's or engine's limit.
 
     The model's limit is max_position_embeddings. A sampling engine may have a smaller limit.
     If max_new_tokens alone reaches the limit, the error names that option instead of a row.
@@ -84,7 +122,8 @@ def check_positions(
     max_positions = model.config.max_position_embeddings
     engine_limit = find_engine(config.sampling).most_tokens(config.sampling) or max_positions
     for name, rows in datasets.items():
-        is_answered = needs.get(name, "prompts") == "prompts"
+        answers = answers_of(config, name)
+        is_answered = needs.get(name, "prompts") == "prompts" and not answers
         num_new = config.sampling.max_new_tokens if is_answered else 0
         most_tokens = max_positions
         bound = f"the model's {max_positions} (max_position_embeddings)"
@@ -100,12 +139,20 @@ def check_positions(
             )
         advice = "lower sampling.max_new_tokens, " if num_new else ""
         reason = (
-            f"and {num_new} new ones are over {bound}; "
-            f"{advice}shorten the prompt or remove the row; data.max_prompt_tokens={limit} skips "
-            "such rows in training"
+            f"{f'and {num_new} new ones ' if num_new else ''}are over {bound}; "
+            f"{advice}shorten the prompt{' or the answer' if answers else ''} or remove the row; "
+            f"data.max_prompt_tokens={limit} skips such rows in training"
         )
         skips = config.data.skip_unreadable and name != "eval"
-        check_lengths(rows, processor, limit, reason, skips)
+        check_lengths(rows, processor, limit, reason, skips, answers)
+
+
+def answers_of(config: RunConfig, name: str) -> tuple[str, ...]:
+    """Return the Row fields with the answers on which a stage trains, or which "eval" compares; see run.datasets."""
+    trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
+    if name in trainers:
+        return trainers[name].answers
+    return PairTrainer.answers if {trainer.needs for trainer in trainers.values()} == {"pairs"} else ()
 
 
 def describe_hardware(config: RunConfig, world: World):

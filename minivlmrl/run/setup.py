@@ -34,7 +34,15 @@ from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.datasets import check_shares, columns_read, load_datasets
 from minivlmrl.run.metrics import check_trackers
 from minivlmrl.run.optimizer import check_optimizer
-from minivlmrl.run.preflight import check_positions, collect_notes, describe_model, describe_thought, try_rewards
+from minivlmrl.run.preflight import (
+    answers_of,
+    check_positions,
+    check_truths,
+    collect_notes,
+    describe_model,
+    describe_thought,
+    try_rewards,
+)
 from minivlmrl.tasks.registry import get_task
 from minivlmrl.trainers.base import Trainer
 
@@ -56,6 +64,7 @@ def prepare(
     reads = columns_read(config, trainers)
     datasets = load_datasets(config, needs, reward_columns, eval_columns, world, reads)
     try_rewards(config, needs, datasets)
+    world.run_on_rank_zero(partial(check_truths, config, needs, datasets))
     processor = build_processor(config, datasets)
     datasets, row_texts = fit_rows(config, datasets, processor, world)
     for callback in callbacks:
@@ -226,7 +235,7 @@ def tokenizer_texts(datasets: dict[str, Dataset]) -> Iterator[str]:
 def fit_rows(
     config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World
 ) -> tuple[dict[str, Dataset], list[str]]:
-    """Remove training rows whose prompts exceed data.max_prompt_tokens.
+    """Remove training rows whose prompts, with given answers, exceed data.max_prompt_tokens.
 
     Rank 0 opens image files to read their sizes, but does not decode the images.
 
@@ -241,7 +250,7 @@ def fit_rows(
         fitted[name] = rows
         skips = config.data.skip_unreadable and name != "eval"
         if name != "eval" and max_tokens is not None:
-            find = partial(find_long_rows, rows, processor, max_tokens, skips)
+            find = partial(find_long_rows, rows, processor, max_tokens, skips, answers_of(config, name))
             long_rows = world.compute_on_rank_zero(find)
             fitted[name] = without_rows(rows, long_rows)
         if world.is_main:

@@ -212,10 +212,14 @@ def one_of(answer_texts, solution, **columns):
     return [float(answer in truths) for answer, truths in zip(answer_texts, solution, strict=True)]
 
 
+def as_python(answer_texts, solution, **columns):
+    return [float(answer == str(truth)) for answer, truth in zip(answer_texts, solution, strict=True)]
+
+
 @pytest.mark.parametrize(("reward", "solution", "said"), [
     (one_of, lambda color: [color, f"{color}ish"], []),
     (one_of, lambda color: [color, "thing"], ["Always answering '<think>hm</think><answer>thing</answer>'"]),
-    (get_reward("accuracy").function, lambda color: [color], ["4 of 4 solutions that were checked are lists"]),
+    (as_python, lambda color: [color], ["4 of 4 solutions that were checked are lists"]),
     (get_reward("accuracy").function, lambda color: color, []),
     (get_reward("iou").function, lambda color: [0, len(color), 20, 20], []),
 ])  # fmt: skip

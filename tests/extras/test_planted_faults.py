@@ -214,17 +214,8 @@ FAULTS = {
     "evaluation rows of nearly one class": Fault(
         ["--data.eval_file=eval.jsonl", "--data.eval_rewards=[accuracy]"], one_class,
         check=("scores 0.88 times as much as right answers of the evaluation rows", "Balance the solutions")),
-    "solutions that are lists": Fault(
-        ["--rewards={accuracy: 1}"], lambda i, row: {"solution": [row["solution"], "thing"]},
-        check=("8 of 8 solutions that were checked are lists", "Write one text as the solution")),
-    "solutions that are objects": Fault(
-        ["--rewards={accuracy: 1}"], lambda i, row: {"solution": {"answer": row["solution"]}},
-        check=("8 of 8 solutions that were checked are lists, objects", "Write one text as the solution")),
-    "solutions that are floats": Fault(
-        ["--rewards={accuracy: 1}"], lambda i, row: {"solution": float(i)},
-        check=("the answer '0' gets 0.00 for the solution 0.0", "Write one text as the solution")),
     "empty lists as solutions": Fault(
-        ["--rewards={accuracy: 1}"], lambda i, row: {"solution": [row["solution"]] if i % 2 else []},
+        ["--rewards={accuracy: 1}"], lambda i, row: {"solution": row["solution"] if i % 2 else []},
         check=("4 of 8 rows have an empty solution, which reward accuracy", "Write a solution")),
     "a random reward": Fault(
         ["--rewards={one.py:chance: 1}"],

@@ -81,6 +81,35 @@ def test_correct_answers():
         assert score_texts(["accuracy"], [completion], {"solution": [solution]}).item() == 1, completion
 
 
+@pytest.mark.parametrize(("solution", "right", "wrong"), [
+    ("cat", ["cat", "Cat."], ["a cat"]),
+    (3, ["3", "3."], ["3.0", "three"]),
+    (2.0, ["2"], ["2.0"]),
+    ("2.0", ["2.0"], ["2"]),
+    (0.5, ["0.5"], ["1/2", ".5"]),
+    (True, ["true", "True"], ["yes", "1"]),
+    ("1,200", ["1,200"], ["1200"]),
+    ("\\boxed{cat}", ["\\boxed{cat}"], ["cat"]),
+    ("(B)", ["(B)", "(b)"], ["B"]),
+    ("50%", ["50%"], ["50", "0.5"]),
+    ("<answer>cat</answer>", ["cat"], ["<answer>dog</answer>"]),
+    ([1, 2.5], ["[1, 2.5]"], ["1, 2.5", "1"]),
+], ids=str)  # fmt: skip
+def test_what_a_solution_means(solution, right, wrong):
+    """docs/rewards.md has this table."""
+    answers = right + wrong
+    assert accuracy(answers, [solution] * len(answers)) == [1.0] * len(right) + [0.0] * len(wrong)
+
+
+@pytest.mark.parametrize("solution", [
+    ["cat"], ["cat", 1], [None], [["cat"]], {"label": "cat"}, {}, [{"role": "assistant", "content": "cat"}],
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("name", ["accuracy", "recipes/answers.py:number", "recipes/answers.py:class_name"])
+def test_a_solution_that_no_answer_equals_is_refused(name, solution):
+    with pytest.raises(ValueError, match=r"solution .* is an object or a list, which no answer equals"):
+        get_reward(name).function(answer_texts=["cat"], solution=[solution])
+
+
 def test_accuracy_is_none_without_a_solution():
     assert accuracy(["green square"] * 4, [None, "  ", ".", "<answer></answer>"]) == [None] * 4
 

@@ -2,6 +2,8 @@
 
 import re
 import shutil
+from functools import partial
+from types import SimpleNamespace
 
 import PIL.Image
 import pytest
@@ -13,11 +15,19 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.file_rows import RowSelection
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import Processor
+from minivlmrl.data.processor import Processor, encode_answer
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.run import preflight, setup
-from minivlmrl.run.preflight import collect_notes, describe_hardware, describe_model, try_rewards
+from minivlmrl.run.datasets import NEEDS
+from minivlmrl.run.preflight import (
+    check_positions,
+    check_truths,
+    collect_notes,
+    describe_hardware,
+    describe_model,
+    try_rewards,
+)
 from minivlmrl.run.setup import fit_rows, stage_lengths
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
@@ -95,6 +105,44 @@ def test_a_run_prints_the_opened_thought(checkpoint, published, run, own, tmp_pa
     assert saved.chat_template_kwargs == {"enable_thinking": value == "true"}
 
 
+NO_TEXT = "solution .* is an object or a list, which no answer equals"
+NO_BOX = r"solution .* is not a box; the solution must be \[x1"
+OUTSIDE = r"the solution .* is not a box inside the image of \d+ x \d+ pixels; write x1, y1, x2, y2 in pixels of the"
+
+
+@pytest.mark.parametrize(("reward", "good", "bad", "says"), [
+    ("accuracy", "x", ["x"], NO_TEXT),
+    ("accuracy", "x", {"label": "x"}, NO_TEXT),
+    ("accuracy", 2.0, [1, 2], None),
+    ("accuracy", "x", "", None),
+    *[(name, [1, 1, 3, 3], bad, says) for name in ("iou", "acc_0_5", "giou") for bad, says in (
+        ("cat", NO_BOX), ([9, 9, 9, 9], NO_BOX), ([3, 3, 1, 1], NO_BOX), ([1, 2, 3], NO_BOX),
+        ([0, 0, 9, 9], OUTSIDE), ([[1, 2, 3, 4], [-9, 0, 3, 3]], OUTSIDE), ([0.1, 0.1, 0.9, 0.9], OUTSIDE),
+        ('{"bbox_2d": [0, 0, 9, 9]}', OUTSIDE), ([0, 0, 4.5, 4], None), ([], None), ("None", None),
+    )],
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("name", ["grpo", "eval", "sft"])
+def test_a_solution_that_no_answer_can_equal_ends_the_run_before_it_starts(write_rows, name, reward, good, bad, says):
+    rows = [{"problem": "a", "image": "red.png", "solution": x} for x in (good, good, bad)]
+    config = RunConfig(rewards={reward: 1.0})
+    datasets = {name: FileDataset(write_rows(*rows))}
+    check = partial(check_truths, config, {"grpo": "prompts", "sft": "demonstrations"}, datasets)
+    if says is None or name == "sft":  # SFT reads no solution
+        check()
+        return
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:3: {says}"):
+        check()
+
+
+def test_a_solution_is_compared_only_by_the_rewards_of_its_file(write_rows):
+    datasets = {"grpo": FileDataset(write_rows({"problem": "a", "solution": ["x"]}))}
+    datasets["grpo"].constants = {"row_rewards": ["format"]}
+    check_truths(RunConfig(), {"grpo": "prompts"}, datasets)
+    datasets["grpo"].constants = {"row_rewards": ["accuracy"]}
+    with pytest.raises(ValueError, match=NO_TEXT):
+        check_truths(RunConfig(), {"grpo": "prompts"}, datasets)
+
+
 def test_long_prompts_are_skipped_and_reported(write_rows):
     lines = [{"problem": "a", "image": "red.png"}, {"problem": "a " * 90, "image": "red.png"}, {"problem": "b"}]
     config = RunConfig()
@@ -106,8 +154,50 @@ def test_long_prompts_are_skipped_and_reported(write_rows):
     said = r"2 selected out of 3 in 1 file.*; 1 over data.max_prompt_tokens are left out: .*rows\.jsonl:2: 1\d\d tok"
     assert re.search(said, summary)
     config.data.max_prompt_tokens = 3
-    with pytest.raises(ValueError, match=r"data\.max_prompt_tokens is 3, but all prompts are longer, .*jsonl:1: "):
+    with pytest.raises(ValueError, match=r"data\.max_prompt_tokens is 3, but all rows are longer, .*jsonl:1: "):
         fit_rows(config, {"grpo": FileDataset(write_rows(*lines))}, PROCESSOR, ONE)
+
+
+TURNS = [
+    {"role": "assistant", "content": "a"},
+    {"role": "user", "content": "b " * 30},
+    {"role": "assistant", "content": "c"},
+]
+
+
+@pytest.mark.parametrize(("stage", "long"), [
+    ("sft", {"completion": "x " * 60}),
+    ("sft", {"completion": TURNS}),
+    ("dpo", {"chosen": "x " * 60, "rejected": "x"}),
+    ("dpo", {"chosen": "x", "rejected": "x " * 60}),
+    ("reward_model", {"chosen": "x", "rejected": "x " * 60}),
+    ("sft", {"problem": "a " * 60, "completion": "x"}),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("image", ["red.png", ""])
+def test_a_given_answer_counts_with_its_prompt(write_rows, stage, long, image):
+    """A bound on both leaves rows out, and a row that the model has no positions for is named."""
+    short = {"problem": "a", "image": image, "completion": "x", "chosen": "x", "rejected": "y"}
+    config = RunConfig(stages=[stage])
+    needs = {stage: find_trainer(stage, config).needs}
+    rows = FileDataset(write_rows(short, short | long), NEEDS[needs[stage]])
+    model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=80))
+    with pytest.raises(
+        ValueError, match=r"rows\.jsonl:2: the prompt and the answer of (\d+) tokens are over .* 80 "
+    ) as e:
+        check_positions(config, needs, {stage: rows}, model, PROCESSOR)
+    assert "shorten the prompt or the answer or remove the row; data.max_prompt_tokens=80 skips" in str(e.value)
+    length = int(re.search(r"of (\d+) tokens", str(e.value))[1])
+    encoded = [
+        encode_answer(PROCESSOR, rows[1], getattr(rows[1], name)) for name in find_trainer(stage, config).answers
+    ]
+    assert length == len(rows[1].prompt(PROCESSOR).input_ids) + max(len(answer.ids) for answer in encoded)
+    for limit, kept in ((length - 1, 1), (length, 2)):
+        config.data.max_prompt_tokens = limit
+        fitted, [summary] = fit_rows(config, {stage: rows}, PROCESSOR, ONE)
+        assert len(fitted[stage]) == kept
+        assert (f"1 over data.max_prompt_tokens are left out: {rows[1].where}: {length} tokens" in summary) == (
+            kept == 1
+        )
 
 
 def test_a_prompt_with_too_many_positions_is_refused(run, own, home, tmp_path):

@@ -9,12 +9,12 @@ import numpy as np
 import PIL.Image
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.data.boxes import Box, parse_boxes
 from minivlmrl.data.file_rows import FileRows
 from minivlmrl.data.messages import as_turns, part_kind, parts_of, shown_parts_of, text_of
 from minivlmrl.data.processor import Processor, encode_windows
 from minivlmrl.data.row_summary import without_media
 from minivlmrl.data.rows import Dataset, Row
+from minivlmrl.rewards.boxes import check_inside
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.trainers.registry import find_class
 
@@ -201,15 +201,12 @@ def letters_of(text: str) -> str:
 def check_boxes(rows: Sequence[Row]) -> Iterator[str]:
     """Check that the boxes in the solutions are in pixels and lie inside the image."""
     for row in rows:
-        text = str(row.columns.get("solution") or "")
-        corner_lists = parse_boxes(find_answer(text) or text) if row.images else []
-        for box in [Box(*corners, row.images[0].size) for corners in corner_lists]:
-            if not box.valid or not box.inside() or max(box.x2, box.y2) <= 1:
-                yield (
-                    f"{row.where}: the solution {text:.80} is not a box inside the image. Write "
-                    "x1, y1, x2, y2 in pixels of the image file."
-                )
-                return
+        try:
+            if row.images:
+                check_inside(row.columns.get("solution") or "", row.images[0].size)
+        except ValueError as error:
+            yield f"{row.where}: {error}."
+            return
 
 
 def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, processor: Processor) -> Iterator[str]:
