@@ -31,6 +31,11 @@ def load_name(target: str) -> Any:
 def _load_module(file: str) -> ModuleType:
     if file.endswith(".py"):
         path = _source_file(file)
+        if not Path(path).is_file():
+            raise ValueError(
+                f"{path} does not exist. A file of code in a recipe is searched beside the recipe and then in the "
+                f"working folder, {os.getcwd()}, and on the command line the other way round."
+            )
         USER_FILES.add(path)  # before the call, because the file itself may fail
         return run_file(path)
     module = importlib.import_module(file)

@@ -124,11 +124,13 @@ def _build_run(
 
 def _find_recipe(recipe: str | Path) -> Path:
     """Find a recipe by its path, or by its name in the folder `recipes`."""
-    for path in (Path(recipe), recipes_folder() / recipe):
+    paths = [Path(recipe), recipes_folder() / recipe]
+    for path in paths:
         if path.is_file():
             return path
-    names = [file.name for file in path.parent.glob("*.yaml")]
-    raise ValueError(f"{recipe}: this recipe does not exist{did_you_mean(path.name, names)}")
+    names = [file.name for path in paths for file in path.parent.glob("*.yaml")]
+    folders = " and ".join(dict.fromkeys(str(path.parent.absolute()) for path in paths))
+    raise ValueError(f"{recipe}: there is no such recipe in {folders}{did_you_mean(Path(recipe).name, names)}")
 
 
 def _stages(values: dict, where: str | Path) -> list[str]:

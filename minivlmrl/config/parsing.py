@@ -229,6 +229,8 @@ class Reader:
         check_field(isinstance(value, dict), name, value, f"of type {type_text(hint)}")
         read = {}
         for key, item in value.items():
+            if item is None and ":" in str(key) and not self.json:
+                raise ValueError(f"{name}: {key} has no value; write a space after the colon, as in {{accuracy: 1.0}}")
             key = self._changed(key_hint, key)
             read[key] = self.read(item_hint, item, f"{name}.{key}")
         return read

@@ -93,9 +93,8 @@ def find_folder(name: str | Path) -> Path:
     repository = REPOSITORY.fullmatch(str(name))
     if not repository or (isdir(folder.parent) and not repository["revision"]):
         raise ValueError(
-            f"{name}: this folder does not exist. A model must be a folder in the Hugging Face "
-            "format or the id of a repository, with its owner, such as "
-            "Qwen/Qwen2.5-VL-3B-Instruct."
+            f"{name}: this folder does not exist in the working folder, {Path.cwd()}. A model must be a folder in the "
+            "Hugging Face format or the id of a repository, with its owner, such as Qwen/Qwen2.5-VL-3B-Instruct."
             + (f" If {name} is a repository, write {name}@main." if "/" in str(name) else "")
         )
     with hub_errors(f"{name}: there is no such folder, no complete copy in the Hugging Face cache"):

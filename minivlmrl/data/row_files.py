@@ -40,8 +40,8 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
         split_files = find_split(str(path))
         if split_files is None:
             raise ValueError(
-                f"{path}: this file of rows does not exist; correct the path in data.train_file or "
-                "data.eval_file (null disables the option)"
+                f"{path}: this file of rows does not exist in the working folder, {Path.cwd()}; correct the path in "
+                "data.train_file or data.eval_file (null disables the option)"
             )
         return Arrow(split_files, is_downloaded=True)
     if path.suffix == ".parquet":

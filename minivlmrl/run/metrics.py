@@ -188,8 +188,9 @@ class MetricsLog(ExitStack):
         shown = {}
         for name in names:
             if name in metrics:
-                short_name = re.sub("^(rewards|completions)/|/mean$", "", name)
-                shown[short_name] = f"{metrics[name]:.3f}"
+                shown[name] = f"{metrics[name]:.3f}"
+        names = [re.sub("^(rewards|completions)/|/mean$", "", name) for name in short_names(shown)]
+        shown = dict(zip(names, shown.values(), strict=True))
         # The progress bar shows only three metrics, so that it fits into one line.
         self.bar.set_postfix(dict(list(shown.items())[:3]), refresh=False)
         self.bar.update()
@@ -214,7 +215,8 @@ class MetricsLog(ExitStack):
         line = {"stage": stage, "step": steps_done}
         self.write(EVALUATIONS, line | values)
         self.track(values)
-        shown = " ".join(f"{name.removeprefix('eval/')}={value:.3f}" for name, value in values.items())
+        pairs = zip(short_names(values), values.values(), strict=True)
+        shown = " ".join(f"{name.removeprefix('eval/')}={value:.3f}" for name, value in pairs)
         with stopping_if_stdout_closes():
             tqdm.write(f"held-out, {stage} {steps_done}: {shown} ({seconds:.1f} s)")
 
@@ -222,6 +224,16 @@ class MetricsLog(ExitStack):
         """Close the progress bar, and return the seconds since the stage began."""
         self.bar.close()
         return self.seconds
+
+
+def short_names(names: Iterable[str]) -> list[str]:
+    """Remove the file from metrics of own rewards, unless two of them would get the same name.
+
+    Example: ["eval/my_rewards.py:brevity_sampled"] -> ["eval/brevity_sampled"]
+    """
+    names = [*names]
+    short = [re.sub(r"^(eval/|rewards/)?.*\.py:", r"\1", name) for name in names]
+    return short if len({*short}) == len(names) else names
 
 
 def begin_log(path: Path, progress: TrainerState, resumed: Path | None) -> int:

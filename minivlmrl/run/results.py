@@ -17,7 +17,7 @@ from minivlmrl.model.plain_weights import has_adapters
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.checkpoints import check_resume
 from minivlmrl.run.evaluate import check_best_metric, evaluate
-from minivlmrl.run.metrics import METRICS, MetricsLog
+from minivlmrl.run.metrics import METRICS, MetricsLog, short_names
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.tasks.registry import get_task
 from minivlmrl.trainers.base import Trainer
@@ -199,11 +199,10 @@ class Results:
 def print_table(results: dict, num_rows: int, chance: float | None, chance_name: str):
     """Print {evaluation: {metric: value}} as a table, with the reward that guessing would reach."""
     first_width = max(12, len(chance_name) + 1, *(len(name) + 1 for name in results))
-    widths = {}
-    for row in results.values():
-        for column in row:
-            widths[column] = max(9, len(column.removeprefix("eval/")) + 2)
-    titles = "".join(f"{column.removeprefix('eval/'):>{width}}" for column, width in widths.items())
+    columns = [*dict.fromkeys(column for row in results.values() for column in row)]
+    names = [name.removeprefix("eval/") for name in short_names(columns)]
+    widths = {column: max(9, len(name) + 2) for column, name in zip(columns, names, strict=True)}
+    titles = "".join(f"{name:>{width}}" for name, width in zip(names, widths.values(), strict=True))
     print(f"\n{f'held-out {num_rows}':<{first_width}}{titles}")
     if chance is not None:
         # The first two columns are the first reward with sampled and with greedy answers.
@@ -212,5 +211,5 @@ def print_table(results: dict, num_rows: int, chance: float | None, chance_name:
     for name, row in results.items():
         line = f"{name.replace('_', ' '):<{first_width}}"
         for column, width in widths.items():
-            line += f"{row[column]:>{width}.3f}" if column in row else ""
-        print(line)
+            line += f"{row[column]:>{width}.3f}" if column in row else " " * width
+        print(line.rstrip())

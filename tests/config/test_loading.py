@@ -364,7 +364,10 @@ REFUSED = [  # recipe, overrides, sentence
     (SECTION, ["--stages=3"], "command line: stages is 3, but it must be of type list"),
     (SECTION, ["--stages=again.py:Nameless"], "stages: Nameless.stage is 'sft', but a section of this name exists"),
     (SECTION, ["--stages=[again.py:Again(share=1)]"], "stages: FOLDER/again.py:Again(share=1): write the options"),
-    (None, [], "FOLDER/recipe.yaml: this recipe does not exist"),
+    (None, [], "FOLDER/recipe.yaml: there is no such recipe in FOLDER"),
+    ({}, ["--rewards={accuracy:1.0}"], "command line: rewards: accuracy:1.0 has no value; write a space after"),
+    ({}, ["--data.columns={label:solution}"], "command line: data.columns: label:solution has no value; write a space"),
+    ({}, ["--data.files={sft:rows.jsonl}"], "command line: data.files: sft:rows.jsonl has no value; write a space"),
 ]
 
 
@@ -375,3 +378,19 @@ def test_a_recipe_that_is_refused(write, tmp_path, content, overrides, sentence)
         write(content)
     with pytest.raises(ValueError, match="^" + re.escape(sentence.replace("FOLDER", str(tmp_path)))):
         load_config(tmp_path / "recipe.yaml", overrides)
+
+
+def test_a_recipe_beside_is_proposed_before_one_of_ours(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dots.yaml").touch()
+    for name, meant in (("dot.yaml", "dots.yaml"), ("shape.yaml", "shapes.yaml")):
+        with pytest.raises(ValueError, match=rf"in {tmp_path} and .*recipes; did you mean {meant}\?"):
+            load_config(name)
+
+
+def test_a_missing_file_of_code_says_where_it_was_searched(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ValueError, match=rf"{tmp_path}/gone\.py does not exist\. .* in the working folder, {tmp_path}, "
+    ):
+        load_config("shapes.yaml", ["--stages=gone.py:Mine"])

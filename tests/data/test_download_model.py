@@ -47,7 +47,7 @@ def test_a_mistyped_path_does_not_go_to_the_hub(cache, monkeypatch):
     monkeypatch.setattr("minivlmrl.data.download._snapshot", lambda *name: name)
     Path("runs").mkdir()
     missing = (
-        r"runs/chekpoint: this folder does not exist\. .* If runs/chekpoint is a repository, write runs/chekpoint@main"
+        r"runs/chekpoint: this folder does not exist in .* If runs/chekpoint is a repository, write runs/chekpoint@main"
     )
     with pytest.raises(ValueError, match=missing):
         find_folder("runs/chekpoint")

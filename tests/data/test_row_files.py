@@ -165,7 +165,7 @@ def test_a_file_of_another_kind_names_the_command(tmp_path, name):
 def test_a_path_that_is_too_long_counts_as_missing(home):
     for name in ("image_root", "train_file"):
         path = load_config(home / "recipe.yaml", [f"--data.{name}={'x' * 3000}"]).data
-        with pytest.raises(ValueError, match="this file of rows does not exist"):
+        with pytest.raises(ValueError, match="this file of rows does not exist in the working folder, /"):
             open_rows(getattr(path, name))
-    with pytest.raises(ValueError, match="this folder does not exist"):
+    with pytest.raises(ValueError, match="this folder does not exist in the working folder"):
         find_folder("x" * 3000)

@@ -27,8 +27,8 @@ def ended(monkeypatch, tmp_path, capfd):
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
-    (["nowhere.yaml"], "nowhere.yaml: this recipe does not exist"),
-    (["shape.yaml"], "shape.yaml: this recipe does not exist; did you mean shapes.yaml?"),
+    (["nowhere.yaml"], "nowhere.yaml: there is no such recipe in "),
+    (["shape.yaml"], "shape.yaml: there is no such recipe in "),
     (["--seed=x"], "command line: seed is 'x', but it must be of type int"),
     (["--seed={"], "command line: quote the value of seed: the text is not valid YAML (while parsing"),
 ], ids=str)  # fmt: skip
@@ -96,7 +96,7 @@ def test_a_mistake_in_an_own_stage(ended, home, tmp_path, stage):
     ("exit(0)", 1, "RuntimeError: the run called sys.exit before its end"),
     ("f = undefined", 1, "NameError: name 'undefined' is not defined"),
     ("def f(completions):\n    return []", 2, "row -1: reward FILE:f, for the completion '<answer>invented</answer>'"),
-    (None, 2, "[Errno 2] No such file or directory: 'FILE'"),
+    (None, 2, "FILE does not exist. A file of code in a recipe is searched beside the recipe"),
 ])  # fmt: skip
 def test_a_mistake_in_an_own_reward(ended, home, tmp_path, text, code, last_line):
     file = tmp_path / ("long" * 20) / "mine.py"  # a path is not shortened

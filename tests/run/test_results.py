@@ -13,7 +13,7 @@ from minivlmrl.diagnostics.report import collect_run
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.run import results as file
-from minivlmrl.run.metrics import MetricsLog
+from minivlmrl.run.metrics import MetricsLog, short_names
 from minivlmrl.run.results import Results
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.tasks import shapes
@@ -212,3 +212,19 @@ def test_a_merge_into_bfloat16_states_the_share_that_survives(run, plain, own, c
     said = capsys.readouterr().out
     share = int(said.partition("merged weights: ")[2].partition("%")[0])
     assert 0 <= share < 50 and "after rounding to bfloat16; the folder adapter/ has the whole update" in said
+
+
+def test_the_table_names_own_rewards_without_their_files(capsys):
+    """An evaluation that lacks a column leaves its place empty."""
+    results = {
+        "start": {"eval/x/my.py:near(to=1)_sampled": 0.5},
+        "after_dpo": {"eval/loss": 1.0, "eval/acc_greedy": 0.25},
+    }
+    print_table(results, 8, None, "")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:] == [
+        "held-out 8    near(to=1)_sampled     loss  acc_greedy",
+        "start                      0.500",
+        "after dpo                           1.000       0.250",
+    ]
+    assert short_names(["eval/a.py:f", "eval/b.py:f"]) == ["eval/a.py:f", "eval/b.py:f"]
