@@ -147,8 +147,8 @@ class WarningRules:
                 "constant",
                 is_constant,
                 f"The rewards are equal for all completions: {' and '.join(means)}. Compare completions.jsonl with "
-                "what these reward functions expect. A model that never writes such an answer needs demonstrations first "
-                "(--stages=[sft,grpo]).",
+                "what these reward functions expect. A model that never writes such an answer needs demonstrations "
+                "first (--stages=[sft,grpo]).",
             ),
             (
                 "equal",

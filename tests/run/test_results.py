@@ -14,7 +14,7 @@ from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.run import results as file
 from minivlmrl.run.metrics import MetricsLog, short_names
-from minivlmrl.run.results import Results
+from minivlmrl.run.results import Results, print_table
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
