@@ -55,6 +55,7 @@ BESIDE = (
     "response", "output", "suffix", "history", "rejected_response", "rejected_messages", "rejected_conversations",
     "kto_tag", "reward_model", "options", "choices",
 )  # fmt: skip
+RENDERED = re.compile(r"\s*<\|im_start\|>(system|user)\n")
 OTHER_TAG = re.compile(r"<\s*image[ _-]?(\d*)\s*>", re.IGNORECASE)  # MMMU's <image 1>
 # roles in other projects' turns
 FOREIGN_ROLES = {"human", "gpt", "chatgpt", "bing", "model", "tool_call", "tool_response", "function_call",
@@ -141,28 +142,30 @@ def check_columns(columns: dict, required: Sequence[str], known: Collection[str]
             check_field(
                 str(value).count("<answer>") <= 1, "column 'solution'", value, "a text with at most one <answer> tag"
             )
-    _check_layout({name: value for name, value in columns.items() if value not in (None, "", [])}, known)
+    if reason := find_layout({name: value for name, value in columns.items() if value not in (None, "", [])}, known):
+        raise ForeignLayoutError(reason)
 
 
-def _check_layout(columns: dict[str, Plain], known: Collection[str]):
-    """Raise ForeignLayoutError if the columns, the turns or the tags are those of another project."""
+def find_layout(columns: dict[str, Plain], known: Collection[str]) -> str | None:
+    """Return why the columns, the turns or the tags of a row are those of another project; None if they are ours."""
     names = [*BESIDE, *([] if any(name in columns for name in PROMPTS) else LAYOUTS)]
-    foreign = next((name for name in names if name in columns and name not in known), None)
-    if foreign is None and {"A", "B"} <= columns.keys() - {*known}:
-        foreign = "A"
-    if foreign:
-        raise ForeignLayoutError(f"column {foreign!r} belongs to the layout of another project")
+    names += "A" if {"A", "B"} <= columns.keys() else ""
+    for name in names:
+        if name in columns and name not in known:
+            return f"column {name!r} belongs to the layout of another project"
     texts = {name: columns[name] for name in TEXTS if name in columns}
-    for name, turns in texts.items():
-        for turn in [turns] if isinstance(turns, dict) else turns if isinstance(turns, list) else ():
+    for name, value in texts.items():
+        for turn in [value] if isinstance(value, dict) else value if isinstance(value, list) else ():
             if isinstance(turn, dict) and ("from" in turn or str(turn.get("role")) in FOREIGN_ROLES):
-                raise ForeignLayoutError(f"column {name!r} has a turn of another project, {turn!r:.60}")
-        if isinstance(turns, str) and re.match(r"\s*<\|im_start\|>(system|user)\n", turns):
-            raise ForeignLayoutError(f"column {name!r} is a conversation that a chat template has already rendered")
-    if columns.get("objects") and (tag := re.search("<ref-object>|<bbox>", repr(texts))):
-        raise ForeignLayoutError(f"the texts contain {tag[0]}, which ms-swift replaces by `objects`")
+                return f"column {name!r} has a turn of another project, {turn!r:.60}"
+        if isinstance(value, str) and RENDERED.match(value):
+            return f"column {name!r} is a conversation that a chat template has already rendered"
+    all_text = repr(texts)
+    if columns.get("objects") and (tag := re.search("<ref-object>|<bbox>", all_text)):
+        return f"the texts contain {tag[0]}, which ms-swift replaces by `objects`"
     has_media = any(name in columns for name in MEDIA)
-    if not has_media and re.search("<img>.*?</img>", repr(texts)):
-        raise ForeignLayoutError("the texts contain <img>, with which Qwen-VL names its images")
-    if has_media and "<image>" not in repr(texts) and (tag := OTHER_TAG.search(repr(texts))):
-        raise ForeignLayoutError(f"the texts contain {tag[0]}, but the place of an image is <image>")
+    if not has_media and re.search("<img>.*?</img>", all_text):
+        return "the texts contain <img>, with which Qwen-VL names its images"
+    if has_media and "<image>" not in all_text and (tag := OTHER_TAG.search(all_text)):
+        return f"the texts contain {tag[0]}, but the place of an image is <image>"
+    return None

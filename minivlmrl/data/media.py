@@ -62,7 +62,7 @@ PROGRAMS = "EPS", "IPTC", "WMF"
 # limit; an image of this size takes half a GiB as RGB.
 MAX_IMAGE_PIXELS = 178_956_970
 
-EMPTY = (None, "", [], [None], [""])  # media column values that stand for no image or video
+EMPTY = (None, "")  # entries that stand for no image or video
 
 Source = str | Path | bytes
 
@@ -177,14 +177,15 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
     row_media = {}
     for name, kind in MEDIA.items():
         entries = columns.get(name)
-        if entries in EMPTY:  # the row has no image, which some tools write as "" or [null]
+        # some tools write a row without an image as "" or [null]
+        if entries in EMPTY or (isinstance(entries, list) and all(entry in EMPTY for entry in entries)):
             continue
         if kind in row_media:
             raise ValueError(f"the row has both columns {kind!r} and {name!r}; use only one of them")
         if name == "video" or not isinstance(entries, list):
             entries = [entries]  # a list in the column `video` is a list of frames
         with error_context(f"column {name!r}"):
-            row_media[kind] = [_media(entry, kind) for entry in entries if entry not in EMPTY]
+            row_media[kind] = [_media(entry, kind) for entry in entries]
     return row_media
 
 

@@ -48,6 +48,8 @@ def part_kind(part: dict) -> str | None:
     if not isinstance(part, dict):
         return None
     kind = part.get("type")
+    if kind == "text" and len(part) == 2 and isinstance(part.get("text"), str):  # most parts
+        return "text"
     for media_kind in KINDS:
         url = part.get(f"{media_kind}_url")
         if kind == media_kind or part.get(media_kind) is not None or url is not None:
@@ -227,7 +229,7 @@ def check_turns(turns: list[dict], is_prompt: bool = False):
                 f"message {number}: {flags} asks for a loss on this turn, but only assistant turns in the answer are "
                 "trained; remove the key, or move the turn into the answer"
             )
-        for part in content_parts(turn):
+        for part in [] if isinstance(turn.get("content"), str) else content_parts(turn):
             if part_kind(part) == "text":
                 _check_keys(part, ("type", "text"), f"a text of message {number}")
             elif part.get("text") or part.get("type") not in (None, part_kind(part), f"{part_kind(part)}_url"):

@@ -278,6 +278,7 @@ MISTAKES = [
      "column 'prompt': the prompt has 1 image placeholder(s), but 2 image(s) were given; the prompt"),
     ({"messages": [system("s"), YES], "image": "red.png"},
      "column 'messages': the prompt has 0 image placeholder(s), but 1 image(s) were given"),
+    ({"problem": "a", "images": ["red.png", None]}, "column 'images': each image must be a path or data URI, but"),
     ({"problem": "a", "image": 3}, "column 'image': each image must be a path or data URI, but found 3"),
     ({"problem": "a", "video": [3]}, "column 'video': each video must be a path or data URI, or a list with a path"),
     ({"problem": "a", "image": "a", "images": ["a"]}, "the row has both columns 'image' and 'images'; use only one"),
