@@ -135,7 +135,7 @@ ANIMATED = {"save_all": True, "append_images": [PIL.Image.new("RGB", (2, 1), "bl
     (in_file(in_memory("RGB", (200, 0, 0)), "GIF", **ANIMATED), (200, 0, 0)),
     (in_file(in_memory("RGB", (200, 0, 0)), "PNG", **ANIMATED), (200, 0, 0)),
     (in_file(in_memory("RGB", (200, 0, 0)), "TIFF", **ANIMATED), (200, 0, 0)),
-], ids=str)  # fmt: skip
+], ids=lambda value: str(value) if isinstance(value, tuple) else getattr(value, "mode", "TIFF"))  # fmt: skip
 def test_each_mode_is_shown_as_a_person_sees_it(image, rgb):
     """The first pixel is compared with a value that was computed by hand, which may be rounded differently."""
     found = load_image(image).getpixel((0, 0))
