@@ -7,6 +7,7 @@ backward pass.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -15,33 +16,64 @@ from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.plain_weights import PackedLinear
 
-# FLOPs per second for dense products in bfloat16 with float32 sums, from NVIDIA's data sheets. The first entry whose
-# words all occur in the GPU's name counts.
-BFLOAT16_PEAKS = {
-    "B200": 2.25e15,
-    "H200": 9.89e14,
-    "H100 PCIe": 7.56e14,
-    "H100 NVL": 8.35e14,
-    "H100": 9.89e14,
-    "A100": 3.12e14,
-    "L40S": 3.62e14,
-    "L4": 1.21e14,
-    "A10": 1.25e14,
-    "RTX 5090": 2.095e14,
-    "RTX 4090": 1.65e14,
-    "RTX 3090": 7.1e13,
+
+class Card(NamedTuple):
+    """A GPU's data sheet."""
+
+    flops: float  # per second, for dense products in bfloat16 with float32 sums
+    bandwidth: float  # of its memory, in bytes per second
+    memory: float  # bytes
+    before_ampere: bool = False  # True for a compute capability below 8.0
+
+
+# From NVIDIA's data sheets. Cards before the A100 compute bfloat16 as float32.
+CARDS = {
+    "B200": Card(2.25e15, 8.0e12, 180e9),
+    "GH200": Card(9.89e14, 4.0e12, 96e9),
+    "H200": Card(9.89e14, 4.8e12, 141e9),
+    "H100 PCIe": Card(7.56e14, 2.0e12, 80e9),
+    "H100 NVL": Card(8.35e14, 3.9e12, 94e9),
+    "H100": Card(9.89e14, 3.35e12, 80e9),
+    "A100": Card(3.12e14, 2.0e12, 80e9),
+    "L40S": Card(3.62e14, 8.64e11, 48e9),
+    "L4": Card(1.21e14, 3.0e11, 24e9),
+    "A40": Card(1.5e14, 6.96e11, 48e9),
+    "A10G": Card(7.0e13, 6.0e11, 24e9),
+    "A10": Card(1.25e14, 6.0e11, 24e9),
+    "RTX PRO 6000": Card(5.04e14, 1.79e12, 96e9),
+    "RTX 6000 Ada": Card(3.64e14, 9.6e11, 48e9),
+    "A6000": Card(1.55e14, 7.68e11, 48e9),
+    "A4000": Card(7.67e13, 4.48e11, 16e9),
+    "RTX 5090 Laptop": Card(1.14e14, 8.96e11, 24e9),
+    "RTX 5090": Card(2.095e14, 1.79e12, 32e9),
+    "RTX 4090 Laptop": Card(8.6e13, 5.76e11, 16e9),
+    "RTX 4090": Card(1.65e14, 1.01e12, 24e9),
+    "RTX 4080": Card(9.75e13, 7.17e11, 16e9),
+    "RTX 3090": Card(7.1e13, 9.36e11, 24e9),
+    "RTX 3060": Card(2.54e13, 3.6e11, 12e9),
+    "T4": Card(8.1e12, 3.2e11, 16e9, before_ampere=True),
+    "V100": Card(1.57e13, 9.0e11, 16e9, before_ampere=True),
 }
+VARIANTS = {"Laptop", "Ti", "SUPER", "Max", "D"}  # words in the name of a slower or faster card
+
+
+def find_card(name: str) -> Card | None:
+    """Return the first card in CARDS whose words all occur in a name, such as 4090 or NVIDIA GeForce RTX 4090."""
+    words = {*name.replace("-", " ").split()}
+    for known, card in CARDS.items():
+        own = {*known.split()}
+        is_variant = words & VARIANTS != own & VARIANTS
+        if not is_variant and own - {"RTX"} <= words:
+            return card
+    return None
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
     """Return a GPU's peak in FLOPs per second; None on other devices and in other dtypes."""
     if device.type != "cuda" or dtype != "bfloat16":
         return None
-    words = torch.cuda.get_device_name(device).replace("-", " ").split()
-    for name, peak in BFLOAT16_PEAKS.items():
-        if set(name.split()) <= set(words):
-            return peak
-    return None
+    card = find_card(torch.cuda.get_device_name(device))
+    return card and card.flops
 
 
 def matrices(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
@@ -58,11 +90,12 @@ def matrices(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
                     yield name, parameter.numel(), parameter.requires_grad
 
 
-def flops_by_input(model: nn.Module, config: ModelConfig) -> dict[str, float]:
+def flops_by_input(model: nn.Module, config: ModelConfig, backward: bool = True) -> dict[str, float]:
     """Return the forward and backward FLOPs for each patch, merged patch, token and score.
 
     Args:
         model: module with one or more vision-language models, for example policy and value model.
+        backward: False counts the forward pass only.
     """
     found = list(matrices(model))
     trains_merger = any(trained for name, _, trained in found if "visual." in name)
@@ -81,7 +114,7 @@ def flops_by_input(model: nn.Module, config: ModelConfig) -> dict[str, float]:
         if ".experts." in name and config.experts is not None:
             size *= config.experts.num_experts_per_tok / config.experts.num_experts
         passes_back = has_input_gradient[kind] and "patch_embed" not in name  # not to the pixels
-        flops[kind] += 2 * size * (1 + passes_back + trained)
+        flops[kind] += 2 * size * (1 + backward * (passes_back + trained))
     return flops
 
 

@@ -76,7 +76,11 @@ def test_cached_images_are_not_computed_again():
 @pytest.mark.parametrize(("name", "peak"), [
     ("NVIDIA H100 80GB HBM3", 9.89e14), ("NVIDIA H100 PCIe", 7.56e14), ("NVIDIA A100-SXM4-80GB", 3.12e14),
     ("NVIDIA A10", 1.25e14), ("NVIDIA L4", 1.21e14), ("NVIDIA L40S", 3.62e14), ("NVIDIA GeForce RTX 4090", 1.65e14),
-    ("NVIDIA A10G", None), ("Tesla T4", None),
+    ("NVIDIA A10G", 7.0e13), ("Tesla T4", 8.1e12), ("NVIDIA A40", 1.5e14), ("NVIDIA RTX A6000", 1.55e14),
+    ("NVIDIA RTX 6000 Ada Generation", 3.64e14), ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 5.04e14),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", 8.6e13), ("NVIDIA GeForce RTX 5090 Laptop GPU", 1.14e14),
+    ("NVIDIA GH200 480GB", 9.89e14), ("NVIDIA GeForce RTX 3060", 2.54e13), ("NVIDIA RTX A4000", 7.67e13),
+    ("NVIDIA GeForce RTX 3060 Ti", None), ("NVIDIA GeForce RTX 4080 Laptop GPU", None), ("Quadro RTX 6000", None),
 ])  # fmt: skip
 def test_the_peak_is_that_of_the_card_in_bfloat16(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
