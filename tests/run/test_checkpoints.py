@@ -11,6 +11,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import PIL.Image
 import pytest
@@ -524,8 +525,8 @@ def test_changed_options_are_reported(recipe, copy, monkeypatch, capsys):
     resume(recipe, copy, "--resume=auto", "--checkpoint_steps=1")
     assert " and is now " not in capsys.readouterr().out
     options = ["--checkpoint_steps=1", "--grpo.learning_rate=1e-5", "--rewards={letters: 2.0}"]
-    resume(recipe, copy, "--resume=auto", *options)
-    said = ["grpo.learning_rate was 0.003 and is now 1e-05", "rewards.letters was 1.0 and is now 2.0"]
+    resume(recipe, copy, "--resume=auto", *options, "--data.eval_rows=1")
+    said = ["data.eval_rows was 2 and is now 1", "grpo.learning_rate was 0.003 and is now 1e-05", "rewards.letters was 1.0 and is now 2.0"]
     assert [line for line in capsys.readouterr().out.splitlines() if " and is now " in line] == said
 
 
@@ -534,6 +535,10 @@ def test_stages_may_be_added_and_the_checkpoint_interval_stays(recipe, copy):
     options = ["--stages=[grpo, sft]", "--sft.max_steps=2", "--checkpoint_steps=3"]
     resume(recipe, copy, "--resume=auto", *options)
     assert states(copy) == ["000003", "000005"]
+    config = RunConfig(checkpoint_steps=3, checkpoint_minutes=0)
+    manager = SimpleNamespace(config=config, world=ONE, saved_steps=2, saved_time=0.0)
+    due = [resume_file.CheckpointManager.is_due(manager, steps, stage_ends=False) for steps in (2, 3, 4)]
+    assert due == [False, True, True]  # step 4 if step 3 was within a rollout
 
 
 def test_a_parameter_without_gradients_resumes_without_moments(recipe, uninterrupted, tmp_path):

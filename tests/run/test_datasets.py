@@ -46,6 +46,7 @@ REFUSED = [
      "FILE:1: http://localhost:9/a.png: remote files are not supported"),
     (PLAIN, {"train_file": None}, "prompts", [], ONE_SOURCE),
     (PLAIN, {"task": "shapes"}, "prompts", [], ONE_SOURCE),
+    (PLAIN, {"train_file": None, "files": {"grpo": "rows.jsonl"}}, "prompts", [], ONE_SOURCE),  # none for ppo
     (PLAIN, {"train_file": None, "task": f"{__file__}:PROMPTS"}, "pairs", [], "stages: grpo needs pairs, but data."),
 ]  # fmt: skip
 PROMPTS = replace(TASK, datasets=lambda data, seed: ({"prompts": []}, []))
@@ -55,7 +56,7 @@ PROMPTS = replace(TASK, datasets=lambda data, seed: ({"prompts": []}, []))
 def test_rows_that_are_refused(write_rows, row, options, needs, columns, sentence):
     file = str(write_rows(row))
     with pytest.raises(ValueError, match=re.escape(sentence.replace("FILE", file))):
-        load_datasets(DataOptions(**{"train_file": file} | options), {"grpo": needs}, 0, columns)
+        load_datasets(DataOptions(**{"train_file": file} | options), {"grpo": needs, "ppo": needs}, 0, columns)
 
 
 def test_a_column_may_be_renamed_if_one_row_has_it(write_rows):

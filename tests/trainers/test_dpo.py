@@ -98,16 +98,19 @@ def test_unused_or_incomplete_sums_in_rows_are_refused(stage, options, columns):
 
 
 def test_without_a_reference_its_log_ratios_are_0(stage):
-    """The loss is -log sigmoid(beta (log pi(chosen) - log pi(rejected))), as in TRL up to 0.28."""
-    run = stage("dpo", "--dpo.reference_free=true", "--dpo.beta=0.3", held_out=Shapes(3, "other"))
+    """The loss is -log sigmoid(beta (log pi(chosen) - log pi(rejected))), as in TRL up to 0.28, and sft's mean."""
+    options = "--dpo.reference_free=true", "--dpo.beta=0.3", "--dpo.loss_type=[sigmoid, sft]"
+    run = stage("dpo", *options, held_out=Shapes(3, "other"))
     assert run.trainer.reference is None
     batches = run.next()
-    losses = []
+    losses, all_chosen = [], []
     for batch in batches:
         with torch.no_grad():
             logps = batch.group.pad(per_token_logps(run.model, batch.group)[0])
         chosen, rejected = (logps * batch.loss_mask).sum(1).view(-1, 2).unbind(1)
         losses.append(-logsigmoid(0.3 * (chosen - rejected)))
+        all_chosen.append(logps[::2][batch.loss_mask[::2].bool()])
     metrics = run.update()
-    assert metrics["loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-12)
-    assert abs(metrics["loss"] - math.log(2)) > 1e-6 and run.accuracy() is not None
+    expected = torch.cat(losses).mean() - torch.cat(all_chosen).mean()  # sft is a mean over the step's chosen tokens
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-12)
+    assert abs(torch.cat(losses).mean() - math.log(2)) > 1e-6 and run.accuracy() is not None
