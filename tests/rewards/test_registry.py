@@ -194,7 +194,7 @@ def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):
 
 @pytest.mark.usefixtures("plain")
 def test_rewards_get_trls_trainer_state_and_can_log(run, monkeypatch):
-    """They also work in a reward that calls another reward, and after a resume."""
+    """They also work in a reward that calls another reward, after a resume, and count the steps of their own stage."""
     fails_at = [2]
 
     def told(completions, trainer_state, log_metric, log_extra, **columns):
@@ -206,13 +206,17 @@ def test_rewards_get_trls_trainer_state_and_can_log(run, monkeypatch):
 
     monkeypatch.setitem(REWARDS, "told", told)
     monkeypatch.chdir(ROOT)
-    options = ["--stages=[grpo]", "--rewards={'recipes/shuffled.py:shuffled(reward=\"told\")': 1}"]
+    options = [
+        "--stages=[sft, grpo]",
+        "--sft.max_steps=1",
+        "--rewards={'recipes/shuffled.py:shuffled(reward=\"told\")': 1}",
+    ]
     options += ["--log_completions=1", "--data.eval_rewards=[told]", "--grpo.max_steps=3"]
-    with pytest.raises(ValueError, match="states/000002: continue with --resume=auto"):
+    with pytest.raises(ValueError, match="states/000003: continue with --resume=auto"):
         run(*options)
     fails_at.clear()
     folder = run(*options, "--resume=auto")
-    assert [line["steps_left"] for line in metrics(folder)] == [3.0, 2.0, 1.0]
+    assert [line.get("steps_left") for line in metrics(folder)] == [None, 3.0, 2.0, 1.0]
     logged = [one for line in metrics(folder, "completions.jsonl") for one in line["completions"]]
     assert logged and all(one["extra"] == {"characters": len(one["text"]), "parts": "{1, 2}"} for one in logged)
 

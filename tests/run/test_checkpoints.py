@@ -526,7 +526,8 @@ def test_changed_options_are_reported(recipe, copy, monkeypatch, capsys):
     assert " and is now " not in capsys.readouterr().out
     options = ["--checkpoint_steps=1", "--grpo.learning_rate=1e-5", "--rewards={letters: 2.0}"]
     resume(recipe, copy, "--resume=auto", *options, "--data.eval_rows=1")
-    said = ["data.eval_rows was 2 and is now 1", "grpo.learning_rate was 0.003 and is now 1e-05", "rewards.letters was 1.0 and is now 2.0"]
+    said = ["data.eval_rows was 2 and is now 1", "grpo.learning_rate was 0.003 and is now 1e-05",
+            "rewards.letters was 1.0 and is now 2.0"]  # fmt: skip
     assert [line for line in capsys.readouterr().out.splitlines() if " and is now " in line] == said
 
 

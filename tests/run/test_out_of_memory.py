@@ -191,6 +191,7 @@ def cures_of(options, phase, gpus):
     # an evaluation never samples more than 16,384 tokens at once
     ({}, "evaluation", "--sampling.max_batch_tokens=8192"),
     ({"sampling.max_batch_tokens": 65536}, "evaluation", "--sampling.max_batch_tokens=8192"),
+    ({"sampling.max_batch_tokens": 1024}, "sampling", "--sampling.max_batch_tokens=512"),
     ({"sampling.max_batch_tokens": 512, "adapter.r": 4}, "sampling", "--adapter.quantize=nf4"),
     ({}, "backward", "--model.activation_checkpointing=true"),
     ({"sharding.once_per_step": True}, "forward", "--sharding.once_per_step=false"),
