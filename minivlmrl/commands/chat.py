@@ -75,7 +75,7 @@ def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunCo
             overrides = [f"--{name}={value}", *overrides]
     recipe = folder / INFERENCE_CONFIG
     if recipe.is_file():
-        config = load_config(recipe, [*as_overrides(fields), *overrides])
+        config = load_config(recipe, [*as_overrides(fields), *overrides], asked_for=overrides)
         text = f"{config.data.prompt_template!r:.80}"
         print(f"prompt template of {recipe}: {text}", file=sys.stderr)
     else:

@@ -107,6 +107,14 @@ def test_prompts_are_formatted_as_in_training(folder, ask, published, tmp_path):
         assert ask("--model", copy, "--max_new_tokens", 2)[1].startswith("<think>\n") is value
 
 
+def test_code_that_a_found_recipe_names_is_refused(folder, ask, tmp_path):
+    copy = shutil.copytree(folder / "checkpoint", tmp_path / "copy")
+    for values in ("data: {task: evil.py:f}", "rewards: {evil.py:f: 1}", "optimizer: {name: 'torch.optim:SGD'}"):
+        (copy / "minivlmrl.yaml").write_text(values)
+        code, _, err = ask("--model", copy)
+        assert code == 2 and "minivlmrl.yaml was found automatically and would run the code " in err
+
+
 def test_videos_reach_the_model(folder, ask, monkeypatch):
     """The video is placed at <video>, next to an image. Reading video files is tested in tests/data/test_video.py."""
     frames = [PIL.Image.new("RGB", (56, 84), (60 * i, 99, 0)) for i in range(4)]

@@ -99,6 +99,17 @@ def test_every_page_is_in_the_index():
     assert "(docs/README.md)" in README
 
 
+def test_every_recipe_is_two_clicks_from_the_readme():
+    """The methods of the card are rows of a table that the README links."""
+    table = PAGES["docs/README.md"].partition("## Recipes")[2]
+    linked = set(re.findall(r"recipes/([\w.]+\.yaml)", table))
+    assert linked == {path.name for path in (ROOT / "recipes").glob("*.yaml")}
+    assert "(docs/README.md#recipes)" in README and "(docs/README.md#recipes)" in CHINESE
+    for method in ("GRPO", "GSPO", "QLoRA", "VLM-R1", "CLS-RL", "PPO", "DPO", "MPO", "SFT"):
+        assert f"\n| {method}" in table
+    assert PAGES["docs/policy_gradients.md"].count("importance_sampling_level: sequence") == 1
+
+
 @pytest.mark.parametrize("command", sorted({c for c in COMMANDS if re.search(r"train\.py|minivlmrl", c)}))
 def test_commands_use_real_tools_recipes_and_options(command):
     words = [word for word in shlex.split(command) if word != "..."]

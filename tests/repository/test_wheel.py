@@ -225,6 +225,9 @@ def test_the_wheels_pass_the_checks_of_an_index(wheels):
         assert {name.partition("/")[0] for name in names} == {own, f"{own}-{about.version}.dist-info"}
         assert f"{own}-{about.version}.dist-info/licenses/LICENSE" in names
         versions.append(str(about.version))
+        if own == "minivlmrl":
+            assert [*about.project_urls] == ["Source", "Documentation", "Changelog", "Issues"] and about.classifiers
+            assert about.author == "The minivlmrl authors"
     assert versions == [minivlmrl.__version__] * 2
     assert [*map(str, about.requires_dist)] == [f"minivlmrl=={minivlmrl.__version__}"]
 
@@ -243,6 +246,8 @@ def test_all_files_name_the_same_version():
     newest = re.search(r"(?m)^## (.*)$", (ROOT / "docs" / "changelog.md").read_text())[1]
     assert newest == f"{minivlmrl.__version__} ({citation['date-released']})"
     assert citation["version"] == audit["version"] == minivlmrl.__version__
+    [author] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["authors"]
+    assert [author] == citation["authors"]
     assert audit["dependencies"] == [f"minivlmrl=={minivlmrl.__version__}"]
 
 
