@@ -36,15 +36,19 @@ if not FOLDER.is_dir():
 classes = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
 print(classes)
 ---
-**Rows.** A row has an image, a question, and the class as its solution. Every fifth image is held
-out, which means that the model is not trained on it.
+**Rows.** A row has an image, a question, and the class as its solution. `completion` is a demonstrated
+answer for SFT. Every fifth image is held out, which means that the model is not trained on it.
 ---
+import json
+
 QUESTION = f"Which of these is it: {', '.join(classes)}?"
 photographs = [
     {"image": str(path), "problem": QUESTION, "solution": path.parent.name, "completion": path.parent.name}
     for path in sorted(FOLDER.glob("*/*.*"))
 ]
 held_out, rows = photographs[::5], [row for number, row in enumerate(photographs) if number % 5]
+for name, part in [("train.jsonl", rows), ("held_out.jsonl", held_out)]:
+    Path(name).write_text("".join(json.dumps(row) + "\\n" for row in part))
 print(len(rows), "rows,", len(held_out), "held out")
 rows[0]
 ---
@@ -52,14 +56,13 @@ rows[0]
 config.json. This cell does so for Qwen2-VL-2B on a GPU with 16 GB. Note that a T4 computes bfloat16
 slowly.
 ---
-import json
 from minivlmrl.extras import memory
 
 tower = {"depth": 32, "embed_dim": 1280, "hidden_size": 1536, "num_heads": 16, "mlp_ratio": 4}
 sizes = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
 sizes |= {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True, "vision_config": tower}
 Path("config.json").write_text(json.dumps({"model_type": "qwen2_vl", **sizes}))
-RECIPE, LORA = "cls_qwen2_vl_2b.yaml", {"r": 64}
+RECIPE = "cls_qwen2_vl_2b.yaml"
 options = ["--adapter.r=64", "--model.dtype=bfloat16", "--model.compute_dtype=null", "--image_tokens=196"]
 memory.main(["--model=config.json", "--gpu_memory=16", RECIPE, *options])
 ---
@@ -67,21 +70,20 @@ memory.main(["--model=config.json", "--gpu_memory=16", RECIPE, *options])
 sometimes answers correctly. Qwen2-VL-2B needs no SFT.
 ---
 import torch
+from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.loading import recipes_folder
-from minivlmrl.commands.notebook import train
 
-how = {"adapter": LORA, "output_dir": "runs/photographs", "resume": "never"}
+data = ["--data.train_file=train.jsonl", "--data.eval_file=held_out.jsonl", "--resume=never"]
+lora = ["--adapter.r=64", f"--grpo.max_steps={STEPS}", "--output_dir=runs/photographs"]
 if torch.cuda.is_available():
-    how["model"] = {"path": "Qwen/Qwen2-VL-2B-Instruct", "dtype": "bfloat16", "compute_dtype": None}
-    how["grpo"] = {"max_steps": STEPS, "learning_rate": 1e-5}
+    model = ["--model.path=Qwen/Qwen2-VL-2B-Instruct", "--model.dtype=bfloat16", "--model.compute_dtype=null"]
+    train_recipe([RECIPE, *data, *lora, *model, "--grpo.learning_rate=1e-5"])
 else:
-    toy = {"path": None, "config": str(recipes_folder() / "shapes_model.json"), "compute_dtype": None}
-    small = {"data": {"image": {}}, "resume": "never"}
-    speak = {"max_steps": STEPS // 3, "prompts_per_step": 16, "learning_rate": 2e-3}
-    train(RECIPE, rows, held_out, stages=["sft"], model=toy, sft=speak, output_dir="runs/toy", **small)
-    how |= small | {"model": toy | {"path": "runs/toy/checkpoint", "config": None}}
-    how["grpo"] = {"max_steps": STEPS, "learning_rate": 3e-3}
-summary = train(RECIPE, rows, held_out, **how)
+    data += ["--data.image={}", "--model.compute_dtype=null"]
+    toy = ["--model.path=null", f"--model.config={recipes_folder() / 'shapes_model.json'}", "--output_dir=runs/toy"]
+    speak = ["--stages=[sft]", f"--sft.max_steps={STEPS // 3}", "--sft.prompts_per_step=16", "--sft.learning_rate=2e-3"]
+    train_recipe([RECIPE, *data, *toy, *speak])
+    train_recipe([RECIPE, *data, *lora, "--model.path=runs/toy/checkpoint", "--grpo.learning_rate=3e-3"])
 ---
 **The model and its report.** Open `runs/photographs/report.html` in a browser to see curves, images
 and answers. `checkpoint/` is the model with the adapter merged into its weights.
@@ -90,6 +92,7 @@ and answers. `checkpoint/` is the model with the adapter merged into its weights
 from minivlmrl.commands import chat
 from PIL import Image
 
+summary = json.loads(Path("runs/photographs/summary.json").read_text())
 print("right:", *(f"{name} {summary[name]['eval/accuracy_sampled']:.2f}" for name in ("start", "after_grpo")))
 print(held_out[0]["image"])
 picture = "--image", held_out[0]["image"]

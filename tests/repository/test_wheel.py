@@ -38,12 +38,11 @@ batch |= {"loss": loss[None], "logps_gradient": torch.autograd.grad(loss, logps)
 dump.write("step", {"kind": "grpo", "loss": {"loss_type": "dapo"}}, batch)
 """
 TOOLS = """
-import functools, glob, json, sys
+import glob, json, sys
 from minivlmrl.__main__ import main
 from minivlmrl.config.loading import load_config
-from minivlmrl.commands import notebook
+from minivlmrl.commands import train
 from minivlmrl.rewards.registry import held_out_rewards
-from minivlmrl.commands.train import train_recipe
 
 model, picture = ["--model", "runs/shapes/checkpoint"], glob.glob("runs/shapes/images/*.webp")[0]
 zoom = load_config("zoom.yaml")
@@ -51,9 +50,10 @@ assert zoom.data.eval_rewards[1] == held_out_rewards(zoom)[1].name == "recipes/z
 assert main(["memory", *model]) == 0
 assert main(["chat", *model, "--image", picture, "--prompt", "What?", "--max_new_tokens", "2"]) == 0
 assert main(["check", "zoom.yaml"]) == 0
-assert train_recipe(["zoom.yaml", "--stages=[sft]", "--sft.max_steps=1", "--data.eval_rows=4"]) == 0
-small = {"sft": {"max_steps": 1, "prompts_per_step": 4}, "sampling": {"max_new_tokens": 4}}
-notebook.train = functools.partial(notebook.train, **small, log_completions=1)
+assert train.train_recipe(["zoom.yaml", "--stages=[sft]", "--sft.max_steps=1", "--data.eval_rows=4"]) == 0
+small = ["--sft.max_steps=1", "--sft.prompts_per_step=4", "--sampling.max_new_tokens=4", "--log_completions=1"]
+train_recipe = train.train_recipe
+train.train_recipe = lambda arguments: train_recipe([*arguments, *small])
 for path in sys.argv[1:]:
     space = {"__name__": "__main__"}
     for cell in json.load(open(path, encoding="utf-8"))["cells"]:
