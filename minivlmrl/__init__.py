@@ -12,13 +12,16 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from minivlmrl.losses import parity
+    from types import ModuleType
+
     from minivlmrl.losses.advantages import group_advantages
     from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
     from minivlmrl.losses.ppo import ppo_loss
     from minivlmrl.losses.preference import dpo_loss
     from minivlmrl.losses.sft import sft_loss
     from minivlmrl.model.logprobs import per_token_logps
+
+    parity: ModuleType  # minivlmrl.extras.parity, which a copy of the package may lack
 
 __version__ = "0.6.0"  # pyproject.toml reads this line
 __all__ = [
@@ -56,7 +59,7 @@ if not in_wsl and not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_A
 def __getattr__(name: str):
     """Import a public name when it is used for the first time."""
     if name == "parity":
-        return importlib.import_module("minivlmrl.losses.parity")
+        return importlib.import_module("minivlmrl.extras.parity")
     if name not in MODULES:
         raise AttributeError(f"module 'minivlmrl' has no attribute {name!r}")
     return getattr(importlib.import_module(MODULES[name]), name)

@@ -1,7 +1,6 @@
 """Run one of the commands of `python -m minivlmrl COMMAND`."""
 
 import importlib
-import importlib.util
 import io
 import os
 import sys
@@ -19,7 +18,7 @@ COMMANDS = {  # name: (module:function, one sentence)
     "check": ("minivlmrl.extras.check.command:main", "find problems of a recipe before training"),
     "memory": ("minivlmrl.extras.memory:main", "estimate the GPU memory that a run needs"),
     "replay": ("minivlmrl.extras.replay.command:main", "repeat a run or a step, and compare"),
-    "audit": ("minivlmrl_audit.audit:main", "recompute a step of any trainer and name its bugs"),
+    "parity": ("minivlmrl.extras.parity.command:main", "name the mistakes in a loss or in a step of any trainer"),
 }
 
 
@@ -37,11 +36,6 @@ def main(arguments: list[str] | None = None) -> int:
         if name not in COMMANDS:
             return print_usage(name)
         module, _, function = COMMANDS[name][0].partition(":")
-        if name == "audit" and not importlib.util.find_spec("minivlmrl_audit"):
-            raise ValueError(
-                "this command is in a separate package, minivlmrl-audit; install it with "
-                "`pip install ./audit` in a clone of the repository"
-            )
         check_extras(module, f"the command {name}")
         return getattr(importlib.import_module(module), function)(arguments[1:]) or 0
     except BrokenPipeError:  # the program that reads the output, such as `head`, has ended

@@ -12,9 +12,7 @@ from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent
 # folders with our code; the last ones are beside the package in a clone
-OURS = tuple(
-    f"{PACKAGE.parent / name}{os.sep}" for name in (PACKAGE.name, "minivlmrl_audit", "audit", "kernels", "recipes")
-)
+OURS = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in (PACKAGE.name, "kernels", "recipes"))
 # files of code that options name, except those of this package; see config/import_utils.py
 USER_FILES: set[str] = set()
 

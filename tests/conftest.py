@@ -27,7 +27,6 @@ SLOW_FILES = {}  # slow tests that do not run, such as {"tests/repository/test_w
 LONGEST_FILES = (
     "test_trl_steps", "test_audit", "test_rehearsal", "test_process_group", "test_checkpoints", "test_memory",
     "test_trajectories", "test_backend", "test_first_gpu_hour", "test_benchmarks", "test_wheel", "test_torchrun",
-    "test_mutation_study",
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ command line or a model's config.json names the feature:
 | families/ | Qwen3.5, and mixtures of experts | `model_type` in config.json |
 | adamw8bit.py | AdamW with moments in 8 bits | `optimizer.name: adamw_8bit` |
 | memory.py | the GPU memory that a run needs | `python -m minivlmrl memory` |
+| parity/ | mistakes in a loss, or in a step of any trainer | `python -m minivlmrl parity` |
 | replay/ | a step of a run, or the whole run, again | `python -m minivlmrl replay` |
 | trl.py, trl_inputs.py | our loss and our input check in TRL's trainers | your own script |
 | vllm.py | rollouts from vLLM's logits | `sampling.engine: vllm` |

@@ -50,7 +50,7 @@ def test_the_list_of_commands(capsys, arguments):
     )
 
 
-@pytest.mark.parametrize("tool", ["chat", "memory", "audit"])
+@pytest.mark.parametrize("tool", ["chat", "memory", "parity"])
 def test_commands_have_a_help_page(capsys, tool):
     with pytest.raises(SystemExit, match="0"):
         start.main([tool, "--help"])

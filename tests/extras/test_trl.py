@@ -11,11 +11,11 @@ import datasets
 import pytest
 import torch
 import trl
-from trl_fixtures import END, QUIET, model, picture, processor, write_model
 
 from minivlmrl.extras.trl import GRPOTrainer
 from minivlmrl.losses import grpo
 from minivlmrl.losses.grpo import grpo_loss
+from tests.extras.parity.trl_fixtures import END, QUIET, model, picture, processor, write_model
 from tests.helpers.talk import user
 
 # micro-batches with 4 completions, 2 per optimizer step; their gradients are exact sums of halves

@@ -7,9 +7,9 @@ import pytest
 import torch
 import trl
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as modeling
-from trl_fixtures import QUIET, model, picture, processor, write_model
 
 from minivlmrl.extras.trl_inputs import InputCheck, gray_problems
+from tests.extras.parity.trl_fixtures import QUIET, model, picture, processor, write_model
 from tests.helpers.talk import assistant, user
 
 SIZES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1, "seed": 1}

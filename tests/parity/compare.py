@@ -11,7 +11,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from minivlmrl.losses.parity import distance
+from minivlmrl.extras.parity.loss import distance
 
 FAMILIES = yaml.safe_load((Path(__file__).parent / "families.yaml").read_text(encoding="utf-8"))
 METRIC_TOLERANCE = 1e-6  # TRL logs float32 means

@@ -35,7 +35,7 @@ from tests.parity.families import families as make_families
 
 families = functools.cache(make_families)
 NUMBER = re.compile(r"[+-]?\d+(?:\.\d+)?")
-PATTERNS = "README.md", ".github/*.md", "audit/*.md", "docs/**/*.md"
+PATTERNS = "README.md", ".github/*.md", "docs/**/*.md"
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for name in PATTERNS for path in ROOT.glob(name)}
 OTHER_SITES = (
     "https://arxiv.org/abs/",
@@ -84,7 +84,7 @@ def test_links_lead_somewhere(page):
             titles = [line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")]
             assert title in [re.sub(r"[^\w -]", "", line).lower().replace(" ", "-") for line in titles], target
     removed = r"(?<![0-9a-f]:)"  # `git show COMMIT:FILE` names a removed file
-    named = set(re.findall(removed + r"(?:audit/)?(?<!tests/)(?:recipes|benchmarks|tests|docs/scripts)/\w+\.\w+", text))
+    named = set(re.findall(removed + r"(?<!tests/)(?:recipes|benchmarks|tests|docs/scripts)/\w+\.\w+", text))
     if page != "docs/changelog.md":  # this page also names removed files
         assert [file for file in sorted(named) if not (ROOT / file).is_file()] == []
     cells = {name for name, file in links(ROOT / page) if file.parent.name == "parity"} & set(families())
@@ -130,7 +130,7 @@ def test_commands_of_scripts_have_files_and_flags_that_exist():
     """Every flag in `python benchmarks/x.py` or `python -m docs.scripts.x` is in the script's text."""
     found = 0
     for command in COMMANDS:
-        if match := re.match(r"(?:python|torchrun) (?:-m (docs[\w.]+)|((audit|benchmarks|recipes)/\w+\.py))", command):
+        if match := re.match(r"(?:python|torchrun) (?:-m (docs[\w.]+)|((benchmarks|recipes)/\w+\.py))", command):
             path = ROOT / (match[2] or match[1].replace(".", "/"))
             path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
             assert path.is_file(), command

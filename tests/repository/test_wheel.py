@@ -1,4 +1,4 @@
-"""Check that wheels built from both sdists work as README says, without the clone, and that the pins are complete."""
+"""Check that the wheel built from the sdist works as README says, without the clone, and that the pins are complete."""
 
 import contextlib
 import itertools
@@ -22,12 +22,12 @@ from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 
 import minivlmrl
-from minivlmrl.losses.parity import cases
+from minivlmrl.extras.parity.loss import cases
 
 ROOT = Path(__file__).parents[2]
 STEP = """
 import torch
-from minivlmrl_audit import dump
+from minivlmrl.extras.parity import step
 
 old = -torch.arange(1, 7).view(2, 3) / 10
 batch = {"old_per_token_logps": old, "advantages": torch.tensor([1.0, -1.0]), "prompt_mask": torch.zeros(2, 3)}
@@ -35,7 +35,7 @@ batch |= {"completion_mask": torch.tensor([[1, 1, 1], [1, 0, 0]]), "input_ids": 
 logps = (old + 0.1).requires_grad_()
 loss = -((logps - old).exp() * batch["advantages"][:, None] * batch["completion_mask"]).mean()
 batch |= {"loss": loss[None], "logps_gradient": torch.autograd.grad(loss, logps)[0], "per_token_logps": logps}
-dump.write("step", {"kind": "grpo", "loss": {"loss_type": "dapo"}}, batch)
+step.write("step", {"kind": "grpo", "loss": {"loss_type": "dapo"}}, batch)
 """
 TOOLS = """
 import glob, json, sys
@@ -70,7 +70,7 @@ PARITY = """
 import sys
 
 sys.modules["trl"] = None  # the numbers are recorded
-from minivlmrl.losses import parity
+from minivlmrl import parity
 from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 from minivlmrl.losses.preference import dpo_loss
 
@@ -116,25 +116,24 @@ def sdist(folder, output):
 
 
 @pytest.fixture(scope="module")
-def wheels(clone, tmp_path_factory):
-    """The wheels for the library and the audit, each built from its sdist."""
-    made, pip = [], [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
-    for folder in (clone, clone / "audit"):
-        dist = tmp_path_factory.mktemp("dist")
-        subprocess.run([*pip, "--wheel-dir", dist, sdist(folder, dist)], check=True)
-        made += dist.glob("*.whl")
+def wheel(clone, tmp_path_factory):
+    """The wheel, built from its sdist."""
+    dist = tmp_path_factory.mktemp("dist")
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--wheel-dir", dist, sdist(clone, dist)], check=True)
+    [made] = dist.glob("*.whl")
     return made
 
 
 @pytest.fixture(scope="module")
-def python(wheels, tmp_path_factory):
+def python(wheel, tmp_path_factory):
     """The Python in an environment with only the library. It uses the installed dependencies, but not the clone."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder)
     [packages] = folder.glob("lib/python*/site-packages")
     (packages / "here.pth").write_text("\n".join({sysconfig.get_path(kind) for kind in ("purelib", "platlib")}))
     python = folder / "bin" / "python"
-    install(python, wheels[0])
+    install(python, wheel)
     return python
 
 
@@ -151,8 +150,8 @@ def run(python, folder, *arguments):
 
 
 @pytest.mark.slow
-def test_what_is_installed_trains_asks_and_audits(wheels, python, tmp_path):
-    """Train the default recipe, then the user's own rows and reward; run the commands; audit a step with a mistake."""
+def test_what_is_installed_trains_asks_and_checks(python, tmp_path):
+    """Train the default recipe, then the user's own rows and reward; run the commands; check a step with a mistake."""
     short = "--sft.max_steps=1", "--grpo.max_steps=2", "--grpo.prompts_per_step=2", "--data.eval_rows=4"
     status, out = run(python, tmp_path, "-m", "minivlmrl", "train", *short)
     assert status == 0 and "held-out" in out, out
@@ -178,11 +177,8 @@ def test_what_is_installed_trains_asks_and_audits(wheels, python, tmp_path):
     # the wheel contains TRL's recorded numbers
     counts = [len([*cases(kind=kind)]) for kind in ("grpo", "dpo")]
     assert run(python, tmp_path, "-c", PARITY) == (0, "{} {}\n".format(*counts))
-    status, out = run(python, tmp_path, "-m", "minivlmrl", "audit", "step")
-    assert status == 2 and len(out.splitlines()) == 1 and "pip install ./audit" in out
-    install(python, wheels[1])
     assert run(python, tmp_path, "-c", STEP) == (0, "")
-    status, out = run(python, tmp_path, "-m", "minivlmrl", "audit", "step")
+    status, out = run(python, tmp_path, "-m", "minivlmrl", "parity", "step")
     assert status == 1 and "explained by: padding is counted as part of the completion, only in the count" in out, out
 
 
@@ -190,12 +186,14 @@ CI_PAGE = (ROOT / "docs" / "numerical_parity.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
-def test_pytest_finds_a_wrong_loss(wheels, python, tmp_path):
-    """With only the wheels, the test in docs/numerical_parity.md names the mistake."""
-    code, command, printed = re.findall(r"```(?:python|bash|text)\n([^`]*)```", CI_PAGE)[1:]
-    (tmp_path / "test_my_loss.py").write_text(code)
-    install(python, wheels[1])
-    status, out = run(python, tmp_path, "-m", *command.split())
+@pytest.mark.parametrize("file", ["my_loss.py", "test_my_loss.py"])
+def test_the_page_prints_the_mistake_in_a_wrong_loss(file, python, tmp_path):
+    """With only the wheel, the commands of docs/numerical_parity.md print what the page shows."""
+    blocks = re.findall(r"```(?:python|bash|text)\n([^`]*)```", CI_PAGE)
+    number = next(i for i, block in enumerate(blocks) if block.endswith(f"{file}\n") or f" {file}:" in block)
+    code, command, printed = blocks[number - 1 : number + 2]
+    (tmp_path / file).write_text(code)
+    status, out = run(python, tmp_path, "-m", *command.splitlines()[-1].removeprefix("python -m ").split())
     assert status == 1 and all(line in out for line in printed.splitlines()), out
 
 
@@ -212,24 +210,17 @@ def test_what_is_installed_has_every_module_recipe_and_kernel_and_the_console_sc
 
 
 @pytest.mark.slow
-def test_the_wheels_pass_the_checks_of_an_index(wheels):
-    """The wheels pass the checks of twine and the index: fields, a README that can be shown, license, versions."""
-    versions = []
-    for path in wheels:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-            [written] = [archive.read(name) for name in names if name.endswith(".dist-info/METADATA")]
-        about = Metadata.from_email(written, validate=True)
-        assert about.description_content_type == "text/markdown" and about.license_expression == "MIT"
-        own = about.name.replace("-", "_")
-        assert {name.partition("/")[0] for name in names} == {own, f"{own}-{about.version}.dist-info"}
-        assert f"{own}-{about.version}.dist-info/licenses/LICENSE" in names
-        versions.append(str(about.version))
-        if own == "minivlmrl":
-            assert [*about.project_urls] == ["Source", "Documentation", "Changelog", "Issues"] and about.classifiers
-            assert about.author == "The minivlmrl authors"
-    assert versions == [minivlmrl.__version__] * 2
-    assert [*map(str, about.requires_dist)] == [f"minivlmrl=={minivlmrl.__version__}"]
+def test_the_wheel_passes_the_checks_of_an_index(wheel):
+    """The wheel passes the checks of twine and the index: fields, a README that can be shown, license, versions."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        [written] = [archive.read(name) for name in names if name.endswith(".dist-info/METADATA")]
+    about = Metadata.from_email(written, validate=True)
+    assert about.description_content_type == "text/markdown" and about.license_expression == "MIT"
+    assert {name.partition("/")[0] for name in names} == {"minivlmrl", f"minivlmrl-{about.version}.dist-info"}
+    assert f"minivlmrl-{about.version}.dist-info/licenses/LICENSE" in names
+    assert str(about.version) == minivlmrl.__version__ and about.author == "The minivlmrl authors"
+    assert [*about.project_urls] == ["Source", "Documentation", "Changelog", "Issues"] and about.classifiers
 
 
 @pytest.mark.slow
@@ -240,15 +231,13 @@ def test_an_sdist_has_the_tests_and_what_they_and_the_readme_need(clone, tmp_pat
 
 
 def test_all_files_name_the_same_version():
-    """The package, the audit, the citation and the changelog's newest section agree, also about the date."""
-    audit = tomllib.loads((ROOT / "audit" / "pyproject.toml").read_text())["project"]
+    """The package, the citation and the changelog's newest section agree, also about the date."""
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     newest = re.search(r"(?m)^## (.*)$", (ROOT / "docs" / "changelog.md").read_text())[1]
     assert newest == f"{minivlmrl.__version__} ({citation['date-released']})"
-    assert citation["version"] == audit["version"] == minivlmrl.__version__
+    assert citation["version"] == minivlmrl.__version__
     [author] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["authors"]
     assert [author] == citation["authors"]
-    assert audit["dependencies"] == [f"minivlmrl=={minivlmrl.__version__}"]
 
 
 def test_what_is_installed_is_pinned():

@@ -6,7 +6,6 @@ import torch
 pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
 import transformers
 import trl
-import trl_fixtures
 
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.rows import Completion, Prompt, Row
@@ -17,6 +16,7 @@ from minivlmrl.run.loop import optimizer_step
 from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.trainers.base import Rollout, Step
 from minivlmrl.trainers.registry import find_trainer
+from tests.extras.parity import trl_fixtures
 
 SLOW = pytest.mark.slow
 # other defaults are equal in TRL and minivlmrl

@@ -3,7 +3,7 @@
 RUN is a run's folder, or a recipe. Training resumes from the last checkpoint of the run before
 the step, or starts from step 0, and continues up to the step. Nothing is written to RUN. The random numbers for a
 completion depend only on its prompt's key, so a replayed step must agree with completions.jsonl and metrics.jsonl to
-the last bit. With --all, the whole run is repeated in RUN.again, and every file is compared; see docs/audit.md.
+the last bit. With --all, the whole run is repeated in RUN.again, and every file is compared; see docs/metrics.md.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Repeat the training of a run in RUN.again, and compare all files: `replay RUN --all`.
 
-Nothing that a log claims is trusted. docs/audit.md explains what an agreement proves.
+Nothing that a log claims is trusted. docs/metrics.md explains what an agreement proves.
 """
 
 import math

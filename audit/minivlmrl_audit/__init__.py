@@ -1,1 +1,0 @@
-"""Audit a trainer: recompute an optimizer step, and name the mistake behind each difference."""

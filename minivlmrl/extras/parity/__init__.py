@@ -1,0 +1,31 @@
+"""Is your loss right? Is a step of your trainer right? Both are computed again, and each difference gets a name.
+
+There are two doors, and one table of names, names.py:
+
+| you have | call | in a shell |
+|---|---|---|
+| a loss function | `check(my_loss)` | `python -m minivlmrl parity my_loss.py:my_loss` |
+| a recorded step of any trainer | `assert_step(folder)` | `python -m minivlmrl parity FOLDER` |
+
+docs/numerical_parity.md explains both.
+"""
+
+from minivlmrl.extras.parity.assertions import (
+    assert_rank_invariant,
+    assert_same_logps,
+    assert_split_invariant,
+    assert_step,
+)
+from minivlmrl.extras.parity.images import check_images
+from minivlmrl.extras.parity.loss import cases, check, judge
+
+__all__ = [
+    "assert_rank_invariant",
+    "assert_same_logps",
+    "assert_split_invariant",
+    "assert_step",
+    "cases",
+    "check",
+    "check_images",
+    "judge",
+]

@@ -1,0 +1,76 @@
+"""Assertions for your own trainer's tests. Tensors may be torch tensors or numpy arrays."""
+
+import torch
+
+from minivlmrl.extras.parity.audit import SECONDS, checked, gaps, report
+
+
+def assert_step(folder):
+    """Assert that all stages in a dumped step agree with the audit's recomputation.
+
+    Raises ValueError if the folder does not contain a step, or if nothing could be compared.
+    """
+    findings, d = checked(folder, SECONDS)
+    assert all(finding.ok for finding in findings), f"{folder}\n{report(findings, d)}"
+
+
+def assert_split_invariant(
+    gradients, rows: int, tolerance: float = 1e-6, sizes=None, parts_name: str = "micro-batches"
+):
+    """Assert that a step's gradient does not depend on how its rows are split.
+
+    Args:
+        gradients: function that takes lists with row indices, one list for each part, and returns {name:
+            tensor}. It accumulates the parts' gradients as your trainer does.
+        rows: number of rows in the step, at least 2.
+        tolerance: largest allowed difference, relative to the largest gradient in the whole step.
+        sizes: part counts to try. Defaults to 2, rows - 1 and rows.
+        parts_name: name of the parts in error messages.
+    """
+    assert rows > 1, f"rows is {rows}, but at least 2 rows are needed to compare different splits"
+    # rows - 1 parts are tried because one part then has two rows and all other parts have one
+    sizes = sizes or (2, rows - 1, rows)
+
+    def split(parts: int) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
+        """Split the rows into parts, where part i gets rows i, i + parts, ..., and compute the gradients."""
+        indices = [list(range(part, rows, parts)) for part in range(parts)]
+        return indices, {name: torch.as_tensor(x).double() for name, x in gradients(indices).items()}
+
+    _, whole_gradients = split(1)
+    unit = max(gaps(x, 0.0, 1.0).max() for x in whole_gradients.values())
+    assert unit > 0, "all gradients are zero, so nothing was compared; use rows with a nonzero loss"
+    for size in sizes:
+        parts, split_gradients = split(size)
+        names = sorted(whole_gradients.keys() ^ split_gradients.keys())
+        assert not names, (
+            f"{parts_name} {parts}: the parameter {names[0]} has a gradient either only with this "
+            "split or only without it"
+        )
+        errors = {name: gaps(x, whole_gradients[name], unit).max() for name, x in split_gradients.items()}
+        worst = max(errors, key=errors.get)
+        assert errors[worst] <= tolerance, (
+            f"{parts_name} {parts}: the gradient of {worst} differs from the gradient of the whole "
+            f"step by {errors[worst]:.1e} times the largest gradient"
+        )
+
+
+def assert_rank_invariant(gradients, rows: int, ranks=(2, 4), tolerance: float = 1e-6):
+    """Assert that the gradient summed over ranks equals a single rank's gradient.
+
+    See assert_split_invariant; here each list holds one rank's row indices.
+    """
+    assert_split_invariant(gradients, rows, tolerance, ranks, "ranks")
+
+
+def assert_same_logps(sampler, trainer, mask=1, tolerance: float = 1e-3):
+    """Assert that log-probabilities (n, T) in nats agree within `tolerance` where mask is 1."""
+    a = torch.as_tensor(sampler).double()
+    b = torch.as_tensor(trainer).double()
+    is_counted = torch.as_tensor(mask) > 0
+    assert is_counted.any(), "the mask does not select any token, so nothing was compared"
+    errors = gaps(a, b, 1.0).where(is_counted, 0.0)
+    row, token = divmod(int(errors.argmax()), a.shape[1])
+    assert errors.max() <= tolerance, (
+        f"row {row}, token {token}: the sampler's log-probability is {a[row, token]:.4f} nats, but "
+        f"the trainer's is {b[row, token]:.4f} nats"
+    )

@@ -1,0 +1,34 @@
+"""`python -m minivlmrl parity TARGET`: check a loss function or a recorded step, and name its mistakes and designs.
+
+The exit status is 0 if all numbers agree, 1 if some differ, and 2 if nothing could be compared.
+"""
+
+import argparse
+import json
+
+import yaml
+
+from minivlmrl.config.import_utils import load_name
+from minivlmrl.extras.parity.audit import SECONDS, as_json, checked, report
+from minivlmrl.extras.parity.loss import judge
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Check the target given on the command line, print the report, and return the exit status."""
+    says = "Check a loss function against TRL's recorded numbers, or recompute a recorded step of any trainer."
+    p = argparse.ArgumentParser("python -m minivlmrl parity", description=says)
+    p.add_argument("target", help="FILE.py:FUNCTION of a loss, or a folder with step.json and step.safetensors")
+    p.add_argument("--only", nargs="*", default=[], metavar="NAME=VALUE", help="options that a loss's cases must have")
+    p.add_argument("--json", action="store_true", help="print the report about a step as one JSON object")
+    p.add_argument("--seconds", type=float, help=f"time for a search (default: 5 for a loss, {SECONDS:g} for a step)")
+    options = p.parse_args(arguments)
+    if ":" in options.target:
+        only = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in options.only)}
+        limit = {} if options.seconds is None else {"seconds": options.seconds}
+        verdict = judge(load_name(options.target), **limit, **only)
+        print(verdict)
+        return int(bool(verdict.differences))
+    findings, d = checked(options.target, SECONDS if options.seconds is None else options.seconds)
+    result = as_json(findings, d)
+    print(json.dumps(result, indent=1) if options.json else report(findings, d))
+    return int(not result["agrees"])

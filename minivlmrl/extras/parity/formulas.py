@@ -1,0 +1,81 @@
+"""Functions that the formulas in names.py and units.py call, and the distance of two tensors."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+
+def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round x to a dtype, but return the trainer's value `theirs` where it is as close.
+
+    Because x may lie halfway between two numbers that the dtype can represent, `theirs` counts as close up to 0.501
+    rounding units away from x.
+    """
+    unit = torch.finfo(dtype).eps * x.abs()
+    is_rounded = theirs == theirs.to(dtype)
+    return theirs.where(is_rounded & ((theirs - x).abs() <= 0.501 * unit), x.to(dtype).double())
+
+
+def in_half(x: Tensor, theirs: Tensor, exact: Tensor) -> Tensor:
+    """Return `theirs` if 16-bit arithmetic explains their differences from the exact values, else x.
+
+    Two programs in 16 bits do not agree to the last digit, but they round the same weights. So the rounding errors in
+    x, which was computed in 16 bits, must be as large as the trainer's differences, and correlated with them. At least
+    16 log-probabilities, in nats, are needed for this test.
+    """
+    errors = (x - exact)[theirs != exact]
+    differences = (theirs - exact)[theirs != exact]
+    if len(errors) < 16 or differences.abs().max() > 0.05:
+        return x
+    sizes = errors.norm(), differences.norm()
+    correlation = (errors @ differences) / (sizes[0] * sizes[1] + 1e-30)
+    is_large_enough = correlation > max(0.3, 2 / len(errors) ** 0.5)
+    return theirs if is_large_enough and max(sizes) < 2 * min(sizes) else x
+
+
+def clipped(gradients: dict[str, Tensor], max_norm: float | None, norm: float | None = None) -> dict[str, Tensor]:
+    """Scale gradients so that their total norm is at most max_norm, like torch's clip_grad_norm_.
+
+    Args:
+        max_norm: None or 0 disables clipping.
+        norm: total norm to use; None computes the norm from `gradients`.
+    """
+    if norm is None:
+        norm = get_total_norm(gradients.values()).item()
+    share = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
+    return {name: x * share for name, x in gradients.items()}
+
+
+def total_by(x: Tensor, span: Tensor) -> Tensor:
+    """Sum x over each span's tokens, and return the sum at every token, shaped like x."""
+    totals = x.new_zeros(int(span.max()) + 1)
+    return totals.index_add(0, span.flatten(), x.flatten())[span]
+
+
+def first(x: Tensor, k: int = 1) -> Tensor:
+    """Return a mask that selects the first k columns in each run of True in the mask x (..., S)."""
+    count = x.cumsum(-1)
+    earlier_runs = (count * ~x).cummax(-1).values
+    return x & (count - earlier_runs <= k)
+
+
+def last(x: Tensor, k: int = 1) -> Tensor:
+    """Return a mask that selects the last k columns in each run of True in the mask x (n, S)."""
+    return first(x.flip(1), k).flip(1)
+
+
+def distance(ours: Tensor, expected: Tensor) -> float:
+    """Compute the largest difference between two tensors, relative to max(1, largest |expected|).
+
+    The result is inf if the shapes differ, or if the tensors have NaN at different positions.
+    """
+    ours, expected = ours.double(), expected.double()
+    if ours.shape != expected.shape or not torch.equal(ours.isnan(), expected.isnan()):
+        return math.inf
+    if not expected.numel():
+        return 0.0
+    difference = (ours - expected).nan_to_num(0.0).abs().max()
+    scale = expected.nan_to_num(0.0).abs().max().clamp(min=1)
+    return (difference / scale).item()

@@ -1,0 +1,80 @@
+"""Check that a trainer's log-probabilities depend on the images in their row."""
+
+import torch
+from torch import Tensor
+
+
+def check_shape(name: str, tensor: Tensor, expected: str, dims: int, last: int | None = None):
+    """Raise ValueError unless a tensor has `dims` dimensions, the last one with size `last`."""
+    shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else None
+    if shape is None or len(shape) != dims or last not in (None, shape[-1]):
+        found = f"of type {type(tensor).__name__}" if shape is None else f"of shape {shape}"
+        raise ValueError(f"{name} is {found}, but it must be a tensor of shape {expected}")
+
+
+def check_images(
+    my_logps,
+    input_ids: Tensor,
+    pixel_values: Tensor,
+    image_grid_thw: Tensor,
+    image_token_id: int,
+    tolerance: float = 1e-3,
+) -> str:
+    """Check that a trainer uses the right images, in the right order, for its log-probabilities.
+
+    Each image in turn is replaced by its negative, which must change log-probabilities of tokens after the image and no
+    log-probabilities of tokens before the image. In addition, rows that differ in one image must have the same
+    log-probabilities in one batch as alone in a batch.
+
+    Args:
+        my_logps: function (input_ids (B, L), pixel_values (B * P, D), image_grid_thw (B * N, 3))
+            -> (B, T), log-probabilities for each row's last T tokens. With T = L - 1, the check
+            also finds a wrong image order.
+        input_ids: (L,), ids for one row with N images, as a Qwen processor returns them.
+        pixel_values: (P, D), patches, one image after the other.
+        image_grid_thw: (N, 3); use images of different sizes, so that a wrong order can be found.
+        tolerance: rounding error in my_logps in nats; about 0.1 in bfloat16.
+
+    Returns:
+        A fault description with its size in nats; "" if all images are used correctly.
+
+    Raises:
+        ValueError: a tensor has another shape, or the row has no image, or not as many as image_grid_thw.
+    """
+    check_shape("input_ids", input_ids, "(L,), the token ids of one row", dims=1)
+    check_shape("image_grid_thw", image_grid_thw, "(N, 3), a row for each image", dims=2, last=3)
+    check_shape("pixel_values", pixel_values, "(P, D), a row for each patch", dims=2)
+    num_patches = int(image_grid_thw.prod(1).sum())
+    if len(pixel_values) != num_patches:
+        raise ValueError(
+            f"pixel_values have {len(pixel_values)} patches, but image_grid_thw stands for "
+            f"{num_patches}; pass both as the processor returned them for the row"
+        )
+    # index of each image's first placeholder
+    starts = 1 + ((input_ids == image_token_id).int().diff() == 1).nonzero()
+    N = len(image_grid_thw)
+    if not len(starts) == N > 0:
+        raise ValueError(
+            f"input_ids contain {len(starts)} images, but image_grid_thw has {N}; the numbers must "
+            "be equal and at least 1"
+        )
+    signs = 1 - 2 * torch.eye(N + 1, N).to(pixel_values)  # the last row keeps all images
+    rows = pixel_values * signs.repeat_interleave(image_grid_thw.prod(1), 1)[:, :, None]
+    alone = torch.cat([my_logps(input_ids[None], row, image_grid_thw) for row in rows])
+    batch = my_logps(input_ids.repeat(N + 1, 1), rows.flatten(0, 1), image_grid_thw.repeat(N + 1, 1))
+    changes = (alone[:-1] - alone[-1]).abs()  # (N, T), effect of negating each image
+    for image in range(N):
+        change = changes[image]
+        largest_change = change.max()
+        if not largest_change > tolerance:
+            return f"image {image} has no effect: negating it changes log-probabilities by {largest_change:.1e} nats"
+        early_change = change[: starts[image] + 1 - len(input_ids)].sum()
+        if early_change > tolerance:
+            return (
+                f"images are used in a wrong order: negating image {image} "
+                f"changes tokens before it by {early_change:.1e} nats"
+            )
+    difference = (batch - alone).abs().max()
+    if difference > changes.amax(1).min() / 2:
+        return f"rows use the images of other rows: a batch differs from its single rows by {difference:.1e} nats"
+    return ""

@@ -1,0 +1,215 @@
+"""Check your own loss against values and gradients recorded from TRL 1.16, without TRL.
+
+`check` compares a loss with the recorded cases, and names the mistakes or designs that explain a difference, see
+docs/numerical_parity.md. In a clone, `pytest tests/parity` compares all losses and options in minivlmrl with the
+installed TRL.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from minivlmrl.extras.parity.formulas import distance
+from minivlmrl.extras.parity.loss_search import as_step, find_names, lines_of
+
+SHOWN = 4  # differing cases that are printed
+# losses from TRL 1.16, and a tiny model from transformers 5.23, each written by a removed script:
+# git show bc4e311f:tests/record/record_losses.py, and git show cfba8c8:tests/record/record_fixtures.py
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float = 5.0, **only) -> int:
+    """Compare a loss with values and gradients recorded from TRL; return the number of cases.
+
+    `my_loss` gets a batch of B completions or pairs with T tokens, as a dict of float64 tensors:
+
+        per_token_logps      (B, T); dpo: (B, 2, T), with the chosen answer first
+        mask                 the same shape; 1 for tokens of a completion
+        ref_per_token_logps  the same shape, for grpo and dpo
+        old_per_token_logps  (B, T), for grpo
+        advantages           (B,), for grpo
+
+    Some batches are extreme: completions without tokens, which still count in the mean over completions, and log-ratios
+    of 25 nats. `options` is a dict with these arguments of a loss:
+
+        grpo  loss_type, importance_sampling_level, beta, epsilon_low, epsilon_high,
+              use_bias_correction_kl, whole_step (True if the batch is the whole step, and not a micro-batch), and the
+              divisors tokens (of the whole step, for dapo) and max_completion_length (for dr_grpo); delta=3.0
+              selects cases with TRL's dual clip
+        dpo   loss_type (a list with one name), beta, label_smoothing
+        sft   loss_type: nll or dft
+
+    Args:
+        my_loss: function (batch, options) -> scalar loss; its gradient with respect to per_token_logps is compared,
+            too.
+        tolerance: largest error in value and gradient, relative to TRL's largest absolute value or to 1, whichever is
+            larger.
+        kind: loss kind: grpo, dpo or sft.
+        seconds: time after which the search for a name ends.
+        only: options that a case must have, for example loss_type="dapo" and whole_step=True.
+
+    Raises:
+        ValueError: no case has these options; the message lists the recorded values.
+        AssertionError: some cases differ from TRL. The message lists these cases, and the mistakes and designs that
+            explain the differences, see `judge`.
+    """
+    verdict = judge(my_loss, tolerance, kind, seconds, **only)
+    if verdict.differences:
+        raise AssertionError(str(verdict))
+    return verdict.cases
+
+
+@dataclass
+class Verdict:
+    """What `judge` has found.
+
+    A finding is a "mistake", or a "design": a choice that some project makes on purpose.
+    """
+
+    cases: int
+    differences: list[str]  # one line for each case that differs
+    where: str = ""  # options that all these cases and no others have
+    kinds: Sequence[str] = ()  # "mistake" or "design" for each finding; empty if nothing was named
+    names: Sequence[str] = ()  # lines about the findings
+
+    def __str__(self) -> str:
+        differing = len(self.differences)
+        if not differing:
+            return f"all {self.cases} cases agree with TRL in value and gradient"
+        head = f"{differing} of {self.cases} cases differ from TRL{self.where}"
+        more = [f"... and {differing - SHOWN} more"] if differing > SHOWN else []
+        return "\n".join([head, *self.differences[:SHOWN], *more, *self.names])
+
+
+def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float = 5.0, **only) -> Verdict:
+    """Compare a loss with TRL's, and name the mistakes or designs that reproduce it in all cases; see `check`."""
+    steps = []  # arguments to `as_step` for all cases
+    found = []
+    differences: list = []
+    agreeing, differing = [], []  # options
+    for case, options, batch, value, slope in cases(kind=kind, **only):
+        result = compare(my_loss, options, batch, value, slope)
+        found.append((result, value))
+        steps.append((batch, options, result.loss, result.gradient))
+        if result.error <= tolerance:
+            agreeing.append(options)
+        else:
+            differing.append(options)
+            differences.append((case, options, result))
+    everything = agreeing + differing
+    varied = [name for name in everything[0] if any(x.get(name) != everything[0][name] for x in everything)]
+    for i, (case, options, result) in enumerate(differences):
+        chosen = ", ".join(f"{name}={options.get(name)}" for name in varied)
+        differences[i] = f"{case} ({chosen}): {result}"
+    verdict = Verdict(len(found), differences, where=shared(differing, agreeing))
+    if not differences:
+        return verdict
+    if constant := constant_of(found, tolerance):
+        verdict.kinds, verdict.names = (
+            ["design"],
+            [f"design: the value has a constant of {constant:.6g} without gradient"],
+        )
+        return verdict
+    searched = [as_step(*step) for step in steps]
+    parts = find_names(searched, tolerance, seconds)
+    verdict.kinds, verdict.names = [part[0].kind for part in parts.parts], lines_of(parts, searched)
+    if not verdict.kinds and all(result.gradient_error <= tolerance for result, _ in found):
+        verdict.kinds = ["design"]
+        verdict.names = ["design: the values differ, but the gradients are equal in all cases"]
+    return verdict
+
+
+def shared(differing: list[dict], agreeing: list[dict]) -> str:
+    """Describe an option that all differing cases and no agreeing case have."""
+    for name in differing[0] if differing and agreeing else ():
+        values = [options.get(name) for options in differing]
+        if all(x == values[0] for x in values) and all(options.get(name) != values[0] for options in agreeing):
+            return f", which are those with {name} = {values[0]}"
+    return ""
+
+
+def constant_of(found: list[tuple], tolerance: float) -> float | None:
+    """Return by how much all values differ, if it is the same number in all cases and all gradients are right."""
+    constants = [(result.loss - value).item() for result, value in found]
+    is_same = max(constants) - min(constants) <= tolerance
+    return constants[0] if is_same and all(result.gradient_error <= tolerance for result, _ in found) else None
+
+
+@dataclass
+class Comparison:
+    """A loss and its gradient, and their largest differences from TRL, relative as in `distance`."""
+
+    loss: Tensor
+    gradient: Tensor
+    loss_error: float
+    gradient_error: float
+
+    @property
+    def error(self) -> float:
+        """Return the larger error."""
+        return max(self.loss_error, self.gradient_error)
+
+    def __str__(self) -> str:
+        return f"value differs by {self.loss_error:.1e}, gradient by {self.gradient_error:.1e}"
+
+
+def compare(my_loss, options: dict, batch: dict, value: Tensor, gradient: Tensor) -> Comparison:
+    """Compute a loss and its gradient for a recorded case, and compare them with TRL's.
+
+    Raises:
+        ValueError: `my_loss` does not return a scalar tensor.
+    """
+    logps = batch["per_token_logps"].requires_grad_()
+    loss = my_loss(batch, options)
+    if not isinstance(loss, Tensor) or loss.dim():
+        raise ValueError(f"my_loss returned {loss!r:.60}, but it must return a tensor of shape ()")
+    # 0 * sum is added, so that a detached loss's gradient is 0 instead of an error
+    [ours] = torch.autograd.grad(loss + 0 * logps.sum(), logps)
+    loss = loss.detach()
+    return Comparison(loss, ours, distance(loss, value), distance(ours, gradient))
+
+
+def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor]]:
+    """Yield (name, options, batch, value, gradient) for each recorded case with these options.
+
+    Raises:
+        ValueError: no case has these options; the message lists the recorded values.
+    """
+    with safe_open(FIXTURES / "losses.safetensors", framework="pt") as file:
+        tensor_names = list(file.keys())
+        recorded = json.loads(file.metadata()["cases"])  # {case: options}
+        known = set().union(*recorded.values())
+        for name in sorted(only.keys() - known):
+            hint = "; TRL's epsilon is epsilon_low and epsilon_high" if name == "epsilon" else ""
+            raise ValueError(
+                f"no recorded case has the option {name!r}; the options are {', '.join(sorted(known))}{hint}"
+            )
+        chosen = {case: options for case, options in recorded.items() if has(options, only)}
+        if not chosen:
+            kind = [options for options in recorded.values() if options["kind"] == only["kind"]]
+            recorded_values = {}
+            for key in only:
+                values = [str(options.get(key)) for options in kind or recorded.values()]
+                recorded_values[key] = list(dict.fromkeys(values))
+            raise ValueError(f"No recorded case has the options {only}; choose from {recorded_values}")
+        for case, options in chosen.items():
+            batch = {}
+            for name in tensor_names:
+                if name.startswith(f"{case}/"):
+                    batch[name.partition("/")[2]] = file.get_tensor(name)
+            yield case, options, batch, batch.pop("loss"), batch.pop("gradient")
+
+
+def has(options: dict, only: dict) -> bool:
+    """Return True if a case has these options; a case with TRL's dual clip, delta, has to be asked for.
+
+    A value also equals a list that contains only this value, as loss_type of a dpo case does.
+    """
+    if "delta" in options and "delta" not in only:
+        return False
+    return all(key in options and options[key] in (x, [x]) for key, x in only.items())

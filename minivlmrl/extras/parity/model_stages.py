@@ -1,0 +1,331 @@
+"""Recompute log-probabilities, gradients, AdamW updates and learning rates."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils import get_total_norm
+
+from minivlmrl.data.rows import Prompt
+from minivlmrl.extras.parity.change import Change
+from minivlmrl.extras.parity.formulas import clipped, first
+from minivlmrl.extras.parity.stages import Answer, beside, shown
+from minivlmrl.extras.parity.step import Dump
+from minivlmrl.model.checkpoint import load_model
+from minivlmrl.model.families.registry import hub_name
+from minivlmrl.model.packing import GroupBatch, pack
+from minivlmrl.model.rope import get_rope_index
+
+# tolerated error after a model in float32, as a multiple of the tolerance in all other stages
+THROUGH_A_MODEL = 50.0
+HALF = 100.0  # further factor for a model that runs in bfloat16, float16 or an unknown dtype
+
+
+def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = False):
+    """Compute log-probabilities and entropies for the rows `part` with the model in a folder.
+
+    Without `grad`, each row's outputs are cached for each deviation, because a search needs them many times.
+
+    Returns:
+        A tensor (2, n, S) with the log-probabilities and the entropies, which are 0 in all other rows, and the model.
+        The model is None if all rows came from the cache.
+
+    Raises:
+        SearchEndedError: a search's deadline has passed.
+    """
+    later = ("logps", "mode")  # applied to the outputs
+    deviations = str({name: value for name, value in change.items() if name not in later})
+    images = shown(d)
+    attended = change("attended", d["attention_mask"].bool() | d["completion_mask"].bool())
+    model = None
+    cache = {} if grad else d.cache
+    value = torch.zeros(2, len(d.all_rows), d.width, dtype=torch.float64)
+    for row, picture_row in zip(part.tolist(), change("picture rows", d.all_rows)[part], strict=True):
+        d.check_time()
+        key = (folder, row, deviations)
+        if key not in cache:
+            if model is None:
+                dtype = change("dtype", torch.float64)
+                model = change("model", load_model(folder, dtype).requires_grad_(grad))
+            own = images[picture_row], *beside(d, images, row)
+            cache[key] = row_logps(d, change, model, row, attended[row], own)
+        value[:, row] = cache[key]
+    return torch.stack([change("logps", x) for x in value]), model
+
+
+def row_logps(d: Dump, change: Change, model, row: int, attended: Tensor, images: tuple) -> Tensor:
+    """Compute log-probabilities and entropies (2, S) for a row's tokens after its prompt; all other values are 0.
+
+    Args:
+        attended: (S,) mask that selects the tokens which the model receives.
+        images: the row's list with pairs (patches, grid), the list of its micro-batch, and the row's index in it.
+    """
+    is_learned = d.get("logps_gradient", d["completion_mask"])[row] != 0
+    is_scored = d.completion[row] | d["completion_mask"][row].bool() | is_learned
+    token_numbers = attended.cumsum(0)  # each attended token's position, starting at 1
+    # the first token has no log-probability, because no earlier token predicts it
+    scored_columns = (is_scored & attended & (token_numbers > 1)).nonzero()[:, 0]
+    value = torch.zeros(2, d.width, dtype=torch.float64)
+    if not len(scored_columns):
+        return value
+    batch = batch_of_row(d, change, model, row, attended, images)
+    # the previous token's hidden state predicts each token
+    autocast = change("autocast", None)
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        logits = change("logits", model.lm_head(model(batch, select=token_numbers[scored_columns] - 2)))
+    temperature = change("temperature", d.about.get("temperature", 1.0))
+    log_probs = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
+    labels = change("labels", d["input_ids"][row][scored_columns])
+    logps = change("scores", log_probs.gather(1, labels[:, None])[:, 0])
+    entropies = -(log_probs.exp() * log_probs).sum(-1)
+    value[:, scored_columns] = torch.stack([logps, entropies]).double()
+    return value
+
+
+def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, images: tuple) -> GroupBatch:
+    """Pack a row's attended tokens and its images into a batch, changed by a deviation, see row_logps."""
+    config = model.config
+    ids = d["input_ids"][row]
+    placeholders = ids == config.image_token_id
+    num_given = (first(placeholders) & ~d.completion[row]).sum()  # number of images in the prompt
+    images, flat, index = images
+    images = images[:num_given] + change("tool pictures", images[num_given:])
+    images = change("pictures", images, num_given=num_given, flat=flat, index=index)
+    numbers = torch.arange(len(images))
+    is_blind = change("blind", numbers < 0, numbers=numbers, num_given=num_given)
+    grids = change("grids", torch.tensor([grid.tolist() for _, grid in images], dtype=torch.long).view(-1, 3))
+    patches = torch.cat([torch.zeros(0), *(change("pixels", pixels) for pixels, _ in images)])
+    sizes = grids.prod(1)
+    merged_sizes = sizes // config.vision_config.spatial_merge_size**2
+    picture_numbers = picture_of_tokens(placeholders, merged_sizes)[attended]
+    ids = ids[attended]
+    has_tokens = torch.isin(torch.arange(len(images)), picture_numbers)
+    is_seen = has_tokens & ~is_blind
+    seen_ids = ids.where(pad(is_seen, (0, 1))[picture_numbers], -1)  # -1 marks text
+    seen_patches = patches[is_seen.repeat_interleave(sizes)].to(model.lm_head.weight)
+    batch = pack([Prompt(seen_ids, seen_patches, grids[is_seen])], [[]], config)
+    batch.input_ids = ids
+    padding = int(d["attention_mask"][row].long().argmax())  # number of padding tokens on the left
+    placed_ids = change("marks", ids.where(picture_numbers < len(grids), -1), padding=padding)
+    batch.position_ids = change(
+        "positions",
+        get_rope_index(placed_ids, grids[has_tokens], config),  # also for images that are hidden
+        indices=torch.arange(len(ids)).expand(3, -1),
+        own=d.completion[row, attended],
+        pictures=picture_numbers,
+    )
+    return batch
+
+
+def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
+    """Return the image index (S,) for each placeholder token, and len(sizes) for all other tokens.
+
+    Args:
+        placeholders: (S,) mask that selects image placeholders. Surplus placeholders count as text.
+        sizes: (images,) placeholder count for each image.
+    """
+    numbers = torch.bucketize(placeholders.cumsum(0) - 1, sizes.cumsum(0), right=True)
+    return numbers.where(placeholders, len(sizes))
+
+
+def of_unattended(d: Dump) -> Tensor:
+    """Return a mask (n, S) that selects tokens whose previous token is not attended to.
+
+    Their log-probabilities cannot be recomputed, because the packed sequence contains only attended tokens.
+    """
+    return pad(d["attention_mask"][:, :-1], (1, 0), value=1) == 0
+
+
+def model_unit(d: Dump) -> float:
+    """Return the tolerated error, as a multiple of the tolerance, after a forward through the trainer's model."""
+    dtype = d.about.get("autocast") or d.about.get("dtype")
+    return THROUGH_A_MODEL * (1 if dtype in ("float32", "float64") else HALF)
+
+
+def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
+    """Recompute the log-probabilities or entropies for all tokens in the completion mask.
+
+    Args:
+        name: the dumped tensor's name, such as "old_per_token_logps".
+        folder: field in step.json with the folder whose weights should have produced this tensor.
+    """
+    if not d.has(name) or not d.about.get(folder):
+        return None
+    weights_folder = change("model folder", d.about[folder])
+    part = d.all_rows if d.part is None else d.part
+    # another dtype's noise, and values from other rows, need all rows
+    rows = d.all_rows if change.keys() & {"logps", "dtype"} else part
+    counted_mask = d["completion_mask"] * ~of_unattended(d)
+
+    def recomputed(change: Change) -> Tensor:
+        steps = d.get("rollout_step", d.all_rows * 0)
+        value = torch.zeros_like(d[name])
+        for step in steps[rows].unique():  # the weights differ between rollout steps
+            of_step = rows[steps[rows] == step]
+            outputs, _ = forward(d, change, weights_folder.replace("{}", str(int(step))), of_step)
+            value += outputs[int(name == "entropies")]
+        return value * counted_mask
+
+    theirs = d[name].nan_to_num() * counted_mask
+    ours = recomputed(change)
+    exact = recomputed(Change(d, {})) if "dtype" in change else ours
+    ours = change("mode", ours, theirs=theirs, exact=exact, folder=folder)
+    return {name: (theirs[part], ours[part], model_unit(d))}
+
+
+def gradients(d: Dump, change: Change) -> Answer:
+    """Recompute the step's gradients by backpropagation through the model, over all micro-batches."""
+    theirs = by_hub_names(d.parameters("grad"))
+    earlier = by_hub_names(d.parameters("exp_avg"))
+    has_model = d.about.get("model") and d.forward is not None and d.entropy_forward is not None
+    is_unknown = (d["completion_mask"] * of_unattended(d)).any()
+    if not theirs or not has_model or not d.has("logps_gradient") or is_unknown:
+        return None
+    ours = accumulate(d, change)
+    unit = model_unit(d) * max(x.abs().max() for x in [*ours.values(), *theirs.values()]) + 1e-30
+    answer = {}
+    for name, x in sorted((theirs if d.about.get("some") else ours | theirs).items()):
+        their_gradient = theirs.get(name, x * 0)
+        names = {"theirs": their_gradient, "earlier": earlier.get(name, x * 0)}
+        our_gradient = change("gradient", ours.get(name, x * 0), key=name, **names)
+        answer[f"grad.{name}"] = their_gradient, our_gradient, unit
+    return answer
+
+
+def by_hub_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename parameters as in checkpoints on the Hub, and remove a wrapper module's prefix."""
+    return {hub_name(name.removeprefix("module.")): x for name, x in tensors.items()}
+
+
+def accumulate(d: Dump, change: Change) -> dict[str, Tensor]:
+    """Add up the micro-batches' gradients, each multiplied by a weight, which is 1 without a deviation."""
+    ones = torch.eye(len(d.micro_batches))
+    tokens = torch.stack([d["lengths"][part].sum() for part in d.micro_batches]).clamp(min=1).double()
+    shares = change("micro-batch", ones.sum(0), first=ones[0], last=ones[-1], tokens=tokens)
+    total = {}
+    for number, share in enumerate(shares):
+        part_gradients = change("gradients of a part", micro_batch_gradients(d, number))
+        for name, x in part_gradients.items():
+            total[name] = total.get(name, 0) + x * share
+        total = change("gradients so far", total)
+    return total
+
+
+def micro_batch_gradients(d: Dump, number: int) -> dict[str, Tensor]:
+    """Compute one micro-batch's gradients as {parameter name: gradient}, and cache them."""
+    cache = d.cache
+    if number not in cache:
+        part = d.micro_batches[number]
+        slopes = d["logps_gradient"]
+        both = [slopes, d.get("entropies_gradient", slopes * 0)]
+        passes = [(d.forward, both)]
+        if d.entropy_forward != d.forward:  # the entropies come from another forward, for example with other logits
+            passes = [(d.forward, [slopes, slopes * 0]), (d.entropy_forward, [slopes * 0, both[1]])]
+        total = {}
+        for deviation, weights in passes:
+            value, model = forward(d, Change(d, deviation), d.about["model"], part, grad=True)
+            if value.requires_grad:  # False if no row has a token to train on
+                (value * torch.stack(weights)).sum().backward()
+            for name, p in model.named_parameters():
+                if p.grad is not None:
+                    total[name] = total.get(name, 0) + p.grad.double()
+        cache[number] = total
+    return cache[number]
+
+
+def clip(d: Dump, change: Change) -> Answer:
+    """Recompute the logged gradient norm and the clipped gradients."""
+    gradients = d.parameters("grad")
+    theirs = d.parameters("clipped")
+    if not gradients or not (theirs or d.has("grad_norm")):
+        return None
+    max_norm = change("max_norm", d.optimizer.get("max_grad_norm") or 0.0)
+    normed = change("normed", gradients)
+    norm = change("total norm", get_total_norm(normed.values()), normed=normed).item()
+    ours = change("clip", clipped(gradients, max_norm, norm), gradients=gradients, max_norm=max_norm, norm=norm)
+    unit = max(x.abs().max() for x in gradients.values()) + 1e-30
+    answer = {f"clipped.{name}": (x, ours[name], unit) for name, x in theirs.items()}
+    if d.has("grad_norm") and not d.about.get("some"):
+        logged = change("norm", norm, norm_after=get_total_norm(ours.values()).item())
+        answer["grad_norm"] = d["grad_norm"].flatten(), torch.tensor([logged]), 10 * norm + 1e-30
+    return answer
+
+
+def update(d: Dump, change: Change) -> Answer:
+    """Recompute by how much AdamW changes each weight (arXiv 1711.05101, algorithm 2)."""
+    options = d.optimizer
+    weights_before = d.parameters("before")
+    weights_after = d.parameters("after")
+    gradients = change("gradients", d.parameters("clipped") or d.parameters("grad"))
+    if options.get("name") != "adamw" or not weights_before or not weights_after or not gradients:
+        return None
+    moments = change("moments", d.parameters("exp_avg"))
+    squares = change("moments", d.parameters("exp_avg_sq"))
+    weight_decay = options["weight_decay"]
+    answer = {}
+    for name, weight in weights_before.items():
+        zero = weight * 0
+        decay = 0.0 if name in options.get("no_decay", ()) else weight_decay
+        decay = change("decay", decay, key=name, weight_decay=weight_decay)
+        theirs = weights_after.get(name, weight)
+        state = moments.get(name, zero), squares.get(name, zero)
+        new_weight = adamw(change, options, weight, gradients.get(name, zero), state, decay)
+        new_weight = change("weight", new_weight, theirs=theirs)
+        rounding = 2e5 * d.eps[f"before.{name}"] * weight.abs()
+        unit = (new_weight - weight).abs().max() + rounding + 1e-30
+        answer[f"after.{name}"] = (theirs - weight, new_weight - weight, unit)
+    return answer
+
+
+def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
+    """Apply one AdamW update to a weight, and return the new weight. A deviation may repeat the update.
+
+    Args:
+        options: the optimizer's options in step.json, such as the learning rate.
+        state: the gradient's first and second moment.
+        decay: weight decay for this weight.
+    """
+    rate = options["learning_rate"]
+    eps = change("eps", options["eps"])
+    beta1, beta2 = change("betas", options["betas"])
+    first_step = change("step", options["step"])
+    is_coupled = change("coupled", False)  # in Adam with L2 regularisation, the decay is part of the gradient
+    m, v = state
+    for step in range(first_step, first_step + change("times", 1)):
+        slope = change("slope", gradient + decay * weight * is_coupled)
+        m = change("moment", m.lerp(slope, 1 - beta1))
+        v = change("moment", v.lerp(slope.square(), 1 - beta2))
+        correction1, correction2 = change("bias correction", (1 - beta1**step, 1 - beta2**step))
+        variance = v / correction2
+        root = change("root", variance.sqrt() + eps, variance=variance, eps=eps, correction=correction2)
+        move = change("move", m / correction1 / root, slope=slope)
+        weight = weight * (1 - rate * decay * (not is_coupled)) - rate * move
+    return weight
+
+
+def schedule(d: Dump, change: Change) -> Answer:
+    """Recompute the learning rates in the last steps, up to and including this step."""
+    options = d.about.get("schedule")
+    known_types = ("linear", "cosine", "constant", "constant_with_warmup")
+    if not options or "learning_rate" not in d.optimizer or options["type"] not in known_types:
+        return None
+    their_rates = [*options.get("rates", []), d.optimizer["learning_rate"]]
+    steps = range(options["step"] + 1 - len(their_rates), options["step"] + 1)
+    our_rates = [rate_at(step, options, change) for step in steps]
+    theirs, ours = torch.tensor([their_rates, our_rates], dtype=torch.float64)
+    return {"learning_rate": (theirs, ours, options["learning_rate"] + 1e-30)}
+
+
+def rate_at(step: int, options: dict, change: Change) -> float:
+    """Compute a step's learning rate as transformers does; steps count from 0."""
+    kind = change("type", options["type"])
+    t = max(0, change("step", step))
+    configured = 0 if options["type"] == "constant" else options.get("warmup_steps", 0)
+    warmup = change("warmup", configured)
+    max_steps = change("max_steps", options["max_steps"])
+    progress = (t - warmup) / max(1, max_steps - warmup)
+    done_share = min(1.0, change("progress", progress, t=t, max_steps=max_steps))
+    shares = {"linear": 1 - done_share, "cosine": 0.5 * (1 + math.cos(math.pi * done_share))}
+    rate_share = t / warmup if t < warmup else shares.get(kind, 1.0)
+    return options["learning_rate"] * change("rate", rate_share)

@@ -1,0 +1,444 @@
+"""Recompute advantages, token ids, masks, loss and its gradient from a step's other tensors.
+
+A stage is a function (dump, change) -> {name: (theirs, ours, unit)}: the trainer's value, the recomputed value, and the
+size of the summed terms. It returns None if the dump lacks a tensor that the stage needs. A number's error is
+|theirs - ours| / unit. change(name, x) returns the definition's quantity x, or its replacement while a known bug is
+being tried.
+"""
+
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+
+from minivlmrl.extras.parity.change import Change
+from minivlmrl.extras.parity.formulas import first
+from minivlmrl.extras.parity.step import Dump
+from minivlmrl.extras.parity.step_format import OPTIONS, DPOOptions, PolicyOptions, SFTOptions, term_arguments
+from minivlmrl.losses.advantages import nanstd
+from minivlmrl.losses.grpo import AVERAGES, TERMS, LossNormalizer, TermInputs, correct_kl, importance_ratio, kl_term
+from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, off_policy_mask
+from minivlmrl.losses.preference import answer_logps, dpo_loss
+
+Answer = dict[str, tuple[Tensor, Tensor, Tensor | float]] | None
+
+
+def advantages(d: Dump, change: Change) -> Answer:
+    """Recompute the advantages from the completions' rewards (N, K) and groups."""
+    theirs = d.get("rollout_advantages", d.get("advantages"))
+    if theirs is None or theirs.dim() != 1 or not d.has("rewards", "group"):
+        return None
+    uses = ("the reward", "the baseline", "the divisor")
+    reward, baseline, divisor = (reward_parts(d, change.inside(use))[number] for number, use in enumerate(uses))
+    value = change("advantages", ((reward - baseline) / divisor).nan_to_num(0.0, 0.0, 0.0))
+    # without the clamp, a deviation with a tiny divisor would enlarge the tolerance
+    rounding = 0.1 * d["rewards"].nan_to_num().abs().max() / divisor.nan_to_num(1.0).clamp(min=1e-4)
+    return {"advantages": (theirs, value, value.abs().max() + rounding + 1e-30)}
+
+
+def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
+    """Add up each completion's K rewards, and compute the baseline and the divisor for the sum, each (N,).
+
+    With multi_objective_aggregation = "normalize_then_sum", rewards are normalised within their group, then added.
+    """
+    group = d["group"]
+    group_size = d.about.get("num_generations") or (group == group[0]).sum()
+    group = change("group", group, index=torch.arange(len(group)), group_size=group_size)
+    rewards = change("rewards", d["rewards"].view(len(group), -1))
+    weights = d.about.get("reward_weights") or [1.0] * rewards.shape[1]
+    weights = change("reward weights", torch.tensor(weights, dtype=torch.float64))
+    is_unjudged = rewards.isnan().all(1)
+    centre = "group"
+    scale = d.about.get("scale_rewards", "group")
+    if change("normalise first", d.about.get("multi_objective_aggregation") == "normalize_then_sum"):
+        parts = []
+        for x in rewards.unbind(1):
+            baseline, divisor = moments(change, x, group, "group", "group")
+            parts.append(((x - baseline) / divisor).nan_to_num(0.0, 0.0, 0.0))
+        rewards = torch.stack(parts, 1)
+        centre = scale = "batch"
+    weighted = rewards * weights
+    total = change("total", weighted.nansum(1), weighted=weighted).masked_fill(is_unjudged, torch.nan)
+    return total, *moments(change, total, group, centre, scale)
+
+
+def moments(change: Change, x: Tensor, group: Tensor, centre: str, scale: str) -> tuple[Tensor, Tensor]:
+    """Compute the baselines and divisors (N,) that normalise rewards x (N,), ignoring NaN.
+
+    Args:
+        centre: "group" or "batch"; the baseline is the mean over a completion's group or rollout.
+        scale: "group", "batch" or "none"; the divisor is the standard deviation over the group or the rollout, or 1.
+    """
+    baseline = torch.zeros_like(x)
+    divisor = torch.ones_like(x)
+    rollout = change.d.get("rollout", torch.zeros_like(group))
+    is_judged = ~x.isnan()
+    for number in group[is_judged].unique():
+        is_member = group == number
+        of_rollout = rollout == rollout[is_judged & is_member][0]
+        rewards = x[is_member]
+        judged = change("judged", rewards[~rewards.isnan()], rewards=rewards)
+        names = {"rewards": rewards, "judged": judged, "all_judged": x[is_judged & of_rollout]}
+        choices = {"group": judged, "batch": names["all_judged"]}
+        baseline[is_member] = change("group mean", choices[centre].mean(), **names)
+        scaling_rewards = change("scaling rewards", choices.get(scale), **names)
+        if scaling_rewards is not None:
+            names |= {"scaling_rewards": scaling_rewards, "epsilon": change("epsilon", 1e-4)}
+            divisor[is_member] = change("std", nanstd(scaling_rewards), **names) + names["epsilon"]
+    return change("baseline", baseline), change("deviation", divisor)
+
+
+def rows(d: Dump, change: Change) -> Answer:
+    """Recompute each row's advantage by looking up its completion in the rollout."""
+    if not d.has("rollout_advantages", "advantages", "row") or d["advantages"].dim() != 1:
+        return None
+    rollout = d["rollout_advantages"]
+    value = change("advantages", rollout[d["row"]])
+    return {"advantages": (d["advantages"], value, rollout.abs().max() + 1e-30)}
+
+
+def tokens(d: Dump, change: Change) -> Answer:
+    """Recompute input_ids and attention_mask after the prompts from the sampler's token ids.
+
+    Text is never encoded again, because the result may differ from the ids that were sampled.
+    """
+    sampled = d.sampled(change)
+    if sampled is None or not d.has("prompt_mask"):
+        return None
+    ids = sampled[0]
+    no_token = d.about.get("pad_token_id", -1)
+    their_ids = d["input_ids"].where(d.completion, no_token)
+    their_ids = pad(their_ids, (0, ids.shape[1] - d.width), value=no_token)
+    ours = change("tokens", ids.where(ids >= 0, no_token), their_ids=their_ids, no_token=no_token)
+    attended = ids[:, : d.width] >= 0
+    theirs = d["attention_mask"].bool() & attended
+    # the trainer may leave a truncated completion out of the forward
+    attended = change("attended", attended & theirs.any(1, keepdim=True))
+    return {
+        "input_ids": (their_ids.double(), ours.double(), 1.0),
+        "attention_mask": (theirs.double(), attended.double(), 1.0),
+    }
+
+
+def pictures(d: Dump, change: Change) -> Answer:
+    """Recompute each row's images: first the prompt's images, then the images that tools returned."""
+    if not d.has("sampler_num_images"):
+        return None
+    sampled = shown(d, "sampler_")
+    row = d.get("row", d.all_rows)[change("picture rows", d.all_rows)]
+    ids, _, forced_mask = d.turns()
+    answered_counts = first(forced_mask & (ids == (d.about.get("image_token_id") or -1))).sum(1)
+    ours = []
+    for i, count in zip(row, answered_counts, strict=True):
+        num_given = len(sampled[i]) - count
+        images = sampled[i][:num_given] + change("tool pictures", sampled[i][num_given:])
+        flat, index = beside(d, [sampled[k] for k in row], len(ours))
+        ours.append(change("pictures", images, num_given=num_given, flat=flat, index=index))
+    numbers = {}  # number that stands for each distinct image
+    table = []
+    for row_pictures in ours + shown(d):
+        keys = [(*grid.tolist(), patches.numpy().tobytes()) for patches, grid in row_pictures]
+        row_numbers = [numbers.setdefault(key, len(numbers)) for key in keys]
+        table.append(torch.tensor(row_numbers, dtype=torch.float64))
+    ours, theirs = pad_sequence(table, batch_first=True, padding_value=-1).chunk(2)
+    return {"pictures": (theirs, ours, 1.0)}
+
+
+def beside(d: Dump, images: list[list], row: int) -> tuple[list, int]:
+    """Return all images of the micro-batch of a row in one list, and the index of the row in its micro-batch."""
+    part = next(part for part in d.micro_batches if row in part).tolist()
+    return [image for other in part for image in images[other]], part.index(row)
+
+
+def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
+    """Return each row's images as a list [(patches, grid), ...], or each completion's with kind = "sampler_"."""
+    grids = d.get(f"{kind}image_grid_thw", torch.zeros(0, 3, dtype=torch.long))
+    patches = d.get(f"{kind}pixel_values", torch.zeros(0, 0)).split(grids.prod(1).tolist())
+    all_pictures = list(zip(patches, grids, strict=True))
+    n = len(d.all_rows)
+    counts = d.get(f"{kind}num_images", torch.full((n,), len(grids) // n))
+    ends = counts.cumsum(0).tolist()
+    return [all_pictures[begin:end] for begin, end in pairwise([0, *ends])]
+
+
+def mask(d: Dump, change: Change) -> Answer:
+    """Recompute the completion mask, which selects the tokens in the loss.
+
+    GRPO: each turn's sampled tokens, up to and including its stop token. DPO and SFT: the answer without padding.
+    """
+    is_grpo = d.about["kind"] == "grpo"
+    if not d.has("prompt_mask") or (is_grpo and not d.about.get("stop_token_ids")):
+        return None
+    _, drawn_mask, forced_mask = d.turns()
+    real_mask = d["attention_mask"].bool()
+    if is_grpo:
+        real_mask = sampled_tokens(d, change, drawn_mask, forced_mask)
+    ours = change("mask", (~forced_mask & d.completion & real_mask).double())
+    return {"completion_mask": (d["completion_mask"].double(), ours, 1.0)}
+
+
+def sampled_tokens(d: Dump, change: Change, drawn_mask: Tensor, forced_mask: Tensor) -> Tensor:
+    """Return a mask (n, S) that selects tool responses, and each turn up to its stop token."""
+    ids = d["input_ids"]
+    end_tokens = drawn_mask & d.is_stop(ids)
+    ends_before = end_tokens.cumsum(1) - end_tokens.long()
+    in_turn = ends_before == (ends_before * first(drawn_mask)).cummax(1).values
+    text_follows = here_or_later(d.completion & (ids != d.about.get("pad_token_id", -1)))
+    has_ended = (end_tokens & ~here_or_later(forced_mask)).any(1, keepdim=True)
+    has_ended = change("ended", has_ended, end_tokens=end_tokens, text_follows=text_follows)
+    real_mask = forced_mask | (in_turn & (has_ended | text_follows))
+    if change("drop truncated", d.about.get("mask_truncated_completions")):
+        real_mask = real_mask & has_ended
+    return real_mask
+
+
+def here_or_later(x: Tensor) -> Tensor:
+    """Return a mask (n, S) with all columns up to the last True in each row."""
+    return x.flip(1).cumsum(1).flip(1) > 0
+
+
+def mask_in(change: Change, use: str) -> Tensor:
+    """Return the completion mask (n, S) for one use, such as "the ratio", with the deviation."""
+    return change.inside(use)("mask", change.d["completion_mask"].double())
+
+
+def loss(d: Dump, change: Change) -> Answer:
+    """Recompute each micro-batch's loss before backward, and its gradient (n, S).
+
+    The gradient is taken with respect to the log-probabilities and the entropies.
+    """
+    if not d.has("loss") and not d.has("logps_gradient"):
+        return None
+    outputs = ("per_token_logps", "entropies")
+    leaves = [d.get(name, d["per_token_logps"]).clone().requires_grad_() for name in outputs]
+    losses, units = LOSSES[d.about["kind"]](*leaves, change)
+    total = losses.sum() + 0 * leaves[0].sum()  # adds a graph in case a deviation removed it
+    slopes = torch.autograd.grad(total, leaves, materialize_grads=True)
+    answer = {}
+    if d.has("loss"):
+        answer["loss"] = d["loss"].view_as(losses), losses.detach(), units.detach() + 1e-30
+    # for a gradient whose terms cancel; k3's gradient is beta * (1 - d.exp()) in float32
+    beta = loss_options(Change(d, {})).beta if d.about["kind"] == "grpo" else 0.0
+    rounding = (1e-3 + 0.01 * beta) / d["completion_mask"].sum().clamp(min=1)
+    is_unreal = ~(d["attention_mask"].bool() | d["completion_mask"].bool())
+    for name, slope in zip(("logps_gradient", "entropies_gradient"), slopes, strict=True):
+        if d.has(name):
+            theirs = d[name]
+            # the trainer has no gradient where it computed no log-probabilities
+            slope = slope.masked_fill(is_unreal & (theirs == 0), 0.0)
+            unit = max(slope.abs().max(), theirs.abs().max()) + rounding
+            answer[name] = theirs, slope, unit
+    return answer
+
+
+def inputs(logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probabilities (n, S) under the policy, the old policy and the reference, with the deviation."""
+    logps = change("logps", logps)
+    old = change.d.get("old_per_token_logps", logps.detach())
+    names = {"per_token_logps": logps, "old_per_token_logps": old, "mask": mask}
+    ref = change.d.get("ref_per_token_logps", logps.detach())
+    return change("policy", logps, **names), change("old", old, **names), change("reference", ref, **names)
+
+
+def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
+    """Count the rows and tokens that normalise the loss in the rows `part`.
+
+    The counts cover the whole step. With mean_over = "micro_batch", they cover the micro-batch, and are multiplied by
+    the number of micro-batches.
+    """
+    d = change.d
+    by_part = change("mean_over", d.about.get("mean_over")) == "micro_batch"
+    rows = part if by_part else d.all_rows
+    times = len(d.micro_batches) if by_part else 1
+    tokens = mask[rows].sum() * times
+    # False if a deviation changed the mask
+    is_ours = torch.equal(mask, d["completion_mask"].double())
+    if d.has("rollout_tokens") and is_ours and not by_part:
+        tokens = change("rollout tokens", d["rollout_tokens"])[part[0]].item()
+        tokens /= d.about.get("steps_per_rollout", 1) * d.about.get("world_size", 1)
+    count = d.about.get("step_rows", len(rows)) * times
+    return LossNormalizer(count, max(tokens, 1), d.about.get("max_completion_length"))
+
+
+def loss_options(change: Change) -> PolicyOptions | DPOOptions | SFTOptions:
+    """Return the loss options, with the options that a deviation replaces."""
+    about = change.d.about
+    options = OPTIONS[about["kind"]](**about.get("loss", {}))
+    values = dict(vars(options))
+    for name in change.keys() & values.keys():
+        setattr(options, name, change(name, values[name], **values))
+    return options
+
+
+class PolicyPieces:
+    """Quantities in a GRPO-type loss, which the formulas in names.py use: tensors (n, S) unless noted."""
+
+    def __init__(self, logps: Tensor, entropies: Tensor, change: Change):
+        d = change.d
+        self.change = change
+        self.options = loss_options(change)
+        self.mask = mask_in(change, "the ratio")  # tokens that enter the importance ratios
+        self.per_token_logps, old, self.ref_per_token_logps = inputs(logps, self.mask, change)
+        self.old_per_token_logps = old
+        self.advantages = change("advantages", d["advantages"].view(len(logps), -1))  # (n, 1) or (n, S)
+        self.entropies = entropies
+        counted = mask_in(change, "the sum")
+        # counted tokens whose entropies are in their micro-batch's top fraction
+        self.kept = counted.clone()
+        for part in d.micro_batches:
+            self.kept[part] = kept_tokens(entropies[part], counted[part], self.options.top_entropy_quantile)
+        self.log_ratio = change("log-ratio", self.per_token_logps - old, self, part=d.all_rows)
+
+    @cached_property
+    def ratio(self) -> Tensor:
+        ratio = importance_ratio(self.log_ratio, self.mask, self.options.importance_sampling_level)
+        return self.change("ratio", ratio)
+
+    @property
+    def k3_in_float32(self) -> Tensor:
+        d = (self.ref_per_token_logps - self.per_token_logps).float()
+        return (d.exp() - d - 1).double()
+
+
+def policy(logps: Tensor, entropies: Tensor, change: Change) -> Tensor:
+    """Compute each micro-batch's GRPO-type loss, and the sum over its absolute terms: (2, M)."""
+    total = torch.zeros(2, len(change.d.micro_batches))
+    shared = PolicyPieces(logps, entropies, change)
+    for use, (term, weight_name) in POLICY_TERMS.items():
+        inside = change.inside(use)
+        pieces = shared if inside is change else PolicyPieces(logps, entropies, inside)
+        weight = getattr(pieces.options, weight_name, 1.0)
+        if weight:
+            total = total + weight * term(pieces, inside)
+    return total
+
+
+def policy_term(pieces: PolicyPieces, change: Change) -> Tensor:
+    """Compute the mean policy-gradient losses and their terms' mean absolute values: (2, M)."""
+    options = pieces.options
+    d = change.d
+    no_mismatch = torch.ones(len(d.all_rows), 1)
+    correction = change("correction", d.get("importance_sampling_ratio", no_mismatch))
+    arguments = term_arguments(options)
+    weights = pieces.kept
+    if options.loss_type == "vespo":
+        arguments["importance_sampling_ratio"] = correction
+    else:
+        weights = weights * correction
+    logps, ratio, advantages, mask = pieces.per_token_logps, pieces.ratio, pieces.advantages, pieces.mask
+    if options.off_policy_mask_threshold is not None:
+        sampler_logps = d.get("sampler_logps", logps - pieces.log_ratio)
+        weights = weights * off_policy_mask(logps, sampler_logps, advantages, mask, options.off_policy_mask_threshold)
+    term_inputs = TermInputs(
+        logps, pieces.log_ratio, ratio, advantages, mask, options.epsilon_low, options.epsilon_high
+    )
+    terms, _ = TERMS[options.loss_type](term_inputs, **arguments)
+    return averaged(change("terms", terms * weights, pieces, weights=weights), change)
+
+
+def kl_term_of(pieces: PolicyPieces, change: Change) -> Tensor:
+    """Compute the mean KL penalties and their terms' mean absolute values: (2, M)."""
+    options = pieces.options
+    of_both = (pieces.per_token_logps, pieces.ref_per_token_logps)
+    estimator = options.kl_estimator + "+" * options.kl_straight_through
+    kl = change("KL estimate", kl_term(*of_both, estimator), pieces)
+    if options.use_bias_correction_kl:
+        kl = correct_kl(kl, pieces.ratio, estimator)
+    kl = change("KL", kl, pieces)
+    # in float32, d.expm1() - d has an error of up to 1e-7 * |d|, where d is the log-ratio; a
+    # larger error is a mistake, such as d.exp() - d - 1
+    d = pieces.per_token_logps - pieces.ref_per_token_logps
+    return averaged(kl, change, rounding=0.02 * d.detach().abs())
+
+
+def entropy_term(pieces: PolicyPieces, change: Change) -> Tensor:
+    """Compute the entropy bonuses, which are the negative mean entropies, and their sizes: (2, M)."""
+    entropies = change("entropies", pieces.entropies, mask=pieces.kept)
+    counted = mask_in(change, "the count")
+    means = []
+    for part in change.d.micro_batches:
+        means.append(mean_entropy(entropies[part], pieces.kept[part], normalizer_of(part, counted, change)))
+    means = torch.stack(means)
+    return torch.stack([-means, means.detach()])
+
+
+# terms in the policy loss: (function, option that weights it; "" means weight 1)
+POLICY_TERMS = {
+    "the policy's term": (policy_term, ""),
+    "the KL": (kl_term_of, "beta"),
+    "the mean entropy": (entropy_term, "entropy_coef"),
+}
+# averaging function for each loss_type, including SFT's
+ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}
+
+
+def averaged(terms: Tensor, change: Change, rounding: Tensor | float = 0.0) -> Tensor:
+    """Average per-token losses in each micro-batch as the loss_type prescribes, and their absolute values: (2, M).
+
+    rounding: (n, S) size that is added to each absolute value, because `terms` are differences between larger numbers.
+    """
+    mask = mask_in(change, "the sum")
+    counted = mask_in(change, "the count")
+    weights = change("weights", torch.ones_like(mask), mask=mask)
+    definition = loss_options(Change(change.d, {}))
+    average = ALL_AVERAGES[change("average", definition.loss_type)]
+    terms = terms * (mask * weights)
+    sizes = terms.detach().abs() + rounding
+    results = []
+    for part in change.d.micro_batches:
+        normalizer = normalizer_of(part, counted, change)
+        value = average(terms[part], counted[part], normalizer)
+        value = change("mean", value, part=part, terms=terms[part], mask=counted[part])
+        results.append(torch.stack([value, average(sizes[part], counted[part], normalizer)]))
+    return torch.stack(results, 1)
+
+
+def preferences(logps: Tensor, _, change: Change) -> Tensor:
+    """Compute each micro-batch's DPO-type loss, and its terms' size: (2, M)."""
+    return torch.stack([preference(part, logps, change) for part in change.d.micro_batches], 1)
+
+
+def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
+    """Compute the DPO-type loss for the rows `part`, and its terms' size: (2,).
+
+    The dumped tensor `pair` contains each row's pair number. `chosen` is 1 in rows with the chosen answer, and 0 in
+    rows with the rejected answer.
+    """
+    d = change.d
+    order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
+    index = change("index", order.view(-1, 2))  # (pairs, 2): rows with the chosen and the rejected answer
+    index = torch.stack([index[:, 0], change("rejected", index[:, 1])], 1)
+    sums = []  # summed log-probabilities (pairs, 2) under the policy and under the reference
+    for use, number in (("the reference", 2), ("the policy", 0)):
+        inside = change.inside(use)
+        mask = mask_in(inside, "")
+        options = loss_options(inside)
+        own_logps = inputs(logps, mask, inside)[number][index]
+        sums.append(answer_logps(own_logps, mask[index], options.ld_alpha))
+    ref_logps, policy_logps = sums
+    log_ratio = change("log-ratio", policy_logps - ref_logps, answer_lengths=mask[index].sum(-1), options=options)
+    value, _ = dpo_loss(
+        own_logps,
+        mask[index],
+        **vars(options),
+        ref_logps=policy_logps - log_ratio,
+        # TRL's sft term averages over the chosen answers
+        normalizer=normalizer_of(part, mask * d["chosen"][:, None], change),
+        log_sum_sq_probs=d["log_sum_sq_probs"][index] if d.has("log_sum_sq_probs") else None,
+    )
+    return torch.stack([value, value.detach().abs() + 1e-2])
+
+
+def demonstrations(logps: Tensor, _, change: Change) -> Tensor:
+    """Compute each micro-batch's SFT loss, and its terms' size: (2, M)."""
+    logps = change("logps", logps)
+    terms = -logps
+    if loss_options(change).loss_type == "dft":
+        terms = terms * logps.detach().exp()
+    return averaged(change("terms", terms, per_token_logps=logps), change)
+
+
+LOSSES = {"grpo": policy, "dpo": preferences, "sft": demonstrations}

@@ -1,0 +1,269 @@
+"""Read and write a dumped optimizer step: step.json and step.safetensors.
+
+A step has n rows (completions), each with S tokens, in M micro-batches. Its rows come from a rollout, which has N
+completions with K rewards each. docs/notes/step_format.md lists all tensors and fields. Only the tensors in NEEDED and
+the field `kind` are required.
+"""
+
+import math
+import time
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+
+from minivlmrl.data.tokenizer import load_tokenizer
+from minivlmrl.errors import check_field, error_context
+from minivlmrl.extras.parity import units
+from minivlmrl.extras.parity.change import edited
+from minivlmrl.extras.parity.step_format import (
+    BY_ROW,
+    BY_TOKEN,
+    INDICES,
+    MODELS,
+    NEEDED,
+    OF_ROLLOUT,
+    OPTIONS,
+    check_fields,
+)
+from minivlmrl.files import save_tensors
+from minivlmrl.json_files import read_json, write_json
+
+# exceptions that a field or tensor with a wrong type or shape can cause
+DAMAGES = TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError
+OTHER_STEP = "../{}/"  # folder of the step that sampled a row, beside this step's folder
+
+
+class SearchEndedError(Exception):
+    """A search's time is over."""
+
+
+class Dump(dict):
+    """A dumped step in memory: {name: tensor}, with floating-point tensors in float64, and step.json as `about`."""
+
+    def __init__(self, about: dict, tensors: dict[str, Tensor]):
+        check_step(about, tensors)
+        self.about = about
+        # Deviations that the audit has found in the step's forward and in its token ids. {} means that there is none,
+        # and None that the values differ for an unknown reason.
+        self.forward = {}
+        self.entropy_forward = {}
+        self.ids = {}
+        self.cache = {}  # results from the model's forwards and backwards
+        self.usual_answers = {}  # results of the stages without a deviation, which may not enlarge their units much
+        self.tolerance = 1e-5  # largest error that an explanation may leave; each search sets it
+        self.deadline = math.inf  # time.thread_time() at which a search ends
+        self.part = None  # rows whose log-probabilities are recomputed; None means all rows
+        ones = torch.ones_like(tensors["input_ids"])
+        n, self.width = ones.shape
+        self.all_rows = torch.arange(n)
+        self.eps = {}  # machine epsilon for the dtype in which each float tensor was dumped
+        self["micro_batch"] = self.all_rows * 0
+        self["attention_mask"] = ones
+        self["tool_mask"] = ones
+        if about.get("rollout_tokens"):
+            self["rollout_tokens"] = self.all_rows * 0 + about["rollout_tokens"]
+        for name, x in tensors.items():
+            if x.is_floating_point():
+                self.eps[name] = torch.finfo(x.dtype).eps
+                x = x.double()
+            is_by_token = name in BY_TOKEN or (name in BY_ROW and x.shape[1:].numel() > 1)
+            if is_by_token:  # a tensor for only the last T tokens is padded with zeros on the left
+                x = pad(x, (self.width - x.shape[1], 0))
+            self[name] = x
+        other_tokens = self["attention_mask"] * (1 - self["completion_mask"].long())
+        prompt_tokens = self.get("prompt_mask", other_tokens)
+        # (n, S) mask that selects all columns after the prompt, including padding
+        self.completion = prompt_tokens.flip(1).cumsum(1).flip(1) == 0
+        # (n, S) mask that selects columns which may hold sampled tokens; later columns are padding, even with a stop id
+        longest = about.get("max_completion_length") or self.width
+        self.within_limit = self.completion & (self.completion.cumsum(1) <= longest)
+        self["lengths"] = self["completion_mask"].sum(1)
+        self["row_lengths"] = self["attention_mask"].sum(1)
+        if about.get("stop_token_ids"):
+            self["ended"] = (self.is_stop(self["input_ids"]) & self.within_limit).any(1)
+
+    # orders and sets for rows, tokens and parameters, to which a cause may be limited, see units.py
+    rows = cached_property(units.row_orders)
+    rollout_rows = cached_property(lambda self: units.row_orders(self, of_rollout=True))
+    row_sets = cached_property(units.row_sets)
+    rollout_sets = cached_property(units.rollout_sets)
+    spans = cached_property(units.spans)
+    parts = cached_property(units.parts_of_model)
+    columns = cached_property(units.token_orders)
+    regions = cached_property(lambda self: units.token_regions(self, *self.turns()))
+
+    @cached_property
+    def micro_batches(self) -> list[Tensor]:
+        """Row indices for each micro-batch."""
+        numbers = self["micro_batch"]
+        return [self.all_rows[numbers == number] for number in numbers.unique()]
+
+    @property
+    def optimizer(self) -> dict:
+        return self.about.get("optimizer", {})
+
+    @property
+    def schedule(self) -> dict:
+        return self.about.get("schedule", {})
+
+    def check_time(self):
+        """Raise SearchEndedError after a search's deadline."""
+        if time.thread_time() > self.deadline:
+            raise SearchEndedError
+
+    def is_stop(self, ids: Tensor) -> Tensor:
+        """Return a bool mask, shaped like ids, that selects the stop tokens, which end a turn."""
+        return torch.isin(ids, torch.tensor(self.about.get("stop_token_ids") or []))
+
+    def has(self, *names: str) -> bool:
+        return all(name in self for name in names)
+
+    def has_advantage(self) -> Tensor:
+        """Return a mask (n,) that selects rows with an advantage other than 0."""
+        return (self["advantages"].view(len(self.all_rows), -1) != 0).any(1)
+
+    def rollout_order(self) -> Tensor | None:
+        """Return the row index (N,) for each completion in the rollout, or None without one row for each completion."""
+        order = self.get("row", self.all_rows).argsort()
+        return order if len(order) == len(self["group"]) else None
+
+    def prompt_texts(self) -> Tensor:
+        """Return the same number for completions whose prompts have the same text (N,), or ones without an order."""
+        order = self.rollout_order()
+        if order is None:
+            return torch.ones(len(self["group"]))
+        ids = self["input_ids"]
+        is_text = self["attention_mask"].bool() & ~self.completion & (ids != self.about.get("image_token_id"))
+        texts = [ids[row][is_text[row]].tolist() for row in order]
+        return torch.tensor([texts.index(text) for text in texts])
+
+    def turns(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return token ids (n, S), a mask for sampled tokens, and a mask for tool responses."""
+        sampled = self.sampled(self.ids)
+        if sampled is not None:
+            ids, drawn_flags = sampled[..., : self.width]
+            return ids, drawn_flags == 1, drawn_flags == 0
+        tool_mask = self["tool_mask"].bool()
+        return self["input_ids"], self.within_limit & tool_mask, self.completion & ~tool_mask
+
+    def sampled(self, change: dict | None) -> Tensor | None:
+        """Return the sampler's tokens after the prompt, changed by a deviation.
+
+        Returns a tensor (2, n, S + L) with token ids and with flags: 1 for sampled tokens, 0 for tool responses, and -1
+        for padding. Returns None without the sampler's ids, or if the ids differ for an unknown reason.
+        """
+        if change is None or "sampler_ids" not in self:
+            return None
+        kind, unit, text = change.get("ids", ("", "", None))
+        row = self.get("row", self.all_rows)
+        if kind == "rows":
+            row = row[self.rows[unit]]
+        ids = self["sampler_ids"][row]
+        drawn_flags = self["sampler_mask"][row]
+        is_real = ids >= 0
+        regions = {}
+        if text:
+            regions = units.token_regions(self, ids, drawn_flags == 1, drawn_flags == 0)
+        region = regions.get(unit, ids * 0)
+        rows = []
+        for i, begin in enumerate((~self.completion).sum(1).tolist()):
+            lists = [x[i][is_real[i]].tolist() for x in (ids, drawn_flags, region)]
+            values = torch.tensor(edited(self, *lists, text)).long()
+            end = self.width + ids.shape[1] - begin - values.shape[1]
+            rows.append(pad(values, (begin, end), value=-1))  # a negative end truncates the row
+        return torch.stack(rows, 1)
+
+    def again(self, ids: list[int]) -> list[int]:
+        """Decode token ids to text, and return the ids from encoding this text again."""
+        tokenizer = load_tokenizer(Path(self.about["model"]) / "tokenizer.json")
+        tokenizer.backend.encode_special_tokens = False
+        return tokenizer.encode(tokenizer.decode(ids))
+
+    def parameters(self, kind: str) -> dict[str, Tensor]:
+        """Return the tensors whose names begin with `kind` and a dot, without this prefix."""
+        prefix = f"{kind}."
+        return {name.removeprefix(prefix): x for name, x in self.items() if name.startswith(prefix)}
+
+
+def check_step(about: dict, tensors: dict[str, Tensor]):
+    """Raise ValueError if a tensor or field is missing, or has a wrong type, shape or value."""
+    missing = [f"the tensor {name} is missing" for name in NEEDED if name not in tensors]
+    if about.get("kind") not in (*OPTIONS,):
+        missing.append(f"the field kind is {about.get('kind')!r}")
+    if missing:
+        raise ValueError(
+            f"{missing[0]}. A step needs the tensors {', '.join(NEEDED)} and the field kind, which "
+            "must be grpo, dpo or sft. Steps of KTO, distillation and trajectories are not supported."
+        )
+    check_fields(about)
+    n, width = tensors["input_ids"].shape
+    for name in tensors.keys() & INDICES:
+        dtype = tensors[name].dtype
+        is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+        check_field(is_integer, f"the dtype of the tensor {name}", dtype, "an integer dtype")
+    for name in tensors.keys() & BY_ROW:
+        shape = tuple(tensors[name].shape)
+        by_token = len(shape) == 2 and shape[1] <= width
+        if shape[0] != n or (name in BY_TOKEN and not by_token):
+            raise ValueError(
+                f"the tensor {name} has shape {shape}, but input_ids has shape {(n, width)}. It must "
+                f"have {n} rows, and at most {width} columns if it has one value for each token."
+            )
+    for count in [len(tensors[name]) for name in OF_ROLLOUT if name in tensors][:1]:
+        expected = f"a number from 0 to {count - 1}, because the rollout has {count} completions"
+        for i, number in enumerate(tensors.get("row", torch.zeros(0)).flatten().tolist()):
+            check_field(0 <= number < count, f"element {i} of the tensor row", number, expected)
+    for name in MODELS:
+        text = about.get(name) or ""
+        inside = PurePosixPath(text.removeprefix(OTHER_STEP))
+        is_inside = not inside.is_absolute() and ".." not in inside.parts
+        expected = f"a folder inside the step, such as {name}, or one inside {OTHER_STEP}"
+        with error_context("step.json"):
+            check_field(is_inside, name, text, expected)
+
+
+def read(folder: str | Path) -> Dump:
+    """Read a dumped step. Raises ValueError if a file is missing or unreadable, or lacks required content."""
+    folder = Path(folder)
+    if not (folder / "step.json").is_file():
+        raise ValueError(
+            f"{folder} is not a dumped step, because it does not contain step.json. "
+            "docs/numerical_parity.md explains how to dump a step."
+        )
+    try:
+        about = read_json(folder / "step.json")
+        tensors = load_file(folder / "step.safetensors")
+        d = Dump(about, tensors)
+        about |= {name: str(folder / about[name]) for name in MODELS if about.get(name)}
+        return d
+    except (OSError, SafetensorError, ValueError, *DAMAGES) as error:
+        raise ValueError(f"{folder} is not a valid step: {error}") from error
+
+
+def join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Concatenate the tensors from all micro-batches along rows, with 2-D tensors padded on the left."""
+    tensors = {}
+    for name in parts[0]:
+        values = [part[name] for part in parts]
+        if values[0].dim() == 2:
+            rows = [row for x in values for row in x]
+            tensors[name] = pad_sequence(rows, batch_first=True, padding_side="left")
+        else:
+            tensors[name] = torch.cat(values)
+    return tensors
+
+
+def write(folder: str | Path, about: dict, tensors: dict[str, Tensor]):
+    """Write a step into a folder. Raises ValueError if `read` would not accept the step."""
+    copies = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
+    Dump(about, copies)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_tensors(copies, folder / "step.safetensors")
+    write_json(folder / "step.json", about)

@@ -1,0 +1,452 @@
+"""Dump optimizer steps of TRL 1.16 trainers, run in one process, for `python -m minivlmrl parity`.
+
+    with grpo_steps(trainer, "steps"):      # or dpo_steps, sft_steps
+        trainer.train()                     # steps/0, steps/1, ...; then: python -m minivlmrl parity steps/0
+
+Every value is recorded outside the code that the audit checks: log-probabilities and their gradients are recorded at a
+model's forward, the loss is training_step's result, the rewards are the reward functions' results, and the weights are
+copied before and after optimizer.step.
+"""
+
+import pickle
+import re
+from contextlib import ExitStack
+from functools import partial, wraps
+from inspect import iscoroutinefunction
+from itertools import takewhile
+from operator import eq
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch.nn import Module
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+from transformers import TrainerCallback
+
+from minivlmrl.extras.parity.stages import here_or_later
+from minivlmrl.extras.parity.step import join, write
+from minivlmrl.extras.parity.step_format import BY_ROW, FILTERS, OPTIONS_OF_A_ROLLOUT, options_of
+from minivlmrl.extras.parity.units import NO_DECAY
+
+AUTOCASTS = {"no": None, "bf16": "bfloat16"}  # accelerate's mixed_precision and our field `autocast`
+# other tensors in a micro-batch: TRL's name and our name
+INPUTS = {name: name for name in [*BY_ROW, "pixel_values", "image_grid_thw", "num_images"]}
+INPUTS["sampling_per_token_logps"] = "sampler_logps"
+# a forward's outputs for each token: TRL's name, then our names for the output and its gradient
+OUTPUTS = {
+    "log_probs": ["per_token_logps", "logps_gradient"],
+    "entropy": ["entropies", "entropies_gradient"],
+    "log_sum_sq_probs": ["log_sum_sq_probs", ""],
+}
+SMOOTHED_LOSSES = {"robust", "exo_pair", "aot", "aot_unpaired"}  # DPO losses that use label_smoothing in TRL
+
+
+def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
+    """Return a context manager that dumps an SFTTrainer's first steps.
+
+    If the model does not accept num_items_in_batch, each micro-batch is averaged by itself.
+    """
+    if trainer.args.label_smoothing_factor:
+        raise ValueError(
+            f"label_smoothing_factor is {trainer.args.label_smoothing_factor}, but the audit does not "
+            "support label smoothing in SFT. Set label_smoothing_factor to 0."
+        )
+    about = {
+        "kind": "sft",
+        "loss": {"loss_type": trainer.args.loss_type.removeprefix("chunked_")},
+        "mean_over": "step" if trainer.model_accepts_loss_kwargs else "micro_batch",
+    }
+
+    def rows(inputs: dict) -> dict:
+        # without the first token, because no earlier token predicts it
+        predicted = inputs["attention_mask"].cumsum(1) > 1
+        tensors = {"completion_mask": ((inputs["labels"] != -100) & predicted).long()}
+        if trainer.completion_only_loss:
+            return tensors | prompt_mask(trainer, inputs["input_ids"])
+        if not trainer.args.assistant_only_loss:
+            tensors["prompt_mask"] = (~predicted).long()
+        return tensors
+
+    return Steps(trainer, folder, steps, about, rows)
+
+
+def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
+    """Return a context manager that dumps a DPOTrainer's first steps.
+
+    In TRL's micro-batches, all chosen answers come first, then all rejected answers.
+    """
+    loss = options_of("dpo", vars(trainer.args))
+    if SMOOTHED_LOSSES.isdisjoint(loss["loss_type"]):
+        loss["label_smoothing"] = 0.0
+    about = {"kind": "dpo", "loss": loss, "mean_over": "micro_batch"}
+
+    def rows(inputs: dict) -> dict:
+        pairs = len(inputs["input_ids"]) // 2
+        number = torch.arange(2 * pairs)
+        return {"pair": number % pairs, "chosen": (number < pairs).long(), **prompt_mask(trainer, inputs["input_ids"])}
+
+    return Steps(trainer, folder, steps, about, rows)
+
+
+def grpo_steps(trainer, folder, steps: int = 1) -> "Steps":
+    """Return a context manager that dumps a GRPOTrainer's first steps, with the rewards and groups in its rollouts."""
+    return GRPOSteps(trainer, folder, steps)
+
+
+def grpo_options(trainer) -> dict:
+    """Return a GRPOTrainer's options in step.json's format."""
+    config = dict(vars(trainer.args))
+    sampling = config | (config.get("generation_kwargs") or {})
+    config["epsilon_low"] = config["epsilon"]
+    if config["epsilon_high"] is None:
+        config["epsilon_high"] = config["epsilon"]
+    return {
+        "kind": "grpo",
+        "loss": options_of("grpo", config),
+        # models of the step that sampled a row; {} stands for its number
+        "old_model": "../{}/model",
+        "ref_model": trainer.ref_model and "../{}/ref_model",
+        "stop_token_ids": list(trainer.eos_token_ids),
+        "pad_token_id": trainer._tokenizer.pad_token_id,
+        "image_token_id": trainer._image_pad_token_id,
+        **{name: config.get(name) for name in OPTIONS_OF_A_ROLLOUT},
+        **{name: sampling.get(name) for name in FILTERS},
+    }
+
+
+def prompt_mask(trainer, ids: torch.Tensor) -> dict:
+    """Return {"prompt_mask": mask}, with a mask (n, S) that selects all tokens up to the prompt's end.
+
+    The prompt ends with the chat template's last generation prompt. Without a chat template, the result is {}.
+    """
+    processor = trainer.processing_class
+    chat = [{"role": "user", "content": "x"}]
+    if not processor.chat_template:
+        return {}
+    render = partial(processor.apply_chat_template, chat, tokenize=False)
+    generation_prompt = render(add_generation_prompt=True).removeprefix(render(add_generation_prompt=False))
+    start_ids = trainer._tokenizer.encode(generation_prompt, add_special_tokens=False)
+    starts = (ids.unfold(1, len(start_ids), 1) == torch.tensor(start_ids)).all(-1)
+    return {"prompt_mask": here_or_later(pad(starts, (len(start_ids) - 1, 0))).long()}
+
+
+class Steps(ExitStack, TrainerCallback):
+    """Context manager that dumps a trainer's first steps into folder/0, folder/1, ...
+
+    Args:
+        about: content for step.json.
+        rows: function that returns a micro-batch's tensors, given its inputs.
+    """
+
+    def __init__(self, trainer, folder, steps: int, about: dict, rows):
+        super().__init__()
+        precision = trainer.accelerator.mixed_precision
+        if precision not in AUTOCASTS:
+            raise ValueError(
+                f"the trainer's mixed precision is {precision}, but it must be no or bf16, because the "
+                "audit does not support scaled gradients. Set bf16 to True, or fp16 to False."
+            )
+        self.trainer = trainer
+        self.folder = Path(folder)
+        self.steps = steps
+        self.rows = rows
+        self.parts = []  # tensors from each micro-batch so far
+        self.tensors = {}  # the step's other tensors: weights, gradients and optimizer state
+        self.rates = []  # learning rates so far
+        self.models = {"model": trainer.model}
+        if getattr(trainer, "ref_model", None):
+            self.models["ref_model"] = trainer.ref_model
+        self.about = {
+            "image_token_id": getattr(trainer.model.config, "image_token_id", None),
+            "autocast": AUTOCASTS[precision],
+            **{name: name for name in self.models},
+            **about,
+        }
+        for model in self.models.values():
+            self.callback(model.register_forward_hook(self.forward, with_kwargs=True).remove)
+        trainer.add_callback(self)
+        self.callback(trainer.remove_callback, self)
+        self.wrap("_prepare_inputs", self.begin)
+        self.wrap("training_step", self.keep_loss)
+        self.wrap("_clip_grad_norm", self.keep_norm)
+
+    def keep_loss(self, loss, *_):
+        self.parts[-1]["loss"] = loss.detach().view(1)
+        self.copy("grad")
+
+    def keep_norm(self, norm, *_):
+        self.tensors["grad_norm"] = torch.as_tensor(norm).view(1)
+
+    def looked(self, inner, look):
+        """Wrap the function `inner` so that look(result, *arguments) follows each call in a dumped step."""
+
+        @wraps(inner)
+        def outer(*arguments, **options):
+            result = inner(*arguments, **options)
+            if self.on:
+                look(result, *arguments)
+            return result
+
+        return outer
+
+    def wrap(self, name: str, look):
+        """Call look(result, *arguments) after each call to a trainer method in a dumped step."""
+        method = self.looked(getattr(self.trainer, name), look)
+        self.enter_context(patch.object(self.trainer, name, method))
+
+    @property
+    def on(self) -> bool:
+        """True if the current step is dumped. Evaluations are not dumped."""
+        return self.trainer.state.global_step < self.steps and self.trainer.model.training
+
+    def begin(self, inputs: dict, *_):
+        """Record a micro-batch's row tensors and images."""
+        part = self.rows(inputs)
+        for their_name, name in INPUTS.items():
+            if inputs.get(their_name) is not None:
+                part.setdefault(name, torch.as_tensor(inputs[their_name]))
+        rows = next(iter(part.values()))
+        part["micro_batch"] = torch.full((len(rows),), len(self.parts))
+        self.parts.append(part)
+
+    def forward(self, model, arguments, options, output):
+        """Record a training forward's inputs, outputs and output gradients.
+
+        In DPO, also record the reference model's log-probabilities.
+        """
+        logps = getattr(output, "log_probs", None)
+        name = None
+        if model is not self.trainer.model:
+            name = "ref_model"
+        elif logps is not None and not logps.requires_grad:
+            name = "old_model"  # without gradients, the policy scores what it has just sampled
+        if name and model.training and any(noises(model)):
+            self.about["training"] = sorted({name, *self.about.get("training", ())})
+        if not self.parts or logps is None:
+            return
+        part = self.parts[-1]
+        if logps.requires_grad:
+            part["input_ids"] = options["input_ids"]
+            part["attention_mask"] = options["attention_mask"]
+            # the mask removes gradients at masked tokens, because they do not reach the weights
+            keep_outputs(part, output, output.label_mask)
+        elif "pair" in part:
+            part.setdefault("ref_per_token_logps", logps.clone())
+
+    def copy(self, *kinds: str):
+        """Record copies of weights, gradients or optimizer state; a kind is for example "before"."""
+        for name, p in self.trainer.model.named_parameters():
+            values = {"before": p, "grad": p.grad, "clipped": p.grad, "after": p}
+            values |= self.trainer.optimizer.state.get(p, {})
+            for kind in kinds:
+                if values.get(kind) is not None:
+                    self.tensors[f"{kind}.{name}"] = values[kind].detach().clone()
+
+    def on_pre_optimizer_step(self, args, state, control, **_):
+        if not self.on:
+            return
+        self.rates.append(self.trainer.optimizer.param_groups[0]["lr"])
+        self.tensors |= self.row_tensors(join(self.parts), state.global_step)
+        self.copy("before", "clipped", "exp_avg", "exp_avg_sq")
+        self.save_models(self.folder / str(state.global_step))
+        self.about |= self.settings(args, state)
+
+    def row_tensors(self, tensors: dict, step: int) -> dict:
+        """Return the step's row tensors. GRPOSteps adds the rollouts' tensors."""
+        return tensors
+
+    def save_models(self, folder: Path):
+        """Save each model whose forward the audit can recompute, together with the tokenizer."""
+        if any(noises(self.trainer.model)):  # a forward with random noise cannot be recomputed
+            self.models.pop("model", None)
+            self.about |= {"model": None, "old_model": None}
+        for name, model in self.models.items():
+            model.save_pretrained(folder / name)
+            self.trainer._tokenizer.save_pretrained(folder / name)
+
+    def settings(self, args, state) -> dict:
+        """Return the settings for AdamW and its schedule in step.json's format."""
+        model = self.trainer.model
+        return {
+            "optimizer": {
+                "name": args.optim.value.partition("_")[0],
+                "learning_rate": self.rates[-1],
+                "betas": [args.adam_beta1, args.adam_beta2],
+                "eps": args.adam_epsilon,
+                "no_decay": [name for name, _ in model.named_parameters() if re.search(NO_DECAY, name.lower())],
+                "weight_decay": args.weight_decay,
+                "max_grad_norm": args.max_grad_norm,
+                "step": state.global_step + 1,
+            },
+            "schedule": {
+                "type": args.lr_scheduler_type.value,
+                "learning_rate": args.learning_rate,
+                "warmup_steps": args.get_warmup_steps(state.max_steps),
+                "max_steps": state.max_steps,
+                "step": state.global_step,
+                "rates": self.rates[:-1],
+            },
+            "dtype": str(model.dtype).removeprefix("torch."),
+        }
+
+    def on_optimizer_step(self, args, state, control, **_):
+        if self.on:
+            self.copy("after")
+            write(self.folder / str(state.global_step), self.about, self.tensors)
+        self.parts = []
+        self.tensors = {}
+
+
+class GRPOSteps(Steps):
+    """Dump a GRPOTrainer's steps, together with the rollouts to which the rows belong."""
+
+    def __init__(self, trainer, folder, steps: int):
+        super().__init__(trainer, folder, steps, grpo_options(trainer), self.micro_batch)
+        self.rollouts = []  # tensors from each rollout so far
+        self.num_rows = 0  # completions in these rollouts
+        self.conversations = []  # one per completion so far, if the trainer has tools
+        self.given_rewards = {}  # {reward function's index: its rewards for this rollout}
+        self.wrap("_generate_and_score_completions", self.generated)
+        self.wrap("_calculate_rewards", self.judged)
+        if trainer.tools:
+            self.wrap("_generate_single_turn", self.drew)
+        functions = list(trainer.reward_funcs)
+        for number, function in enumerate(functions):
+            # rewards from models and async functions are taken from the trainer instead
+            if not (isinstance(function, Module) or iscoroutinefunction(function)):
+                functions[number] = self.looked(function, partial(self.given_rewards.__setitem__, number))
+        self.enter_context(patch.object(trainer, "reward_funcs", functions))
+
+    def drew(self, result, prompts: list, pictures, *_):
+        """Record one turn for some rows, in row order: the given ids and the sampled ids."""
+        if len(self.conversations) == self.num_rows:  # the first turn
+            self.conversations += map(Conversation, prompts)
+        conversations = self.conversations[self.num_rows :]
+        pictures = pictures or [None] * len(prompts)
+        row = -1
+        for given_ids, shown, drawn_ids in zip(prompts, pictures, result[0], strict=True):
+            counts = [x.num_known(given_ids) for x in conversations]
+            row = max(range(row + 1, len(counts)), key=counts.__getitem__)
+            conversations[row].pictures = shown or []
+            conversations[row].add(given_ids, drawn_ids, self.trainer._tokenizer)
+
+    def generated(self, result: dict, examples: list):
+        """Record a rollout's groups, advantages and rewards, and number its rows."""
+        keys = [pickle.dumps(example) for example in examples]  # each prompt's text and images
+        # a prompt that occurs again after num_generations rows starts a new group
+        groups = [(key, keys[:i].count(key) // self.trainer.num_generations) for i, key in enumerate(keys)]
+        begin = self.num_rows
+        self.num_rows += len(keys)
+        rows = torch.arange(begin, self.num_rows)
+        rollout = {
+            "group": torch.tensor([begin + groups.index(group) for group in groups]),
+            "rollout": rows * 0 + begin,
+            "rollout_advantages": result["advantages"].clone(),
+            "rewards": self.rewards,
+        }
+        self.rollouts.append(rollout)
+        counted_mask = result["completion_mask"] * result.get("tool_mask", 1)
+        drawn_mask = result["completion_ids"] != self.about["pad_token_id"]
+        # the trainer shuffles and splits these tensors along with its own
+        result["row"] = rows
+        result["rollout_step"] = rows * 0 + self.trainer.state.global_step
+        result["rollout_tokens"] = rows * 0 + counted_mask.sum()
+        result["rollout_drawn"] = rows * 0 + drawn_mask.sum()
+
+    def judged(self, result, *_):
+        """Record the rewards (N, K) that the reward functions returned, with NaN for None."""
+        self.rewards = result.clone().double()
+        for number, rewards in self.given_rewards.items():
+            self.rewards.numpy()[:, number] = rewards
+
+    def row_tensors(self, tensors: dict, step: int) -> dict:
+        """Add the tensors from the rollouts that this step uses, and renumber its rows within them."""
+        rollouts = join(self.rollouts)
+        begin = rollouts["rollout"][tensors["row"]].min()  # first completion in the earliest rollout that is used
+        tensors["row"] -= begin
+        if (tensors["rollout_step"] < step).any():
+            # if the trainer does not compute old log-probabilities, it uses the current ones
+            tensors.setdefault("old_per_token_logps", tensors["per_token_logps"])
+        # an epoch's last step may have fewer micro-batches
+        self.about["steps_per_rollout"] = self.trainer.args.steps_per_generation / len(self.parts)
+        if self.conversations:
+            tensors |= conversation_tensors(self.conversations[begin:], self.trainer)
+        return tensors | {name: x[begin:] for name, x in rollouts.items()}
+
+    def micro_batch(self, inputs: dict) -> dict:
+        """Return a micro-batch's masks, and record whether an adaptive entropy bonus is on."""
+        trainer = self.trainer
+        if trainer.args.use_adaptive_entropy:
+            is_on = trainer._last_world_entropy <= trainer.args.entropy_target
+            self.about["loss"]["entropy_coef"] = trainer.entropy_coef * is_on
+        completion_mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        return {
+            "completion_mask": completion_mask,
+            "prompt_mask": pad(inputs["prompt_mask"], (0, completion_mask.shape[1])),
+        }
+
+
+def keep_outputs(part: dict, output, mask=1):
+    """Record a forward's per-token outputs (n, T) and, during backward, their masked gradients."""
+    for output_name, (name, slope_name) in OUTPUTS.items():
+        x = output.get(output_name)
+        if x is not None:
+            part[name] = x.detach().clone()
+        if x is not None and x.requires_grad:
+            part[slope_name] = torch.zeros_like(part[name])
+            x.register_hook(partial(keep_slope, part, slope_name, mask))
+
+
+def keep_slope(part: dict, name: str, mask, gradient):
+    part[name] = gradient * mask
+
+
+def noises(model):
+    """Yield the noise settings in a model's modules, such as each dropout probability."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            # attribute names in dropout, attention dropout and NEFTune
+            if re.search("^p$|drop|noise", name) and type(value) in (int, float):
+                yield value
+
+
+class Conversation:
+    """Token ids in one completion with tool calls, as the sampler received and produced them."""
+
+    def __init__(self, prompt: list[int]):
+        self.prompt = prompt
+        self.tokens = []  # (id, flag) for each token after the prompt; flag is 1 if it was sampled
+        self.forms = [prompt]  # all ids so far, and the ids from encoding their text again
+
+    def num_known(self, given_ids: list[int]) -> int:
+        """Count the known ids in given_ids, which are the longest prefix that they share with the last turn."""
+        return max(sum(takewhile(bool, map(eq, form, given_ids))) for form in self.forms)
+
+    def add(self, given_ids: list[int], drawn_ids: list[int], tokenizer):
+        """Append one turn: the tool response's new ids, then the sampled ids."""
+        new_ids = given_ids[self.num_known(given_ids) :]
+        self.tokens += [(x, 0) for x in new_ids] + [(x, 1) for x in drawn_ids]
+        later_ids = given_ids[len(self.prompt) :] + drawn_ids
+        encoded_again = tokenizer.encode(tokenizer.decode(later_ids), add_special_tokens=False)
+        self.forms = [self.prompt + later_ids, self.prompt + encoded_again]
+
+
+def conversation_tensors(conversations: list[Conversation], trainer) -> dict:
+    """Return a rollout's sampled token ids and images as padded tensors.
+
+    A completion's images are those in its prompt, followed by the images that tools returned.
+    """
+    longest = trainer.max_completion_length  # longer completions are truncated
+    rows = [torch.tensor(x.tokens[:longest]).view(-1, 2) for x in conversations]
+    tokens = pad_sequence(rows, batch_first=True, padding_value=-1)
+    tensors = {
+        "sampler_ids": tokens[..., 0],
+        "sampler_mask": tokens[..., 1],
+        "sampler_num_images": torch.tensor([len(x.pictures) for x in conversations]),
+    }
+    pictures = [image for x in conversations for image in x.pictures]
+    if pictures:
+        fields = trainer.processing_class.image_processor(images=pictures, return_tensors="pt")
+        tensors |= {f"sampler_{name}": x for name, x in fields.items()}
+    return tensors

@@ -1,0 +1,247 @@
+"""Parts of a step to which a mistake may be limited, and wrong orders in which its rows or tokens may be used.
+
+Each function returns {description: mask or order}, and lists parts or orders that are equal in this step only once.
+"""
+
+import re
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from minivlmrl.extras.parity.formulas import first, last
+
+
+def other_of_pair(x: Tensor) -> Tensor:
+    """Swap the elements within each pair in x; the last element stays if their number is odd."""
+    return x[(torch.arange(len(x)) ^ 1).clamp(max=len(x) - 1)]
+
+
+# wrong orders within a block {} that has the indices x, such as a group's rows or a row's tokens: the index that each
+# element uses instead
+WITHIN = {
+    "the next {} in {}": lambda x: x.roll(-1),
+    "the previous {} in {}": lambda x: x.roll(1),
+    "the first {} in {}": lambda x: x[:1].expand_as(x),
+    "the {} at the mirrored position in {}": lambda x: x.flip(0),
+    "the other {} of each pair in {}": other_of_pair,
+}
+# the same only for rows, and only for tokens, where the index -1 stands for the value 0
+ROWS = {"the {} half of the rows later in {}": lambda x: x.roll(-(len(x) // 2))}
+TOKENS = {
+    "the next {} in {} and 0 for the last": lambda x: pad(x[1:], (0, 1), value=-1)[: len(x)],
+    "the previous {} in {} and 0 for the first": lambda x: pad(x, (1, 0), value=-1)[: len(x)],
+}
+# wrong orders for blocks with equal sizes: x (blocks, rows) holds the indices
+BLOCKS = {
+    "the next {1}": lambda x: x.roll(-1, 0),
+    "the previous {1}": lambda x: x.roll(1, 0),
+    "the first {1}": lambda x: x[:1].expand_as(x),
+    "the row that repeat gives instead of repeat_interleave, by {1}": lambda x: x.T,
+    "the row that repeat_interleave gives instead of repeat, by {1}": lambda x: x.flatten().view(x.T.shape).T,
+}
+# names of parameters without weight decay, as transformers.Trainer documents
+NO_DECAY = r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)"
+# parts of a model: regular expressions for parameter names
+PARTS = {
+    "the vision tower": r"(^|\.)visual\.",
+    "the vision tower without its merger": r"(^|\.)visual\.(?!merger)",
+    "the merger": r"merger",
+    "the decoder": r"(^|\.)model\.(?!visual)",
+    "the layers of the decoder": r"(^|\.)layers\.",
+    "the embeddings": r"embed_tokens",
+    "the head": r"lm_head",
+    "the norms": r"norm.*weight|ln_q",
+    "the biases": r"bias$",
+    "the parameters without weight decay": NO_DECAY,
+    "the parameters with weight decay": rf"^(?!.*({NO_DECAY}))",
+}
+
+
+class Distinct(dict):
+    """Orders or masks that differ from each other; one that equals another is only found by its name."""
+
+    def __init__(self):
+        self.equal = {}
+
+    def __missing__(self, name: str):
+        return self.equal[name]
+
+
+def different(orders: dict[str, Tensor], same: Tensor) -> Distinct:
+    """Return the orders (..., n) or masks that differ from `same` and from all earlier entries."""
+    kept = Distinct()
+    for name, order in orders.items():
+        is_new = not any(torch.equal(order, x.expand_as(order)) for x in (same, *kept.values()))
+        (kept if is_new else kept.equal)[name] = order
+    return kept
+
+
+def ordered(table: dict[str, Callable], item: str, unit: str, blocks: list[Tensor], same: Tensor) -> dict[str, Tensor]:
+    """Apply each function in a table to every block, such as a group's rows.
+
+    Returns {description: order}. An order is shaped like `same`, which is the unchanged order.
+    """
+    indices = torch.cat(blocks)
+    return {
+        says.format(item, unit): same.put(indices, torch.cat([order(x) for x in blocks]))
+        for says, order in table.items()
+    }
+
+
+def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
+    """Return wrong orders for the step's n rows or, if `of_rollout`, for the rollout's N completions."""
+    all_rows = torch.arange(len(d["group"])) if of_rollout else d.all_rows
+    row = all_rows if of_rollout else d.get("row", all_rows)
+    orders = {}
+    units = {}
+    sorted_rows, place = row.sort()
+    if torch.equal(sorted_rows, all_rows):  # the step contains the whole rollout
+        group = d.get("group", all_rows * 0)[all_rows]
+        units["its group"] = [place[group == number] for number in group.unique()]
+        units["the rollout"] = [place]
+        orders["the completion that had its place before the shuffle"] = place
+    if not of_rollout:
+        units["its micro-batch"] = d.micro_batches
+        units["the step"] = [all_rows]
+    for unit, blocks in units.items():
+        orders |= ordered(WITHIN | ROWS, "row", unit, blocks, all_rows)
+        if len(set(map(len, blocks))) == 1:  # all blocks have the same size
+            orders |= ordered(BLOCKS, "row", unit.split()[-1], [torch.stack(blocks)], all_rows)
+    return different(orders, all_rows)
+
+
+def token_orders(d) -> dict[str, Tensor]:
+    """Return wrong token orders (n, S): the flat index from which each token takes its value; -1 stands for 0."""
+    counted_mask = d["completion_mask"].bool()
+    numbers = torch.arange(counted_mask.numel()).view_as(counted_mask)
+    units = {
+        "its row": torch.ones_like(counted_mask),
+        "its completion": d.completion,
+        "its counted tokens": counted_mask,
+    }
+    orders = {}
+    for unit, mask in units.items():
+        blocks = [numbers[row][mask[row]] for row in d.all_rows]
+        orders |= ordered(WITHIN | TOKENS, "token", unit, blocks, numbers)
+    return different(orders, numbers)
+
+
+def ends(number: Tensor, name: str, suffix: str = "", begin: int = 0) -> dict[str, Tensor]:
+    """Return masks for the first and last elements in a row, and for all others; `number` counts from `begin`."""
+    last_number = number.amax(-1, keepdim=True)
+    return {
+        f"the first {name}{suffix}": number == begin,
+        f"the last {name}{suffix}": number == last_number,
+        f"all {name}s{suffix} except the first": number > begin,
+        f"all {name}s{suffix} except the last": number < last_number,
+    }
+
+
+def rollout_sets(d) -> dict[str, Tensor]:
+    """Return the row sets that do not depend on advantages, as masks (N,) for the rollout's completions."""
+    order = d.rollout_order()
+    return {} if order is None else {says: x[order] for says, x in d.row_sets.items() if "advantage" not in says}
+
+
+def place_within(label: Tensor, row: Tensor) -> Tensor:
+    """Return each row's place (n,) among the rows with the same label, ordered by `row`."""
+    return ((label == label[:, None]) & (row < row[:, None])).sum(1)
+
+
+def row_sets(d) -> dict[str, Tensor]:
+    """Return masks (n,) for the rows to which a bug may be limited."""
+    sets = {}
+    if "ended" in d:
+        sets |= {"truncated completions": ~d["ended"], "completions that were not truncated": d["ended"]}
+    if d.has("group", "row"):
+        sets |= ends(place_within(d["group"][d["row"]], d["row"]), "completion", " of each group")
+    if "chosen" in d:
+        sets |= {"chosen answers": d["chosen"] == 1, "rejected answers": d["chosen"] == 0}
+    if d.get("advantages", torch.zeros(1, 1)).dim() == 1:
+        sets["rows with positive advantages"] = d["advantages"] > 0
+        sets["rows with negative advantages"] = d["advantages"] < 0
+        sets["rows with an advantage of 0"] = d["advantages"] == 0
+    sets |= ends(place_within(d["micro_batch"], d.all_rows), "row", " of each micro-batch")
+    sets |= ends(d["micro_batch"] - d["micro_batch"].min(), "micro-batch")
+    for x, largest, others in (
+        (d["row_lengths"], "rows that are not padded", "rows that are padded"),
+        (d["lengths"], "the longest completions", "all completions except the longest"),
+    ):
+        sets |= {largest: x == x.max(), others: x < x.max()}
+    sets = {says: mask for says, mask in sets.items() if mask.sum() > 1}  # a single row fits too many descriptions
+    return different(sets, torch.tensor(False))
+
+
+def spans(d) -> dict[str, Tensor]:
+    """Return spans in micro-batches over which a bug may average: numbers (n, S) of turns or groups."""
+    row = d.all_rows[:, None].expand(-1, d.width)
+    turn = first(d.turns()[1]).cumsum(1)
+    spans = {}
+    if turn.max() > 1:
+        spans["its turn"] = row * d.width + turn
+    if d.has("group", "row"):
+        spans["its group"] = (d["group"][d["row"]] * len(row) + d["micro_batch"])[:, None].expand_as(row)
+    spans["its micro-batch"] = d["micro_batch"][:, None].expand_as(row)
+    return different(spans, row)
+
+
+def parts_of_model(d) -> dict[str, Callable]:
+    """Return parts of the model as functions that test a parameter's name.
+
+    Each component in a parameter's name, such as layers.0, is a part, too.
+    """
+    names = d.parameters("before") or d.parameters("grad")
+    patterns = dict(PARTS)
+    for name in names:
+        for component in re.findall(r"[a-z_]\w*(?:\.\d+)?(?=\.|$)", name):
+            patterns[f"parameters of {component}"] = rf"(^|\.){re.escape(component)}(\.|$)"
+    tests = {says: re.compile(pattern).search for says, pattern in patterns.items()}
+    masks = {says: torch.tensor([bool(test(name)) for name in names]) for says, test in tests.items()}
+    return {says: tests[says] for says in different(masks, torch.tensor(True))}
+
+
+def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Tensor]:
+    """Return masks (n, S) for the tokens to which a bug may be limited.
+
+    Args:
+        ids: (n, S) token ids.
+        drawn: (n, S) mask that selects sampled tokens.
+        forced: (n, S) mask that selects tool responses.
+    """
+    prompt = torch.zeros_like(drawn)  # the sampler's ids do not include the prompt
+    if ids.shape == d["input_ids"].shape:
+        prompt = d["attention_mask"].bool() & ~d.completion
+    image = ids == (d.about.get("image_token_id") or -1)
+    regions = {"the prompt": prompt, "the text of the prompt": prompt & ~image, "the image tokens": image}
+    if forced.any():
+        regions |= regions_of_turns(d.is_stop(ids), image, drawn, forced)
+    else:
+        counted = drawn & d["completion_mask"].bool()
+        for k, number in ((1, ""), (2, "2 "), (3, "3 ")):
+            regions[f"the first {number}tokens"] = first(drawn, k)
+            regions[f"the last {number}counted tokens"] = last(counted, k)
+    return different(regions, torch.tensor(False))
+
+
+def regions_of_turns(stop: Tensor, image: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Tensor]:
+    """Return masks (n, S) for parts in completions with tool calls, such as the first turn."""
+    regions = {
+        "the sampled tokens": drawn,
+        "tool responses": forced,
+        "everything after the prompt": drawn | forced,
+        "the end tokens of turns": drawn & stop,
+        "all stop tokens": (drawn | forced) & stop,
+        "the image tokens of tool responses": forced & image,
+        "the text of tool responses": forced & ~image,
+    }
+    for name, tokens in (("turn", drawn), ("tool response", forced)):
+        number = first(tokens).cumsum(1)
+        regions |= {says: mask & tokens for says, mask in ends(number, name, begin=1).items()}
+        regions[f"the second {name}"] = tokens & (number == 2)
+        for k, count in ((1, ""), (2, "2 ")):
+            regions[f"the first {count}tokens of {name}s"] = first(tokens, k)
+            regions[f"the last {count}tokens of {name}s"] = last(tokens, k)
+    regions["the end tokens before tool responses"] = last(drawn) & stop & ~regions["the last turn"]
+    return regions

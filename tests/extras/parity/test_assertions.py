@@ -1,0 +1,131 @@
+"""Test the assertions that users call in their own tests, and the recorded numbers in the wheel.
+
+The fixtures hold numbers from TRL and transformers, and minivlmrl has to reproduce them.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.rows import Prompt
+from minivlmrl.extras.parity.assertions import assert_rank_invariant, assert_same_logps, assert_split_invariant
+from minivlmrl.extras.parity.loss import FIXTURES
+from minivlmrl.extras.parity.step_format import OPTIONS, PolicyOptions, term_arguments
+from minivlmrl.losses.grpo import TERMS, grpo_loss
+from minivlmrl.losses.preference import dpo_loss
+from minivlmrl.losses.sft import sft_loss
+from minivlmrl.model import config_json
+from minivlmrl.model.families.registry import FAMILIES
+from minivlmrl.model.packing import pack
+from minivlmrl.model.rope import get_rope_index
+from minivlmrl.model.vision import window_order
+
+X, LENGTHS = torch.arange(24.0).view(6, 4), torch.tensor([4, 1, 3, 2, 4, 1])
+
+
+def sums(rows):
+    """Return some rows' summed token gradient and token count."""
+    mask = torch.arange(4) < LENGTHS[rows, None]
+    return (X[rows] * mask).sum(0), mask.sum()
+
+
+def mean_over_tokens(parts):
+    """Average the gradient over all tokens in the step, for any split into `parts`."""
+    return {"w": sum(sums(rows)[0] for rows in parts) / LENGTHS.sum()}
+
+
+def mean_of_means(parts):
+    """Average the parts' mean gradients, which depends on the split."""
+    return {"w": sum(total / count for total, count in map(sums, parts)) / len(parts)}
+
+
+NAN = {"a": torch.ones(2), "b": torch.tensor([1.0, torch.nan])}
+
+
+@pytest.mark.parametrize("rows, gradients, says", [
+    (6, mean_of_means, "^{} .* the gradient of w differs"),
+    (6, lambda parts: {"w": torch.zeros(2)}, "all gradients are zero"),
+    (6, lambda parts: NAN, "the gradient of b differs from the gradient of the whole step by inf"),
+    (6, lambda parts: {"abc"[i]: torch.ones(2) for i in range(len(parts))}, "b has a gradient either only"),
+    (1, mean_over_tokens, "rows is 1, but at least 2 rows are needed"),
+])  # fmt: skip
+def test_gradients_that_depend_on_the_split_or_are_invalid_fail(rows, gradients, says):
+    for check, parts in ((assert_split_invariant, "micro-batches"), (assert_rank_invariant, "ranks")):
+        check(mean_over_tokens, 6)
+        with pytest.raises(AssertionError, match=says.format(parts)):
+            check(gradients, rows)
+
+
+def test_logps():
+    logps = -torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
+    assert_same_logps(logps.numpy(), logps + 1e-5)
+    with pytest.raises(
+        AssertionError, match=r"^row 1, token 2: the sampler.* is -0\.\d+ nats, but the trainer.* is -0\.\d+ nats$"
+    ):
+        assert_same_logps(logps, logps + 0.1 * torch.nn.functional.one_hot(torch.tensor(10), 24).view(3, 8))
+    mask = torch.ones(3, 8)
+    mask[1, 2] = 0
+    assert_same_logps(logps, logps + 0.1 * (1 - mask), mask)
+    broken = logps.where(mask > 0, torch.nan)
+    assert_same_logps(logps, broken, mask)
+    with pytest.raises(AssertionError, match=r"^row 1, token 2: .* is nan nats"):
+        assert_same_logps(logps, broken)
+    with pytest.raises(AssertionError, match="the mask does not select any token"):
+        assert_same_logps(logps, logps + 1, 0 * mask)
+
+
+def test_the_fixtures_can_be_read_without_torch_and_minivlmrl():
+    code = f"""
+import sys
+from safetensors.numpy import load_file
+for name in ("losses", "tiny_qwen2_5_vl"):
+    assert len(load_file({str(FIXTURES)!r} + "/" + name + ".safetensors")) > 40
+assert "torch" not in sys.modules and "minivlmrl" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert sum(path.stat().st_size for path in FIXTURES.iterdir()) < 2_000_000
+
+
+def test_minivlmrl_reproduces_the_fixture():
+    """minivlmrl reproduces transformers 5.23 for a tiny checkpoint.
+
+    The fixture has patches, positions, the window order and logits.
+    """
+    with safe_open(FIXTURES / "tiny_qwen2_5_vl.safetensors", framework="pt") as file:
+        config = config_json.from_dict(json.loads(file.metadata()["config"]), "config")
+        x = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, file is no dict
+    model = FAMILIES[config.model_type].model(config)
+    weights = {name.removeprefix("model/"): value for name, value in x.items() if name.startswith("model/")}
+    model.load_state_dict(weights, strict=True)
+    image = Image.fromarray(x["image"].numpy())
+    processor = ImageProcessor(min_pixels=28 * 28)
+    patches, grid = processor(image)
+    assert torch.equal(torch.tensor([grid]), x["image_grid_thw"])
+    assert torch.allclose(torch.as_tensor(patches), x["pixel_values"], atol=1e-5)
+    ids, grids = x["input_ids"], x["image_grid_thw"]
+    assert torch.equal(get_rope_index(ids, grids, config), x["position_ids"])
+    assert torch.equal(window_order(grids, config.vision_config)[0], x["window_index"])
+    batch = pack([Prompt(ids, x["pixel_values"].double(), grids)], [[]], config)
+    with torch.no_grad():
+        logits = model.double().lm_head(model(batch))
+    assert (logits - x["logits"]).abs().max() < 1e-5
+
+
+def test_options_equal_those_of_the_losses():
+    """The audit and the loss functions have the same options and defaults."""
+    losses = {"grpo": (grpo_loss, 7), "dpo": (dpo_loss, 9), "sft": (sft_loss, 1)}
+    assert losses.keys() == OPTIONS.keys()
+    for kind, (loss, number) in losses.items():
+        ours = {name: x for name, x in vars(OPTIONS[kind]()).items() if name in loss.__kwdefaults__}
+        if kind == "dpo":
+            [ours["loss_type"]] = ours["loss_type"]  # a list of names
+        assert len(ours) == number and ours.items() <= loss.__kwdefaults__.items()
+    for loss_type, term in TERMS.items():
+        ours = term_arguments(PolicyOptions(loss_type=loss_type))
+        assert ours == {name: x for name, x in (term.__kwdefaults__ or {}).items() if name in vars(PolicyOptions())}

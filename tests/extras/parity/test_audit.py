@@ -1,0 +1,470 @@
+"""Test the search for causes, on small steps without a model, and the causes that parity.check prints.
+
+The tests check which causes are composed, which mistakes a step cannot reveal, and that the search is bounded.
+"""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from minivlmrl.extras.parity import audit as module
+from minivlmrl.extras.parity import loss as parity
+from minivlmrl.extras.parity import names as table
+from minivlmrl.extras.parity.assertions import assert_step
+from minivlmrl.extras.parity.audit import TOLERANCE, audit, computed, error, explain, report
+from minivlmrl.extras.parity.change import FormulaError
+from minivlmrl.extras.parity.command import main
+from minivlmrl.extras.parity.formulas import in_half
+from minivlmrl.extras.parity.loss_search import as_step
+from minivlmrl.extras.parity.step import Dump, read, write
+from tests.helpers.links import ROOT
+
+PAGE = (ROOT / "docs" / "numerical_parity.md").read_text()
+
+# the rows were shuffled before they were split into micro-batches
+GROUP, ROW = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([3, 0, 4, 1, 5, 2])
+
+
+def step(lengths=(5, 3, 4, 2, 5, 1), changes=None, gradient=lambda x: x, factor=1.0):
+    """Return a GRPO step: six completions in two groups and two micro-batches.
+
+    `changes` puts a mistake into the step: a tensor with a name in it is replaced by changes[name](tensor) in the loss,
+    but not in the dump. `gradient` changes the dumped gradient, and `factor` multiplies both it and the dumped loss.
+    """
+    g = torch.Generator().manual_seed(0)
+    old = -torch.rand(6, 5, generator=g, dtype=torch.float64)
+    mask = (torch.arange(5) < torch.tensor(lengths)[:, None]).double()
+    logps = (old + 0.3 * torch.randn(6, 5, generator=g, dtype=torch.float64)).requires_grad_()
+    advantages = torch.randn(6, generator=g, dtype=torch.float64)
+    used = {"advantages": advantages, "old": old, "mask": mask, "logps": logps}
+    used |= {name: change(used[name]) for name, change in (changes or {}).items()}
+    a, ratio = used["advantages"][:, None], (used["logps"] - used["old"]).exp()
+    terms = -torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a) * used["mask"]
+    loss = factor * terms.view(2, 3, 5).sum((1, 2)) / used["mask"].sum()
+    slope = gradient(torch.autograd.grad(loss.sum(), logps)[0])
+    tensors = {"per_token_logps": logps.detach(), "old_per_token_logps": old, "completion_mask": mask}
+    tensors |= {"prompt_mask": torch.zeros(6, 5), "input_ids": torch.ones(6, 5).long()}
+    tensors["advantages"] = advantages
+    tensors |= {"loss": loss.detach(), "logps_gradient": slope, "micro_batch": torch.arange(6) // 3}
+    # None, because the model reads only text
+    about = {"kind": "grpo", "loss": {"loss_type": "dapo"}, "image_token_id": None}
+    return Dump(about, tensors | {"group": GROUP, "row": ROW})
+
+
+def test_a_correct_step_agrees_and_the_report_lists_what_it_cannot_reveal():
+    d = step()
+    shown = report(audit(d), d)
+    assert "DIFFERS" not in shown
+    assert "in averages," not in shown and "in clipping, which" not in shown
+    assert "cannot reveal: 3 of 3 mistakes in KLs, which need beta and a reference" in shown
+    d = step(lengths=(4,) * 6)
+    assert "mistakes in averages, which need completions of different lengths" in report(audit(d), d)
+
+
+@pytest.mark.parametrize("options, says", [
+    ({"top_k": 5, "top_p": 1.0, "min_p": None}, "top_k = 5, but"),
+    ({"top_p": 0.9, "min_p": 0.1}, "top_p = 0.9 and min_p = 0.1, but"),
+    ({"top_k": 0, "top_p": 1, "min_p": 0}, ""), ({"top_k": -1, "top_p": None}, ""), ({}, ""),
+])  # fmt: skip
+def test_a_step_with_filters_does_not_agree_without_a_note(options, says, tmp_path, capsys):
+    d = step()
+    write(tmp_path, d.about | options, dict(d))
+    assert main([str(tmp_path)]) == 0
+    assert (f"note: tokens were sampled with {says}" if says else "loss") in (out := capsys.readouterr().out)
+    assert ("note: " in out) == bool(says)
+    assert main([str(tmp_path), "--json"]) == 0
+    assert [says in note for note in json.loads(capsys.readouterr().out)["notes"]] == [True] * bool(says)
+
+
+def in_order(rows):
+    return lambda x: x[rows]
+
+
+@pytest.mark.parametrize("name, change, says", [
+    # in rollout order, the two groups are rows 1, 3, 5 and rows 0, 2, 4
+    ("advantages", in_order([2, 3, 4, 5, 0, 1]), "a row has the advantage of the next row in its group"),
+    ("advantages", in_order([3, 4, 5, 0, 1, 2]), "a row has the advantage of the next micro-batch"),
+    ("advantages", in_order(ROW.argsort()),
+     "a row has the advantage of the completion that had its place before the shuffle"),
+    ("old", in_order([2, 0, 1, 5, 3, 4]),
+     "an old log-probability is taken from the previous row in its micro-batch"),
+    ("logps", lambda x: x.roll(1, 1), "a log-probability is taken from the previous token in its row"),
+])  # fmt: skip
+def test_a_value_from_another_row_or_token_is_named(name, change, says):
+    [found, *_] = explain("loss", step(changes={name: change}))
+    assert found.says == says and found.error < 1e-12
+
+
+def test_two_mistakes_of_one_stage_are_named_together():
+    """One mistake alone does not reproduce the dumped numbers, so only pairs are named."""
+    changes = {"advantages": abs, "old": lambda x: x.roll(1, 1)}
+    for one in changes:
+        assert all(cause.parts == 1 for cause in explain("loss", step(changes={one: changes[one]})))
+    found = explain("loss", step(changes=changes))
+    names = [cause.says for cause in found[:4]]
+    assert found and all(cause.parts == 2 for cause in found)
+    both = "an advantage is replaced by its absolute value", "the previous token in its row"
+    assert any(all(says in name for says in both) for name in names), names
+
+
+def test_equal_orders_of_rows_are_listed_once():
+    d = step()
+    for orders in (d.rows, d.rollout_rows, d.columns):
+        every = [tuple(order.flatten().tolist()) for order in orders.values()]
+        assert len(set(every)) == len(every) > 9
+    assert torch.equal(d.rollout_rows["the next group"], torch.tensor([3, 4, 5, 0, 1, 2]))
+    assert d.columns["the previous token in its counted tokens and 0 for the first"][1].tolist() == [-1, 5, 6, 8, 9]
+
+
+def test_the_report_says_when_too_few_numbers_differ():
+    for rows, is_said in (([1.0, 1.0, 0.3, 1.0, 1.0, 1.0], True), ([1.0, 1.0, 0.3, 1.0, 0.7, 1.0], False)):
+        d = step(gradient=lambda x, rows=rows: x * torch.tensor(rows)[:, None])
+        text = "only one row, pair or micro-batch differs, too few to tell causes apart; audit a larger step"
+        assert (text in report(audit(d), d)) == is_said
+
+
+def test_a_search_ends_with_the_causes_that_it_has_found(monkeypatch):
+    """The clock advances by one second with each reading, so that the machine's speed does not matter."""
+    clock = iter(range(10**9))
+    monkeypatch.setattr("time.thread_time", lambda: next(clock))
+    early, later = (audit(step(factor=0.5), seconds)[0] for seconds in (2, 200))
+    assert not early.explained and [cause.says[:29] for cause in later.explained] == ["all values are 0.5 times as l"]
+    doubts = ["the time was over before all causes were tried; a larger --seconds tries more"]
+    assert early.doubts() == later.doubts() == doubts
+
+
+def test_the_command_has_a_time_for_searches(tmp_path, capsys):
+    d = step(factor=0.5)
+    write(tmp_path, d.about, dict(d))
+    assert main([str(tmp_path), "--seconds=0", "--json"]) == 1 and module.SECONDS == 30
+    [finding] = json.loads(capsys.readouterr().out)["stages"]
+    assert "time was over" in finding["doubts"][0] and not finding["explained"]
+
+
+def test_causes_that_need_no_forward_are_tried_first(monkeypatch):
+    """Log-probabilities that are only rounded or moved later need no model forward."""
+    tried = []
+    answer = {"per_token_logps": (torch.ones(1, 2), torch.zeros(1, 2), 1.0)}
+    monkeypatch.setattr(module, "computed", lambda *given: (tried.append(given[2]), answer)[1])
+    monkeypatch.setattr(module.Search, "fitted", lambda *_: [])
+    module.Search("logps", step()).run()
+    needs = [not change.keys() <= module.AFTER_FORWARD for change in tried if change]
+    assert not needs[0] and needs[-1] and needs == sorted(needs)
+
+
+def test_it_is_said_if_one_number_decides_between_causes(monkeypatch):
+    d = rollout(lambda r: standard(r).abs())
+    right = d["advantages"]
+    others = [right + 0.1 * torch.eye(8)[i] for i in range(2)]
+    causes = [module.Cause(f"c{i}", {"advantages": x}, table.FACTOR) for i, x in enumerate([right, *others])]
+    monkeypatch.setattr(module, "possible_causes", lambda *_: causes)
+    finding = audit(d)[0]
+    assert [cause.says for cause in finding.explained] == ["c0"]
+    rest = "which give all other numbers: c1; c2; audit a larger step"
+    assert finding.doubts() == [f"one number decides against 2 other causes, {rest}"]
+    monkeypatch.setattr(module, "possible_causes", lambda *_: causes[:1] * 5)
+    assert audit(d)[0].doubts()[0].startswith("5 causes give the same numbers, so this step cannot tell them apart")
+
+
+def test_a_gradient_that_is_nan_is_located():
+    d = step(gradient=lambda x: x.where(x != x[2, 1], torch.nan))
+    shown = report(audit(d), d)
+    assert "logps_gradient: 1 of 30" in shown
+    assert "logps_gradient at [2, 1]: nan instead of" in shown
+
+
+def test_sources_of_causes_exist_in_minivlmrl():
+    """A cause's source is an existing file that contains the name after the colon."""
+    package = ROOT / "minivlmrl"
+    sources = " ".join(quantity.source for quantity in table.QUANTITIES)
+    found = set(re.findall(r"(?<!docs/)\b([\w/]+\.py)(?:: (\w+))?", sources))
+    assert len(found) > 8
+    assert all(name in (package / file).read_text() for file, name in found)
+
+
+def test_the_page_counts_the_causes():
+    count = sum(map(len, table.QUANTITIES.values()))
+    assert f" {count} causes" in PAGE
+
+
+def test_an_error_in_the_formula_of_a_cause_is_raised():
+    with pytest.raises(FormulaError, match=r"test_audit.py:\d+: the formula is invalid: AttributeError: .*'unknown'"):
+        computed("loss", step(), {"terms": lambda s: s.x - s.unknown})
+
+
+def test_an_unknown_value_of_an_option_gives_none():
+    assert computed("loss", step(), {"importance_sampling_level": "word"}) is None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_mask_is_not_explained_by_itself(seed):
+    """No cause explains a mask that counts random tokens after the end token.
+
+    A cause that explains the dumped mask must not use this mask.
+    """
+    d = step()
+    d.about["stop_token_ids"] = [7]
+    own = torch.rand(6, 5, generator=torch.Generator().manual_seed(seed)) < 0.5
+    own[:, :2] = True
+    d["input_ids"] = torch.arange(5).expand(6, 5) + 6  # ends with the second token
+    d |= {"completion_mask": own.double(), "attention_mask": torch.ones(6, 5).long()}
+    assert not [cause.says for cause in explain("mask", d)]
+
+
+@pytest.mark.parametrize("shared, is_named", [(0.0, False), (0.5, True)])
+def test_only_errors_that_correlate_are_explained_by_16_bits(shared, is_named):
+    """Two programs in 16 bits share their weights' rounding; other differences are independent."""
+    g = torch.Generator().manual_seed(0)
+    weights, own, theirs, exact = (torch.randn(8, 32, generator=g, dtype=torch.float64) for _ in range(4))
+    ours = exact + 1e-3 * (shared * weights + (1 - shared) * own)
+    trainers = exact + 1e-3 * (shared * weights + (1 - shared) * theirs)
+    assert torch.equal(in_half(ours, trainers, exact), trainers) == is_named
+    assert torch.equal(in_half(ours, exact + 100 * (trainers - exact), exact), ours)  # 0.1 nats
+    assert torch.equal(in_half(ours[:1, :8], trainers[:1, :8], exact[:1, :8]), ours[:1, :8])  # too few
+
+
+def test_padding_after_a_truncated_completion_is_no_end_token():
+    """Rows with 3 columns are padded to 5 with a stop token's id: the second row was truncated."""
+    mask = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 0, 0]])
+    ids = torch.tensor([[5, 7, 7, 7, 7], [5, 6, 5, 7, 7]])
+    tensors = {"input_ids": ids, "attention_mask": mask, "prompt_mask": 0 * mask, "per_token_logps": -mask.double()}
+    about = {"kind": "grpo", "stop_token_ids": [7], "pad_token_id": 7, "max_completion_length": 3}
+    for is_masked in (False, True):
+        counted = mask * torch.tensor([[1], [0]]) if is_masked else mask
+        d = Dump(about | {"mask_truncated_completions": is_masked}, tensors | {"completion_mask": counted})
+        assert d["ended"].tolist() == [True, False]
+        assert [finding.ok for finding in audit(d) if finding.stage == "mask"] == [True]
+
+
+@pytest.mark.parametrize("tensors, why", [
+    ({}, "each stage lacks a tensor or a field"),
+    ({"completion_mask": torch.zeros(1, 1), "logps_gradient": torch.zeros(1, 1)}, "no token is in the loss"),
+])  # fmt: skip
+def test_a_step_without_any_comparison_is_an_error(tensors, why, tmp_path):
+    write(tmp_path, {"kind": "sft"}, ONE_ROW | tensors)
+    for call in (lambda: main([str(tmp_path)]), lambda: assert_step(tmp_path)):
+        with pytest.raises(ValueError, match=f"nothing was compared, because {why}"):
+            call()
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_json_output_and_assert_step(right, tmp_path, capsys):
+    """--json prints the fields that docs/numerical_parity.md documents; assert_step raises the report."""
+    d = step(gradient=lambda x: x if right else x.sin())
+    write(tmp_path, d.about, dict(d))
+    assert main([str(tmp_path), "--json"]) == int(not right)
+    shown = json.loads(capsys.readouterr().out)
+    [loss] = shown["stages"]
+    assert (shown["schema"], shown["agrees"]) == (1, right)
+    assert (loss["stage"], loss["agrees"]) == ("loss", right)
+    assert {"mask", "update"} < {*shown["not_in_this_step"]}
+    assert (loss["error"] < TOLERANCE) == right
+    assert all(f"`{field}`" in PAGE for field in (*shown, *loss))
+    if right:
+        return assert_step(tmp_path)
+    assert not loss["explained"] and loss["where"][0].startswith("logps_gradient")
+    with pytest.raises(AssertionError, match=f"(?s)^{tmp_path}\nloss +DIFFERS .*logps_gradient at"):
+        assert_step(tmp_path)
+
+
+ONE = torch.ones(1, 1)
+ONE_ROW = {"input_ids": ONE.long(), "completion_mask": ONE, "per_token_logps": -ONE}
+
+
+@pytest.mark.parametrize("tensors, about, says", [
+    ({"completion_mask": None}, {}, "completion_mask is missing. A step needs the tensors input_ids, "),
+    ({}, {"kind": "kto"}, "kind is 'kto'. A step .* grpo, dpo or sft. Steps of KTO, .* not supported"),
+    ({"advantages": torch.ones(2)}, {}, r"advantages has shape \(2,\), but .* \(1, 1\). It must have 1 rows"),
+    ({}, {"kind": "trajectories"}, "kind is 'trajectories'. .* trajectories are not supported"),
+    ({}, {"kind": None}, "kind is None"), (None, {}, "No such file"), ({}, {"kind": ["sft"]}, r"kind is \['sft'\]"),
+    ({}, {"temperature": "x"}, "step.json: temperature is 'x', but it must be of type float"),
+    ({}, {"temperature": 0}, "step.json: temperature is 0.0, but it must be over 0 and finite"),
+    ({}, {"image_token_id": "x"}, "step.json: image_token_id is 'x', but it must be of type int"),
+    ({}, {"loss": 3}, "step.json: loss is 3, but it must be of type dict"),
+    ({}, {"loss": {"loss_type": 1}}, "step.json: loss.loss_type is 1, but it must be of type str"),
+    ({}, {"loss": {"beta": 1.0}}, "step.json: a name in loss is 'beta', but it must be one of loss_type"),
+    ({}, {"optimizer": [1]}, r"step.json: optimizer is \[1\], but it must be an object"),
+    ({}, {"optimizer": {"betas": 0.9}}, "step.json: optimizer.betas is 0.9, but it must be of type tuple"),
+    ({}, {"schedule": 3}, "step.json: schedule is 3, but it must be an object"),
+    ({"row": torch.zeros(1)}, {}, "the dtype of the tensor row is torch.float32, but it must be an integer dtype"),
+    ({"row": torch.ones(1).long(), "group": torch.zeros(1).long()}, {},
+     "element 0 of the tensor row is 1, but it must be a number from 0 to 0, because the rollout has 1 completions"),
+    ({}, {"model": "../.."}, "step.json: model is '../..', but it must be a folder inside the step, such as model, or"),
+    ({}, {"old_model": "../{}/../../x"}, "step.json: old_model is '../{}/../../x', but it must be a folder inside"),
+    ({}, {"ref_model": "/x"}, "step.json: ref_model is '/x', but it must be a folder inside the step"),
+])  # fmt: skip
+def test_an_invalid_step_is_an_error(tensors, about, says, tmp_path):
+    write(tmp_path, {"kind": "sft"}, ONE_ROW)
+    if tensors is None:
+        (tmp_path / "step.safetensors").unlink()
+    else:
+        kept = {name: x for name, x in (ONE_ROW | tensors).items() if x is not None}
+        save_file(kept, tmp_path / "step.safetensors")
+        (tmp_path / "step.json").write_text(json.dumps({"kind": "sft"} | about))
+    with pytest.raises(ValueError, match=f"{tmp_path} is not a valid step: .*{says}"):
+        read(tmp_path)
+
+
+def test_a_field_with_a_wrong_type_is_an_error(tmp_path):
+    """The error for a field with a wrong type refers to docs/notes/step_format.md, which lists the types."""
+    write(tmp_path, {"kind": "sft", "schedule": {"step": 1}, "optimizer": {"learning_rate": 1.0}}, ONE_ROW)
+    expected = r"the stage 'schedule' cannot be recomputed \(KeyError: 'type'\).* with docs/notes/step_format.md"
+    with pytest.raises(ValueError, match=expected):
+        main([str(tmp_path)])
+
+
+def test_a_folder_of_weights_outside_of_the_step_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match=r"step\.json: model is '/x', but it must be a folder inside the step"):
+        write(tmp_path / "step", {"kind": "sft", "model": "/x"}, ONE_ROW)
+    assert not (tmp_path / "step").exists()
+
+
+def with_schedule(rate, rates=(), **schedule):
+    schedule = {"learning_rate": 1.0, "rates": [*rates], **schedule}
+    return Dump({"kind": "sft", "schedule": schedule, "optimizer": {"learning_rate": rate}}, ONE_ROW)
+
+
+@pytest.mark.parametrize("kind, step, warmup, rate", [
+    ("linear", 0, 2, 0.0), ("linear", 1, 2, 0.5), ("linear", 4, 2, 0.75), ("cosine", 6, 2, 0.5),
+    ("constant", 9, 2, 1.0), ("linear", 1, 0, 0.9),
+])  # fmt: skip
+def test_learning_rates_of_a_schedule(kind, step, warmup, rate):
+    """Learning rates in ten steps, also with warmup."""
+    schedule = {"type": kind, "step": step, "warmup_steps": warmup, "max_steps": 10}
+    assert audit(with_schedule(rate, **schedule))[0].ok
+    assert not audit(with_schedule(rate + 1e-4, **schedule))[0].ok
+
+
+@pytest.mark.parametrize("rates, rate, name", [
+    ([], 0.5, None), ([1.0, 0.75, 0.5], 0.5, None),
+    ([1.0, 1.0, 0.75], 0.5, "the learning rate is one step behind"),
+])  # fmt: skip
+def test_a_cause_of_a_learning_rate_must_fit_all_steps(rates, rate, name):
+    """A cause must fit several steps' rates, because one rate fits by chance."""
+    d = with_schedule(rate, rates, type="linear", max_steps=4, step=3)
+    assert [cause.says for cause in explain("schedule", d)] == [name] * bool(name)
+
+
+def centred(r):
+    return r - r.mean(1, keepdim=True)
+
+
+def standard(r):
+    return centred(r) / (r.std(1, keepdim=True) + 1e-4)
+
+
+def rollout(advantages, **about):
+    """Return a rollout with two groups, four completions each, and advantages(rewards)."""
+    rewards = torch.rand(2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    both = torch.stack([rewards.flatten(), 0 * rewards.flatten()], 1)
+    tensors = {name: x.expand(8, 1) for name, x in ONE_ROW.items()} | {"rewards": both}
+    tensors |= {"group": torch.arange(8) // 4, "advantages": advantages(rewards).flatten()}
+    return Dump({"kind": "grpo", **about}, tensors)
+
+
+def test_pictures_taken_by_the_index_of_their_row_are_named():
+    """Two rows, each with two images; the second row has the second and third image of the batch."""
+    images = torch.arange(16.0).view(4, 4).repeat_interleave(2, 0).view(8, 4)  # two patches each
+    grids = torch.tensor([[1, 1, 2]]).repeat(4, 1)
+    ids = torch.tensor([[9, 1, 9, 1, 5]]).repeat(2, 1)
+    tensors = {"input_ids": ids, "completion_mask": (ids == 5).long(), "per_token_logps": -torch.ones(2, 5)}
+    counts = {"num_images": torch.tensor([2, 2]), "sampler_num_images": torch.tensor([2, 2])}
+    given = {"pixel_values": images[[0, 1, 2, 3, 2, 3, 4, 5]], "image_grid_thw": grids}
+    sampler = {"sampler_pixel_values": images, "sampler_image_grid_thw": grids}
+    d = Dump({"kind": "grpo", "image_token_id": 9}, tensors | counts | given | sampler)
+    assert error(computed("pictures", d, {})) > TOLERANCE
+    answer = computed("pictures", d, {"pictures": table.of_index})
+    assert error(answer) < TOLERANCE
+    assert any("the images at its own index" in cause.says for cause in module.possible_causes("pictures", d))
+
+
+def test_a_mistake_is_searched_only_in_its_own_stage():
+    """A wrong baseline is named in the advantages and not in the loss, although both use a mean."""
+    d = step(gradient=lambda x: x / 2)
+    rewards = torch.tensor([[0.1, 0.9, 0.2], [0.7, 0.3, 0.4]]).double()
+    above = rewards - rewards.median(1, keepdim=True).values
+    d["rewards"] = rewards.flatten()
+    d["rollout_advantages"] = (above / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
+    explained = {finding.stage: finding.explained for finding in audit(d)}
+    assert explained["advantages"][0].says == "the baseline is the median of the group"
+    assert explained["loss"] and "the baseline" not in str(explained["loss"])
+
+
+def with_one_bounded_reward():
+    """Return a rollout in which one reward is lower, which a bound explains whatever the reason is."""
+    rewards, d = torch.tensor([[0.1, 0.9, 0.2, 0.3], [0.05, 0.4, 0.15, 0.35]]).double(), rollout(standard)
+    return d | {"rewards": rewards.flatten(), "advantages": standard(rewards.clamp(max=0.55)).flatten()}
+
+
+def with_one_smaller_row():
+    """Return a step in which one row's gradient is smaller, as if its advantage, or anything else, had a bound."""
+    rows = torch.tensor([1.0, 1.0, 0.37, 1.0, 1.0, 1.0])[:, None]
+    return {name: x for name, x in step(gradient=lambda x: x * rows).items() if name != "loss"}
+
+
+@pytest.mark.parametrize("d", [
+    rollout(lambda r: r.argsort(1).argsort(1) / 1.5 - 1),
+    rollout(lambda r: (r - (r.mean(1, keepdim=True) + r.mean()) / 2) / r.std(1, keepdim=True)),
+    Dump(rollout(standard).about, with_one_bounded_reward()), Dump(step().about, with_one_smaller_row()),
+], ids=["ranks", "half of another baseline", "a bound in one group", "a bound in one row"])  # fmt: skip
+def test_numbers_that_no_cause_computes_are_not_explained(d):
+    """A cause times a fitted factor, or a cause that divides by zero, must not be accepted for any numbers.
+
+    A bound that only one group or row shows is not named either.
+    """
+    finding = audit(d)[0]
+    assert not finding.ok and not finding.explained
+
+
+@pytest.mark.parametrize("name, advantages, about", [
+    ("all rewards have weight 1, only in the divisor", lambda r: centred(r) / 2 / (r.std(1, keepdim=True) + 1e-4),
+     {"reward_weights": [0.5, 1.0]}),
+    ("a reward is at most 0.43", lambda r: standard(r.clamp(max=0.43)), {}),
+    ("the standard error", lambda r: centred(r) / (r.std(1, keepdim=True) / 2 + 1e-4), {}),
+])  # fmt: skip
+def test_composed_causes_of_advantages_are_named(name, advantages, about):
+    [finding] = audit(rollout(advantages, **about))
+    texts = [cause.says for cause in finding.explained]
+    assert any(name in text for text in texts), texts
+    is_alone = "so only one group of completions confirms it" in "".join(finding.doubts())
+    assert is_alone == ("0.43" in name)
+
+
+def test_a_factor_lists_each_count_that_explains_it():
+    d = rollout(lambda r: standard(r) / 2, num_generations=2)  # equals the number of rewards, so both explain it
+    [cause] = explain("advantages", d)
+    assert cause.says == "all values are 0.5 times as large: 1 over the 2 completions of a group or rewards"
+
+
+@pytest.mark.parametrize("lengths, factor, says", [
+    # 4 / 3 is 16 / 12 counted and padded tokens, and 12 columns over 9 completions
+    ((5, 3, 4, 2, 1, 1), 16 / 12, ["the 16 counted tokens over the 12 max_completion_length",
+                                   "or the 12 max_completion_length over the 9 completions of a group"]),
+    # 2 micro-batches, rather than 15 tokens over 30 columns
+    ((5, 3, 2, 2, 2, 1), 0.5, ["1 over the 2 micro-batches"]),
+    # a learning rate or a temperature cannot multiply a loss
+    ((5, 3, 4, 2, 5, 1), 0.7, ["all values are 0.7 times as large"]),
+])  # fmt: skip
+def test_a_factor_is_named_by_the_simplest_counts_that_can_act(lengths, factor, says):
+    d = step(lengths, factor=factor)
+    d.about |= {
+        "max_completion_length": 12,
+        "num_generations": 9,
+        "temperature": 0.7,
+        "optimizer": {"learning_rate": 1.0},
+    }
+    d.about["schedule"] = {"learning_rate": 0.7, "rates": [0.7]}
+    said = explain("loss", d)[-1].says
+    assert all(text in said for text in says) and ("0.7" not in said or said == says[0])
+    rates = "the learning rate of the previous step divided by the current one or the largest learning rate divided by"
+    assert rates in module.known_numbers(d, "after.weight")[0.7]
+    assert module.known_numbers(d, "per_token_logps")[0.7] == ": the temperature"
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dpo", "sft"])
+def test_recorded_losses_of_trl_agree(kind):
+    for _, options, batch, value, gradient in parity.cases(kind=kind):
+        assert error(computed("loss", as_step(batch, options, value, gradient), {})) < TOLERANCE, options
