@@ -367,6 +367,7 @@ REFUSED = [  # recipe, overrides, sentence
     (None, [], "FOLDER/recipe.yaml: there is no such recipe in FOLDER"),
     ({}, ["--rewards={accuracy:1.0}"], "command line: rewards: accuracy:1.0 has no value; write a space after"),
     ({}, ["--data.columns={label:solution}"], "command line: data.columns: label:solution has no value; write a space"),
+    ({}, ["--data.train_file=a.jsonl", "b.jsonl"], "'b.jsonl': an override must have the form --section.name=value"),
     ({}, ["--data.files={sft:rows.jsonl}"], "command line: data.files: sft:rows.jsonl has no value; write a space"),
 ]
 

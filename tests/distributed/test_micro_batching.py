@@ -16,6 +16,7 @@ def tokens(lengths, piece):
 
 def test_the_example_and_the_order_of_prompts():
     assert split_into_micro_batches([(10, [5, 5]), (10, [40, 2])], 9, 40, ONE) == [[(0, 0), (0, 1)], [(1, 1)], [(1, 0)]]
+    assert split_into_micro_batches([(10, [5, 5]), (10, [5, 5])], 9, 40, ONE) == [[(0, 0), (0, 1), (1, 0), (1, 1)]]
     lengths = [(3, [9, 1]), (5, [2, 2]), (1, [1, 7])]
     assert split_into_micro_batches(lengths, 2, None, ONE) == [[(0, 0), (0, 1), (1, 0), (1, 1)], [(2, 0), (2, 1)]]
 
