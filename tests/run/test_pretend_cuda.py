@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from minivlmrl.diagnostics import memory_check
 from minivlmrl.distributed.process_group import World
 from minivlmrl.model import lora, vision
 from minivlmrl.model.logprobs import per_token_logps
@@ -88,6 +89,26 @@ def test_a_run_mixes_no_devices(run, plain, lively):
     with PretendCuda() as gpu:
         folder = run(*SMALL, "--stages=[grpo]")
     assert gpu.waits.total() > 100 and (folder / "checkpoint").is_dir()
+
+
+def test_a_run_on_a_t4(run, own, plain, lively, monkeypatch):
+    """Attention is in float32 in all phases, and the largest batches are tried before the evaluation and the steps."""
+    dtypes, tried = set(), []
+    sdpa, try_batches = F.scaled_dot_product_attention, memory_check.try_largest_batches
+
+    def attention(q, *given, **options):
+        dtypes.add(q.dtype)
+        return sdpa(q, *given, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(memory_check, "try_largest_batches", lambda *given: tried.append(try_batches(*given)))
+    options = ["--model.dtype=bfloat16", "--model.compute_dtype=null", "--adapter.r=2", "--adapter.quantize=nf4"]
+    with PretendCuda():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75"])
+        folder = run(*own, *options, *SMALL[3:], "--stages=[grpo]", "--rewards={letters: 1}")
+    assert dtypes == {torch.float32} and len(tried) == 1 and (folder / "checkpoint").is_dir()
 
 
 STEPS = {  # options, and the model's dtype
