@@ -39,9 +39,9 @@ def test_no_kernel_stores_scores_on_a_gpu(capability, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, 40, 8, generator=generator).bfloat16() for heads in (6, 3, 3))
     expected = dense_attention(q.float(), k.float(), v.float(), is_causal=True)
-    with PretendCuda():
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(dense, "can_use_flash_attention", lambda parameters: capability >= (8, 0))
+    with PretendCuda(), monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        patch.setattr(dense, "can_use_flash_attention", lambda parameters: capability >= (8, 0))
         out = dense_attention(q.to(CUDA), k.to(CUDA), v.to(CUDA), is_causal=True)
         assert out.dtype == torch.bfloat16
         torch.testing.assert_close(out.cpu().float(), expected, atol=2e-2, rtol=1e-2)

@@ -160,8 +160,8 @@ def test_nf4_is_unpacked_in_one_piece(monkeypatch):
 def test_copies_to_the_gpu_are_pinned(monkeypatch):
     """The host does not wait for a copy from pinned memory."""
     x, pinned = torch.arange(3), []
-    with PretendCuda() as gpu:
-        monkeypatch.setattr(Tensor, "pin_memory", lambda x: (pinned.append(x), x)[1])
+    with PretendCuda() as gpu, monkeypatch.context() as patch:
+        patch.setattr(Tensor, "pin_memory", lambda x: (pinned.append(x), x)[1])
         there = to_device(x, CUDA)
         assert there.device == CUDA and to_device(there, CUDA) is there
         assert [one is x for one in pinned] == [True] and not gpu.waits
@@ -173,7 +173,7 @@ def test_memory_that_cannot_be_pinned_is_copied_without(monkeypatch):
     def pin_memory(x):
         raise RuntimeError("CUDA error: out of memory")
 
-    with PretendCuda():
-        monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
+    with PretendCuda(), monkeypatch.context() as patch:
+        patch.setattr(Tensor, "pin_memory", pin_memory)
         with pytest.warns(UserWarning, match=r"slower, because the host could not pin memory \(CUDA error: out of"):
             assert to_device(torch.arange(3), CUDA).cpu().tolist() == [0, 1, 2]

@@ -92,7 +92,7 @@ def test_a_run_mixes_no_devices(run, plain, lively):
 
 
 def test_a_run_on_a_t4(run, own, plain, lively, monkeypatch):
-    """Attention is in float32 in all phases, and the largest batches are tried before the evaluation and the steps."""
+    """Attention is in float32 in all phases, and the largest batches are tried before the first step."""
     dtypes, tried = set(), []
     sdpa, try_batches = F.scaled_dot_product_attention, memory_check.try_largest_batches
 
@@ -102,12 +102,14 @@ def test_a_run_on_a_t4(run, own, plain, lively, monkeypatch):
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     monkeypatch.setattr(memory_check, "try_largest_batches", lambda *given: tried.append(try_batches(*given)))
-    options = ["--model.dtype=bfloat16", "--model.compute_dtype=null", "--adapter.r=2", "--adapter.quantize=nf4"]
-    with PretendCuda():
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
-        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75"])
-        folder = run(*own, *options, *SMALL[3:], "--stages=[grpo]", "--rewards={letters: 1}")
+    options = ["--model.dtype=bfloat16", "--model.compute_dtype=null", "--adapter.r=2"]
+    with PretendCuda(), monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        patch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
+        patch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75"])
+        folder = run(
+            *own, *options, *SMALL[3:], "--stages=[grpo]", "--rewards={letters: 1}", "--data.columns={label: label}"
+        )
     assert dtypes == {torch.float32} and len(tried) == 1 and (folder / "checkpoint").is_dir()
 
 
