@@ -37,10 +37,10 @@ STEP = SimpleNamespace(micro_batches=[SimpleNamespace(group=group) for group in 
 
 def test_the_memory_is_that_of_the_gpu(monkeypatch):
     """test_platforms.py tests the host's memory."""
-    with PretendCuda():
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**30)
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 4 * 2**30)
+    with PretendCuda(), monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
+        patch.setattr(torch.cuda, "memory_allocated", lambda: 2**30)
+        patch.setattr(torch.cuda, "memory_reserved", lambda: 4 * 2**30)
         found = {"peak": 3.0, "allocated": 1.0, "reserved": 4.0, "free": 128.0}
         assert memory_use() == {f"{kind}_memory_gib": size for kind, size in found.items()}
 
