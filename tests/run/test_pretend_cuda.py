@@ -107,9 +107,7 @@ def test_a_run_on_a_t4(run, own, plain, lively, monkeypatch):
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
         patch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
         patch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75"])
-        folder = run(
-            *own, *options, *SMALL[3:], "--stages=[grpo]", "--rewards={letters: 1}", "--data.columns={label: label}"
-        )
+        folder = run(*own[:2], *options, *SMALL, "--stages=[grpo]")
     assert dtypes == {torch.float32} and len(tried) == 1 and (folder / "checkpoint").is_dir()
 
 
