@@ -126,9 +126,10 @@ def adapter_options(folder: str | Path, quantize: Literal["nf4"] | None = None) 
     config = _read_config(folder / CONFIG)
     with error_context(folder / WEIGHTS):
         shapes = {}
-        for name, tensor in load_file(folder / WEIGHTS).items():
+        for name, tensor in _read_tensors(folder / WEIGHTS).items():
             match = TENSOR.fullmatch(name)
             if match is not None and match[2] == "lora_A":
+                check_field(tensor.dim() == 2, name, tuple(tensor.shape), "the shape of a matrix")
                 shapes[hub_name(match[1])] = len(tensor)
         ranks = set(shapes.values())
         if len(ranks) != 1 or config.alpha_pattern:
@@ -143,6 +144,16 @@ def adapter_options(folder: str | Path, quantize: Literal["nf4"] | None = None) 
     return LoRAOptions(FilePath(str(folder)), r, alpha, target=[target], quantize=quantize)
 
 
+def _read_tensors(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"the file is not a complete safetensors file ({error}). Save the adapter again in the safetensors format; "
+            "PEFT's .bin files are not supported."
+        ) from error
+
+
 def _read(model: VisionLanguageModel, folder: str | Path) -> tuple[dict[str, AdapterShape], dict[str, Tensor]]:
     """Read each layer's adapter rank and scaling, and all weights by parameter name."""
     folder = find_adapter(folder)
@@ -150,15 +161,8 @@ def _read(model: VisionLanguageModel, folder: str | Path) -> tuple[dict[str, Ada
     file = folder / WEIGHTS
     layer_pairs = {}  # layer -> {"lora_A": tensor, "lora_B": tensor}
     weights = {}
-    try:
-        tensors = load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{file} is not a complete safetensors file ({error}). Save the adapter again in the "
-            "safetensors format; PEFT's .bin files are not supported."
-        ) from error
     with error_context(file):
-        for name, tensor in tensors.items():
+        for name, tensor in _read_tensors(file).items():
             is_float = tensor.is_floating_point() and tensor.element_size() > 1
             is_valid = is_float and bool(tensor.isfinite().all())
             expected = "a finite float tensor with at least 16 bits per value"

@@ -1,12 +1,15 @@
 """Test that adapters are exchanged with PEFT in both directions, with equal logits."""
 
+from functools import partial
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from minivlmrl.errors import mistake
 from minivlmrl.model.checkpoint import load_model, save_model
 from minivlmrl.model.lora import adapters
-from minivlmrl.model.peft import gather_adapter, load_adapter
+from minivlmrl.model.peft import adapter_options, gather_adapter, load_adapter
 from tests.helpers import tiny
 from tests.model.test_checkpoint import edit_json
 from tests.model.test_lora import adapted
@@ -134,3 +137,18 @@ def test_wrong_tensors_are_refused(saved, change, says):
     save_file(tensors, saved / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=rf"adapter_model\.safetensors: .*({says})"):
         load_adapter(tiny.model(), saved)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x08\0\0\0\0\0\0\0{}", {"layers.0.q_proj.lora_A.weight": torch.zeros(())}])
+def test_a_damaged_adapter_is_named_before_the_model_is_loaded(tmp_path, content):
+    source = adapted(["language"])
+    gather_adapter(source)(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        save_file({f"base_model.model.model.{name}": tensor for name, tensor in content.items()}, file)
+    for read in (adapter_options, partial(load_adapter, source)):
+        with pytest.raises(ValueError, match=rf"^{file}: ") as caught:
+            read(tmp_path)
+        assert mistake(caught.value)
