@@ -67,7 +67,7 @@ def rows(home):
         shapes[i].images[0].save(home / f"{i}.png")
         lines.append({
             "problem": "Name it.", "image": f"{i}.png", "solution": shapes[i].columns["solution"],
-            "completion": shapes[i].completion, "label": i % 2 == 0, "chosen": shapes[i].chosen,
+            "completion": shapes[i].completion, "chosen": shapes[i].chosen,
             "rejected": shapes[i].rejected + " or so",
         })  # fmt: skip
     write_lines(home / "rows.jsonl", lines)
