@@ -1,34 +1,18 @@
-"""List real bugs, and patches that put them into minivlmrl or into the installed TRL.
+"""List real bugs, and patches that put them into the installed TRL.
 
-BUGS are put into minivlmrl: test_mutation_study.py checks that the metrics of a run change, and
-audit/mutation_study.py measures how much accuracy each bug costs. TRL_BUGS are put into the installed TRL:
-test_trl_steps.py checks that the audit names each of them. UNSEEN_BUGS are for test_unseen_bugs.py.
+test_trl_steps.py checks that each of TRL_BUGS is named; UNSEEN_BUGS are for test_unseen_bugs.py.
 """
 
-import copy
 import functools
 import inspect
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pkgutil import resolve_name
-from unittest.mock import patch
 
 import torch
 from torch.nn.utils import clip_grad_norm_
-
-from minivlmrl.generation import generate, sampler
-from minivlmrl.losses import advantages
-from minivlmrl.losses import grpo as losses
-from minivlmrl.run import loop as train
-from minivlmrl.trainers import grpo as grpo_trainer
-from minivlmrl.trainers import rollout, sft
-from minivlmrl.trainers.reference import Reference
-
-SPLIT = ["--grpo.micro_batch_size=4"]  # 4 micro-batches in a step
-TWICE = ["--grpo.num_iterations=2"]
-GRPO, SFT = grpo_trainer.GRPOTrainer, sft.SFTTrainer
 
 
 @dataclass
@@ -40,20 +24,6 @@ class InTRL:
     patch: Callable  # patch(put, trainer) puts the bug into a trainer; put is setattr or monkeypatch.setattr
     options: dict = field(default_factory=dict)  # options for trl_fixtures.dumped that reveal the bug
     kind: str = "grpo"  # "grpo", "turns" (GRPO with tool calls), "dpo" or "sft"
-
-
-@dataclass
-class Bug:
-    """Describe a bug: where it occurred, and patches that put it into minivlmrl and TRL."""
-
-    source: str  # path on GitHub or URL
-    ours: Callable  # ours(put) patches minivlmrl
-    options: list[str] = field(default_factory=list)  # options for minivlmrl's run that reveal the bug
-    trl: InTRL | None = None
-
-    def __post_init__(self):
-        if "://" not in self.source:
-            self.source = f"https://github.com/{self.source}"
 
 
 def around(owner, name: str, change: Callable) -> Callable:
@@ -72,92 +42,6 @@ def around(owner, name: str, change: Callable) -> Callable:
         put(owner or trainer, name, changed)
 
     return put_in
-
-
-def other_advantages(change: Callable) -> Callable:
-    """Return a patch that computes advantages with change(function, rewards, num_generations, scale_rewards)."""
-    return around(grpo_trainer, "find_advantages", lambda find, config: partial(change, find(config)))
-
-
-def before_loss(change: Callable, owner=GRPO) -> Callable:
-    """Return a patch that calls change(trainer, micro-batch) before each `owner.loss`."""
-    return around(owner, "loss", lambda loss, self, batch: (change(self, batch), loss(self, batch))[1])
-
-
-def scaled(factor: float, loss, metrics):
-    return factor * loss, metrics
-
-
-def sampled(**options) -> Callable:
-    """Return a patch that samples completions with other options than the loss uses."""
-
-    def make(make_sampler, model, processor, sampling, *rest, **named):
-        return make_sampler(model, processor, replace(sampling, **options), *rest, **named)
-
-    return around(rollout, "make_sampler", make)
-
-
-def other_prompts(change: Callable) -> Callable:
-    """Return a patch that trains on change(prompts), but samples from the original prompts."""
-    return around(rollout, "pack_turns", lambda pack, prompts, *rest: pack(change(prompts), *rest))
-
-
-def next_images(prompts):
-    following = [*prompts[1:], prompts[0]]
-    return [replace(p, pixel_values=other.pixel_values) for p, other in zip(prompts, following, strict=True)]
-
-
-def without_image(shown):
-    return replace(shown, pixel_values=0 * shown.pixel_values)
-
-
-def text_positions(pack, *arguments):
-    def as_text(input_ids, *_):
-        return torch.arange(len(input_ids)).expand(3, -1)
-
-    with patch("minivlmrl.model.packing.get_rope_index", as_text):
-        return pack(*arguments)
-
-
-def without_end_token(self, batch):
-    batch.loss_mask = batch.loss_mask * (batch.loss_mask.flip(1).cumsum(1).flip(1) > 1)
-
-
-def interleaved(function, rewards, num_generations, scale_rewards):
-    mixed = function(rewards.view(-1, num_generations).T.reshape(-1), num_generations, scale_rewards)
-    return mixed.view(num_generations, -1).T.reshape(-1)
-
-
-def grouped_by_text(function, rewards, num_generations, scale_rewards):
-    """Take all rewards as one group, because all prompts have the same text and differ only in their image."""
-    return function(rewards, len(rewards), scale_rewards)
-
-
-def clip_part(self, batch):
-    clip_grad_norm_(self.policy.parameters(), self.run.optimizer.max_grad_norm)
-
-
-def put_k1_into_loss(put):
-    put(losses, "kl_term", lambda logps, ref, kind: logps - ref)
-    put(losses, "correct_kl", lambda kl, ratio, estimator: kl)
-
-
-def copy_policy_to_reference(logps, self, *given):
-    self.model.load_state_dict(self.policy.state_dict())
-    return logps(self, *given)
-
-
-def round_weights(optimizer_step, trainer, *given):
-    metrics = optimizer_step(trainer, *given)
-    for parameter in trainer.policy.parameters():
-        parameter.data = parameter.data.bfloat16().float()
-    return metrics
-
-
-def wrong_positions(prefill, model, batch, prompt_index, *rest):
-    logits, decoding = prefill(model, batch, prompt_index, *rest)
-    decoding.start = torch.tensor(batch.layout.prompt_lengths)[prompt_index]
-    return logits, decoding
 
 
 # Patches for TRL. Most replace a few lines in a method's source by a wrong version, for example by code from an
@@ -402,98 +286,61 @@ def two_missing_rewards(completions, **_):
     return [None if i in (1, 6) else float(len(chat[0]["content"])) for i, chat in enumerate(completions)]
 
 
-# bugs that are put into minivlmrl; most are also put into TRL
-BUGS = {
-    "std_with_n": Bug(
-        "unslothai/unsloth-zoo/pull/832", around(advantages, "nanstd", lambda _, x: x.std(-1, correction=0)),
-        trl=score("advantages", "by n instead of n", "nanstd(rewards.view(-1, num_generations), dim=1)",
-                  "rewards.view(-1, num_generations).std(dim=1, correction=0)")),
-    "interleaved_groups": Bug("StarsfieldAI/R1-V/issues/67", other_advantages(interleaved)),
-    "grouped_by_text": Bug("NVIDIA-NeMo/RL/pull/3882", other_advantages(grouped_by_text)),
-    "pictures_of_others": Bug("StarsfieldAI/R1-V/pull/54", other_prompts(next_images),
-        trl=forward("logps", "a row has the images of", PATCHES, f"{IMAGES}.roll(-1, 0).flatten(0, 1)")),
-    "no_picture_in_training": Bug(
-        "StarsfieldAI/R1-V/issues/20", other_prompts(lambda prompts: list(map(without_image, prompts)))),
-    "no_picture_in_reference": Bug("unslothai/unsloth/pull/11031",
-        around(Reference, "logps", lambda logps, self, group, T=1.0: logps(self, without_image(group), T)),
-        # the reference model then reads only the placeholder tokens
-        trl=forward("logps of reference", "the model does not see any image", BEGIN, f"{IN_REFERENCE}pixel_values = "
-                    f"image_grid_thw = mm_token_type_ids = num_images = None\n    {BEGIN}", {"beta": 0.1})),
-    "rewards_see_other_rows": Bug("StarsfieldAI/R1-V/issues/146",
-        around(GRPO, "reward_columns", lambda columns, self, rows, *rest: columns(self, [*rows[1:], rows[0]], *rest))),
-    "gradient_of_zero": Bug("Goekdeniz-Guelmez/mlx-lm-lora/issues/55",
-        around(losses, "importance_ratio", lambda _, d, mask, level: (d - d).exp()),
-        trl=loss("old log-probabilities are not detached", "per_token_logps.detach() if old",
-                 "per_token_logps if old")),
-    "divided_twice": Bug("modelscope/ms-swift/issues/10117",
-        around(GRPO, "loss", lambda loss, *given: scaled(1 / 4, *loss(*given))), SPLIT,
-        loss("1 over the 2 micro-batches", f"{SUM} / normalizer\n", f"{SUM} / normalizer / {PARTS}\n")),
-    "not_divided": Bug("verl-project/verl/pull/436",
-        around(GRPO, "loss", lambda loss, *given: scaled(4.0, *loss(*given))), SPLIT,
-        loss("2 times as large: the 2 micro-batches", "loss = loss / normalizer", "pass", {"loss_type": "grpo"})),
-    # minivlmrl's sft loss averages over each micro-batch's tokens
-    "mean_of_means": Bug("https://arxiv.org/abs/2604.23747",
-        around(sft, "sft_loss", lambda loss, logps, mask, normalizer, **options: loss(logps, mask, **options) / 8),
-        ["--sft.micro_batch_size=4"],
-        loss("each micro-batch is averaged by itself", f"{SUM} / normalizer\n", f"{SUM} / mask.sum() / {PARTS}\n")),
-    "dropped_gradients": Bug(
-        "bytetriper/RAE/issues/67", before_loss(lambda self, batch: self.policy.zero_grad()), SPLIT,
-        edited("training_step", "gradients", "earlier micro-batches are dropped", "output = ",
-               "model.zero_grad()\n    output = ")),
-    "clipped_before_accumulation": Bug("facebookresearch/lingua/pull/59", before_loss(clip_part), SPLIT,
-        InTRL("gradients", "micro-batch is clipped by itself", around(None, "training_step", clip_own), CLIPS)),
-    "never_clipped": Bug("NVIDIA/OpenSeq2Seq/pull/192",
-        around(torch.nn.utils, "clip_grad_norm_", lambda clip, parameters, _: clip(parameters, float("inf"))),
-        trl=clip("not clipped", CLIPPED, CLIPPED.replace("self.args.max_grad_norm", "torch.inf"), CLIPS)),
-    # samples at temperature 0.7, and computes log-probabilities at 1
-    "temperature_left_out": Bug("huggingface/trl/pull/3029", sampled(temperature=0.7),
-        trl=InTRL("logps", "not divided by the temperature", without_temperature, {"temperature": 0.6})),
-    # samples with the temperature in the model's generation_config.json
-    "nearly_greedy": Bug("huggingface/trl/issues/5783", sampled(temperature=0.1)),
-    "end_token_masked": Bug("huggingface/trl/pull/7039", before_loss(without_end_token),
-        trl=score("mask", "the end token is not trained on", MASK,
-                  f"completion_mask *= completion_ids != self.eos_token_ids[0]\n    {MASK}")),
-    "end_token_masked_in_sft": Bug("NVIDIA-NeMo/Megatron-Bridge/pull/4660", before_loss(without_end_token, SFT),
-        trl=InTRL("mask", "the end token is not", around(None, "data_collator", unlabel_end), kind="sft")),
-    # in sft; a row's last label becomes the next row's first token
-    "labels_shifted_twice": Bug("huggingface/transformers/pull/47395",
-        around(sft, "per_token_logps", lambda logps, model, group: logps(
-            model, replace(group, completion_ids=group.completion_ids.roll(-1))))),
-    "padding_counted": Bug("modelscope/ms-swift/issues/3069",
-        before_loss(lambda self, batch: setattr(batch, "loss_mask", torch.ones_like(batch.loss_mask))),
-        trl=score("mask", "padding is counted as part of the completion", MASK,
-                  f"completion_mask = torch.ones_like(completion_mask)\n    {MASK}")),
-    "old_ignored": Bug("huggingface/trl/issues/2769",
-        before_loss(lambda self, batch: setattr(batch, "old_per_token_logps", None)), TWICE,
-        loss("old log-probabilities equal the current ones", 'inputs.get("old_per_token_logps")', "None", OFF)),
-    "ratio_of_sums": Bug("walkinglabs/hands-on-modern-rl/issues/75",
-        around(losses, "importance_ratio", lambda _, d, mask, level: (d * mask).sum(-1, keepdim=True).exp()), TWICE,
-        loss("the product of its tokens' ratios", f"{SUM_OF_RATIOS} / mask.sum(-1).clamp(min=1.0)", SUM_OF_RATIOS,
-             OFF | BY_SEQUENCE)),
-    "k1_in_the_loss": Bug("NVIDIA-NeMo/RL/pull/2506", put_k1_into_loss),  # its gradient is zero in expectation
-    "kl_without_gradient": Bug("X-GenGroup/Flow-Factory/issues/122",
-        around(losses, "correct_kl", lambda _, kl, ratio, estimator: kl.detach())),
-    "reference_follows": Bug("aburkov/theLMbook/issues/8", around(Reference, "logps", copy_policy_to_reference)),
-    # the initial policy generates all completions
-    "stale_sampler": Bug("huggingface/trl/issues/3679",
-        around(rollout, "make_sampler", lambda make, model, *rest, **named: make(
-            copy.deepcopy(model), *rest, **named))),
-    # all completions in a group are equal
-    "one_seed": Bug("NVIDIA-NeMo/RL/pull/171",
-        around(sampler, "uniform_numbers", lambda numbers, keys, G, T: numbers(keys, 1, T).repeat_interleave(G, 0))),
-    # the schedule advances four times too fast
-    "schedule_by_micro_batch": Bug("huggingface/accelerate/issues/963",
-        around(train, "learning_rate", lambda rate, step, config: rate(min(4 * step, config.max_steps), config)),
-        trl=InTRL("schedule", "advances twice per step", around(None, "create_scheduler", two_scheduler_steps),
-                  {"max_steps": 10, "gradient_accumulation_steps": 3, "rows": 3, "at": 2})),
-    "bfloat16_weights": Bug("NVIDIA-NeMo/Automodel/pull/3444", around(train, "optimizer_step", round_weights)),
-    "text_positions_in_training": Bug("huggingface/trl/issues/5279", around(rollout, "pack_turns", text_positions),
-        trl=forward("logps", "positions are 1-D", "if mm_token_type_ids is not None:", "if False:")),
-    "wrong_positions_in_decoding": Bug("Blaizzy/mlx-vlm/pull/1527", around(generate, "prefill", wrong_positions)),
-}  # fmt: skip
-
 # all bugs that are put into TRL; a comment has the source if a bug is put only into TRL
-TRL_BUGS = {name: bug.trl for name, bug in BUGS.items() if bug.trl} | {
+TRL_BUGS = {
+    # unslothai/unsloth-zoo/pull/832
+    "std_with_n": score("advantages", "by n instead of n", "nanstd(rewards.view(-1, num_generations), dim=1)",
+                  "rewards.view(-1, num_generations).std(dim=1, correction=0)"),
+    # StarsfieldAI/R1-V/pull/54
+    "pictures_of_others": forward("logps", "a row has the images of", PATCHES, f"{IMAGES}.roll(-1, 0).flatten(0, 1)"),
+    # unslothai/unsloth/pull/11031
+    "no_picture_in_reference": forward("logps of reference", "the model does not see any image", BEGIN,
+        f"{IN_REFERENCE}pixel_values = "
+                    f"image_grid_thw = mm_token_type_ids = num_images = None\n    {BEGIN}", {"beta": 0.1}),
+    # Goekdeniz-Guelmez/mlx-lm-lora/issues/55
+    "gradient_of_zero": loss("old log-probabilities are not detached", "per_token_logps.detach() if old",
+                 "per_token_logps if old"),
+    # modelscope/ms-swift/issues/10117
+    "divided_twice": loss("1 over the 2 micro-batches", f"{SUM} / normalizer\n", f"{SUM} / normalizer / {PARTS}\n"),
+    # verl-project/verl/pull/436
+    "not_divided": loss("2 times as large: the 2 micro-batches", "loss = loss / normalizer", "pass",
+        {"loss_type": "grpo"}),
+    # https://arxiv.org/abs/2604.23747
+    "mean_of_means": loss("each micro-batch is averaged by itself", f"{SUM} / normalizer\n",
+        f"{SUM} / mask.sum() / {PARTS}\n"),
+    # bytetriper/RAE/issues/67
+    "dropped_gradients": edited("training_step", "gradients", "earlier micro-batches are dropped", "output = ",
+               "model.zero_grad()\n    output = "),
+    # facebookresearch/lingua/pull/59
+    "clipped_before_accumulation": InTRL("gradients", "micro-batch is clipped by itself",
+        around(None, "training_step", clip_own), CLIPS),
+    # NVIDIA/OpenSeq2Seq/pull/192
+    "never_clipped": clip("not clipped", CLIPPED, CLIPPED.replace("self.args.max_grad_norm", "torch.inf"), CLIPS),
+    # huggingface/trl/pull/3029
+    "temperature_left_out": InTRL("logps", "not divided by the temperature", without_temperature, {"temperature": 0.6}),
+    # huggingface/trl/pull/7039
+    "end_token_masked": score("mask", "the end token is not trained on", MASK,
+                  f"completion_mask *= completion_ids != self.eos_token_ids[0]\n    {MASK}"),
+    # NVIDIA-NeMo/Megatron-Bridge/pull/4660
+    "end_token_masked_in_sft": InTRL("mask", "the end token is not", around(None, "data_collator", unlabel_end),
+        kind="sft"),
+    # modelscope/ms-swift/issues/3069
+    "padding_counted": score("mask", "padding is counted as part of the completion", MASK,
+                  f"completion_mask = torch.ones_like(completion_mask)\n    {MASK}"),
+    # huggingface/trl/issues/2769
+    "old_ignored": loss("old log-probabilities equal the current ones", 'inputs.get("old_per_token_logps")', "None",
+        OFF),
+    # walkinglabs/hands-on-modern-rl/issues/75
+    "ratio_of_sums": loss("the product of its tokens' ratios", f"{SUM_OF_RATIOS} / mask.sum(-1).clamp(min=1.0)",
+        SUM_OF_RATIOS,
+             OFF | BY_SEQUENCE),
+    # huggingface/accelerate/issues/963
+    "schedule_by_micro_batch": InTRL("schedule", "advances twice per step",
+        around(None, "create_scheduler", two_scheduler_steps),
+                  {"max_steps": 10, "gradient_accumulation_steps": 3, "rows": 3, "at": 2}),
+    # huggingface/trl/issues/5279
+    "text_positions_in_training": forward("logps", "positions are 1-D", "if mm_token_type_ids is not None:",
+        "if False:"),
     "positions_by_axis": InTRL("logps", "largest position of each axis", axes_apart),  # InternLM/xtuner/pull/2097
     # om-ai-lab/VLM-R1
     "reward_weights_ignored": score("advantages", "all rewards have weight 1", "self.reward_weights.to(device)",
