@@ -89,7 +89,7 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
     print(f"{path}: {changed['rows']} rows of the layout {layout!r} were written to {out}", file=sys.stderr)
     for name, count in sorted(dropped.items()):
         print(f"dropped: {name} ({count} times)", file=sys.stderr)
-    if out.resolve().parent != folder_of(path).resolve() and not options.to:
+    if path.exists() and out.resolve().parent != folder_of(path).resolve() and not options.to:
         print(f"the images are still relative to the old file: set data.image_root={folder_of(path)}", file=sys.stderr)
     return out
 

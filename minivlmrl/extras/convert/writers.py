@@ -133,4 +133,6 @@ def source_of(source: str | bytes, folder: Path) -> str | dict:
     """Return an absolute path, a URI, or bytes in the form of the library datasets."""
     if isinstance(source, bytes):
         return {"bytes": source, "path": None}
+    if source.startswith("data:;"):  # base64 without a header
+        return source.replace("data:;", "data:image;", 1)
     return source if source.startswith(("data:", "file:")) else abspath(join(folder, source))
