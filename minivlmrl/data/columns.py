@@ -130,7 +130,8 @@ def check_columns(columns: dict, required: Sequence[str], known: Collection[str]
             continue
         if name in RESERVED:
             check_field(False, f"column {name!r}", value, RESERVED[name])
-        is_class = name == "label" and not isinstance(value, bool)  # the name of a class has no meaning for a stage
+        # a label has a meaning only for a stage that trains on the completion, and only if it is no name of a class
+        is_class = name == "label" and (not isinstance(value, bool) or "completion" not in known)
         if name in MEANINGS and name not in known and value not in ("", [], {}) and not is_class:
             raise ValueError(
                 f"column {name!r} with {value!r:.60} would say {MEANINGS[name]} in other projects, but nothing here "

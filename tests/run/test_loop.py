@@ -114,7 +114,7 @@ def test_every_stage_trains_on_a_file_from_a_checkpoint(run, own, rows, lively, 
     if images == "text only":
         file = tmp_path / "text.jsonl"
         row = {"problem": "1 + 1?", "solution": "2", "completion": "<answer>2</answer>"}
-        file.write_text(json.dumps(row | {"label": True, "chosen": "2", "rejected": "green"}))
+        file.write_text(json.dumps(row | {"chosen": "2", "rejected": "green"}))
     files = f"--data.train_file={file}", f"--data.eval_file={file}"
     folder = run(*own, ALL_STAGES, *files, LETTERS, *(f"--{stage}.max_steps=1" for stage in STAGES))
     assert [line["stage"] for line in metrics(folder)] == [*STAGES]
