@@ -213,7 +213,8 @@ def test_code_that_a_found_recipe_names_is_refused_and_does_not_run(tmp_path, mo
     texts = [f"--data.prompt_template={said} {{problem}}", "--output_dir=evil:30", "--sampling.stop_strings=evil:30"]
     texts.append('--data.chat_template_kwargs={at: "evil:30"}')
     says = r"config\.yaml was found automatically and would run the code .*; read the code, then pass --recipe="
-    for asked_for in ([], ["--data.system_prompt=no_evil.py:f()"], texts):
+    other = "--data.format" if "optimizer" in values else "--optimizer.name"
+    for asked_for in ([], ["--data.system_prompt=no_evil.py:f()"], [f"{other}=no_evil.py:f()"], texts):
         with pytest.raises(ValueError, match=says):
             run_config(Path(folder), None, asked_for)
     assert not list(tmp_path.rglob("ran"))
