@@ -46,6 +46,7 @@ class Whole:
     blocks: tuple[int, ...] = ()
     means: tuple[float, float, float] = (0.0, 0.0, 0.0)
     section: Section = field(default_factory=Section)
+    level: Literal[1, 2] = 1
     anything: dict = field(default_factory=dict)
 
 
@@ -80,6 +81,7 @@ WRONG = [
     ({"table": {"a": float("-inf")}}, "table.a is -inf, but it must be finite"),
     ({"means": [1.0, 2.0, float("nan")]}, "means is nan, but it must be finite"),
     ({"section": {"kind": "k2"}}, "section.kind is 'k2', but it must be 'k1' or 'k3'"),
+    ({"level": True}, "level is True, but it must be 1 or 2"),
     ({"section": {"weights": 1.0}}, "section.weights is 1.0, but it must be of type list[float, 0 or more and finite]"),
     ({"section": {"low": 2}}, "section.high is 1.0, but it must be at least low (2.0)"),
     ({"section": {"stepz": 1}}, "unknown key section.stepz; did you mean section.steps or section.size or "),
