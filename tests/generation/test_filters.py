@@ -53,6 +53,7 @@ def test_filters_equal_transformers_bit_for_bit(setting, change, transformers):
 
 def test_other_options_need_no_filters():
     assert not SamplingOptions(0.5, 9, [3], stop_strings=["a"]).filtered
+    assert not SamplingOptions(0.0, top_k=5, top_p=0.5, min_p=0.1).filtered  # the likeliest token passes every filter
 
 
 @pytest.mark.parametrize("bad, says", [
