@@ -3,8 +3,7 @@
 A running completion is called a row. Its new token attends to its prompt's keys, which all
 the prompt's rows share, and to the row's own keys.
 
-Derivation. A query's keys are divided into parts. For part j, with the scores
-s_i = q k_i D^-1/2 log2 e, compute
+Derivation. A query's keys are divided into parts. For part j, with the scores s_i = q k_i D^-1/2 log2 e, compute
 
     m_j = max s_i        l_j = sum 2^(s_i - m_j)        o_j = sum 2^(s_i - m_j) v_i / l_j
 
@@ -77,28 +76,13 @@ def _attend(queries, k, v, mask, start, end, TILE: constexpr, D: constexpr):
 
 @triton.jit
 def _part(
-    program,
-    q,
-    k,
-    v,
-    mask,
-    mask_stride,
-    outs,
-    log_sums,
-    lines,
-    group_rows,
-    num_keys,
-    part_keys,
-    K: constexpr,
-    HEADS: constexpr,
-    D: constexpr,
-    TILE: constexpr,
-):
+    program, q, k, v, mask, mask_stride, outs, log_sums, lines, group_rows, num_keys, part_keys,
+    K: constexpr, HEADS: constexpr, D: constexpr, TILE: constexpr,
+):  # fmt: skip
     """Compute and store o and e for one part of the keys of one key head and a tile of queries.
 
-    A group consists of `group_rows` rows that share keys. A key head's queries come from its
-    HEADS query heads in all rows in the group. A line is one query, numbered as in (R, H): rows, query heads. `lines`
-    counts all queries, R * H.
+    A group consists of `group_rows` rows that share keys. A key head's queries come from its HEADS query heads in all
+    rows in the group. A line is one query, numbered as in (R, H): rows, query heads. `lines` counts all queries, R * H.
     """
     num_queries = group_rows * HEADS
     tiles = tl.cdiv(num_queries, TILE)
@@ -134,75 +118,25 @@ def _part(
 
 @triton.jit
 def _parts_kernel(
-    q,
-    k,
-    v,
-    prompt_bias,
-    own_k,
-    own_v,
-    own_bias,
-    own_bias_stride,
-    outs,
-    log_sums,
-    lines,
-    prompt_programs,
-    prompt_rows,
-    prompt_keys,
-    prompt_part,
-    own_keys,
-    own_part,
-    K: constexpr,
-    HEADS: constexpr,
-    D: constexpr,
-    TILE: constexpr,
-    OWN_TILE: constexpr,
-):
-    """Compute all parts for all queries.
-
-    The first programs compute the parts for the prompts' keys, and the remaining programs compute the parts for the
-    rows' own keys. For own keys, each row is a group by itself.
-    """
+    q, k, v, prompt_bias, own_k, own_v, own_bias, own_bias_stride, outs, log_sums, lines,
+    prompt_programs, prompt_rows, prompt_keys, prompt_part, own_keys, own_part,
+    K: constexpr, HEADS: constexpr, D: constexpr, TILE: constexpr, OWN_TILE: constexpr,
+):  # fmt: skip
+    """Compute all parts for all queries: first those of the prompts' keys, then those of the rows' own keys."""
     program = tl.program_id(0)
     if program < prompt_programs:
         _part(
-            program,
-            q,
-            k,
-            v,
-            prompt_bias,
-            prompt_keys,
-            outs,
-            log_sums,
-            lines,
-            prompt_rows,
-            prompt_keys,
-            prompt_part,
-            K,
-            HEADS,
-            D,
-            TILE,
-        )
+            program, q, k, v, prompt_bias, prompt_keys, outs, log_sums, lines, prompt_rows, prompt_keys, prompt_part,
+            K, HEADS, D, TILE,
+        )  # fmt: skip
     else:
         # The results for the prompts' keys are stored before the results for own keys.
         done = tl.cdiv(prompt_keys, prompt_part) * lines
+        # For own keys, each row is a group by itself.
         _part(
-            program - prompt_programs,
-            q,
-            own_k,
-            own_v,
-            own_bias,
-            own_bias_stride,
-            outs + done.to(tl.int64) * D,
-            log_sums + done,
-            lines,
-            1,
-            own_keys,
-            own_part,
-            K,
-            HEADS,
-            D,
-            OWN_TILE,
-        )
+            program - prompt_programs, q, own_k, own_v, own_bias, own_bias_stride,
+            outs + done.to(tl.int64) * D, log_sums + done, lines, 1, own_keys, own_part, K, HEADS, D, OWN_TILE,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -264,8 +198,7 @@ def decode_attention(
         prompt_bias: (B, P), 0 for a key and -inf for padding, which must come last.
         own_k, own_v: (R, K, C, D), the rows' keys and values, contiguous.
         own_bias: (R, C) with any stride between rows: 0 for a key, and -inf for a position whose key is not yet
-            written. These positions must come last, and each row's first key
-            must be written.
+            written. These positions must come last, and each row's first key must be written.
     Returns:
         The attention outputs (R, H, D).
     """
@@ -282,32 +215,13 @@ def decode_attention(
     out = q.new_empty(q.shape)
     with torch.cuda.device_of(q):  # Triton launches on the current device
         _parts_kernel[(prompt_split.programs + own_split.programs,)](
-            q.contiguous(),
-            k,
-            v,
-            prompt_bias,
-            own_k,
-            own_v,
-            own_bias,
-            own_bias.stride(0),
-            outs,
-            log_sums,
-            lines,
-            prompt_programs=prompt_split.programs,
-            prompt_rows=prompt_rows,
-            prompt_keys=P,
-            prompt_part=prompt_split.part_keys,
-            own_keys=own_k.shape[2],
-            own_part=own_split.part_keys,
-            K=K,
-            HEADS=heads_per_key,
-            D=D,
-            TILE=prompt_split.tile,
-            OWN_TILE=own_split.tile,
-            num_warps=WARPS[D],
-            num_stages=STAGES,
-            enable_fp_fusion=True,
-        )
+            q.contiguous(), k, v, prompt_bias, own_k, own_v, own_bias, own_bias.stride(0), outs, log_sums, lines,
+            prompt_programs=prompt_split.programs, prompt_rows=prompt_rows,
+            prompt_keys=P, prompt_part=prompt_split.part_keys,
+            own_keys=own_k.shape[2], own_part=own_split.part_keys,
+            K=K, HEADS=heads_per_key, D=D, TILE=prompt_split.tile, OWN_TILE=own_split.tile,
+            num_warps=WARPS[D], num_stages=STAGES, enable_fp_fusion=True,
+        )  # fmt: skip
         _join_kernel[(lines,)](
             outs, log_sums, out, lines, parts, D, triton.next_power_of_2(parts), enable_fp_fusion=True
         )

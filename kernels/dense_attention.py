@@ -134,8 +134,7 @@ def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return True if flash_attention supports the device, dtype and head dimension for q, k and v.
 
     The meta device stands for an NVIDIA GPU, because the memory estimate runs on it. The kernel for MPS returns no
-    log-sum-exp. AMD GPUs are excluded, because their kernel's log-sum-exp is
-    not tested.
+    log-sum-exp. AMD GPUs are excluded, because their kernel's log-sum-exp is not tested.
     """
     half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0
     if q.device.type == "meta":

@@ -49,8 +49,7 @@ class Pieces:
     """Compute the logits from hidden states (M, D) and a head (V, D) in pieces.
 
     A piece holds the logits for a slice of the rows and a slice of the ids (a tile of the head). `mask` is
-    linear_log_softmax's argument sampling_mask; an empty mask (2, 0) allows all
-    ids.
+    linear_log_softmax's argument sampling_mask; an empty mask (2, 0) allows all ids.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float):

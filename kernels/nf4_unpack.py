@@ -38,8 +38,7 @@ def _kernel(packed, indices, scales, offset, scale_table, value_table, out, size
 def nf4_unpack(packed: Tensor, indices: Tensor, scales: Tensor, offset: Tensor, tables: tuple, dtype) -> Tensor:
     """Unpack n NF4 values into a tensor (n,) with the given dtype.
 
-    The result is bit-identical to the torch path's result, because fused multiply-add is
-    switched off.
+    The result is bit-identical to the torch path's result, because fused multiply-add is switched off.
 
     Args:
         packed: (n / 2,), bytes with two values each.
@@ -50,16 +49,7 @@ def nf4_unpack(packed: Tensor, indices: Tensor, scales: Tensor, offset: Tensor, 
     out = packed.new_empty(2 * size, dtype=dtype)
     with torch.cuda.device_of(packed):  # Triton launches on the current device
         _kernel[(triton.cdiv(size, BYTES),)](
-            packed,
-            indices,
-            scales,
-            offset,
-            *tables,
-            out,
-            size,
-            BYTES=BYTES,
-            GROUP=GROUP,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+            packed, indices, scales, offset, *tables, out, size,
+            BYTES=BYTES, GROUP=GROUP, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
     return out

@@ -264,20 +264,11 @@ def score_part_(
     if rows:
         with torch.cuda.device_of(z):  # Triton launches on the current device
             _score_kernel[(rows,)](
-                z,
-                ids,
-                parts,
-                *(results or [None] * 4),
-                stride=z.stride(0),
-                rows=rows,
-                width=width,
-                first=first_id,
-                k=LOG2E / temperature,
-                FIRST=first_id == 0,
-                LAST=last,
-                num_warps=FORWARD_WARPS,
-                enable_fp_fusion=True,
-            )
+                z, ids, parts, *(results or [None] * 4),
+                stride=z.stride(0), rows=rows, width=width, first=first_id, k=LOG2E / temperature,
+                FIRST=first_id == 0, LAST=last,
+                num_warps=FORWARD_WARPS, enable_fp_fusion=True,
+            )  # fmt: skip
     return results
 
 
@@ -297,19 +288,10 @@ def differentiate_part_(
     if rows:
         with torch.cuda.device_of(z):
             _differentiate_kernel[(rows,)](
-                z,
-                ids,
-                *saved,
-                *upstream,
-                out,
-                stride=z.stride(0),
-                out_stride=out.stride(0),
-                width=width,
-                first=first_id,
-                k=LOG2E / temperature,
-                num_warps=BACKWARD_WARPS,
-                enable_fp_fusion=True,
-            )
+                z, ids, *saved, *upstream, out,
+                stride=z.stride(0), out_stride=out.stride(0), width=width, first=first_id, k=LOG2E / temperature,
+                num_warps=BACKWARD_WARPS, enable_fp_fusion=True,
+            )  # fmt: skip
     return out
 
 

@@ -3,11 +3,10 @@
     python -m minivlmrl.kernels.self_test                              # all kernels, on cuda:0
     python -m minivlmrl.kernels.self_test cuda:3 decode_attention
 
-A compiler can translate a kernel wrongly for one GPU. For example, ptxas 12.8, which Triton 3.6 and
-3.7 use for Hopper, computed a matrix product's addresses from a register that no instruction had
-written. The results were 30 to 40 % off, and stray addresses made the GPU refuse all later work in the process.
-Therefore verdicts.py runs this file in separate processes before a run uses the kernels. Each output line is a kernel's
-name and its largest relative error.
+A compiler can translate a kernel wrongly for one GPU. For example, ptxas 12.8, which Triton 3.6 and 3.7 use for Hopper,
+computed a matrix product's addresses from a register that no instruction had written. The results were 30 to 40 % off,
+and stray addresses made the GPU refuse all later work in the process. Therefore verdicts.py runs this file in separate
+processes before a run uses the kernels. Each output line is a kernel's name and its largest relative error.
 """
 
 import os

@@ -23,8 +23,7 @@ writes its outputs once. A head's D columns are padded to a power of two, for ex
 columns wrongly for sm_90; tests/kernels/test_machine_code.py finds such code.
 
 Where Triton is not used on a GPU, windows with different lengths are computed by torch's varlen_attn. The 128 window
-runs in eight photographs take .995 ms there, forward and backward, and
-38.8 ms in separate calls (H200, bfloat16).
+runs in eight photographs take .995 ms there, forward and backward, and 38.8 ms in separate calls (H200, bfloat16).
 """
 
 import math
@@ -109,8 +108,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
     return out
 
 
-# Both block sizes are powers of two: ROWS is a segment's padded token count, COLUMNS the
-# padded head dimension D.
+# Both block sizes are powers of two: ROWS is a segment's padded token count, COLUMNS the padded head dimension D.
 constexpr = tl.constexpr
 LOG2E = tl.constexpr(math.log2(math.e))
 
@@ -166,26 +164,10 @@ def _segment(cu_seqlens, H: constexpr):
 
 @triton.jit
 def _forward_kernel(
-    q,
-    k,
-    v,
-    q_row,
-    q_head,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
-    cu_seqlens,
-    out,
-    H: constexpr,
-    D: constexpr,
-    ROWS: constexpr,
-    COLUMNS: constexpr,
-):
-    """Compute attention for one segment and one head.
-
-    q_row and q_head are q's strides between rows and between heads. The strides of k and v are named in the same way.
-    """
+    q, k, v, q_row, q_head, k_row, k_head, v_row, v_head, cu_seqlens, out,
+    H: constexpr, D: constexpr, ROWS: constexpr, COLUMNS: constexpr,
+):  # fmt: skip
+    """Compute attention for one segment and one head; q_row and q_head are q's strides between rows and heads."""
     head, start, length = _segment(cu_seqlens, H)
     q += start * q_row + head * q_head
     k += start * k_row + head * k_head
@@ -201,29 +183,10 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    q,
-    k,
-    v,
-    q_row,
-    q_head,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
-    cu_seqlens,
-    grad,
-    grad_q,
-    grad_k,
-    grad_v,
-    H: constexpr,
-    D: constexpr,
-    ROWS: constexpr,
-    COLUMNS: constexpr,
-):
-    """Compute the q, k and v gradients for one segment and one head.
-
-    The formulas are derived in this module's docstring.
-    """
+    q, k, v, q_row, q_head, k_row, k_head, v_row, v_head, cu_seqlens, grad, grad_q, grad_k, grad_v,
+    H: constexpr, D: constexpr, ROWS: constexpr, COLUMNS: constexpr,
+):  # fmt: skip
+    """Compute the gradients of q, k and v for one segment and one head, with the formulas at the top of this file."""
     head, start, length = _segment(cu_seqlens, H)
     q += start * q_row + head * q_head
     k += start * k_row + head * k_head
@@ -262,24 +225,14 @@ def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest
     (rows, columns) = block_sizes(longest, D)
     with torch.cuda.device_of(q):  # Triton launches on the current device
         kernel[((len(cu_seqlens) - 1) * H,)](
-            q,
-            k,
-            v,
-            *q.stride()[:2],
-            *k.stride()[:2],
-            *v.stride()[:2],
-            cu_seqlens,
-            **tensors,
-            H=H,
-            D=D,
-            ROWS=rows,
-            COLUMNS=columns,
+            q, k, v, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cu_seqlens, **tensors,
+            H=H, D=D, ROWS=rows, COLUMNS=columns,
             # 64 tokens take 4 warps, which is one warp group of Hopper's matrix unit.
             num_warps=rows // 16,
             num_stages=1,
             # Each launch in kernels/ chooses this option, because Triton will change its default.
             enable_fp_fusion=True,
-        )
+        )  # fmt: skip
 
 
 @torch.library.custom_op("minivlmrl::window_attention", mutates_args=())

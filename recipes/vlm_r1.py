@@ -107,4 +107,4 @@ def read_objects(text: str, extent: tuple[float, float]) -> Objects:
 
 
 WRONG = 'contains no objects; it must be a list of {"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, or []'
-LABELLED = ObjectFormat(read_objects, read_objects, WRONG)
+LABELLED = ObjectFormat(read_objects, WRONG)

@@ -18,8 +18,6 @@ DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "merges.txt", INFERENCE_CONF
 # data set branches: None is the branch with the original files. The other branch has the files
 # that the hub has converted to parquet; splits above 5 GB are called "partial-train" there.
 BRANCHES = None, "refs/convert/parquet"
-
-
 SETTINGS = ["*.json", "*.jinja", "merges.txt"]  # a repository's small files, without weights
 
 
@@ -40,23 +38,8 @@ def find_settings(name: str | Path) -> Path:
         raise ValueError(
             f"{name}: no such file or folder; pass config.json, its folder or the id of a repository on the hub"
         )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    download = partial(
-        snapshot_download,
-        repository["id"],
-        revision=repository["revision"],
-        allow_patterns=SETTINGS,
-        ignore_patterns="*/*",
-        etag_timeout=NETWORK_SECONDS,
-    )
     with hub_errors(f"{name}: there is no such folder, no copy in the Hugging Face cache"):
-        with suppress(LocalEntryNotFoundError):
-            cached = Path(download(local_files_only=True))
-            if (cached / "config.json").is_file():
-                return cached
-        return Path(download())
+        return _snapshot(repository["id"], repository["revision"], SETTINGS)
 
 
 def find_folder(name: str | Path) -> Path:
@@ -103,13 +86,12 @@ def find_folder(name: str | Path) -> Path:
 
 @contextmanager
 def hub_errors(name: str) -> Iterator[None]:
-    """Convert every exception in the block to a ValueError whose message begins with `name`.
-
-    Every exception, because huggingface_hub's releases use different network libraries, each with its own exceptions.
-    """
+    """Convert every exception in the block to a ValueError whose message begins with `name`."""
     try:
         yield
-    except Exception as error:
+    except (
+        Exception
+    ) as error:  # releases of huggingface_hub use different network libraries with exceptions of their own
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"{name}, and the download failed ({reason}). Check the name and the network, or "
@@ -117,11 +99,8 @@ def hub_errors(name: str) -> Iterator[None]:
         ) from error
 
 
-def _snapshot(repo_id: str, revision: str | None) -> Path:
-    """Return a model repository's cached folder, and download missing files.
-
-    If several processes download the same file, one process downloads and the others wait.
-    """
+def _snapshot(repo_id: str, revision: str | None, patterns: list[str] = DOWNLOADED) -> Path:
+    """Return a model repository's cached folder, and download missing files."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -129,16 +108,19 @@ def _snapshot(repo_id: str, revision: str | None) -> Path:
         snapshot_download,
         repo_id,
         revision=revision,
-        allow_patterns=DOWNLOADED,
+        allow_patterns=patterns,
         ignore_patterns="*/*",  # skip files in subfolders
     )
     # The cache may lack the repository, or lack some files because another program downloaded only a part of the
     # repository.
     with suppress(LocalEntryNotFoundError, ValueError):
         cached = Path(download(local_files_only=True))
-        weight_files(cached)
-        image_settings(cached)
-        if (cached / "config.json").is_file() and (cached / "tokenizer.json").is_file():
+        names = ["config.json"]
+        if patterns == DOWNLOADED:
+            weight_files(cached)
+            image_settings(cached)
+            names.append("tokenizer.json")
+        if all((cached / name).is_file() for name in names):
             return cached
     # This request fails after a timeout if the hub cannot be reached. The download could wait forever.
     HfApi().model_info(repo_id, revision=revision, timeout=NETWORK_SECONDS)
@@ -187,14 +169,7 @@ def find_split(name: str) -> list[Path] | None:
 
 
 def _parquet_files(repo_id: str, branch: str | None, split: str, cached: bool) -> list[str]:
-    """List a branch's parquet files.
-
-    Args:
-        repo_id: data set id.
-        branch: an element of BRANCHES.
-        split: split name. From the cache, only paths that contain this name are listed.
-        cached: True lists files in the cache, False asks the hub.
-    """
+    """List the parquet files of a branch in the cache, whose paths contain the split's name, or on the hub."""
     from huggingface_hub import HfApi
 
     if cached:

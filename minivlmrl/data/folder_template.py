@@ -106,14 +106,11 @@ class ChatTemplate:
         self.spelled = re.compile("|".join(map(_spelled, control_names)))
 
     def _structure(self, special_tokens: Iterable[str]) -> set[str]:
-        """Return the control tokens that only the template may write.
-
-        A template can also compose a name, such as '<|' + message.role + '|>', so that the text of the template does
-        not contain the name. Short conversations are rendered to find such names.
-        """
+        """Return the control tokens that only the template may write."""
         written = [self.text]
-        roles = [("user",), ("system", "user"), ("user", "assistant"), ("user", "tool")]
-        for conversation in roles:
+        # Short conversations are rendered, because a template can also compose a name that its text does not contain,
+        # such as '<|' + message.role + '|>'.
+        for conversation in [("user",), ("system", "user"), ("user", "assistant"), ("user", "tool")]:
             messages = [{"role": role, "content": ""} for role in conversation]
             with suppress(ValueError):  # a template may refuse a role
                 written.append(self._lay_out(messages, True))
@@ -163,10 +160,7 @@ class ChatTemplate:
             return join_text([*turns, START, "assistant\n"])
         conversation, mark = self._checked(messages)
         pieces = join_text(self._cut(self._lay_out(conversation, True), mark))
-        shown_kinds = []
-        for piece in pieces:
-            if piece is IMAGE or piece is VIDEO:
-                shown_kinds.append("image" if piece is IMAGE else "video")
+        shown_kinds = ["image" if piece is IMAGE else "video" for piece in pieces if piece is IMAGE or piece is VIDEO]
         message_kinds = [part_kind(part) for part in shown_parts_of(messages)]
         if shown_kinds != message_kinds:
             raise self._error(
@@ -210,9 +204,8 @@ class ChatTemplate:
             turn_end = self._length(text, conversation[: turn_number + 1], False)
             if not text[start:turn_end].endswith(f"{END}\n"):
                 raise self._error(
-                    "SFT and training on pairs require a template that ends an assistant turn with "
-                    f"{END} and a line break; replace the template with the chat_template.jinja of "
-                    "the original Qwen model"
+                    f"SFT and training on pairs require a template that ends an assistant turn with {END} and a line "
+                    "break; replace the template with the chat_template.jinja of the original Qwen model"
                 )
             end = turn_end - 1  # the model does not write the line break
             cuts = [start, *(x for x in block_ends if start < x < end), end]
@@ -230,19 +223,11 @@ class ChatTemplate:
         return join_flagged(flagged)
 
     def _lay_out_blocks(self, messages: list[dict], mark: str) -> tuple[str, list[int]]:
-        """Render a conversation without a generation prompt, and locate {% generation %} blocks.
-
-        Args:
-            mark: character that `_checked` returned. Its successor marks the blocks.
-
-        Returns:
-            The text, and the positions where blocks begin and end, alternately. If the template does not have the tag,
-            the whole text is a block.
-        """
-        if not GENERATION.search(self.text):
+        """Render a conversation, and return its text and where {% generation %} blocks begin and end, alternately."""
+        if not GENERATION.search(self.text):  # then the whole text is a block
             text = self._lay_out(messages, False)
             return text, [0, len(text)]
-        block_mark = chr(ord(mark) + 1)
+        block_mark = chr(ord(mark) + 1)  # occurs in no message, see _checked
         pieces = self._lay_out(messages, False, block_mark).split(block_mark)
         return "".join(pieces), list(accumulate(map(len, pieces[:-1])))
 
@@ -261,20 +246,13 @@ class ChatTemplate:
         raise self._error(f"the template does not render {missing}. {advice}")
 
     def _length(self, text: str, messages: list[dict], add_generation_prompt: bool) -> int:
-        """Return the length that a conversation's first messages have after rendering.
-
-        Args:
-            text: the rendered conversation, which must begin with the rendered first messages.
-            messages: the first messages.
-            add_generation_prompt: whether the generation prompt follows the messages.
-        """
+        """Return the length of the first messages in a rendered conversation, which must begin with them."""
         beginning = self._lay_out(messages, add_generation_prompt)
         if not text.startswith(beginning):
             raise self._error(
-                f"the template renders the first {len(messages)} messages differently if more "
-                "messages follow, so the answer cannot be located; use a template that only "
-                "appends text for further messages, or remove the thoughts from the answer if the "
-                "prompt has none",
+                f"the template renders the first {len(messages)} messages differently if more messages follow, so the "
+                "answer cannot be located; use a template that only appends text for further messages, or remove the "
+                "thoughts from the answer if the prompt has none",
                 RewrittenTurnsError,
             )
         return len(beginning)
@@ -305,14 +283,9 @@ class ChatTemplate:
         return template
 
     def _checked(self, messages: list[dict]) -> tuple[list[dict], str]:
-        """Convert messages to plain data, in which a mark breaks up control token names.
+        """Return messages as plain data in which a mark breaks up the names of control tokens, and the mark.
 
-        Returns:
-            The messages and the mark, a character that `_cut` removes after rendering. Neither the mark nor its
-            successor occurs in the messages.
-
-        Raises:
-            ValueError: the template cannot render the messages.
+        The mark is a character that `_cut` removes after rendering. It and its successor occur in no message.
         """
         check_messages(messages)
         used_kinds = {part_kind(part) for part in parts_of(messages)}
@@ -337,12 +310,7 @@ class ChatTemplate:
         """Insert a mark into all names of control tokens in a message.
 
         So every control token of the rendered conversation was written by the template. A name may contain whitespace
-        or continue in the next text, because a template may remove whitespace and join texts.
-
-        Args:
-            value: message, or a value in it.
-            mark: character that is inserted.
-            is_text: whether the value is a text, which another text may continue.
+        or continue in the next text (`is_text`), because a template may remove whitespace and join texts.
         """
         if isinstance(value, dict):
             broken = {}
@@ -363,11 +331,7 @@ class ChatTemplate:
     def _ends_within_control(self, text: str) -> bool:
         """Return True if a text without its whitespace ends with the beginning of a control token."""
         text = "".join(text.split())
-        for name in self.controls:
-            for length in range(1, min(len(name), len(text) + 1)):
-                if text.endswith(name[:length]):
-                    return True
-        return False
+        return any(text.endswith(name[:length]) for name in self.controls for length in range(1, len(name)))
 
     def _lay_out(self, messages: list[dict], add_generation_prompt: bool, block_mark: str = "") -> str:
         """Render messages; `block_mark` is written where {% generation %} blocks begin and end."""
@@ -455,10 +419,8 @@ def _needs_jinja(messages: list[dict]) -> bool:
 
 
 def _spelled(name: str) -> str:
-    """Return a regular expression for the first character of a control token before the others.
-
-    Whitespace may separate the characters, unless the name itself contains whitespace.
-    """
+    """Return a regular expression for the first character of a control token before the others."""
+    # whitespace may separate the characters, see _break_up
     separator = "" if re.search(r"\s", name) else r"\s*"
     others = separator.join(map(re.escape, name[1:]))
     return f"{re.escape(name[0])}(?={separator}{others})"
@@ -487,11 +449,7 @@ def _parse_arguments(messages: list[dict]):
 
 
 def _as_json(value: Plain) -> Plain:
-    """Copy a value so that the copy only has JSON types.
-
-    Objects of other types are replaced by the name of their type, because a template could escape the sandbox through
-    their methods.
-    """
+    """Copy a value so that the copy only has JSON types; a template could escape the sandbox through other objects."""
     if isinstance(value, dict):
         return {key: _as_json(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -528,11 +486,7 @@ def _to_json(
 
 
 class GenerationTag(Extension):
-    """The tag {% generation %}, which marks the text that the assistant writes.
-
-    Templates of transformers and TRL have this tag. The variable block_mark is written at the beginning and at the end
-    of a block.
-    """
+    """TRL's tag {% generation %} around the assistant's text; it writes block_mark at both ends of a block."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja declares it as a set)
 

@@ -20,12 +20,8 @@ from minivlmrl.json_files import read_json
 def torch_resize_frames(
     frames: Iterable[PIL.Image.Image], height: int, width: int, mean: np.ndarray, std: np.ndarray
 ) -> np.ndarray:
-    """Resize and normalise RGB frames like image.resize_frames, but with torch's kernel.
-
-    The results are identical, bit for bit, to those from transformers' torchvision processor. Pillow's filter is the
-    default, because checkpoints were trained with it.
-    docs/numerical_parity.md lists the differences.
-    """
+    """Resize and normalise RGB frames with torch's kernel, bit for bit as transformers' torchvision processor does."""
+    # Pillow's filter is the default, because checkpoints were trained with it; see docs/numerical_parity.md.
     size = (height, width)
     resized = []
     for frame in frames:

@@ -139,13 +139,7 @@ class Processor:
 def shown_parts(
     messages: list[dict], images: Sequence[AnyImage], videos: Sequence[AnyVideo]
 ) -> Iterator[tuple[AnyImage | AnyVideo, dict[str, int]]]:
-    """Yield the image or video of each message part that stands for one, with the part's options.
-
-    Images and videos are assigned to the parts in order.
-
-    Raises:
-        ValueError: the number of images or videos differs from the number of their parts.
-    """
+    """Yield the image or video of each message part that stands for one, in order, with the part's options."""
     parts = shown_parts_of(messages)
     kinds = [part_kind(part) for part in parts]
     check_counts(kinds, {"image": len(images), "video": len(videos)})
@@ -258,10 +252,9 @@ def images_in(turns: list[dict]) -> list[PIL.Image.Image]:
 
 
 def join_tool_results(turns: list[dict], tools: Sequence[str]) -> list[dict]:
-    """Merge tool results into the assistant turn if the tool was called in tags.
+    """Merge tool results into the assistant turn if the tool was called in tags, as environments do.
 
-    For example, the result from the call <search>cats</search> is inserted after the call, as <result>...</result> in
-    the same turn. Environments insert tool results in the same way.
+    For example, the result from the call <search>cats</search> is inserted after it, as <result>...</result>.
     """
     joined = []
     is_answered = False  # the last joined turn ends with a tool's result
@@ -273,7 +266,11 @@ def join_tool_results(turns: list[dict], tools: Sequence[str]) -> list[dict]:
         if turn["role"] == "tool" and joined:
             is_answered = text_of(joined[-1]).rstrip().endswith(closing_tags)
         if is_answered:
-            parts = [_as_result(part) for part in parts if part.get("text") != ""]
+            parts = [
+                {"text": f"<result>{part['text']}</result>"} if part_kind(part) == "text" else part
+                for part in parts
+                if part.get("text") != ""
+            ]
         if is_answered or continues:
             joined[-1] = joined[-1] | {"content": [*content_parts(joined[-1]), *parts]}
         else:
@@ -281,21 +278,8 @@ def join_tool_results(turns: list[dict], tools: Sequence[str]) -> list[dict]:
     return joined
 
 
-def _as_result(part: dict) -> dict:
-    if part_kind(part) != "text":
-        return part
-    return {"text": f"<result>{part['text']}</result>"}
-
-
 def mark_tool_results(pieces: list[tuple[str, bool]], tools: Sequence[str]) -> list[tuple[str, bool]]:
-    """Set a tool result's flag to False, because the assistant did not write the result.
-
-    A tool result is the text <result>...</result> after a tool call in tags.
-
-    Args:
-        pieces: (text, flag) pairs, as render_completion returns them.
-        tools: tool names, which are also the names of their tags.
-    """
+    """Set the flags of tool results, <result>...</result> after a call in tags, to False: no assistant wrote them."""
     tag_ends = "|".join(["^", *(f"(?<=</{name}>)" for name in ("result", *tools))])
     answer = re.compile(rf"((?:{tag_ends})\s*<result>.*?</result>)", re.DOTALL)
     cut_pieces = []

@@ -15,36 +15,18 @@ from minivlmrl.data.chat_template import Control
 from minivlmrl.errors import error_context
 from minivlmrl.json_files import read_json
 
-# Qwen2's control tokens ordered by their ids, which are 151643 to 151656 in published
-# checkpoints
+# Qwen2's control tokens ordered by their ids, which are 151643 to 151656 in published checkpoints
 SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>",
+    "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>",
+    "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
+)  # fmt: skip
 # Control tokens of a conversation's structure: they begin and end turns and documents, and stand for images and videos.
 # Only a chat template may write them, so a text with their names stays text.
 STRUCTURE = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>",
+    "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
+)  # fmt: skip
 # Qwen2's split before byte-pair encoding: contractions, words with one space, digits, ...
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -100,9 +82,8 @@ class Tokenizer:
     """Converts text to token ids and back.
 
     `special_tokens` maps each control token of Qwen2 and of the backend to its id. `structure` is the subset that a
-    text may not write: text with the same characters is encoded as ordinary
-    text. Text with the same characters as another added token, such as <tool_call> or <|box_start|>, is encoded as this
-    token, as in transformers.
+    text may not write: text with the same characters is encoded as ordinary text. Text with the same characters as
+    another added token, such as <tool_call> or <|box_start|>, is encoded as this token, as in transformers.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):
@@ -165,19 +146,16 @@ def with_special_tokens(backend: tokenizers.Tokenizer, names: Collection[str]) -
     return tokenizers.Tokenizer.from_str(json.dumps(content))
 
 
-def load_tokenizer(path: str | Path, add_control_tokens: bool = False) -> Tokenizer:
+def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a tokenizer.json, and add the tokens that only the other files in its folder list.
 
-    Args:
-        add_control_tokens: True adds the names in SPECIAL_TOKENS that the file lacks.
     Raises:
         ValueError: the file is missing or unreadable, or decoding does not restore an encoded text.
     """
     if not Path(path).is_file():
         raise ValueError(
-            f"{path}: the file does not exist. If the folder has vocab.json and merges.txt, write "
-            "tokenizer.json with transformers: "
-            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            f"{path}: the file does not exist. If the folder has vocab.json and merges.txt, write tokenizer.json with "
+            "transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
     listed = listed_tokens(Path(path).parent)
     try:
@@ -187,9 +165,6 @@ def load_tokenizer(path: str | Path, add_control_tokens: bool = False) -> Tokeni
         backend = tokenizers.Tokenizer.from_file(str(path))
         known = backend.get_vocab()
         backend.add_tokens([token for token, _ in listed])
-        if add_control_tokens:
-            known = backend.get_vocab()
-            backend.add_special_tokens([token for token in SPECIAL_TOKENS if token not in known])
         vocabulary = backend.get_vocab()
         missing = set(pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys()
         if missing:
@@ -211,23 +186,17 @@ def load_tokenizer(path: str | Path, add_control_tokens: bool = False) -> Tokeni
         own_id = backend.token_to_id(token.content)
         if number not in (None, own_id) and token.content not in known:
             raise ValueError(
-                f"{Path(path).parent}: {' or '.join(TOKEN_FILES)} lists the token "
-                f"{token.content!r:.60} with the id {number}, but it gets the next free id "
-                f"{own_id}; correct the id, or add the token to tokenizer.json"
+                f"{Path(path).parent}: {' or '.join(TOKEN_FILES)} lists the token {token.content!r:.60} with the id "
+                f"{number}, but it gets the next free id {own_id}; correct the id, or add the token to tokenizer.json"
             )
     return tokenizer
 
 
 def listed_tokens(folder: Path) -> list[tuple[AddedToken, int | None]]:
-    """List the tokens in tokenizer_config.json, special_tokens_map.json and added_tokens.json.
+    """List the tokens in TOKEN_FILES, with the id of a token that is listed with one.
 
-    A token that is listed with an id is returned with this id.
-
-    transformers adds these tokens to tokenizer.json's tokens in list order. As there,
-    the last two files count only if the first one has no added_tokens_decoder.
-
-    Raises:
-        ValueError: a file lists something other than a token.
+    transformers adds these tokens to tokenizer.json's tokens in list order. As there, the last two files count only if
+    the first one has no added_tokens_decoder.
     """
     config, special, added = (read_json(folder / name) if (folder / name).is_file() else {} for name in TOKEN_FILES)
     names = build(TokenizerConfig, config, str(folder / TOKEN_FILES[0]), json=True)

@@ -75,9 +75,7 @@ class Video:
         pixel_values, image_grid_thw = processor.patches(frames, height, width)
         if processor.videos is None:
             return pixel_values, image_grid_thw, depth / self.fps
-        seconds = self.seconds
-        if seconds is None:
-            seconds = [i / self.fps for i in range(num_frames)]
+        seconds = self.seconds or [i / self.fps for i in range(num_frames)]
         patch_times = []
         for first_frame in range(0, num_frames, depth):
             last_frame = min(first_frame + depth, num_frames) - 1
@@ -183,11 +181,7 @@ def _sample(file: Path | io.BytesIO, sampling: dict) -> Video:
 
 
 def _count_frames(container, stream) -> int:
-    """Count a video stream's frames, one per packet.
-
-    Raises:
-        ValueError: the file is truncated or damaged.
-    """
+    """Count a video stream's frames, one per packet, and raise ValueError if the file is truncated or damaged."""
     total_frames = 0
     end_seconds = 0.0
     for packet in container.demux():
@@ -234,11 +228,9 @@ def _opened(file: Path | io.BytesIO) -> Iterator[tuple]:
 
 
 def _decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.Image.Image], int]:
-    """Decode the frames with the given indices.
+    """Decode the frames with the given indices, upright and in RGB, and count all decoded frames.
 
-    Returns:
-        The frames as RGB images, upright, and the number of all decoded frames. There
-        are fewer frames than indices if the file ends early.
+    There are fewer frames than indices if the file ends early.
     """
     frames = []
     num_decoded = 0
@@ -284,9 +276,6 @@ def sample_indices(
     Example: the indices of 6 frames out of 100 are 0, 20, 40, 59, 79 and 99.
 
     Args:
-        total_frames: the file's frame count.
-        video_fps: the file's frames per second.
-        frame_factor: the sampled frame count is a multiple of this factor.
         sampling: smart_nframes' options; also video_start and video_end in seconds, which are clipped to the video's
             duration.
 
@@ -305,9 +294,8 @@ def sample_indices(
     last_frame = min(math.floor(min(video_end, duration) * video_fps), total_frames - 1)
     if first_frame >= last_frame:
         raise ValueError(
-            f"no two frames lie between video_start {video_start} and video_end {video_end}; the "
-            f"video has {total_frames} frames at {video_fps:.6g} per second ({duration:.6g} "
-            "seconds)"
+            f"no two frames lie between video_start {video_start} and video_end {video_end}; the video has "
+            f"{total_frames} frames at {video_fps:.6g} per second ({duration:.6g} seconds)"
         )
     num_frames = last_frame - first_frame + 1
     nframes = smart_nframes(num_frames, video_fps, frame_factor, sampling)
@@ -325,9 +313,6 @@ def smart_nframes(total_frames: int, video_fps: float, frame_factor: int, sampli
     is rounded down to 6 frames.
 
     Args:
-        total_frames: the file's frame count.
-        video_fps: the file's frames per second.
-        frame_factor: the result is a multiple of this factor.
         sampling: either nframes, the number of frames to sample, or fps, the sampled
             frames per second (default 2). The option fps can be combined with the bounds min_frames (default 4) and
             max_frames (default 768); max_frames has priority over min_frames.
@@ -357,8 +342,6 @@ def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int,
 
     Args:
         processor: the model's image processor.
-        nframes: number of sampled frames.
-        height, width: frame size in pixels.
         options: min_pixels and max_pixels, the bounds for a frame's area in pixels (default:
             the area for 128 and 768 tokens), and total_pixels, the limit for all frames (default: the area of 115200
             tokens). A frame may use twice its share of total_pixels, because two frames form one temporal patch.
@@ -373,9 +356,8 @@ def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int,
     options = check_options("video", options)
     factor = processor.factor
     if "resized_height" in options:
-        height = options["resized_height"]
-        width = options["resized_width"]
-        return smart_resize(height, width, factor, processor.min_pixels, processor.max_pixels)
+        sides = options["resized_height"], options["resized_width"]
+        return smart_resize(*sides, factor, processor.min_pixels, processor.max_pixels)
     if processor.videos is not None:
         return processor.videos.frame_size(processor, nframes, height, width, **options)
     nframes = math.ceil(nframes / processor.temporal_patch_size) * processor.temporal_patch_size

@@ -112,8 +112,7 @@ def prefill(
         prompt_index: (R,), each row's prompt index.
         capacity: maximum completion length in tokens.
     Returns:
-        The logits (R, V) for each row's first token, and the attention with the prompts' keys
-        and values.
+        The logits (R, V) for each row's first token, and the attention with the prompts' keys and values.
     """
     attention = GroupAttention(batch.layout, keep_keys=True)
     # (B, hidden_size), the hidden state at each prompt's last token

@@ -30,9 +30,8 @@ ENGINES = {"native": "minivlmrl.generation.sampler:Sampler", "vllm": "minivlmrl.
 class Sampler:
     """Sample completions with the options in a recipe's section `sampling`.
 
-    A sample depends on its prompt's key, but not on the other prompts or the number of ranks.
-    To use a different engine, subclass this class; see extras/vllm.py and
-    docs/developer_guide.md.
+    A sample depends on its prompt's key, but not on the other prompts or the number of ranks. To use a different
+    engine, subclass this class; see extras/vllm.py and docs/developer_guide.md.
 
     Args:
         model: the policy.

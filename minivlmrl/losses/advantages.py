@@ -18,8 +18,7 @@ def combine(rewards: Tensor, weights: Tensor) -> Tensor:
         rewards: (n, K) tensor; NaN where a reward function could not score a completion.
         weights: (K,) tensor.
     Returns:
-        An (n,) tensor. NaN counts as 0 in the sums, but a sum is NaN if all of its K
-        rewards are NaN.
+        An (n,) tensor. NaN counts as 0 in the sums, but a sum is NaN if all of its K rewards are NaN.
     """
     total = (rewards * weights).nansum(dim=1)
     return total.masked_fill(rewards.isnan().all(dim=1), float("nan"))
@@ -68,8 +67,7 @@ def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -
     (-0.71, -0.71) and (0.71, 0.71), so the large reward does not dominate the small one.
 
     Args:
-        rewards: (n, K) tensor, with the num_generations completions of each group next to
-            each other.
+        rewards: (n, K) tensor, with the num_generations completions of each group next to each other.
         weights: (K,) tensor.
     Returns:
         (n,) advantages.
@@ -87,8 +85,7 @@ def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False
     Example: a group with rewards 1, 0, 0 has the advantages 1 - 0 = 1, 0 - 0.5 = -0.5 and -0.5.
 
     Args:
-        rewards: (n,) tensor. A reward that is NaN is excluded from all means, and its
-            advantage is 0.
+        rewards: (n,) tensor. A reward that is NaN is excluded from all means, and its advantage is 0.
         normalize: if True, scale the batch's advantages to mean 0 and standard deviation 1.
     Returns:
         (n,) advantages.

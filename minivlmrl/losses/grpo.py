@@ -2,9 +2,8 @@
 
 This file imports only torch, so that you can copy it into your own project.
 
-B is the number of completions, and T is the longest completion's length; shorter ones are
-padded on the right. The loss is computed in four steps. For three of the steps, the value of an option selects a
-function from a table:
+B is the number of completions, and T is the longest completion's length; shorter ones are padded on the right. The loss
+is computed in four steps. For three of the steps, the value of an option selects a function from a table:
 
     ratio      r_t = pi(o_t) / pi_old(o_t), per token or per completion       RATIOS
     term       -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)                TERMS
@@ -55,8 +54,7 @@ def grpo_loss(
     """Compute the policy-gradient loss for a batch of completions.
 
     Example: one completion has two tokens, advantage 0.5 and ratio 1 (on-policy), and beta is 0. Each token's term is
-    -0.5, so the loss is also -0.5 for "grpo" and "dapo". With "dr_grpo"
-    and max_completion_length 4, the loss is -0.25.
+    -0.5, so the loss is also -0.5 for "grpo" and "dapo". With "dr_grpo" and max_completion_length 4, the loss is -0.25.
 
     Args:
         per_token_logps: (B, T) float, log-probabilities in nats under the trained policy, with gradient.

@@ -7,9 +7,8 @@ the rejected one. Only `per_token_logps` has a gradient.
 
 Each loss divides by totals of the whole optimizer step, the argument `normalizer` (its `sequences` counts two answers
 for each pair; by default the batch is the step), so that the gradients of micro-batches add up to the step's gradient.
-There are two exceptions: aot and aot_unpaired
-sort a micro-batch's pairs, as in TRL, and use_weighting (WPO) multiplies the micro-batch's
-sft mean.
+There are two exceptions: aot and aot_unpaired sort a micro-batch's pairs, as in TRL, and use_weighting (WPO) multiplies
+the micro-batch's sft mean.
 """
 
 import math
@@ -127,8 +126,7 @@ def dpo_loss(
         label_smoothing: assumed share of flipped labels, in [0, 0.5), for the losses in SMOOTHED.
         f_divergence_type: divergence between policy and reference, see f_score.
         f_alpha_divergence_coef: alpha in alpha_divergence.
-        ld_alpha: LD-DPO's weight, from 0 to 1, for tokens beyond the length of the pair's
-            shorter answer; None is 1.
+        ld_alpha: LD-DPO's weight, from 0 to 1, for tokens beyond the length of the pair's shorter answer; None is 1.
         use_weighting: if True, weight pairs by their probability under the policy (WPO).
         discopop_tau: discopop temperature, > 0.
         ref_per_token_logps: (B, 2, T), log-probabilities under the reference, without gradient.
@@ -198,8 +196,7 @@ def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor
 def answer_logps(per_token_logps: Tensor, mask: Tensor, ld_alpha: float | None = None) -> Tensor:
     """Sum the token log-probabilities (B, 2, T) in each answer. Returns (B, 2), in nats.
 
-    If ld_alpha is set, the longer answer's tokens beyond the shorter one's length are
-    multiplied by ld_alpha.
+    If ld_alpha is set, the longer answer's tokens beyond the shorter one's length are multiplied by ld_alpha.
     Source: LD-DPO eq. 9 (arXiv 2409.06411); DPOTrainer.compute_ref_log_probs in TRL 1.16.
     """
     weights = mask.to(per_token_logps.dtype)  # so that ld_alpha is not rounded to float32

@@ -97,13 +97,11 @@ class GroupLayout:
     def lay_blocks(self, device: torch.device | str) -> tuple[list[Tensor], list[PromptSlots | None]]:
         """Arrange the tokens in rectangular blocks, one pair of blocks for each prompt length.
 
-        The b prompts of the same length P form a block (b, P), and their r completions form a
-        block (r, C).
+        The b prompts of the same length P form a block (b, P), and their r completions form a block (r, C).
 
         Returns:
-            blocks: for each prompt length, the prompt block and then the completion block.
-                A block cell contains a token's position in the packed sequence, and -1 if
-                the cell is empty.
+            blocks: for each prompt length, the prompt block and then the completion block. A block cell contains a
+                token's position in the packed sequence, and -1 if the cell is empty.
             slots: for each prompt length, the PromptSlots of the completions, or None if no completion has a token in
                 the packed sequence.
         """
@@ -162,8 +160,7 @@ class GroupAttention(PlainProjections):
 
     Args:
         layout: prompt and completion positions in the packed sequence.
-        keep_keys: store k and v of every layer in `self.keys`, so that DecodeAttention can
-            continue after a prefill.
+        keep_keys: store k and v of every layer in `self.keys`, so that DecodeAttention can continue after a prefill.
     """
 
     def __init__(self, layout: GroupLayout, keep_keys: bool = False):
@@ -250,8 +247,7 @@ class DecodeAttention(PlainProjections):
         if unfinished.all():
             return None
         rows = unfinished.nonzero()[:, 0]
-        # prompts: prompts with rows left, by index; prompt_index: index into `prompts` of
-        # each kept row
+        # prompts: prompts with rows left, by index; prompt_index: index into `prompts` of each kept row
         prompts, self.prompt_index = self.prompt_index[rows].unique_consecutive(return_inverse=True)
         self.slots = PromptSlots(self.prompt_index, len(prompts), self.device)
         rows = to_device(rows, self.device)

@@ -76,10 +76,8 @@ def load_model(
     if sharding is not None:
         sharding.shard(model)
 
-    def keep_all(tensor: Tensor, like: Tensor) -> Tensor:
-        return tensor.to(device, like.dtype, copy=True)
-
-    take_shard = sharding.take_shard if sharding else keep_all
+    # (tensor in a file, parameter) -> what this rank keeps
+    take_shard = sharding.take_shard if sharding else lambda x, like: x.to(device, like.dtype, copy=True)
     assign(model, _read_weights(folder, files, model, take_shard, device))
     model.folder = folder.resolve()  # save_model copies unused tensors from this folder
     return model
@@ -94,10 +92,9 @@ def read_config(folder: Path) -> ModelConfig:
 def _read_weights(
     folder: Path, files: list[Path], model: VisionLanguageModel, take_shard: Callable, device: torch.device | str
 ) -> dict[str, Tensor]:
-    """Read a model's weights from files, and return them by parameter name.
+    """Read a model's weights from files, and return this rank's shards of them by parameter name.
 
-    Quantised layers pack and store their weights as soon as they are read. `take_shard` maps (tensor in the file,
-    parameter) to the shard that this rank keeps.
+    Quantised layers pack and store their weights as soon as they are read.
     """
     expected = base_weights(model)  # lists a tied head only as the embedding
     is_tied = model.config.tie_word_embeddings
@@ -238,10 +235,8 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
 def check_fit(config: ModelConfig, images: ImageProcessor, image_file: Path, tokenizer: Tokenizer):
     """Raise ValueError if config.json contradicts the image settings or the tokenizer."""
     for name, field in PATCHES.items():
-        value = getattr(config.vision_config, field)
-        expected = getattr(images, name)
-        as_in_file = f"{expected} as in {image_file.name}"
-        check_field(value == expected, f"vision_config.{field}", value, as_in_file)
+        value, expected = getattr(config.vision_config, field), getattr(images, name)
+        check_field(value == expected, f"vision_config.{field}", value, f"{expected} as in {image_file.name}")
     check_field(
         config.vocab_size >= len(tokenizer),  # the embedding may have additional rows
         "vocab_size",
@@ -380,8 +375,7 @@ def split_weights(
     for name, weight in weights.items():
         shape = on_meta(weight)
         shapes[name] = shape.to(model.save_dtype or shape.dtype)
-    for name, tensor in unused.items():
-        shapes[name] = on_meta(tensor)
+    shapes |= {name: on_meta(tensor) for name, tensor in unused.items()}
     return split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size)
 
 

@@ -34,12 +34,10 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
     rope = _rope(flat, where)
     names = rope.keys() & {"rope_theta", "mrope_section", "partial_rotary_factor"}
     flat = _merge(family.defaults, family.experts, flat, {name: rope[name] for name in names})
-    dtype = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype")
-    flat["torch_dtype"] = dtype or "float32"
+    flat["torch_dtype"] = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype") or "float32"
     # The value at the top level takes precedence, because transformers 5 always writes the default value into
     # text_config.
-    tied = _merge({"tie_word_embeddings": False}, text, config)["tie_word_embeddings"]
-    flat["tie_word_embeddings"] = tied
+    flat["tie_word_embeddings"] = _merge({"tie_word_embeddings": False}, text, config)["tie_word_embeddings"]
     flat["vision_config"] = _read_vision(vision, family, where)
     flat |= family.text
     if flat.get("head_dim") is None:
@@ -50,8 +48,7 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
     if flat.get("full_attention_interval") is not None:
         flat["recurrent"] = build(RecurrentConfig, flat, where, json=True)
     if family.experts:
-        sizes = {name: flat[name] for name in family.experts}
-        flat["experts"] = build(ExpertsConfig, sizes, where, json=True)
+        flat["experts"] = build(ExpertsConfig, {name: flat[name] for name in family.experts}, where, json=True)
     built = build(ModelConfig, flat, where, json=True)
     with error_context(where):
         _check(built, family, "head_dim" in flat)
@@ -127,7 +124,7 @@ def _section(config: dict, where: str, *names: str) -> dict:
 
 
 def _rope(config: dict, where: str) -> dict:
-    """Return the rotary settings, whose key differs between transformers 5 and older releases."""
+    # the key differs between transformers 5 and older releases
     return _section(config, where, "rope_parameters", "rope_scaling")
 
 

@@ -81,8 +81,7 @@ class VisionLanguageModel(nn.Module):
 
         Args:
             batch: the batch with N packed tokens.
-            attention: decides which tokens attend to each other. Defaults to
-                GroupAttention(batch.layout).
+            attention: decides which tokens attend to each other. Defaults to GroupAttention(batch.layout).
             select: (S,) indices of the tokens whose hidden states are needed. None selects all N.
         Returns:
             hidden_states: (S, hidden_size) after the final norm. `lm_head` computes the logits from these states.
@@ -134,8 +133,7 @@ class TextModel(nn.Module):
 
         Args:
             x: (N, hidden_size) token embeddings.
-            position_ids: (3, N) each token's position in time, height and width; see
-                get_rope_index in model/rope.py.
+            position_ids: (3, N) each token's position in time, height and width; see get_rope_index in model/rope.py.
             attention: decides which tokens attend to each other.
             select: (S,) indices of the returned tokens. None returns all N.
             vision_index: (M,) image-token positions in x.

@@ -1,9 +1,8 @@
 """Count a model's floating-point operations (FLOPs), to compare a run with its GPU's peak.
 
 A token takes 2 FLOPs for each value in a weight matrix in the forward pass. The backward pass takes as many for the
-input gradient, and as many for the weight gradient. Attention,
-recurrence, norms and activation functions are not counted, and neither are activations that are computed again in the
-backward pass.
+input gradient, and as many for the weight gradient. Attention, recurrence, norms and activation functions are not
+counted, and neither are activations that are computed again in the backward pass.
 """
 
 from collections.abc import Iterator
@@ -101,9 +100,7 @@ def flops_by_input(model: nn.Module, config: ModelConfig, backward: bool = True)
     trains_merger = any(trained for name, _, trained in found if "visual." in name)
     trains_tower = any(trained for name, _, trained in found if "visual." in name and "merger" not in name)
     # A matrix's input gradient is needed if something before it is trained.
-    has_input_gradient = {
-        "patches": trains_tower, "merged": trains_merger, "tokens": True, "scored": True
-    }  # fmt: skip
+    has_input_gradient = {"patches": trains_tower, "merged": trains_merger, "tokens": True, "scored": True}
     flops: dict[str, float] = dict.fromkeys(has_input_gradient, 0.0)
     for name, size, trained in found:
         kind = "tokens"
@@ -119,11 +116,7 @@ def flops_by_input(model: nn.Module, config: ModelConfig, backward: bool = True)
 
 
 def batch_flops(flops: dict[str, float], batch: GroupBatch) -> float:
-    """Return the forward and backward FLOPs for a packed batch.
-
-    Args:
-        flops: flops_by_input's result.
-    """
+    """Return the forward and backward FLOPs for a packed batch, given the result of flops_by_input."""
     runs_tower = batch.vision_embeds is None  # False if image embeddings are cached
     return (
         flops["tokens"] * len(batch.input_ids)

@@ -7,19 +7,6 @@ from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.packing import GroupBatch
 
 
-def plain_per_token_logps(
-    model: VisionLanguageModel, batch: GroupBatch, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Compute per_token_logps' results by their definition, with all logits in memory.
-
-    Only tests use this function.
-    """
-    logits = model.lm_head(completion_states(model, batch)) / temperature  # (M, vocab_size)
-    log_probs = logits.log_softmax(-1)
-    logps = log_probs.gather(1, batch.completion_ids[:, None])[:, 0]
-    return logps, -(log_probs.exp() * log_probs).sum(-1)
-
-
 def per_token_logps(model: VisionLanguageModel, batch: GroupBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Compute each completion token's log-probability given the prompt and earlier tokens.
 

@@ -10,9 +10,10 @@ Dimension letters: N is the number of tokens, and r is the rank of an adapter.
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -45,9 +46,7 @@ def inject_adapters(model: VisionLanguageModel, options: LoRAOptions):
     model.requires_grad_(not options.r)
     if not options.r:
         return
-    layer_names = []
-    for target in options.target:
-        layer_names += target_layers(model, target)
+    layer_names = chain(*(target_layers(model, target) for target in options.target))
     for name in dict.fromkeys(layer_names):  # dict.fromkeys removes duplicates
         add_lora(model, name, options.r, options.alpha / options.r)
     if options.quantize:
@@ -87,8 +86,7 @@ class LoRALinear(ReplacedLinear):
     def can_use_tf32(self, base_result: Tensor) -> bool:
         """Return True for a float32 adapter on a 16-bit base on an NVIDIA GPU."""
         is_half = is_half_on_gpu(base_result.device, base_result.dtype)
-        is_mixed = is_half and self.lora_A.dtype == torch.float32
-        return is_mixed and torch.version.hip is None
+        return is_half and self.lora_A.dtype == torch.float32 and torch.version.hip is None
 
     @property
     def shape(self) -> torch.Size:
@@ -120,8 +118,7 @@ class TF32Adapter(torch.autograd.Function):
     float32. A bfloat16 x has 8 significant bits and is not rounded. The function is needed because the precision of
     products is a global torch setting, and autograd computes the backward pass later, in a thread of its own.
 
-    Shapes: base_result (N, out_features), x (N, in_features), A (r, in_features),
-    B (out_features, r).
+    Shapes: base_result (N, out_features), x (N, in_features), A (r, in_features), B (out_features, r).
     """
 
     @staticmethod
@@ -220,9 +217,8 @@ def merge_note(model: nn.Module) -> str:
         return ""
     names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
     return (
-        f"merged weights: {surviving_share(model):.0%} of the weights that the adapter updates "
-        f"still differ from the base after rounding to {names}; the folder adapter/ has the whole "
-        "update"
+        f"merged weights: {surviving_share(model):.0%} of the weights that the adapter updates still differ from the "
+        f"base after rounding to {names}; the folder adapter/ has the whole update"
     )
 
 
@@ -253,8 +249,7 @@ def quantize_base(model: VisionLanguageModel):
 
     The routers, the head and the embeddings are not quantised, and neither are layers in the vision tower and the
     merger that do not have an adapter. In contrast, bitsandbytes in transformers 5.23 quantises all linear layers
-    except the head, including the tower's layers. This function
-    works on any device.
+    except the head, including the tower's layers. This function works on any device.
     """
     not_quantized = family_of(model).not_quantized
     names = []
@@ -301,28 +296,24 @@ def set_parameters(model: VisionLanguageModel, weights: dict[str, Tensor]):
     new_parameters = {}
     for name, tensor in weights.items():
         like = parameters[name]
-        if sharding:
-            new_parameters[name] = sharding.take_shard(tensor, like)
-        else:
-            new_parameters[name] = tensor.to(device, like.dtype)
+        new_parameters[name] = sharding.take_shard(tensor, like) if sharding else tensor.to(device, like.dtype)
     model.load_state_dict(new_parameters, strict=False, assign=True)
 
 
 def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
-    """Return the linear layer names that one entry of adapter.target selects.
-
-    Args:
-        target: a model part such as "language", or a regular expression that must match the
-            whole layer name. The head and the embeddings are never selected.
-    """
+    """Return the names of the linear layers before the head that one entry of adapter.target selects."""
     layers = model.named_modules()
     linear_names = [n for n, x in layers if isinstance(x, nn.Linear) and n != "lm_head"]
-    kinds = family_of(model).adapter_targets
+    kinds = family_of(model).adapter_targets  # parts of this family
     try:
         pattern = re.compile(target)
     except re.error as error:
         raise ValueError(f"target is {target!r}, which is not a valid regular expression ({error})") from error
-    target_names = [n for n in linear_names if kind_of(n, kinds) == target or pattern.fullmatch(n)]
+    target_names = []
+    for name in linear_names:
+        kind = next((kind for kind, of_kind in kinds.items() if of_kind.search(name)), part_of(name))
+        if kind == target or pattern.fullmatch(name):
+            target_names.append(name)
     check_field(
         bool(target_names),
         "target",
@@ -331,14 +322,6 @@ def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
         f"at least one linear layer, such as {linear_names[-1]}",
     )
     return target_names
-
-
-def kind_of(layer_name: str, kinds: Mapping[str, re.Pattern[str]]) -> str:
-    """Return the part of a model that contains a layer; `kinds` are a family's additional parts."""
-    for kind, pattern in kinds.items():
-        if pattern.search(layer_name):
-            return kind
-    return part_of(layer_name)
 
 
 def add_lora(model: nn.Module, name: str, r: int, scaling: float) -> LoRALinear:

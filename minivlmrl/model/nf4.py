@@ -97,10 +97,7 @@ def pack_on_meta(shape: torch.Size) -> dict[str, Tensor]:
 def unpack_nf4(
     packed: Tensor, scale_indices: Tensor, scale_scales: Tensor, offset: Tensor, dtype=torch.float32
 ) -> Tensor:
-    """Compute a weight's values (n,) from the tensors that pack_nf4 returned.
-
-    n is the number of values in the weight, rounded up to a block-size multiple.
-    """
+    """Compute a weight's values (n,), padded to whole blocks, from the tensors that pack_nf4 returned."""
     scale_code = dynamic_code(True, packed.device)
     value_table = _table(packed.device)
     if backend_for(offset, "nf4_unpack") == "triton":

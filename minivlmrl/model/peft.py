@@ -34,17 +34,9 @@ TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.(lora_[AB])(?:\.default)?\.weigh
 MERGE = "Merge the adapter into its base model with PEFT, and load the merged model."
 # fields in adapter_config.json that would change the results; adapters that set them are rejected
 UNSUPPORTED = (
-    "use_dora",
-    "use_qalora",
-    "bias",
-    "lora_bias",
-    "fan_in_fan_out",
-    "modules_to_save",
-    "layer_replication",
-    "trainable_token_indices",
-    "target_parameters",
-    "alora_invocation_tokens",
-)
+    "use_dora", "use_qalora", "bias", "lora_bias", "fan_in_fan_out", "modules_to_save", "layer_replication",
+    "trainable_token_indices", "target_parameters", "alora_invocation_tokens",
+)  # fmt: skip
 
 
 @dataclass
@@ -77,23 +69,20 @@ def load_adapter_weights(model: VisionLanguageModel, folder: str | Path):
         )
         if folder_text != model_text:
             raise ValueError(
-                f"adapter.path: for the layer {name}, {folder} has {folder_text}, but the recipe "
-                f"has {model_text}. Change adapter.r, adapter.alpha or adapter.target to match the "
-                "folder."
+                f"adapter.path: for the layer {name}, {folder} has {folder_text}, but the recipe has {model_text}. "
+                "Change adapter.r, adapter.alpha or adapter.target to match the folder."
             )
     set_parameters(model, weights)
 
 
 def find_adapter(folder: str | Path) -> Path:
     """Find the adapter in a folder that PEFT wrote, or in a run's folder or checkpoint."""
-    for inner in INNER_FOLDERS:
-        found_folder = Path(folder) / inner
-        if (found_folder / CONFIG).is_file():
-            return found_folder
+    for found in (Path(folder) / inner for inner in INNER_FOLDERS):
+        if (found / CONFIG).is_file():
+            return found
     raise ValueError(
-        f"{folder} does not contain an adapter, because {CONFIG} is neither in this folder nor in "
-        "its subfolders adapter/ and checkpoint/adapter/. Use a folder that PEFT wrote, or the "
-        "folder of a run that set adapter.r."
+        f"{folder} does not contain an adapter, because {CONFIG} is neither in this folder nor in its subfolders "
+        "adapter/ and checkpoint/adapter/. Use a folder that PEFT wrote, or the folder of a run that set adapter.r."
     )
 
 
@@ -210,9 +199,8 @@ def _check_shape(model: VisionLanguageModel, name: str, pair: dict[str, Tensor],
     if shapes != expected_shapes or not r:
         found_shapes = ", ".join(f"{kind} {shape}" for kind, shape in shapes.items())
         raise ValueError(
-            f"the adapter of the layer {name} has {found_shapes}, but this model needs lora_A (r, "
-            f"{layer.in_features}) and lora_B ({layer.out_features}, r). Use an adapter that was "
-            "trained on this base model."
+            f"the adapter of the layer {name} has {found_shapes}, but this model needs lora_A (r, {layer.in_features}) "
+            f"and lora_B ({layer.out_features}, r). Use an adapter that was trained on this base model."
         )
     alpha = config.lora_alpha
     for name_end, value in (config.alpha_pattern or {}).items():

@@ -34,13 +34,11 @@ def get_rope_index(
         input_ids: (N,) int64, one prompt with its image and video placeholders expanded.
         image_grid_thw: (images and videos, 3) int64, the number of patches in time, height and width, in placeholder
             order.
-        second_per_grid_ts: (images and videos,) float32, seconds between two time steps. None
-            means 1 second.
+        second_per_grid_ts: (images and videos,) float32, seconds between two time steps. None means 1 second.
     Returns:
         position_ids: (3, N) int64.
     Source: Qwen2.5-VL report, "Multimodal Rotary Position Embedding Aligned to Absolute Time"; transformers 4.49 to
-        4.51 and vLLM. Later releases of transformers compute other
-        positions for videos; see docs/numerical_parity.md.
+        4.51 and vLLM. Later releases of transformers compute other positions for videos; see docs/numerical_parity.md.
     """
     ids = input_ids.tolist()
     placeholders = (config.image_token_id, config.video_token_id)
@@ -134,8 +132,7 @@ def vision_rotary(
 def _cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
     """Compute cosines and signed sines (N, 1, D) for angles (N, D/2), as apply_rotary needs them.
 
-    The first half of the sines is negative, because rotating the pair (a, b) gives
-    (a cos - b sin, b cos + a sin).
+    The first half of the sines is negative, because rotating the pair (a, b) gives (a cos - b sin, b cos + a sin).
     """
     cos = angles.cos()
     sin = angles.sin()

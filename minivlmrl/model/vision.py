@@ -2,8 +2,7 @@
 
 VisionLanguageModel.forward (model/decoder.py) replaces the embeddings of an image's placeholder tokens by the tower's
 output. Qwen2.5-VL's tower, in this file, uses window attention, RMSNorm and the same SwiGLU MLP as the decoder. The
-parts in which Qwen2-VL and Qwen3-VL differ are in
-model/families/qwen2_vl.py and model/families/qwen3_vl.py.
+parts in which Qwen2-VL and Qwen3-VL differ are in model/families/qwen2_vl.py and model/families/qwen3_vl.py.
 
 Dimension letters: P patches in all images together, E hidden_size, H heads, D head_dim, M merged tokens (P / 4).
 `config` is the VisionConfig in model/config.py.
@@ -187,8 +186,7 @@ class VisionTransformer(VisionTower):
         Args:
             pixel_values: (P, patch_dim), in patchify's order in data/image.py. They are
                 converted to the weights' dtype.
-            image_grid_thw: (images and videos, 3) int64, the number of patches in time, height
-                and width.
+            image_grid_thw: (images and videos, 3) int64, the number of patches in time, height and width.
         Returns:
             (M, out_hidden_size) merged-token embeddings. Images and videos keep their
             order, and the tokens of each image or video are in raster order.

@@ -1,8 +1,7 @@
 """Rewards for object detection: compare an answer's boxes with the true boxes.
 
-True boxes (`solution`) are in pixels of the image file. An answer's boxes may be in other
-units, so these rewards also read the columns image_sizes and answer_extents, which are None for rows without an image:
-see data.boxes.box_columns.
+True boxes (`solution`) are in pixels of the image file. An answer's boxes may be in other units, so these rewards also
+read the columns image_sizes and answer_extents, which are None for rows without an image: see data.boxes.box_columns.
 
 data.boxes.parse_boxes reads an answer's boxes. Each box is matched with at most one true box.
 The summed values of matched pairs are divided by the number of boxes in the answer or in the solution, whichever is
@@ -43,8 +42,7 @@ def mean_iou(
         solution: the true box [x1, y1, x2, y2] or a list of boxes, also as text, in pixels of the image file. [] and ""
             mean that the image does not contain the object. In this case the answer must deny that there is an object,
             see data.boxes.says_none.
-        image_sizes, answer_extents: (width, height) of the image in pixels of the file, and in
-            the answer's units.
+        image_sizes, answer_extents: (width, height) of the image in pixels of the file, and in the answer's units.
     Returns:
         n numbers, or None for a row without an image or without a solution.
     """
@@ -74,8 +72,7 @@ def mean_giou(answer_texts, solution, image_sizes, answer_extents, log_extra=Non
 
     Example: a box of the right size gives -1/3 if the gap between this box and the true box is as wide as the box. A
     box around the whole image gives more, namely the area of the true box divided by the image area. A policy that is
-    trained with this reward only therefore
-    learns large boxes first.
+    trained with this reward only therefore learns large boxes first.
     """
 
     def measure(predicted: Objects, true: Objects) -> float:
@@ -112,12 +109,11 @@ def box_format_error(completion: str, extent: tuple[float, float]) -> str | None
     if not predicted and not boxes.says_none(find_answer(completion) or ""):
         return NO_BOX
     for label, box in predicted:
+        text = box_texts([(label, box)])
         if not box.valid:
-            return f"the box {box_texts([(label, box)])} does not have x2 > x1 and y2 > y1"
+            return f"the box {text} does not have x2 > x1 and y2 > y1"
         if not box.inside():
-            width, height = extent
-            text = box_texts([(label, box)])
-            return f"the box {text} is not inside the image, which is {width:g} x {height:g}"
+            return f"the box {text} is not inside the image, which is {extent[0]:g} x {extent[1]:g}"
     return None
 
 
@@ -127,11 +123,7 @@ def overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:
 
 
 def similarities(predicted: Objects, true: Objects, similarity: Callable = overlap, missing=0.0) -> list[float]:
-    """Match predicted with true objects, and return each matched pair's similarity.
-
-    The value `missing` is added for each object without a partner, so that the list is as long as the longer object
-    list.
-    """
+    """Match predicted with true objects, and return the similarity of each pair, and `missing` for other objects."""
     pairs = boxes.match(predicted, true, similarity)
     num_unmatched = max(len(predicted), len(true)) - len(pairs)
     return [similarity(predicted[i], true[j]) for i, j in pairs] + [missing] * num_unmatched
@@ -145,14 +137,10 @@ def mean_similarity(predicted: Objects, true: Objects, similarity: Callable = ov
 
 @dataclass
 class ObjectFormat:
-    """Functions that read objects from the text of a solution and from the text of an answer.
+    """How objects are written in a solution and in an answer."""
 
-    The arguments of each function are the text, and the (width, height) of the image in the units of the coordinates in
-    this text.
-    """
-
-    read_solution: Callable[[str, tuple], Objects]
-    read_answer: Callable[[str, tuple], Objects]
+    # (text, (width, height) of the image in the units of the coordinates in this text) -> objects
+    read: Callable[[str, tuple], Objects]
     requirement: str  # end of the error message about a solution without objects
 
 
@@ -171,7 +159,7 @@ def score_boxes(
     Answers, solutions, sizes, extents and returned values are described in mean_iou.
 
     Args:
-        form: functions that read objects from solutions and answers.
+        form: the form of solutions and answers.
         measure: function that computes a reward from an answer's objects and the true objects.
         missing: reward for an answer without objects.
         log_extra: function that logs the reasons for rewards below 1.
@@ -189,10 +177,10 @@ def score_boxes(
             scored.append((1.0, None) if denies else (missing, NO_OBJECT))
             continue
         # an invalid solution is an error, because no answer could ever get a reward for it
-        true = form.read_solution(truth, size)
+        true = form.read(truth, size)
         if not true or not all(box.valid for _, box in true):
             raise ValueError(f"solution {solution!r:.300} {form.requirement}")
-        predicted = [(label, box.to(size)) for label, box in form.read_answer(answer or "", extent)]
+        predicted = [(label, box.to(size)) for label, box in form.read(answer or "", extent)]
         if not predicted:
             scored.append((missing, NO_ANSWER if answer is None else NO_BOX))
             continue
@@ -231,12 +219,9 @@ def box_texts(objects: Objects) -> str:
 
 
 def read_boxes(text: str, extent: tuple[float, float]) -> Objects:
-    """Parse the boxes in a text, whose coordinates are in the units of `extent`.
-
-    Only the text in the last <answer> tags is parsed, or the whole text if it has no such tags.
-    """
+    """Parse the boxes in a text's last <answer> tags, or else in the whole text, in the units of `extent`."""
     return [("", Box(*four, extent)) for four in boxes.parse_boxes(find_answer(text) or text)]
 
 
 NEEDED = "the solution must be [x1, y1, x2, y2] with x2 > x1 and y2 > y1,"
-BOXES = ObjectFormat(read_boxes, read_boxes, f"is not a box; {NEEDED} a list of boxes, or [] for no object")
+BOXES = ObjectFormat(read_boxes, f"is not a box; {NEEDED} a list of boxes, or [] for no object")

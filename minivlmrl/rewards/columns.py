@@ -18,8 +18,7 @@ def reward_columns(
 
     Returns:
         {name: n = B * G values}. If a row lacks a column, its completions' values are None. `completions` has the texts
-        of the assistant's turns. The values of
-        `answer_texts` are the answers in these texts, see find_answer.
+        of the assistant's turns. The values of `answer_texts` are the answers in these texts, see find_answer.
     """
     flat_completions = []
     row_of_each = []

@@ -68,10 +68,7 @@ class Text(str):
 
 
 def last_turn(prompt: Text | list[dict]) -> Text:
-    """Return the text of a prompt's last turn.
-
-    A Text is returned unchanged, because one reward may call another reward with the same prompts.
-    """
+    # a Text stays as it is, because one reward may call another reward with the same prompts
     return Text("".join(map(text_of, prompt[-1:])), "user") if isinstance(prompt, list) else prompt
 
 
@@ -252,10 +249,7 @@ def recipe_columns(rows, prompts, completions, processor) -> dict[str, list]:
 
 
 def checked_values(name: str, values, completions: list[str], prefixes: list[str]) -> list[float]:
-    """Convert the values that a reward function returned for n completions to floats; None is NaN.
-
-    `name`, `completions` and `prefixes` ("" or "FILE:LINE: ") are for error messages.
-    """
+    """Convert the values that a reward function returned for n completions to floats; None is NaN."""
     try:
         # iterating over a dict, a set or a str could give n values by accident
         if isinstance(values, dict | set | str):
@@ -308,10 +302,7 @@ def call_function(function: Callable, columns: dict[str, list]) -> list:
 
 
 def _run_in_thread(coroutine: Coroutine) -> list:
-    """Run a coroutine in a thread, because a notebook already runs an event loop in this thread.
-
-    A daemon thread does not keep the process alive if the coroutine never ends.
-    """
+    """Run a coroutine in a thread, because a notebook already runs an event loop in this thread."""
     future = Future()
     # a new thread would use the machine's first GPU on every rank
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -324,5 +315,6 @@ def _run_in_thread(coroutine: Coroutine) -> list:
         except BaseException as error:
             future.set_exception(error)
 
+    # a daemon thread does not keep the process alive if the coroutine never ends
     Thread(target=run, daemon=True).start()
     return future.result()

@@ -145,8 +145,7 @@ class Trainer:
     Args:
         run: the whole recipe. The stage's options are in the section with the stage's name.
         model: the policy.
-        steps_done: optimizer steps that the stage made before the run was resumed; 0 if
-            the stage starts.
+        steps_done: optimizer steps that the stage made before the run was resumed; 0 if the stage starts.
     """
 
     stage: str  # the stage's name, and its section's name in a recipe
@@ -235,8 +234,7 @@ class Trainer:
     def dropout(self, step: int, micro_batch: int):
         """Return a context manager that enables adapter dropout for one micro-batch.
 
-        The run's seed, the stage, the step, the micro-batch and the rank determine which
-        adapter inputs are dropped.
+        The run's seed, the stage, the step, the micro-batch and the rank determine which adapter inputs are dropped.
         """
         if not self.run.adapter.dropout:
             return nullcontext()

@@ -66,10 +66,7 @@ class DPOTrainer(PairTrainer):
 
     @torch.no_grad()
     def precompute_ref_logps(self, rows: Dataset, make_row: Callable[[int], Row]):
-        """Compute the log-probabilities of all pairs in a dataset, as the stage trains on them.
-
-        The policy computes them, because it is equal to the reference before its first update.
-        """
+        """Compute the log-probabilities of all pairs in a dataset with the policy, which still equals the reference."""
         indices = self.rows_with_answers(rows)
         missing = [index for index in indices if self.given_ref_logps(rows[index]) is None]
         local_indices, _ = self.world.shard_evenly(missing)
@@ -94,10 +91,9 @@ class DPOTrainer(PairTrainer):
         config = self.config
         if len(values) < 2 or not config.precompute_ref_log_probs or config.ld_alpha is not None:
             raise ValueError(
-                f"{row.where}: the columns {' and '.join(REF_COLUMNS)} must both have values, and "
-                "they can be used only with dpo.precompute_ref_log_probs=true and without "
-                "dpo.ld_alpha, because they are sums over whole answers; change these options, or "
-                "remove both columns"
+                f"{row.where}: the columns {' and '.join(REF_COLUMNS)} must both have values, and they can be used "
+                "only with dpo.precompute_ref_log_probs=true and without dpo.ld_alpha, because they are sums over "
+                "whole answers; change these options, or remove both columns"
             )
         return values
 
@@ -115,9 +111,7 @@ class DPOTrainer(PairTrainer):
         Otherwise they are zeros, because either the reference model computes them in `pack`, or
         the loss is reference-free.
         """
-        values = None
-        if prompt.row is not None:
-            values = self.given_ref_logps(prompt.row)
+        values = None if prompt.row is None else self.given_ref_logps(prompt.row)
         if values is None and self.config.precompute_ref_log_probs:
             values = self.precomputed.get(pair_key(prompt, pair))
             if values is None:

@@ -44,21 +44,13 @@ def sample_until_groups_differ(
 
 
 def gather_groups(trainer: RolloutTrainer, rollout: Rollout, compared: Tensor) -> list[tuple[Group, bool]]:
-    """Gather a rollout's groups from all ranks, in the order in which they were sampled.
-
-    Returns:
-        Pairs (group, whether the rewards of its completions differ).
-    """
+    """Gather all ranks' groups in the order of sampling, each with whether the rewards of its completions differ."""
     size = trainer.config.num_generations
     differs = torch.stack([group_std(column, size) > 1e-8 for column in compared.unbind(1)]).any(0)
     local = list(zip(map(Group.of, rollout.groups), differs.tolist(), strict=True))
     groups = chain(*trainer.world.gather_objects(local))
-    return sorted(groups, key=lambda pair: position(pair[0]))
-
-
-def position(group: Group) -> int:
-    """Return a row's position in the sampling order, which is the last part of the row's key."""
-    return int(group.key.rpartition("/")[2])
+    # the last part of a row's key is its position in the order of sampling
+    return sorted(groups, key=lambda pair: int(pair[0].key.rpartition("/")[2]))
 
 
 def choose_groups(trainer: RolloutTrainer, groups: list[tuple[Group, bool]], count: int) -> Rollout:

@@ -58,11 +58,6 @@ def checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return loss, metrics
 
 
-def call_loss(loss: Callable, config: GRPOOptions, *arguments, **options):
-    """Call a custom loss function, and check that it returns a loss and its metrics."""
-    return checked_loss(f"grpo.loss_type {config.loss_type}", loss(*arguments, **options))
-
-
 def try_loss(loss: Callable, config: GRPOOptions):
     """Call a custom loss function on two completions, before a model is loaded.
 
@@ -99,14 +94,15 @@ def loss_and_gradient(loss: Callable, config: GRPOOptions, logps: Tensor, old_lo
     options = loss_arguments(config, grpo_loss, loss) | tensors
     normalizer = LossNormalizer(2, logps.numel(), logps.shape[1])
     advantages = torch.tensor([1.0, -1.0])
-    value, _ = call_loss(loss, config, logps, advantages, torch.ones_like(logps), **options, normalizer=normalizer)
+    returned = loss(logps, advantages, torch.ones_like(logps), **options, normalizer=normalizer)
+    value, _ = checked_loss(f"grpo.loss_type {config.loss_type}", returned)
     if value.requires_grad:
         value.backward()
     return value.detach(), logps.grad
 
 
 def call_advantages(function: Callable[..., Tensor], config: GRPOOptions, rewards: Tensor, **arguments) -> Tensor:
-    """Call a custom function, and check that it returns a finite advantage for each reward."""
+    """Call a function of advantages, and check that it returns a finite advantage for each reward."""
     found = function(rewards, **arguments)
     is_float = isinstance(found, Tensor) and found.is_floating_point()
     if not is_float or found.shape != rewards.shape or not found.isfinite().all():

@@ -29,7 +29,6 @@ from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.trainers.base import Rollout, Sample, SampledBatch
 from minivlmrl.trainers.functions import (
     call_advantages,
-    call_loss,
     find_advantages,
     find_loss,
     loss_arguments,
@@ -160,9 +159,7 @@ class GRPOTrainer(RolloutTrainer):
         function = self.advantage_function
         tensors = {"rewards_per_func": rewards, "reward_weights": self.reward_weights}
         arguments = loss_arguments(self.config, function, **tensors)
-        if ":" in self.config.advantages_name:
-            return call_advantages(function, self.config, totals, **arguments)
-        return function(totals, **arguments)
+        return call_advantages(function, self.config, totals, **arguments)
 
     def select(self, advantages: Tensor, batch: SampledBatch) -> Tensor:
         """Select a micro-batch's advantages (R,) from those of all ranks' samples."""
@@ -229,23 +226,14 @@ class GRPOTrainer(RolloutTrainer):
     def needs_all_samples(self) -> bool:
         """Return True if samples whose advantage is 0 change the gradient, and must be kept."""
         config = self.config
-        return bool(
-            config.beta
-            or config.entropy_coef
-            or config.top_entropy_quantile < 1
-            or config.loss_type == "bnpo"
-            or self.loss_function is not grpo_loss
-        )
+        is_regularized = config.beta or config.entropy_coef or config.top_entropy_quantile < 1
+        return bool(is_regularized or config.loss_type == "bnpo" or self.loss_function is not grpo_loss)
 
     @property
     def needs_old_logps(self) -> bool:
         """Return True if the policy's log-probabilities before its update are needed."""
-        return bool(
-            self.policy_moves
-            or self.config.rollout_correction
-            or self.kl_in_reward
-            or self.config.top_entropy_quantile < 1
-        )
+        options = self.config.rollout_correction or self.config.top_entropy_quantile < 1
+        return bool(self.policy_moves or self.kl_in_reward or options)
 
     @property
     def policy_moves(self) -> bool:
@@ -289,12 +277,10 @@ class GRPOTrainer(RolloutTrainer):
             "ref_per_token_logps": batch.ref_per_token_logps,
             "normalizer": batch.normalizer,
         }
-        advantages, mask = batch.advantages, batch.loss_mask
         if is_builtin:
             arguments |= self.weights(batch, padded_entropies)
-            loss, metrics = grpo_loss(padded_logps, advantages, mask, **arguments)
-        else:
-            loss, metrics = call_loss(self.loss_function, self.config, padded_logps, advantages, mask, **arguments)
+        # grpo_loss, or the user's function, which training_loss checks
+        loss, metrics = self.loss_function(padded_logps, batch.advantages, batch.loss_mask, **arguments)
         if self.config.entropy_coef and is_builtin:
             num_tokens = batch.num_entropy_tokens or batch.normalizer.tokens
             token_mask = self.kept_tokens(batch, padded_entropies)

@@ -21,15 +21,12 @@ from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.plain_weights import has_adapters
 from minivlmrl.model.trainable import trained_parameters
 
-# ModelConfig fields that must be equal in the policy and the reference, because both models get
-# the same patches, positions and token ids
+# ModelConfig fields that must be equal in the policy and the reference, because both models get the same patches,
+# positions and token ids
 MATCHING_FIELDS = [
-    "model_type",
-    "vocab_size",
-    "vision_config.patch_dim",
-    "vision_config.spatial_merge_size",
+    "model_type", "vocab_size", "vision_config.patch_dim", "vision_config.spatial_merge_size",
     "vision_config.tokens_per_second",
-]
+]  # fmt: skip
 
 
 class Reference:
@@ -50,14 +47,12 @@ class Reference:
         in_compute_dtype = not config.sync_ref_model
         if config.path is not None:
             check_compatible(policy, config.path)
-            model = load_frozen(config.path, policy, processor, world, in_compute_dtype)
-            same_shapes = shapes(model) == shapes(policy)
-            if config.sync_ref_model and not same_shapes:
+            model = load_reference(config.path, policy, processor, world, in_compute_dtype)
+            if config.sync_ref_model and shapes(model) != shapes(policy):
                 raise ValueError(
-                    "reference.sync_ref_model is set, but the parameters of the model in "
-                    f"{config.path} differ from the policy's in name or shape, so the reference "
-                    "cannot be moved towards the policy; remove reference.sync_ref_model or "
-                    "reference.path"
+                    f"reference.sync_ref_model is set, but the parameters of the model in {config.path} differ from "
+                    "the policy's in name or shape, so the reference cannot be moved towards the policy; remove "
+                    "reference.sync_ref_model or reference.path"
                 )
         elif has_adapters(policy) or config.num_shared_layers is not None:
             trained = [name for name, p in policy.named_parameters() if p.requires_grad]
@@ -93,9 +88,6 @@ class SwappedParameters(nn.Module):
     """Copies of some parameters, which can be swapped into a model for a forward pass.
 
     All other parameters are shared with the model, so a reference model needs little memory.
-
-    Args:
-        names: names of the parameters to copy, for example all adapters' parameters.
     """
 
     def __init__(self, model: VisionLanguageModel, names: list[str]):
@@ -181,15 +173,10 @@ def check_compatible(policy: VisionLanguageModel, path: str):
         check_field(value == expected, f"{file}: {name}", value, f"{expected!r}, as in the policy")
 
 
-def load_frozen(
-    path: str, policy: VisionLanguageModel, processor: Processor, world: World, in_compute_dtype: bool = True
+def load_reference(
+    path: str, policy: VisionLanguageModel, processor: Processor, world: World, in_compute_dtype: bool
 ) -> VisionLanguageModel:
-    """Load a model from a folder without gradients; if the policy is sharded, the model is too.
-
-    Args:
-        in_compute_dtype: True loads the weights in the dtype in which a sharded policy computes; False loads them in
-            the policy parameters' dtype.
-    """
+    """Load a model from a folder, sharded if the policy is, in the policy's computation or parameter dtype."""
     ids = processor.tokenizer.backend.get_vocab()
     other_ids = load_tokenizer(find_folder(path) / "tokenizer.json").backend.get_vocab()
     differing = [token for token in ids if other_ids.get(token) != ids[token]]
@@ -199,8 +186,6 @@ def load_frozen(
             "tokens of the policy have other ids in this model or are missing, for example "
             f"{differing[0]!r}; use a model with the policy's tokenizer"
         )
-    dtype = policy.lm_head.weight.dtype
     sharding = policy.sharding
-    if sharding is not None and in_compute_dtype:
-        dtype = sharding.compute_dtype
-    return load_model(path, dtype, world.device, sharding).requires_grad_(False)
+    dtype = sharding.compute_dtype if sharding and in_compute_dtype else policy.lm_head.weight.dtype
+    return load_model(path, dtype, world.device, sharding)

@@ -41,8 +41,7 @@ class RewardBatch(AnswerBatch):
 class RewardTrainer(PairTrainer):
     """Trainer for a reward model on answer pairs; the policy is not changed.
 
-    A row's optional column `margin` is the amount by which its chosen answer's score
-    should be higher.
+    A row's optional column `margin` is the amount by which its chosen answer's score should be higher.
     """
 
     stage = "reward_model"
@@ -68,8 +67,7 @@ class RewardTrainer(PairTrainer):
     def micro_batch(self, rows: Sequence[Row]) -> RewardBatch:
         prompts, answers = last_windows(*self.encode(rows))
         group = pack_with_last_token(prompts, answers, self.policy.config, self.world.device)
-        margin = torch.tensor([row.columns.get("margin") or 0.0 for row in rows])
-        margin = margin.to(self.world.device)
+        margin = torch.tensor([row.columns.get("margin") or 0.0 for row in rows], device=self.world.device)
         mask = group.completion_mask
         return RewardBatch(group, mask, batch_normalizer(mask), margin=margin)
 
@@ -92,20 +90,12 @@ class RewardTrainer(PairTrainer):
 def last_windows(
     prompts: Sequence[Prompt], answers: Sequence[Sequence[Completion]]
 ) -> tuple[Sequence[Prompt], Sequence[Sequence[Completion]]]:
-    """Replace each answer that has several windows by its last turn after its own prompt.
-
-    The score is computed at an answer's last token, and this prompt has all earlier turns.
-    """
+    """Replace each answer that has several windows by its last turn, whose prompt has all earlier turns."""
     if not any(answer.turns for group in answers for answer in group):
         return prompts, answers
-    last_prompts = []
-    last_turns = []
-    for prompt, group in zip(prompts, answers, strict=True):
-        for answer in group:
-            last = answer.turns[-1] if answer.turns else answer
-            last_prompts.append(last.prompt or prompt)
-            last_turns.append([last])
-    return last_prompts, last_turns
+    pairs = [(prompt, answer) for prompt, group in zip(prompts, answers, strict=True) for answer in group]
+    turns = [(prompt, answer.turns[-1] if answer.turns else answer) for prompt, answer in pairs]
+    return [turn.prompt or prompt for prompt, turn in turns], [[turn] for _, turn in turns]
 
 
 class RewardModelScores:
@@ -113,8 +103,7 @@ class RewardModelScores:
 
     The model is loaded from reward_model.path, which defaults to this run's folder. If its tokenizer or its model
     family differs from the policy's, it cannot use the policy's token ids. The messages, the images and the
-    completion's text are then encoded again with the
-    processor and the chat template of the reward model.
+    completion's text are then encoded again with the processor and the chat template of the reward model.
     """
 
     def __init__(self, run: RunConfig, policy: VisionLanguageModel, processor: Processor, world: World):
@@ -189,7 +178,6 @@ def check_stage_order(run: RunConfig, stage: str):
         check_value_model_folder(run.reward_model.path)
     elif FOLDER not in run.stage_names[: run.stage_names.index(stage)]:
         raise ValueError(
-            f"the stage {stage} uses the reward reward_model, but there is no reward model yet; "
-            "set reward_model.path to the folder of a reward model, or add the stage reward_model "
-            f"before {stage}"
+            f"the stage {stage} uses the reward reward_model, but there is no reward model yet; set reward_model.path "
+            f"to the folder of a reward model, or add the stage reward_model before {stage}"
         )

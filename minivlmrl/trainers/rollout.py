@@ -45,8 +45,7 @@ REWARD_MODEL = "reward_model"  # name of the reward that a trained reward model 
 class RolloutTrainer(Trainer):
     """Base class for trainers that sample completions and learn from their rewards.
 
-    A subclass's section has the options num_generations, micro_batch_size and
-    max_tokens_per_micro_batch.
+    A subclass's section has the options num_generations, micro_batch_size and max_tokens_per_micro_batch.
     """
 
     samples_completions = True

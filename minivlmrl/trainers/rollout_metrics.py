@@ -15,16 +15,14 @@ def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict
     """Compute each reward's mean and standard deviation, and the mean weighted sum.
 
     Args:
-        rewards: rewards for all ranks' completions, of shape (n, K); NaN where a reward
-            function returned None.
+        rewards: rewards for all ranks' completions, of shape (n, K); NaN where a reward function returned None.
         total: each completion's weighted reward sum, of shape (n,).
         names: the K rewards' names.
     """
     if rewards.isnan().all():
         raise ValueError(
-            f"rewards: {', '.join(names)} returned None for all {len(rewards)} completions of a "
-            "rollout; check that the rows have values in the columns that these rewards use, for "
-            "example in the column solution"
+            f"rewards: {', '.join(names)} returned None for all {len(rewards)} completions of a rollout; check that "
+            "the rows have values in the columns that these rewards use, for example in the column solution"
         )
     # computed in float64, because the result must not depend on the rank order
     metrics = {"reward": total.double().nanmean().item()}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minivlmrl.model.logprobs import completion_states, logps_of_states, per_token_logps, plain_per_token_logps
+from minivlmrl.model.logprobs import completion_states, logps_of_states, per_token_logps
 from tests.helpers import tiny
 from tests.helpers.tiny import pack
 
@@ -55,10 +55,13 @@ def test_the_fused_functions_equal_their_definition(temperature):
     model = tiny.model(dtype=torch.float64)
     batch = pack(*groups(3), model.config)
     weights = torch.tensor([[1.0], [0.3]])
+    logits = model.lm_head(completion_states(model, batch)) / (temperature or (1.0,))[0]
+    log_probs = logits.log_softmax(-1)  # (M, vocab_size)
+    chosen = log_probs.gather(1, batch.completion_ids[:, None])[:, 0]
     plain, *fused = (
         scored(model, torch.stack(values), weights)
         for values in (
-            plain_per_token_logps(model, batch, *temperature),
+            (chosen, -(log_probs.exp() * log_probs).sum(-1)),
             per_token_logps(model, batch, *temperature),
             logps_of_states(model, completion_states(model, batch), batch, *temperature),
         )

@@ -20,8 +20,7 @@ class Qwen2_5VisionConfig(VisionConfig):
     def __post_init__(self):
         if self.window_size is not None:
             token_side = self.patch_size * self.spatial_merge_size
-            fits = self.window_size >= token_side
-            check_field(fits, "window_size", self.window_size, f"{token_side} or more")
+            check_field(self.window_size >= token_side, "window_size", self.window_size, f"{token_side} or more")
 
 
 SPECS = {"qwen2_5_vl": ModelSpec("Qwen2_5_VLForConditionalGeneration", vision_config=Qwen2_5VisionConfig)}

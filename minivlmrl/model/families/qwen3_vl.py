@@ -1,9 +1,8 @@
 """Qwen3-VL's vision tower, and functions that parse its configuration files.
 
 The tower has learned position embeddings in addition to the 2-D rotary embedding, and does not use windows. With
-DeepStack, some inner blocks' outputs are also merged, and added to the image
-tokens after the decoder's first layers. The decoder in decoder.py is used with normalised
-queries and keys, without biases, and with interleaved M-RoPE.
+DeepStack, some inner blocks' outputs are also merged, and added to the image tokens after the decoder's first layers.
+The decoder in decoder.py is used with normalised queries and keys, without biases, and with interleaved M-RoPE.
 
 Dimension letters: P patches in all images together, E hidden_size, M merged tokens (P / 4).
 Source: Qwen3-VL report; modeling_qwen3_vl.py in transformers.
@@ -38,8 +37,7 @@ class Qwen3VisionConfig(VisionConfig):
     hidden_size: Size = 1152
     intermediate_size: Size = 4304
     patch_size: Size = 16
-    # number of learned position embeddings, which form a square grid that is interpolated to
-    # each image's size
+    # number of learned position embeddings, which form a square grid that is interpolated to each image's size
     num_position_embeddings: Size = 2304
 
     def __post_init__(self):
@@ -130,8 +128,7 @@ class Qwen3VisionTransformer(VisionTower):
         The learned embeddings form a square, whose corners are aligned with the image's corners.
 
         Returns:
-            Position embeddings (t * h * w, E), in pixel_values order. All t time steps have
-            the same embeddings.
+            Position embeddings (t * h * w, E), in pixel_values order. All t time steps have the same embeddings.
         """
         side = round(len(self.pos_embed.weight) ** 0.5)
         merge = self.config.spatial_merge_size
@@ -160,16 +157,9 @@ TEXT = {"attention_bias": False, "qk_norm": True, "mrope_interleaved": True}
 TEXT_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 5e5, "mrope_section": [24, 20, 20], "head_dim": 128}
 # keys that are at config.json's top level instead of in text_config
 TOP_LEVEL = (
-    "architectures",
-    "model_type",
-    "image_token_id",
-    "video_token_id",
-    "vision_start_token_id",
-    "vision_end_token_id",
-    "tie_word_embeddings",
-    "eos_token_id",
-    "torch_dtype",
-)
+    "architectures", "model_type", "torch_dtype", "tie_word_embeddings",
+    "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "eos_token_id",
+)  # fmt: skip
 # defaults for preprocessor_config.json; an image has 64 to 16,384 tokens with 32 x 32 pixels each
 IMAGES = {
     "image_mean": [0.5] * 3,
@@ -219,9 +209,8 @@ class Videos:
         min_area = options.get("min_pixels", 0) * nframes or min(self.shortest_edge, max_area)
         if nframes < depth or max_area < min_area:
             raise ValueError(
-                f"A video of {nframes} frame(s) cannot be resized to a total area between "
-                f"{min_area} and {max_area} pixels. Use at least {depth} frames and a larger "
-                "max_pixels."
+                f"A video of {nframes} frame(s) cannot be resized to a total area between {min_area} and {max_area} "
+                f"pixels. Use at least {depth} frames and a larger max_pixels."
             )
         growth = max(1.0, factor / height, factor / width)
         sides = [int(side * growth) for side in (height, width)]
