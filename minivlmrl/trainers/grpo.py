@@ -277,10 +277,12 @@ class GRPOTrainer(RolloutTrainer):
             "ref_per_token_logps": batch.ref_per_token_logps,
             "normalizer": batch.normalizer,
         }
+        advantages, mask = batch.advantages, batch.loss_mask
         if is_builtin:
             arguments |= self.weights(batch, padded_entropies)
-        # grpo_loss, or the user's function, which training_loss checks
-        loss, metrics = self.loss_function(padded_logps, batch.advantages, batch.loss_mask, **arguments)
+            loss, metrics = grpo_loss(padded_logps, advantages, mask, **arguments)
+        else:
+            loss, metrics = self.loss_function(padded_logps, advantages, mask, **arguments)
         if self.config.entropy_coef and is_builtin:
             num_tokens = batch.num_entropy_tokens or batch.normalizer.tokens
             token_mask = self.kept_tokens(batch, padded_entropies)
