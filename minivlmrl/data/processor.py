@@ -17,6 +17,7 @@ from minivlmrl.data.messages import (
     check_counts,
     check_ends,
     content_parts,
+    is_trained,
     part_kind,
     parts_of,
     shown_parts_of,
@@ -271,6 +272,8 @@ def join_tool_results(turns: list[dict], tools: Sequence[str]) -> list[dict]:
                 for part in parts
                 if part.get("text") != ""
             ]
+        if continues and is_trained(turn) != is_trained(joined[-1]):
+            raise ValueError("the turns around the result of a tool in tags are one turn, but only one has a loss")
         if is_answered or continues:
             joined[-1] = joined[-1] | {"content": [*content_parts(joined[-1]), *parts]}
         else:
