@@ -180,14 +180,9 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def differentiate(inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list) -> None:
-    """Add the gradients for hidden (M, D) and weight (V, D) to the tensors `grads`.
+    """Add the gradients for hidden (M, D) and weight (V, D) to `grads`; None is not needed.
 
-    Args:
-        inputs: hidden, weight, ids and mask, see linear_log_softmax.
-        saved: H, top and s from the forward pass, each (M,).
-        upstream: g (M,), logp's gradient, and e (M,), H's gradient, or None.
-        grads: memory for the gradients of hidden (float32 or float64) and weight, or None for a gradient that is not
-            needed.
+    `saved` has H, top and s from the forward pass, and `upstream` has g and e (or None), see the derivation.
     """
     hidden, weight, ids, mask = inputs
     grad_hidden, grad_weight = grads

@@ -208,10 +208,7 @@ def _score_kernel(
 def _differentiate_kernel(
     logits, ids, entropies, tops, totals, grad_logps, grad_entropies, out, stride, out_stride, width, first, k
 ):
-    """Compute dz for one row with `width` logits, which belong to the ids first..first+width-1.
-
-    The result is written to `out`, which may be the logits' memory.
-    """
+    """Compute dz for one row's ids first..first+width-1, and write it to `out`, which may be the logits' memory."""
     row = tl.program_id(0).to(tl.int64)
     s = tl.load(totals + row)
     g = tl.load(grad_logps + row)

@@ -39,10 +39,7 @@ def rectangles(prompts: list[range], completions: list[list[range]]) -> tuple[Te
         Three tensors: the prompts' token indices in the packed sequence (b, P), the completions' token indices (r, C),
         padded with -1, and each completion's prompt (r,).
     """
-    rows = []
-    for prompt, spans in enumerate(completions):
-        for span in spans:
-            rows.append((prompt, span.start, len(span)))
+    rows = [(prompt, span.start, len(span)) for prompt, spans in enumerate(completions) for span in spans]
     prompt_index, starts, lengths = torch.tensor(rows, dtype=torch.long).view(-1, 3).unbind(1)
     offset = torch.arange(int(lengths.max()) if rows else 0)  # (C,): position in the completion
     completion_block = starts[:, None] + offset  # (r, C): indices into the packed sequence

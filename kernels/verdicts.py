@@ -46,10 +46,7 @@ def rejected_kernels(index: int, kernels: tuple[str, ...]) -> dict[str, str]:
 
 
 def load_or_check(device: str, kernels: Sequence[str]) -> dict[str, float | str]:
-    """Return each kernel's largest relative error, or the reason why there is no error.
-
-    The results are stored, and read if they are stored already.
-    """
+    """Read or compute each kernel's largest relative error, or the reason why there is none, and store them."""
     folder = Path(import_module("triton").knobs.cache.dir)
     key = describe_setup(device)
     path = folder / f"minivlmrl_self_test_{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"

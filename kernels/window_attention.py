@@ -92,11 +92,6 @@ def _equal_segments(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
     return dense_attention(q, k, v).transpose(1, 2).flatten(0, 1)
 
 
-def supports_varlen(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return True if varlen_attention supports q, k and v, each (T, H, D)."""
-    return q.is_cuda and has_flash_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)))
-
-
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
     """Compute `window_attention` with one call to torch's fused kernel, which needs an NVIDIA GPU."""
     # Imported here, because this module imports torch._dynamo, which takes more than a second.
@@ -208,11 +203,8 @@ def _backward_kernel(
 
 
 def block_sizes(longest: int, head_dim: int) -> tuple[int, int]:
-    """Return the block sizes ROWS and COLUMNS for segments with at most `longest` tokens.
-
-    Each block size is a power of two and at least 16, because matrix instructions do not support smaller sizes.
-    Example: 60 tokens with head dimension 80 give 64 and 128.
-    """
+    """Return ROWS and COLUMNS for segments with at most `longest` tokens: 60 tokens of dimension 80 give 64, 128."""
+    # at least 16, because matrix instructions do not support smaller sizes
     rows, columns = (max(16, 1 << (size - 1).bit_length()) for size in (longest, head_dim))
     return rows, columns
 
@@ -287,6 +279,7 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
     if fits and backend_for(q, "window_attention") == "triton":
         return _window_attention(q, k, v, segments.cu_seqlens, segments.longest)
     # Longer segments are few, and varlen_attn was not measured with them.
-    if is_short and len(segments.runs) > 1 and supports_varlen(q, k, v):
+    is_mixed = is_short and len(segments.runs) > 1
+    if is_mixed and q.is_cuda and has_flash_attention(*(x.transpose(0, 1)[None] for x in (q, k, v))):
         return varlen_attention(q, k, v, segments)
     return batched_attention(q, k, v, segments)

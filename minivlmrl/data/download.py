@@ -26,9 +26,6 @@ def find_settings(name: str | Path) -> Path:
 
     Args:
         name: config.json, its folder, or a repository's id on the hub.
-
-    Raises:
-        ValueError: there is no such file or folder, and the files cannot be downloaded.
     """
     path = Path(name)
     if path.exists():
@@ -48,9 +45,6 @@ def find_folder(name: str | Path) -> Path:
     Args:
         name: a folder, or a repository's id on the hub, for example
             "Qwen/Qwen2.5-VL-3B-Instruct" or "OWNER/NAME@BRANCH". A folder with this name has priority.
-
-    Raises:
-        ValueError: there is no such folder, and the model cannot be downloaded.
     """
     folder = Path(name)
     if isdir(folder):
@@ -136,9 +130,6 @@ def find_split(name: str) -> list[Path] | None:
     Returns:
         The files, or None if the name is a local path. A name is a local path if it is not of the above form, or if it
         has no @ and either its first part is a local folder or it ends with a suffix such as .jsonl.
-
-    Raises:
-        ValueError: the data set or the split does not exist, or the download failed.
     """
     repository = REPOSITORY.fullmatch(name)
     path = Path(name)

@@ -177,7 +177,6 @@ class ChatTemplate:
         If the template has {% generation %} blocks, the assistant writes only the text in them.
 
         Args:
-            messages: the prompt's messages.
             turns: the completion's turns.
 
         Returns:
@@ -269,11 +268,7 @@ class ChatTemplate:
         return tag + thought if tag and "</think>" not in thought else ""
 
     def declaring(self, tools: list[dict]) -> "ChatTemplate":
-        """Return a copy of the template that declares `tools` in prompts.
-
-        Raises:
-            ValueError: the template has no place for tools.
-        """
+        """Return a copy of the template that declares `tools` in prompts."""
         if "in tools" not in self.text:
             raise self._error(
                 "the template cannot render tools; set declare_tools = False in the class of the environment"
@@ -373,9 +368,6 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
     Args:
         template: template to copy; None stands for chat_template.render.
         values: value of data.chat_template_kwargs, such as {"enable_thinking": False}.
-
-    Raises:
-        ValueError: the template does not use a variable.
     """
     if not values:
         return template

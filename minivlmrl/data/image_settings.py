@@ -111,9 +111,6 @@ def read_image_processor(content: dict, where: str, min_pixels: int | None = Non
         where: the file's name, for error messages.
         min_pixels, max_pixels: bounds for an image's area, which override the bounds of the
             file. A bound that neither gives is the default of transformers' class.
-
-    Raises:
-        ValueError: a field has an unsupported value.
     """
     settings = build(ImageSettings, content, where, json=True)
     size = settings.size or Size()
@@ -138,7 +135,6 @@ def write_image_processor(processor: ImageProcessor, options: dict[str, int]) ->
     """Build a preprocessor_config.json's content for transformers 4.49 to 5.23 and vLLM.
 
     Args:
-        processor: the processor.
         options: options of data.image. Both bounds become the area of a fixed size, because the file has none.
     """
     low, high = area_bounds(processor, options, (processor.min_pixels, processor.max_pixels))
@@ -201,9 +197,6 @@ def image_settings(folder: Path) -> tuple[Path, dict]:
 
     The settings are in preprocessor_config.json, or, since transformers 5, in the field image_processor in
     processor_config.json.
-
-    Raises:
-        ValueError: processor_config.json does not have image settings.
     """
     file = folder / "preprocessor_config.json"
     newer = folder / "processor_config.json"

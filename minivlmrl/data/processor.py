@@ -169,7 +169,6 @@ def encode_completion(
     prompt, as in a trajectory. The first turn follows the given prompt.
 
     Args:
-        processor: the model's processor.
         messages: the prompt, see data/messages.py.
         completion: a text, or turns that begin and end with an assistant turn.
         images, videos: the prompt's images and videos, for later turns' prompts.
@@ -220,14 +219,11 @@ def encode_windows(
 
 def encode_turns(processor: Processor, messages: list[dict], turns: list[dict]) -> Completion:
     """Tokenize the turns that follow a prompt as one sequence, see encode_completion."""
-    if processor.template is None:
-        pieces = render_completion(turns)
-    else:
-        pieces = processor.template.render_completion(messages, turns)
+    template = processor.template
+    pieces = render_completion(turns) if template is None else template.render_completion(messages, turns)
     pieces = mark_tool_results(pieces, processor.tools)
-    pictures = []
-    for image, options in shown_parts(turns, images_in(turns), ()):
-        pictures.append((image, *processor.image_processor(image, **options)))
+    shown = shown_parts(turns, images_in(turns), ())
+    pictures = [(image, *processor.image_processor(image, **options)) for image, options in shown]
     if len(pictures) != sum(piece is IMAGE for piece, _ in pieces):
         raise ValueError("the chat template cannot render an image in the answer; use a model whose template can")
     grids = [grid for *_, grid in pictures]

@@ -113,11 +113,7 @@ class Tokenizer:
         return 1 + max(self.backend.get_vocab().values())
 
     def encode(self, text: str) -> list[int]:
-        """Return a text's token ids, or a Control's single id.
-
-        Raises:
-            ValueError: the text is not valid Unicode.
-        """
+        """Return a text's token ids, or a Control's single id."""
         if isinstance(text, Control):
             return [self.special_tokens[text]]
         try:
@@ -147,11 +143,7 @@ def with_special_tokens(backend: tokenizers.Tokenizer, names: Collection[str]) -
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a tokenizer.json, and add the tokens that only the other files in its folder list.
-
-    Raises:
-        ValueError: the file is missing or unreadable, or decoding does not restore an encoded text.
-    """
+    """Load a tokenizer.json, and add the tokens that only the other files in its folder list."""
     if not Path(path).is_file():
         raise ValueError(
             f"{path}: the file does not exist. If the folder has vocab.json and merges.txt, write tokenizer.json with "
@@ -251,7 +243,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     As in Qwen2, texts are normalised to NFC, split by QWEN2_SPLIT, and control tokens are added.
 
     Args:
-        texts: texts to train on.
         vocab_size: maximum number of tokens, including control tokens, if it is large enough for the 256 byte values.
     """
     backend = tokenizers.Tokenizer(models.BPE())

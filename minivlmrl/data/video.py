@@ -51,15 +51,11 @@ class Video:
                 )
 
     def patches(self, processor: ImageProcessor, **options: int) -> tuple[Tensor, Grid, float | list[float]]:
-        """Resize the frames and cut them into patches.
+        """Resize the frames as frame_size says with these options, and cut them into patches.
 
         With data.resize_backend=torch, the patches are identical, bit for bit, to those from transformers'
         Qwen2VLVideoProcessor. With pil, every frame is resized and normalised exactly as transformers' image processor
         does.
-
-        Args:
-            processor: the model's image processor.
-            options: see frame_size.
 
         Returns:
             pixel_values, image_grid_thw (see image.patchify), and the seconds between two temporal patches. For model
@@ -76,11 +72,8 @@ class Video:
         if processor.videos is None:
             return pixel_values, image_grid_thw, depth / self.fps
         seconds = self.seconds or [i / self.fps for i in range(num_frames)]
-        patch_times = []
-        for first_frame in range(0, num_frames, depth):
-            last_frame = min(first_frame + depth, num_frames) - 1
-            patch_times.append((seconds[first_frame] + seconds[last_frame]) / 2)
-        return pixel_values, image_grid_thw, patch_times
+        ends = [(first, min(first + depth, num_frames) - 1) for first in range(0, num_frames, depth)]
+        return pixel_values, image_grid_thw, [(seconds[first] + seconds[last]) / 2 for first, last in ends]
 
 
 @dataclass
@@ -113,9 +106,6 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, de
         defaults: the folder's options for a video file without options that choose its frames.
         sampling: options, see sample_indices. The only option for an image list is fps, the rate
             at which the images were sampled (default 2; `sample_fps` of qwen-vl-utils 0.0.14).
-
-    Raises:
-        ValueError: the video cannot be read, is too large, or an option is wrong.
     """
     sampling = check_options("video", sampling)
     if isinstance(source, list | tuple):
@@ -341,7 +331,6 @@ def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int,
     """Compute the height and width in pixels that each video frame is resized to.
 
     Args:
-        processor: the model's image processor.
         options: min_pixels and max_pixels, the bounds for a frame's area in pixels (default:
             the area for 128 and 768 tokens), and total_pixels, the limit for all frames (default: the area of 115200
             tokens). A frame may use twice its share of total_pixels, because two frames form one temporal patch.

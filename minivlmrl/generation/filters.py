@@ -21,7 +21,6 @@ class Filters:
     It is make_token_sampler's argument logits_processor.
 
     Args:
-        sampling: options with the filters and the temperature.
         prompts: each prompt's token ids, (P,) int64. The repetition penalty applies to them.
         num_generations: number of completions per prompt.
     """
@@ -78,7 +77,6 @@ def filter_logits(logits: Tensor, sampling: SamplingOptions, seen: Tensor | None
 
     Args:
         logits: (r, V) float32.
-        sampling: options with the filters and the temperature.
         seen: (r, V) bool, True for the ids in the prompt and in the completion so far. The repetition penalty applies
             to these ids. If None, no penalty is applied.
     Returns:

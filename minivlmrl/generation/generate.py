@@ -146,8 +146,7 @@ def to_completions(
     order = sampled[rows[sampled].argsort(stable=True)]  # sorted by row, then by step
     completions = []
     for index in order.split(rows[sampled].bincount().tolist()):
-        stopped = bool(ends[index[-1]])
-        completions.append(Completion(ids[index], logps[index], stopped))
+        completions.append(Completion(ids[index], logps[index], bool(ends[index[-1]])))
     starts = range(0, len(completions), num_generations)
     return [completions[i : i + num_generations] for i in starts]
 

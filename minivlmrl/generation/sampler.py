@@ -34,9 +34,7 @@ class Sampler:
     engine, subclass this class; see extras/vllm.py and docs/developer_guide.md.
 
     Args:
-        model: the policy.
         processor: the policy's processor, with the tokenizer and the default stop tokens.
-        sampling: the options in the section `sampling`.
         world: the run's ranks; defaults to this process only, on the model's device.
         gather_weights: whether to gather all sharded weights before a rollout, see rollout_weights in
             distributed/weights.py.
@@ -107,11 +105,8 @@ class Sampler:
             from minivlmrl.generation.stop_strings import StopStrings
 
             ids_of_rows = [prompt_ids for prompt_ids in ids for _ in range(num_generations)]
-            tokenizer = self.processor.tokenizer
-            self.stop_strings = StopStrings(sampling.stop_strings, tokenizer, ids_of_rows)
-        stop_ids = sampling.stop_token_ids
-        if stop_ids is None:
-            stop_ids = self.processor.stop_token_ids
+            self.stop_strings = StopStrings(sampling.stop_strings, self.processor.tokenizer, ids_of_rows)
+        stop_ids = self.processor.stop_token_ids if sampling.stop_token_ids is None else sampling.stop_token_ids
         largest = max(stop_ids, default=0)
         vocab_size = self.model.config.vocab_size
         if largest >= vocab_size:
@@ -137,8 +132,7 @@ class Sampler:
             if is_sharded(model):
                 from minivlmrl.distributed.fsdp import in_lockstep
 
-                limit = self.sampling.max_new_tokens
-                sample_token = in_lockstep(sample_token, limit, model, self.world)
+                sample_token = in_lockstep(sample_token, self.sampling.max_new_tokens, model, self.world)
             return self.generate(model, prompts, num_generations, sample_token)
 
     def generate(
@@ -148,11 +142,10 @@ class Sampler:
 
         The samplers in extras/agents/ extend this method.
         """
-        limit = self.sampling.max_new_tokens
         if self.keeps_vision:
             keep_vision(model, prompts, self.device)
-        decode = self.decode()
-        groups = generate(model, prompts, num_generations, limit, sample_token, decode, self.device)
+        limit = self.sampling.max_new_tokens
+        groups = generate(model, prompts, num_generations, limit, sample_token, self.decode(), self.device)
         if self.filters is not None:
             self.filters.record_masks(chain(*groups))
         return groups
@@ -180,11 +173,7 @@ class Sampler:
         return turn_ends | self.record_tokens(rows, ids)
 
     def record_tokens(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Record one new token per row, which was sampled or is part of a tool's output.
-
-        Returns:
-            (r,) bool, True where the token completes a stop string.
-        """
+        """Record one token per row, sampled or of a tool's output; True (r,) where it completes a stop string."""
         if self.filters is not None:
             self.filters.add_seen(rows, ids)
         self.on_tokens(rows, ids)
@@ -196,28 +185,15 @@ class Sampler:
 
     @classmethod
     def check(cls, run: RunConfig):
-        """Raise ValueError if this engine cannot run the recipe.
-
-        This method is called before a model is loaded.
-        """
+        """Raise ValueError if this engine cannot run the recipe; called before a model is loaded."""
 
     @classmethod
     def most_tokens(cls, sampling: SamplingOptions) -> int | None:
-        """Return the maximum number of tokens of a prompt and its completion together.
-
-        None means that the engine does not limit this number.
-        """
+        """Return the maximum number of tokens of a prompt with its completion; None without a limit of the engine."""
 
     @classmethod
     def engine_bytes(cls, sampling: SamplingOptions, num_parameters: int, dtype: torch.dtype) -> dict[str, int]:
-        """Estimate the memory that the engine needs only during rollouts, as {name: bytes}.
-
-        This class does not need additional memory.
-
-        Args:
-            num_parameters: number of parameters of the policy.
-            dtype: policy dtype.
-        """
+        """Estimate the memory that the engine needs only during rollouts, as {name: bytes}."""
         return {}
 
     def verify_logps(
@@ -227,13 +203,10 @@ class Sampler:
         completions: Sequence[Sequence[Completion]],
         max_logp_mismatch: float,
     ):
-        """Check that the engine's rollout log-probabilities match the policy's.
-
-        This class computes with the policy itself, so it does not check anything.
+        """Check that the engine's log-probabilities match the policy's, with which this class computes them itself.
 
         Args:
             rows: each prompt's row, for error messages.
-            completions: each prompt's sampled completions.
             max_logp_mismatch: factor by which the largest accepted difference is multiplied.
         """
 
@@ -264,13 +237,8 @@ def check_groups(completions: Sequence[Sequence[Completion]], num_prompts: int, 
 
 
 def can_capture(model: VisionLanguageModel, sampling: SamplingOptions, by_layer: bool) -> bool:
-    """Return whether a model's decode steps can be captured as a CUDA graph on a GPU.
-
-    A mixture of experts cannot be captured, because the number of tokens per expert varies.
-
-    Args:
-        by_layer: whether FSDP gathers sharded weights layer by layer in a rollout.
-    """
+    """Return whether decode steps can be captured as a CUDA graph; not if FSDP gathers layer by layer (`by_layer`)."""
+    # a mixture of experts cannot be captured, because the number of tokens per expert varies
     return sampling.cuda_graph == "auto" and not by_layer and model.config.experts is None
 
 

@@ -45,7 +45,6 @@ class StopStrings:
 
     Args:
         strings: the stop strings.
-        tokenizer: tokenizer for prompts and completions.
         prompts: each row's prompt token ids, (P,) int64.
     """
 

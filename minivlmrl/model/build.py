@@ -27,16 +27,10 @@ INTO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2",
 PATCHES = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size", "merge_size": "spatial_merge_size"}
 
 
-def random_model(
-    config_file: str | Path,
-    tokenizer: Tokenizer,
-    seed: int,
-    min_pixels: int | None = None,
-    max_pixels: int | None = None,
-) -> tuple[VisionLanguageModel, Processor]:
+def random_model(config_file: str | Path, tokenizer: Tokenizer, seed: int) -> tuple[VisionLanguageModel, Processor]:
     """Build a model with random weights for a config.json and a tokenizer, and its Processor."""
     model = random_weights(config_file, tokenizer, seed)
-    return model, random_processor(model.config, tokenizer, min_pixels, max_pixels)
+    return model, random_processor(model.config, tokenizer)
 
 
 def random_weights(config_file: str | Path, tokenizer: Tokenizer, seed: int) -> VisionLanguageModel:
@@ -57,7 +51,7 @@ def config_for(config_file: str | Path, tokenizer: Tokenizer) -> ModelConfig:
 
 
 def random_processor(
-    config: ModelConfig, tokenizer: Tokenizer, min_pixels: int | None, max_pixels: int | None
+    config: ModelConfig, tokenizer: Tokenizer, min_pixels: int | None = None, max_pixels: int | None = None
 ) -> Processor:
     """Build the processor of a model with random weights; see random_model."""
     family = FAMILIES[config.model_type]
@@ -72,10 +66,7 @@ def random_processor(
 
 
 def default_template(family: ModelSpec) -> "ChatTemplate | None":
-    """Return the template for folders without a chat template.
-
-    The result is None if chat_template.render, which needs no template, renders the prompts.
-    """
+    """Return the template for folders without one; None if chat_template.render renders the prompts."""
     if family.default_system:
         return None
     # imported here, because folder_template.py imports Jinja, which Qwen2-VL and Qwen2.5-VL do not need

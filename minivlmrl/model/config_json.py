@@ -16,12 +16,7 @@ REWRITTEN_IN_VISION = REWRITTEN | {"model_type", "hidden_act", "in_chans", "spat
 
 
 def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig:
-    """Parse a config.json, which may be flat as on the hub or nested as in transformers 5.
-
-    Args:
-        config: the parsed JSON object.
-        where: file name, for error messages.
-    """
+    """Parse the content of a config.json, which may be flat as on the hub or nested as in transformers 5."""
     _check_model_type(config, where)
     family = FAMILIES[config["model_type"]]
     text = _section(config, where, "text_config")

@@ -35,11 +35,7 @@ class ValueModel(nn.Module):
         return self.score(completion_states(self.backbone, batch))[:, 0]
 
     def score_last_token(self, batch: GroupBatch) -> Tensor:
-        """Compute the value (R,) at each completion's last token.
-
-        Args:
-            batch: a batch from pack_with_last_token.
-        """
+        """Compute the value (R,) at each completion's last token in a batch from pack_with_last_token."""
         return torch.stack([values[-1] for values in self(batch).split(batch.layout.row_lengths)])
 
 

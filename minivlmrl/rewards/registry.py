@@ -119,8 +119,7 @@ class Reward:
     def columns(self) -> set[str]:
         """Required column names: the function's parameters without a default value."""
         parameters = inspect.signature(self.function).parameters.values()
-        needed = {p.name for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD}
-        return needed - REWARD_ARGUMENTS
+        return {p.name for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD} - REWARD_ARGUMENTS
 
     @property
     def optional_columns(self) -> set[str]:

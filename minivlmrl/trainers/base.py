@@ -99,11 +99,7 @@ class Rollout:
         rewards: Tensor,
         first_sample: int = 0,
     ) -> "Rollout":
-        """Build a rollout from B rows, B prompts, B lists of completions, and rewards (n, K).
-
-        Args:
-            first_sample: the index of the first sample.
-        """
+        """Build a rollout from B rows, B prompts, B lists of completions, and rewards (n, K)."""
         numbered_rewards = enumerate(rewards, first_sample)
         groups = []
         for row, prompt, answers in zip(rows, prompts, completions, strict=True):
@@ -144,7 +140,6 @@ class Trainer:
 
     Args:
         run: the whole recipe. The stage's options are in the section with the stage's name.
-        model: the policy.
         steps_done: optimizer steps that the stage made before the run was resumed; 0 if the stage starts.
     """
 
@@ -180,10 +175,7 @@ class Trainer:
 
     @classmethod
     def check(cls, run: RunConfig):
-        """Raise ValueError if the stage cannot run a recipe.
-
-        This method is called before any model is loaded.
-        """
+        """Raise ValueError if the stage cannot run a recipe; called before any model is loaded."""
 
     @staticmethod
     def has_reference(config) -> bool:
@@ -207,11 +199,7 @@ class Trainer:
         raise NotImplementedError
 
     def trial_batches(self, rows: Sequence[Row]) -> Sequence[MicroBatch]:
-        """Pack rows into micro-batches of the largest size, to try whether the memory is enough.
-
-        Returns:
-            No micro-batches if the stage cannot build them without a training step.
-        """
+        """Pack rows into micro-batches of the largest size, to try the memory; () if this needs a training step."""
         return ()
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -246,8 +234,7 @@ class Trainer:
 
     def training_loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute `loss`, and check that it returns a loss and metrics."""
-        name = f"the method loss of the stage {self.stage}"
-        return checked_loss(name, self.loss(batch))
+        return checked_loss(f"the method loss of the stage {self.stage}", self.loss(batch))
 
     def modules(self) -> dict[str, nn.Module]:
         """Return a dictionary with the modules whose weights must be saved in a checkpoint."""
@@ -257,11 +244,7 @@ class Trainer:
         return modules
 
     def after_step(self, steps: int):
-        """Update the reference model if it follows the policy; called after each optimizer step.
-
-        Args:
-            steps: optimizer steps that this stage has made.
-        """
+        """Update the reference model if it follows the policy, after this number of optimizer steps of the stage."""
         if self.reference is not None:
             self.reference.after_step(steps)
 
@@ -272,8 +255,7 @@ class Trainer:
             merge: False saves only the model's adapters, without the weights of the base.
         """
         base = self.run.model.path
-        where = folder / "checkpoint"
-        gather_and_save_model(where, self.policy, self.processor, self.world, base, None, merge)
+        gather_and_save_model(folder / "checkpoint", self.policy, self.processor, self.world, base, None, merge)
 
     def evaluate(self, rows) -> dict[str, float]:
         """Compute metrics on held-out rows without sampling, for example their loss."""

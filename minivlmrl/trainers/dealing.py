@@ -37,11 +37,7 @@ class Group:
 
 
 def open_groups(trainer: RolloutTrainer, groups: Sequence[Group], first_samples: Iterable[int]) -> list[list[Sample]]:
-    """Return the samples of groups, whose rows are read again.
-
-    Args:
-        first_samples: the index of each group's first sample.
-    """
+    """Return the samples of groups, whose rows are read again, numbered from each group's first sample on."""
     rows = trainer.batches.rows([(group.index, group.key) for group in groups])
     opened = []
     for row, group, first in zip(rows, groups, first_samples, strict=True):

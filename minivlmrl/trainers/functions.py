@@ -59,11 +59,7 @@ def checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def try_loss(loss: Callable, config: GRPOOptions):
-    """Call a custom loss function on two completions, before a model is loaded.
-
-    Raises:
-        ValueError: the loss or its gradient is not finite, or ignores an option that the recipe sets.
-    """
+    """Call a custom loss before a model is loaded, also with and without each option that the recipe sets."""
     value, slopes = loss_and_gradient(loss, config, torch.full((2, 2), -1.0), None)
     if slopes is None or not (value.isfinite() and slopes.isfinite().all()):
         raise ValueError(

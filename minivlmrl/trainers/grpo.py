@@ -107,13 +107,10 @@ class GRPOTrainer(RolloutTrainer):
     def total_rewards(self, samples: Sequence[Sample]) -> Tensor:
         """Compute each sample's weighted reward sum with soft_punish_cache's penalty: (n,)."""
         total = super().total_rewards(samples)
-        cache = self.config.soft_punish_cache
-        if cache:
-            limit = self.run.sampling.max_new_tokens
-            lengths = [len(sample.completion.ids) for sample in samples]
-            penalties = [soft_overlong_punishment(length, limit, cache) for length in lengths]
-            total = total + torch.tensor(penalties)
-        return total
+        limit, cache = self.run.sampling.max_new_tokens, self.config.soft_punish_cache
+        if not cache:
+            return total
+        return total + torch.tensor([soft_overlong_punishment(len(x.completion.ids), limit, cache) for x in samples])
 
     # --------------------------------------------------------------- advantages and micro-batches
 
@@ -166,12 +163,10 @@ class GRPOTrainer(RolloutTrainer):
         return advantages[batch.completion_index].to(self.world.device)
 
     def kept_samples(self, samples: list[Sample], advantages: Tensor) -> list[Sample]:
-        """Drop samples that do not change the gradient, because their advantage is 0.
-
-        At least one sample is kept, because every rank of a sharded model must run the forward pass.
-        """
+        """Drop samples that do not change the gradient, because their advantage is 0."""
         if self.needs_all_samples:
             return samples
+        # at least one sample stays, because every rank of a sharded model must run the forward pass
         return [sample for sample in samples if advantages[sample.index] != 0] or samples[:1]
 
     def micro_batches(self, groups: Sequence[list[Sample]], advantages: Tensor) -> list[GRPOBatch]:
@@ -194,8 +189,7 @@ class GRPOTrainer(RolloutTrainer):
         # 3. Find the tokens with the highest entropies among the step's tokens on all ranks.
         threshold = num_entropy_tokens = None
         if config.top_entropy_quantile < 1:
-            pairs = zip(packed, old_entropies, strict=True)
-            local = torch.cat([x[batch.loss_mask.bool()].cpu() for batch, x in pairs])
+            local = torch.cat([x[b.loss_mask.bool()].cpu() for b, x in zip(packed, old_entropies, strict=True)])
             entropies = torch.cat(self.world.gather_objects(local))
             threshold = top_entropy_threshold(entropies, config.top_entropy_quantile)
             num_entropy_tokens = (entropies >= threshold).sum().item()
@@ -288,9 +282,7 @@ class GRPOTrainer(RolloutTrainer):
             token_mask = self.kept_tokens(batch, padded_entropies)
             bonus = mean_entropy(padded_entropies, token_mask, batch.normalizer, num_tokens)
             loss = loss - self.config.entropy_coef * bonus
-        old_logps = batch.old_per_token_logps
-        if old_logps is None:
-            old_logps = padded_logps.detach()
+        old_logps = padded_logps.detach() if batch.old_per_token_logps is None else batch.old_per_token_logps
         return loss, metrics | self.token_metrics(batch, old_logps, entropies)
 
     def kept_tokens(self, batch: GRPOBatch, entropies: Tensor) -> Tensor:
@@ -321,8 +313,4 @@ def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_c
     Source: DAPO eq. 13 (arXiv 2503.14476); TRL's get_soft_overlong_punishment.
     """
     free = max_completion_len - soft_punish_cache
-    if length <= free:
-        return 0.0
-    if length > max_completion_len:
-        return -1.0
-    return (free - length) / soft_punish_cache
+    return max(-1.0, min(0.0, (free - length) / soft_punish_cache))

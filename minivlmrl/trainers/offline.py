@@ -124,8 +124,7 @@ class PairTrainer(OfflineTrainer):
             return {}
         # In batches of micro_batch_size pairs, an evaluation needs less memory than a training step.
         parts = split(local_indices, self.config.micro_batch_size)
-        margins = torch.cat([self.margins([rows[index] for index in part]) for part in parts])
-        margins = margins[:count]
+        margins = torch.cat([self.margins([rows[index] for index in part]) for part in parts])[:count]
         reshard(self.trained)
         self.world.wait()
         ahead, pairs = self.world.sum((margins > 0).sum().item(), count)

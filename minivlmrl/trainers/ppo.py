@@ -30,15 +30,11 @@ from minivlmrl.trainers.rollout import RolloutTrainer
 
 @dataclass(kw_only=True)
 class PPOBatch(SampledBatch):
-    """A micro-batch of completions, with their tokens' values and returns.
-
-    Values and log-probabilities are computed before the first update on the rollout.
-    """
+    """A micro-batch of completions, with their tokens' values and returns."""
 
     advantages: Tensor  # (R, T)
     returns: Tensor  # (R, T) targets that the critic is trained to predict
-    # (R, T) policy log-probabilities before the first update, in nats
-    old_per_token_logps: Tensor
+    old_per_token_logps: Tensor  # (R, T) policy log-probabilities before the first update, in nats
     old_values: Tensor  # (R, T) critic predictions before the first update
 
     def completion_advantages(self) -> list[float]:
@@ -95,8 +91,7 @@ class PPOTrainer(RolloutTrainer):
         super().save(folder, merge)
         if isinstance(self.critic, ValueModel):
             base = self.config.critic_path or self.run.model.path
-            where = folder / "critic"
-            save_value_model(where, self.critic, self.processor, self.world, base, merge)
+            save_value_model(folder / "critic", self.critic, self.processor, self.world, base, merge)
 
     def modules(self) -> dict[str, nn.Module]:
         return super().modules() | {"critic": self.critic}
@@ -114,8 +109,7 @@ class PPOTrainer(RolloutTrainer):
         steps = [self.micro_batches(groups, scores) for groups in parts]
         batches = list(chain(*steps))
         masks = [batch.loss_mask for batch in batches]
-        whitened = whiten([batch.advantages for batch in batches], masks, all_ranks=self.world.sum)
-        advantages = iter(whitened)
+        advantages = iter(whiten([batch.advantages for batch in batches], masks, all_ranks=self.world.sum))
         return [[replace(batch, advantages=next(advantages)) for batch in step] for step in steps]
 
     def micro_batches(self, groups: Sequence[list[Sample]], scores: Tensor) -> list[PPOBatch]:
@@ -128,8 +122,7 @@ class PPOTrainer(RolloutTrainer):
             group = batch.group
             logps, _, values = self.logps_and_values(group)
             old_logps, old_values = group.pad(logps), group.pad(values)
-            ref_logps = batch.ref_per_token_logps
-            ref_logps = old_logps if ref_logps is None else ref_logps
+            ref_logps = old_logps if batch.ref_per_token_logps is None else batch.ref_per_token_logps
             own_scores = scores[batch.completion_index].to(old_logps.device)
             mask = group.completion_mask
             rewards = token_rewards(own_scores, old_logps, ref_logps, mask, config.kl_coef, config.kl_estimator)

@@ -137,10 +137,8 @@ class RolloutTrainer(Trainer):
             return ()
         length = self.run.sampling.max_new_tokens
         prompts = [row.prompt(self.processor) for row in rows]
-        completions = []
-        for prompt in prompts:
-            completion = Completion(prompt.input_ids[-1:].repeat(length), torch.zeros(length))
-            completions.append([completion] * self.config.num_generations)
+        longest = [Completion(prompt.input_ids[-1:].repeat(length), torch.zeros(length)) for prompt in prompts]
+        completions = [[completion] * self.config.num_generations for completion in longest]
         num_samples = len(rows) * self.config.num_generations
         zeros_and_ones = (torch.arange(num_samples) % 2).float()
         rewards = zeros_and_ones[:, None].expand(-1, len(self.reward_weights))
@@ -163,8 +161,7 @@ class RolloutTrainer(Trainer):
         with self.phase("sampling"):
             completions = self.sampler(prompts, self.config.num_generations, keys)
         check_groups(completions, len(prompts), self.config.num_generations)
-        max_mismatch = self.run.rollout.max_logp_mismatch
-        self.sampler.verify_logps(rows, prompts, completions, max_mismatch)
+        self.sampler.verify_logps(rows, prompts, completions, self.run.rollout.max_logp_mismatch)
         with self.phase("rewards"):
             rewards = call_rewards(self.rewards, self.reward_columns(rows, prompts, completions))
         return Rollout.join(rows, prompts, completions, rewards, self.world.rank * len(rewards))
@@ -179,16 +176,10 @@ class RolloutTrainer(Trainer):
         return columns
 
     def rollout_metrics(self, rollout: Rollout, rewards: Tensor, totals: Tensor, **others: float) -> dict[str, float]:
-        """Compute a rollout's metrics from the rewards (..., K) and totals of all ranks.
-
-        Args:
-            others: metrics that the trainer itself has computed.
-        """
+        """Compute a rollout's metrics from the rewards (..., K) and totals of all ranks, and add `others`."""
         metrics = reward_metrics(rewards, totals, list(self.run.rewards))
-        has_tools = bool(self.run.sampling.environment)
         completions = [sample.completion for sample in rollout.samples]
-        metrics |= completion_metrics(completions, has_tools, self.world)
-        metrics |= others
+        metrics |= completion_metrics(completions, bool(self.run.sampling.environment), self.world) | others
         return metrics | logged_metrics(self.reward_log, metrics, self.world)
 
     # ------------------------------------------------------------------------- deal, split and pack
@@ -227,10 +218,7 @@ class RolloutTrainer(Trainer):
         return [[groups[i][j] for i, j in pairs] for pairs in micro_batches]
 
     def is_trained(self, sample: Sample) -> bool:
-        """Return False to exclude a sample from the loss.
-
-        An excluded sample still counts as a sequence in the normalizer, but has no tokens.
-        """
+        """Return False to exclude a sample from the loss; it still counts as a sequence, but has no tokens."""
         return True
 
     def count_tokens(self, groups: Sequence[list[Sample]]) -> LossNormalizer:

@@ -62,11 +62,7 @@ def group_metrics(total: Tensor, num_generations: int) -> dict[str, float]:
 
 
 def logged_metrics(log: RewardLog, metrics: dict[str, float], world: World) -> dict[str, float]:
-    """Average the metrics that reward functions logged on all ranks, and clear the log.
-
-    Args:
-        metrics: rollout metrics that the trainer itself has computed.
-    """
+    """Average the metrics that reward functions logged on all ranks, and clear the log; `metrics` are the trainer's."""
     metrics_of_ranks = world.gather_objects(log.metrics)
     log.metrics = {}
     means = {}
