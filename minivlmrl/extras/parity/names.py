@@ -597,6 +597,9 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
             "advantages": lambda s: -s.x,
             "terms": lambda s: -s.x,
         },
+        "the maximum of the clipped and the unclipped objective is used for negative advantages": lambda s: (
+            -s.ratio.clamp(max=1 + s.options.epsilon_high) * s.advantages * s.weights
+        ),
         "only the clipped term is used, without the minimum": lambda s: (
             -s.ratio.clamp(1 - s.options.epsilon_low, 1 + s.options.epsilon_high) * s.advantages * s.weights
         ),

@@ -9,9 +9,11 @@ from functools import partial
 import pytest
 import torch
 
+from minivlmrl.extras.parity.command import main
 from minivlmrl.extras.parity.loss import cases, check, compare, distance, judge
 from minivlmrl.losses import preference, sft
 from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
+from tests.helpers.links import ROOT
 
 
 def chosen(loss, options):
@@ -239,7 +241,10 @@ NAMED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMED)
+QUICK = ("dual clip", "clamped KL", "plain KL", "constant", "half", "zero", "mask")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in NAMED])
 def test_a_finding_is_a_mistake_or_a_design(name):
     loss, only, says = NAMED[name]
     verdict = judge(loss, seconds=math.inf, **only)
@@ -247,6 +252,18 @@ def test_a_finding_is_a_mistake_or_a_design(name):
     expected = sorted(filter(None, says.split("; ")))
     assert len(found) == len(expected) == len(verdict.kinds), str(verdict)
     assert all(re.search(text, line) for text, line in zip(expected, found, strict=True)), str(verdict)
+
+
+def test_the_page_shows_what_the_command_prints(tmp_path, monkeypatch, capsys):
+    page = (ROOT / "docs" / "numerical_parity.md").read_text()
+    code, commands, printed = re.findall(r"```(?:python|bash|text)\n([^`]*)```", page)[:3]
+    (tmp_path / "my_loss.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    words = commands.splitlines()[-1].removeprefix("python -m minivlmrl parity ").split()
+    assert main([*words, "--seconds=inf"]) == 1
+    assert capsys.readouterr().out == printed
+    estimates = [f"{math.exp(-d) + d - 1:.3g}" for d in (1, 2, 3)] + [f"{math.exp(d) - d - 1:.3g}" for d in (1, 2, 3)]
+    assert estimates == ["0.368", "1.14", "2.05", "0.718", "4.39", "16.1"]
 
 
 def test_the_recorded_micro_batches_are_parts_of_a_step():

@@ -119,7 +119,7 @@ MISTAKES = {
     "beta is squared": (put(beta=lambda q: q["beta"] ** 2), PLAIN, "multiplied by beta twice|KL is 0.1 times as large"),
     "beta has a wrong sign": (put(beta=lambda q: -q["beta"]), PLAIN, "the KL has the wrong sign"),
     "k2 instead of k3": (put(kl=lambda q: (q["ref"] - q["logps"]).square() / 2), PLAIN, "estimator is k2"),
-    "absolute KL": (put(kl=lambda q: (q["ref"] - q["logps"]).abs()), PLAIN, ""),
+    "absolute KL": (put(kl=lambda q: (q["ref"] - q["logps"]).abs()), PLAIN, "the KL is replaced by its absolute"),
     "KL without gradient": (
         put(kl=lambda q: ((d := (q["ref"] - q["logps"]).detach()).exp() - d - 1)), PLAIN, "the KL is detached"),
     "the old policy is the reference": (put(ref=lambda q: q["old"]), PLAIN, "the reference is the old policy"),
@@ -127,11 +127,11 @@ MISTAKES = {
     "clip range of 1.2": (put(high=lambda _: 1.2), ON_POLICY, "epsilon_high is 1.2"),
     "no clipping": (put(high=lambda _: math.inf, low=lambda _: math.inf), ON_POLICY, "ratios are not clipped"),
     "first token is not trained": (put(mask=lambda q: q["mask"] * (q["mask"].cumsum(1) > 1)), ON_POLICY, "first token"),
-    "last token is not in the sum": (drop_last, ON_POLICY, ""),
+    "last token is not in the sum": (drop_last, ON_POLICY, "last token is not trained on, only in the sum"),
     "GSPO of sums": (gspo_of_sums, GSPO, "the product of its tokens' ratios"),
     "GSPO divides by the width": (gspo_of_all_columns, GSPO, ""),
     "clipped log-ratio": (clipped_log_ratio, ON_POLICY, ""),
-    "maximum for negative advantages": (maximum_for_negative, ON_POLICY, ""),
+    "maximum for negative advantages": (maximum_for_negative, ON_POLICY, "is used for negative advantages"),
     "two averages": (kl_of_rows, PLAIN, "averaged as in|all tokens"),
 }  # fmt: skip
 
