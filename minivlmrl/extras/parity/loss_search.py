@@ -24,7 +24,7 @@ REFINED = 4  # causes whose number is refined, because they come closest
 NEAREST = 6  # causes that are tried in pairs with PAIRED others
 PAIRED = 60
 # numbers that are tried for a cause with a free number
-NUMBERS = [0.01, 0.05, 0.1, 0.2, 0.5, 0.8, 0.9, 0.95, 0.99, 0.999, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 10.0, 20.0, 100.0]
+NUMBERS = [0.05, 0.1, 0.2, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0]
 
 
 @dataclass
@@ -155,7 +155,8 @@ class Search:
                     found.setdefault(cause.says, (sum(now), cause))
                     self.found[cause.says] = cause
             most = max((count for count, _ in found.values()), default=0)
-            return [cause for count, cause in found.values() if count == most]
+            best = [cause for count, cause in found.values() if count == most]
+            return sorted(best, key=lambda cause: len(f"{cause.change.get('c', 0):g}"))  # round numbers are likelier
 
         best = best_of([*self.found.values()])  # for example two designs that act on different cases
         if best and found[best[0].says][0] == len(self.steps):
@@ -163,8 +164,9 @@ class Search:
         # there are many limited causes and pairs, so they are tried on one case
         tries = [
             *product((self.simple, self.designs_with_a_number), targets),
+            (self.others_with_a_number, targets[0]),
             (self.limited, targets[0]),
-            *product((self.others_with_a_number,), targets),
+            (self.others_with_a_number, targets[-1]),
             (self.pairs, targets[0]),
         ]
         for phase, target in tries:
@@ -214,7 +216,8 @@ class Search:
             gap, number = min((self.gap(target, cause, number), number) for number in NUMBERS)
             if gap <= 0.9 * unchanged:
                 near.append((gap, len(near), number, cause))
-        for _, _, start, cause in sorted(near, key=lambda each: each[:2])[:REFINED]:
+        nearest = sorted(near, key=lambda each: each[:2])[:REFINED]
+        for _, _, start, cause in sorted(nearest, key=lambda each: each[1]):  # in the order of the table
             for number in refined(start, lambda number, cause=cause: self.gap(target, cause, number)):
                 named = cause.with_number(number)
                 if explains(target, composed(self.deviation, named.change), self.tolerance):
