@@ -597,9 +597,6 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
             "advantages": lambda s: -s.x,
             "terms": lambda s: -s.x,
         },
-        "the maximum of the clipped and the unclipped objective is used for negative advantages": lambda s: (
-            -s.ratio.clamp(max=1 + s.options.epsilon_high) * s.advantages * s.weights
-        ),
         "only the clipped term is used, without the minimum": lambda s: (
             -s.ratio.clamp(1 - s.options.epsilon_low, 1 + s.options.epsilon_high) * s.advantages * s.weights
         ),
@@ -620,6 +617,11 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "ratios are not clipped below": math.inf,
         "ratios are clipped with epsilon_high on both sides": lambda s: s.epsilon_high,
         "epsilon_low is {c}": fitted_number,
+    },
+    Quantity("terms", "grpo", "off-policy updates are too large", "PPO eq. 7", about=CLIPPING): {
+        "the maximum of the clipped and the unclipped objective is used for negative advantages": lambda s: (
+            -s.ratio.clamp(max=1 + s.options.epsilon_high) * s.advantages * s.weights
+        )
     },
     **options("grpo", "tokens that are far off-policy are trained", off_policy_mask_threshold=None),
     Quantity("delta", "grpo", "tokens that are far off-policy are trained"): {"delta is ignored": None},
