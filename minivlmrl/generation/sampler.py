@@ -159,16 +159,9 @@ class Sampler:
         return CapturedDecode()
 
     def accept_tokens(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
-        """Record the sampled tokens, and return which rows are finished.
+        """Record each row's sampled token, and return which rows are finished; all tensors are (r,).
 
-        The samplers in extras/agents/ override this method to run the tools of a completion.
-
-        Args:
-            rows: (r,), the row indices.
-            ids: (r,), each row's sampled token.
-            turn_ends: (r,) bool, True where the token is a stop token.
-        Returns:
-            (r,) bool, True where the row is finished.
+        `turn_ends` is True for a stop token. The samplers in extras/agents/ override this method to run tools.
         """
         return turn_ends | self.record_tokens(rows, ids)
 

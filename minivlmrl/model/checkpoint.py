@@ -180,10 +180,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def unused_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
-    """Return the tensors in a model's folder that no module uses, so that they can be saved again.
-
-    An example is Qwen3.5's draft layer, whose tensors have names that start with mtp.
-    """
+    """Return the tensors in a model's folder that no module uses, such as Qwen3.5's draft layer, to save them again."""
     folder = model.folder
     prefixes = family_of(model).unused_prefixes
     tensors = {}
@@ -318,14 +315,8 @@ def save_adapter(
     write_adapter: Callable[[Path], None],
     write_more_files: Callable[[Path], None] | None = None,
 ):
-    """Save only a model's adapter, in the subfolder adapter/.
-
-    The folder is replaced atomically, as in save_model, so that weights which were merged earlier do not stay beside a
-    newer adapter.
-
-    Args:
-        write_adapter: return value from adapter_writer.
-    """
+    """Save only a model's adapter, which adapter_writer returned, in the subfolder adapter/."""
+    # replaced as a whole, so that weights which were merged earlier do not stay beside a newer adapter
     with replacing(folder) as new_folder:
         if INFERENCE_CONFIG in processor.tokenizer.files:
             (new_folder / INFERENCE_CONFIG).write_bytes(processor.tokenizer.files[INFERENCE_CONFIG])

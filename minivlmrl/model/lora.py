@@ -208,10 +208,7 @@ def surviving_share(model: nn.Module) -> float:
 
 
 def merge_note(model: nn.Module) -> str:
-    """State which share of the update survives a merge into 16 bits; "" if nothing is rounded away.
-
-    All ranks must call this function.
-    """
+    """State which share of the update survives a merge into 16 bits, or return ""; all ranks must call this."""
     dtypes = {layer.dtype for layer in adapters(model).values()}
     if not any(dtype.itemsize == 2 for dtype in dtypes):
         return ""
@@ -234,10 +231,7 @@ def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def copy_adapter_layout(model: nn.Module, other: nn.Module):
-    """Add adapters to the same layers as in the model `other`, with the same r and scaling.
-
-    Layers that are quantised in `other` are also quantised in `model`.
-    """
+    """Add adapters to the same layers as in the model `other`, with the same r and scaling, and quantise the same."""
     for name, layer in adapters(other).items():
         add_lora(model, name, layer.r, layer.scaling)
     for name in packed_layers(other):
@@ -284,12 +278,7 @@ def init_adapters(model: VisionLanguageModel, seed: int):
 
 
 def set_parameters(model: VisionLanguageModel, weights: dict[str, Tensor]):
-    """Replace a model's parameters by full tensors, from which each rank keeps its own shard.
-
-    Args:
-        weights: full tensors by parameter name. They are converted to the device and the dtype of the parameters that
-            they replace.
-    """
+    """Replace parameters by full tensors, converted to their device and dtype; each rank keeps its own shard."""
     sharding = model.sharding
     device = model.lm_head.weight.device
     parameters = dict(model.named_parameters())

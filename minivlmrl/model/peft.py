@@ -106,11 +106,7 @@ def base_model(folder: str | Path) -> str:
 
 
 def adapter_options(folder: str | Path, quantize: Literal["nf4"] | None = None) -> LoRAOptions:
-    """Return the recipe options with which build_model loads a folder's adapter.
-
-    Args:
-        quantize: adapter.quantize in the adapter's run.
-    """
+    """Return the recipe options with which build_model loads a folder's adapter, with adapter.quantize of its run."""
     folder = find_adapter(folder)
     config = _read_config(folder / CONFIG)
     with error_context(folder / WEIGHTS):
@@ -212,13 +208,9 @@ def _check_shape(model: VisionLanguageModel, name: str, pair: dict[str, Tensor],
 
 
 def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Callable[[Path], None]:
-    """Gather the current adapters, and return a function that writes them to a PEFT folder.
+    """Gather the adapters on all ranks, and return a function with which one rank writes them to a PEFT folder.
 
-    All ranks must call gather_adapter, because the adapters may be sharded. Afterwards a single rank may call the
-    returned function.
-
-    Args:
-        base: the base model's folder or repository, which is written to adapter_config.json.
+    `base` is the base model's folder or repository, which is written to adapter_config.json.
     """
     layers = {module_name(name): layer for name, layer in adapters(model).items()}
     tensors = {}

@@ -88,9 +88,7 @@ class PackedLinear(ReplacedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         product = PackedProduct.apply(x, self)
-        if self.bias is None:
-            return product
-        return product + self.bias
+        return product if self.bias is None else product + self.bias
 
 
 # a parameter or layer from which gather_full_tensor computes a full weight
@@ -153,10 +151,7 @@ def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
 
 
 def plain_weights(model: nn.Module) -> dict[str, Weight]:
-    """Return the weights with merged adapters, as a dictionary from plain name to weight.
-
-    gather_full_tensor computes each weight's full tensor.
-    """
+    """Return the weights with merged adapters, for gather_full_tensor, as a dictionary from plain name to weight."""
     weights: dict[str, Weight] = {**base_weights(model)}
     for name, layer in model.named_modules():
         if isinstance(layer, ReplacedLinear) and not name.endswith(".base"):
@@ -165,10 +160,7 @@ def plain_weights(model: nn.Module) -> dict[str, Weight]:
 
 
 def shared_base(model: nn.Module) -> dict[int, Tensor]:
-    """Return a memo for copy.deepcopy with which the copy shares all weights except the adapters.
-
-    For a model without adapters the memo is empty, so the copy does not share any weights.
-    """
+    """Return a memo for copy.deepcopy with which the copy shares all weights except the adapters, if it has any."""
     if not has_adapters(model):
         return {}
     base = [p for name, p in model.named_parameters() if not is_adapter(name)]

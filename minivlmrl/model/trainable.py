@@ -47,8 +47,7 @@ def is_in_tower(name: str) -> bool:
 def trainable_summary(model: nn.Module) -> str:
     """Summarise the trained parameters as a text with one line per part or kind of layer.
 
-    Each line contains the name, the number of layers, the rank of adapters, the number of trained parameters, and the
-    share of this number in the base model's parameters.
+    A line has the name, the number of layers, the rank of adapters, and the number and share of trained parameters.
     """
     kinds = defaultdict(Counter)  # (name, rank) -> number of trained parameters per layer
     for name, parameter in model.named_parameters():

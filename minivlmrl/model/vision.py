@@ -53,18 +53,15 @@ class MLP(nn.Module):
 
     def forward_padded(self, x: Tensor, missing: int) -> Tensor:
         """Compute the same result with `missing` more intermediate columns, which are all 0."""
+
         # The weights are padded here and not when they are loaded, so that checkpoints, optimizer states and shards
         # keep the config's shapes. Gradients for the padding are dropped.
-        gate, up = (
-            F.linear(
-                x,
-                F.pad(layer.weight, (0, 0, 0, missing)),
-                None if layer.bias is None else F.pad(layer.bias, (0, missing)),
-            )
-            for layer in (self.gate_proj, self.up_proj)
-        )
+        def padded(layer: nn.Linear) -> Tensor:
+            bias = None if layer.bias is None else F.pad(layer.bias, (0, missing))
+            return F.linear(x, F.pad(layer.weight, (0, 0, 0, missing)), bias)
+
         weight = F.pad(self.down_proj.weight, (0, missing))
-        return F.linear(F.silu(gate) * up, weight, self.down_proj.bias)
+        return F.linear(F.silu(padded(self.gate_proj)) * padded(self.up_proj), weight, self.down_proj.bias)
 
 
 NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}  # norm classes by config.norm

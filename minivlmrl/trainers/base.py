@@ -249,11 +249,7 @@ class Trainer:
             self.reference.after_step(steps)
 
     def save(self, folder: Path, merge: bool = True):
-        """Save the trained weights in the run's folder; all ranks must call this method.
-
-        Args:
-            merge: False saves only the model's adapters, without the weights of the base.
-        """
+        """Save the trained weights, or only the adapters if `merge` is False; all ranks must call this method."""
         base = self.run.model.path
         gather_and_save_model(folder / "checkpoint", self.policy, self.processor, self.world, base, None, merge)
 

@@ -88,11 +88,8 @@ class OfflineTrainer(Trainer):
     def shard_rows_with_answers(self, rows: Dataset) -> tuple[list[int], int]:
         """Split the rows that have all answers among the ranks.
 
-        Every rank gets the same number of rows, because all ranks must run a sharded model equally often. Therefore
-        some rows may be repeated at the end of a rank's list.
-
-        Returns:
-            This rank's row indices, and how many of them are not repeats.
+        Every rank gets the same number of rows, because all ranks must run a sharded model equally often. The result
+        is this rank's row indices, and how many of them do not repeat rows of other ranks, which come last.
         """
         indices = self.rows_with_answers(rows)
         return self.world.shard_evenly(indices) if indices else ([], 0)

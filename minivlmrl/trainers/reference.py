@@ -103,19 +103,8 @@ class SwappedParameters(nn.Module):
         parameters = dict(self.models[0].named_parameters())
         return [parameters[name] for name in self.names]
 
-    @contextmanager
-    def swapped_in(self) -> Iterator[VisionLanguageModel]:
-        """Yield the model with the copies swapped in, and restore its parameters afterwards.
-
-        A sharded model must be resharded before this context begins and before it ends.
-        """
-        self._exchange()
-        try:
-            yield self.models[0]
-        finally:
-            self._exchange()
-
-    def _exchange(self):
+    def exchange(self):
+        """Exchange the copies and the parameters of the model, which must be resharded if it is sharded."""
         # Autograd does not notice that .data changes. This is safe, because the original values are restored before the
         # backward pass through a graph that uses them.
         for saved_copy, parameter in zip(self.copies, self.originals(), strict=True):
@@ -137,9 +126,12 @@ def swapped_in(
     if not isinstance(model, SwappedParameters):
         yield model
         return
-    with model.swapped_in() as changed:
-        yield changed
-        reshard(changed)
+    model.exchange()
+    try:
+        yield policy
+        reshard(policy)
+    finally:
+        model.exchange()
 
 
 def freeze_shared_layers(policy: VisionLanguageModel, config: ReferenceOptions):

@@ -252,10 +252,7 @@ class RolloutTrainer(Trainer):
         return None if self.reference is None else self.reference.logps(group, self.temperature)
 
     def logps(self, group: GroupBatch) -> tuple[Tensor, Tensor]:
-        """Compute each completion token's log-probability and entropy: two (M,) tensors.
-
-        The policy's logits are divided by the sampling temperature.
-        """
+        """Compute each completion token's log-probability and entropy, two (M,), at the sampling temperature."""
         return per_token_logps(self.policy, group, self.temperature)
 
     def token_metrics(self, batch: SampledBatch, old_logps: Tensor, entropies: Tensor) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from minivlmrl.model.lora import (
     surviving_share,
 )
 from minivlmrl.model.plain_weights import is_adapter
-from minivlmrl.trainers.reference import SwappedParameters
+from minivlmrl.trainers.reference import SwappedParameters, swapped_in
 from tests.helpers import tiny
 from tests.helpers.tiny import pack
 
@@ -122,7 +122,7 @@ def test_swapped_parameters_restore_earlier_adapters():
     expected = torch.autograd.grad(loss(model), adapter_parameters(model))
     assert after != before
     for _ in range(2):
-        with pytest.raises(KeyError), kept.swapped_in() as used:
+        with pytest.raises(KeyError), swapped_in(kept, model) as used:
             assert used is model and torch.equal(loss(model), before)
             raise KeyError
         assert torch.equal(loss(model), after)
