@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
-from minivlmrl.data.download import find_folder
+from minivlmrl.data.download import find_folder, find_settings
 
 REPOSITORY = "Qwen/tiny"
 COMMIT = "a" * 40
@@ -65,6 +65,11 @@ def test_a_cached_repository_needs_no_network(cache):
     assert find_folder(f"{REPOSITORY}@{OLDER}") == older
     (cache.parent / REPOSITORY).mkdir(parents=True)  # a local folder with this name has precedence
     assert find_folder(REPOSITORY) == Path(REPOSITORY)
+
+
+def test_a_cached_config_is_enough_for_the_settings(cache):
+    folder = snapshot(cache, names=["config.json"])
+    assert find_settings(REPOSITORY) == folder
 
 
 @pytest.mark.parametrize(
