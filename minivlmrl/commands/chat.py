@@ -92,7 +92,7 @@ def build_row(options: argparse.Namespace, data: DataOptions) -> Row:
     system_message = data.system_prompt if options.system is None else options.system
     turns = conversation(options.prompt, media_counts, template, system_message)
     messages, media = place_media(turns, read_media({"images": options.image, "videos": options.video}), data)
-    images = [fetch_image(item.image_source) for item in media if item.kind == "image"]
+    images = [fetch_image(item.sources[0]) for item in media if item.kind == "image"]
     return Row(messages, images, videos=load_videos(media, Path(), load_video))
 
 

@@ -18,7 +18,6 @@ TEXTS = PROMPTS | ANSWERS
 MEDIA = {"image": "image", "images": "image", "video": "video", "videos": "video"}
 # columns that have a place in every row, whatever the stage and the rewards are
 READ = {*PROMPTS, *MEDIA, "system", "box_space", "unseen"}
-ROLES = ("system", "user", "assistant", "tool")
 # names of video options that a column may also have, because data sets use columns with these names
 COMMON_VIDEO_COLUMNS = {"fps", "min_frames", "max_frames"}
 # {name that no column may have: end of the error message after "it must be"}

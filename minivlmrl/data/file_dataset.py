@@ -153,7 +153,7 @@ class FileDataset(FileRows):
 
     def _header(self, item: Media) -> PIL.Image.Image:
         """Open an image to read its size; the returned image cannot be decoded."""
-        with open_image(item.image_source, self.folder) as image:
+        with open_image(item.sources[0], self.folder) as image:
             return image
 
     def content(self, index: int) -> str:
@@ -168,7 +168,7 @@ class FileDataset(FileRows):
         with error_context(row.where):
             row.images, row.videos = load_media(media, self.folder, row.where)
             for part in answer_image_parts(row):
-                source = part["image"].image_source
+                source = part["image"].source
                 part["image"] = partial(fetch_row_image, row.where, source, self.folder)
         return row
 
@@ -209,7 +209,7 @@ def fetch_row_image(where: str, source: str | bytes, folder: Path) -> PIL.Image.
 
 def load_media(media: list[Media], folder: Path, where: str) -> tuple[Sequence, Sequence]:
     """Return a row's images and videos, which are decoded only when they are used."""
-    sources = [item.image_source for item in media if item.kind == "image"]
+    sources = [item.sources[0] for item in media if item.kind == "image"]
     images = [partial(fetch_row_image, where, source, folder) for source in sources]
     return images and LazyImages(images), load_videos(media, folder, load_video)
 

@@ -21,9 +21,12 @@ from minivlmrl.config.types import Plain
 from minivlmrl.data.columns import MEDIA, TEXTS
 from minivlmrl.data.image import load_image
 from minivlmrl.data.messages import (
+    BASE64,
+    ENCODED,
+    KINDS,
     add_placeholders,
     check_counts,
-    check_total,
+    check_keys,
     content_parts,
     part_kind,
     shown_parts_of,
@@ -35,8 +38,6 @@ MEDIA_NAME = re.compile(
     r"(img|image|pic|picture|photo|video|media)s?(_?(path|file|name|url|uri|src|bytes)s?)*"
     r"|file_?names?"
 )
-BASE64 = r"(/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{32}"  # JPEG, PNG, WebP or GIF
-ENCODED = re.compile(rf"data:(image|video)/|{BASE64}", re.IGNORECASE)
 SUFFIXES = {
     "image": "png|jpe?g|jfif|webp|bmp|gif|tiff?|heic|heif|avif|jp2|ppm",
     "video": "mp4|webm|mov|avi|mkv|m4v|mpe?g",
@@ -45,13 +46,12 @@ SUFFIXES = {
 FILE_NAMES = {
     kind: re.compile(rf"[^\n\t]{{1,400}}\.({suffixes})(\?\S*)?", re.IGNORECASE) for kind, suffixes in SUFFIXES.items()
 }
-ARTICLES = {"image": "an image", "video": "a video"}
 # first bytes of JPEG, PNG, GIF, WebP, BMP and TIFF files
 MAGIC = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*", re.DOTALL)
 # keys under which a message part can contain its source
-SOURCES = {kind: (kind, f"{kind}_url", "url", "path", "base64", "source") for kind in ("image", "video")}
-# keys of a source that is an object, see _source_in; the detail "low" asks for a smaller image
-SOURCE_KEYS = ("bytes", "path", "url", "detail", "type", "media_type", "data")
+SOURCES = {kind: (kind, f"{kind}_url", "url", "path", "base64", "source") for kind in KINDS}
+# keys of a source that is an object, see _source_in
+SOURCE_KEYS = ("bytes", "path", "url", "type", "media_type", "data")
 OPTIONS = {"image": ImageOptions, "video": VideoOptions}
 # options that select a video file's frames
 SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
@@ -121,26 +121,17 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
     """
     if isinstance(source, bytes | bytearray):
         return f"{len(source)} bytes", io.BytesIO(source)
-    if not isinstance(source, str | Path):
-        raise ValueError(
-            "the source of an image or video must be a path, a data URI or bytes, but it is of "
-            f"type {type(source).__name__}"
-        )
     text = str(source)
     name = text if len(text) <= 200 else f"{text[:60]}... ({len(text)} characters)"
-    with error_context(name):
-        if text.startswith("data:"):
-            header, comma, data = text.partition(",")
-            if not comma or not header.endswith(";base64"):
-                raise ValueError("a data URI must begin with a header such as data:image/png;base64,")
-            # decoded here instead of by urllib, because urllib ignores invalid characters
-            with error_context("the data is not valid base64"):
-                return name, io.BytesIO(base64.b64decode("".join(data.split()), validate=True))
-        if text.startswith(("http://", "https://")):
-            raise ValueError(
-                "remote files are not supported, because they can change; download them once with "
-                "`python recipes/download.py ROWS.jsonl`"
-            )
+    if text.startswith("data:"):
+        # decoded here instead of by urllib, because urllib ignores invalid characters
+        with error_context(f"{name}: the data is not valid base64"):
+            return name, io.BytesIO(base64.b64decode("".join(text.partition(",")[2].split()), validate=True))
+    if text.startswith(("http://", "https://")):
+        raise ValueError(
+            f"{name}: remote files are not supported, because they can change; download them once with "
+            "`python recipes/download.py ROWS.jsonl`"
+        )
     if text.startswith("file://"):
         text = url2pathname(text.removeprefix("file://").removeprefix("localhost"))
     path = Path(folder or "", text)
@@ -160,10 +151,9 @@ class Media:
     options: dict[str, float]  # see ImageOptions and VideoOptions
 
     @property
-    def image_source(self) -> str | bytes:
-        """Return an image's source, which is never a list."""
-        assert not isinstance(self.source, list), "only a video can be a list of frames"
-        return self.source
+    def sources(self) -> Sequence[str | bytes]:
+        """Return the source of an image or of a video file, or of each frame."""
+        return self.source if isinstance(self.source, list) else [self.source]
 
 
 def read_media(columns: dict) -> dict[str, list[Media]]:
@@ -210,51 +200,44 @@ def place_media(
     Returns:
         The messages with one part per image and video, and the media in these parts' order.
     """
-    common_options = media_options(options)
-    media_counts = {kind: len(entries) for kind, entries in row_media.items()}
+    counts = {kind: len(entries) for kind, entries in row_media.items()}
     if not shown_parts_of(turns):  # if there are image or video parts, <image> is ordinary text
-        turns = add_placeholders(turns, media_counts)
-    kinds = []  # kinds for the parts without a source
-    for part in shown_parts_of(turns):
-        kind = _checked_kind(part)
-        if not _sources(part, kind):
-            kinds.append(kind)
-    check_counts(kinds, media_counts)
-    next_media = {kind: iter(entries) for kind, entries in row_media.items()}
+        turns = add_placeholders(turns, counts)
+    kinds = [(part, part_kind(part)) for part in shown_parts_of(turns)]
+    check_counts([kind for part, kind in kinds if kind and not _source_keys(part, kind)], counts)
+    next_media = {kind: iter(row_media.get(kind, ())) for kind in KINDS}
+    common_options = media_options(options)
     messages = []
     media = []
-    for turn_number, turn in enumerate(turns):
+    for number, turn in enumerate(turns):
         parts = []
         for part in content_parts(turn):
-            kind = _checked_kind(part)
-            if kind == "text":
-                parts.append(part)
-                continue
-            with error_context(f"message {turn_number}"):
-                item = _media(part, kind) if _sources(part, kind) else next(next_media[kind])
-                own_options = item.options | _options(part, kind)
-            all_options = _with_common(item, own_options, common_options[kind])
-            media.append(Media(kind, item.source, all_options))
-            parts.append({"type": kind, **_without(all_options)})
-        is_text = isinstance(turn.get("content"), str)
-        messages.append(turn if is_text else {**turn, "content": parts})
-    check_total(len(media))
+            kind = part_kind(part)
+            if kind in KINDS:
+                with error_context(f"message {number}"):
+                    item = _media(part, kind, next_media[kind])
+                item.options = _with_common(item, common_options[kind])
+                media.append(item)
+                part = {"type": kind, **_without(item.options)}
+            parts.append(part)
+        messages.append(turn if isinstance(turn.get("content"), str) else {**turn, "content": parts})
     return messages, media
 
 
-def _with_common(item: Media, options: dict, common_options: dict) -> dict:
+def _with_common(item: Media, common_options: dict) -> dict:
     """Add the options for all rows to one image's or video's options, see place_media."""
     if item.kind == "image":
-        return options or common_options
-    if isinstance(item.source, list) or "nframes" in options:  # the frame count is given
-        rate = {"fps": common_options["fps"]} if "fps" in common_options else {}
-        common_options = _without(common_options) | (rate if isinstance(item.source, list) else {})
-    return common_options | options
+        return item.options or common_options
+    if isinstance(item.source, list):  # the frames are given, and fps is their rate
+        common_options = _without(common_options, [name for name in SAMPLING_OPTIONS if name != "fps"])
+    elif "nframes" in item.options:
+        common_options = _without(common_options)
+    return common_options | item.options
 
 
 def media_options(options: RowOptions) -> dict[str, dict]:
     """Return the validated options for all images and for all videos in a data file."""
-    return {kind: check_options(kind, getattr(options, kind)) for kind in ("image", "video")}
+    return {kind: check_options(kind, getattr(options, kind)) for kind in KINDS}
 
 
 def check_options(kind: str, options: Mapping[str, float | None]) -> dict[str, Plain]:
@@ -273,7 +256,7 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
         folder: folder that relative paths start from.
         known: columns that may contain other images: those that data.columns or a reward names.
     """
-    sources = [source for item in media for source in _sources_of(item)]
+    sources = [source for item in media for source in item.sources]
     for name in columns.keys() - {*known, *MEDIA, *TEXTS, "solution", "system"}:
         for item in _leaves(columns[name]):
             kind = _unread_kind(item, folder)
@@ -282,9 +265,10 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
             if not kind or any(_is_source(item, source) for source in sources):
                 continue
             target = f"{kind}s" if isinstance(columns[name], list) else kind
+            article = "an" if kind == "image" else "a"
             shown = f"{len(item)} bytes" if isinstance(item, bytes) else f"{item!r:.60}"
             raise ValueError(
-                f"column {name!r} seems to contain {ARTICLES[kind]} that the model would not see: {shown}. Rename it "
+                f"column {name!r} seems to contain {article} {kind} that the model would not see: {shown}. Rename it "
                 f"with data.columns: {{{name}: {target}}}, remove it, or keep it for a reward with data.columns: "
                 f"{{{name}: {name}}}."
             )
@@ -314,10 +298,6 @@ def _unread_kind(item: str | bytes, folder: Path) -> str | None:
     return None
 
 
-def _sources_of(item: Media) -> Sequence[str | bytes]:
-    return item.source if isinstance(item.source, list) else [item.source]
-
-
 def _is_source(item: str | bytes, source: str | bytes) -> bool:
     """Return True if a value is an image's source: the same data, or a path to the same file.
 
@@ -338,7 +318,7 @@ def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str
     The path is "" if the source is bytes or a data URI.
     """
     for item in media:
-        for source in _sources_of(item):
+        for source in item.sources:
             if isinstance(source, bytes) or source.startswith("data:"):
                 yield source, ""
             elif ":" in source:  # a URL
@@ -347,32 +327,23 @@ def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str
                 yield source, join(folder, source)
 
 
-def _checked_kind(part: dict) -> str:
-    """Return the kind of a message part that check_messages has accepted."""
-    kind = part_kind(part)
-    assert kind is not None, "check_messages rejects a part without a kind"
-    return kind
+def _source_keys(part: dict, kind: str) -> list[str]:
+    return [name for name in SOURCES[kind] if part.get(name) is not None]
 
 
-def _sources(part: dict, kind: str) -> list:
-    """Return the sources in a column entry or in a message part, under the keys in SOURCES.
-
-    A valid entry or part has at most one source.
-    """
-    return [part[name] for name in SOURCES[kind] if part.get(name) is not None]
-
-
-def _media(entry: Plain, kind: str) -> Media:
-    """Parse a column entry, or a message part, into its source and options."""
-    if isinstance(entry, str):
-        # MMBench's data files contain base64 text without a data URI's header
-        is_base64 = kind == "image" and re.match(BASE64, entry)
-        return Media(kind, f"data:;base64,{entry}" if is_base64 else entry, {})
+def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -> Media:
+    """Parse a column's entry, or a message's part, whose source may be the next one of a column."""
+    if isinstance(entry, str) and kind == "image" and re.match(BASE64, entry):
+        entry = {"base64": entry}  # MMBench's data files contain base64 text without a data URI's header
     if not isinstance(entry, dict) or "bytes" in entry:
         entry = {kind: entry}
-    names = [name for name in SOURCES[kind] if entry.get(name) is not None]
+    names = _source_keys(entry, kind)
     if len(names) > 1:
         raise ValueError(f"the {kind} has both {names[0]!r} and {names[1]!r}; use only one of them")
+    options = check_options(kind, _without(entry, ("type", "text", "index", *SOURCES[kind])))
+    if not names and next_media is not None:
+        listed = next(next_media)  # check_counts has counted them
+        return Media(kind, listed.source, listed.options | options)
     source: Plain = entry[names[0]] if names else None
     if names == ["base64"]:
         source = {"bytes": source}
@@ -382,7 +353,7 @@ def _media(entry: Plain, kind: str) -> Media:
     if not frames or not all(isinstance(frame, str | bytes) for frame in frames):
         frame_list = ", or a list with a path or data URI per frame" if kind == "video" else ""
         raise ValueError(f"each {kind} must be a path or data URI{frame_list}, but found {source!r:.60}")
-    return Media(kind, source, _options(entry, kind))
+    return Media(kind, source, options)
 
 
 def _source_in(source: dict) -> Plain:
@@ -391,21 +362,14 @@ def _source_in(source: dict) -> Plain:
     Hugging Face's datasets use the first form, OpenAI's messages the second one, and messages from Anthropic the third
     one.
     """
-    for key, value in source.items():
-        if (key not in SOURCE_KEYS and value is not None) or (key, value) == ("detail", "low"):
-            raise ValueError(
-                f"the source has the key {key!r} with {value!r:.40}, which is not read; the keys are "
-                f"{', '.join(SOURCE_KEYS)}. Remove the key; the option max_pixels bounds the size of an image"
-            )
+    # the detail "low" asks for a smaller image
+    known = SOURCE_KEYS if source.get("detail") == "low" else (*SOURCE_KEYS, "detail")
+    check_keys(source, known, "the source")
     content = source.get("bytes", source.get("data"))
     if content is not None:
         # in a JSON file, the bytes are written as base64 text
         return f"data:;base64,{content}" if isinstance(content, str) else content
     return source.get("path" if "bytes" in source else "url")
-
-
-def _options(entry: dict, kind: str) -> dict[str, float]:
-    return check_options(kind, _without(entry, ("type", "text", "index", *SOURCES[kind])))
 
 
 def _without(options: dict, names: Sequence[str] = SAMPLING_OPTIONS) -> dict:

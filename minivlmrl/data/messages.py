@@ -11,7 +11,8 @@ from itertools import pairwise
 
 MARK = re.compile("<(image|video)>")  # tag in a text that an image or video replaces
 KINDS = ("image", "video")
-MAX_MEDIA = 1000  # maximum number of images and videos in a row
+BASE64 = r"(/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{32}"  # JPEG, PNG, WebP or GIF
+ENCODED = re.compile(rf"data:(image|video)/|{BASE64}", re.IGNORECASE)
 # Maximum number of characters in a message. The library `tokenizers` encodes this many
 # characters in a second, but fails on ten million characters.
 MAX_TEXT = 2**20
@@ -19,11 +20,11 @@ MAX_TEXT = 2**20
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 # keys of an assistant turn that say whether the turn is trained: false or 0 is not, true or 1 is
 LOSS_KEYS = ("loss", "loss_mask", "weight", "train")
-TURN_KEYS = {  # {role: the keys of its turns besides role and content}
-    "system": LOSS_KEYS,
-    "user": LOSS_KEYS,
-    "assistant": ("tool_calls", *THOUGHT_KEYS, *LOSS_KEYS),
-    "tool": ("name", "tool_call_id", *LOSS_KEYS),  # name and id repeat the call before the turn
+TURN_KEYS = {  # {role: the keys of its turns}
+    "system": ("role", "content", *LOSS_KEYS),
+    "user": ("role", "content", *LOSS_KEYS),
+    "assistant": ("role", "content", "tool_calls", *THOUGHT_KEYS, *LOSS_KEYS),
+    "tool": ("role", "content", "name", "tool_call_id", *LOSS_KEYS),  # name and id repeat the call before the turn
 }
 CALL_KEYS = ("id", "type", "index", "function", "name", "arguments")
 
@@ -50,10 +51,9 @@ def part_kind(part: dict) -> str | None:
     kind = part.get("type")
     if kind == "text" and len(part) == 2 and isinstance(part.get("text"), str):  # most parts
         return "text"
-    for media_kind in KINDS:
-        url = part.get(f"{media_kind}_url")
-        if kind == media_kind or part.get(media_kind) is not None or url is not None:
-            return media_kind
+    for shown in KINDS:
+        if kind == shown or part.get(shown) is not None or part.get(f"{shown}_url") is not None:
+            return shown
     return "text" if kind in (None, "text") and isinstance(part.get("text"), str) else None
 
 
@@ -97,9 +97,7 @@ def conversation(
     if prompt_template != "{problem}":
         turns = put_in_template(prompt_template, turns)
     turns = add_placeholders(turns, media)
-    kinds = [part_kind(part) for part in shown_parts_of(turns)]
-    check_counts(kinds, media)
-    check_total(len(kinds))
+    check_counts([part_kind(part) for part in shown_parts_of(turns)], media)
     return add_system_prompt(turns, system_prompt)
 
 
@@ -127,37 +125,26 @@ def put_in_template(template: str, turns: list[dict]) -> list[dict]:
 def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
     """Replace <image> and <video> in texts by image and video parts.
 
-    If the texts contain neither tag, the parts are inserted before the first user turn's text.
+    For example, "<image>What?" gives an empty text part, an image part and the text part "What?". If the texts contain
+    neither tag, the parts are inserted before the first user turn's text.
 
     Args:
         turns: messages whose parts are texts.
         media: image and video counts, such as {"image": 2, "video": 1}.
     """
-    turns = [{**turn, "content": _cut_at_marks(content_parts(turn))} for turn in turns]
-    if shown_parts_of(turns):
-        return turns
+    placed = []
     for turn in turns:
-        if turn["role"] == "user":
-            placeholders = []
-            for kind in KINDS:
-                placeholders += [{"type": kind} for _ in range(media.get(kind, 0))]
-            turn["content"] = placeholders + turn["content"]
-            break
-    return turns
-
-
-def _cut_at_marks(parts: list[dict]) -> list[dict]:
-    """Split texts at <image> and <video>.
-
-    For example, "<image>What?" gives an empty text part, an image part and the text part "What?".
-    """
-    cut_parts = []
-    for part in parts:
-        # the pieces alternate between texts and kinds: text, kind, text, ..., text
-        for number, piece in enumerate(MARK.split(part["text"])):
-            is_kind = number % 2 == 1
-            cut_parts.append({"type": piece} if is_kind else {"type": "text", "text": piece})
-    return cut_parts
+        parts = []
+        for part in content_parts(turn):
+            # the pieces alternate between texts and kinds: text, kind, text, ..., text
+            for number, piece in enumerate(MARK.split(part["text"])):
+                parts.append({"type": piece} if number % 2 else {"type": "text", "text": piece})
+        placed.append({**turn, "content": parts})
+    first_user = next((turn for turn in placed if turn["role"] == "user"), None)
+    if first_user and not shown_parts_of(placed):
+        placeholders = [{"type": kind} for kind in KINDS for _ in range(media.get(kind, 0))]
+        first_user["content"] = placeholders + first_user["content"]
+    return placed
 
 
 def add_system_prompt(messages: list[dict], system_prompt: str | None) -> list[dict]:
@@ -184,14 +171,6 @@ def check_counts(kinds: Sequence[str | None], media: Mapping[str, int]):
             )
 
 
-def check_total(num_media: int):
-    """Raise ValueError if a row has too many images and videos."""
-    if num_media > MAX_MEDIA:
-        raise ValueError(
-            f"the row has {num_media} images and videos, but at most {MAX_MEDIA} are supported; split the row"
-        )
-
-
 def check_ends(turns: list[dict]):
     """Raise ValueError unless the first and the last turn are assistant turns."""
     roles = [turn["role"] for turn in turns]
@@ -207,42 +186,60 @@ def is_trained(turn: dict) -> bool:
 
 
 def check_turns(turns: list[dict], is_prompt: bool = False):
-    """Raise ValueError if a turn of a row has a role, a key or a value that nothing reads.
-
-    Keys whose value is None, or an empty text, list or object, say nothing and are accepted.
+    """Raise ValueError if a turn of a row cannot be rendered, or has a role, a key or a value that nothing reads.
 
     Args:
-        turns: messages that check_messages accepts.
+        turns: the turns.
         is_prompt: whether no turn can be trained, because the answer is in another column.
     """
+    check_messages(turns)
+    roles = [turn["role"] for turn in turns]
+    if not turns or not TURN_KEYS.keys() >= set(roles):
+        raise ValueError(
+            f"there must be at least one turn, and the roles must be {', '.join(TURN_KEYS)}, but the roles are {roles}"
+        )
+    indices = []
     for number, turn in enumerate(turns):
-        role = turn["role"]
-        _check_keys(turn, ("role", "content", *TURN_KEYS[role]), f"message {number} of the role {role}")
-        flags = {key: turn[key] for key in LOSS_KEYS if turn.get(key) is not None}
-        for key, value in flags.items():
-            if value not in (False, True) or isinstance(value, str):
-                raise ValueError(f"message {number}: {key!r} is {value!r:.40}, but it must be true, 1, false or 0")
-        if len({bool(value) for value in flags.values()}) > 1:
-            raise ValueError(f"message {number}: {flags} contradict each other; keep one of them")
-        if any(flags.values()) and (role != "assistant" or is_prompt):
+        name = f"message {number}"
+        check_keys(turn, TURN_KEYS[turn["role"]], f"{name} of the role {turn['role']}")
+        _check_loss(turn, name, is_prompt)
+        if encoded := ENCODED.match(text_of(turn)):
             raise ValueError(
-                f"message {number}: {flags} asks for a loss on this turn, but only assistant turns in the answer are "
-                "trained; remove the key, or move the turn into the answer"
+                f"a text seems to contain an image that the model would not see: {encoded[0]!r:.60}. Write it as a "
+                "part {type: image, image: ...}"
             )
-        for part in [] if isinstance(turn.get("content"), str) else content_parts(turn):
-            if part_kind(part) == "text":
-                _check_keys(part, ("type", "text"), f"a text of message {number}")
-            elif part.get("text") or part.get("type") not in (None, part_kind(part), f"{part_kind(part)}_url"):
-                raise ValueError(f"message {number} has a part of two kinds: {part!r:.80}; write two parts")
+        for part in content_parts(turn):
+            kind = part_kind(part)
+            if kind == "text":
+                check_keys(part, ("type", "text"), f"a text of {name}")
+            elif part.get("text") or part.get("type") not in (None, kind, f"{kind}_url"):
+                raise ValueError(f"{name} has a part of two kinds: {part!r:.80}; write two parts")
+            elif part.get("index") is not None:
+                indices.append(part["index"])
         for call in turn.get("tool_calls") or []:
-            _check_keys(call, CALL_KEYS, f"a tool call of message {number}")
-            _check_keys(call.get("function") or {}, CALL_KEYS[-2:], f"the function of a tool call of message {number}")
-    indices = [part["index"] for part in shown_parts_of(turns) if part.get("index") is not None]
+            check_keys(call, CALL_KEYS, f"a tool call of {name}")
+            check_keys(call.get("function") or {}, ("name", "arguments"), f"the function of a tool call of {name}")
     if any(first >= second for first, second in pairwise(indices)):
         raise ValueError(f"the parts show the images {indices}, but each image must be shown once, in order")
 
 
-def _check_keys(value: dict, known: Iterable[str], name: str):
+def _check_loss(turn: dict, name: str, is_prompt: bool):
+    """Raise ValueError if the LOSS_KEYS of a turn are not clear, or ask for a loss where none is computed."""
+    flags = {key: turn[key] for key in LOSS_KEYS if turn.get(key) is not None}
+    for key, value in flags.items():
+        if value not in (False, True):
+            raise ValueError(f"{name}: {key!r} is {value!r:.40}, but it must be true, 1, false or 0")
+    if len(set(flags.values())) > 1:
+        raise ValueError(f"{name}: {flags} contradict each other; keep one of them")
+    if any(flags.values()) and (turn["role"] != "assistant" or is_prompt):
+        raise ValueError(
+            f"{name}: {flags} asks for a loss on this turn, but only assistant turns in the answer are trained; remove "
+            "the key, or move the turn into the answer"
+        )
+
+
+def check_keys(value: dict, known: Iterable[str], name: str):
+    """Raise ValueError for a key that is not `known`, unless its value, such as None or an empty list, says nothing."""
     for key in value:
         if key not in known and value[key] not in (None, "", [], {}):
             raise ValueError(
@@ -270,11 +267,8 @@ def _has_fields(message: object) -> bool:
     """Return True if a message has a role, and content or tool calls."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
-    calls = message.get("tool_calls") or []
-    if not isinstance(calls, list):
-        return False
-    for call in calls:
-        if not isinstance(call, dict) or not isinstance(call.get("function", call), dict):
-            return False
-    content = message.get("content")
-    return isinstance(content, str | list) or (content is None and len(calls) > 0)
+    content, calls = message.get("content"), message.get("tool_calls") or []
+    are_calls = isinstance(calls, list) and all(
+        isinstance(call, dict) and isinstance(call.get("function", call), dict) for call in calls
+    )
+    return are_calls and (isinstance(content, str | list) or (content is None and len(calls) > 0))

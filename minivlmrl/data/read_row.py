@@ -2,26 +2,25 @@
 
 rename_columns   data.columns
 check_columns    names and values
-split_answers    the prompt's turns, and the answers
 read_media       the columns image, images, video and videos
-place_media      each image and video gets its part in a message
+split_answers    the prompt's turns, and the answers
+place_answers    each image and video gets its part in a message
 """
 
 from collections.abc import Collection, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from minivlmrl.config.options import RowOptions
 from minivlmrl.config.types import Plain
-from minivlmrl.data.chat_template import render
-from minivlmrl.data.columns import ANSWERS, PROMPTS, ROLES, TEXTS, ForeignLayoutError, check_columns, rename_columns
-from minivlmrl.data.media import ENCODED, Media, check_unread, place_media, read_media
+from minivlmrl.data.columns import ANSWERS, PROMPTS, TEXTS, ForeignLayoutError, check_columns, rename_columns
+from minivlmrl.data.media import Media, check_unread, place_media, read_media
 from minivlmrl.data.messages import (
     LOSS_KEYS,
     MARK,
     add_system_prompt,
     as_turns,
     check_ends,
-    check_messages,
     check_turns,
     is_trained,
     part_kind,
@@ -64,7 +63,7 @@ def read_row(
         if name != "problem" and name not in answers and columns.get(name) is None:
             is_foreign = name in ("solution", "completion") and any(columns.get(x) for x in ("answer", "ground_truth"))
             raise (ForeignLayoutError if is_foreign else ValueError)(missing_column(name, file_columns))
-    row = Row(messages, [], columns, answers.get("completion"), answers.get("chosen"), answers.get("rejected"))
+    row = Row(messages, [], columns, **answers)
     shown = [*media, *(part["image"] for part in answer_image_parts(row))]
     if shown:  # a row with images may keep another one under the name that data.columns gives it
         known |= {*options.columns.values()}
@@ -73,9 +72,7 @@ def read_row(
 
 
 def missing_column(name: str, columns: dict) -> str:
-    existing = sorted(
-        column for column in columns if columns[column] is not None and columns[column] == columns[column]
-    )
+    existing = sorted(column for column, value in columns.items() if value is not None and value == value)  # not NaN
     hint = ""
     if name not in (*ANSWERS, "label", "solution"):
         hint = (
@@ -90,11 +87,8 @@ def missing_column(name: str, columns: dict) -> str:
 
 def answer_image_parts(row: Row) -> list[dict]:
     """Return the image parts in all answers of a row."""
-    parts = []
-    for answer in (row.completion, row.chosen, row.rejected):
-        if isinstance(answer, list):
-            parts += shown_parts_of(answer)
-    return parts
+    answers = (row.completion, row.chosen, row.rejected)
+    return [part for answer in answers if isinstance(answer, list) for part in shown_parts_of(answer)]
 
 
 def split_answers(columns: dict, options: RowOptions) -> tuple[str, list[dict], Answers]:
@@ -116,21 +110,14 @@ def split_answers(columns: dict, options: RowOptions) -> tuple[str, list[dict], 
     Returns:
         The column of the prompt, for error messages; the prompt's turns; and {column: answer}.
     """
-    texts = {name: columns[name] for name in TEXTS if columns.get(name) is not None}
-    for name, value in texts.items():
-        with error_context(f"column {name!r}"):
-            _check_text(value, name)
+    texts = _read_texts(columns)
     prompts = [name for name in texts if name in PROMPTS]
     answers = {name: value for name, value in texts.items() if name in ANSWERS}
-    if "{problem}" not in options.prompt_template:
-        check_field(
-            not prompts,
-            "data.prompt_template",
-            options.prompt_template,
-            f"a text that contains {{problem}}, because the row has {prompts}",
-        )
-        texts["problem"] = options.prompt_template
-        prompts = ["problem"]
+    template = options.prompt_template
+    if "{problem}" not in template:
+        expected = f"a text that contains {{problem}}, because the row has {prompts}"
+        check_field(not prompts, "data.prompt_template", template, expected)
+        texts["problem"], prompts, template = template, ["problem"], "{problem}"
     if prompts == ["messages"] and texts["messages"][-1]["role"] == "assistant":
         if "completion" in texts:
             prompts.append("completion")
@@ -142,9 +129,6 @@ def split_answers(columns: dict, options: RowOptions) -> tuple[str, list[dict], 
             f"the row has both columns {prompts[0]!r} and {prompts[1]!r}, but only "
             "one of them is allowed; remove the other one"
         )
-    pair = [render(as_turns(answers[name])) for name in ("chosen", "rejected") if name in answers]
-    if len(pair) == 2 and pair[0] == pair[1]:
-        raise ValueError("the columns 'chosen' and 'rejected' are equal; remove the row")
     place = prompts[0] if prompts else "chosen"
     prompt = as_turns(texts[place], "user") if prompts else _shared_turns(answers, sorted(columns))
     if not prompts:
@@ -153,37 +137,47 @@ def split_answers(columns: dict, options: RowOptions) -> tuple[str, list[dict], 
     if options.train_answers == "last":
         prompt, answers = _keep_last(prompt, answers)
     for name, answer in answers.items():
-        with error_context(f"column {(name if name in texts else place)!r}"):
+        with error_context(f"column {_column(name, place)!r}"):
             _check_answer(as_turns(answer))
+    _check_pair([as_turns(answers[name]) for name in ("chosen", "rejected") if name in answers])
+    if prompt and prompt[-1]["role"] == "assistant":
+        raise ValueError(
+            f"column {place!r}: the prompt ends with an assistant turn; move this turn into the column of the answer"
+        )
+    if template != "{problem}":
+        with error_context(f"column {place!r}"):
+            prompt = put_in_template(template, prompt)
     return place, prompt, answers
 
 
-def _check_text(value: Plain, name: str):
-    """Raise ValueError unless a column is a text, or a list of turns that can be rendered."""
-    if not isinstance(value, TEXTS[name]):
-        raise ValueError(f"the value must be {TYPE_WORDS[TEXTS[name]]}, but it is {value!r:.40}")
-    turns = as_turns(value)
-    check_messages(turns)
-    roles = [turn["role"] for turn in turns]
-    if not turns or not set(roles) <= set(ROLES):
-        raise ValueError(
-            f"there must be at least one turn, and the roles must be {', '.join(ROLES)}, but the roles are {roles}"
-        )
-    check_turns(turns, name == "prompt")
-    for turn in turns:
-        if kind := ENCODED.match(text_of(turn)):
-            raise ValueError(
-                f"a text seems to contain an image that the model would not see: {kind[0]!r:.60}. Write it as a part "
-                "{type: image, image: ...}"
-            )
+def _read_texts(columns: dict) -> dict:
+    """Return the columns with texts or turns, and check their turns."""
+    texts = {name: columns[name] for name in TEXTS if columns.get(name) is not None}
+    for name, value in texts.items():
+        with error_context(f"column {name!r}"):
+            if not isinstance(value, TEXTS[name]):
+                raise ValueError(f"the value must be {TYPE_WORDS[TEXTS[name]]}, but it is {value!r:.40}")
+            check_turns(as_turns(value), name == "prompt")
+    return texts
+
+
+def _column(answer: str, place: str) -> str:
+    """Return the column of an answer; the completion of a conversation is in the column of its prompt."""
+    return place if (answer, place) == ("completion", "messages") else answer
+
+
+def _check_pair(answers: list[list[dict]]):
+    """Raise ValueError if two answers are equal, also if their texts are cut into different parts."""
+    said = [[{**turn, "content": (text_of(turn), shown_parts_of([turn]))} for turn in turns] for turns in answers]
+    if len(said) == 2 and said[0] == said[1]:
+        raise ValueError("the columns 'chosen' and 'rejected' are equal; remove the row")
 
 
 def _check_answer(turns: list[dict]):
     """Raise ValueError if an answer's assistant turn is empty or blank, or if no turn is trained."""
     check_ends(turns)
     for turn in turns:
-        is_blank = not text_of(turn).strip() and not turn.get("tool_calls")
-        if turn["role"] == "assistant" and is_blank:
+        if turn["role"] == "assistant" and not text_of(turn).strip() and not turn.get("tool_calls"):
             raise ValueError("an answer is empty or blank; add its text or remove the row")
     if not any(map(is_trained, turns)):
         raise ValueError(f"no turn of the answer is trained, because all have one of {', '.join(LOSS_KEYS)}; remove it")
@@ -195,13 +189,12 @@ def _add_system(text: Plain, prompt: list[dict]) -> list[dict]:
         return prompt
     if not isinstance(text, str):
         raise ValueError(f"column 'system': the value must be text, but it is {text!r:.40}")
-    if prompt and prompt[0]["role"] == "system":
-        if text_of(prompt[0]) == text:
-            return prompt
+    messages = add_system_prompt(prompt, text)
+    if text_of(messages[0]) != text:
         raise ValueError(
             "column 'system': the turns begin with another system message; remove the column or the system message"
         )
-    return [{"role": "system", "content": text}, *prompt]
+    return messages
 
 
 def _keep_last(prompt: list[dict], answers: Answers) -> tuple[list[dict], Answers]:
@@ -217,25 +210,20 @@ def _keep_last(prompt: list[dict], answers: Answers) -> tuple[list[dict], Answer
         end = max((i + 1 for i, turn in enumerate(turns) if turn["role"] != "assistant"), default=0)
         earlier.append(turns[:end])
         last[name] = turns[end:] if 0 < end < len(turns) else answer
-    if not any(earlier):
-        return prompt, answers
     if any(turns != earlier[0] for turns in earlier):
         raise ValueError(
             f"data.train_answers is last, but the columns {' and '.join(answers)} have different "
             "turns before their last answers, so they have no common prompt; set "
             "data.train_answers to all, or make these turns equal"
         )
-    return [*prompt, *earlier[0]], last
+    return [*prompt, *earlier[0]] if earlier else prompt, last
 
 
 def _shared_turns(answers: Answers, columns: list[str]) -> list[dict]:
     """Return the turns with which the conversations `chosen` and `rejected` both begin."""
-    chosen, rejected = answers.get("chosen"), answers.get("rejected")
-    shared = []
-    for chosen_turn, rejected_turn in zip(as_turns(chosen or []), as_turns(rejected or []), strict=False):
-        if chosen_turn != rejected_turn or not isinstance(chosen, list) or not isinstance(rejected, list):
-            break
-        shared.append(chosen_turn)
+    conversations = [answers[name] for name in ("chosen", "rejected") if isinstance(answers.get(name), list)]
+    pairs = zip(*conversations, strict=False) if len(conversations) == 2 else ()
+    shared = [turn for turn, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
     if not shared:
         raise ValueError(
             f"column 'problem' is missing; the row has {columns}. Rename the column of the question with data.columns: "
@@ -253,36 +241,25 @@ def place_answers(
         The prompt's messages, its media in order, and {column: answer}. An image part of an answer contains its Media
         under the key "image".
     """
-    if prompt and prompt[-1]["role"] == "assistant":
-        raise ValueError(
-            f"column {place!r}: the prompt ends with an assistant turn; move this turn into the column of the answer"
-        )
-    with error_context(f"column {place!r}"):
-        if options.prompt_template != "{problem}" and "{problem}" in options.prompt_template:
-            prompt = put_in_template(options.prompt_template, prompt)
-    answers = dict(answers)
+    # the answers that show images; without one, the prompt has all images of the row
     shown = {name: turns for name, turns in answers.items() if isinstance(turns, list) and _shows_images(turns)}
-    for name, turns in shown.items():
-        with error_context(f"column {(name if place != 'messages' or name != 'completion' else place)!r}"):
+    messages, media, placed = prompt, [], dict(answers)
+    for name, turns in (shown or {place: []}).items():
+        with error_context(f"column {_column(name, place)!r}"):
             conversation, media = place_media([*prompt, *turns], row_media, options)
             messages, answer = conversation[: len(prompt)], conversation[len(prompt) :]
-            answers[name] = answer
             parts = shown_parts_of(answer)
             if any(part_kind(part) == "video" for part in parts):
                 raise ValueError("a video after the first assistant turn is not supported; move it into the prompt")
             # the last media belong to the answer, because the media are in the parts' order
             for part in reversed(parts):
                 part["image"] = media.pop()  # FileDataset.__getitem__ loads the image
-    if not shown:
-        with error_context(f"column {place!r}"):
-            messages, media = place_media(prompt, row_media, options)
-    return add_system_prompt(messages, options.system_prompt), media, answers
+        if shown:
+            placed[name] = answer
+    return add_system_prompt(messages, options.system_prompt), media, placed
 
 
 def _shows_images(turns: list[dict]) -> bool:
-    """Return True if an answer has an image or video part, or a tag such as <image>.
-
-    Tags in assistant turns do not count, because they are ordinary text there.
-    """
+    """Return True if an answer has an image or video part, or a tag outside of assistant turns, where it is text."""
     tags = any(turn["role"] != "assistant" and MARK.search(text_of(turn)) for turn in turns)
     return tags or bool(shown_parts_of(turns))

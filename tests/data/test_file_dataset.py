@@ -44,8 +44,6 @@ def test_a_column_with_the_name_of_a_reward_argument_raises_an_error(write_rows,
 
 @pytest.mark.parametrize(("row", "says"), [
     ({"problem": " " * 10**7}, "column 'problem': message 0 has more than 1048576 characters of text; shorten"),
-    ({"problem": "a", "images": ["red.png"] * 1001},
-     "column 'problem': the row has 1001 images and videos, but at most 1000 are supported; split"),
     ({"problem": "a", "image": {"image": "red.png", "min_pixels": 178_000_000}}, None),
 ], ids=lambda value: str(value)[:40])  # fmt: skip
 def test_a_row_that_needs_too_much_time_or_memory_raises_an_error(write_rows, row, says):
@@ -223,6 +221,16 @@ def test_the_implicit_prompt_equals_that_of_trl(write_rows):
     expected = data_utils.extract_prompt(example)
     assert (row.chosen, row.rejected) == (expected["chosen"], expected["rejected"])
     assert row.messages == as_parts(expected["prompt"])
+
+
+@pytest.mark.parametrize("key", ["tool_calls", "reasoning_content"])
+def test_a_pair_may_differ_in_a_call_or_a_thought_only(write_rows, key):
+    says = {"tool_calls": lambda text: [{"function": {"name": text}}]}.get(key, str)
+    pair = {name: [assistant("Wait.") | {key: says(name)}] for name in ("chosen", "rejected")}
+    [row] = FileDataset(write_rows({"problem": "a"} | pair))
+    assert (row.chosen, row.rejected) == (pair["chosen"], pair["rejected"])
+    with pytest.raises(ValueError, match="are equal"):
+        FileDataset(write_rows({"problem": "a"} | pair | {"rejected": pair["chosen"]}))
 
 
 SHOWN = [user([text("Is "), IMAGE_PART]), assistant("Yes, <image>"), user([IMAGE_PART, text("<image>?")])]

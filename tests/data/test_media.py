@@ -373,12 +373,11 @@ def test_every_kind_of_source_gives_the_same_image(tmp_path):
 
 
 @pytest.mark.parametrize(("source", "message"), [
-    ("data:image/png,abc", r"^data:image/png,abc: a data URI must begin with a header such as data:image/png;base64"),
+    ("data:image/png,abc", r"^data:image/png,abc: the data is not valid base64"),
     # invalid characters, and an URI that was shortened; lenient decoders would ignore both
     (f"data:image/png;base64,*{base64.b64encode(PNG).decode()}", "the data is not valid base64"),
     ("A" * 4000, r"^A{60}\.\.\. \(4000 characters\): the image cannot be read \(File name too long\)$"),
     ("http://x.com/a.png", r"^http://x.com/a.png: remote files are not supported, .* recipes/download.py ROWS"),
-    (None, "must be a path, a data URI or bytes, but it is of type NoneType"),
 ])  # fmt: skip
 def test_sources_without_an_image_are_reported(source, message):
     with pytest.raises(ValueError, match=message):
