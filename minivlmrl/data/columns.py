@@ -18,8 +18,6 @@ TEXTS = PROMPTS | ANSWERS
 MEDIA = {"image": "image", "images": "image", "video": "video", "videos": "video"}
 # columns that have a place in every row, whatever the stage and the rewards are
 READ = {*PROMPTS, *MEDIA, "system", "box_space", "unseen"}
-# names of video options that a column may also have, because data sets use columns with these names
-COMMON_VIDEO_COLUMNS = {"fps", "min_frames", "max_frames"}
 # {name that no column may have: end of the error message after "it must be"}
 RESERVED = {
     **dict.fromkeys(
@@ -27,7 +25,7 @@ RESERVED = {
         "renamed with data.columns, because reward functions receive another argument of this name",
     ),
     **dict.fromkeys(
-        vars(VideoOptions()).keys() - COMMON_VIDEO_COLUMNS,
+        vars(VideoOptions()).keys() - {"fps", "min_frames", "max_frames"},  # data sets have columns of these names
         "renamed with data.columns, or moved into the entry of its image as an option, such as "
         '{"image": ..., "max_pixels": 200704}',
     ),
@@ -79,17 +77,11 @@ def find_format(name: str) -> Callable[[dict], dict]:
 
     def convert(row: dict) -> dict:
         columns = function(row)
-        if not isinstance(columns, dict) or not all(isinstance(key, str) for key in columns):
+        if not isinstance(columns, dict) or any(getattr(value, "ndim", 0) for value in columns.values()):
             raise ValueError(
-                f"data.format {name} returned {columns!r:.60}, but it must "
-                "return a dictionary that maps the names of columns to values"
+                f"data.format {name} returned {columns!r:.60}, but it must return a dictionary that maps the names of "
+                "columns to values; convert an array with tolist()"
             )
-        for column, value in columns.items():
-            if getattr(value, "ndim", 0):
-                raise ValueError(
-                    f"data.format {name} returned an array of type "
-                    f"{type(value).__name__} in the column {column!r}; convert it with tolist()"
-                )
         return columns
 
     return convert
@@ -138,19 +130,16 @@ def check_columns(columns: dict, required: Sequence[str], known: Collection[str]
             )
         if name in COLUMN_TYPES and (name != "label" or name in required):
             read_value(COLUMN_TYPES[name], value, f"column {name!r}", json=True)
-        if name == "solution":
-            check_field(
-                str(value).count("<answer>") <= 1, "column 'solution'", value, "a text with at most one <answer> tag"
-            )
+        if name == "solution" and str(value).count("<answer>") > 1:
+            check_field(False, "column 'solution'", value, "a text with at most one <answer> tag")
     if reason := find_layout({name: value for name, value in columns.items() if value not in (None, "", [])}, known):
         raise ForeignLayoutError(reason)
 
 
 def find_layout(columns: dict[str, Plain], known: Collection[str]) -> str | None:
     """Return why the columns, the turns or the tags of a row are those of another project; None if they are ours."""
-    names = [*BESIDE, *([] if any(name in columns for name in PROMPTS) else LAYOUTS)]
-    names += "A" if {"A", "B"} <= columns.keys() else ""
-    for name in names:
+    foreign = BESIDE if columns.keys() & PROMPTS else BESIDE + LAYOUTS
+    for name in (*foreign, *(["A"] if "B" in columns else [])):
         if name in columns and name not in known:
             return f"column {name!r} belongs to the layout of another project"
     texts = {name: columns[name] for name in TEXTS if name in columns}

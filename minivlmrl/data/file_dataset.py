@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from os.path import getsize, isdir, isfile, normpath
+from os.path import getsize, isfile, normpath
 from pathlib import Path
 
 import PIL.Image
@@ -14,7 +14,7 @@ from minivlmrl.config.options import RowOptions
 from minivlmrl.config.types import Plain
 from minivlmrl.data.columns import ANSWERS, READ, ForeignLayoutError, find_format
 from minivlmrl.data.file_rows import FileRows
-from minivlmrl.data.media import SAMPLING_OPTIONS, Media, fetch_image, files_of, open_image
+from minivlmrl.data.media import SAMPLING_OPTIONS, Media, Source, fetch_image, files_of, open_image
 from minivlmrl.data.read_row import answer_image_parts, read_row
 from minivlmrl.data.row_files import convert_advice, open_rows
 from minivlmrl.data.row_summary import count_words
@@ -83,27 +83,24 @@ class FileDataset(FileRows):
         if missing_files:
             raise ValueError(
                 f"{path}: {len(missing_files)} image or video file(s) of the rows are missing in "
-                f"{self.folder.resolve()}, for example {', '.join(missing_files[:5])}. Set "
-                "data.image_root to the folder from which the paths of the rows start."
+                f"{self.folder.resolve()}, for example {', '.join(missing_files[:5])}. Set data.image_root to the "
+                "folder from which the paths of the rows start. A video is a file or a list of its frames, not a folder."
             )
         self.columns = sorted(column_names)
-        self.unread = (
-            []
-            if reads is None
-            else sorted(unread - {*reads, *required, *READ, *self.options.columns.values(), *self.constants})
-        )
+        known = {*self.reads, *required, *READ, *self.options.columns.values(), *self.constants}
+        self.unread = [] if reads is None else sorted(unread - known)
 
     def _count(self, row: Row, media: list[Media]) -> list[str]:
-        """Add a row to `counts` and `prompt_hashes`.
-
-        Returns:
-            The row's missing image and video files, if checks_files is True.
-        """
+        """Add a row to `counts` and `prompt_hashes`; return its missing files, if checks_files is True."""
         answer_images = [part["image"] for part in answer_image_parts(row)]
         with error_context(row.where):
             files = list(files_of(media + answer_images, str(self.folder)))
-            if self.source.is_downloaded:
-                check_inside(self.folder, files)
+            for source, path in files if self.source.is_downloaded else ():
+                if path and not Path(normpath(path)).is_relative_to(normpath(self.folder)):
+                    raise ValueError(
+                        f"the file {source!r} is outside of the folder {self.folder}, but rows of a data set "
+                        "from the hub may only use files in the folder of the data set"
+                    )
         kinds = [item.kind for item in media]
         self.counts[kinds.count("image"), kinds.count("video")] += 1
         file_sizes = []
@@ -112,12 +109,6 @@ class FileDataset(FileRows):
             is_file = isfile(path)
             file_sizes.append(getsize(path) if is_file else len(source))
             if path and not is_file:
-                if isdir(path):
-                    raise ValueError(
-                        f"{row.where}: {source!r} is a folder, but an image must be a file, and a "
-                        "video a file or a list of its frames, such as "
-                        '["frames/1.png", "frames/2.png"]'
-                    )
                 missing_files.append(f"{source} ({re.sub(r'.*:(?=[0-9]+$)', 'line ', row.where)})")
         self.prompt_hashes.append(hash(repr((row.messages, file_sizes))))
         return missing_files
@@ -145,15 +136,15 @@ class FileDataset(FileRows):
     def outline(self, index: int) -> Row:
         row, media = self.read(index)
         with readable_image(row.where):
-            row.images = [self._header(item) for item in media if item.kind == "image"]
+            row.images = [self._header(item.source) for item in media if item.kind == "image"]
             for part in answer_image_parts(row):
-                part["image"] = self._header(part["image"])
+                part["image"] = self._header(part["image"].source)
         row.videos = load_videos(media, self.folder, outline_video)
         return row
 
-    def _header(self, item: Media) -> PIL.Image.Image:
+    def _header(self, source: Source) -> PIL.Image.Image:
         """Open an image to read its size; the returned image cannot be decoded."""
-        with open_image(item.sources[0], self.folder) as image:
+        with open_image(source, self.folder) as image:
             return image
 
     def content(self, index: int) -> str:
@@ -165,12 +156,21 @@ class FileDataset(FileRows):
 
     def __getitem__(self, index: int) -> Row:
         row, media = self.read(range(self.size)[index])
-        with error_context(row.where):
-            row.images, row.videos = load_media(media, self.folder, row.where)
-            for part in answer_image_parts(row):
-                source = part["image"].source
-                part["image"] = partial(fetch_row_image, row.where, source, self.folder)
+        images = [self._decoder(row, item) for item in media if item.kind == "image"]
+        row.images = images and LazyImages(images)
+        row.videos = load_videos(media, self.folder, load_video)
+        for part in answer_image_parts(row):
+            part["image"] = self._decoder(row, part["image"])
         return row
+
+    def _decoder(self, row: Row, item: Media) -> Callable[[], PIL.Image.Image]:
+        """Return a function that decodes an image of a row."""
+
+        def decode() -> PIL.Image.Image:
+            with readable_image(row.where):
+                return fetch_image(item.source, self.folder)
+
+        return decode
 
 
 class LazyImages(Sequence):
@@ -201,19 +201,6 @@ def readable_image(where: str) -> Iterator[None]:
         ) from error
 
 
-def fetch_row_image(where: str, source: str | bytes, folder: Path) -> PIL.Image.Image:
-    """Load an image from the row `where`; raise ValueError, with advice, if it cannot be read."""
-    with readable_image(where):
-        return fetch_image(source, folder)
-
-
-def load_media(media: list[Media], folder: Path, where: str) -> tuple[Sequence, Sequence]:
-    """Return a row's images and videos, which are decoded only when they are used."""
-    sources = [item.sources[0] for item in media if item.kind == "image"]
-    images = [partial(fetch_row_image, where, source, folder) for source in sources]
-    return images and LazyImages(images), load_videos(media, folder, load_video)
-
-
 def load_videos(media: list[Media], folder: Path, load: Callable[..., Video]) -> list[VideoFile]:
     """Return a row's videos, which are read with load_video or outline_video when used."""
     videos = []
@@ -222,18 +209,3 @@ def load_videos(media: list[Media], folder: Path, load: Callable[..., Video]) ->
             sampling = {n: value for n, value in item.options.items() if n in SAMPLING_OPTIONS}
             videos.append(VideoFile(partial(load, item.source, folder, **sampling)))
     return videos
-
-
-def check_inside(folder: Path, files: list[tuple[str | bytes, str]]):
-    """Raise ValueError if a file is outside a downloaded data set's folder.
-
-    Args:
-        folder: the data set's folder.
-        files: (source, path) pairs, as files_of yields them.
-    """
-    for source, path in files:
-        if path and not Path(normpath(path)).is_relative_to(normpath(folder)):
-            raise ValueError(
-                f"the file {source!r} is outside of the folder {folder}, but rows of a data set "
-                "from the hub may only use files in the folder of the data set"
-            )

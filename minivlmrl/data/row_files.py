@@ -182,7 +182,9 @@ class Arrow:
                 column_names = file.schema_arrow.names
             except (OSError, pa.ArrowException) as error:
                 raise ValueError(f"{path}: the parquet file cannot be read ({error})") from error
-            _check_names(path, column_names)
+            for name in column_names:
+                if name and column_names.count(name) > 1:
+                    raise ValueError(f"{path}: two columns have the name {name!r:.60}; rename one of them")
             for group in range(file.num_row_groups):
                 self.groups.append((path, file_start, file, group))
                 self.starts.append(self.starts[-1] + file.metadata.row_group(group).num_rows)
@@ -232,9 +234,3 @@ def _object(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
 
 # a decoder that refuses repeated keys; NaN and Infinity become None
 decode_row = json.JSONDecoder(object_pairs_hook=_object, parse_constant=lambda name: None).decode
-
-
-def _check_names(path: Path, names: list[str]):
-    for name in names:
-        if name and names.count(name) > 1:
-            raise ValueError(f"{path}: two columns have the name {name!r:.60}; rename one of them")

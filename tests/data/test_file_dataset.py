@@ -442,7 +442,7 @@ def test_a_format_may_have_options(write_rows, own_format):
 
 
 @pytest.mark.parametrize(("name", "says"), [
-    ("tensor", r"rows\.jsonl:1: data\.format .*:tensor returned an array"),
+    ("tensor", r"rows\.jsonl:1: data\.format .*:tensor returned .* convert an array with tolist"),
     ("read(kee=1)", r"^data\.format .*my_format\.py:read\(kee=1\): there is no option 'kee'; the options are: key"),
     ("nothing", r"rows\.jsonl:1: data\.format .*my_format\.py:nothing returned None"),
 ])  # fmt: skip
