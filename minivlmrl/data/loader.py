@@ -22,15 +22,11 @@ Result = TypeVar("Result")
 
 
 class Ranks(Protocol):
-    """Divides a run's work among its processes."""
+    """Divides a run's work among its processes, see distributed/process_group.py."""
 
-    def share(self, items: Sequence, /) -> Sequence:
-        """Return the items that belong to this rank."""
-        ...
+    def share(self, items: Sequence, /) -> Sequence: ...
 
-    def wait(self):
-        """Wait for all ranks."""
-        ...
+    def wait(self): ...
 
 
 class Stage(Protocol):
@@ -64,8 +60,7 @@ class Batches(Iterator[list[Row]]):
     A draw has the rows of `trainer.steps_per_rollout` optimizer steps, one step after the other. Every pass over the
     dataset has a new order. Each row gets a key, "seed/stage/draw/position", which seeds all the row's random numbers,
     so that any number of ranks samples the same completions. Threads prepare the next draw's prompts in advance. An
-    error in a row is
-    raised only when the draw with this row is returned.
+    error in a row is raised only when the draw with this row is returned.
 
     Args:
         dataset: the stage's rows.
@@ -122,53 +117,39 @@ class Batches(Iterator[list[Row]]):
         """Start to prepare the prompts for some rows of a draw in threads."""
         return [self.workers.submit(self.prepare, index, key) for index, key in draw]
 
-    def prepare(self, index: int, key: str) -> tuple[Row | None, dict[int, ValueError]]:
-        """Compute a row's prompt, or the next readable row's if data.skip_unreadable is set.
-
-        Returns:
-            The row, or None if MAX_SKIPPED consecutive rows are unreadable; and
-            {index of an unreadable row: its error}.
-        """
+    def prepare(self, index: int, key: str) -> tuple[Row, dict[int, ValueError]]:
+        """Compute a row's prompt, or the next readable row's; return it with the errors of unreadable rows."""
 
         def use(row: Row) -> Prompt:
             return readable_prompt(row, self.processor, self.checked_answers)
 
-        found, failures = next_readable(self.dataset, index, use, self.skip_unreadable)
-        if found is None:
-            return None, failures
-        row, prompt = found
+        row, prompt, failures = next_readable(self.dataset, index, use, self.skip_unreadable)
         return PreparedRow(**vars(replace(row, key=key)), prepared_prompt=prompt), failures
 
     def row(self, index: int, key: str = "") -> Row:
         """Prepare one row that is in no draw. The key is only needed to sample completions."""
-        return self.report_skipped(*self.prepare(index, key))
+        return self.rows([(index, key)])[0]
 
     def rows(self, rows: list[tuple[int, str]]) -> list[Row]:
         """Prepare rows of other ranks, each given by its index in the dataset and its key."""
         return self.wait_for(self.submit(rows))
 
     def wait_for(self, futures: Sequence[Future]) -> list[Row]:
-        """Return the rows that threads prepare."""
-        return [self.report_skipped(*future.result()) for future in futures]
-
-    def report_skipped(self, row: Row | None, failures: dict[int, ValueError]) -> Row:
-        """Warn about skipped rows and count them; raise ValueError if no readable row was found."""
-        for number, failure in failures.items():
-            if number not in self.skipped:
+        """Return the rows that threads prepare, and warn about each skipped row once."""
+        rows = []
+        for row, failures in (future.result() for future in futures):
+            rows.append(row)
+            for number in failures.keys() - self.skipped:
                 self.skipped.add(number)
-                warnings.warn(f"{failure}; this row is skipped; {len(self.skipped)} so far", stacklevel=2)
-        if row is None:
-            raise too_many(failures)
-        return row
+                warning = f"{failures[number]}; this row is skipped; {len(self.skipped)} so far"
+                warnings.warn(warning, stacklevel=2)
+        return rows
 
 
 def readable_prompt(row: Row, processor: Processor, answers: Sequence[str]) -> Prompt:
     """Compute a row's prompt, and check that the images in its answers can be decoded.
 
-    Args:
-        row: the row.
-        processor: the model's processor.
-        answers: Row fields with the answers that the stage trains on.
+    `answers` are the Row fields with the answers that the stage trains on.
 
     Raises:
         ValueError: the prompt is invalid, or an image is unreadable.
@@ -192,16 +173,14 @@ class ReadableRows(RowSelection):
         self.failures: dict[int, ValueError] = {}  # {index of an unreadable row: its error}
 
     def __getitem__(self, index: int) -> Row:
-        found, failures = next_readable(self.parts[0], index, self.use)
+        row, _, failures = next_readable(self.parts[0], index, self.use)
         self.failures |= failures
-        if found is None:
-            raise too_many(failures)
-        return found[0]
+        return row
 
 
 def next_readable(
     rows: Dataset, index: int, use: Callable[[Row], Result], skips: bool = True
-) -> tuple[tuple[Row, Result] | None, dict[int, ValueError]]:
+) -> tuple[Row, Result, dict[int, ValueError]]:
     """Find the first readable row, beginning with an index.
 
     Args:
@@ -210,29 +189,24 @@ def next_readable(
         skips: False raises this error.
 
     Returns:
-        The row and `use`'s result, or None if MAX_SKIPPED consecutive rows are unreadable; and {index of an unreadable
-        row: its error}.
+        The row, `use`'s result, and {index of an unreadable row: its error}.
+
+    Raises:
+        ValueError: MAX_SKIPPED consecutive rows are unreadable.
     """
     failures = {}
     for distance in range(MAX_SKIPPED):
         number = (index + distance) % len(rows)
         try:
             row = replace(rows[number], index=number)
-            return (row, use(row)), failures
+            return row, use(row), failures
         except ValueError as error:
             if not skips:
                 raise
             failures[number] = error
-    return None, failures
-
-
-def too_many(failures: dict[int, ValueError]) -> ValueError:
-    """Return the error for a dataset with MAX_SKIPPED consecutive unreadable rows."""
-    last_failure = list(failures.values())[-1]
-    return ValueError(
-        f"The run ends, because {MAX_SKIPPED} consecutive rows are unreadable, and "
-        "data.skip_unreadable does not skip so many rows. Correct the rows. The last error was: "
-        f"{last_failure}"
+    raise ValueError(
+        f"The run ends, because {MAX_SKIPPED} consecutive rows are unreadable, and data.skip_unreadable does not skip "
+        f"so many rows. Correct the rows. The last error was: {list(failures.values())[-1]}"
     )
 
 
