@@ -62,10 +62,7 @@ def build_parser(name: str) -> argparse.ArgumentParser:
 
 
 def answer_file(tool: str, arguments: list[str]):
-    """Run the command `evaluate`, or `generate`, which does not compute rewards.
-
-    The function writes a line for each row to the results file, and writes and prints a summary.
-    """
+    """Run the command `evaluate`, or `generate`, which does not compute rewards."""
     options, overrides = build_parser(tool).parse_known_args(arguments)
     if options.num_generations < 1 or options.rows < 1:
         raise ValueError(

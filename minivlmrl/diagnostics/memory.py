@@ -253,9 +253,8 @@ class MemoryEstimator:
 
 def trained_outputs(models: TrainedModels, batch: GroupBatch) -> list[Tensor]:
     """Compute the outputs that a loss uses: log-probabilities and values."""
-    values = [] if models.critic is None else [models.critic]
     logps, _ = per_token_logps(models.policy, batch)
-    return [logps, *(critic(batch) for critic in values)]
+    return [logps] if models.critic is None else [logps, models.critic(batch)]
 
 
 def drop_gradient(parameter: nn.Parameter):
@@ -264,11 +263,8 @@ def drop_gradient(parameter: nn.Parameter):
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_options) -> Tensor:
-    """Call the CPU's fused attention kernel.
-
-    On the meta device, scaled_dot_product_attention would use the unfused formula, which needs more memory than a GPU's
-    kernels.
-    """
+    # On the meta device, scaled_dot_product_attention would use the unfused formula, which needs more memory than a
+    # GPU's kernels.
     # In float32, the mask is kept for the backward pass. In 16 bits, a GPU uses no mask, see dense_attention.
     mask = attn_mask if q.dtype == torch.float32 else None
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -469,11 +465,9 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
 
 
 def evaluation_items(question: MemoryQuestion) -> dict[str, float]:
-    """Return the size in bytes of each item that is in memory only during an evaluation.
-
-    The answers to held-out rows are sampled first. A stage that trains on given answers then computes their
-    log-probabilities, and the larger computation counts.
-    """
+    """Return the size in bytes of each item that is in memory only during an evaluation."""
+    # The answers to held-out rows are sampled first. A stage that trains on given answers then computes their
+    # log-probabilities, and the larger computation counts.
     items = rollout_items(question, evaluation_sampling(question.run.sampling), evaluation_batch(question))
     if not question.trainer.answers:
         return items

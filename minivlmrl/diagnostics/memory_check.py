@@ -101,12 +101,7 @@ def measure_datasets(
 
 
 def refusal(question: MemoryQuestion, images: ImageProcessor, available: float) -> str:
-    """Say that a stage does not fit, with its largest row and with the options that help.
-
-    Args:
-        images: the model's image processor.
-        available: a GPU's free memory in bytes.
-    """
+    """Say that a stage does not fit into a GPU's `available` bytes, with its largest row and the options that help."""
     stage, gpus = question.stage, question.gpus
     phases = estimate_phases(question)
     phase = largest_phase(phases)

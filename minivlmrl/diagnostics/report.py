@@ -114,18 +114,10 @@ class ReportPage(Callback):
 def write_page(folders: list[Path], out: Path, seconds: float = 0):
     """Write one page about one or several runs, which a browser reloads every `seconds`, or never."""
     runs = [collect_run(folder) | {"reload": seconds} for folder in folders]
-    fill_template(TEMPLATE, json_text(runs), out)
-
-
-def fill_template(template: Path, text: str, out: Path):
-    """Insert JSON into a template, and write the result to `out`.
-
-    The file is replaced atomically, because a browser may be loading it.
-    """
-    text = text.replace("<", "\\u003c")  # the data must not contain </script>
+    text = json_text(runs).replace("<", "\\u003c")  # the data must not contain </script>
     draft = out.with_suffix(".partial")
-    draft.write_bytes(template.read_text("utf-8").replace("{{DATA}}", text).encode())
-    draft.replace(out)
+    draft.write_bytes(TEMPLATE.read_text("utf-8").replace("{{DATA}}", text).encode())
+    draft.replace(out)  # atomically, because a browser may be loading the page
 
 
 def collect_run(folder: Path) -> dict:
@@ -140,12 +132,7 @@ def collect_run(folder: Path) -> dict:
     warnings = read_lines(folder / WARNINGS, WarningsLine)
     for line in (*completions, *metrics, *timings, *warnings):
         line["step"] += 1
-    timings_of_stage = {}
-    for line in timings:
-        timings_of_stage.setdefault(line["stage"], []).append(line)
-    last_timings = []
-    for lines in timings_of_stage.values():
-        last_timings.append(lines[-1] | {"speed": describe_speed(lines[-SPEED_EVERY:])})
+    last_timings = [lines[-1] | {"speed": describe_speed(lines[-SPEED_EVERY:])} for lines in by_stage(timings).values()]
     return {
         "name": folder.resolve().name,
         "config": config,
@@ -172,14 +159,18 @@ def collect_summary(file: Path) -> dict | None:
     return results | {"chance": chance}
 
 
+def by_stage(lines: list[dict]) -> dict[str, list[dict]]:
+    stages = {}
+    for line in lines:
+        stages.setdefault(line["stage"], []).append(line)
+    return stages
+
+
 def thin_out(metrics: list[dict]) -> dict:
     """Replace steps by means over several steps, so that a stage has at most POINTS lines."""
-    lines_of_stage = {}
-    for line in metrics:
-        lines_of_stage.setdefault(line["stage"], []).append(line)
     points = []
     steps_per_point = {}
-    for stage, lines in lines_of_stage.items():
+    for stage, lines in by_stage(metrics).items():
         size = max(1, math.ceil(len(lines) / POINTS))
         steps_per_point[stage] = size
         for begin in range(0, len(lines), size):

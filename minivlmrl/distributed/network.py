@@ -90,11 +90,7 @@ def end_process(message: str):
 
 
 def wait_for_ranks(store: Store, rank: int, size: int, limit: timedelta) -> list[str]:
-    """Wait until all ranks have started, and return each rank's host name.
-
-    Raises:
-        ValueError: ranks did not start within the limit.
-    """
+    """Wait until all ranks have started, and return each rank's host name."""
     keys = [f"host/{number}" for number in range(size)]
     store.set(keys[rank], socket.gethostname())
     try:

@@ -151,21 +151,16 @@ def _training_rows(
 
     config = run.data
     path = file or config.train_file
-    sections = config.train if path is None else []
     if path is not None:
         return open_file(path, columns)
     parts = []
-    for section in sections:
-        needed_columns = columns
-        if section.rewards:
-            needed_columns = _columns_of_file(run, section, columns, is_scored)
-        changed_options = {}
-        for name in ("image_root", "prompt_template"):
-            if getattr(section, name) is not None:
-                changed_options[name] = getattr(section, name)
+    for section in config.train:
+        needed_columns = _columns_of_file(run, section, columns, is_scored) if section.rewards else columns
+        own = {"image_root": section.image_root, "prompt_template": section.prompt_template}
+        changed_options = {name: value for name, value in own.items() if value is not None}
         constants = {"row_rewards": section.rewards} if section.rewards else {}
         parts.append(open_file(section.file, needed_columns, constants=constants, **changed_options))
-    return mix(parts, sections)
+    return mix(parts, config.train)
 
 
 def _columns_of_file(run: RunConfig, section: FileOptions, columns: Sequence[str], is_scored: bool) -> Sequence[str]:

@@ -49,7 +49,9 @@ def evaluate(
     for name, temperature, images in ways:
         options = replace(sampling, temperature=temperature)
         sample = make_sampler(model, processor, options, world, config.rollout.gather_weights)
-        parts = generate_for_rows(sample, rows, 1, rewards, "evaluation", only_scores, images)
+        parts = generate_for_rows(
+            sample, rows, 1, rewards, "evaluation", lambda _row, _completions, scores: scores[0], images
+        )
         scores = torch.tensor(list(chain.from_iterable(parts)), dtype=torch.float64)  # (rows, K): each row's K rewards
         means[name] = scores.nanmean(0).tolist()
     values = metrics_by_name(rewards, means)
@@ -91,11 +93,6 @@ def check_best_metric(config: RunConfig):
     names += ["eval/pair_accuracy", "eval/loss"]
     if config.best_metric is not None and config.best_metric not in names:
         raise ValueError(f"best_metric is {config.best_metric!r:.80}, but it must be one of {', '.join(names)}")
-
-
-def only_scores(_row: Row, _completions: list, scores: list) -> list[float]:
-    """Return the K rewards of a row's only completion."""
-    return scores[0]
 
 
 def gray_images(row: Row, _rows: Dataset) -> list[PIL.Image.Image]:
@@ -166,11 +163,7 @@ def generate_for_rows(
 def generate_and_score(
     sample: Sampler, rows: Sequence[Row], count: int, rewards: Sequence[Reward]
 ) -> tuple[Tensor, list[list[Completion]]]:
-    """Sample `count` completions for each row, and compute their rewards.
-
-    Returns:
-        The rewards (rows * count, K), and a list of completions for each row.
-    """
+    """Return the rewards (rows * count, K) of `count` sampled completions for each row, and each row's completions."""
     prompts = [row.prompt(sample.processor) for row in rows]
     sample.world.wait()  # for a rank that reads its images slowly
     completions = sample(prompts, count, [row.key for row in rows])

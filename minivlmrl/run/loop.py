@@ -171,9 +171,8 @@ def optimizer_step(trainer: Trainer, step: Step, optimizer: Optimizer, number: i
         FloatingPointError: if the loss or the gradient norm is not finite.
     """
     metrics = run_micro_batches(trainer, step.micro_batches, number)
-    max_grad_norm = trainer.run.optimizer.max_grad_norm
     with trainer.phase("update"):
-        grad_norm = finish_gradients(trainer.trained, trainer.world, max_grad_norm)
+        grad_norm = finish_gradients(trainer.trained, trainer.world, trainer.run.optimizer.max_grad_norm)
     if not math.isfinite(metrics["loss"]) or not math.isfinite(grad_norm):
         raise FloatingPointError(f"the loss {metrics['loss']} or the gradient norm {grad_norm} is not finite")
     rate = learning_rate(number, trainer.config)

@@ -137,12 +137,7 @@ class MetricsLog(ExitStack):
         return metrics
 
     def write_step(self, number: int, metrics: dict, step: Step, phases: dict[str, float], waited: float):
-        """Write a step's metrics and times, send them to the trackers, and print them.
-
-        Args:
-            phases: seconds of each phase of the step.
-            waited: seconds for which the ranks waited for each other.
-        """
+        """Write a step's metrics and its times in seconds, send them to the trackers, and print them."""
         line = {"stage": self.name, "step": number}
         seconds = self.seconds
         self.write(METRICS, line | metrics)
@@ -185,10 +180,7 @@ class MetricsLog(ExitStack):
         if "reward" in metrics:
             means = [name for name in metrics if re.fullmatch("rewards/.*/mean", name)]
             names = ["reward", *means[:3], "completions/mean_length", "kl"]
-        shown = {}
-        for name in names:
-            if name in metrics:
-                shown[name] = f"{metrics[name]:.3f}"
+        shown = {name: f"{metrics[name]:.3f}" for name in names if name in metrics}
         names = [re.sub("^(rewards|completions)/|/mean$", "", name) for name in short_names(shown)]
         shown = dict(zip(names, shown.values(), strict=True))
         # The progress bar shows only three metrics, so that it fits into one line.

@@ -40,8 +40,7 @@ def make_optimizer(parameters: list, config: TrainingOptions, section: Optimizer
     with error_context(f"optimizer.name {section.name}"):
         factory = with_options(*resolve_object("optimizer", section.name, OPTIMIZERS))
         betas = 0.9, config.adam_beta2
-        decay = section.weight_decay
-        return factory(parameters, config.learning_rate, betas=betas, weight_decay=decay)
+        return factory(parameters, config.learning_rate, betas=betas, weight_decay=section.weight_decay)
 
 
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):

@@ -113,13 +113,10 @@ class Results:
             trainer.save(folder)
 
     def save_stage(self, trainer: Trainer):
-        """Save the weights from a stage that another stage follows.
-
-        A reward model is always saved completely, because later stages load it.
-        """
+        """Save the weights from a stage that another stage follows."""
         if trainer.trains_policy:
             self.save(trainer, self.folder)
-        else:
+        else:  # a reward model completely, because later stages load it
             trainer.save(self.folder)
         self.world.barrier()  # because the next stage may read the files that were just saved
 
@@ -180,20 +177,16 @@ class Results:
             print(f"training: {', '.join(times)}")
         if trainer is not None:
             trainer.save(self.folder)
-            self.print_merge_note()
+            if has_adapters(self.model):
+                # imported here, because few runs have adapters
+                from minivlmrl.model.lora import merge_note
+
+                note = merge_note(self.model)  # on all ranks
+                if note and self.world.is_main:
+                    print(note, flush=True)
         if trainer is None or not trainer.trains_policy:
             base = self.config.model.path
             gather_and_save_model(self.folder / "checkpoint", self.model, self.processor, self.world, base)
-
-    def print_merge_note(self):
-        """Print which share of an update a merge keeps. All ranks must call this method."""
-        if has_adapters(self.model):
-            # imported here, because few runs have adapters
-            from minivlmrl.model.lora import merge_note
-
-            note = merge_note(self.model)
-            if note and self.world.is_main:
-                print(note, flush=True)
 
 
 def print_table(results: dict, num_rows: int, chance: float | None, chance_name: str):

@@ -106,13 +106,7 @@ class CompletionsLog:
     def describe(
         self, trainer: Trainer, step: Step, number: int, logged: Iterator[dict]
     ) -> tuple[list[dict], dict[str, bytes]]:
-        """Return the log lines for this rank's prompts in a step, and their new images as WebP.
-
-        The images' keys are paths relative to the run's folder.
-
-        Args:
-            logged: the log line of each prompt, without images.
-        """
+        """Add images to the log lines of this rank's prompts; return the lines, and {path: new image as WebP}."""
         lines = []
         pictures = {}  # {path: PIL image}
         for group, line in islice(zip(step.groups, logged, strict=True), self.num_prompts):
@@ -124,11 +118,8 @@ class CompletionsLog:
             images = [f"{IMAGES}/{trainer.stage}-{row.index}-{i}.webp" for i in range(len(row.images))]
             pictures.update(zip(images, row.images, strict=True))
             lines.append({"stage": trainer.stage, "step": number, **line, "images": images})
-        encoded = {}
-        for path, picture in pictures.items():
-            if not (self.folder / path).is_file():
-                encoded[path] = encode_image(picture)
-        return lines, encoded
+        new = {path: picture for path, picture in pictures.items() if not (self.folder / path).is_file()}
+        return lines, {path: encode_image(picture) for path, picture in new.items()}
 
     def write_image(self, name: str, encoded: bytes):
         """Write an encoded image to a path relative to the run's folder."""

@@ -163,10 +163,8 @@ def choose_sharding(config: RunConfig, world: World) -> Sharder | None:
     from minivlmrl.distributed.fsdp import Sharding
 
     section = config.model
-    dtype = DTYPES[section.dtype]
     compute_dtype = DTYPES[section.compute_dtype] if section.compute_dtype else None
-    recompute = section.activation_checkpointing
-    return Sharding(config.sharding, world, dtype, recompute, compute_dtype)
+    return Sharding(config.sharding, world, DTYPES[section.dtype], section.activation_checkpointing, compute_dtype)
 
 
 def make_tokenizer(config: RunConfig, model_config: str, datasets: dict[str, Dataset] | None) -> Tokenizer:
