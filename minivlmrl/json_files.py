@@ -29,6 +29,15 @@ def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments
         raise ValueError(f"the text is not valid JSON ({error})") from error
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a dict from the pairs of a JSON object; raise ValueError for a repeated key."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {max(names, key=names.count)!r} occurs twice in one object; remove one of them")
+    return content
+
+
 def check_downloaded(path: Path):
     """Raise ValueError if a file is a pointer of Git LFS instead of its content."""
     with path.open("rb") as file:

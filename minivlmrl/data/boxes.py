@@ -17,6 +17,7 @@ from minivlmrl.config.types import Plain
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Prompt, Row
 from minivlmrl.errors import optional_dependency
+from minivlmrl.json_files import unique_keys
 
 Item = TypeVar("Item")
 SPACES = ("original", "resized", "thousandths", "unit")
@@ -42,9 +43,9 @@ def extent(space: str, original: tuple[int, int], resized: tuple[int, int]) -> t
         original: the file's width and height in pixels.
         resized: width and height of the model's input image in pixels.
     """
-    if space not in SPACES:
-        raise ValueError(f"the coordinate space of a box is {space!r}, but it must be one of {', '.join(SPACES)}")
     extents = {"original": original, "resized": resized, "thousandths": (1000, 1000), "unit": (1, 1)}
+    if space not in extents:
+        raise ValueError(f"the coordinate space of a box is {space!r}, but it must be one of {', '.join(extents)}")
     return extents[space]
 
 
@@ -160,16 +161,12 @@ def giou(a: Box, b: Box) -> float:
 
 
 def _areas(a: Box, b: Box) -> tuple[float, float]:
-    """Compute the intersection area and the union area.
-
-    The addition order ensures that rounding never makes the union smaller than the
-    intersection.
-    """
+    """Compute the intersection area and the union area."""
     assert a.extent == b.extent, "the boxes have different extents; convert one box with Box.to"
     width = min(a.x2, b.x2) - max(a.x1, b.x1)
     height = min(a.y2, b.y2) - max(a.y1, b.y1)
     intersection = max(0.0, width) * max(0.0, height)
-    return intersection, a.area + (b.area - intersection)
+    return intersection, a.area + (b.area - intersection)  # in this order, rounding cannot make the union smaller
 
 
 def match(
@@ -190,10 +187,7 @@ def match(
     """
     if not predicted or not truth:
         return []
-    rows = []
-    for box in predicted:
-        rows.append([similarity(box, true_box) for true_box in truth])
-    table = np.array(rows)
+    table = np.array([[similarity(box, true_box) for true_box in truth] for box in predicted])
     if 1 in table.shape:
         return [divmod(int(table.argmax()), len(truth))]
     with optional_dependency("boxes", "matching several boxes needs scipy"):
@@ -252,9 +246,8 @@ def parse(text: str, keys: Sequence[str], count: int, plain: re.Pattern) -> list
         numbers = [float(n) for n in re.findall(NUMBER, text)] if plain.fullmatch(text) else []
         number_groups = [numbers[i : i + count] for i in range(0, len(numbers), count)]
     for group in number_groups:
-        if not isinstance(group, list) or len(group) != count:
-            return []
-        if not all(isinstance(number, float) and math.isfinite(number) for number in group):
+        is_list = isinstance(group, list) and len(group) == count
+        if not is_list or not all(isinstance(number, float) and math.isfinite(number) for number in group):
             return []
     return list(map(tuple, number_groups))
 
@@ -263,7 +256,7 @@ def _groups_in_json(text: str, keys: Sequence[str]) -> list[Plain]:
     """Return a JSON text's items; raise ValueError or RecursionError if it is not JSON."""
     if '"' not in text:
         text = text.replace("'", '"')  # Python writes single quotes
-    value = json.loads(text, parse_int=float, object_pairs_hook=_object)
+    value = json.loads(text, parse_int=float, object_pairs_hook=unique_keys)
     is_several = isinstance(value, list) and all(isinstance(item, list | dict) for item in value)
     items = value if is_several else [value]
     return [value_of(item, keys) if isinstance(item, dict) else item for item in items]
@@ -271,14 +264,4 @@ def _groups_in_json(text: str, keys: Sequence[str]) -> list[Plain]:
 
 def value_of(item: dict, keys: Sequence[str] = KEYS) -> Plain:
     """Return the value of the first of `keys` that a JSON object has, or None."""
-    for key in keys:
-        if key in item:
-            return item[key]
-    return None
-
-
-def _object(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
-    """Build a dict from a JSON object's pairs; raise ValueError for a repeated key."""
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError("a JSON object has the same key twice")
-    return dict(pairs)
+    return next((item[key] for key in keys if key in item), None)

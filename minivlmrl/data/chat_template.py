@@ -123,9 +123,7 @@ def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
     Texts with different flags stay separate, so that each token is either entirely written by the assistant or not at
     all.
     """
-    joined_pieces = []
-    filled_pieces = [pair for pair in pieces if pair[0]]
-    for is_written, run in groupby(filled_pieces, key=lambda pair: pair[1]):
-        texts = join_text([piece for piece, _ in run])
-        joined_pieces += [(text, is_written) for text in texts]
-    return joined_pieces
+    joined = []
+    for is_written, run in groupby((pair for pair in pieces if pair[0]), key=lambda pair: pair[1]):
+        joined += [(text, is_written) for text in join_text([piece for piece, _ in run])]
+    return joined

@@ -181,18 +181,10 @@ class ReadableRows(RowSelection):
 def next_readable(
     rows: Dataset, index: int, use: Callable[[Row], Result], skips: bool = True
 ) -> tuple[Row, Result, dict[int, ValueError]]:
-    """Find the first readable row, beginning with an index.
-
-    Args:
-        rows: the dataset.
-        use: function that takes a row, and raises ValueError if the row is unreadable.
-        skips: False raises this error.
+    """Find the first row from `index` on for which `use` raises no ValueError; without `skips`, raise its first one.
 
     Returns:
-        The row, `use`'s result, and {index of an unreadable row: its error}.
-
-    Raises:
-        ValueError: MAX_SKIPPED consecutive rows are unreadable.
+        The row, the result of `use`, and {index of an unreadable row: its error}.
     """
     failures = {}
     for distance in range(MAX_SKIPPED):

@@ -92,20 +92,7 @@ def answer_image_parts(row: Row) -> list[dict]:
 
 
 def split_answers(columns: dict, options: RowOptions) -> tuple[str, list[dict], Answers]:
-    """Split a row into its prompt and its answers.
-
-    Args:
-        columns: {column: value}; the value None counts as missing. A list of turns is a list of messages, as in
-            chat_template.render.
-            problem: the question's text, which is inserted into prompt_template.
-            prompt: the question's text, or a list of turns, whose last user turn has the question.
-            messages: a conversation. If it ends with an answer, the turns before the first answer are the prompt, and
-                the others are the completion. Otherwise, all turns are the prompt.
-            system: text of the system message.
-            completion, chosen, rejected: an answer, which is a text or a list of turns that begins and ends with an
-                assistant turn. If the row has no prompt, `chosen` and `rejected` are whole conversations, and their
-                common first turns are the prompt (TRL's implicit prompt).
-        options: options for all rows in the file.
+    """Split a row into its prompt and its answers; docs/data.md describes the columns.
 
     Returns:
         The column of the prompt, for error messages; the prompt's turns; and {column: answer}.

@@ -29,23 +29,18 @@ def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> 
         "message 2 completely: the text 'Hi' of the role 'user' is missing or changed", for the end of a sentence, or
         None if no text is missing.
     """
-    remaining = _compact(rendered)
-    texts = []  # (text, message number, text kind)
+    compact = _compact(rendered)
+    texts, calls = [], []  # (text, message number, kind)
     for number, message in enumerate(messages):
         texts += [(text, number, "text") for text in _written_texts(message, number < history)]
-    missing = _missing_texts([text for text, _, _ in texts], remaining)
-    found = texts[missing[0]] if missing else None
-    for number, message in enumerate(messages):
-        for value in _call_texts(message.get("tool_calls") or []):
-            if found is None and not any(form in remaining for form in _json_forms(value)):
-                found = value, number, "tool call with"
-    if found is None:
+        calls += [(value, number, "tool call with") for value in _call_texts(message.get("tool_calls") or [])]
+    missing = [texts[index] for index in _missing_texts([text for text, *_ in texts], compact)]
+    missing += [call for call in calls if not any(form in compact for form in _json_forms(call[0]))]
+    if not missing:
         return None
-    text, number, kind = found
-    return (
-        f"message {number} completely: the {kind} {text!r:.60} of the role "
-        f"{messages[number]['role']!r} is missing or changed"
-    )
+    text, number, kind = missing[0]
+    role = messages[number]["role"]
+    return f"message {number} completely: the {kind} {text!r:.60} of the role {role!r} is missing or changed"
 
 
 def _compact(text: str) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from minivlmrl.config.types import Plain
 from minivlmrl.data.download import find_split, split_of
 from minivlmrl.errors import check_field, error_context, optional_dependency
-from minivlmrl.json_files import check_downloaded, parse_json
+from minivlmrl.json_files import check_downloaded, parse_json, unique_keys
 
 # Parquet values of these types are converted to text, because JSON does not support the types.
 NO_JSON_TYPES = date, time, timedelta, Decimal
@@ -103,23 +103,17 @@ class Lines:
         check_downloaded(path)
         content = path.read_bytes()
         try:
-            self.texts = self.split(content.decode("utf-8-sig"))
+            text = content.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             line = 1 + content.count(b"\n", 0, error.start)
             raise ValueError(f"{path}:{line}: the file is not encoded in UTF-8 ({error}); save it as UTF-8") from error
-
-    def split(self, content: str) -> list[tuple[int, str]]:
-        """Return each row's line number and text."""
-        if content.lstrip().startswith("["):
-            return self.split_list(content)
-        lines = enumerate(content.split("\n"), start=1)
-        return [(number, line) for number, line in lines if line.strip()]
+        if text.lstrip().startswith("["):
+            self.texts = self.split_list(text)
+        else:
+            self.texts = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
 
     def split_list(self, content: str) -> list[tuple[int, str]]:
-        """Return each item's line number and text in a JSON list.
-
-        The list may have line breaks anywhere.
-        """
+        """Return each item's line number and text in a JSON list, which may have line breaks anywhere."""
         rows = []
         decode = json.JSONDecoder().raw_decode
         separator, start = SEPARATOR.search(content), 0  # the opening bracket, later the commas
@@ -223,14 +217,5 @@ def map_nested(value: Plain, change: Callable, types: type | tuple[type, ...] = 
     return value
 
 
-def _object(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
-    """Build a dict from the pairs of a JSON object; raise ValueError for a repeated key."""
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {max(names, key=names.count)!r} occurs twice in one object; remove one of them")
-    return content
-
-
 # a decoder that refuses repeated keys; NaN and Infinity become None
-decode_row = json.JSONDecoder(object_pairs_hook=_object, parse_constant=lambda name: None).decode
+decode_row = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=lambda name: None).decode

@@ -100,13 +100,12 @@ def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False) 
 def count_words(media_counts: Mapping[tuple[int, int], int], num_rows: int) -> str:
     """Describe {a row's (images, videos): number of such rows}: "1204 (1200 with 1 image, ...)"."""
 
-    def words(counts: tuple[int, int]) -> str:
-        named = zip(counts, ("image", "video"), strict=True)
-        parts = [f"{n} {kind}{'s' if n > 1 else ''}" for n, kind in named if n]
-        return " and ".join(parts) or "no image"
-
-    listed = sorted((words(counts), number) for counts, number in media_counts.items())
-    text = ", ".join(f"{number} with {media}" for media, number in listed)
+    listed = []
+    for counts, number in media_counts.items():
+        kinds = zip(counts, ("image", "video"), strict=True)
+        media = " and ".join(f"{n} {kind}{'s' if n > 1 else ''}" for n, kind in kinds if n)
+        listed.append((media or "no image", number))
+    text = ", ".join(f"{number} with {media}" for media, number in sorted(listed))
     return f"{num_rows} ({text})" if len(media_counts) > 1 else text
 
 
@@ -136,15 +135,14 @@ def _long_rows(
     if not isinstance(rows, FileRows):
         return  # an embedded task's rows are all similar
     images = processor.image_processor
-
-    def may_be_long(number: int) -> bool:
+    numbers = []
+    for number in range(len(rows)):
         row, media = rows.read(number)
         image_tokens = len(media) * images.max_pixels // (images.patch_size * images.merge_size) ** 2
         texts = [row.messages, *(getattr(row, name) for name in answers)]
         # upper bound, because a token has at least one byte
-        return len(repr(texts).encode()) + image_tokens + MARKUP > limit
-
-    numbers = [number for number in range(len(rows)) if may_be_long(number)]
+        if len(repr(texts).encode()) + image_tokens + MARKUP > limit:
+            numbers.append(number)
     unreadable: list[str] | None = [] if skip_unreadable else None
     counter = counting_processor(processor)
     for number, row, length in prompt_lengths(rows, numbers, counter, unreadable):
@@ -157,10 +155,8 @@ def _long_rows(
 def length_with(answer: str | list[dict], row: Row, prompt_length: int, counter: Processor) -> int:
     """Count the tokens of a row's prompt and of one of its answers, which may be several sequences."""
     completion = encode_completion(counter, row.messages, answer, row.images, row.videos)
-    lengths = []
-    for turn in completion.turns or [completion]:
-        lengths.append(len(turn.ids) + (prompt_length if turn.prompt is None else len(turn.prompt.input_ids)))
-    return max(lengths)
+    turns = completion.turns or [completion]
+    return max(len(turn.ids) + (len(turn.prompt.input_ids) if turn.prompt else prompt_length) for turn in turns)
 
 
 def find_long_rows(
@@ -175,12 +171,7 @@ def find_long_rows(
 
 
 def check_lengths(
-    rows: Dataset,
-    processor: Processor,
-    limit: int,
-    reason: str,
-    skip_unreadable: bool = False,
-    answers: Sequence[str] = (),
+    rows: Dataset, processor: Processor, limit: int, reason: str, skip_unreadable: bool = False, answers: Sequence = ()
 ):
     """Raise ValueError, which ends with `reason`, if a row has more than `limit` tokens; see _long_rows."""
     for _, where, length in _long_rows(rows, processor, limit, skip_unreadable, answers):
