@@ -1,5 +1,7 @@
 """`python -m minivlmrl parity TARGET`: check a loss function or a recorded step, and name its mistakes and designs.
 
+`--project=NAME --path=FOLDER` checks the losses of a public project instead, see field.py.
+
 The exit status is 0 if all numbers agree, 1 if some differ, and 2 if nothing could be compared.
 """
 
@@ -10,6 +12,7 @@ import yaml
 
 from minivlmrl.config.import_utils import load_name
 from minivlmrl.extras.parity.audit import SECONDS, as_json, checked, report
+from minivlmrl.extras.parity.field import PROJECTS, judge_project, section
 from minivlmrl.extras.parity.loss import judge
 
 
@@ -17,11 +20,21 @@ def main(arguments: list[str] | None = None) -> int:
     """Check the target given on the command line, print the report, and return the exit status."""
     says = "Check a loss function against TRL's recorded numbers, or recompute a recorded step of any trainer."
     p = argparse.ArgumentParser("python -m minivlmrl parity", description=says)
-    p.add_argument("target", help="FILE.py:FUNCTION of a loss, or a folder with step.json and step.safetensors")
+    p.add_argument(
+        "target", nargs="?", help="FILE.py:FUNCTION of a loss, or a folder with step.json and step.safetensors"
+    )
     p.add_argument("--only", nargs="*", default=[], metavar="NAME=VALUE", help="options that a loss's cases must have")
     p.add_argument("--json", action="store_true", help="print the report about a step as one JSON object")
     p.add_argument("--seconds", type=float, help=f"time for a search (default: 5 for a loss, {SECONDS:g} for a step)")
+    p.add_argument("--project", choices=PROJECTS, help="check the losses of this project instead of a target")
+    p.add_argument("--path", help="the project's folder: a clone, or a wheel that was unpacked or installed")
     options = p.parse_args(arguments)
+    if bool(options.target) == bool(options.project) or bool(options.project) != bool(options.path):
+        p.error("give a target, or --project and --path")
+    if options.project:
+        verdicts = judge_project(options.project, options.path, options.seconds or 5.0)
+        print(section(options.project, verdicts))
+        return int(any(verdict.differences for verdict in verdicts.values()))
     if ":" in options.target:
         only = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in options.only)}
         limit = {} if options.seconds is None else {"seconds": options.seconds}

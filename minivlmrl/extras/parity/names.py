@@ -582,7 +582,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "other ratios get the largest weight",
         "MiniMax-M1 eq. 5",
         CLIPPING,
-        who="verl: cispo; TRL's epsilon_high is the bound itself",
+        who="most projects; TRL's and ms-swift's epsilon_high is the bound itself",
     ): {
         "cispo's ratio is clamped to 1 - epsilon_low and 1 + epsilon_high": cispo(
             lambda s: s.ratio.clamp(1 - s.options.epsilon_low, 1 + s.options.epsilon_high)
@@ -662,7 +662,19 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
             s.x / s.ratio * (s.per_token_logps - s.old_per_token_logps).exp()
         ),
         **having("the KL", TIMES, LINEAR, ROUNDED, CURVED, UNCLAMPED, BY_TOKEN),
-        **having("the KL, after it is weighted with the ratio,", CLAMPED),
+    },
+    Quantity(
+        "KL",
+        "grpo",
+        "the gradient has the term of the sampled tokens, too",
+        "arXiv 2506.09477",
+        KLS,
+        REFERENCE,
+        who="NeMo-RL, which weights k3 like this on policy",
+    ): {
+        "the KL is weighted with the policy over itself, which is 1 and has a gradient": lambda s: (
+            s.x * (s.per_token_logps - s.per_token_logps.detach()).exp()
+        )
     },
     Quantity(
         "KL estimate",
@@ -670,8 +682,16 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "tokens far from the reference are not drawn back",
         about=KLS,
         needs=REFERENCE,
-        who="verl, EasyR1, OpenRLHF and slime, with a bound of 10",
+        who="verl, EasyR1, OpenRLHF, SkyRL, ms-swift, unsloth and slime, with a bound of 10",
     ): having("the KL", CLAMPED),
+    Quantity(
+        "KL",
+        "grpo",
+        "tokens far from the reference are not drawn back",
+        about=KLS,
+        needs=REFERENCE,
+        who="slime, unsloth and NeMo-RL, with a bound of 10",
+    ): having("the KL, after it is weighted with the ratio,", CLAMPED),
     Quantity(
         "reference",
         "grpo",
