@@ -76,9 +76,9 @@ def read_functions(project: Project, folder: Path) -> SimpleNamespace:
         found = sorted(folder.rglob(file), key=lambda path: len(path.parts))
         if not found:
             raise ValueError(f"{folder} has no file {file}; give the folder of a clone or of an unpacked wheel")
-        body = ast.parse(found[0].read_text()).body
-        methods = {f"{x.name}.{y.name}": y for x in body if isinstance(x, ast.ClassDef) for y in x.body if named(y)}
-        nodes = {node.name: node for node in body if named(node)} | methods
+        nodes = definitions(ast.parse(found[0].read_text()).body)
+        for parent, node in list(nodes.items()):
+            nodes |= {f"{parent}.{name}": method for name, method in definitions(node.body).items()}
         for name in names.split():
             if name not in nodes:
                 raise ValueError(f"{found[0]} has no {name}; the table was made with {project.source} {project.tried}")
@@ -90,8 +90,8 @@ def read_functions(project: Project, folder: Path) -> SimpleNamespace:
     return theirs
 
 
-def named(node: ast.AST) -> bool:
-    return isinstance(node, ast.FunctionDef | ast.ClassDef)
+def definitions(body: list[ast.stmt]) -> dict[str, ast.FunctionDef | ast.ClassDef]:
+    return {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
 def judge_project(name: str, folder: str | Path, seconds: float = 5.0) -> dict[str, Verdict]:
