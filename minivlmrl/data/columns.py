@@ -109,16 +109,14 @@ def check_columns(columns: dict, required: Sequence[str], known: Collection[str]
 
     Args:
         columns: {column: value}; columns whose value is None are ignored.
-        required: columns that every row must have. The column `label` is validated only if it is
-            a required column, because data sets may use this name for another purpose.
+        required: columns that every row must have.
         known: columns that a stage or a reward reads, or that data.columns names.
 
     Raises:
         ForeignLayoutError: the row has the layout of another project.
     """
-    for name, value in columns.items():
-        if value is None:
-            continue
+    given = {name: value for name, value in columns.items() if value is not None}
+    for name, value in given.items():
         if name in RESERVED:
             check_field(False, f"column {name!r}", value, RESERVED[name])
         # a label has a meaning only for a stage that trains on the completion, and only if it is no name of a class
@@ -128,11 +126,11 @@ def check_columns(columns: dict, required: Sequence[str], known: Collection[str]
                 f"column {name!r} with {value!r:.60} would say {MEANINGS[name]} in other projects, but nothing here "
                 f"follows it. Remove the column, or keep it for a reward with data.columns: {{{name}: {name}}}"
             )
-        if name in COLUMN_TYPES and (name != "label" or name in required):
+        if name in COLUMN_TYPES and (name != "label" or name in required):  # others use `label` for something else
             read_value(COLUMN_TYPES[name], value, f"column {name!r}", json=True)
         if name == "solution" and str(value).count("<answer>") > 1:
             check_field(False, "column 'solution'", value, "a text with at most one <answer> tag")
-    if reason := find_layout({name: value for name, value in columns.items() if value not in (None, "", [])}, known):
+    if reason := find_layout({name: value for name, value in given.items() if value not in ("", [])}, known):
         raise ForeignLayoutError(reason)
 
 

@@ -203,14 +203,7 @@ def next_readable(
 
 
 def shuffled(size: int, per_draw: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
-    """Yield lists of row indices, where each pass over the dataset has a new order.
-
-    Args:
-        size: number of rows in the dataset.
-        per_draw: number of indices in each list.
-        seed: seed for the orders.
-        skip: indices to omit at the beginning.
-    """
+    """Yield lists of `per_draw` row indices, without the first `skip`; each pass over the rows has a new order."""
     if size == 0:
         raise ValueError("the dataset has no rows to train on")
     generator = torch.Generator().manual_seed(seed)

@@ -110,15 +110,7 @@ def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Ima
 
 
 def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | io.BytesIO]:
-    """Resolve an image's or video's source.
-
-    Args:
-        source: path, file:// URL, data URI or bytes.
-        folder: folder that a relative path starts from.
-
-    Returns:
-        The source's name for error messages, and the file's path or a byte stream.
-    """
+    """Return an image's or video's name for error messages, and its path or a byte stream, see fetch_image."""
     if isinstance(source, bytes | bytearray):
         return f"{len(source)} bytes", io.BytesIO(source)
     text = str(source)
@@ -190,12 +182,8 @@ def place_media(
 
     Args:
         turns: the prompt's messages and, if the answer contains images, the answer's.
-        row_media: {"image" or "video": media from the row's columns}. Options in a part from
-            the messages override the options in a column.
-        options: options for all rows. The image options apply only to images that have no options of their own. Each
-            video option applies to the videos that do not set the same option, but options that select frames are
-            ignored for lists of frames and for videos with nframes. For a frame list, fps is the rate at which the
-            frames were taken.
+        row_media: {"image" or "video": media from the row's columns}. Options in a part override those in a column.
+        options: options for all rows, see _with_common.
 
     Returns:
         The messages with one part per image and video, and the media in these parts' order.
@@ -225,10 +213,14 @@ def place_media(
 
 
 def _with_common(item: Media, common_options: dict) -> dict:
-    """Add the options for all rows to one image's or video's options, see place_media."""
+    """Add the options for all rows to one image's or video's options.
+
+    The options for all images apply only to an image that has none of its own. Each video option applies to the videos
+    that do not set it, but options that select frames are ignored for lists of frames and for videos with nframes.
+    """
     if item.kind == "image":
         return item.options or common_options
-    if isinstance(item.source, list):  # the frames are given, and fps is their rate
+    if isinstance(item.source, list):  # the frames are given, and fps is the rate at which they were taken
         common_options = _without(common_options, [name for name in SAMPLING_OPTIONS if name != "fps"])
     elif "nframes" in item.options:
         common_options = _without(common_options)
@@ -236,7 +228,7 @@ def _with_common(item: Media, common_options: dict) -> dict:
 
 
 def media_options(options: RowOptions) -> dict[str, dict]:
-    """Return the validated options for all images and for all videos in a data file."""
+    """Check and return the options for all images and for all videos in a data file."""
     return {kind: check_options(kind, getattr(options, kind)) for kind in KINDS}
 
 
@@ -248,13 +240,8 @@ def check_options(kind: str, options: Mapping[str, float | None]) -> dict[str, P
 def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Collection[str]):
     """Raise ValueError if a column contains an image or video that the model would not see.
 
-    A path, a URL, a data URI, base64 text and bytes are recognised at any depth.
-
-    Args:
-        columns: {column: value}, as in the file.
-        media: images and videos in the prompt and the answers.
-        folder: folder that relative paths start from.
-        known: columns that may contain other images: those that data.columns or a reward names.
+    A path, a URL, a data URI, base64 text and bytes are recognised at any depth. `media` are the images and videos that
+    it sees; `known` are columns that may contain others, because data.columns or a reward names them.
     """
     sources = [source for item in media for source in item.sources]
     for name in columns.keys() - {*known, *MEDIA, *TEXTS, "solution", "system"}:
@@ -299,10 +286,7 @@ def _unread_kind(item: str | bytes, folder: Path) -> str | None:
 
 
 def _is_source(item: str | bytes, source: str | bytes) -> bool:
-    """Return True if a value is an image's source: the same data, or a path to the same file.
-
-    Two paths name the same file if one ends with the other: "1.png" and "/data/cats/1.png".
-    """
+    """Return True for the same data, and for a path that ends with the other: "1.png" and "/data/cats/1.png"."""
     if item is source or item == source or f"data:;base64,{item!s}" == source:
         return True
     if isinstance(item, bytes) or isinstance(source, bytes) or max(len(item), len(source)) > 500:
@@ -313,10 +297,7 @@ def _is_source(item: str | bytes, source: str | bytes) -> bool:
 
 
 def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str]]:
-    """Yield (source, path) for each image, video and frame.
-
-    The path is "" if the source is bytes or a data URI.
-    """
+    """Yield (source, path) for each image, video and frame; the path is "" for bytes and data URIs."""
     for item in media:
         for source in item.sources:
             if isinstance(source, bytes) or source.startswith("data:"):
@@ -357,11 +338,7 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
 
 
 def _source_in(source: dict) -> Plain:
-    """Return the source in a dict: {"bytes": ..., "path": ...}, {"url": ...} or {"data": ...}.
-
-    Hugging Face's datasets use the first form, OpenAI's messages the second one, and messages from Anthropic the third
-    one.
-    """
+    """Return the source in the dicts of Hugging Face {"bytes", "path"}, OpenAI {"url"} and Anthropic {"data"}."""
     # the detail "low" asks for a smaller image
     known = SOURCE_KEYS if source.get("detail") == "low" else (*SOURCE_KEYS, "detail")
     check_keys(source, known, "the source")

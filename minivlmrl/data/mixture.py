@@ -11,13 +11,9 @@ from minivlmrl.errors import error_context
 
 
 def mix(parts: Sequence[FileRows], files: Sequence[FileOptions]) -> RowSelection:
-    """Concatenate datasets; a file's weight is the number of times each row is repeated.
+    """Concatenate datasets; the weight in a dataset's options is the number of times that each row is repeated.
 
     Example: with weight 2.5, every row occurs twice, and every second row once more.
-
-    Args:
-        parts: datasets.
-        files: the datasets' options, in the same order.
     """
     picks = []
     for part_number, (rows, section) in enumerate(zip(parts, files, strict=True)):

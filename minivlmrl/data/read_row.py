@@ -59,11 +59,8 @@ def read_row(
         # An image under an unknown name better explains an <image> tag without an image.
         check_unread(columns, [item for items in row_media.values() for item in items], folder, known)
         raise
-    for name in required:
-        if name != "problem" and name not in answers and columns.get(name) is None:
-            is_foreign = name in ("solution", "completion") and any(columns.get(x) for x in ("answer", "ground_truth"))
-            raise (ForeignLayoutError if is_foreign else ValueError)(missing_column(name, file_columns))
-    row = Row(messages, [], columns, **answers)
+    check_required(required, columns | answers, file_columns)
+    row = Row(messages, [], columns, answers.get("completion"), answers.get("chosen"), answers.get("rejected"))
     shown = [*media, *(part["image"] for part in answer_image_parts(row))]
     if shown:  # a row with images may keep another one under the name that data.columns gives it
         known |= {*options.columns.values()}
@@ -71,18 +68,23 @@ def read_row(
     return row, media
 
 
-def missing_column(name: str, columns: dict) -> str:
-    existing = sorted(column for column, value in columns.items() if value is not None and value == value)  # not NaN
-    hint = ""
-    if name not in (*ANSWERS, "label", "solution"):
-        hint = (
-            f". A reward function has the argument {name!r}; besides columns of the rows, its arguments may be "
-            f"{', '.join(sorted(REWARD_ARGUMENTS))}"
+def check_required(required: Sequence[str], columns: dict, file_columns: dict):
+    """Raise ValueError if a required column is missing; the message names the columns of the file."""
+    existing = sorted(name for name, value in file_columns.items() if value is not None and value == value)  # not NaN
+    for name in required:
+        if name == "problem" or columns.get(name) is not None:
+            continue
+        hint = ""
+        if name not in (*ANSWERS, "label", "solution"):
+            hint = (
+                f". A reward function has the argument {name!r}; besides columns of the rows, its arguments may be "
+                f"{', '.join(sorted(REWARD_ARGUMENTS))}"
+            )
+        is_foreign = name in ("solution", "completion") and any(columns.get(x) for x in ("answer", "ground_truth"))
+        raise (ForeignLayoutError if is_foreign else ValueError)(
+            f"column {name!r} is missing; the row has {existing}. Rename a column with data.columns: {{YOURS: {name}}}"
+            f"{did_you_mean(name, existing)}{hint}"
         )
-    return (
-        f"column {name!r} is missing; the row has {existing}. Rename a column with data.columns: {{YOURS: {name}}}"
-        f"{did_you_mean(name, existing)}{hint}"
-    )
 
 
 def answer_image_parts(row: Row) -> list[dict]:
@@ -120,7 +122,8 @@ def split_answers(columns: dict, options: RowOptions) -> tuple[str, list[dict], 
     prompt = as_turns(texts[place], "user") if prompts else _shared_turns(answers, sorted(columns))
     if not prompts:
         answers |= {name: answers[name][len(prompt) :] for name in ("chosen", "rejected")}
-    prompt = _add_system(columns.get("system"), prompt)
+    if columns.get("system") not in (None, ""):
+        prompt = _add_system(columns["system"], prompt)
     if options.train_answers == "last":
         prompt, answers = _keep_last(prompt, answers)
     for name, answer in answers.items():
@@ -172,8 +175,6 @@ def _check_answer(turns: list[dict]):
 
 def _add_system(text: Plain, prompt: list[dict]) -> list[dict]:
     """Put the text of the column `system` before a prompt as its system message."""
-    if text in (None, ""):
-        return prompt
     if not isinstance(text, str):
         raise ValueError(f"column 'system': the value must be text, but it is {text!r:.40}")
     messages = add_system_prompt(prompt, text)

@@ -80,12 +80,12 @@ def _open_folder(folder: Path) -> "Lines | Arrow":
         return Arrow(parquet_files)
     row_files = [path for suffix in ("jsonl", "json", "csv", "tsv") for path in folder.glob(f"*.{suffix}")]
     row_files = [path for path in row_files if not path.name.startswith("dataset_info")]
-    if row_files and not [*folder.glob("state.json"), *folder.glob("*/state.json")]:  # files of save_to_disk
-        if len(row_files) == 1:
-            return open_rows(row_files[0])
+    if not row_files or [*folder.glob("state.json"), *folder.glob("*/state.json")]:  # files of save_to_disk
+        raise ValueError(f"{folder}: the folder has no .jsonl, .json or .parquet file; {convert_advice(folder)}")
+    if len(row_files) > 1:
         names = ", ".join(sorted(path.name for path in row_files))
         raise ValueError(f"{folder}: the folder has several files of rows ({names}); choose one of them")
-    raise ValueError(f"{folder}: the folder has no .jsonl, .json or .parquet file of rows; {convert_advice(folder)}")
+    return open_rows(row_files[0])
 
 
 class Lines:

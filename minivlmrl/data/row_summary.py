@@ -128,10 +128,7 @@ def describe_spelled(rows: Dataset, structure: Collection[str]) -> str | None:
 def _long_rows(
     rows: Dataset, processor: Processor, limit: int, skip_unreadable: bool, answers: Sequence[str]
 ) -> Iterator[tuple[int, str, int]]:
-    """Yield (index, file and line, length) for rows whose prompt and longest answer have more than `limit` tokens.
-
-    `answers` are the Row fields with given answers.
-    """
+    """Yield (index, file and line, length) for rows whose prompt and longest answer have more than `limit` tokens."""
     if not isinstance(rows, FileRows):
         return  # an embedded task's rows are all similar
     images = processor.image_processor
@@ -202,10 +199,7 @@ class RowSize:
 
 
 def measure_rows(rows: Dataset, processor: Processor, answers: Sequence[str] = ()) -> list[RowSize]:
-    """Return the sizes of the largest rows, the largest first; unreadable rows are left out.
-
-    `answers` are the Row fields with given answers.
-    """
+    """Return the sizes of the largest rows, the largest first, without unreadable rows, see RowSize."""
     counter = counting_processor(processor)
     numbers = range(min(len(rows), SAMPLE))  # an embedded task's rows are all similar
     if isinstance(rows, FileRows):
