@@ -136,9 +136,9 @@ class FileDataset(FileRows):
     def outline(self, index: int) -> Row:
         row, media = self.read(index)
         with readable_image(row.where):
-            row.images = [self._header(item.source) for item in media if item.kind == "image"]
+            row.images = [self._header(item.sources[0]) for item in media if item.kind == "image"]
             for part in answer_image_parts(row):
-                part["image"] = self._header(part["image"].source)
+                part["image"] = self._header(part["image"].sources[0])
         row.videos = load_videos(media, self.folder, outline_video)
         return row
 
@@ -156,8 +156,7 @@ class FileDataset(FileRows):
 
     def __getitem__(self, index: int) -> Row:
         row, media = self.read(range(self.size)[index])
-        images = [self._decoder(row, item) for item in media if item.kind == "image"]
-        row.images = images and LazyImages(images)
+        row.images = LazyImages([self._decoder(row, item) for item in media if item.kind == "image"])
         row.videos = load_videos(media, self.folder, load_video)
         for part in answer_image_parts(row):
             part["image"] = self._decoder(row, part["image"])
@@ -168,7 +167,7 @@ class FileDataset(FileRows):
 
         def decode() -> PIL.Image.Image:
             with readable_image(row.where):
-                return fetch_image(item.source, self.folder)
+                return fetch_image(item.sources[0], self.folder)
 
         return decode
 
