@@ -98,6 +98,7 @@ def test_a_value_from_another_row_or_token_is_named(name, change, says):
     assert found.says == says and found.error < 1e-12
 
 
+@pytest.mark.slow
 def test_two_mistakes_of_one_stage_are_named_together():
     """One mistake alone does not reproduce the dumped numbers, so only pairs are named."""
     changes = {"advantages": abs, "old": lambda x: x.roll(1, 1)}
@@ -410,6 +411,7 @@ def with_one_smaller_row():
     rollout(lambda r: (r - (r.mean(1, keepdim=True) + r.mean()) / 2) / r.std(1, keepdim=True)),
     Dump(rollout(standard).about, with_one_bounded_reward()), Dump(step().about, with_one_smaller_row()),
 ], ids=["ranks", "half of another baseline", "a bound in one group", "a bound in one row"])  # fmt: skip
+@pytest.mark.slow
 def test_numbers_that_no_cause_computes_are_not_explained(d):
     """A cause times a fitted factor, or a cause that divides by zero, must not be accepted for any numbers.
 
@@ -425,6 +427,7 @@ def test_numbers_that_no_cause_computes_are_not_explained(d):
     ("a reward is at most 0.43", lambda r: standard(r.clamp(max=0.43)), {}),
     ("the standard error", lambda r: centred(r) / (r.std(1, keepdim=True) / 2 + 1e-4), {}),
 ])  # fmt: skip
+@pytest.mark.slow
 def test_composed_causes_of_advantages_are_named(name, advantages, about):
     [finding] = audit(rollout(advantages, **about))
     texts = [cause.says for cause in finding.explained]
@@ -433,6 +436,7 @@ def test_composed_causes_of_advantages_are_named(name, advantages, about):
     assert is_alone == ("0.43" in name)
 
 
+@pytest.mark.slow
 def test_a_factor_lists_each_count_that_explains_it():
     d = rollout(lambda r: standard(r) / 2, num_generations=2)  # equals the number of rewards, so both explain it
     [cause] = explain("advantages", d)
