@@ -17,7 +17,7 @@ ANSWERS = {"completion": str | list, "chosen": str | list, "rejected": str | lis
 TEXTS = PROMPTS | ANSWERS
 MEDIA = {"image": "image", "images": "image", "video": "video", "videos": "video"}
 # columns that have a place in every row, whatever the stage and the rewards are
-READ = {*PROMPTS, *MEDIA, "system", "box_space", "unseen"}
+READ = {*PROMPTS, *MEDIA, "system", "box_space"}
 # {name that no column may have: end of the error message after "it must be"}
 RESERVED = {
     **dict.fromkeys(

@@ -66,7 +66,7 @@ def pack(
 ) -> GroupBatch:
     """Concatenate prompts and their completions into one GroupBatch.
 
-    Example: a prompt of 3 tokens with completions a of 3 and b of 2 tokens gives N = 6 and M = 5,
+    Example: a prompt of 3 tokens, a completion a with 3 tokens and a completion b with 2 give N = 6 and M = 5,
         input_ids  p0 p1 p2 | a0 a1 | b0
         position    0  1  2 |  3  4 |  3     each completion continues where the prompt ends
         predicts         a0   a1 a2   b1     p2 also predicts b0

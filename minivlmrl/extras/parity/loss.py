@@ -110,10 +110,8 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
     if not differences:
         return verdict
     if constant := constant_of(found, tolerance):
-        verdict.kinds, verdict.names = (
-            ["design"],
-            [f"design: the value has a constant of {constant:.6g} without gradient"],
-        )
+        verdict.kinds = ["design"]
+        verdict.names = [f"design: the value has a constant of {constant:.6g} without gradient"]
         return verdict
     searched = [as_step(*step) for step in steps]
     parts = find_names(searched, tolerance, seconds)
