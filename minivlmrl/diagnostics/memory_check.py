@@ -1,6 +1,5 @@
 """Check before a run that it fits on the GPUs and on the disk, and name the options that help."""
 
-import math
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -9,14 +8,10 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from minivlmrl.config.loading import as_overrides
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.types import Plain
-from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import RowSize, measure_rows
 from minivlmrl.data.rows import Dataset
-from minivlmrl.data.video import MIN_FRAME_TOKENS
 from minivlmrl.diagnostics.largest_batch import try_largest_batches
 from minivlmrl.diagnostics.memory import (
     GB,
@@ -55,7 +50,6 @@ class MemoryCheck(Callback):
     def on_setup(self, config: RunConfig, world: World):
         self.plans = {}  # {stage: result of estimate_phases}
         self.questions = {}  # {stage: its question with measured rows}, only on a GPU
-        self.config, self.gpus = config, world.size
         if config.model.path is None:  # models with random weights are so small that they fit
             return
         self.estimator = MemoryEstimator.from_folder(config.model.path, is_before_ampere(world.device))
@@ -75,20 +69,13 @@ class MemoryCheck(Callback):
             question = replace(question, rows=rows, held_out=held_out)
             self.plans[stage] = estimate_phases(question)
             if peak_bytes(self.plans[stage]) > available:
-                raise ValueError(refusal(question, processor.image_processor, available))
+                raise ValueError(refusal(question, available))
             self.questions[stage] = question
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
         if trainer.stage in self.questions:
             optimizer_bytes = int(self.plans[trainer.stage]["train"]["optimizer"])
             try_largest_batches(self.questions[trainer.stage], trainer, optimizer, self.datasets, optimizer_bytes)
-
-    def memory_plan(self, stage: str) -> dict[str, dict[str, float]] | None:
-        # A CPU's memory is not checked, so typical rows are estimated when memory runs out.
-        if stage not in self.plans and self.estimator is not None:
-            question = MemoryQuestion(self.config, stage, self.estimator, self.gpus)
-            self.plans[stage] = estimate_phases(question)
-        return self.plans.get(stage)
 
 
 def measure_datasets(
@@ -100,75 +87,27 @@ def measure_datasets(
     return rows, measure_rows(datasets.get("eval", ()), processor, answers)
 
 
-def refusal(question: MemoryQuestion, images: ImageProcessor, available: float) -> str:
+def refusal(question: MemoryQuestion, available: float) -> str:
     """Say that a stage does not fit into a GPU's `available` bytes, with its largest row and the options that help."""
     stage, gpus = question.stage, question.gpus
     phases = estimate_phases(question)
     phase = largest_phase(phases)
+    items = phases[phase]
+    is_stored = max(items, key=lambda name: items[name]) in STORED
+    ways = cures(question.run, stage, "weights" if is_stored else MEASURED[phase], gpus)
     row = (question.held_out if phase == "evaluation" else question.rows)[0]
     row_text = f"prompts of {row.prompt_tokens:,} tokens are assumed"
     if row.where:
         row_text = f"the largest row is {row.where}, with a prompt of {row.prompt_tokens:,} tokens"
     if row.media:
         row_text += f", of which {row.image_tokens:,} show {row.media}"
-    on_gpus = f"each of {gpus} GPUs" if gpus > 1 else "the GPU"
-    ways = []
-    smaller = fitting_max_pixels(question, images, available)
-    if smaller:
-        ways.append(f"set {' '.join(as_overrides(smaller))}, with which it fits")
-    items = phases[phase]
-    is_stored = max(items, key=lambda name: items[name]) in STORED
-    options = cures(question.run, stage, "weights" if is_stored else MEASURED[phase], gpus)
-    if options:
-        ways.append(f"try {', then '.join(options)}")
-    ways.append("use a larger GPU, more GPUs or a smaller model")
-    advice = ", or ".join(ways)
+        ways.append(f"a lower data.{'video.' if row.has_videos else ''}max_pixels")
     return (
-        f"{stage} needs about {peak_bytes(phases) / GB:.1f} GB on {on_gpus} (phase {phase}), but "
-        f"only {available / GB:.1f} GB are free; {row_text}. {advice[0].upper()}{advice[1:]}. "
+        f"{stage} needs about {peak_bytes(phases) / GB:.1f} GB on {f'each of {gpus} GPUs' if gpus > 1 else 'the GPU'} "
+        f"(phase {phase}), but only {available / GB:.1f} GB are free; {row_text}. "
+        f"Try {', then '.join([*ways, 'a larger GPU, more GPUs or a smaller model'])}. "
         "docs/one_card.md explains these options; --check_memory=false skips this check."
     )
-
-
-def fitting_max_pixels(question: MemoryQuestion, images: ImageProcessor, available: float) -> dict[str, Plain]:
-    """Return the largest max_pixels for images and for frames with which a stage fits, or {}.
-
-    The memory grows about linearly with the number of image tokens, so the limit is interpolated between the smallest
-    and the present images, and then lowered until the stage fits.
-    """
-    token_pixels = images.factor**2
-    everything = [*question.rows, *question.held_out]
-    has_videos = any(row.has_videos for row in everything)
-    smallest = math.ceil(images.min_pixels / token_pixels)
-    if has_videos:  # frames with fewer pixels are enlarged
-        smallest = max(smallest, MIN_FRAME_TOKENS)
-    largest = max((math.ceil(row.image_tokens / row.frames) for row in everything), default=0)
-
-    def needed(limit: int) -> float:
-        rows = [bounded_row(row, limit) for row in question.rows]
-        held_out = [bounded_row(row, limit) for row in question.held_out]
-        return peak_bytes(estimate_phases(replace(question, rows=rows, held_out=held_out)))
-
-    if largest <= smallest:
-        return {}
-    least = needed(smallest)
-    if least > available:
-        return {}
-    share = (available - least) / (needed(largest) - least)
-    limit = smallest + math.floor(share * (largest - smallest))
-    while limit > smallest and needed(limit) > available:
-        limit = max(smallest, math.floor(limit * 0.95))
-    options: dict[str, Plain] = {}
-    if any(row.image_tokens and not row.has_videos for row in everything):
-        options["data.max_pixels"] = limit * token_pixels
-    if has_videos:
-        options["data.video.max_pixels"] = limit * token_pixels
-    return options
-
-
-def bounded_row(row: RowSize, limit: int) -> RowSize:
-    """Return a row's size if each of its images has at most `limit` tokens."""
-    return replace(row, image_tokens=min(row.image_tokens, row.frames * limit))
 
 
 def written_bytes(question: MemoryQuestion) -> dict[str, float]:

@@ -27,7 +27,6 @@ from minivlmrl.trainers.base import Rollout, Step, Trainer
 WINDOW = 10  # consecutive optimizer steps for which a condition must hold
 # rollouts over which the rewards are compared with a constant answer's rewards
 BASELINE_ROLLOUTS = 50
-Rule = tuple[str, bool, str]  # name, True if the last steps violate the rule, warning
 # suggested fixes that extras/check/completions.py uses too
 RAISE_LIMIT_ADVICE = "Raise this limit, or ask for shorter answers in data.prompt_template."
 FORMAT_ADVICE = "Describe the format in data.prompt_template, train the stage sft first, or remove the reward."
@@ -53,11 +52,9 @@ class TrainingWarnings(Callback):
 
     def on_evaluation(self, stage: str, steps_done: int, num_rows: int):
         if self.log.world.is_main:
-            lines = read_lines(self.evaluations, LogLine)
-            for rule in (ignores_images, accuracy_regressed):
-                warning = rule(lines, num_rows, self.eval_reward)
-                if warning:
-                    self.log.warn(stage, steps_done, warning, steps_done)
+            warning = ignores_images(read_lines(self.evaluations, LogLine), num_rows, self.eval_reward)
+            if warning:
+                self.log.warn(stage, steps_done, warning, steps_done)
 
     def state_dict(self) -> dict[str, str]:
         return {"warnings": self.rules.state()}
@@ -70,7 +67,6 @@ class WarningRules:
         self.trainer, self.optimizer = trainer, optimizer
         self.run = trainer.run
         self.recent = deque(maxlen=WINDOW)  # the last steps' metrics
-        self.first: dict[str, float] = {}  # the first step's metrics
         self.said: set[str] = set()  # rules that were violated at the last step
         self.rollout = None
         # (solutions, rewards) for each of the last rollouts
@@ -87,7 +83,6 @@ class WarningRules:
             ordered = sorted([*self.extremes, *totals[~totals.isnan()].tolist()])
             self.extremes = ordered[:1] + ordered[-1:]
         self.recent.append(metrics)
-        self.first = self.first or metrics
         found = dict(self.violated()) if len(self.recent) == WINDOW else {}
         new = [sentence for name, sentence in found.items() if name not in self.said]
         # The warning "solved" is never repeated, so it stays in the set.
@@ -97,12 +92,11 @@ class WarningRules:
     def state(self) -> str:
         """Return the rules' state as JSON, so that a resumed run gives the same warnings."""
         rewards = [(solutions, rewards.tolist()) for solutions, rewards in self.recent_rewards]
-        state = [list(self.recent), sorted(self.said), self.first, rewards, self.extremes]
-        return json.dumps(state)
+        return json.dumps([list(self.recent), sorted(self.said), rewards, self.extremes])
 
     def restore(self, state: str):
         """Load the JSON that `state` returned."""
-        recent, said, self.first, rewards, self.extremes = json.loads(state)
+        recent, said, *_, rewards, self.extremes = json.loads(state)  # 0.5 had one more value
         self.recent.extend(recent)
         self.said.update(said)
         self.recent_rewards += [(solutions, torch.tensor(values)) for solutions, values in rewards]
@@ -117,7 +111,7 @@ class WarningRules:
 
     def violated(self) -> Iterator[tuple[str, str]]:
         """Yield the name and the warning of each rule that the last steps violate."""
-        stuck = [(name, sentence) for name, holds, sentence in self.stuck_rules() if holds]
+        stuck = [*self.stuck_rules()]
         reward = self.mean("reward")
         lowest, highest = self.extremes or (0, 0)
         if stuck and lowest < highest and reward >= lowest + 0.9 * (highest - lowest):
@@ -128,73 +122,49 @@ class WarningRules:
             )
             stuck = [("solved", sentence)]
         yield from stuck
-        yield from ((name, sentence) for name, holds, sentence in self.other_rules() if holds)
+        yield from self.unwanted_completions()
         yield from self.majority_baseline()
         yield from self.unused_parameters()
 
-    def stuck_rules(self) -> list[Rule]:
+    def stuck_rules(self) -> Iterator[tuple[str, str]]:
         """Rules about a run that does not learn, which a run that has converged violates, too."""
-        sampling, stage, last = self.run.sampling, self.trainer.stage, self.recent[-1]
+        sampling, last = self.run.sampling, self.recent[-1]
         stds = [f"rewards/{name}/std" for name in self.run.rewards]
-        means = [f"{x} is {last.get(f'rewards/{x}/mean', 0):.3g}" for x in self.run.rewards]
-        is_constant = bool(stds) and all(self.always(name, lambda std: std == 0) for name in stds)
-        is_equal = self.always("frac_reward_zero_std", lambda share: share == 1)
-        uniform = math.log(self.trainer.policy.config.vocab_size)  # entropy of random tokens
-        samples = "reward" in last
-        wrote_text = samples and self.first.get("entropy", uniform) < 0.5 * uniform
-        return [
-            (
+        if stds and all(self.always(name, lambda std: std == 0) for name in stds):
+            means = [f"{x} is {last.get(f'rewards/{x}/mean', 0):.3g}" for x in self.run.rewards]
+            yield (
                 "constant",
-                is_constant,
                 f"The rewards are equal for all completions: {' and '.join(means)}. Compare completions.jsonl with "
                 "what these reward functions expect. A model that never writes such an answer needs demonstrations "
                 "first (--stages=[sft,grpo]).",
-            ),
-            (
-                "equal",
-                is_equal and not is_constant,
-                "All completions of each group have the same reward, so nothing is learned. If the "
-                "prompts are too easy or too hard, use other prompts or raise num_generations. If "
-                f"sampling.temperature ({sampling.temperature:g}) is low or sampling.top_k "
-                f"({sampling.top_k}, 0 disables it) is small, the same text is sampled repeatedly; "
-                "set them to 1.0 and 0.",
-            ),
-            (
-                "zero",
-                self.always("grad_norm", lambda x: x == 0) and not (is_equal or is_constant),
-                "All gradients are zero, so nothing is learned. Either model.freeze freezes the "
-                "weights that these rows would train, or the weights have diverged; in that case "
-                f"lower {stage}.learning_rate.",
-            ),
-            (
-                "certain",
-                samples and self.always("entropy", lambda nats: nats < 1e-3),
-                "The policy is certain of every token (entropy below 0.001) and no longer "
-                "explores. If its reward is still too low, lower the learning rate, set beta, or "
-                "restart from an earlier checkpoint.",
-            ),
-            (
-                "noise",
-                wrote_text and self.always("entropy", lambda nats: nats > 0.9 * uniform),
-                "The policy generates almost random tokens now (entropy "
-                f"{last.get('entropy', 0):.1f}). Lower {stage}.learning_rate.",
-            ),
-        ]
-
-    def other_rules(self) -> Iterator[Rule]:
-        """Rules about truncated completions, and about formats that never occur."""
-        yield (
-            "cut",
-            self.always("completions/clipped_ratio", lambda share: share >= 0.9),
-            "9 of 10 completions are truncated at sampling.max_new_tokens "
-            f"({self.run.sampling.max_new_tokens}). {RAISE_LIMIT_ADVICE}",
-        )
-        for name in self.run.rewards:
-            yield (
-                name,
-                "format" in name and self.always(f"rewards/{name}/mean", lambda mean: mean == 0),
-                f"No completion has the format that reward {name} expects. {FORMAT_ADVICE}",
             )
+        elif self.always("frac_reward_zero_std", lambda share: share == 1):
+            yield (
+                "equal",
+                "All completions of each group have the same reward, so nothing is learned. If the prompts are too "
+                "easy or too hard, use other prompts or raise num_generations. If sampling.temperature "
+                f"({sampling.temperature:g}) is low or sampling.top_k ({sampling.top_k}, 0 disables it) is small, the "
+                "same text is sampled repeatedly; set them to 1.0 and 0.",
+            )
+        elif self.always("grad_norm", lambda x: x == 0):
+            yield (
+                "zero",
+                "All gradients are zero, so nothing is learned. Either model.freeze freezes the weights that these "
+                "rows would train, or the weights have diverged; in that case lower "
+                f"{self.trainer.stage}.learning_rate.",
+            )
+
+    def unwanted_completions(self) -> Iterator[tuple[str, str]]:
+        """Rules about truncated completions, and about formats that never occur."""
+        if self.always("completions/clipped_ratio", lambda share: share >= 0.9):
+            yield (
+                "cut",
+                "9 of 10 completions are truncated at sampling.max_new_tokens "
+                f"({self.run.sampling.max_new_tokens}). {RAISE_LIMIT_ADVICE}",
+            )
+        for name in self.run.rewards:
+            if "format" in name and self.always(f"rewards/{name}/mean", lambda mean: mean == 0):
+                yield name, f"No completion has the format that reward {name} expects. {FORMAT_ADVICE}"
 
     def majority_baseline(self) -> Iterator[tuple[str, str]]:
         """Yield a warning for each reward that is not higher than a constant answer's reward.
@@ -279,24 +249,4 @@ def ignores_images(evaluations: list[dict], rows: int, reward: str) -> str | Non
         f"{last_line[sampled]:.3g}, but images now add only {image_benefit(last_line):.3g} (best: "
         f"{image_benefit(best_line):.3g}). The text of the prompts may reveal the answers, so use "
         "rows that cannot be answered without the image."
-    )
-
-
-def accuracy_regressed(evaluations: list[dict], rows: int, reward: str) -> str | None:
-    """Return a warning if greedy answers to held-out rows are worse than before the stage.
-
-    Only rewards of at most 1 are checked, and only a fall by more than 1 / sqrt(rows) counts.
-    """
-    greedy = metric_name(reward, "greedy")
-    stage = evaluations[-1]["stage"]
-    before = math.nan
-    for line in evaluations:
-        if line["stage"] != stage or line["step"] == 0:
-            before = line.get(greedy, math.nan)
-    after = evaluations[-1].get(greedy, math.nan)
-    if not (after < before - 1 / math.sqrt(rows) and before <= 1):
-        return None
-    return (
-        f"On held-out rows, {greedy} fell from {before:.3g} before the stage {stage} to "
-        f"{after:.3g}. Lower {stage}.learning_rate, or raise {stage}.beta if the stage has it."
     )

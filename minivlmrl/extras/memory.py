@@ -22,7 +22,6 @@ from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.download import find_settings
-from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import RowSize
 from minivlmrl.data.rows import Dataset
@@ -68,8 +67,6 @@ def main(arguments: list[str]):
     costs = MemoryEstimator(model_config(name), card is not None and card.before_ampere)
     print(f"{name}: {parameters_text(costs)}; {options.gpus} GPUs of {gpu_bytes / GB:g} GB")
     typical = [assumed_row(options)]
-    vision = costs.config.vision_config
-    images = ImageProcessor(vision.patch_size, merge_size=vision.spatial_merge_size)
     measured = None
     if options.text_tokens is None and options.image_tokens is None:
         measured = open_rows(run, find_settings(name))
@@ -77,7 +74,6 @@ def main(arguments: list[str]):
         question = MemoryQuestion(run, stage, costs, options.gpus, typical, typical)
         if measured is not None:
             datasets, processor = measured
-            images = processor.image_processor
             rows, held_out = measure_datasets(question, datasets, processor)
             question = replace(question, rows=rows, held_out=held_out)
         phases = estimate_phases(question)
@@ -86,7 +82,7 @@ def main(arguments: list[str]):
             print(f"\n{least_seconds_text(least_seconds(question, card))}")
         print(f"\n{disk_text(question)}")
         if peak_bytes(phases) > gpu_bytes:
-            print(f"\n{refusal(question, images, gpu_bytes)}")
+            print(f"\n{refusal(question, gpu_bytes)}")
 
 
 def parameters_text(costs: MemoryEstimator) -> str:

@@ -50,13 +50,6 @@ class Callback:
     def on_run_end(self):
         """Called when the run ends, also if it ends with an error or a signal."""
 
-    def memory_plan(self, stage: str) -> dict[str, dict[str, float]] | None:
-        """Return each item's planned bytes in each phase of a stage, for an error message.
-
-        None means that this callback has no plan, see `estimate_phases` in diagnostics/memory.py.
-        """
-        return None
-
     def state_dict(self) -> dict[str, str]:
         """Return texts to save in checkpoints, by name.
 

@@ -61,7 +61,7 @@ def train_stages(
 ):
     """Train a recipe's stages, starting with the first step or from a checkpoint."""
     world = signals.world
-    situation = Situation(config, world, callbacks)
+    situation = Situation(config, world.size)
     with reporting_out_of_memory(situation):
         model, processor, datasets = set_up(config, trainers, world, callbacks)
     checkpoints = CheckpointManager(config, world, signals, callbacks)

@@ -9,13 +9,11 @@ import math
 import os
 import re
 import shutil
-import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -29,7 +27,6 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import error_context
 from minivlmrl.json_files import json_text
-from minivlmrl.model.flops import batch_flops, flops_by_input, peak_flops
 from minivlmrl.run.rollout_log import COMPLETIONS, CompletionsLog
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Step, Trainer
@@ -100,10 +97,14 @@ class MetricsLog(ExitStack):
         trainer.timer.take()
         self.world.seconds_waited = 0.0
         self.timings = deque(maxlen=SPEED_EVERY)  # timings of the last steps
-        model = trainer.run.model
-        self.peak = peak_flops(self.world.device, model.compute_dtype or model.dtype)
-        if self.peak is not None:
-            self.flops = flops_by_input(trainer.trained, trainer.policy.config)
+        self.peak = None  # FLOPs per second of a GPU in 16 bits, if they are known
+        if self.world.device.type == "cuda":
+            # imported here, because only a GPU has a known peak
+            from minivlmrl.model.flops import batch_flops, flops_by_input, peak_flops
+
+            model = trainer.run.model
+            self.peak = peak_flops(self.world.device, model.compute_dtype or model.dtype)
+            self.flops_of = partial(batch_flops, flops_by_input(trainer.trained, trainer.policy.config))
         self.mark()
 
     def mark(self):
@@ -151,8 +152,7 @@ class MetricsLog(ExitStack):
         self.show(number, metrics, step_time)
         self.timings.append(timing)
         if (number + 1) % SPEED_EVERY == 0:
-            with stopping_if_stdout_closes():
-                tqdm.write(f"speed, {self.name} {number + 1}: {describe_speed(self.timings)}")
+            tqdm.write(f"speed, {self.name} {number + 1}: {describe_speed(self.timings)}")
 
     def speed(self, step: Step, step_time: float, phases: dict[str, float]) -> dict:
         """Return a step's times, and the share of the GPU's peak that training reaches.
@@ -162,7 +162,7 @@ class MetricsLog(ExitStack):
         num_tokens = sum(len(batch.group.input_ids) for batch in step.micro_batches)
         speed = {"step_time": step_time, "phases": phases, "tokens_per_second": num_tokens / step_time}
         if self.peak is not None:
-            flops = sum(batch_flops(self.flops, batch.group) for batch in step.micro_batches)
+            flops = sum(self.flops_of(batch.group) for batch in step.micro_batches)
             speed["mfu"] = flops / ((phases["forward"] + phases["backward"]) * self.peak)
         return speed
 
@@ -190,8 +190,7 @@ class MetricsLog(ExitStack):
         if self.bar.disable and (number % print_every == 0 or number + 1 == self.bar.total):
             done = f"{self.name} {number + 1}/{self.bar.total}"
             values = [f"{name}={value}" for name, value in shown.items()]
-            with stopping_if_stdout_closes():
-                print(done, *values, f"{step_time:.2f} s", flush=True)
+            print(done, *values, f"{step_time:.2f} s", flush=True)
 
     def evaluation(self, stage: str, steps_done: int, values: dict[str, float], seconds: float):
         """Log an evaluation on held-out rows.
@@ -209,8 +208,7 @@ class MetricsLog(ExitStack):
         self.track(values)
         pairs = zip(short_names(values), values.values(), strict=True)
         shown = " ".join(f"{name.removeprefix('eval/')}={value:.3f}" for name, value in pairs)
-        with stopping_if_stdout_closes():
-            tqdm.write(f"held-out, {stage} {steps_done}: {shown} ({seconds:.1f} s)")
+        tqdm.write(f"held-out, {stage} {steps_done}: {shown} ({seconds:.1f} s)")
 
     def end_stage(self) -> float:
         """Close the progress bar, and return the seconds since the stage began."""
@@ -252,20 +250,6 @@ def begin_log(path: Path, progress: TrainerState, resumed: Path | None) -> int:
     path.touch()
     os.truncate(path, sum(sizes))
     return len(sizes)
-
-
-@contextmanager
-def stopping_if_stdout_closes() -> Iterator[None]:
-    """Treat a closed stdout like SIGTERM, so that the run saves a checkpoint and exits.
-
-    For example, `torchrun train.py | head` closes stdout after ten lines.
-    """
-    try:
-        yield
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print("stdout is closed; the run saves a checkpoint and exits", file=sys.stderr)
-        signal.raise_signal(signal.SIGTERM)
 
 
 def progress_bar(name: str, total: int, is_main: bool, initial: int = 0, leave: bool = True) -> tqdm:
@@ -377,72 +361,13 @@ def merge(parts: list[Means]) -> Means:
     return merged, total
 
 
-def tensorboard(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
-    """Create a TensorBoard tracker that writes to tensorboard/ in the run's folder.
-
-    After a resume, TensorBoard hides the old values for the steps that the run repeats.
-
-    Args:
-        steps: optimizer steps that the run has already done.
-        closing: exit stack that closes the tracker at the run's end.
-
-    Returns:
-        The function log(values, steps), which every tracker must return.
-    """
-    from torch.utils.tensorboard import SummaryWriter
-
-    folder = Path(config.output_dir) / "tensorboard"
-    if not steps:
-        shutil.rmtree(folder, ignore_errors=True)
-    # Purge the values after the last step done. An evaluation's values after this very step
-    # remain, because the repeated evaluation has the same values.
-    writer = closing.enter_context(SummaryWriter(str(folder), purge_step=steps + 1))
-
-    def log(values: dict[str, float], steps: int):
-        for name, value in values.items():
-            writer.add_scalar(name, value, steps)
-
-    return log
-
-
-def weights_and_biases(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
-    """Create a Weights & Biases tracker that logs to the project minivlmrl.
-
-    With WANDB_MODE=offline, the tracker writes to wandb/ in the run's folder instead. A resumed run appears as a new
-    run in W&B. The arguments and the return value are the same as for `tensorboard`.
-    """
-    import wandb  # pyright: ignore[reportMissingImports]  # optional, see check_trackers
-
-    folder = Path(config.output_dir)
-    run = wandb.init(project="minivlmrl", name=folder.name, dir=str(folder), config=asdict(config))
-    closing.callback(run.finish)
-    return run.log
-
-
-TRACKERS = {"tensorboard": tensorboard, "wandb": weights_and_biases}
+TRACKERS = {"tensorboard": "minivlmrl.run.tensorboard:tracker", "wandb": "minivlmrl.run.wandb:tracker"}
 
 
 def find_tracker(name: str) -> Callable:
-    """Return the tracker called `name`.
+    """Return the tracker called `name`: a function (config, steps, closing) that returns log(values, steps).
 
-    A tracker is a function (config, steps, closing) that returns a function log(values, steps).
+    Setup calls this function before it loads weights, so that a missing package shows early.
     """
     with error_context(f"report_to {name}"):
         return with_options(*resolve_object("tracker", name, TRACKERS))
-
-
-def check_trackers(names: Sequence[str]):
-    """Raise ValueError if a tracker does not exist, or if the package that it needs is missing.
-
-    Setup calls this function before it loads weights, so that a mistake shows early.
-    """
-    for name in names:
-        find_tracker(name)
-        if name not in TRACKERS:
-            continue
-        package = importlib.util.find_spec(name)
-        # find_spec also finds a folder wandb/ that an earlier run wrote, but its origin is None.
-        if package is None or package.origin is None:
-            raise ValueError(
-                f"report_to: {name} is not installed; run pip install -e '.[{name}]' in your clone of minivlmrl"
-            )

@@ -1,8 +1,7 @@
-"""Report that memory ran out: one sentence with the phase, the sizes and the option to change.
+"""Report that memory ran out: one sentence with the phase, the longest row and the option to change.
 
-The blocks of `minivlmrl.errors.phase` and `Trainer.phase` mark a run's phases.
-CheckpointManager.saved_on_error then saves a training state, from which the run continues with
---resume=auto.
+The blocks of `minivlmrl.errors.phase` and `Trainer.phase` mark a run's phases. CheckpointManager.saved_on_error then
+saves a training state, from which the run continues with --resume=auto.
 """
 
 import gc
@@ -16,28 +15,13 @@ import torch
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.processor import encode_answer
 from minivlmrl.data.rows import Row
-from minivlmrl.distributed.device import GB
-from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import is_out_of_memory, shortened
-from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.evaluate import evaluation_sampling
-from minivlmrl.run.metrics import memory_use
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
 
-# run phase -> phase in the memory estimate; the estimate does not contain other phases
-PLANNED = {
-    "sampling": "rollout",
-    "scoring": "score",
-    "reference": "score",
-    "forward": "train",
-    "backward": "train",
-    "update": "train",
-    "optimizer": "train",
-    "evaluation": "evaluation",
-}
-# phases that work on the current training step's rows
-STEP_PHASES = {*PLANNED, "preparation", "rewards", "metrics"} - {"evaluation"}
+# phases that do not work on the rows of the current training step
+OTHER_PHASES = "load", "save", "evaluation"
 
 
 class OutOfMemory(ValueError):
@@ -49,8 +33,7 @@ class Situation:
     """A run's position, for the message if memory runs out."""
 
     config: RunConfig
-    world: World
-    callbacks: Sequence[Callback]
+    gpus: int  # number of ranks
     state: TrainerState | None = None  # None before the model is loaded
     trainer: Trainer | None = None  # the current stage's trainer, None between two stages
 
@@ -78,19 +61,16 @@ def reporting_out_of_memory(situation: Situation) -> Iterator[None]:
 
 
 def describe(situation: Situation, error: BaseException) -> str:
-    """Describe an out-of-memory error: step, phase, longest row, sizes and the option to change."""
+    """Describe an out-of-memory error: step, phase, PyTorch's sizes, longest row and the option to change."""
     phase = getattr(error, "phase", "step")
     stage, state = situation.stage, situation.state
     where = "" if stage is None or state is None else f"{stage} step {state.step}, "
-    parts = [f"{where}phase {phase}: memory ran out"]
     reason = shortened(str(error).partition("\n")[0])
-    if reason:
-        parts[0] += f" ({reason:.200})"
+    parts = [f"{where}phase {phase}: memory ran out{f' ({reason:.400})' if reason else ''}"]
     row = longest_row(situation.trainer, rows_of(situation, error))
     if row:
         parts.append(f"the longest row is {row}")
-    parts.append(f"{planned(situation, phase)}, and {reserved(situation.world)}")
-    options = cures(situation.config, stage, phase, situation.world.size)
+    options = cures(situation.config, stage, phase, situation.gpus)
     cure = options[0] if options else "--data.max_pixels, a smaller model or a larger GPU"
     parts.append(f"lower the memory of this phase with {cure}")
     return "; ".join(parts)
@@ -100,7 +80,7 @@ def rows_of(situation: Situation, error: BaseException) -> Sequence[Row]:
     """Return the rows on which memory ran out: those of the phase, or else of the training step."""
     rows = getattr(error, "rows", ())
     trainer = situation.trainer
-    if rows or trainer is None or getattr(error, "phase", "") not in STEP_PHASES:
+    if rows or trainer is None or getattr(error, "phase", "load") in OTHER_PHASES:
         return rows
     return trainer.rows
 
@@ -120,29 +100,6 @@ def longest_row(trainer: Trainer | None, rows: Sequence[Row]) -> str:
     longest = max(range(len(rows)), key=lengths.__getitem__)
     row = rows[longest]
     return f"{row.where or f'row {row.index}'} with {lengths[longest]:,} tokens"
-
-
-def planned(situation: Situation, phase: str) -> str:
-    """State how many bytes the memory estimate expected for a phase."""
-    for callback in situation.callbacks:
-        plan = callback.memory_plan(situation.stage) if situation.stage else None
-        items = (plan or {}).get(PLANNED.get(phase, ""))
-        if items:
-            return f"{sum(items.values()) / GB:.1f} GB were planned"
-    return "no memory was planned for this phase"
-
-
-def reserved(world: World) -> str:
-    """State how much memory this process has, and how much is free."""
-    if world.device.type != "cuda":
-        peak = memory_use().get("peak_memory_gib")
-        return "this process ran on the CPU" + (f" with at most {peak:.1f} GiB" if peak else "")
-    free, total = torch.cuda.mem_get_info(world.device)
-    allocated = torch.cuda.max_memory_allocated(world.device)
-    return (
-        f"PyTorch has reserved {torch.cuda.memory_reserved(world.device) / GB:.1f} GB, of which at "
-        f"most {allocated / GB:.1f} GB were used; {free / GB:.1f} of {total / GB:.1f} GB are free"
-    )
 
 
 # ------------------------------------------------------------------------------- option to change

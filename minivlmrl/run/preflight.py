@@ -17,7 +17,7 @@ from minivlmrl.data.loader import ReadableRows
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import check_lengths
 from minivlmrl.data.rows import Dataset
-from minivlmrl.distributed.device import bfloat16_cost, describe_device, unused_gpu
+from minivlmrl.distributed.device import describe_device
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import error_context
 from minivlmrl.generation.environments import begin_environment
@@ -157,7 +157,7 @@ def answers_of(config: RunConfig, name: str) -> tuple[str, ...]:
 
 
 def describe_hardware(config: RunConfig, world: World):
-    """Print the device, the number of ranks and the kernels, and notes about a slow device.
+    """Print the device, the number of ranks and the kernels.
 
     On a GPU, this checks the kernels (see kernels/verdicts.py), while most memory is still free.
     """
@@ -167,15 +167,7 @@ def describe_hardware(config: RunConfig, world: World):
     kernels = "torch"
     if len(on_torch) < len(KERNELS):
         kernels = f"triton (torch for {', '.join(on_torch)})" if on_torch else "triton"
-    device = describe_device(world.device)
-    print(f"device: {device}; ranks: {world.size}; kernels: {kernels}", flush=True)
-    notes = []
-    if world.device.type == "cpu":
-        notes.append(unused_gpu())
-    if compute_dtype == "bfloat16":
-        notes.append(bfloat16_cost(world.device))
-    for note in filter(None, notes):
-        print(note, flush=True)
+    print(f"device: {describe_device(world.device)}; ranks: {world.size}; kernels: {kernels}", flush=True)
 
 
 def describe_model(config: RunConfig, model: VisionLanguageModel):

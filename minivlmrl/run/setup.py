@@ -32,7 +32,7 @@ from minivlmrl.model.trainable import select_trained
 from minivlmrl.rewards.registry import held_out_rewards, required_columns, training_rewards
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.datasets import check_shares, columns_read, load_datasets
-from minivlmrl.run.metrics import check_trackers
+from minivlmrl.run.metrics import find_tracker
 from minivlmrl.run.optimizer import check_optimizer
 from minivlmrl.run.preflight import (
     answers_of,
@@ -55,7 +55,8 @@ def prepare(
     The fastest checks run first, so that a mistake in the recipe is reported early.
     """
     check_optimizer(config.optimizer)
-    check_trackers(config.report_to)
+    for name in config.report_to:
+        find_tracker(name)
     needs = {stage: trainer.needs for stage, trainer in trainers.items()}
     for stage in config.stage_names:
         check_shares(stage, getattr(config, stage).prompts_per_step, world.size)

@@ -11,14 +11,7 @@ import pytest
 import torch
 
 from minivlmrl.config.options import LoRAOptions, RolloutOptions, RunConfig, SamplingOptions
-from minivlmrl.diagnostics.warnings import (
-    BASELINE_ROLLOUTS,
-    WINDOW,
-    TrainingWarnings,
-    WarningRules,
-    accuracy_regressed,
-    ignores_images,
-)
+from minivlmrl.diagnostics.warnings import BASELINE_ROLLOUTS, WINDOW, TrainingWarnings, WarningRules, ignores_images
 from minivlmrl.losses.advantages import combine
 from minivlmrl.run.metrics import MetricsLog, check_mismatch
 from minivlmrl.run.trainer_state import TrainerState
@@ -38,8 +31,6 @@ CASES = [
     (SAME, 1.0, r"equal for all completions: format is 0\.9 and accuracy is 0\.5"),
     ({"completions/clipped_ratio": 0.95}, 1.0, r"sampling\.max_new_tokens \(9\)"),
     ({"rewards/format/mean": 0.0}, 1.0, "No completion has the format that reward format expects"),
-    ({"entropy": 1e-4}, 1.0, "The policy is certain of every token"),
-    ({"entropy": 0.95 * math.log(512)}, 1.0, "almost random tokens"),
     ({"grad_norm": 0.0}, 1.0, "All gradients are zero"),
 ]
 
@@ -87,8 +78,8 @@ def rollout_with(rewards, groups=None):
 
 
 def test_success_is_reported_once():
-    """Near the highest reward, low entropy and equal rewards, which come and go, are reported as success."""
-    changes = [{"entropy": 1e-4}, SAME, {"frac_reward_zero_std": 1.0}, {"grad_norm": 0.0}, {}]
+    """Near the highest reward, equal rewards and zero gradients, which come and go, are reported as success."""
+    changes = [SAME, {"frac_reward_zero_std": 1.0}, {"grad_norm": 0.0}, {}]
     said = {}
     for reward in (1.45, 1.2):  # the highest possible reward is 1.5
         rules = make_rules()
@@ -101,25 +92,7 @@ def test_success_is_reported_once():
         "The mean reward is 1.45, close to the highest reward of any completion so far (1.5). "
         "Little is left to learn from these prompts."
     ]
-    assert len(said[1.2]) == 8 and "no longer explores. If its reward is still too low, lower" in said[1.2][0]
-
-
-# a zoom.yaml run with seed 10 from step 86 on, one letter per step: s if all rewards are equal,
-# e if the entropy is low, b if both hold
-SEED_10 = (
-    "..bsssssbsssss.s.s.sssss.....sssssssss.sss.ssssbs.b.ss.bbbssbseesbbbebbsbbbbsbebbb"
-    "bbbsbbbssb.bsssss.bbbebbbbbbbbbbbbebbbbbbs.bbbesbbbbbbbbbbbbbbbebbbbbbbbbbbebbbb.s"
-)
-
-
-def test_a_solved_task_gives_one_message():
-    """A run with a solved task once got seven warnings; two warnings advised a lower learning rate or a restart."""
-    rules = make_rules()
-    rules.step(HEALTHY, rollout_with([[1.0, 0.0], [1.0, 1.0]]))
-    certain = {"entropy": 1e-4}
-    changes = {".": {}, "s": SAME, "e": certain, "b": SAME | certain}
-    sentences = [rules.step(HEALTHY | {"reward": 1.49} | changes[letter]) for letter in SEED_10]
-    assert [text.partition(",")[0] for text in chain(*sentences)] == ["The mean reward is 1.49"]
+    assert len(said[1.2]) == 6 and "The rewards are equal for all completions" in said[1.2][0]
 
 
 @pytest.mark.parametrize("killed", [1, 12, 22, 35, BASELINE_ROLLOUTS, BASELINE_ROLLOUTS + 1, 2 * BASELINE_ROLLOUTS - 1])
@@ -218,32 +191,6 @@ def test_other_curves_give_no_warning_about_images(healthy):
     assert ignores_images(IGNORING_IMAGES, 9, "iou") is None  # too few rows
 
 
-def greedy(stage, step, value):
-    return {"stage": stage, "step": step, "eval/accuracy_greedy": value}
-
-
-WORSE_AFTER_DPO = [greedy("sft", 0, 0.9), greedy("sft", 40, 0.582), greedy("dpo", 150, 0.516)]
-
-
-def test_a_stage_that_makes_answers_worse_is_reported():
-    said = accuracy_regressed(WORSE_AFTER_DPO, 256, "accuracy")
-    assert "eval/accuracy_greedy fell from 0.582 before the stage dpo to 0.516. Lower dpo.learning_rate" in said
-    alone = [greedy("dpo", 0, 0.582), greedy("dpo", 50, 0.9), greedy("dpo", 150, 0.516)]
-    # also for a single stage; a higher value in between does not count
-    assert accuracy_regressed(alone, 256, "accuracy") == said
-
-
-@pytest.mark.parametrize("healthy", [
-    pytest.param(WORSE_AFTER_DPO[:1], id="the first evaluation"),
-    pytest.param([*WORSE_AFTER_DPO[:2], greedy("dpo", 150, 0.53)], id="less than two standard errors"),
-    pytest.param([*WORSE_AFTER_DPO[:2], {"stage": "dpo", "step": 150}], id="no row has a score"),
-    pytest.param([greedy("sft", 0, 23.0), greedy("grpo", 9, 22.0)], id="the reward is not between 0 and 1"),
-])  # fmt: skip
-def test_small_decreases_give_no_warning(healthy):
-    assert accuracy_regressed(healthy, 256, "accuracy") is None
-    assert accuracy_regressed(WORSE_AFTER_DPO, 64, "accuracy") is None  # too few rows
-
-
 def warnings_after(folder, *lines):
     """Return the warnings.jsonl from a run with these evaluations on 256 rows."""
     config = RunConfig(output_dir=str(folder))
@@ -260,12 +207,7 @@ def accuracy(sampled, gray):
     return {f"eval/accuracy_{way}": value for way, value in zip(WAYS, (sampled, gray, 0.0), strict=True)}
 
 
-@pytest.mark.parametrize(("evaluations", "stage", "sentence"), [
-    ([("grpo", 0, accuracy(0.4, 0.1)), ("grpo", 1, accuracy(0.9, 0.8))], "grpo", "images now add only 0.1 (best: 0.3)"),
-    ([("sft", 1, {"eval/accuracy_greedy": 0.6}), ("dpo", 1, {"eval/accuracy_greedy": 0.5})], "dpo",
-     "0.6 before the stage dpo"),
-])  # fmt: skip
-def test_a_warning_about_evaluations_is_written_and_printed(tmp_path, capsys, evaluations, stage, sentence):
-    [line] = warnings_after(tmp_path, *evaluations)
-    assert (line["stage"], line["step"]) == (stage, 1) and sentence in line["warning"]
+def test_a_warning_about_evaluations_is_written_and_printed(tmp_path, capsys):
+    [line] = warnings_after(tmp_path, ("grpo", 0, accuracy(0.4, 0.1)), ("grpo", 1, accuracy(0.9, 0.8)))
+    assert (line["stage"], line["step"]) == ("grpo", 1) and "images now add only 0.1 (best: 0.3)" in line["warning"]
     assert f"step 1: {line['warning']}\n" in capsys.readouterr().err

@@ -67,16 +67,12 @@ def test_built_in_rewards_are_tried_on_a_row():
     try_rewards(RunConfig(), {}, {"eval": [row]})  # only training rewards need their columns
 
 
-@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
-def test_a_run_prints_its_device_and_model_size(home, capsys, monkeypatch, capability):
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+def test_a_run_prints_its_device_and_model_size(home, capsys):
     config = load_config(home / "recipe.yaml", [])
     policy, _ = setup.build_model(config, ONE)
     config.model.compute_dtype = "bfloat16"
     describe_hardware(config, World(0, 2, torch.device("cpu")))
-    device, *slow = capsys.readouterr().out.splitlines()
-    assert [line.partition(",")[0] for line in slow] == ["this processor has no AVX-512"] * (capability == "AVX2")
-    assert re.fullmatch(r"device: CPU \(threads: \d+\); ranks: 2; kernels: torch", device)
+    assert re.fullmatch(r"device: CPU \(threads: \d+\); ranks: 2; kernels: torch\n", capsys.readouterr().out)
     describe_model(config, policy)
     size = capsys.readouterr().out
     assert re.fullmatch(r"model: [\d,]+ parameters in float32, computed in bfloat16\n", size)

@@ -3,7 +3,6 @@
 import os
 import pty
 import signal
-import sys
 import time
 from dataclasses import replace
 
@@ -14,7 +13,6 @@ from minivlmrl.config import time_limit
 from minivlmrl.distributed.process_group import World
 from minivlmrl.rewards.registry import Reward, RewardFailed
 from minivlmrl.run import signals
-from minivlmrl.run.metrics import stopping_if_stdout_closes
 from minivlmrl.run.signals import PREEMPTED, Preempted, StopSignals
 from tests.helpers.children import exit_code, fork
 from tests.helpers.stages import ONE
@@ -128,25 +126,3 @@ def test_other_errors_propagate_and_handlers_are_restored():
         assert [signal.getsignal(number) for number in StopSignals.SIGNALS] == [stop.on_signal] * 4
         raise ValueError("no")
     assert [signal.getsignal(number) for number in StopSignals.SIGNALS] == before and stop.exit_code == 0
-
-
-def test_a_closed_stdout_requests_the_end_of_the_run():
-    """Stop like after a signal if the reader closes stdout, as `torchrun train.py | head` does."""
-    reader, writer = os.pipe()
-
-    def print_unread():
-        os.dup2(writer, 1)
-        os.close(reader)
-        sys.stdout = os.fdopen(1, "w")
-        with StopSignals(ONE) as stop:
-            for _ in range(1000):  # until the parent process has closed the reader, too
-                if not stop.is_requested():
-                    time.sleep(0.01)
-                with stopping_if_stdout_closes():
-                    print("a line", flush=True)
-            assert stop.is_requested()
-
-    child = fork(print_unread)
-    os.close(reader)
-    os.close(writer)
-    assert exit_code(child) == 0

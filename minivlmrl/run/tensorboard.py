@@ -1,0 +1,34 @@
+"""The tracker `tensorboard`: write metrics to tensorboard/ in the run's folder."""
+
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+from minivlmrl.config.options import RunConfig
+
+
+def tracker(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
+    """Create the tracker. After a resume, TensorBoard hides the old values of the steps that the run repeats.
+
+    Args:
+        steps: optimizer steps that the run has already done.
+        closing: exit stack that closes the tracker at the run's end.
+
+    Returns:
+        The function log(values, steps), which every tracker must return.
+    """
+    folder = Path(config.output_dir) / "tensorboard"
+    if not steps:
+        shutil.rmtree(folder, ignore_errors=True)
+    # Purge the values after the last step done. An evaluation's values after this very step
+    # remain, because the repeated evaluation has the same values.
+    writer = closing.enter_context(SummaryWriter(str(folder), purge_step=steps + 1))
+
+    def log(values: dict[str, float], steps: int):
+        for name, value in values.items():
+            writer.add_scalar(name, value, steps)
+
+    return log
