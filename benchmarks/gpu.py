@@ -305,7 +305,7 @@ CHANGES = {
     "padded MLP of the tower": ("minivlmrl.model.vision.ALIGNED", 1),
     "Triton kernel of windows": ("minivlmrl.kernels.window_attention.MAX_HEAD_DIM", 0),  # varlen_attn replaces it
     "wide tiles of logits": ("minivlmrl.kernels.linear_log_softmax.tile_width", lambda rows, vocab: min(2048, vocab)),
-    "16-bit copies of adapters": ("minivlmrl.distributed.weights.sampling_copies", lambda model: nullcontext([])),
+    "16-bit copies of adapters": ("minivlmrl.model.lora.sampling_copies", lambda model: nullcontext([])),
     "TF32 products of adapters": ("minivlmrl.model.lora.LoRALinear.can_use_tf32", lambda layer, base_result: False),
 }
 

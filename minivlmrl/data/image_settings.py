@@ -1,6 +1,6 @@
 """Convert a preprocessor_config.json to an ImageProcessor, and an ImageProcessor to such a file."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,10 +9,10 @@ import numpy as np
 import PIL.Image
 import torch
 
-from minivlmrl.config.parsing import build
-from minivlmrl.config.types import Count, MinPixels
+from minivlmrl.config.options import ImageOptions, RowOptions, VideoOptions
+from minivlmrl.config.parsing import build, check_values
+from minivlmrl.config.types import Count, MinPixels, Plain
 from minivlmrl.data.image import ImageProcessor, look_up, resize_frames, smart_resize
-from minivlmrl.data.media import check_options
 from minivlmrl.errors import error_context
 from minivlmrl.json_files import read_json
 
@@ -185,6 +185,16 @@ def write_sampling(options: dict[str, float]) -> dict:
     if "num_frames" in given:
         given["fps"] = None  # the class may have a default, which transformers does not combine with num_frames
     return given and {"do_sample_frames": True, "fps": FPS, **given}
+
+
+def media_options(options: RowOptions) -> dict[str, dict]:
+    """Check and return the options for all images and for all videos in a data file."""
+    return {kind: check_options(kind, getattr(options, kind)) for kind in ("image", "video")}
+
+
+def check_options(kind: str, options: Mapping[str, float | None]) -> dict[str, Plain]:
+    """Validate an image's or video's options, and return the options that are not None."""
+    return check_values(ImageOptions if kind == "image" else VideoOptions, options, f"options of the {kind}")
 
 
 def read_sampling(settings: dict) -> dict[str, float]:

@@ -6,7 +6,7 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from os.path import join
 from pathlib import Path
@@ -15,11 +15,11 @@ from urllib.request import url2pathname
 import PIL.Image
 from PIL.Image import Image
 
-from minivlmrl.config.options import ImageOptions, RowOptions, VideoOptions
-from minivlmrl.config.parsing import check_values
+from minivlmrl.config.options import RowOptions
 from minivlmrl.config.types import Plain
 from minivlmrl.data.columns import MEDIA, TEXTS
 from minivlmrl.data.image import load_image
+from minivlmrl.data.image_settings import check_options, media_options
 from minivlmrl.data.messages import (
     BASE64,
     ENCODED,
@@ -52,7 +52,6 @@ MAGIC = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP|BM.{4}\0{4}|II\
 SOURCES = {kind: (kind, f"{kind}_url", "url", "path", "base64", "source") for kind in KINDS}
 # keys of a source that is an object, see _source_in
 SOURCE_KEYS = ("bytes", "path", "url", "type", "media_type", "data")
-OPTIONS = {"image": ImageOptions, "video": VideoOptions}
 # options that select a video file's frames
 SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
 # Image formats that are not allowed, because reading them has side effects: Pillow runs Ghostscript for EPS, opens the
@@ -225,16 +224,6 @@ def _with_common(item: Media, common_options: dict) -> dict:
     elif "nframes" in item.options:
         common_options = _without(common_options)
     return common_options | item.options
-
-
-def media_options(options: RowOptions) -> dict[str, dict]:
-    """Check and return the options for all images and for all videos in a data file."""
-    return {kind: check_options(kind, getattr(options, kind)) for kind in KINDS}
-
-
-def check_options(kind: str, options: Mapping[str, float | None]) -> dict[str, Plain]:
-    """Validate an image's or video's options, and return the options that are not None."""
-    return check_values(OPTIONS[kind], options, f"options of the {kind}")
 
 
 def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Collection[str]):

@@ -12,7 +12,6 @@ from minivlmrl.data.file_rows import FileRows, RowSelection
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor, encode_completion
 from minivlmrl.data.rows import Dataset, Row
-from minivlmrl.data.video import VideoFile
 from minivlmrl.errors import error_context
 
 SAMPLE = 64  # rows that are measured, for the summary and for the memory estimate
@@ -232,7 +231,7 @@ def row_size(row: Row, counter: Processor, answers: Sequence[str]) -> RowSize:
     lengths = [len(encode_completion(counter, row.messages, text).ids) for text in given if text]
     words = [f"an image of {image.width} x {image.height} pixels" for image in row.images]
     for video in row.videos:
-        frames = (video.read(counter.image_processor) if isinstance(video, VideoFile) else video).frames
+        frames = video.read(counter.image_processor).frames
         words.append(f"a video of {len(frames)} frames of {frames[0].width} x {frames[0].height}")
     return RowSize(
         len(prompt.input_ids) - image_tokens, image_tokens, max(int(grids[:, 0].sum()), 1),

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from minivlmrl.data.image import Grid, ImageProcessor, RGBFrames, check_ratio, smart_resize
-from minivlmrl.data.image_settings import FPS, MAX_FRAME_TOKENS, MIN_FRAME_TOKENS, SAMPLING
-from minivlmrl.data.media import MAX_IMAGE_PIXELS, Source, check_options, fetch_image, open_image, open_source
+from minivlmrl.data.image_settings import FPS, MAX_FRAME_TOKENS, MIN_FRAME_TOKENS, SAMPLING, check_options
+from minivlmrl.data.media import MAX_IMAGE_PIXELS, Source, fetch_image, open_image, open_source
 from minivlmrl.errors import error_context, optional_dependency
 
 FRAME_FACTOR = 2  # the sampled frame count is a multiple of this factor
@@ -49,6 +49,10 @@ class Video:
                     f"all frames must have the same size, but frame {number} has {frame.width} x "
                     f"{frame.height} pixels and frame 0 has {first.width} x {first.height}"
                 )
+
+    def read(self, _processor: ImageProcessor) -> "Video":
+        """Return the video itself, whose frames are loaded already; see VideoFile."""
+        return self
 
     def patches(self, processor: ImageProcessor, **options: int) -> tuple[Tensor, Grid, float | list[float]]:
         """Resize the frames as frame_size says with these options, and cut them into patches.

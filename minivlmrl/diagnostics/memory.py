@@ -27,7 +27,7 @@ from minivlmrl.data.download import find_folder
 from minivlmrl.data.row_summary import RowSize
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.distributed.micro_batching import split_into_micro_batches
-from minivlmrl.distributed.weights import copy_model, num_shards, recompute_blocks
+from minivlmrl.distributed.weights import adapter_copies, copy_model, num_shards, recompute_blocks
 from minivlmrl.generation.cuda_graphs import joined_bytes
 from minivlmrl.generation.generate import Decode, prefill
 from minivlmrl.generation.sampler import can_capture, find_engine
@@ -38,7 +38,7 @@ from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import FAMILIES, family_of
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.lora import adapter_parameters, dropout, inject_adapters, sampling_copies
+from minivlmrl.model.lora import adapter_parameters, dropout, inject_adapters
 from minivlmrl.model.packing import GroupBatch, pack
 from minivlmrl.model.trainable import select_trained, trained_parameters
 from minivlmrl.model.value_head import ValueModel
@@ -441,7 +441,7 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
     gathered = gathered_bytes(question, policy)
     if run.uses_fsdp and not by_layer:
         gathered = computed_bytes(policy, dtype)
-    with nullcontext([]) if by_layer else sampling_copies(policy) as copies:
+    with nullcontext([]) if by_layer else adapter_copies(policy) as copies:
         prefill = estimator.prefill(run, policy, work)
     rows = work.prompts * work.num_generations
     keys_and_values = estimator.keys_and_values(dtype, work)

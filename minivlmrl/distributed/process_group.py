@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minivlmrl.distributed.device import find_device
-from minivlmrl.distributed.network import attempt_store, connect, ending_with_dead_hosts
 
 Value = TypeVar("Value")
 
@@ -217,6 +216,9 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
     # cuDNN's attention can give wrong results with fewer than 8 key heads (pytorch issue 193893)
     torch.backends.cuda.enable_cudnn_sdp(False)
     if size > 1 or sharded:
+        # imported here, because most runs are a single process
+        from minivlmrl.distributed.network import attempt_store, connect, ending_with_dead_hosts
+
         # Gloo transfers CPU tensors, Python objects and offloaded shards. Unless it is given a network interface, it
         # resolves the host's name, which can fail in a container.
         if local_size == size and sys.platform == "linux":

@@ -7,7 +7,7 @@ runs without sharding do not load it.
 import copy
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeGuard
@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minivlmrl.config.options import ShardingOptions
 from minivlmrl.model.decoder import VisionLanguageModel
-from minivlmrl.model.lora import sampling_copies
-from minivlmrl.model.plain_weights import shared_base
+from minivlmrl.model.plain_weights import has_adapters, shared_base
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -150,7 +149,7 @@ def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterato
             all ranks must then run equally many passes, see fsdp.in_lockstep.
     """
     if model.sharding is None:
-        with sampling_copies(model), torch.inference_mode():
+        with adapter_copies(model), torch.inference_mode():
             yield model
         return
     try:
@@ -160,10 +159,20 @@ def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterato
                 yield model
                 return
             gathered = model.sharding.gather(model)
-            with sampling_copies(gathered):
+            with adapter_copies(gathered):
                 yield gathered
     finally:
         reshard(model)
+
+
+def adapter_copies(model: VisionLanguageModel) -> AbstractContextManager[list[nn.Parameter]]:
+    """Replace a model's adapters by 16-bit copies in a `with` block, see sampling_copies in model/lora.py."""
+    if not has_adapters(model):
+        return nullcontext([])
+    # imported here, because few runs have adapters
+    from minivlmrl.model.lora import sampling_copies
+
+    return sampling_copies(model)
 
 
 def copy_model(model: VisionLanguageModel, in_compute_dtype: bool = False) -> VisionLanguageModel:

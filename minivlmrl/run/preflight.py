@@ -26,7 +26,6 @@ from minivlmrl.kernels.backend import KERNELS, backend_for
 from minivlmrl.model.checkpoint import DTYPES
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.trainable import trainable_summary
-from minivlmrl.rewards.boxes import check_inside
 from minivlmrl.rewards.columns import call_rewards
 from minivlmrl.rewards.registry import COMPARE_SOLUTIONS, held_out_rewards, required_columns, training_rewards
 from minivlmrl.trainers.base import Trainer
@@ -97,8 +96,11 @@ def check_truths(config: RunConfig, needs: dict[str, str], datasets: dict[str, D
                     if names is None or reward.name in names:
                         sizes = [(math.inf, math.inf)]
                         reward.function([None], [solution], image_sizes=sizes, answer_extents=sizes)
-        compares_boxes = any(reward.name != "accuracy" for reward in rewards)
-        for index in range(0, len(rows) * compares_boxes, math.ceil(len(rows) / NUM_IMAGES)):
+        if all(reward.name == "accuracy" for reward in rewards):
+            continue
+        from minivlmrl.rewards.boxes import check_inside  # imported here, because most runs have no boxes
+
+        for index in range(0, len(rows), math.ceil(len(rows) / NUM_IMAGES)):
             row = rows[index]
             size = None
             with suppress(ValueError):  # an image that cannot be read ends the run, or is skipped, when it is used

@@ -12,8 +12,7 @@ import torch
 from minivlmrl.config.loading import inference_yaml
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.file_rows import FileRows
-from minivlmrl.data.image_settings import RESIZE
-from minivlmrl.data.media import media_options
+from minivlmrl.data.image_settings import RESIZE, media_options
 from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import describe_spelled, find_long_rows, summary, without_rows

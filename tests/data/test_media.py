@@ -18,7 +18,8 @@ from minivlmrl.data import file_dataset
 from minivlmrl.data.boxes import box_columns
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor, load_image
-from minivlmrl.data.media import check_options, fetch_image
+from minivlmrl.data.image_settings import check_options
+from minivlmrl.data.media import fetch_image
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.read_row import read_row
 from minivlmrl.data.video import load_video

@@ -19,7 +19,8 @@ from minivlmrl.config.options import LoRAOptions, ShardingOptions
 from minivlmrl.distributed import fsdp
 from minivlmrl.distributed.fsdp import DummyVisionForward, Sharding, in_lockstep
 from minivlmrl.distributed.process_group import World
-from minivlmrl.distributed.saving import gather_and_save_model, save_sharded
+from minivlmrl.distributed.save_sharded import save_sharded
+from minivlmrl.distributed.saving import gather_and_save_model
 from minivlmrl.distributed.weights import copy_model, is_sharded, recompute_blocks, reshard, rollout_weights, units
 from minivlmrl.files import weight_files
 from minivlmrl.model import lora, vision
