@@ -24,37 +24,13 @@ RUN_CONFIG = "config.yaml"  # file in the folder of a run, with all options of t
 INFERENCE_CONFIG = "minivlmrl.yaml"
 
 
-# kinds of folders that lack config.json or weights: (pattern of a file in it, what to do instead)
-OTHER_FOLDERS = (
-    ("checkpoint/config.json", "It is the folder of a run; use its folder checkpoint"),
-    (
-        "states",
-        "It is the folder of a run that has not saved a model yet; continue it with --resume=auto, and "
-        "use its folder checkpoint",
-    ),
-    (
-        "adapter_*",
-        "It is an adapter; set model.path to the base model and adapter.path to this folder, or merge "
-        "both with `python -m minivlmrl merge`",
-    ),
-    (
-        "*.gguf",
-        "It has a GGUF file of llama.cpp, which cannot be trained; download the safetensors files of "
-        "the original model",
-    ),
-    (
-        "*.bin",
-        "It has weights in PyTorch's pickle format; convert them with from_pretrained and "
-        "save_pretrained of transformers",
-    ),
-    ("*/config.json", "A folder in it has a config.json; use that folder"),
-)
-
-
 def _what_to_do(folder: Path) -> str:
     """Return what to do about a folder that lacks config.json or weights."""
-    kinds = (advice for pattern, advice in OTHER_FOLDERS if any(folder.glob(pattern)))
-    return next(kinds, "Download the folder again")
+    if (folder / "checkpoint" / "config.json").is_file():
+        return "It is the folder of a run; use its folder checkpoint"
+    if any(folder.glob("adapter_*")):
+        return "It is an adapter; set model.path to the base model and adapter.path to this folder"
+    return "Download the folder again. It needs config.json and .safetensors files; .gguf and .bin files cannot be read"
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -73,16 +73,6 @@ class ReferenceOptions:
     # each update sets reference = (1 - alpha) * reference + alpha * policy
     ref_model_mixup_alpha: Annotated[float, "[0, 1]"] = 0.6
     ref_model_sync_steps: Annotated[int, ">= 1"] = 512  # optimizer steps between updates
-    # parameters before this layer are frozen and shared with the reference; None shares none
-    num_shared_layers: Annotated[int, ">= 0"] | None = None
-    pattern: str = "model.layers.{layer}"  # text in that layer's parameter names
-
-    def __post_init__(self):
-        if self.path is not None and self.num_shared_layers is not None:
-            raise ValueError(
-                "num_shared_layers cannot be combined with path, because a reference loaded from a "
-                "folder shares no parameters with the policy; remove one of the two options"
-            )
 
 
 # -------------------------------------------------------------------------------------------- data

@@ -47,20 +47,6 @@ TRL_ALIASES = {
     "gradient_accumulation_steps": "STAGE.prompts_per_step, of an update on all ranks",
     "bf16": "model.compute_dtype=bfloat16",
 }
-# other trainers' options that have no counterpart -> what to do instead, after "unknown key ...; "
-_DEVICE = (
-    "there is no such option: a run uses all GPUs that CUDA shows to it, one for each process of "
-    "torchrun, or else the CPU; choose them with the environment variable CUDA_VISIBLE_DEVICES "
-    "(-1 is the CPU)"
-)
-_ATTENTION = (
-    "there is no such option: minivlmrl has its own attention, which chooses the fastest kernel "
-    "for the device and needs no FlashAttention; remove the option"
-)
-NO_COUNTERPART = {
-    **dict.fromkeys(("device", "device_map", "use_cpu", "no_cuda"), _DEVICE),
-    **dict.fromkeys(("attn_implementation", "use_flash_attention_2", "flash_attn"), _ATTENTION),
-}
 
 
 class Loader(yaml.SafeLoader):
@@ -258,11 +244,8 @@ class Reader:
 
 def _suggestion(root: type, section: type, prefix: str, key: str) -> str:
     """Suggest the option of TRL's name, an option of another section, or a similar name."""
-    if key in NO_COUNTERPART:
-        return NO_COUNTERPART[key]
-    alias = TRL_ALIASES.get(key)
-    if alias:
-        return f"here this option is {alias}"
+    if key in TRL_ALIASES:
+        return f"here this option is {TRL_ALIASES[key]}"
     paths = [option.path for option in options_of(root)]
     for words in ([key], key.split("_")):
         elsewhere = []

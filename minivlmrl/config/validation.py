@@ -54,14 +54,12 @@ RULES: list[Rule] = [
      "log-probabilities of sampler and trainer are not compared with adapter.dropout > 0, because only "
      "the trainer applies dropout",
      lambda r, _: r.sampling.engine == "native" and r.adapter.dropout > 0),
-    ("reference.path reference.sync_ref_model reference.num_shared_layers",
+    ("reference.path reference.sync_ref_model",
      "no stage of this recipe keeps a reference model; grpo has one only with beta > 0, and dpo only "
      "without reference_free and precompute_ref_log_probs", lambda _, has_reference: not has_reference),
     ("reference.ref_model_mixup_alpha reference.ref_model_sync_steps",
      "the reference model does not change unless reference.sync_ref_model is true",
      lambda r, _: not r.reference.sync_ref_model),
-    ("reference.pattern", "no layers are shared unless reference.num_shared_layers is set",
-     lambda r, _: r.reference.num_shared_layers is None),
     ("reward_model.path", "no reward uses a reward model unless rewards has reward_model",
      lambda r, _: "reward_model" not in r.rewards),
     ("dpo.precompute_ref_log_probs",

@@ -48,7 +48,6 @@ from minivlmrl.run.evaluate import evaluation_sampling
 from minivlmrl.run.optimizer import begin_state, build_optimizer
 from minivlmrl.run.setup import patch_dtype
 from minivlmrl.trainers.base import Trainer
-from minivlmrl.trainers.reference import freeze_shared_layers
 from minivlmrl.trainers.registry import find_trainer
 
 GB = 10**9
@@ -162,23 +161,21 @@ class MemoryEstimator:
         """Read the config of a model, without its weights."""
         return cls(read_config(find_folder(path)), before_ampere)
 
-    def build(self, run: RunConfig, stage: str) -> VisionLanguageModel:
-        """Build a stage's policy on the meta device."""
+    def build(self, run: RunConfig) -> VisionLanguageModel:
+        """Build a run's policy on the meta device."""
         model = copy.deepcopy(self.model).to(DTYPES[run.model.dtype])
         inject_adapters(model, run.adapter)
         select_trained(model, run.model.freeze)
-        if has_reference(run, stage):
-            freeze_shared_layers(model, run.reference)
         return model
 
     def build_trained(self, run: RunConfig, stage: str) -> TrainedModels:
         """Build a stage's trained models on the meta device."""
-        model = self.build(run, stage)
+        model = self.build(run)
         section = getattr(run, stage)
         if getattr(section, "critic", "shared") == "shared":
             return TrainedModels(model)
         if section.critic_path is not None:
-            backbone = MemoryEstimator.from_folder(section.critic_path).build(run, stage)
+            backbone = MemoryEstimator.from_folder(section.critic_path).build(run)
         elif run.uses_fsdp:  # FSDP needs a copy of the base model below the adapters too
             backbone = copy.deepcopy(model)
         else:
@@ -554,7 +551,7 @@ def reference_bytes(question: MemoryQuestion) -> int:
     dtype = DTYPES[run.model.dtype] if reference.sync_ref_model else question.dtype
     if reference.path is not None:
         return MemoryEstimator.from_folder(reference.path).parameters * dtype.itemsize
-    if run.adapter.r or reference.num_shared_layers is not None:
+    if run.adapter.r:
         return bytes_of(trained_parameters(policy))
     return computed_bytes(policy, dtype)
 

@@ -121,7 +121,7 @@ def written_bytes(question: MemoryQuestion) -> dict[str, float]:
         sizes["training states"] = (NUM_KEPT_STATES + 1) * state_bytes(question)
     dtype = run.model.save_dtype or estimator.config.torch_dtype
     weights = estimator.parameters * DTYPES[dtype].itemsize
-    adapter = bytes_of(adapter_parameters(estimator.build(run, question.stage)))
+    adapter = bytes_of(adapter_parameters(estimator.build(run)))
     saved = adapter if run.save == "adapter" else weights
     folder = Path(run.output_dir)
     sizes["weights"] = weights

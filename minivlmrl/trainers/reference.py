@@ -19,7 +19,6 @@ from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.plain_weights import has_adapters
-from minivlmrl.model.trainable import trained_parameters
 
 # ModelConfig fields that must be equal in the policy and the reference, because both models get the same patches,
 # positions and token ids
@@ -32,17 +31,15 @@ MATCHING_FIELDS = [
 class Reference:
     """Reference model without gradients: either a copy of the policy or a model from a folder.
 
-    If the policy has adapters or num_shared_layers is set, only its trained parameters are copied. If sync_ref_model is
-    set, the reference moves towards the policy (TR-DPO, arXiv 2404.09656). The adapters' matrices A and B are then
-    averaged separately.
+    If the policy has adapters, only its trained parameters are copied. If sync_ref_model is set, the reference moves
+    towards the policy (TR-DPO, arXiv 2404.09656). The adapters' matrices A and B are then averaged separately.
 
-    Source: create_reference_model and SyncRefModelCallback in TRL 1.16.
+    Source: SyncRefModelCallback in TRL 1.16.
     """
 
     def __init__(self, policy: VisionLanguageModel, config: ReferenceOptions, processor: Processor, world: World):
         self.policy = policy
         self.config = config
-        freeze_shared_layers(policy, config)
         # a reference that is updated must have the policy parameters' precision
         in_compute_dtype = not config.sync_ref_model
         if config.path is not None:
@@ -54,7 +51,7 @@ class Reference:
                     "the policy's in name or shape, so the reference cannot be moved towards the policy; remove "
                     "reference.sync_ref_model or reference.path"
                 )
-        elif has_adapters(policy) or config.num_shared_layers is not None:
+        elif has_adapters(policy):
             trained = [name for name, p in policy.named_parameters() if p.requires_grad]
             model = SwappedParameters(policy, trained)
         else:
@@ -132,23 +129,6 @@ def swapped_in(
         reshard(policy)
     finally:
         model.exchange()
-
-
-def freeze_shared_layers(policy: VisionLanguageModel, config: ReferenceOptions):
-    """Freeze all parameters before layer num_shared_layers, because the reference shares them."""
-    if config.num_shared_layers is None:
-        return
-    layer_name = config.pattern.replace("{layer}", str(config.num_shared_layers))
-    for name, parameter in policy.named_parameters():
-        if layer_name in name:
-            break
-        parameter.requires_grad_(False)
-    if not trained_parameters(policy):
-        raise ValueError(
-            f"reference.num_shared_layers is {config.num_shared_layers}, so no trainable parameter "
-            f"is left: either no layer matches {layer_name!r}, or model.freeze freezes all later "
-            "parameters; decrease reference.num_shared_layers"
-        )
 
 
 def shapes(model: nn.Module) -> dict[str, torch.Size]:

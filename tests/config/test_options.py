@@ -75,10 +75,8 @@ OPTIONS = [
     *changed([*SFT, "--sft.learning_rate=3e-2"], optimizer={"weight_decay": 1.0}),
     *changed([*SFT, "--optimizer.max_grad_norm=1e9", "--sft.max_steps=3"], optimizer={"max_grad_norm": 0.01}),
     ("reference", "{sync_ref_model: true, ref_model_sync_steps: 1}", DPO),
-    *changed(DPO, reference={"num_shared_layers": 1}),
     *changed([*DPO, *MOVING], reference={"ref_model_mixup_alpha": 0.1}),
     *changed([*DPO, *MOVING, "--dpo.max_steps=3"], reference={"ref_model_sync_steps": 2}),
-    *changed([*DPO, "--reference.num_shared_layers=1"], reference={"pattern": "visual.merger"}),
     *changed(DPO, dpo={
         "loss_type": "[sigmoid, sft]", "beta": 0.5, "label_smoothing": 0.2, "reference_free": "true",
         "use_weighting": "true",

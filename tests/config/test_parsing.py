@@ -118,8 +118,6 @@ def test_json_files_may_have_more_keys_and_are_not_converted():
     ("max_completion_length=9", "here this option is sampling.max_new_tokens"),
     ("use_vllm=true", "here this option is sampling: vllm"),
     ("deepspeed=ds.json", "here this option is sharding.enabled"),
-    ("device=cuda", "there is no such option: a run uses all GPUs that CUDA shows"),
-    ("model.attn_implementation=sdpa", "there is no such option: minivlmrl has its own attention"),
     ("grpo.epsilon=0.1", "here this option is grpo.epsilon_low and grpo.epsilon_high"),
     ("learning_rate=1", "here this option is sft: learning_rate or dpo: learning_rate or "),
     ("grpo_learning_rate=1", "here this option is grpo: learning_rate"),

@@ -53,8 +53,6 @@ CASES = [
     ("reference.sync_ref_model", True, [{}], [KL, {"stages": []}]),
     ("reference.ref_model_mixup_alpha", 0.5, [KL], [KL | MOVING]),
     ("reference.ref_model_sync_steps", 2, [KL], [KL | MOVING]),
-    ("reference.num_shared_layers", 1, [{}], [KL]),
-    ("reference.pattern", "layers.{layer}", [KL], [KL | {"reference.num_shared_layers": 0}]),
     ("dpo.precompute_ref_log_probs", True, [{"dpo.reference_free": True}, BOTH], [{}]),
     ("dpo.f_divergence_type", "js_divergence", [{"dpo.loss_type": ["sft"]}], [{}]),
     ("dpo.f_alpha_divergence_coef", 0.9, [{}], [{"dpo.f_divergence_type": "alpha_divergence"}]),

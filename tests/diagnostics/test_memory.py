@@ -251,7 +251,7 @@ def test_once_per_step_keeps_weights_and_gradients(form):
     assert all(train[name] == plain[name] for name in train.keys() - {"gathered", "gradients"})
 
 
-@pytest.mark.parametrize("option", ["", "adapter.r=2", "reference.num_shared_layers=1", "reference.path"])
+@pytest.mark.parametrize("option", ["", "adapter.r=2", "reference.path"])
 def test_a_reference_takes_the_estimated_memory(option, stage, checkpoint):
     """The reference is counted besides the policy. Weights that both share have no gradients."""
     option = f"reference.path={checkpoint}" if "path" in option else option

@@ -15,14 +15,10 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123
 
 KINDS = {
     "checkpoint/config.json": "It is the folder of a run; use its folder checkpoint",
-    "states/000001/config.json": "It is the folder of a run that has not saved a model yet; continue it with --resume=",
     "adapter_config.json": "It is an adapter; set model.path to the base model and adapter.path to this folder",
     "adapter_model.safetensors": "It is an adapter; set model.path to the base model and adapter.path to this folder",
-    "model.gguf": "It has a GGUF file of llama.cpp, which cannot be trained; download the safetensors",
-    "pytorch_model-00001-of-00002.bin": "It has weights in PyTorch's pickle format; convert them with",
-    "model/config.json": "A folder in it has a config.json; use that folder",
     "model-00001-of-00002.safetensors": "Download the folder again",
-    "notes.txt": "Download the folder again",
+    "model.gguf": "Download the folder again. It needs config.json and .safetensors files; .gguf and .bin files cannot",
 }
 
 

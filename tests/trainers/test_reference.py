@@ -1,6 +1,5 @@
 """Test the reference model: a copy of the policy, shared layers, updates, a model from a folder, or none."""
 
-import copy
 import json
 import shutil
 from dataclasses import replace
@@ -9,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minivlmrl.config.loading import load_config
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import save_model
 from minivlmrl.model.logprobs import per_token_logps
@@ -18,8 +16,8 @@ from tests.helpers import tiny
 from tests.helpers.stages import snapshot
 
 WEIGHTS = {"dpo": "beta", "grpo": "beta", "ppo": "kl_coef"}  # option that weights the KL
-# the reference copies all parameters, only adapters, or only parameters after the first layer
-FORMS = {"all": [], "adapters": ["--adapter.r=2"], "shared": ["--reference.num_shared_layers=1"]}
+# the reference copies all parameters, or only adapters
+FORMS = {"all": [], "adapters": ["--adapter.r=2"]}
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -55,7 +53,7 @@ def of_trl(path, name):
     return getattr(pytest.importorskip(path, reason="oracle missing: pip install trl==1.16.0"), name)
 
 
-@pytest.mark.parametrize("name, form", [*((name, "all") for name in WEIGHTS), ("dpo", "adapters"), ("grpo", "shared")])
+@pytest.mark.parametrize("name, form", [*((name, "all") for name in WEIGHTS), ("dpo", "adapters")])
 def test_updates_match_trls_callback(stage, name, form):
     """The reference equals TRL's SyncRefModelCallback on the same parameters, after steps 2 and 4."""
     callback = of_trl("trl.trainer.callbacks", "SyncRefModelCallback")
@@ -84,40 +82,6 @@ def test_with_mixup_1_the_reference_is_the_policy_of_the_previous_step(stage):
             policy = batch.group.pad(per_token_logps(run.model, batch.group)[0])
         assert torch.equal(batch.ref_per_token_logps, policy)
         run.update()
-
-
-@pytest.mark.parametrize("layers, pattern, model", [
-    (0, None, "model"), (1, None, "model"), (1, None, "tied"), (1, None, "qwen3_vl"),
-    (0, "visual.blocks.{layer}", "model"),
-])  # fmt: skip
-def test_shared_layers_match_trl(stage, layers, pattern, model):
-    """Shared parameters equal those in TRL's create_reference_model and exist once; the log-probabilities are equal."""
-    create = of_trl("trl.experimental.utils", "create_reference_model")
-    options = [f"--reference.num_shared_layers={layers}", *([f"--reference.pattern={pattern}"] if pattern else [])]
-    run = stage("dpo", *options, model=model)
-    policy = copy.deepcopy(stage("dpo", model=model).model)
-    theirs = create(policy, layers, pattern)
-    shared = {name for name, p in theirs.named_parameters() if p.data_ptr() == policy.get_parameter(name).data_ptr()}
-    assert {name for name, p in run.model.named_parameters() if not p.requires_grad} == shared
-    before = snapshot(run.model)
-    run.go(2)
-    kept = [p for module in run.trainer.modules().values() for p in module.parameters()]
-    behind = sum(p.numel() for name, p in before.items() if name not in shared)
-    assert sum(p.numel() for p in kept) == sum(p.numel() for p in before.values()) + behind
-    for name, parameter in run.model.named_parameters():
-        assert torch.equal(parameter, before[name]) == (name in shared), name
-    batch = run.next()[0]
-    with torch.no_grad():
-        expected = batch.group.pad(per_token_logps(theirs, batch.group)[0])
-    assert torch.equal(batch.ref_per_token_logps, expected)
-    assert (batch.group.pad(per_token_logps(run.model, batch.group)[0]) - expected).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("option", ["num_shared_layers=2", "pattern=layer.{layer}"])
-def test_sharing_all_layers_is_refused(stage, option):
-    says = r"num_shared_layers is \d, so no trainable parameter is left: either no layer matches '\S+\d'"
-    with pytest.raises(ValueError, match=says):
-        stage("dpo", "--reference.num_shared_layers=1", f"--reference.{option}")
 
 
 @pytest.fixture
@@ -182,11 +146,9 @@ def test_a_folder_that_does_not_fit_is_refused(stage, other, home):
     (folder / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"2 tokens of the policy have other ids .*, for example '[ab]'; use a model"):
         stage("dpo", option)
-    with pytest.raises(ValueError, match=r"reference\.num_shared_layers cannot be combined with path"):
-        load_config(home / "recipe.yaml", [option, "--reference.num_shared_layers=1"])
 
 
-@pytest.mark.parametrize("form", ["all", "adapters", "shared", "path"])
+@pytest.mark.parametrize("form", ["all", "adapters", "path"])
 def test_a_resumed_run_has_the_same_reference(run, checkpoint, form, plain, lively):
     """A run resumed from a checkpoint between two reference updates continues exactly."""
     moving = ["sync_ref_model", "ref_model_sync_steps=2", "ref_model_mixup_alpha=0.5"]
