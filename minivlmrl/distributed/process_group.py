@@ -158,10 +158,7 @@ class World:
 
         All ranks must call this method; an error on rank 0 is raised on all ranks.
         """
-        results = [self.run_on_rank_zero(work)]
-        if self.size > 1:
-            dist.broadcast_object_list(results)
-        [result] = results
+        result = self.gather_objects(self.run_on_rank_zero(work))[0]
         return result  # pyright: ignore[reportReturnType] (None only if work returned None)
 
     def barrier(self):

@@ -25,7 +25,6 @@ from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.trainers.functions import checked_loss
 from minivlmrl.trainers.phase_timer import PhaseTimer
-from minivlmrl.trainers.reference import Reference
 
 
 @dataclass
@@ -171,6 +170,9 @@ class Trainer:
         select_trained(model, run.model.freeze)
         self.reference = None
         if self.has_reference(self.config):
+            # imported here, because only a KL penalty and DPO need it
+            from minivlmrl.trainers.reference import Reference
+
             self.reference = Reference(model, run.reference, processor, world)
 
     @classmethod

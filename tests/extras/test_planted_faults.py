@@ -32,12 +32,6 @@ def black(image: str) -> str:
     return image + ".black.png"
 
 
-def stretched(number: int, row: dict) -> dict:
-    """Write an image with 16 x 16 pixels, enlarged to 64 x 64, and return it as the row's new image."""
-    PIL.Image.effect_noise((16, 16), 90).resize((64, 64), 0).save(f"stretched_{number}.png")
-    return {"image": f"stretched_{number}.png"}
-
-
 def asked_twice(number: int, row: dict) -> dict:
     talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name it."}]
     return {"prompt": talk, "problem": None}
@@ -92,7 +86,6 @@ IOU = ["--rewards={iou: 1, box_format: 1}"]
 FAULTS = {
     "a temperature near 0": Fault(
         ["--sampling.temperature=0.001", "--sampling.top_k=1"],
-        check=("sampling.temperature is 0.001", "Set it to 1.0"),
         run=("the same text is sampled repeatedly", "set them to 1.0")),
     "a large learning rate": Fault(
         ["--grpo.learning_rate=1e6"], check=("grpo.learning_rate is 1e+06, but a rate above 0.01", "Lower it"),
@@ -148,8 +141,6 @@ FAULTS = {
     "boxes in another unit": Fault(
         IOU, {"solution": [0.1, 0.2, 0.5, 0.6]},
         check=("is not a box inside the image", "in pixels of the image file")),
-    "thumbnails that were stretched": Fault(
-        change=stretched, check=("8 of 8 images are thumbnails", "Use the original images")),
     "two system messages": Fault(
         ["--data.system_prompt=Be kind."], asked_twice,
         check=("8 of 8 rows have more than one system", "Keep only one")),
@@ -162,9 +153,6 @@ FAULTS = {
     "empty solutions": Fault(
         ["--rewards={accuracy: 1}"], lambda i, row: {"solution": row["solution"] if i % 2 else ""},
         check=("4 of 8 rows have an empty solution, which reward accuracy", "Write a solution")),
-    "a reward under two names": Fault(
-        ["--rewards={accuracy: 1, minivlmrl.rewards.text:accuracy: 1}"],
-        check=("accuracy and minivlmrl.rewards.text:accuracy are the same function", "Remove one of them")),
     # answers to learn from
     "demonstrations without an end token": Fault(
         ["--stages=[sft, grpo]", "--sampling.stop_token_ids=[1]"],
@@ -172,21 +160,12 @@ FAULTS = {
     "demonstrations longer than max_new_tokens": Fault(
         ["--stages=[sft, grpo]", "--sampling.max_new_tokens=2"], check=("sampling.max_new_tokens is 2", "Raise it")),
     # the recipe
-    "top_k 1": Fault(
-        ["--sampling.top_k=1"], check=("sampling.top_k is 1", "Set sampling.top_k to 0")),
-    "beta of GRPO far too high": Fault(
-        ["--grpo.beta=10"], check=("grpo.beta is 10, a KL weight so high", "Set it to 0.1")),
     "a small learning rate in bfloat16": Fault(
         ["--model.dtype=bfloat16", "--grpo.learning_rate=1e-6"],
         check=("updates of weights over 0.0005 are lost", "use model.dtype=float32")),
     "a learning rate too small for adapters": Fault(
         ["--adapter.r=4", "--grpo.learning_rate=1e-6"],
         check=("grpo.learning_rate is 1e-06, at which adapters (adapter.r is 4) hardly change", "from 1e-5 to 1e-4")),
-    "a warmup without an end": Fault(
-        ["--grpo.warmup_steps=100"], check=("grpo.warmup_steps is 100, so all 3 steps", "Lower it")),
-    "more prompts in a step than rows": Fault(
-        ["--grpo.prompts_per_step=64"],
-        check=("grpo.prompts_per_step is 64, but the dataset has only 8 rows", "Lower it")),
     "weights of rewards that cancel": Fault(
         ["--rewards={accuracy: 1, format: -1}"],
         check=("Right answers do not score higher", "Check the weights of the rewards")),

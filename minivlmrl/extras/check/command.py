@@ -20,13 +20,6 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed import process_group
 from minivlmrl.extras.check.completions import check_completions
 from minivlmrl.extras.check.evaluation import check_evaluation
-from minivlmrl.extras.check.recipe import (
-    check_duplicates,
-    check_sampling_options,
-    check_template,
-    check_tools,
-    check_training,
-)
 from minivlmrl.extras.check.rewards import (
     Trial,
     check_contradictions,
@@ -38,12 +31,15 @@ from minivlmrl.extras.check.rewards import (
 )
 from minivlmrl.extras.check.rows import check_rows, solutions_of
 from minivlmrl.generation.environments import make_sampler
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.rewards.registry import held_out_rewards
 from minivlmrl.run.callbacks import default_callbacks
 from minivlmrl.run.preflight import describe_hardware, find_mistakes
 from minivlmrl.run.setup import prepare
 from minivlmrl.trainers.registry import find_trainers
 
+# with a lower learning rate, adapters hardly change within a few hundred steps
+LOWEST_ADAPTER_RATE = 5e-6
 RERUN_OPTIONS = "--stages=grpo --model.config=null --model.path=RUN/checkpoint"
 
 
@@ -78,15 +74,11 @@ def check(config: RunConfig) -> Iterator[str]:
         }
     online = [stage for stage, trainer in stages.items() if trainer.samples_completions]
     yield from find_mistakes(config, datasets)
-    if online:
-        yield from check_sampling_options(config.sampling)
     for stage, trainer in stages.items():
-        yield from check_training(config, stage, model, len(datasets[stage]))
+        yield from check_learning_rate(config, stage, model)
         yield from check_rows(config, datasets[stage], trainer.answers, processor)
         yield from check_contradictions(held_out_rewards(config), datasets[stage], trainer, processor)
     yield from check_evaluation(config, datasets, processor)
-    yield from check_template(processor)
-    yield from check_tools(config.sampling.environment)
     rows_of = {trainer.needs: datasets[stage] for stage, trainer in reversed(stages.items())}
     if online and "demonstrations" in rows_of:
         yield from check_demonstrations(make_trial(config, rows_of["demonstrations"], processor))
@@ -108,9 +100,31 @@ def check(config: RunConfig) -> Iterator[str]:
     process_group.shutdown(world)
 
 
+def check_learning_rate(config: RunConfig, stage: str, model: VisionLanguageModel) -> Iterator[str]:
+    """Check for a rate that ruins the weights of the model within a few steps, or that hardly changes adapters."""
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    keeps_language = {"language", "embeddings"} <= {*config.model.freeze}
+    if num_parameters < 10**8 or not config.model.path:
+        highest_rate = 1e-2
+    elif config.adapter.r or keeps_language:  # keeps_language: a new vision tower or merger
+        highest_rate = 1e-3
+    else:
+        highest_rate = 1e-4
+    rate = getattr(config, stage).learning_rate
+    if config.adapter.r and rate < LOWEST_ADAPTER_RATE:
+        yield (
+            f"{stage}.learning_rate is {rate:g}, at which adapters (adapter.r is {config.adapter.r}) hardly change, "
+            "because they start at 0. Set it to a value from 1e-5 to 1e-4."
+        )
+    if rate > highest_rate:
+        yield (
+            f"{stage}.learning_rate is {rate:g}, but a rate above {highest_rate:g} ruins the weights of this model "
+            "within a few steps. Lower it."
+        )
+
+
 def check_trial(config: RunConfig, trial: Trial, rows: Dataset, stage: str) -> Iterator[str]:
     """Check the rewards for a stage that samples completions for some rows."""
-    yield from check_duplicates(trial.rewards)
     if (trial.weights > 0).any():
         solutions = solutions_of(without_media(rows))
         yield from check_rewards(trial, solutions)

@@ -5,9 +5,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-import numpy as np
-import PIL.Image
-
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.file_rows import FileRows
 from minivlmrl.data.messages import as_turns, part_kind, parts_of, shown_parts_of, text_of
@@ -89,7 +86,7 @@ def check_twice(all_rows: Dataset) -> Iterator[str]:
 
 
 def check_images(rows: Sequence[Row]) -> Iterator[str]:
-    """Check for images that are all the same, have only one colour, or are enlarged thumbnails."""
+    """Check for images that are all the same, or have only one colour."""
     shown_bytes = [tuple(image.tobytes() for image in row.images) for row in rows]
     if len(rows) > 3 and all(shown_bytes) and len(set(shown_bytes)) == 1:
         yield ("All rows that were checked have the same image. Check which files the column image or images names.")
@@ -100,25 +97,6 @@ def check_images(rows: Sequence[Row]) -> Iterator[str]:
             f"{num_one_colour} of {len(images)} images have only one colour. Check whether the "
             "files are damaged, or are masks."
         )
-    num_enlarged = sum(map(is_enlarged, images))
-    if 5 * num_enlarged > len(images):
-        yield (
-            f"{num_enlarged} of {len(images)} images are thumbnails that were enlarged by "
-            "repeating pixels. Use the original images."
-        )
-
-
-def is_enlarged(image: PIL.Image.Image) -> bool:
-    """Return whether an image is a thumbnail that was enlarged by repeating its pixels.
-
-    Such an image has more than 64 colours, and each column equals the column to its left or right.
-    """
-    if image.getcolors(64) is not None:
-        return False
-    pixels = np.array(image.convert("RGB"))  # (height, width, 3)
-    # (width - 1,): whether a pixel column differs from the column to its left
-    differs = (pixels[:, 1:] != pixels[:, :-1]).any((0, 2))
-    return not (differs[1:] & differs[:-1]).any()
 
 
 def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
