@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from minivlmrl.config.parsing import TypeHint, build, read_value
+from minivlmrl.config.parsing import build
 from minivlmrl.errors import check_field, error_context
 
 LFS = b"version https://git-lfs"  # beginning of a pointer file
@@ -76,7 +76,7 @@ def write_json(path: Path, content: dict):
     path.write_bytes(f"{json_text(content, indent=2)}\n".encode())
 
 
-def read_lines(path: Path, form: type, others: TypeHint = Any) -> list[dict]:
+def read_lines(path: Path, form: type) -> list[dict]:
     """Parse the complete lines of a JSON lines file; return [] if the file does not exist.
 
     A last line without a newline is ignored, because it is incomplete: a run is still writing this line, or the disk
@@ -84,16 +84,12 @@ def read_lines(path: Path, form: type, others: TypeHint = Any) -> list[dict]:
 
     Args:
         form: dataclass with the fields that each line must have.
-        others: type of all other values in a line.
     """
     text = path.read_bytes() if path.is_file() else b""
     contents = []
     for number, line in enumerate(text.split(b"\n")[:-1], start=1):
-        where = f"{path}:{number}"
-        with error_context(where):
+        with error_context(f"{path}:{number}"):
             content = parse_json(line)
-            known = vars(build(form, content, where, json=True))
-            for name in content.keys() - known.keys():
-                read_value(others, content[name], name, json=True)
+            build(form, content, f"{path}:{number}", json=True)
         contents.append(content)
     return contents

@@ -2,18 +2,18 @@
 
 import base64
 import math
-from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic as clock
 
 from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import read_value
 from minivlmrl.errors import error_context
+from minivlmrl.files import RUN_CONFIG
 from minivlmrl.json_files import json_text, read_json, read_lines
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.metrics import EVALUATIONS, METRICS, SPEED_EVERY, TIMINGS, WARNINGS, MetricsLog, describe_speed
+from minivlmrl.run.results import SUMMARY
 from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES, LogLine
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Step, Trainer
@@ -24,62 +24,6 @@ POINTS = 500  # maximum number of curve points in a stage; each is the mean of s
 # maximum number of steps whose completions are shown, and of prompts per step, so that the page stays small
 STEPS = 60
 PROMPTS = 4
-
-
-Number = float | None
-
-
-@dataclass
-class ReportTurn:
-    """Fields that the page reads from a turn of a logged trajectory."""
-
-    tokens: int
-
-
-@dataclass
-class ReportCompletion:
-    """Fields that the page reads from a logged completion; all texts are escaped there."""
-
-    rewards: dict[str, Number]
-    tokens: list[tuple[str, Number]]
-    reward: Number = None
-    advantage: Number = None
-    boxes: list[list[float]] = field(default_factory=list)
-    pictures: list[str] = field(default_factory=list)
-    turns: list[ReportTurn] = field(default_factory=list)
-    why: dict | None = None
-
-
-@dataclass
-class ReportLogLine(LogLine):
-    """Fields that the page reads from a line of completions.jsonl."""
-
-    images: list[str]
-    completions: list[ReportCompletion]
-    truth: list[list[float]]
-    row: int
-
-
-@dataclass
-class TimingsLine(LogLine):
-    """Fields that the page reads from a line of timings.jsonl."""
-
-    seconds: float
-    step_time: float
-    tokens_per_second: float
-    phases: dict[str, float] = field(default_factory=dict)
-    mfu: float = 0.0
-    peak_memory_gib: float = 0.0
-    allocated_memory_gib: float = 0.0
-    reserved_memory_gib: float = 0.0
-    free_memory_gib: float = 0.0
-
-
-@dataclass
-class WarningsLine(LogLine):
-    """Fields of a line of warnings.jsonl."""
-
-    warning: str
 
 
 class ReportPage(Callback):
@@ -122,41 +66,26 @@ def write_page(folders: list[Path], out: Path, seconds: float = 0):
 
 def collect_run(folder: Path) -> dict:
     """Collect a run's data for the page. Steps are counted from 1, as in the terminal."""
-    config_file = folder / "config.yaml"
-    with error_context(config_file):
-        config = config_file.read_text(encoding="utf-8") if config_file.is_file() else None
-    metrics = read_lines(folder / METRICS, LogLine, Number)
+    config, summary = folder / RUN_CONFIG, folder / SUMMARY
+    metrics = read_lines(folder / METRICS, LogLine)
     evaluations = collect_evaluations(folder, metrics)
     completions = collect_completions(folder)
-    timings = read_lines(folder / TIMINGS, TimingsLine)
-    warnings = read_lines(folder / WARNINGS, WarningsLine)
+    timings = read_lines(folder / TIMINGS, LogLine)
+    warnings = read_lines(folder / WARNINGS, LogLine)
     for line in (*completions, *metrics, *timings, *warnings):
         line["step"] += 1
     last_timings = [lines[-1] | {"speed": describe_speed(lines[-SPEED_EVERY:])} for lines in by_stage(timings).values()]
     return {
         "name": folder.resolve().name,
-        "config": config,
+        "config": config.read_text("utf-8") if config.is_file() else None,
         **thin_out(metrics),
         "timings": last_timings,
         "warnings": warnings,
         "evaluations": evaluations,
-        "summary": collect_summary(folder / "summary.json"),
+        "summary": read_json(summary) if summary.is_file() else None,  # None if the run has not ended
         "completions": completions,
         "images": collect_images(folder, completions),
     }
-
-
-def collect_summary(file: Path) -> dict | None:
-    """Read the results in summary.json, and the chance; return None if the run has not ended."""
-    if not file.is_file():
-        return None
-    summary = read_json(file)
-    with error_context(file):
-        chance = read_value(Number, summary.get("chance"), "chance", json=True)
-        results = {name: values for name, values in summary.items() if isinstance(values, dict) and values}
-        for name, values in results.items():
-            read_value(dict[str, Number], values, name, json=True)
-    return results | {"chance": chance}
 
 
 def by_stage(lines: list[dict]) -> dict[str, list[dict]]:
@@ -199,7 +128,7 @@ def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
     for number, line in enumerate(metrics):
         first_steps.setdefault(line["stage"], number)
     evaluations = []
-    for line in read_lines(folder / EVALUATIONS, LogLine, Number):
+    for line in read_lines(folder / EVALUATIONS, LogLine):
         step = line.pop("step") + first_steps.get(line.pop("stage"), 0)
         evaluations.append({"step": step} | line)
     return evaluations
@@ -208,7 +137,7 @@ def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
 def collect_completions(folder: Path) -> list[dict]:
     """Read the first PROMPTS prompts from at most about STEPS logged steps and the last step."""
     lines_of_step = {}  # {(stage, step): lines}
-    for line in read_lines(folder / COMPLETIONS, ReportLogLine):
+    for line in read_lines(folder / COMPLETIONS, LogLine):
         lines_of_step.setdefault((line["stage"], line["step"]), []).append(line)
     steps = list(lines_of_step)
     stride = max(1, math.ceil(len(steps) / STEPS))

@@ -96,7 +96,7 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequ
     ids = torch.cat([torch.full((64,), config.image_token_id), torch.randint(0, 400, (WORK.text_tokens,))])
     patches = torch.rand(256, config.vision_config.patch_dim).to(patch_dtype(run))
     prompt = Prompt(ids, patches, torch.tensor([[1, 16, 16]]))
-    model = MemoryEstimator(config).build(run, "grpo").to_empty(device="cpu")
+    model = MemoryEstimator(config).build(run).to_empty(device="cpu")
     if config.tie_word_embeddings:  # to_empty gave each tied weight its own memory
         model.lm_head.weight = model.model.embed_tokens.weight
     initialize(model, torch.Generator().manual_seed(0))
@@ -140,7 +140,7 @@ def test_copies_of_a_prompt_are_estimated_where_they_are_made(monkeypatch):
     saved = {}
     for dtype in ("float32", "bfloat16"):
         run.model.dtype = dtype
-        models = TrainedModels(costs.build(run, "grpo"))
+        models = TrainedModels(costs.build(run))
         peak = costs.activations(run, models, work, train=True)
         with monkeypatch.context() as patch:
             patch.setattr(shared_prefix, "has_flash_attention", lambda q, k, v: False)
@@ -159,7 +159,7 @@ def test_padded_columns_of_the_tower_are_estimated(monkeypatch):
     work = replace(WORK, image_tokens=4, completion_tokens=2)
 
     def peak():
-        return costs.activations(run, TrainedModels(costs.build(run, "grpo")), work, train=True)
+        return costs.activations(run, TrainedModels(costs.build(run)), work, train=True)
 
     peak()  # the first estimate also creates rotary frequencies
     padded = peak()
@@ -243,7 +243,7 @@ def test_once_per_step_keeps_weights_and_gradients(form):
     assert found[True].keys() == found[False].keys()
     plain, train = found[False].pop("train"), found[True].pop("train")
     assert found[True] == found[False]  # other phases do not change
-    model = costs.build(run, "grpo")
+    model = costs.build(run)
     size = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert train["gathered"] - plain["gathered"] / 2 == 2 * size
@@ -336,7 +336,7 @@ def test_the_peak_of_each_phase(family, card, home, monkeypatch):
         "--grpo.num_generations=3", "--grpo.prompts_per_step=4", "--sft.micro_batch_size=2",
         "--dpo.micro_batch_size=2", "--sft.prompts_per_step=2", "--dpo.prompts_per_step=2",
         "--sampling.max_batch_tokens=3000", "--sampling.temperature=1"])  # fmt: skip
-    model = estimator.build(run, "grpo").to_empty(device="cpu")
+    model = estimator.build(run).to_empty(device="cpu")
     initialize(model, torch.Generator().manual_seed(0))
     weights = [*model.parameters(), *model.buffers()]
     ids = torch.cat([torch.full((64,), config.image_token_id), torch.randint(0, 400, (WORK.text_tokens,))])

@@ -1,13 +1,10 @@
 """Test a report page's data, which contain only files from the run's folder."""
 
-import copy
-import json
 import re
 
 import pytest
 
 from minivlmrl.diagnostics import report
-from minivlmrl.errors import mistake
 from tests.helpers.runs import write_lines
 
 STEP = {"stage": "grpo", "step": 0}
@@ -16,83 +13,22 @@ COMPLETION = {
     "tokens": [["a", -0.1], ["b", None]], "turns": [{"tokens": 2}], "why": {"accuracy": "equal"},
 }  # fmt: skip
 LINE = STEP | {"images": [], "row": 0, "truth": [[0, 0, 1, 1]], "completions": [COMPLETION]}
-MEMORY = {f"{kind}_memory_gib": 1.0 for kind in ("peak", "allocated", "reserved", "free")}
-TIMES = {"seconds": 2.0, "step_time": 1.0, "phases": {"forward": 1.0}, "tokens_per_second": 9.0, "mfu": 0.5}
-RUN = {  # the files of a run that a page shows
-    "metrics.jsonl": STEP | {"loss": 1.0, "completions/min_length": 3},
-    "timings.jsonl": STEP | TIMES | MEMORY,
-    "evaluations.jsonl": STEP | {"eval/loss": 1.0},
-    "warnings.jsonl": STEP | {"warning": "all equal"},
-    "completions.jsonl": LINE,
-    "summary.json": {"chance": 0.1, "start": {"eval/loss": 1.0}, "seconds": {"grpo": 2.0}},
-}
-WRONG = [None, True, -1, 2**70, 1e308, "", "x\0", "\ud800", [], {}, [[]], {"a": {}}]
+NAMED = [  # file, its content, what is said
+    ("metrics.jsonl", b"{}\n", "metrics.jsonl:1: stage is missing"),
+    ("timings.jsonl", b"\xff\n", "timings.jsonl:1: the text is not valid JSON"),
+    ("warnings.jsonl", b"[]\n", "warnings.jsonl:1: the file is [], but it must be an object with names and values"),
+    ("evaluations.jsonl", b'{"stage": "sft", "step": 0}\n{"stage": "sft", "step": "<img>"}\n',
+     "evaluations.jsonl:2: step is '<img>', but it must be of type int"),
+    ("completions.jsonl", b"[" * 10**5 + b"\n", "completions.jsonl:1: the text is not valid JSON"),
+    ("summary.json", b"null", "summary.json: the content is None, but it must be a JSON object"),
+]  # fmt: skip
 
 
-def damaged(value):
-    """Yield copies of a JSON value in which one value inside is replaced or missing."""
-    for key in value if isinstance(value, dict) else range(len(value)):
-        changed = [*([wrong] for wrong in WRONG), []]
-        if isinstance(value[key], dict | list):
-            changed += [[inside] for inside in damaged(value[key])]
-        for replacement in changed:
-            other = copy.copy(value)
-            if replacement:
-                other[key] = replacement[0]
-            else:
-                del other[key]
-            yield other
-
-
-@pytest.mark.parametrize("name", RUN)
-def test_a_damaged_file_is_shown_or_named(tmp_path, name):
-    for file, line in RUN.items():
-        write_lines(tmp_path / file, [line])
-    report.write_page([tmp_path], tmp_path / "report.html")
-    texts = [f"{json.dumps(value)}\n".encode() for value in damaged(RUN[name])]
-    refused = 0
-    for text in (*texts, b"", b"\xff", b"[]\n", b"null\n", b"[" * 10**5 + b"\n", b"9" * 5000 + b"\n", b"{}\n"):
-        (tmp_path / name).write_bytes(text)
-        try:
-            report.write_page([tmp_path], tmp_path / "report.html")
-        except ValueError as error:
-            assert mistake(error), error  # not a traceback
-            assert str(error).startswith(str(tmp_path / name))
-            refused += 1
-    assert refused > 20
-
-
-NAMED = [  # file, changed values (... is removed), what is said
-    ("timings.jsonl", {"step_time": ...}, "timings.jsonl:1: step_time is missing"),
-    (
-        "timings.jsonl",
-        {"tokens_per_second": None},
-        "timings.jsonl:1: tokens_per_second is None, but it must be of type",
-    ),
-    ("timings.jsonl", {"phases": {"forward": "1"}}, "timings.jsonl:1: phases.forward is '1'"),
-    ("metrics.jsonl", {"loss": "low"}, "metrics.jsonl:1: loss is 'low', but it must be of type float"),
-    ("evaluations.jsonl", {"eval/loss": []}, "evaluations.jsonl:1: eval/loss is []"),
-    ("warnings.jsonl", {"warning": ...}, "warnings.jsonl:1: warning is missing"),
-    ("completions.jsonl", {"completions": ...}, "completions.jsonl:1: completions is missing"),
-    ("completions.jsonl", {"images": ["a\0b"]}, "completions.jsonl: "),
-    ("summary.json", {"chance": {}}, "summary.json: chance is {}, but it must be of type float"),
-    ("summary.json", {"start": {"eval/loss": "x"}}, "summary.json: start.eval/loss is 'x'"),
-]
-
-
-@pytest.mark.parametrize(("name", "change", "says"), NAMED)
-def test_the_file_and_the_field_are_named(tmp_path, name, change, says):
+@pytest.mark.parametrize(("name", "content", "says"), NAMED, ids=[name for name, *_ in NAMED])
+def test_a_damaged_file_is_named(tmp_path, name, content, says):
     write_lines(tmp_path / "metrics.jsonl", [])
-    line = {key: value for key, value in (RUN[name] | change).items() if value is not ...}
-    write_lines(tmp_path / name, [line])
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/{says}")):
-        report.collect_run(tmp_path)
-
-
-def test_a_config_in_another_encoding_is_named(tmp_path):
-    write_lines(tmp_path / "metrics.jsonl", [])
-    (tmp_path / "config.yaml").write_bytes("seed: ä".encode("utf-16"))
-    with pytest.raises(ValueError, match=r"config\.yaml: 'utf-8' codec can't decode"):
         report.collect_run(tmp_path)
 
 
@@ -109,23 +45,15 @@ def test_a_page_has_a_limited_number_of_steps(tmp_path, monkeypatch):
 
 
 def test_a_folder_from_somebody_else_cannot_embed_other_files(tmp_path):
-    """Other files on this machine are not embedded, and text is refused instead of a number."""
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "secret.txt").write_text("secret")
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "link.webp").symlink_to(tmp_path / "secret.txt")
-    evil = "<img src=x onerror=alert(1)>"
-    for change, message in (
-        *(({"images": [path]}, "is not an image in the folder images/ of the run") for path in (
-            "secret.txt", "images/../secret.txt", "images/link.webp", str(tmp_path / "secret.txt"), "images/gone.webp",
-        )),
-        *(({name: evil}, f"completions.jsonl:1: {name} is '<img src=x") for name in ("step", "row")),
-        ({"completions": [COMPLETION | {"reward": evil}]}, "it must be of type float"),
-        ({"truth": [[evil]]}, "it must be of type float"),
-        ({"images": None}, "images is None, but it must be of type list"),
+    for path in (
+        "secret.txt", "images/../secret.txt", "images/link.webp", str(tmp_path / "secret.txt"), "images/gone.webp",
     ):  # fmt: skip
-        write_lines(tmp_path / "completions.jsonl", [LINE | change])
-        with pytest.raises(ValueError, match=re.escape(message)):
+        write_lines(tmp_path / "completions.jsonl", [LINE | {"images": [path]}])
+        with pytest.raises(ValueError, match="is not an image in the folder images/ of the run"):
             report.write_page([tmp_path], tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from minivlmrl.config.loading import load_config
+from minivlmrl.distributed import network as network_file
 from minivlmrl.distributed import process_group
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.process_group import setup as join  # pytest 8.0 runs a module's `setup` before its tests
@@ -304,8 +305,8 @@ def test_ranks_on_one_machine_need_no_host_name(monkeypatch, hosts, network):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    monkeypatch.setattr(network, "attempt_store", lambda limit: None)
-    monkeypatch.setattr(network, "connect", lambda *_: None)
+    monkeypatch.setattr(network_file, "attempt_store", lambda limit: None)
+    monkeypatch.setattr(network_file, "connect", lambda *_: None)
     monkeypatch.setattr(process_group, "waiting_group", None)
     monkeypatch.setattr(process_group.dist, "new_group", lambda **_: None)
     process_group.setup(torch.get_num_threads(), 30.0, sharded=False)
