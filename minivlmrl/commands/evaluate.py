@@ -5,12 +5,11 @@ python -m minivlmrl evaluate --model FOLDER --data eval.jsonl --recipe RECIPE --
 python -m minivlmrl generate --model FOLDER --data rows.jsonl --out answers.jsonl  # without rewards
 torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                  # on several GPUs
 
-The recipe sets the prompt template, the image size, the stopping rules, data.answer_format and
-the rewards of evaluations; --section.name=value changes any of its options. By default the recipe is config.yaml from
-the run that trained the model. If there is none, it is minivlmrl.yaml beside the weights, or else recipes/own_data.yaml
-with {problem} as the prompt template. The recipe's adapter is not loaded, because a run's checkpoint already contains
-its adapter. --model may also be
-an adapter's folder, which is loaded together with the base model that the folder names.
+The recipe sets the prompt template, the image size, the stopping rules, data.answer_format and the rewards of
+evaluations; --section.name=value changes any of its options. By default the recipe is config.yaml from the run that
+trained the model. If there is none, it is minivlmrl.yaml beside the weights, or else recipes/own_data.yaml with
+{problem} as the prompt template. The recipe's adapter is not loaded, because a run's checkpoint already contains its
+adapter. --model may also be an adapter's folder, which is loaded together with the base model that the folder names.
 """
 
 import argparse

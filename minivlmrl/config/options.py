@@ -1,9 +1,8 @@
 """All options that a recipe can set, one dataclass per section.
 
-A recipe is a YAML file with RunConfig's fields. On the command line, `--grpo.beta=0.04` sets
-one option, and `python train.py --help grpo` prints this file's comments.
-config/validation.py rejects options that have no effect because of other recipe options. The section for a stage in
-your own file is declared in the same file.
+A recipe is a YAML file with RunConfig's fields. On the command line, `--grpo.beta=0.04` sets one option, and
+`python train.py --help grpo` prints this file's comments. config/validation.py rejects options that have no effect
+because of other options. The section of a stage in your own file is declared in that file.
 """
 
 from collections.abc import Iterator
@@ -204,8 +203,7 @@ class DataOptions(RowOptions):
 
 
 # {option for a filter that removes tokens: value at which the filter removes no tokens}. A filter that is not in this
-# table is never applied, because `truncates` and the option validation read
-# the table.
+# table is never applied, because `truncates` and the option validation read the table.
 NO_TRUNCATION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
@@ -465,8 +463,7 @@ class RunConfig:
     max_epochs: Annotated[float, "(0, 1e6]"] | None = None  # epochs after which a stage ends
     # CPU threads per rank; None is the environment variable OMP_NUM_THREADS, or a share of the cores
     num_threads: Annotated[int, "[1, 4096]"] | None = None
-    # minutes between saved training states, from which `resume` continues; a state is also
-    # saved after each stage
+    # minutes between saved training states, from which `resume` continues; a state is also saved after each stage
     checkpoint_minutes: Annotated[float, "[0, inf)"] = 10.0
     # also save a state every N steps; if this and checkpoint_minutes are 0, a state is saved only after a signal such
     # as SIGTERM

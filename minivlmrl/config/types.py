@@ -1,8 +1,7 @@
 """Option types: texts that name files or code, and numbers with bounds.
 
 config/parsing.py reads a value according to its type. For example, a value of the type Annotated[int, ">= 1"] is
-checked against the bound, and a path's type determines which folder
-the path is relative to.
+checked against the bound, and a path's type determines which folder the path is relative to.
 """
 
 from typing import Annotated, Any, Literal, NewType

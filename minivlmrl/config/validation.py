@@ -63,9 +63,8 @@ RULES: list[Rule] = [
     ("reward_model.path", "no reward uses a reward model unless rewards has reward_model",
      lambda r, _: "reward_model" not in r.rewards),
     ("dpo.precompute_ref_log_probs",
-     "log-probabilities of a reference can be computed in advance only if the reference is the policy at "
-     "the start of the stage, which is not the case with dpo.reference_free, reference.path or "
-     "reference.sync_ref_model",
+     "log-probabilities of a reference can be computed in advance only if the reference is the policy at the start of "
+     "the stage, which is not the case with dpo.reference_free, reference.path or reference.sync_ref_model",
      lambda r, _: r.dpo.reference_free or r.reference.path or r.reference.sync_ref_model),
     ("dpo.f_divergence_type", "the loss sft is the same for every divergence",
      lambda r, _: r.dpo.loss_type == ["sft"]),
@@ -81,8 +80,7 @@ RULES: list[Rule] = [
      lambda r, _: r.grpo.loss_type == "rloo"),
     ("grpo.importance_sampling_level",
      "ratios of 1 have the same gradient at every level; the level matters only with num_iterations * "
-     "steps_per_generation > 1, rollout_correction, top_entropy_quantile < 1, or beta > 0 and "
-     "use_bias_correction_kl",
+     "steps_per_generation > 1, rollout_correction, top_entropy_quantile < 1, or beta > 0 and use_bias_correction_kl",
      lambda r, _: on_policy(r) and not own_loss(r) and not weighs_tokens(r)),
     (KL, "there is no KL unless beta > 0", lambda r, _: r.grpo.beta == 0),
     (KL, "loss_type rloo subtracts the k1 estimate of the KL from the reward",

@@ -1,9 +1,8 @@
 """Estimate the memory that a run needs on each GPU, phase by phase, before its weights are read.
 
 To count the activations, a forward and a backward pass run on the meta device, where tensors have a shape but no
-values. Weight, gradient and optimizer state sizes follow from the number of
-parameters and their dtypes, and are divided by the number of shards. RESERVE stands
-for the CUDA context, NCCL's buffers and the gaps between allocations.
+values. Weight, gradient and optimizer state sizes follow from the number of parameters and their dtypes, and are
+divided by the number of shards. RESERVE stands for the CUDA context, NCCL's buffers and the gaps between allocations.
 """
 
 import copy
@@ -190,8 +189,9 @@ class MemoryEstimator:
         batch = meta_batch(self.config, work, patch_dtype(run))
         with self.tracked(run, models, batch, train) as (models, live):
             if train:
-                sums = [output.sum() for output in trained_outputs(models, batch)]
-                torch.autograd.backward(sums)
+                logps, _ = per_token_logps(models.policy, batch)
+                outputs = [logps] if models.critic is None else [logps, models.critic(batch)]
+                torch.autograd.backward([output.sum() for output in outputs])
             else:
                 per_token_logps(models.policy, batch)
                 if models.critic is not None:
@@ -248,12 +248,6 @@ class MemoryEstimator:
         return recurrent_bytes + values * dtype.itemsize
 
 
-def trained_outputs(models: TrainedModels, batch: GroupBatch) -> list[Tensor]:
-    """Compute the outputs that a loss uses: log-probabilities and values."""
-    logps, _ = per_token_logps(models.policy, batch)
-    return [logps] if models.critic is None else [logps, models.critic(batch)]
-
-
 def drop_gradient(parameter: nn.Parameter):
     """Free a gradient as soon as it is computed, because gradients are counted separately."""
     parameter.grad = None
@@ -305,7 +299,7 @@ class MemoryQuestion:
 
     @property
     def has_reference(self) -> bool:
-        return has_reference(self.run, self.stage)
+        return self.trainer.has_reference(self.options)
 
     @property
     def micro_batch_prompts(self) -> int:
@@ -535,10 +529,6 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
         judge = question.estimator if path is None else MemoryEstimator.from_folder(path)
         items["reward model"] = judge.parameters * DTYPES[run.model.dtype].itemsize
     return items
-
-
-def has_reference(run: RunConfig, stage: str) -> bool:
-    return find_trainer(stage, run).has_reference(getattr(run, stage))
 
 
 def reference_bytes(question: MemoryQuestion) -> int:

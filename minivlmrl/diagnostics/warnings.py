@@ -190,10 +190,9 @@ class WarningRules:
             if low < high and mean <= baseline:
                 yield (
                     f"blind {reward.name}",
-                    f"Over {BASELINE_ROLLOUTS} rollouts, the mean of reward {reward.name} "
-                    f"({mean:.3g}) is no better than always answering {solution!r:.80} "
-                    f"({baseline:.3g}). Check that each solution belongs to its row, or train the "
-                    "stage sft first.",
+                    f"Over {BASELINE_ROLLOUTS} rollouts, the mean of reward {reward.name} ({mean:.3g}) is no better "
+                    f"than always answering {solution!r:.80} ({baseline:.3g}). Check that each solution belongs to its "
+                    "row, or train the stage sft first.",
                 )
 
     def unused_parameters(self) -> Iterator[tuple[str, str]]:
@@ -245,8 +244,7 @@ def ignores_images(evaluations: list[dict], rows: int, reward: str) -> str | Non
     if min(rise, loss) <= 1 / math.sqrt(rows):
         return None
     return (
-        f"On held-out rows, {sampled} rose from {best_line[sampled]:.3g} to "
-        f"{last_line[sampled]:.3g}, but images now add only {image_benefit(last_line):.3g} (best: "
-        f"{image_benefit(best_line):.3g}). The text of the prompts may reveal the answers, so use "
-        "rows that cannot be answered without the image."
+        f"On held-out rows, {sampled} rose from {best_line[sampled]:.3g} to {last_line[sampled]:.3g}, but images now "
+        f"add only {image_benefit(last_line):.3g} (best: {image_benefit(best_line):.3g}). The text of the prompts may "
+        "reveal the answers, so use rows that cannot be answered without the image."
     )

@@ -256,8 +256,7 @@ class DummyVisionForward:
         """Add the output for the black image, which is 0, to the embeddings.
 
         The decoder's input then has a gradient on all ranks or on none. Otherwise, with frozen embeddings, FSDP would
-        reduce the first layer's and the root's gradients in another
-        order on ranks with images than on ranks without.
+        reduce the first layer's and the root's gradients in another order on ranks with images than on ranks without.
         """
         if self.zero is None:
             return None

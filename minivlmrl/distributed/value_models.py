@@ -69,9 +69,8 @@ def load_critic(
     critic = load_value_model(folder, dtype, device, policy.sharding, inject)
     if input_form(critic.backbone, load_processor(folder)) != input_form(policy, processor):
         raise ValueError(
-            f"{folder}: this model has another tokenizer or model family than the policy, so it "
-            "cannot be its critic; use a critic or reward model with the policy's tokenizer and "
-            "model family"
+            f"{folder}: this model has another tokenizer or model family than the policy, so it cannot be its critic; "
+            "use a critic or reward model with the policy's tokenizer and model family"
         )
     critic.backbone.save_dtype = policy.save_dtype
     init_adapters(critic.backbone, run.seed)

@@ -3,11 +3,10 @@
 python -m minivlmrl memory RECIPE --gpu_memory auto [--section.name=value ...]
 python -m minivlmrl memory --model FOLDER_OR_REPOSITORY --gpus 8 [RECIPE] [--section.name=value ...]
 
-The model's weights are not read. The recipe's rows are measured if they exist; otherwise,
-or with --text_tokens or --image_tokens, all prompts are assumed to be equal. --gpu_memory
-is a size in GB, a card such as T4 or 4090, or auto for the free memory of this machine's GPU.
-For a known card, the least seconds of a step are printed, too. diagnostics/memory.py explains
-the estimate.
+The model's weights are not read. The recipe's rows are measured if they exist; otherwise, or with --text_tokens or
+--image_tokens, all prompts are assumed to be equal. --gpu_memory is a size in GB, a card such as T4 or 4090, or auto
+for the free memory of this machine's GPU. For a known card, the least seconds of a step are printed, too.
+diagnostics/memory.py explains the estimate.
 """
 
 import argparse

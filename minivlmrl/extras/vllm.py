@@ -2,11 +2,10 @@
 
     sampling: {engine: vllm, vllm: {max_model_len: 4096}}
 
-Before each rollout, vLLM receives the policy's weights. It receives each prompt as the token
-ids and image patches that minivlmrl has computed, so that text is not tokenized and images are not resized or
-normalised a second time. vLLM computes only the logits, and this file samples the tokens. Therefore samples do not
-depend on the other rows in a batch, and in float32 they equal the policy's own samples. To change this engine, copy the
-file and set
+Before each rollout, vLLM receives the policy's weights. It receives each prompt as the token ids and image patches that
+minivlmrl has computed, so that text is not tokenized and images are not resized or normalised a second time. vLLM
+computes only the logits, and this file samples the tokens. Therefore samples do not depend on the other rows in a
+batch, and in float32 they equal the policy's own samples. To change this engine, copy the file and set
 sampling.engine=my_vllm.py:VLLMSampler.
 
 vLLM is imported inside functions, because the memory estimate must work without it.
@@ -342,10 +341,9 @@ class VLLMSampler(Sampler):
         mismatch, where = max(self.world.gather_objects(worst))
         if mismatch > bound * max_logp_mismatch:
             raise ValueError(
-                f"vLLM computes a different policy: its log-probabilities for {where} differ from "
-                f"the policy's by {mismatch:.3g} nats, but at most {bound} * "
-                f"rollout.max_logp_mismatch = {bound * max_logp_mismatch:g} nats are accepted; see "
-                "docs/notes/vllm.md"
+                f"vLLM computes a different policy: its log-probabilities for {where} differ from the policy's by "
+                f"{mismatch:.3g} nats, but at most {bound} * rollout.max_logp_mismatch = {bound * max_logp_mismatch:g} "
+                "nats are accepted; see docs/notes/vllm.md"
             )
         self.is_verified = True
 

@@ -1,9 +1,8 @@
 """Callbacks add behaviour to the training loop without changing its code.
 
 run/loop.py calls each callback's methods on all ranks, at the moment that the method's name describes. The default
-callbacks check memory, warn if an input does not reach the loss
-or a run is not learning, and write report.html. To add a callback, pass a list:
-`run_training(config, [*default_callbacks(config), MyCallback()])`.
+callbacks check memory, warn if an input does not reach the loss or a run is not learning, and write report.html. To add
+a callback, pass a list: `run_training(config, [*default_callbacks(config), MyCallback()])`.
 """
 
 from torch.optim import Optimizer

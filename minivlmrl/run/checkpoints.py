@@ -114,9 +114,8 @@ def check_resume(config: RunConfig) -> list[Path]:
     states = state_folders(folder)
     if states and not is_allowed:
         raise ValueError(
-            f"{folder} contains checkpoints of an earlier run, of which {states[-1].name} is the "
-            "newest; use --resume=auto to continue from the newest one, or --resume=never to "
-            "delete all of them and start again"
+            f"{folder} contains checkpoints of an earlier run, of which {states[-1].name} is the newest; use "
+            "--resume=auto to continue from the newest one, or --resume=never to delete all of them and start again"
         )
     return states
 
@@ -306,8 +305,7 @@ class CheckpointManager:
         and returns None.
         """
         resume = self.config.resume
-        # All ranks use rank 0's list, because a shared file system may show other ranks an
-        # outdated list.
+        # All ranks use rank 0's list, because a shared file system may show other ranks an outdated list.
         folders = self.world.gather_objects(state_folders(self.folder))[0]
         candidates = [] if resume in (None, "never") else [Path(resume)]
         if resume == "auto":
@@ -400,8 +398,7 @@ class CheckpointManager:
 def _checksum(path: Path) -> str:
     """Return a checksum of a file's contents, or of a folder's file names and sizes.
 
-    A path that does not exist is a dataset's name on the Hugging Face Hub, whose downloaded
-    files are hashed.
+    A path that does not exist is a dataset's name on the Hugging Face Hub, whose downloaded files are hashed.
     """
     if path.is_dir():
         sizes = sorted((str(file), file.stat().st_size) for file in path.rglob("*"))

@@ -83,9 +83,8 @@ def _load_datasets(
     is_clear = len(sources) == 1 or (not sources and every_stage_has_a_file)
     if not is_clear or (sources == ["task"] and files):
         raise ValueError(
-            "data: set exactly one of data.task, data.train_file and data.train, or set data.files "
-            "for every stage (not together with data.task); the options that the recipe sets are: "
-            f"{', '.join(sources) or 'none'}"
+            "data: set exactly one of data.task, data.train_file and data.train, or set data.files for every stage "
+            f"(not together with data.task); the options that the recipe sets are: {', '.join(sources) or 'none'}"
         )
     if config.task is not None:
         return load_task(run, stages)

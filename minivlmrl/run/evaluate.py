@@ -124,8 +124,7 @@ def generate_for_rows(
 ) -> Iterator[list]:
     """Sample `count` completions for each row, and yield a list of results per batch of rows.
 
-    A batch's rows are divided among the ranks. Every rank yields the results for the whole
-    batch, in row order.
+    A batch's rows are divided among the ranks. Every rank yields the results for the whole batch, in row order.
 
     Args:
         key: first part of each row's random key; the row's index is the second part.

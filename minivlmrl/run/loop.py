@@ -5,7 +5,6 @@ for each step.
 """
 
 import math
-import time
 from collections.abc import Sequence
 
 from torch.optim import Optimizer
@@ -40,8 +39,7 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
 
     Args:
         config: the recipe.
-        callbacks: objects whose methods the training loop calls; defaults to
-            `default_callbacks(config)`.
+        callbacks: objects whose methods the training loop calls; defaults to `default_callbacks(config)`.
 
     Returns:
         The process's exit code: 0, or PREEMPTED if a signal ended the run.
@@ -189,19 +187,17 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
     """Add up the gradients of a step's micro-batches, and return their metrics over all ranks."""
     world = trainer.world
     parts = []  # each micro-batch's metrics, and the number of tokens or pairs they are means over
-    in_lockstep = world.size > 1 and is_sharded(trainer.trained)
     # without this, a batch of texts has no gradient
     trains_texts = not all(is_in_tower(name) for name, p in trainer.trained.named_parameters() if p.requires_grad)
 
     def has_gradient(batch: MicroBatch) -> bool:
         return trains_texts or len(batch.group.image_grid_thw) > 0
 
-    if in_lockstep:
+    if world.size > 1 and is_sharded(trainer.trained):
         # Ranks wait for each other in every layer. If all begin with their longest micro-batch, micro-batches with
         # similar lengths run at the same time. Those without a gradient come first, because FSDP may reduce all
         # gradients in the last backward pass.
         batches = sorted(batches, key=lambda batch: (not has_gradient(batch), num_tokens(batch)), reverse=True)
-    start = time.perf_counter()
     for index, batch in enumerate(batches):
         world.stop_if_preempted()
         begin_micro_batch(trainer.trained, is_last=index + 1 == len(batches))
@@ -214,34 +210,10 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
         values = {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
         parts.append((values, batch.weight))
     end_micro_batches(trainer.trained)
-    means = merge(to_floats(parts))  # waits until the GPU has finished
-    seconds = time.perf_counter() - start
-    of_ranks = world.gather_objects((means, [num_tokens(batch) for batch in batches]))
-    metrics, _ = merge([means for means, _ in of_ranks])
-    if in_lockstep:
-        lengths = [lengths for _, lengths in of_ranks]
-        once_per_step = trainer.run.sharding.once_per_step
-        world.seconds_waited += seconds * lockstep_wait(lengths, world.rank, once_per_step)
+    metrics, _ = merge(world.gather_objects(merge(to_floats(parts))))
     return metrics
 
 
 def num_tokens(batch: MicroBatch) -> int:
     """Count a micro-batch's tokens; each image patch after merging is one."""
     return len(batch.group.input_ids)
-
-
-def lockstep_wait(lengths: Sequence[Sequence[int]], rank: int, once_per_step: bool = False) -> float:
-    """Estimate the share of the micro-batches' time that a rank waits for longer micro-batches.
-
-    Sharded ranks run each micro-batch in step, so that it takes as long as on the slowest rank. The time is assumed to
-    be proportional to the tokens, because waiting on a GPU cannot be measured.
-
-    Example: if two ranks have micro-batches of [[30, 10], [10, 10]] tokens, they need the time of 40 tokens. The second
-        rank computes 20 tokens, so it waits for half the time.
-
-    Args:
-        once_per_step: the option of this name, with which ranks wait for each other only at the end.
-    """
-    waited_for = [[sum(own)] for own in lengths] if once_per_step else lengths
-    slowest = [max(of_ranks) for of_ranks in zip(*waited_for, strict=True)]
-    return 1 - sum(lengths[rank]) / sum(slowest)

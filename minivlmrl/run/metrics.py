@@ -280,10 +280,9 @@ def check_mismatch(run: RunConfig, metrics: dict[str, float]):
     mismatch = metrics.get(name, 0.0)
     if mismatch > bound and not run.adapter.dropout:  # the sampler applies no dropout
         raise ValueError(
-            f"{name} is {mismatch:.3g} nats, but at most {bound} is allowed: the sampler and the "
-            "trainer compute different log-probabilities for the same tokens. Either there is a "
-            "bug, or the dtype is not precise enough; rollout.max_logp_mismatch sets the bound, "
-            "and the value .inf disables the check"
+            f"{name} is {mismatch:.3g} nats, but at most {bound} is allowed: the sampler and the trainer compute "
+            "different log-probabilities for the same tokens. Either there is a bug, or the dtype is not precise "
+            "enough; rollout.max_logp_mismatch sets the bound, and the value .inf disables the check"
         )
 
 

@@ -251,10 +251,9 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
         largest_weight = 4 * rate / torch.finfo(dtype).eps  # weights above this value never change
         if rounds and largest_weight < TYPICAL_WEIGHT:
             yield (
-                f"model.dtype is {config.model.dtype} and {stage}.learning_rate is {rate}, so "
-                f"updates of weights over {largest_weight:.1g} are lost, because the updated "
-                "weights round to their old values; use model.dtype=float32, "
-                "optimizer.name=adamw_8bit or adapter.r=16"
+                f"model.dtype is {config.model.dtype} and {stage}.learning_rate is {rate}, so updates of weights over "
+                f"{largest_weight:.1g} are lost, because the updated weights round to their old values; use "
+                "model.dtype=float32, optimizer.name=adamw_8bit or adapter.r=16"
             )
 
 

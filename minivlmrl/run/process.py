@@ -47,9 +47,8 @@ def lost_ranks(error: RuntimeError) -> str:
         named = re.search(r"Ranks? ([\d, ]*\d) failed to pass", f"{error}\n{late}")
     name = f"rank {named[1]}" if named else "a rank"
     return (
-        f"{name} ended or did not answer in time, so rank {os.environ['RANK']} ends too; look for an "
-        "earlier error of that rank (the system may have killed it for lack of memory), and continue "
-        "with --resume=auto"
+        f"{name} ended or did not answer in time, so rank {os.environ['RANK']} ends too; look for an earlier error of "
+        "that rank (the system may have killed it for lack of memory), and continue with --resume=auto"
     )
 
 

@@ -107,10 +107,7 @@ class Results:
 
     def save(self, trainer: Trainer, folder: Path):
         """Save a trainer's weights before the end of the run; only adapters if `save` says so."""
-        if self.config.save == "adapter":
-            trainer.save(folder, merge=False)
-        else:
-            trainer.save(folder)
+        trainer.save(folder, merge=self.config.save != "adapter")
 
     def save_stage(self, trainer: Trainer):
         """Save the weights from a stage that another stage follows."""

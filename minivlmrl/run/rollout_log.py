@@ -60,8 +60,7 @@ class LogLine:
 class CompletionsLog:
     """Log the completions of every `log_completions`-th optimizer step.
 
-    `log_completions=0` disables the log. `num_logged_prompts` selects a step's prompts. Only
-    rank 0 writes files.
+    `log_completions=0` disables the log. `num_logged_prompts` selects a step's prompts. Only rank 0 writes files.
 
     Args:
         write: function that appends a line to completions.jsonl.
@@ -223,8 +222,7 @@ def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
     """Parse the boxes in a text, and convert them to fractions of the image's width and height.
 
     Args:
-        extent: width and height of the image in the boxes' units. If it is None, the result
-            is an empty list.
+        extent: width and height of the image in the boxes' units. If it is None, the result is an empty list.
     """
     if extent is None:
         return []

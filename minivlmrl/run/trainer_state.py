@@ -51,9 +51,8 @@ class TrainerState:
         """Raise ValueError if the number of rows has changed, because their order depends on it."""
         if self.rows not in (0, rows):
             raise ValueError(
-                f"resume: the checkpoint was saved with {self.rows} rows, but the dataset now has "
-                f"{rows}; restore the earlier rows, or accept the change with --resume=FOLDER, the "
-                "folder of the checkpoint"
+                f"resume: the checkpoint was saved with {self.rows} rows, but the dataset now has {rows}; restore the "
+                "earlier rows, or accept the change with --resume=FOLDER, the folder of the checkpoint"
             )
         self.rows = rows
 

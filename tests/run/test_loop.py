@@ -16,7 +16,7 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.run import results as results_file
 from minivlmrl.run.callbacks import Callback
-from minivlmrl.run.loop import lockstep_wait, run_training
+from minivlmrl.run.loop import run_training
 from minivlmrl.trainers import sft as sft_file
 from tests.helpers.runs import LETTERS, metrics, summary
 from tests.helpers.stages import STAGES
@@ -225,10 +225,3 @@ def test_a_step_that_is_not_finite_stops_the_run_before_the_update(run, plain, m
     kept = [(folder / "checkpoint" / "model.safetensors").read_bytes() for folder in (good, bad)]
     assert kept[0] == kept[1]  # the weights at step 0
     assert [line["step"] for line in metrics(bad)] == [0]
-
-
-def test_sharded_ranks_wait_for_the_longest_micro_batch():
-    """Two ranks with 40 and 20 tokens need the time for 40 tokens, and in another order the time for 50 tokens."""
-    assert [lockstep_wait([[30, 10], [10, 10]], rank) for rank in (0, 1)] == [0, 0.5]
-    assert lockstep_wait([[10, 30], [20, 10]], 0) == 1 - 40 / 50
-    assert [lockstep_wait([[10, 30], [20, 10]], rank, once_per_step=True) for rank in (0, 1)] == [0, 0.25]

@@ -27,8 +27,7 @@ class RewardingEnvironment(Environment, Protocol):
     def get_reward(self) -> float | list[float] | None:
         """Return the completion's reward, or a list with one reward for each turn.
 
-        The list may have no reward for the last turn, which is then 0.
-        None means that the completion cannot be scored.
+        The list may have no reward for the last turn, which is then 0. None means that the completion cannot be scored.
         """
 
 

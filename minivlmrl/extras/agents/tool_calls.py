@@ -1,7 +1,6 @@
 """Parse the tool calls in a completion, execute the tools, and render their results as text.
 
-A call is written either in tags with the tool's name, for example <zoom>1, 2</zoom>, or in
-Qwen's <tool_call> format.
+A call is written either in tags with the tool's name, for example <zoom>1, 2</zoom>, or in Qwen's <tool_call> format.
 """
 
 import json
@@ -229,9 +228,8 @@ def check_values(value, name: str):
 def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
     """Parse the text between a tool's tags into {argument name: value}.
 
-    The text contains the arguments in signature order, as JSON values that are separated
-    by commas. If the tool's only argument is a str, or the text is not JSON, the whole text is used as the first
-    argument.
+    The text contains the arguments in signature order, as JSON values that are separated by commas. If the tool's only
+    argument is a str, or the text is not JSON, the whole text is used as the first argument.
     """
     expected = fields(arguments_of(tools[name]))
     values = [inside.strip()]

@@ -103,8 +103,7 @@ class Episode(ToolEpisode):
         """Execute tool calls and record the round, unless the environment is done.
 
         Returns:
-            True, because a tool call always ends the turn. The call's results are part of the
-            next context window.
+            True, because a tool call always ends the turn. The call's results are part of the next context window.
         """
         answers, pictures = self.call_tools(calls, processor)
         if not self.done:
@@ -126,8 +125,7 @@ class Episode(ToolEpisode):
     def trajectory(self) -> Completion:
         """Concatenate all turns into one Completion.
 
-        The completion's `pictures` are only used for display. They are the newest image of
-        each window after the first.
+        The completion's `pictures` are only used for display. They are the newest image of each window after the first.
         """
         windows = [turn.prompt for turn in self.turns[1:]]
         shown = [window.row.images[-1:] for window in windows if window and window.row]
@@ -145,9 +143,8 @@ class Episode(ToolEpisode):
 class TrajectorySampler(Sampler):
     """Trajectory sampler.
 
-    A turn's seed is its prompt's key, the completion's index in its group, and the
-    turn number. Sharded weights are gathered once for all turns, because ranks may sample
-    different numbers of turns.
+    A turn's seed is its prompt's key, the completion's index in its group, and the turn number. Sharded weights are
+    gathered once for all turns, because ranks may sample different numbers of turns.
     """
 
     def __init__(self, *arguments, **options):
@@ -218,9 +215,8 @@ class TrajectorySampler(Sampler):
             num_tokens = len(window.input_ids)
             if num_tokens > limit:
                 raise ValueError(
-                    f"the context window has {num_tokens} tokens, which together with "
-                    f"sampling.max_new_tokens exceeds the model's max_position_embeddings "
-                    f"({max_positions}); show fewer or smaller images, or decrease "
+                    f"the context window has {num_tokens} tokens, which together with sampling.max_new_tokens exceeds "
+                    f"the model's max_position_embeddings ({max_positions}); show fewer or smaller images, or decrease "
                     f"{type(episode.environment).__name__}.max_tool_calls"
                 )
         return window

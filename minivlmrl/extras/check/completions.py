@@ -80,9 +80,8 @@ def check_answers_found(texts: Sequence[str], answer_format: str) -> Iterator[st
     unparsed_share = answers.count(None) / len(texts)
     if unparsed_share > 0.5:
         yield (
-            f"{unparsed_share:.0%} of the completions have no answer that data.answer_format "
-            f"({answer_format}) can find. Set data.answer_format to tags, whole or last_line. "
-            f"{FORMAT_ADVICE}"
+            f"{unparsed_share:.0%} of the completions have no answer that data.answer_format ({answer_format}) can "
+            f"find. Set data.answer_format to tags, whole or last_line. {FORMAT_ADVICE}"
         )
 
 

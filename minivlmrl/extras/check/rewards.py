@@ -151,11 +151,10 @@ def check_contradictions(
         if highest > 0 and num_wrong > max(1, 0.05 * len(rows)):
             row = rows[int(is_wrong.int().argmax())]
             yield (
-                f"{num_wrong} of {len(rows)} answers in the column {names[0]} contradict the "
-                f"column solution, according to reward {reward.name}. For example, {row.where} has "
-                f"the solution {row.columns['solution']!r:.60} and the answer "
-                f"{answer_text(row, names[0])!r:.80}. Compare the solution, the answer and the image "
-                "of these rows, because one of the columns may be shuffled."
+                f"{num_wrong} of {len(rows)} answers in the column {names[0]} contradict the column solution, "
+                f"according to reward {reward.name}. For example, {row.where} has the solution "
+                f"{row.columns['solution']!r:.60} and the answer {answer_text(row, names[0])!r:.80}. Compare the "
+                "solution, the answer and the image of these rows, because one of the columns may be shuffled."
             )
 
 
@@ -316,9 +315,8 @@ def check_empty(trial: Trial, solutions: Sequence[Sequence[str]], rows_name: str
     for reward, value in zip(trial.rewards, values.tolist(), strict=True):
         if not value > 0 and "solution" in reward.columns:  # 0 or NaN
             yield (
-                f"{num_empty} of {len(solutions)} {rows_name} have an empty solution, "
-                f"which reward {reward.name} does not score. Write a solution for these rows, or "
-                "remove the rows."
+                f"{num_empty} of {len(solutions)} {rows_name} have an empty solution, which reward {reward.name} does "
+                "not score. Write a solution for these rows, or remove the rows."
             )
 
 
@@ -347,10 +345,9 @@ def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Itera
             right, wrong = pair.score_answers([first, other])
             if (wrong < right).any():
                 yield (
-                    f"The solutions {first!r:.60} ({solution_counts[first]} rows) and "
-                    f"{other!r:.60} ({solution_counts[other]} rows) seem to be two names of one "
-                    "label, but an answer with one name is wrong where the other one is the "
-                    "solution. Use one name for each label."
+                    f"The solutions {first!r:.60} ({solution_counts[first]} rows) and {other!r:.60} "
+                    f"({solution_counts[other]} rows) seem to be two names of one label, but an answer with one name "
+                    "is wrong where the other one is the solution. Use one name for each label."
                 )
                 return
 
@@ -375,9 +372,8 @@ def check_speed(trial: Trial, stage: str, options: TrainingOptions) -> Iterator[
         if seconds * num_completions > SLOW_SECONDS:
             yield (
                 f"Reward {reward.name} takes {seconds:.2g} s per completion, so it may take "
-                f"{seconds * num_completions:.0f} s for the {num_completions} completions of a "
-                f"step of {stage}. Make the function faster, for example by scoring all "
-                "completions of a call in parallel."
+                f"{seconds * num_completions:.0f} s for the {num_completions} completions of a step of {stage}. Make "
+                "the function faster, for example by scoring all completions of a call in parallel."
             )
 
 
@@ -440,9 +436,8 @@ def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
     for (name, text), mean in zip(REWARD_HACK_PROBES.items(), means, strict=False):
         if mean > 0.3:
             yield (
-                f"Reward {reward.name} is {mean:.2f} for {name} ({text!r:.40}), so the policy "
-                "would learn to write this text. Change the reward so that it depends on the "
-                "answer."
+                f"Reward {reward.name} is {mean:.2f} for {name} ({text!r:.40}), so the policy would learn to write "
+                "this text. Change the reward so that it depends on the answer."
             )
 
 

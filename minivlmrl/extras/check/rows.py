@@ -58,9 +58,8 @@ def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterato
         )
     if min(image_orders[True], image_orders[False]) > 0.05 * image_orders.total():
         yield (
-            f"{image_orders[True]} questions have the image after the text, and "
-            f"{image_orders[False]} have it before the text, where it is also placed if a prompt "
-            "lacks the tag <image>. Use the same order for all questions."
+            f"{image_orders[True]} questions have the image after the text, and {image_orders[False]} have it before "
+            "the text, where it is also placed if a prompt lacks the tag <image>. Use the same order for all questions."
         )
 
 

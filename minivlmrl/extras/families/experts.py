@@ -128,10 +128,9 @@ def split_experts(
             tensor = tensor.mT
         if tensor.shape != shape:
             raise ValueError(
-                f"{file}: the tensor {name} has shape {tuple(tensor.shape)}, but the {E} experts "
-                f"of config.json have {shape}. Check that no expert is missing or transposed. Use "
-                "the config.json that belongs to this folder, or save the model again with "
-                "save_pretrained."
+                f"{file}: the tensor {name} has shape {tuple(tensor.shape)}, but the {E} experts of config.json have "
+                f"{shape}. Check that no expert is missing or transposed. Use the config.json that belongs to this "
+                "folder, or save the model again with save_pretrained."
             )
         for index, expert in enumerate(tensor):
             for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):

@@ -11,8 +11,7 @@ Derivation of the chunked form. With G_i = g_1 + ... + g_i inside a chunk and S 
 
 u_i uses the decayed state a S_(i-1), so only j < i occur in it. Inserting S_(i-1) gives a triangular system
 
-    u_i + sum over j < i of L_ij u_j = beta_i (v_i - e^G_i S^T k_i)
-    L_ij = beta_i e^(G_i - G_j) k_i . k_j
+    u_i + sum over j < i of L_ij u_j = beta_i (v_i - e^G_i S^T k_i) L_ij = beta_i e^(G_i - G_j) k_i . k_j
 
 S occurs only on the right side. Therefore the system can be solved for all chunks at once,
 X = (I + L)^-1 beta V and Y = (I + L)^-1 beta e^G K. Only a few products must then be computed chunk after chunk:

@@ -145,8 +145,7 @@ class GatedDeltaNet(nn.Module):
         """Return the state before the first token, which is zero, for each of the rows (b, ...).
 
         Returns:
-            The convolution's last inputs (b, taps - 1, W), and the recurrent states
-            (b, H, K, V) in float32 or wider.
+            The convolution's last inputs (b, taps - 1, W), and the recurrent states (b, H, K, V) in float32 or wider.
         """
         wide = torch.promote_types(rows.dtype, torch.float32)
         taps = self.conv1d.kernel_size[0]

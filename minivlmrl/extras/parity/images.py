@@ -27,9 +27,8 @@ def check_images(
     log-probabilities in one batch as alone in a batch.
 
     Args:
-        my_logps: function (input_ids (B, L), pixel_values (B * P, D), image_grid_thw (B * N, 3))
-            -> (B, T), log-probabilities for each row's last T tokens. With T = L - 1, the check
-            also finds a wrong image order.
+        my_logps: function (input_ids (B, L), pixel_values (B * P, D), image_grid_thw (B * N, 3)) -> (B, T),
+            log-probabilities for each row's last T tokens. With T = L - 1, the check also finds a wrong image order.
         input_ids: (L,), ids for one row with N images, as a Qwen processor returns them.
         pixel_values: (P, D), patches, one image after the other.
         image_grid_thw: (N, 3); use images of different sizes, so that a wrong order can be found.

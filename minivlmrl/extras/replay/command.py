@@ -86,9 +86,8 @@ def repeat_step(folder: Path, options: argparse.Namespace, overrides: list[str])
     same = compare(folder, stage, number, completions, metrics)
     for name, is_same in same.items():
         difference = (
-            "differs from the replayed step. Possible reasons are another CPU, another number of "
-            "threads or ranks, another version of torch, and options that were changed before the "
-            "run was resumed."
+            "differs from the replayed step. Possible reasons are another CPU, another number of threads or ranks, "
+            "another version of torch, and options that were changed before the run was resumed."
         )
         print(f"{name} {'equals the replayed step' if is_same else difference}")
     if not same:
