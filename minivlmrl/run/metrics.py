@@ -360,7 +360,7 @@ def merge(parts: list[Means]) -> Means:
     return merged, total
 
 
-TRACKERS = {"tensorboard": "minivlmrl.run.tensorboard:tracker", "wandb": "minivlmrl.run.wandb:tracker"}
+TRACKERS = {"tensorboard": "minivlmrl.extras.tensorboard:tracker", "wandb": "minivlmrl.extras.wandb:tracker"}
 
 
 def find_tracker(name: str) -> Callable:

@@ -76,6 +76,7 @@ USES = {  # the beginning of the message: the arguments of a command
     "python -m minivlmrl replay: the command replay": ["replay", "recipes/shapes.yaml"],
     "sampling.engine vllm: vllm": [*TRAIN, "--sampling.engine=vllm"],
     "optimizer.name adamw_8bit: adamw_8bit": [*TRAIN, "--optimizer.name=adamw_8bit"],
+    "report_to wandb: wandb": [*TRAIN, "--report_to=[wandb]"],
     "sampling.environment": [*TRAIN, "--sampling.environment=recipes/zoom.py:Zoom"],
     "model_type qwen3_5": [*TRAIN, "--model.config=recipes/shapes_qwen3_5_model.json"],
     "model_type qwen3_vl_moe": [*TRAIN, "--model.config=recipes/shapes_qwen3_vl_moe_model.json"],

@@ -14,7 +14,7 @@ from minivlmrl.config.options import RunConfig
 
 
 def tracker(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
-    """Create the tracker, with the arguments and the result of run/tensorboard.py."""
+    """Create the tracker, with the arguments and the result of extras/tensorboard.py."""
     folder = Path(config.output_dir)
     run = init(project="minivlmrl", name=folder.name, dir=str(folder), config=asdict(config))
     closing.callback(run.finish)
