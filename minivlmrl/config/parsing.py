@@ -151,7 +151,7 @@ class Reader:
             number_type, bounds = typing.get_args(hint)
             number = self._read_plain(number_type, value, name)
             if not within_bounds(number, bounds):
-                raise _invalid(name, number, bounds_text(number_type, bounds))
+                raise _invalid(name, number, bounds_text(bounds))
             return number
         if origin is Literal:
             # 1 and True are equal
@@ -315,14 +315,14 @@ def _field_comments(cls: type) -> dict[str, str]:
 
 
 def type_text(hint: TypeHint) -> str:
-    """Describe a type hint in words, such as "int, 1 or more" or "'k1' or 'k3'"."""
+    """Describe a type hint in words, such as "int, >= 1" or "'k1' or 'k3'"."""
     if hint is Code:
         return "file.py:name"
     hint = getattr(hint, "__supertype__", hint)  # NewType
     origin = typing.get_origin(hint)
     inside = typing.get_args(hint)
     if origin is Annotated:
-        return f"{type_text(inside[0])}, {bounds_text(*inside)}"
+        return f"{type_text(inside[0])}, {bounds_text(inside[1])}"
     if origin is Literal:
         *first, last = map(repr, inside)
         return f"{', '.join(first)} or {last}" if first else last
@@ -351,21 +351,9 @@ def within_bounds(number: float, bounds: str) -> bool:
     return above_low and below_high
 
 
-BOUNDS_IN_WORDS = {
-    "(0, inf)": "over 0 and finite",
-    "[0, inf)": "0 or more and finite",
-    "(-inf, inf)": "finite",
-    "(0, inf]": "over 0",
-    "[0, inf]": "0 or more",
-}
-
-
-def bounds_text(number_type: type, bounds: str) -> str:
-    """Describe bounds in words, such as "1 or more" or "over 0 (.inf does not clip)"."""
+def bounds_text(bounds: str) -> str:
+    """Describe bounds, such as ">= 1", "in (0, 1]" or "in (0, inf] (.inf does not clip)"."""
     interval, _, advice = bounds.partition("; ")
-    words = BOUNDS_IN_WORDS.get(interval, f"in {interval}")
-    if interval.startswith(">"):
-        number = interval.strip(">= ")
-        words = f"{number} or more" if "=" in interval else f"over {number}"
-        words += " and finite" if number_type is float else ""
+    words = interval if interval[0] == ">" else f"in {interval}"
+    words = "finite" if interval == "(-inf, inf)" else words
     return f"{words} ({advice})" if advice else words

@@ -189,7 +189,7 @@ def test_a_character_is_printed_with_its_last_byte(capsys, text):
 
 @pytest.mark.parametrize("arguments, message", [
     (["--image", "missing.png"], "missing.png"),
-    (["--temperature", "-1"], "temperature is -1.0, but it must be 0 or more"),
+    (["--temperature", "-1"], "temperature is -1.0, but it must be in [0, inf)"),
     (["--prompt", "<image>"], "the prompt has 1 image placeholder(s), but 0 image(s) were given; the prompt must "
      "have one placeholder for each image\n"),
 ], ids=str)  # fmt: skip

@@ -57,7 +57,7 @@ def test_a_name_with_options(text, expected):
     ("rows(2)", r"^task rows\(2\): the options must have the form name=value, name=value$"),
     ("rows(seed=1)", r"^there is no option 'seed'; the options are: pairs, share, kind$"),
     ("rows(pair=2)", r"^there is no option 'pair'; the options are: pairs, share, kind; did you mean pairs\?$"),
-    ("rows(pairs=0)", "^pairs is 0, but it must be 1 or more$"),
+    ("rows(pairs=0)", "^pairs is 0, but it must be >= 1$"),
     ("lines(pairs=2)", "^unknown task 'lines'; known names are: rows, file.py:name$"),
     ("row", "^unknown task 'row'; known names are: rows, file.py:name; did you mean rows\\?$"),
 ])  # fmt: skip

@@ -26,7 +26,7 @@ class Section(Base):
     # estimator
     kind: Literal["k1", "k3"] = "k1"
     size: Annotated[int, "> 0"] | None = None
-    weights: list[Annotated[float, ">= 0"]] | None = None
+    weights: list[Annotated[float, "[0, inf)"]] | None = None
     losses: list[Literal["a", "b"]] = field(default_factory=lambda: ["a"])
     low: float = 0.0
     high: float = 1.0  # at least low
@@ -74,15 +74,15 @@ WRONG = [
     ({"names": [1]}, "names is 1, but it must be of type str"),
     ({"table": {"a": "high"}}, "table.a is 'high', but it must be of type float"),
     ({"means": [1, 2]}, "means is [1, 2], but it must be a list of 3 values"),
-    ({"section": {"steps": 0}}, "section.steps is 0, but it must be 1 or more"),
+    ({"section": {"steps": 0}}, "section.steps is 0, but it must be >= 1"),
     ({"section": {"share": float("nan")}}, "section.share is nan, but it must be in (0, 1]"),
-    ({"section": {"weights": [float("inf")]}}, "section.weights is inf, but it must be 0 or more and finite"),
+    ({"section": {"weights": [float("inf")]}}, "section.weights is inf, but it must be in [0, inf)"),
     ({"section": {"rate": float("inf")}}, "section.rate is inf, but it must be finite"),
     ({"table": {"a": float("-inf")}}, "table.a is -inf, but it must be finite"),
     ({"means": [1.0, 2.0, float("nan")]}, "means is nan, but it must be finite"),
     ({"section": {"kind": "k2"}}, "section.kind is 'k2', but it must be 'k1' or 'k3'"),
     ({"level": True}, "level is True, but it must be 1 or 2"),
-    ({"section": {"weights": 1.0}}, "section.weights is 1.0, but it must be of type list[float, 0 or more and finite]"),
+    ({"section": {"weights": 1.0}}, "section.weights is 1.0, but it must be of type list[float, in [0, inf)]"),
     ({"section": {"low": 2}}, "section.high is 1.0, but it must be at least low (2.0)"),
     ({"section": {"stepz": 1}}, "unknown key section.stepz; did you mean section.steps or section.size or "),
     ({"section": {"rate": 10**400}}, "section.rate is 10000"),  # too large for a float
@@ -104,7 +104,7 @@ def test_wrong_values_are_reported(values, message):
 def test_json_files_may_have_more_keys_and_are_not_converted():
     assert build(Base, {"steps": 2, "more": 3}, "x.json", json=True) == Base(2)
     for cls, values, message in (
-        (Base, {"steps": 0}, "vision.steps is 0, but it must be 1 or more"),
+        (Base, {"steps": 0}, "vision.steps is 0, but it must be >= 1"),
         (Base, {"rate": "1e-4"}, "vision.rate is '1e-4', but it must be of type float"),
         (Whole, {"needed": 1, "names": "one"}, "vision.names is 'one', but it must be of type list[str]"),
     ):

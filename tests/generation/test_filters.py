@@ -57,8 +57,8 @@ def test_other_options_need_no_filters():
 
 
 @pytest.mark.parametrize("bad, says", [
-    (dict(stop_token_ids=[3, -1]), "0 or more"), (dict(stop_strings=["a", ""]), "not contain an empty text"),
-    (dict(temperature=float("nan")), "0 or more"),
+    (dict(stop_token_ids=[3, -1]), ">= 0"), (dict(stop_strings=["a", ""]), "not contain an empty text"),
+    (dict(temperature=float("nan")), r"in \[0, inf\)"),
 ], ids=str)  # fmt: skip
 def test_settings_out_of_bounds_are_refused(bad, says):
     with pytest.raises(ValueError, match=f"recipe.yaml: sampling.{next(iter(bad))}.* must .*{says}"):

@@ -218,7 +218,7 @@ NO_OTHER += "other mixtures of experts and qwen4_exp are not supported"
     ("qwen3_5/text_config.output_gate_type", "sigmoid", "output_gate_type is 'sigmoid', but it must be 'swish'"),
     ("hidden_size", ..., "hidden_size is missing"),
     ("num_key_value_heads", 3, "num_key_value_heads is 3, but it must be a divisor of num_attention_heads (4)"),
-    ("rms_norm_eps", 0, "rms_norm_eps is 0.0, but it must be over 0 and finite"),
+    ("rms_norm_eps", 0, "rms_norm_eps is 0.0, but it must be in (0, inf)"),
     ("rope_scaling.mrope_section", [2, 3, 4], "mrope_section is [2, 3, 4], but it must be three numbers whose sum"),
     ("rope_scaling.type", "yarn", "rope_scaling.type is 'yarn', but it must be 'mrope'; no other value is supported"),
     ("use_sliding_window", True, "use_sliding_window is True, but it must be False"),

@@ -57,7 +57,7 @@ def test_invalid_values_of_an_own_task_are_refused(tmp_path, name, error):
 @pytest.mark.parametrize("name, error", [
     ("counting", r"^unknown data\.task 'counting'; known names are: shapes, file\.py:name$"),
     ("minivlmrl.tasks.shapes:COLORS", r"^data\.task minivlmrl.tasks.shapes:COLORS: .*, but it must be a Task of "),
-    ("shapes(pairs=0)", r"^data\.task shapes\(pairs=0\): pairs is 0, but it must be 1 or more$"),
+    ("shapes(pairs=0)", r"^data\.task shapes\(pairs=0\): pairs is 0, but it must be >= 1$"),
 ])  # fmt: skip
 def test_an_unknown_task_is_named(name, error):
     with pytest.raises(ValueError, match=error):

@@ -282,7 +282,7 @@ ONE_ROW = {"input_ids": ONE.long(), "completion_mask": ONE, "per_token_logps": -
     ({}, {"kind": "trajectories"}, "kind is 'trajectories'. .* trajectories are not supported"),
     ({}, {"kind": None}, "kind is None"), (None, {}, "No such file"), ({}, {"kind": ["sft"]}, r"kind is \['sft'\]"),
     ({}, {"temperature": "x"}, "step.json: temperature is 'x', but it must be of type float"),
-    ({}, {"temperature": 0}, "step.json: temperature is 0.0, but it must be over 0 and finite"),
+    ({}, {"temperature": 0}, "step.json: temperature is 0.0, but it must be in \\(0, inf\\)"),
     ({}, {"image_token_id": "x"}, "step.json: image_token_id is 'x', but it must be of type int"),
     ({}, {"loss": 3}, "step.json: loss is 3, but it must be of type dict"),
     ({}, {"loss": {"loss_type": 1}}, "step.json: loss.loss_type is 1, but it must be of type str"),
