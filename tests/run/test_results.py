@@ -148,7 +148,7 @@ def test_the_model_with_the_best_evaluation_is_saved(results, monkeypatch, kind,
     """The first evaluation is not saved, because its model is the initial one."""
     monkeypatch.setattr(file, "evaluate", lambda *_: {"eval/accuracy_sampled": values[len(done)] or 0})
     found, done, kept = results(f"--best_metric={kind}", "--eval_steps=1", held_out=Shapes(1, "x")), [], []
-    trainer = trained("sft", 4, saved=lambda folder: kept.append((len(done), folder)))
+    trainer = trained("sft", 4, saved=lambda folder, **_: kept.append((len(done), folder)))
     trainer.evaluate = lambda rows: {"eval/loss": values[len(done)]} if kind == "eval/loss" else {}
     found.measure("start")
     for step in range(1, 5):
