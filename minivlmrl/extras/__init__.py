@@ -13,7 +13,7 @@ command line or a model's config.json names the feature:
 | memory.py | the GPU memory that a run needs | `python -m minivlmrl memory` |
 | parity/ | mistakes in a loss, or in a step of any trainer | `python -m minivlmrl parity` |
 | replay/ | a step of a run, or the whole run, again | `python -m minivlmrl replay` |
-| tensorboard.py, wandb.py | trackers of metrics | `report_to` |
+| tensorboard.py, weights_and_biases.py | trackers of metrics | `report_to` |
 | trl.py, trl_inputs.py | our loss and our input check in TRL's trainers | your own script |
 | vllm.py | rollouts from vLLM's logits | `sampling.engine: vllm` |
 """

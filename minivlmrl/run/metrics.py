@@ -360,7 +360,10 @@ def merge(parts: list[Means]) -> Means:
     return merged, total
 
 
-TRACKERS = {"tensorboard": "minivlmrl.extras.tensorboard:tracker", "wandb": "minivlmrl.extras.wandb:tracker"}
+TRACKERS = {
+    "tensorboard": "minivlmrl.extras.tensorboard:tracker",
+    "wandb": "minivlmrl.extras.weights_and_biases:tracker",
+}
 
 
 def find_tracker(name: str) -> Callable:

@@ -12,7 +12,17 @@ from minivlmrl.config.import_utils import load_name
 from minivlmrl.config.options import RunConfig
 from minivlmrl.distributed.process_group import World
 from minivlmrl.model import flops
-from minivlmrl.run.metrics import EVALUATIONS, METRICS, TIMINGS, WARNINGS, MetricsLog, describe_speed, memory_use, merge
+from minivlmrl.run.metrics import (
+    EVALUATIONS,
+    METRICS,
+    TIMINGS,
+    TRACKERS,
+    WARNINGS,
+    MetricsLog,
+    describe_speed,
+    memory_use,
+    merge,
+)
 from minivlmrl.run.rollout_log import COMPLETIONS
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.phase_timer import PhaseTimer
@@ -256,7 +266,7 @@ def test_trackers_agree_with_the_files(run, monkeypatch, tmp_path):
     (tmp_path / "wandb.py").write_text(WANDB)
     (tmp_path / "my_tracker.py").write_text(TRACKER)
     monkeypatch.syspath_prepend(tmp_path)
-    for module in ("wandb", "minivlmrl.extras.wandb"):
+    for module in ("wandb", "minivlmrl.extras.weights_and_biases"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     load_name.cache_clear()
     options = ["--stages=[sft, grpo]", LETTERS, "--sft.max_steps=2", "--grpo.max_steps=2", "--eval_steps=1"]
@@ -293,7 +303,7 @@ def test_a_wrong_tracker_is_named(run, tmp_path, tracker, says):
 @pytest.mark.parametrize(("name", "package"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
 def test_a_missing_package_is_named_before_anything_is_loaded(run, tmp_path, monkeypatch, name, package):
     monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(sys.modules, f"minivlmrl.extras.{name}", raising=False)
+    monkeypatch.delitem(sys.modules, TRACKERS[name].partition(":")[0], raising=False)
     load_name.cache_clear()
     with pytest.raises(ModuleNotFoundError, match=package):
         run(f"--report_to=[{name}]")
