@@ -37,8 +37,12 @@ class Group:
 
 
 def open_groups(trainer: RolloutTrainer, groups: Sequence[Group], first_samples: Iterable[int]) -> list[list[Sample]]:
-    """Return the samples of groups, whose rows are read again, numbered from each group's first sample on."""
+    """Return the samples of groups, whose rows are read again, numbered from each group's first sample on.
+
+    All ranks call this function together.
+    """
     rows = trainer.batches.rows([(group.index, group.key) for group in groups])
+    trainer.world.wait()  # for a rank that reads its images slowly
     opened = []
     for row, group, first in zip(rows, groups, first_samples, strict=True):
         prompt = row.prompt(trainer.processor)
