@@ -20,7 +20,7 @@ without a mask. If the runs are too short for separate calls, the segments are f
 program computes one segment with at most 64 tokens for one head, forward or backward; it reads its inputs once and
 writes its outputs once. A head's D columns are padded to a power of two, for example 80 to 128. Two blocks with 64 and
 16 columns would need fewer registers, but ptxas 12.8 (Triton 3.6 and 3.7) assembles products with 64 rows and 16 or 32
-columns wrongly for sm_90; tests/kernels/test_machine_code.py finds such code.
+columns wrongly for sm_90; the self-test in verdicts.py finds such a kernel.
 
 Where Triton is not used on a GPU, windows with different lengths are computed by torch's varlen_attn. The 128 window
 runs in eight photographs take .995 ms there, forward and backward, and 38.8 ms in separate calls (H200, bfloat16).

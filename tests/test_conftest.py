@@ -83,34 +83,21 @@ def test_the_suite_and_its_child_processes_see_no_gpu():
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "0\n"
 
 
-def test_on_a_machine_with_a_gpu_the_suite_skips_gpu_tests(project):
-    status, output, lines = project("-n", "0")
-    assert status == 0 and [name for name, _ in lines] == ["suite"], output
-    assert "2 passed, 3 skipped" in output and "needs a GPU; `pytest -m gpu` runs it" in output
+SKIPPED = "skipped: the GPU tests in 2 files were not run, because torch finds no GPU"
+RUNS = {  # options and environment variables, the exit status, the tests that ran, and a part of the output
+    "the suite": (["-n", "0"], {}, 0, ["suite"], "2 passed, 3 skipped"),
+    "the GPU tests": (["-m", "gpu"], {}, 0, ["one", "one", "two"], "GPU tests: 2 of 2 files passed"),
+    "a crash": (["-m", "gpu"], {"BREAK": "7"}, 1, ["one", "one", "two"], "inner/test_two.py (exit status 7)"),
+    "a file and a name": (["-m", "gpu", "tests/test_one.py", "-k", "test_one and 1"], {}, 0, ["one"], "1 of 1 files"),
+    "no such test": (["-m", "gpu", "tests/test_one.py", "-k", "nothing"], {}, 5, [], ""),
+    "no GPU": (["-m", "gpu"], {"CUDA_VISIBLE_DEVICES": "-1"}, 5, [], SKIPPED),
+    "a list without a GPU": (["-m", "gpu", "--co"], {"CUDA_VISIBLE_DEVICES": "-1"}, 0, [], "test_two.py::test_two"),
+}  # fmt: skip
 
 
-def test_each_file_with_gpu_tests_runs_in_a_process_that_sees_the_gpu(project):
-    status, output, lines = project("-m", "gpu")
-    assert status == 0 and "GPU tests: 2 of 2 files passed" in output, output
-    assert sorted(name for name, _ in lines) == ["one", "one", "two"]
-    assert len({process for _, process in lines}) == 2
-
-
-def test_a_crash_of_one_file_is_named_and_the_other_files_run(project):
-    status, output, lines = project("-m", "gpu", BREAK="7")
-    assert status == 1 and len(lines) == 3
-    assert "GPU tests: 1 of 2 files passed" in output and "inner/test_two.py (exit status 7)" in output
-
-
-def test_files_and_options_of_the_command_line_are_used(project):
-    status, output, lines = project("-m", "gpu", "tests/test_one.py", "-k", "test_one and 1")
-    assert status == 0 and [name for name, _ in lines] == ["one"], output
-    assert project("-m", "gpu", "tests/test_one.py", "-k", "nothing")[0] == 5
-
-
-def test_without_a_gpu_the_skipped_files_are_counted(project):
-    status, output, lines = project("-m", "gpu", CUDA_VISIBLE_DEVICES="-1")
-    assert (status, lines) == (5, [])
-    assert output == "skipped: the GPU tests in 2 files were not run, because torch finds no GPU\n"
-    status, output, _ = project("-m", "gpu", "--collect-only", CUDA_VISIBLE_DEVICES="-1")
-    assert status == 0 and "test_two.py::test_two" in output
+@pytest.mark.parametrize("name", RUNS)
+def test_gpu_tests_run_alone_and_each_file_in_a_process(project, name):
+    options, variables, expected, tests, says = RUNS[name]
+    status, output, lines = project(*options, **variables)
+    assert (status, sorted(test for test, _ in lines)) == (expected, tests) and says in output, output
+    assert len({process for _, process in lines}) == len({*tests})

@@ -1,7 +1,9 @@
 """Test that a network that does not work ends a run at its start, with a sentence that names the hosts."""
 
+import os
 import socket
 import sys
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from minivlmrl.distributed import network
 from minivlmrl.distributed.network import attempt_store, connect
 from minivlmrl.distributed.process_group import World
-from tests.helpers.children import exit_code, fork
+from tests.helpers.children import exit_code, fork, fork_ranks
 from tests.helpers.pretend_cuda import CUDA, PretendCuda
 
 CPU = torch.device("cpu")
@@ -69,6 +71,24 @@ def test_a_store_that_cannot_be_reached_is_named(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     with pytest.raises(ValueError, match=f"rank 1 on .* cannot reach rank 0 at 127.0.0.1:{port} .*--master_addr"):
         attempt_store(timedelta(seconds=1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has these options of connections")
+def test_a_wait_without_a_limit_ends_with_a_dead_host():
+    """The kernel asks a silent host after a quarter of the timeout, and then ends the connection."""
+    names = socket.SO_KEEPALIVE, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT
+
+    def begin(world):
+        found = []
+        for number in os.listdir("/proc/self/fd"):
+            with suppress(OSError), socket.fromfd(int(number), socket.AF_INET, socket.SOCK_STREAM) as x:
+                x.getpeername()
+                levels = [socket.SOL_SOCKET] + [socket.IPPROTO_TCP] * 4
+                found.append([x.getsockopt(*pair) for pair in zip(levels, names, strict=True)])
+        assert [1, 3, 3, 3, 12000] in found, found
+        world.barrier()
+
+    assert fork_ranks(2, begin, 12) == [0, 0]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ STAGE = {
 RECIPE = recipe(
     STAGE, model={"dtype": "float64"}, sampling={"max_new_tokens": 12}, rewards={"letters": 1.0}, ppo={"kl_coef": 0.1}
 )
+EIGHT_BITS = "--optimizer.name=adamw_8bit"
 REFERENCE = ["--stages=[grpo]", "--grpo.beta=0.1", "--grpo.num_iterations=2"]
 TOOLS = [*REFERENCE, "--sampling.environment=tests.helpers.on_ranks:Eye", "--sampling.max_new_tokens=30"]
 SHORT_HISTORY = [*TOOLS, "--sampling.history=1", "--grpo.loss_type=grpo", "--grpo.max_tokens_per_micro_batch=150"]
@@ -61,6 +63,8 @@ STAGES = {  # in float64; each stage has other collective operations
     "two at a time": TWO_AT_A_TIME,
     "Qwen3-VL, two at a time": [*TWO_AT_A_TIME, *QWEN3],
     "float32": [*REFERENCE, "--model.dtype=float32", "--grpo.learning_rate=1e-5"],
+    "experts": [*REFERENCE, "--model.config=FOLDER/qwen3_5_moe.json", "--optimizer.weight_decay=0.1"],
+    "8 bits": [*REFERENCE, EIGHT_BITS],
 }  # fmt: skip
 SHARDED = ["--sharding.enabled=true"]
 ONE_BY_ONE = [*SHARDED, "--rollout.gather_weights=false", "--model.activation_checkpointing=true"]
@@ -75,9 +79,9 @@ CASES = {  # {number of ranks: (stage, way)}; results must equal one process's r
         ("Qwen3-VL", "layer by layer"), ("Qwen3.5", "layer by layer"),
         ("with a reward model of another family", "layer by layer"), ("two at a time", "layer by layer"),
         ("ppo with a critic", "layer by layer"),
-        ("Qwen3-VL, two at a time", "sharded"),
+        ("Qwen3-VL, two at a time", "sharded"), ("experts", "replicated"),
         *((name, "sharded") for name in ("dpo precomputed", "reward_model", "ppo", "rloo", "resampled rloo",
-                                         "without the vision tower"))],
+                                         "without the vision tower", "experts", "8 bits"))],
     4: [("with a reference", "replicated"), ("with a reference", "replicas"),
         *((name, "sharded") for name in ("sft", "dpo", "grpo", "resampled", "ppo in mini-batches", "tools",
                                          "trajectories"))],
@@ -149,15 +153,14 @@ def evaluation(folder, overrides, world):
     return evaluate(model, processor, [Uneven()[i] for i in range(config.data.eval_rows)], config, world)
 
 
-FUNCTIONS = {"stage": stage_on_ranks, "evaluation": evaluation}
+FUNCTIONS = {"stage": partial(stage_on_ranks, num_held_out=0), "evaluation": evaluation}
 GRPO = ["stage", *REFERENCE, "--grpo.max_steps=2"]
 QUICK_TOOLS = ["stage", *TOOLS, "--grpo.max_steps=2", "--grpo.num_iterations=1"]
 QUICK_TRAJECTORIES = ["stage", *SHORT_HISTORY, "--grpo.max_steps=2", "--grpo.num_iterations=1"]
 MOVING = [*GRPO, "--grpo.num_iterations=1", "--reference.sync_ref_model=true", "--reference.ref_model_sync_steps=1"]
 SHARING = [*MOVING, "--adapter.r=2"]  # the base model
 FOLDER = [*GRPO, "--reference.path=FOLDER/judge"]
-EXPERTS = [*GRPO, "--model.config=FOLDER/qwen3_5_moe.json", "--optimizer.weight_decay=0.1"]
-EIGHT_BITS = "--optimizer.name=adamw_8bit"
+EXPERTS = ["stage", *STAGES["experts"], "--grpo.max_steps=2"]
 COUNTS = {f"{count} rows": ["evaluation", f"--data.eval_rows={count}"] for count in (5, 1)}
 # the policy's adapters, a critic's head, without rows on one rank, and a reference that is the base
 ADAPTED = ["stage", "--stages=[ppo]", "--ppo.max_steps=2", "--adapter.r=4",
@@ -174,12 +177,10 @@ NF4 = [*ADAPTED, "--adapter.quantize=nf4", "--adapter.target=['.*[qv]_proj', mer
 ONCE = [*ONE_BY_ONE, "--sharding.once_per_step=true"]
 QUICK = {
     "replicated": GRPO, "experts, once": [*EXPERTS, *ONCE],
-    "8 bits, sharded": [*GRPO, EIGHT_BITS, *SHARDED],
     "pieces": [*GRPO, *ONE_BY_ONE, "--grpo.max_tokens_per_micro_batch=90", "--sampling.max_batch_tokens=120"],
     "5 rows": COUNTS["5 rows"], "1 rows, layer by layer": [*COUNTS["1 rows"], *ONE_BY_ONE],
     "adapters, sharded": [*ADAPTED, *SHARDED], "critic": CRITIC, "critic, sharded": [*CRITIC, *SHARDED],
-    "dropout": [*ADAPTED, *DROPOUT], "experts, sharded": [*EXPERTS, *SHARDED],
-    "experts, replicated": EXPERTS,
+    "dropout": [*ADAPTED, *DROPOUT],
     "dropout, layer by layer": [*ADAPTED, *DROPOUT, *ONE_BY_ONE], "tools, sharded": [*QUICK_TOOLS, *SHARDED],
     "trajectories, sharded": [*QUICK_TRAJECTORIES, *SHARDED, "--sampling.max_batch_tokens=120"],
     "moving, compute_dtype": [*MOVING, "--model.compute_dtype=float64"],
@@ -200,7 +201,7 @@ def quick_results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("quick")
     prepare(folder)
     alone = {
-        "replicated": GRPO, "8 bits": [*GRPO, EIGHT_BITS], "tools": QUICK_TOOLS, "trajectories": QUICK_TRAJECTORIES,
+        "replicated": GRPO, "tools": QUICK_TOOLS, "trajectories": QUICK_TRAJECTORIES,
         **COUNTS, "moving": MOVING, "moving in half": [*MOVING, "--model.compute_dtype=float32"], "experts": EXPERTS,
         "sharing": SHARING, "folder": FOLDER, "adapters": ADAPTED, "critic": CRITIC, "NF4": NF4,
         "tower": TOWER, "tower adapters": TOWER_ADAPTERS,
@@ -210,8 +211,7 @@ def quick_results(tmp_path_factory):
 
 # {case of QUICK: the case of one process with equal results}
 EQUAL = {
-    "replicated": "replicated", "pieces": "replicated", "8 bits, sharded": "8 bits",
-    **{f"experts, {way}": "experts" for way in ("sharded", "replicated", "once")},
+    "replicated": "replicated", "pieces": "replicated", "experts, once": "experts",
     "tools, sharded": "tools", "trajectories, sharded": "trajectories", "adapters, sharded": "adapters",
     "critic": "critic", "critic, sharded": "critic",
     **{f"tower, {way}": "tower" for way in ("replicated", "sharded", "once")},

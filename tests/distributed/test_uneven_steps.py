@@ -133,7 +133,7 @@ def count_communication(folder: Path, overrides: list[str], world):
         for name in ("foreach_all_gather", "foreach_reduce"):
             patch.setattr(_fsdp_param_group, name, counted(name, getattr(_fsdp_param_group, name)))
         patch.setattr(loop, "optimizer_step", step)
-        stage_on_ranks(folder, overrides, world)
+        stage_on_ranks(folder, overrides, world, num_held_out=0)
     return steps
 
 

@@ -22,11 +22,12 @@ from minivlmrl.tasks.shapes import Shapes
 from tests.helpers.children import fork_processes, fork_ranks
 from tests.helpers.runs import metrics
 
-TIMEOUT = 2.0  # timeout for collective operations; longer work is slow
+TIMEOUT = 2.0  # timeout for collective operations
+SLOW = 1.25 * TIMEOUT  # seconds of slow work
 
 
 class SlowSampler(Sampler):
-    """A sampler that takes twice the timeout on rank 1, for example because of a tool."""
+    """A sampler that takes longer than the timeout on rank 1, for example because of a tool."""
 
     def __init__(self, world):
         self.world = world
@@ -36,12 +37,12 @@ class SlowSampler(Sampler):
         return None
 
     def sample_with(self, *_):
-        time.sleep(2 * TIMEOUT * self.world.rank)
+        time.sleep(SLOW * self.world.rank)
         return []
 
 
 def slow_reward(world, completions, **columns):
-    time.sleep(2 * TIMEOUT * world.rank)
+    time.sleep(SLOW * world.rank)
     return [0.0] * len(completions)
 
 
@@ -63,10 +64,10 @@ import os, time
 
 
 def tracker(config, steps, stack):
-    time.sleep({2 * TIMEOUT})
+    time.sleep({SLOW})
 
     def log(values, step):
-        time.sleep({2 * TIMEOUT} if step == 1 else 0)
+        time.sleep({SLOW} if step == 1 else 0)
     return log
 """
 
@@ -78,18 +79,18 @@ def slow_pictures(pictures, monkeypatch):
     def read(rows, index):
         is_held_out = rows.seed == "eval"
         if os.environ.get("RANK") == "1" and is_held_out == (pictures == "held-out"):
-            time.sleep(2 * TIMEOUT)
+            time.sleep(SLOW)
         return original(rows, index)
 
     monkeypatch.setattr(Shapes, "__getitem__", read)
 
 
 def slow(owner, name, monkeypatch):
-    """Let rank 0 take twice the timeout in a function."""
+    """Let rank 0 take longer than the timeout in a function."""
     original = getattr(owner, name)
 
     def call(*arguments, **options):
-        time.sleep(2 * TIMEOUT if os.environ.get("RANK") == "0" else 0)
+        time.sleep(SLOW if os.environ.get("RANK") == "0" else 0)
         return original(*arguments, **options)
 
     monkeypatch.setattr(owner, name, call)
@@ -133,14 +134,18 @@ def test_a_lost_rank_ends_the_wait_at_once(monkeypatch):
 
 
 def test_a_rank_that_hangs_in_training_is_named(monkeypatch):
+    answered, answer = os.pipe()
+
     def begin(world):
-        if world.rank == 1:
-            time.sleep(20)
+        if world.rank == 1:  # it answers nobody until both other ranks have ended the wait
+            for _ in range(2):
+                os.read(answered, 1)
             os._exit(9)
         with pytest.raises(RuntimeError, match="Timed out waiting") as error:
             world.sum(1)
         monkeypatch.setenv("RANK", str(world.rank))
         assert lost_ranks(error.value).startswith("rank 1 ended" if world.rank == 0 else "a rank ended")
+        os.write(answer, b".")
 
     assert fork_ranks(3, begin, TIMEOUT) == [0, 9, 0]
 

@@ -115,8 +115,8 @@ def eager(text, tools, ended):
     return [("look", "")] if len(text) > 2 and not ended else []
 
 
-def stage_on_ranks(folder: Path, overrides: list[str], world: process_group.World) -> Result:
-    """Train all steps in one stage on this rank, and return the results."""
+def stage_on_ranks(folder: Path, overrides: list[str], world: process_group.World, num_held_out: int = 5) -> Result:
+    """Train all steps in one stage on this rank, evaluate held-out rows, and return the results."""
     overrides = [f"--output_dir={folder / 'out'}", *(text.replace("FOLDER", str(folder)) for text in overrides)]
     config = load_config(folder / "recipe.yaml", overrides)
     [stage] = config.stage_names
@@ -129,12 +129,12 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: process_group.Worl
         record(trainer, result)
     optimizer = build_optimizer(trainer.trained, settings, config.optimizer)
     batches = Batches(uneven(stage), trainer)
-    held_out = [Uneven()[i] for i in range(5)]
+    held_out = [Uneven()[i] for i in range(num_held_out)]
     trainer.on_stage_begin(batches, held_out, None)
     steps = trainer.steps(batches)
     for number in range(settings.max_steps):
         result.lines.append(loop.optimizer_step(trainer, next(steps), optimizer, number))
-    result.evaluation = trainer.evaluate(held_out)
+    result.evaluation = trainer.evaluate(held_out) if held_out else {}
     reshard(trainer.trained)
     for name, parameter in trainer.trained.named_parameters():
         weight = parameter.full_tensor() if config.uses_fsdp else parameter

@@ -1,7 +1,6 @@
 """Check that a GRPO step runs the code in the reading list, so that its readers have read the training code."""
 
 import contextlib
-import shutil
 import sys
 import threading
 
@@ -42,36 +41,20 @@ def begin_with():
 SMALL = ["--num_threads=1", "--grpo.prompts_per_step=2", "--grpo.num_generations=2", "--grpo.max_steps=1"]
 
 
-def train_by(recipe, output, *options):
-    train_recipe([str(ROOT / "recipes" / recipe), f"--output_dir={output}", "--data.eval_rows=1", *SMALL, *options])
+def default_recipe(tmp_path):
+    recipe = str(ROOT / "recipes" / "shapes.yaml")
+    train_recipe([recipe, f"--output_dir={tmp_path / 'run'}", "--data.eval_rows=1", *SMALL, "--stages=[grpo]"])
 
 
-def default_recipe(tmp_path, checkpoint, rows):
-    train_by("shapes.yaml", tmp_path / "run", "--stages=[grpo]")
-
-
-def own_folder(tmp_path, checkpoint, rows):
-    """Train recipes/own_data.yaml from a folder with weights, config and template as transformers and the hub write."""
-    transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
-    folder = shutil.copytree(checkpoint, tmp_path / "folder")
-    theirs = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint)
-    for file in folder.glob("*.safetensors"):
-        file.unlink()
-    theirs.save_pretrained(folder)
-    files = [f"--model.path={folder}", f"--data.train_file={rows}", f"--data.eval_file={rows}"]
-    train_by("own_data.yaml", tmp_path / "run", *files, "--sampling.max_new_tokens=4", "--data.max_pixels=3136")
-
-
-def pretended_card(tmp_path, checkpoint, rows):
+def pretended_card(tmp_path):
     stages.write_recipe(tmp_path)
     with PretendCuda():
         stages.Stage(tmp_path, "grpo", "--rewards={format: 1}", *SMALL, world=World(device=CUDA)).go()
 
 
-@pytest.mark.parametrize("way", [default_recipe, own_folder, pretended_card])
-def test_a_step_runs_the_reading_list(way, tmp_path, checkpoint, rows):
-    """The fixtures train, too, but before the recording starts."""
+@pytest.mark.parametrize("way", [default_recipe, pretended_card])
+def test_a_step_runs_the_reading_list(way, tmp_path):
     with functions_that_run() as ran:
-        way(tmp_path, checkpoint, rows)
+        way(tmp_path)
     for file, name in begin_with().items():
         assert any(found == name or found.startswith(f"{name}.") for found in ran[file]), f"{file}.{name}"

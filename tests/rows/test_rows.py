@@ -1,15 +1,18 @@
 """Compare rows in users' formats with transformers: token ids, pictures and time marks from the same messages.
 
 For each file, cases.json has its public reference, and either the expected messages, written by hand, or words from the
-error message. tests/record/record_rows.py rendered these messages with transformers' processor and each family's
-tokenizer. Texts and pictures are ours; only a row's structure comes from the user.
+error message. In the table, a turn is a list: the role, then texts and parts, such as ["user", {"image": "red.png"},
+"What?"]; a part with another key than image or video, such as tool_calls, is a message field. The script in
+`git show 9467b928:tests/record/record_rows.py` rendered these messages with transformers' processor and each family's
+tokenizer; run it in that commit with this table to record more rows. Texts and pictures are ours; only a row's
+structure comes from the user.
 """
 
 import functools
 import json
 import re
 import shlex
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,19 +29,67 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import error_context
 from minivlmrl.extras.convert.command import main
 from minivlmrl.model.checkpoint import load_processor
-from tests.helpers.user_rows import (
-    ANSWERS,
-    FILES,
-    MODELS,
-    RECORDED,
-    REQUIRED,
-    Case,
-    mean_colors,
-    read_cases,
-    unpack_ids,
-)
 
-CASES = read_cases()
+ROWS = Path(__file__).parent
+FILES, MODELS = ROWS / "files", ROWS / "models"
+RECORDED = ROWS.parent / "recorded" / "rows_transformers_5.23.0.json"
+# columns that a row must have for a stage
+REQUIRED = {
+    "sft": ("problem", "completion"),
+    "dpo": ("problem", "chosen", "rejected"),
+    "kto": ("problem", "completion", "label"),
+    "grpo": ("problem",),
+}
+ANSWERS = ("completion", "chosen", "rejected")
+
+
+@dataclass
+class Case:
+    """A row file, and either its rows' messages or words in the error message."""
+
+    file: str
+    reference: str  # URL for the report or the page that shows such a row
+    model: str = "qwen2_5_vl"  # folder in tests/rows/models
+    template: str = ""  # file in tests/rows/files that replaces the model's chat template
+    stage: str = "sft"
+    options: dict = field(default_factory=dict)  # fields for RowOptions
+    # for each row: its turns under "prompt" and ANSWERS, and its values in other columns
+    rows: list[dict] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)  # words in the error message
+    skipped: list[int] = field(default_factory=list)  # rows that data.skip_unreadable skips
+    typed: bool = False  # whether texts spell control tokens that must stay text
+
+
+def unpack_ids(packed: list) -> list[int]:
+    """Return the ids; the file stores each run of more than 3 equal ids as [id, length]."""
+    ids = []
+    for item in packed:
+        ids += [item[0]] * item[1] if isinstance(item, list) else [item]
+    return ids
+
+
+def mean_colors(patches, grids) -> list:
+    """Return the mean colour of each quarter of each picture, which shows its content, its order and its orientation.
+
+    Args:
+        patches: (patches in all pictures, channels * temporal * height * width), ordered as in Qwen's image processor.
+        grids: (pictures, 3): patches in time, height and width.
+    Returns:
+        For each temporal patch, 2 x 2 x 3 numbers in the same units as the patches.
+    """
+    colors = []
+    start = 0
+    for t, h, w in [[int(side) for side in grid] for grid in grids]:
+        end = start + t * h * w
+        means = patches[start:end].float().reshape(t, h // 2, w // 2, 2, 2, 3, -1).mean(-1)
+        image = means.permute(0, 1, 3, 2, 4, 5).reshape(t, 2, h // 2, 2, w // 2, 3).mean((2, 4))
+        colors += [[[[round(float(x), 2) for x in c] for c in row] for row in frame] for frame in image]
+        start = end
+    assert start == len(patches)
+    return colors
+
+
+CASES = {name: Case(**case) for name, case in json.loads((ROWS / "cases.json").read_text(encoding="utf-8")).items()}
 READ = [name for name, case in CASES.items() if not case.refused]
 REFUSED = [name for name, case in CASES.items() if case.refused]
 EXPECTED = json.loads(RECORDED.read_text())

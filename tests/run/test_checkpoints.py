@@ -240,7 +240,10 @@ SIGNALS = {  # options, place, number of its call, checkpoint
         ["--stages=[sft]", "--sft.micro_batch_size=1", "--eval_steps=1", BEST],
         (torch.Tensor, "backward", {"after": stop}), 5, "000002",
     ),
-    "in a step of a rollout": (["--grpo.micro_batch_size=1"], (torch.Tensor, "backward", {"after": stop}), 9, "000004"),
+    "in a step of a rollout, sharded": (
+        ["--grpo.micro_batch_size=1", "--sharding.enabled=true"],
+        (torch.Tensor, "backward", {"after": stop}), 9, "000004",
+    ),
     "in the first step of a stage": (
         ["--stages=[sft, grpo]", "--sft.max_steps=2", "--data.eval_rows=1", "--grpo.micro_batch_size=1"],
         (torch.Tensor, "backward", {"after": stop}), 3, "000002",

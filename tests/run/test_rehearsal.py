@@ -28,7 +28,6 @@ from tests.helpers.oracle import CLASSES, ROUNDING, worst_difference  # noqa: E4
 
 pytestmark = pytest.mark.slow
 PAGE = (ROOT / "docs" / "data.md").read_text()
-TEMPLATES = {"qwen3_5": "qwen3_5_think", "qwen3_vl": "qwen3_vl", "qwen2_5_vl": "qwen2_5_vl"}  # as TRL has them
 IDS = {f"{name}_token_id": f"<|{name}|>" for name in ("vision_start", "vision_end")}
 IDS |= {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "eos_token_id": "<|im_end|>"}
 COLORS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (40, 60, 220), "yellow": (230, 210, 50)}
@@ -81,23 +80,22 @@ def draw(name, count):
     write_lines(Path(f"{name}.jsonl"), lines)
 
 
-def write_folder(path, model_type, template):
-    """Write a tiny model with transformers, including config, tokenizer and chat template."""
+def write_folder(path, template):
+    """Write a tiny Qwen3.5 with transformers, including config, tokenizer and chat template."""
     texts = [*Path("shown.jsonl").read_text().splitlines(), *[template] * 20]
     trained = json.loads(train_tokenizer(texts, vocab_size=1500).backend.to_str())["model"]
-    kind = transformers.Qwen3_5Tokenizer if model_type == "qwen3_5" else transformers.Qwen2Tokenizer
-    tokenizer = kind(vocab=trained["vocab"], merges=list(map(tuple, trained["merges"])))
+    tokenizer = transformers.Qwen3_5Tokenizer(vocab=trained["vocab"], merges=list(map(tuple, trained["merges"])))
     words = (*WORDS, "<tool_response>", "</tool_response>", "<think>", "</think>")
     tokens = [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
     tokenizer.add_tokens(tokens + [AddedToken(word, normalized=False) for word in words])
     tokenizer.eos_token, tokenizer.pad_token, tokenizer.chat_template = "<|im_end|>", "<|endoftext|>", template
-    config = tiny_config(model_type, tied=True)
-    inside = config.get("text_config", config)
+    config = tiny_config("qwen3_5", tied=True)
+    inside = config["text_config"]
     inside["vocab_size"] = -(-len(tokenizer) // 64) * 64
     for section in (config, inside):
         section |= {key: tokenizer.convert_tokens_to_ids(IDS[key]) for key in section.keys() & IDS.keys()}
-    model = CLASSES[model_type]._from_config(transformers.AutoConfig.for_model(**config))
-    drafter = {"mtp.fc.weight": torch.eye(64)} if model_type == "qwen3_5" else {}
+    model = CLASSES["qwen3_5"]._from_config(transformers.AutoConfig.for_model(**config))
+    drafter = {"mtp.fc.weight": torch.eye(64)}
     tiny.telling_weights(model).save_pretrained(path, state_dict=model.state_dict() | drafter)
     tokenizer.save_pretrained(path)
     images = {"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
@@ -105,21 +103,15 @@ def write_folder(path, model_type, template):
     (path / "preprocessor_config.json").write_text(json.dumps(images))
 
 
-@pytest.mark.parametrize("model_type", TEMPLATES)
-def test_the_commands_of_the_page(model_type, tmp_path, monkeypatch, capsys, published):
+def test_the_commands_of_the_page(tmp_path, monkeypatch, capsys, published):
     """Run the commands of the page, then compare the saved checkpoint's logits and token ids with transformers."""
     monkeypatch.chdir(tmp_path)
     [block] = re.findall(r"```bash\n(.*?)```", PAGE.partition("\n## The whole way\n")[2], re.DOTALL)
-    recipe, num_steps, num_held_out = RECIPE, 14, 16
-    if model_type != "qwen3_5":  # the other families run fewer steps
-        recipe = RECIPE.replace("max_steps: 40", "max_steps: 20").replace("max_steps: 12", "max_steps: 2")
-        block = block.replace("max_steps=14", "max_steps=3")
-        num_steps, num_held_out = 3, 4
-    for name, count in (("shown", 64), ("train", 128), ("eval", num_held_out)):
+    for name, count in (("shown", 64), ("train", 128), ("eval", 16)):
         draw(name, count)
-    write_folder(tmp_path / "FOLDER", model_type, published(TEMPLATES[model_type]))
+    write_folder(tmp_path / "FOLDER", published("qwen3_5_think"))
     (tmp_path / "tool.py").write_text(TOOL)
-    (tmp_path / "squares.yaml").write_text(recipe)
+    (tmp_path / "squares.yaml").write_text(RECIPE)
     for command in block.splitlines():
         capsys.readouterr()
         try:
@@ -129,13 +121,12 @@ def test_the_commands_of_the_page(model_type, tmp_path, monkeypatch, capsys, pub
         assert status == 0, capsys.readouterr()
 
     lines = [line for line in metrics(tmp_path / "runs" / "squares") if line["stage"] == "grpo"]
-    assert len(lines) == num_steps
+    assert len(lines) == 14
     assert max(line["reward"] for line in lines) > 0  # the final reward depends on the machine
     saved = tmp_path / "runs" / "squares" / "checkpoint"
-    theirs, info = CLASSES[model_type].from_pretrained(saved, output_loading_info=True)
+    theirs, info = CLASSES["qwen3_5"].from_pretrained(saved, output_loading_info=True)
     assert not any(info.values())
-    if model_type == "qwen3_5":
-        assert load_file(saved / "model.safetensors")["mtp.fc.weight"].equal(torch.eye(64))
+    assert load_file(saved / "model.safetensors")["mtp.fc.weight"].equal(torch.eye(64))
     processor, [row, *_] = load_processor(saved, max_pixels=7056), FileDataset("eval.jsonl")
     words = transformers.AutoTokenizer.from_pretrained(saved)
     prompt = row.prompt(processor)
@@ -143,4 +134,4 @@ def test_the_commands_of_the_page(model_type, tmp_path, monkeypatch, capsys, pub
     asked = words(asked.replace("<|image_pad|>", "<|image_pad|>" * 9))
     assert asked["input_ids"] == prompt.input_ids.tolist()
     monkeypatch.setattr(tiny, "IMAGE", words.convert_tokens_to_ids("<|image_pad|>"))
-    assert worst_difference(theirs, load_model(saved), [prompt]) < ROUNDING[model_type]
+    assert worst_difference(theirs, load_model(saved), [prompt]) < ROUNDING["qwen3_5"]
