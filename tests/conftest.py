@@ -9,7 +9,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, also in child processes
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # otherwise TRL's trainers access the network
-# a test that asks a local server for a data set needs a hub; the variable is read when huggingface_hub is imported
+# tests of downloads need a hub; the variable is read when huggingface_hub is imported
 os.environ.pop("HF_HUB_OFFLINE", None)
 
 import PIL.Image

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from os.path import getsize, isfile, normpath
+from os.path import getsize, isfile
 from pathlib import Path
 
 import PIL.Image
@@ -95,12 +95,6 @@ class FileDataset(FileRows):
         answer_images = [part["image"] for part in answer_image_parts(row)]
         with error_context(row.where):
             files = list(files_of(media + answer_images, str(self.folder)))
-            for source, path in files if self.source.is_downloaded else ():
-                if path and not Path(normpath(path)).is_relative_to(normpath(self.folder)):
-                    raise ValueError(
-                        f"the file {source!r} is outside of the folder {self.folder}, but rows of a data set "
-                        "from the hub may only use files in the folder of the data set"
-                    )
         kinds = [item.kind for item in media]
         self.counts[kinds.count("image"), kinds.count("video")] += 1
         file_sizes = []

@@ -1,7 +1,7 @@
-"""Read rows from JSON Lines, JSON and parquet files, and from data sets of the Hugging Face hub.
+"""Read rows from JSON Lines, JSON and parquet files.
 
-Each row's text stays in memory (200,000 rows of 500 bytes take 100 MB) and is parsed each
-time the row is read. Rows in parquet files are read from disk.
+Each row's text stays in memory (200,000 rows of 500 bytes take 100 MB) and is parsed each time the row is read. Rows in
+parquet files are read from disk.
 """
 
 import bisect
@@ -16,7 +16,6 @@ from os.path import isdir, isfile
 from pathlib import Path
 
 from minivlmrl.config.types import Plain
-from minivlmrl.data.download import find_split, split_of
 from minivlmrl.errors import check_field, error_context, optional_dependency
 from minivlmrl.json_files import check_downloaded, parse_json, unique_keys
 
@@ -27,23 +26,20 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def open_rows(path: str | Path) -> "Lines | Arrow":
-    """Open the rows of a file, a folder or a dataset split on the Hugging Face hub.
+    """Open the rows of a file or a folder.
 
     Raises:
-        ValueError: the file, folder or split does not exist or cannot be read, or it is not clear which file in the
-            folder contains the rows.
+        ValueError: the file does not exist or cannot be read, or it is not clear which file in the folder has the rows.
     """
     path = Path(path)
     if isdir(path):  # os.path, because pathlib raises OSError for a name that is too long
         return _open_folder(path)
     if not isfile(path):
-        split_files = find_split(str(path))
-        if split_files is None:
-            raise ValueError(
-                f"{path}: this file of rows does not exist in the working folder, {Path.cwd()}; correct the path in "
-                "data.train_file or data.eval_file (null disables the option)"
-            )
-        return Arrow(split_files, is_downloaded=True)
+        raise ValueError(
+            f"{path}: this file of rows does not exist in the working folder, {Path.cwd()}; correct the path in "
+            "data.train_file or data.eval_file (null disables the option), or download a data set of the Hugging Face "
+            "Hub with `hf download --repo-type=dataset`, and use its folder"
+        )
     if path.suffix == ".parquet":
         return Arrow([path])
     if path.suffix in (".csv", ".tsv", ".yaml", ".yml"):
@@ -70,7 +66,8 @@ def _for_shell(text: str) -> str:
 def _open_folder(folder: Path) -> "Lines | Arrow":
     """Open a folder that has parquet files, or a single file of rows."""
     parquet_files = sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")])
-    split_names = sorted({split_of(path.name) for path in parquet_files})
+    # the split of train-00000-of-00002.parquet is train
+    split_names = sorted({re.sub(r"(^|-)\d.*", "", path.stem) for path in parquet_files})
     if len(split_names) > 1:
         raise ValueError(
             f"{folder}: the folder has parquet files of several splits ({', '.join(split_names)}); "
@@ -93,9 +90,6 @@ class Lines:
 
     `texts` contains one pair per row: its line number and its text.
     """
-
-    # True for a data set from the hub, whose rows may only use files inside its folder
-    is_downloaded = False
 
     def __init__(self, path: Path):
         self.path = path
@@ -158,8 +152,7 @@ class Arrow:
     Reading a row loads its whole row group, so the 4 row groups that were used last are cached.
     """
 
-    def __init__(self, paths: list[Path], is_downloaded: bool = False):
-        self.is_downloaded = is_downloaded
+    def __init__(self, paths: list[Path]):
         with optional_dependency("parquet", f"{paths[0]}: reading parquet files requires pyarrow"):
             import pyarrow as pa
             import pyarrow.parquet as pq

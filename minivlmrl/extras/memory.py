@@ -20,7 +20,7 @@ import torch
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
-from minivlmrl.data.download import find_settings
+from minivlmrl.data.download import SETTINGS, find_folder
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import RowSize
 from minivlmrl.data.rows import Dataset
@@ -233,6 +233,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--frames", type=int, help="number of images that the image tokens are divided into")
     return parser
+
+
+def find_settings(name: str | Path) -> Path:
+    """Return the folder of a config.json, or of a model, whose weights are not downloaded."""
+    path = Path(name)
+    return path.parent if path.is_file() else find_folder(path, SETTINGS)
 
 
 def model_config(name: str | Path) -> ModelConfig:

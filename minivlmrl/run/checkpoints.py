@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from minivlmrl.config.loading import flat
 from minivlmrl.config.options import RunConfig
-from minivlmrl.data.download import find_folder, find_split
+from minivlmrl.data.download import find_folder
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard, reshard_interrupted
 from minivlmrl.errors import error_context, is_out_of_memory, phase
@@ -396,13 +396,8 @@ class CheckpointManager:
 
 
 def _checksum(path: Path) -> str:
-    """Return a checksum of a file's contents, or of a folder's file names and sizes.
-
-    A path that does not exist is a dataset's name on the Hugging Face Hub, whose downloaded files are hashed.
-    """
+    """Return a checksum of a file's contents, or of a folder's file names and sizes."""
     if path.is_dir():
         sizes = sorted((str(file), file.stat().st_size) for file in path.rglob("*"))
         return digest([json_text(sizes)])
-    if path.is_file():
-        return digest([path])
-    return digest(find_split(str(path)) or [])  # dataset on the Hub
+    return digest([path])

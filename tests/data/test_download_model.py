@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
-from minivlmrl.data.download import find_folder, find_settings
+from minivlmrl.data.download import SETTINGS, find_folder
 
 REPOSITORY = "Qwen/tiny"
 COMMIT = "a" * 40
@@ -44,7 +44,7 @@ def snapshot(cache: Path, commit: str = COMMIT, names=WANTED) -> Path:
 
 def test_a_mistyped_path_does_not_go_to_the_hub(cache, monkeypatch):
     """A mistyped path is not sent to the hub, because its first part is an existing folder."""
-    monkeypatch.setattr("minivlmrl.data.download._snapshot", lambda *name: name)
+    monkeypatch.setattr("minivlmrl.data.download._snapshot", lambda *name: name[:2])
     Path("runs").mkdir()
     missing = (
         r"runs/chekpoint: this folder does not exist in .* If runs/chekpoint is a repository, write runs/chekpoint@main"
@@ -69,7 +69,7 @@ def test_a_cached_repository_needs_no_network(cache):
 
 def test_a_cached_config_is_enough_for_the_settings(cache):
     folder = snapshot(cache, names=["config.json"])
-    assert find_settings(REPOSITORY) == folder
+    assert find_folder(REPOSITORY, SETTINGS) == folder
 
 
 @pytest.mark.parametrize(

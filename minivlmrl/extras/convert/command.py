@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         "python -m minivlmrl convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", help="file, folder or OWNER/NAME@SPLIT of the hub")
+    parser.add_argument("file", help="file or folder")
     parser.add_argument("--out", type=Path, help="new file, .jsonl or .parquet")
     parser.add_argument("--to", choices=WRITERS, help="project whose form is written; the default is ours")
     parser.add_argument("--layout", choices=READERS, help="reader of the rows, if two of them fit")
@@ -131,8 +131,7 @@ def new_name(path: Path, row: dict, to: str | None) -> Path:
     name = f"{to or 'converted'}{suffix}"
     if path.is_dir():
         return path / f"rows_{name}"
-    # the id of a data set of the hub is no path
-    return path.with_name(f"{path.stem}_{name}") if path.exists() else Path(f"{path.name.replace('@', '_')}_{name}")
+    return path.with_name(f"{path.stem}_{name}")
 
 
 def is_read(path: Path) -> bool:

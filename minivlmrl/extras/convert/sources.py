@@ -20,7 +20,7 @@ Rows = Iterator[tuple[str, dict]]  # each row's place, such as "rows.csv:3", and
 
 
 def read_rows(path: Path) -> Rows:
-    """Yield the rows of a file, a folder or a data set of the hub.
+    """Yield the rows of a file or a folder.
 
     Raises:
         ValueError: the file cannot be read, or nothing in the folder is a file of rows.
