@@ -350,8 +350,7 @@ class DPOOptions(TrainingOptions):
     f_alpha_divergence_coef: Finite = 0.5  # alpha in the alpha divergence
     ld_alpha: Annotated[float, "[0, 1]"] | None = None  # LD-DPO: weight for tokens beyond the shorter answer's length
     use_weighting: bool = False  # WPO: weight each pair by its probability under the policy
-    # compute all reference log-probabilities before the first step, except for rows that have the columns
-    # ref_chosen_logps and ref_rejected_logps; then no reference stays in memory
+    # compute all reference log-probabilities before the first step; then no reference stays in memory
     precompute_ref_log_probs: bool = False
     reference_free: bool = False  # use 0 for all reference log-probabilities, so that no model is needed
 

@@ -42,6 +42,7 @@ MEANINGS = {
     **dict.fromkeys(("audio", "audios", "documents"), "what the model sees"),
     **dict.fromkeys(("rejected_images", "rejected_videos", "chosen_images"), "what the model sees in an answer"),
     **dict.fromkeys(("positive", "negative", "positive_messages", "negative_messages"), "which answers are a pair"),
+    **dict.fromkeys(("ref_chosen_logps", "ref_rejected_logps"), "what the reference model computes"),
     **dict.fromkeys(("teacher_prompt", "teacher_messages", "privileged_context"), "what a teacher sees"),
     "label": "whether the completion is a good answer",
 }
@@ -59,9 +60,6 @@ FOREIGN_ROLES = {"human", "gpt", "chatgpt", "bing", "model", "tool_call", "tool_
                  "observation", "function", "developer"}  # fmt: skip
 COLUMN_TYPES = {  # {column: its values' type and bounds}
     "margin": Annotated[float, "(-inf, inf)"],  # how much better `chosen` is than `rejected`
-    # an answer's log-probability under the reference model, summed over its tokens
-    "ref_chosen_logps": Annotated[float, "(-inf, 0]"],
-    "ref_rejected_logps": Annotated[float, "(-inf, 0]"],
     "label": bool,  # for KTO: True if the completion is a good answer
 }
 

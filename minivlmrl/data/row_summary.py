@@ -1,8 +1,7 @@
 """Count images per row and tokens per prompt in a dataset, without decoding images."""
 
 import math
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -15,7 +14,6 @@ from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.errors import error_context
 
 SAMPLE = 64  # rows that are measured, for the summary and for the memory estimate
-TASK_ROWS = 1000  # rows of an embedded task that are inspected, because all are similar
 MARKUP = 1000  # maximum number of tokens that a chat template adds to a prompt
 TOKEN_BYTES = 3  # text bytes per token, roughly; only the order of rows depends on this number
 
@@ -38,33 +36,28 @@ def outline(rows: Dataset, index: int) -> Row:
     return rows.outline(index) if isinstance(rows, FileRows) else rows[index]
 
 
-def without_media(rows: Dataset) -> Iterator[Row]:
-    """Yield all rows without their images; of an embedded task, the first rows with their images."""
-    if isinstance(rows, FileRows):
-        yield from (rows.read(number)[0] for number in range(len(rows)))
-    else:
-        yield from (rows[number] for number in range(min(len(rows), TASK_ROWS)))
-
-
-def without_rows(rows: Dataset, removed: Mapping[int, str]) -> Dataset:
-    """Return a dataset without the rows whose indices are the keys of `removed`."""
+def without_rows(rows: Dataset, removed: Collection[int]) -> Dataset:
+    """Return a dataset without the rows with these indices."""
     if not removed or not isinstance(rows, FileRows):
         return rows
     return RowSelection([rows], [(0, i) for i in range(len(rows)) if i not in removed])
 
 
-def prompt_lengths(
-    rows: Dataset, numbers: Sequence[int], counter: Processor, unreadable: list[str] | None
-) -> Iterator[tuple[int, Row, int]]:
-    """Yield (index, row, prompt length) for rows without videos.
+def row_sizes(
+    rows: Dataset, numbers: Iterable[int], processor: Processor, answers: Sequence[str] = (),
+    unreadable: list[str] | None = None, videos: bool = False,
+) -> Iterator["RowSize"]:  # fmt: skip
+    """Yield the sizes of rows, without those that have videos unless `videos` is true.
 
     An unreadable row's error is appended to `unreadable`, or raised if that is None.
     """
+    counter = counting_processor(processor)
     for number in numbers:
         try:
             row = outline(rows, number)
-            if not row.videos:
-                yield number, row, len(row.prompt(counter).input_ids)
+            with error_context(row.where or "row"):
+                if videos or not row.videos:
+                    yield row_size(row, number, counter, answers)
         except ValueError as error:
             if unreadable is None:
                 raise
@@ -78,8 +71,7 @@ def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False) 
     """
     numbers = sorted({len(rows) * i // SAMPLE for i in range(SAMPLE)})
     unreadable: list[str] | None = [] if skip_unreadable else None
-    measured = prompt_lengths(rows, numbers, counting_processor(processor), unreadable)
-    lengths = sorted(length for *_, length in measured)
+    lengths = sorted(size.prompt_tokens for size in row_sizes(rows, numbers, processor, (), unreadable))
     if isinstance(rows, FileRows):
         text = rows.describe()
     else:  # an embedded task's rows are all similar
@@ -108,26 +100,13 @@ def count_words(media_counts: Mapping[tuple[int, int], int], num_rows: int) -> s
     return f"{num_rows} ({text})" if len(media_counts) > 1 else text
 
 
-def describe_spelled(rows: Dataset, structure: Collection[str]) -> str | None:
-    """Describe the rows of files whose texts spell a control token that no text may write."""
-    if not isinstance(rows, FileRows):
-        return None
-    pattern = re.compile("|".join(map(re.escape, sorted(structure, key=len, reverse=True))))
-    texts = (repr([x.messages, x.completion, x.chosen, x.rejected]) for x in without_media(rows))
-    found = [names for names in (set(pattern.findall(text)) for text in texts) if names]
-    if not found:
-        return None
-    return (
-        f"{len(found)} of {len(rows)} rows spell {', '.join(sorted(set().union(*found)))} in their "
-        "texts. The tokenizer has a token for each of these names, but the names are encoded as "
-        "ordinary text here, because only the chat template may write tokens of the structure"
-    )
+def long_rows(
+    rows: Dataset, processor: Processor, limit: int, skip_unreadable: bool = False, answers: Sequence[str] = ()
+) -> Iterator["RowSize"]:
+    """Yield the rows of files whose prompt and longest answer have more than `limit` tokens, except rows with videos.
 
-
-def _long_rows(
-    rows: Dataset, processor: Processor, limit: int, skip_unreadable: bool, answers: Sequence[str]
-) -> Iterator[tuple[int, str, int]]:
-    """Yield (index, file and line, length) for rows whose prompt and longest answer have more than `limit` tokens."""
+    skip_unreadable leaves out unreadable rows instead of raising their ValueError.
+    """
     if not isinstance(rows, FileRows):
         return  # an embedded task's rows are all similar
     images = processor.image_processor
@@ -139,39 +118,8 @@ def _long_rows(
         # upper bound, because a token has at least one byte
         if len(repr(texts).encode()) + image_tokens + MARKUP > limit:
             numbers.append(number)
-    unreadable: list[str] | None = [] if skip_unreadable else None
-    counter = counting_processor(processor)
-    for number, row, length in prompt_lengths(rows, numbers, counter, unreadable):
-        with error_context(row.where):
-            lengths = [length_with(getattr(row, name), row, length, counter) for name in answers if getattr(row, name)]
-        if max(lengths, default=length) > limit:
-            yield number, row.where, max(lengths, default=length)
-
-
-def length_with(answer: str | list[dict], row: Row, prompt_length: int, counter: Processor) -> int:
-    """Count the tokens of a row's prompt and of one of its answers, which may be several sequences."""
-    completion = encode_completion(counter, row.messages, answer, row.images, row.videos)
-    turns = completion.turns or [completion]
-    return max(len(turn.ids) + (len(turn.prompt.input_ids) if turn.prompt else prompt_length) for turn in turns)
-
-
-def find_long_rows(
-    rows: Dataset, processor: Processor, limit: int, skip_unreadable: bool = False, answers: Sequence[str] = ()
-) -> dict[int, str]:
-    """Return {row index: its place and length} for rows over `limit`, except rows with videos; see _long_rows."""
-    found = _long_rows(rows, processor, limit, skip_unreadable, answers)
-    long_rows = {number: f"{where}: {length} tokens" for number, where, length in found}
-    if len(long_rows) == len(rows):
-        raise ValueError(f"data.max_prompt_tokens is {limit}, but all rows are longer, for example {long_rows[0]}")
-    return long_rows
-
-
-def check_lengths(
-    rows: Dataset, processor: Processor, limit: int, reason: str, skip_unreadable: bool = False, answers: Sequence = ()
-):
-    """Raise ValueError, which ends with `reason`, if a row has more than `limit` tokens; see _long_rows."""
-    for _, where, length in _long_rows(rows, processor, limit, skip_unreadable, answers):
-        raise ValueError(f"{where}: the prompt{' and the answer' if answers else ''} of {length} tokens {reason}")
+    sizes = row_sizes(rows, numbers, processor, answers, [] if skip_unreadable else None)
+    yield from (size for size in sizes if size.longest > limit)
 
 
 @dataclass(frozen=True)
@@ -182,6 +130,7 @@ class RowSize:
     image_tokens: int = 1000  # image tokens in the prompt, after patches are merged
     frames: int = 1  # equally large images of image_tokens; two video frames count as one
     answer_tokens: int | None = None  # of the longest given answer; None without an answer
+    longest: int = 0  # tokens in the longest sequence, a prompt with an answer or with a part of its turns
     where: str = ""  # the row's file and line
     media: str = ""  # image and video sizes, for messages
     has_videos: bool = False
@@ -199,18 +148,15 @@ class RowSize:
 
 def measure_rows(rows: Dataset, processor: Processor, answers: Sequence[str] = ()) -> list[RowSize]:
     """Return the sizes of the largest rows, the largest first, without unreadable rows, see RowSize."""
-    counter = counting_processor(processor)
     numbers = range(min(len(rows), SAMPLE))  # an embedded task's rows are all similar
     if isinstance(rows, FileRows):
+        counter = counting_processor(processor)
         weights = {}
         for number in range(len(rows)):
             with suppress(ValueError):
                 weights[number] = rough_weight(rows.outline(number), counter, answers)
         numbers = sorted(weights, key=lambda number: -weights[number])[:SAMPLE]
-    sizes = []
-    for number in numbers:
-        with suppress(ValueError):
-            sizes.append(replace(row_size(outline(rows, number), counter, answers), index=number))
+    sizes = row_sizes(rows, numbers, processor, answers, unreadable=[], videos=True)
     return sorted(sizes, key=lambda size: -size.weight)
 
 
@@ -222,19 +168,22 @@ def rough_weight(row: Row, counter: Processor, answers: Sequence[str]) -> float:
     return 2 * image_tokens + sum(len(repr(text).encode()) for text in texts) / TOKEN_BYTES
 
 
-def row_size(row: Row, counter: Processor, answers: Sequence[str]) -> RowSize:
+def row_size(row: Row, index: int, counter: Processor, answers: Sequence[str]) -> RowSize:
     """Count the tokens in a row that FileRows.outline has read."""
     prompt = row.prompt(counter)
+    prompt_tokens = len(prompt.input_ids)
     grids = prompt.image_grid_thw
     image_tokens = int(grids.prod(1).sum()) // counter.image_processor.merge_size**2
-    given = [getattr(row, name) for name in answers]
-    lengths = [len(encode_completion(counter, row.messages, text).ids) for text in given if text]
+    given = [getattr(row, name) for name in answers if getattr(row, name)]
+    encoded = [encode_completion(counter, row.messages, answer, row.images, row.videos) for answer in given]
+    turns = [turn for completion in encoded for turn in completion.turns or [completion]]
+    longest = [len(turn.ids) + (len(turn.prompt.input_ids) if turn.prompt else prompt_tokens) for turn in turns]
     words = [f"an image of {image.width} x {image.height} pixels" for image in row.images]
     for video in row.videos:
         frames = video.read(counter.image_processor).frames
         words.append(f"a video of {len(frames)} frames of {frames[0].width} x {frames[0].height}")
     return RowSize(
-        len(prompt.input_ids) - image_tokens, image_tokens, max(int(grids[:, 0].sum()), 1),
-        max(lengths, default=None), row.where,
-        ", ".join(words[:3]) + (", ..." if len(words) > 3 else ""), bool(row.videos),
+        prompt_tokens - image_tokens, image_tokens, max(int(grids[:, 0].sum()), 1),
+        max((len(completion.ids) for completion in encoded), default=None), max(longest, default=prompt_tokens),
+        row.where, ", ".join(words[:3]) + (", ..." if len(words) > 3 else ""), bool(row.videos), index,
     )  # fmt: skip

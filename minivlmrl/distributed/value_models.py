@@ -11,12 +11,11 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.saving import gather_and_save_model
 from minivlmrl.distributed.weights import copy_model, is_sharded, recompute_blocks, reshard
 from minivlmrl.files import save_tensors
-from minivlmrl.model.checkpoint import load_processor
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.lora import init_adapters, inject_adapters
 from minivlmrl.model.plain_weights import gather_full_tensor, has_adapters
 from minivlmrl.model.trainable import select_trained
-from minivlmrl.model.value_head import HEAD_FILE, ValueModel, add_saved_head, input_form, load_value_model
+from minivlmrl.model.value_head import HEAD_FILE, ValueModel, add_saved_head, check_inputs, load_value_model
 
 
 def save_value_model(
@@ -67,11 +66,7 @@ def load_critic(
     dtype = policy.lm_head.weight.dtype
     inject = partial(inject_adapters, options=run.adapter)
     critic = load_value_model(folder, dtype, device, policy.sharding, inject)
-    if input_form(critic.backbone, load_processor(folder)) != input_form(policy, processor):
-        raise ValueError(
-            f"{folder}: this model has another tokenizer or model family than the policy, so it cannot be its critic; "
-            "use a critic or reward model with the policy's tokenizer and model family"
-        )
+    check_inputs(folder, critic, policy, processor)
     critic.backbone.save_dtype = policy.save_dtype
     init_adapters(critic.backbone, run.seed)
     if run.model.activation_checkpointing and policy.sharding is None:

@@ -11,7 +11,7 @@ from minivlmrl.config.types import Part
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.model.build import PATCHES
-from minivlmrl.model.checkpoint import load_model, read_tensors
+from minivlmrl.model.checkpoint import load_model, load_processor, read_tensors
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import completion_states
@@ -91,14 +91,18 @@ def value_head(model: VisionLanguageModel, weight: Tensor | None = None) -> Valu
     return head
 
 
-def input_form(model: VisionLanguageModel, processor: Processor) -> tuple[str, dict[str, int], list[int]]:
-    """Return the family, the vocabulary and the patch sizes, which determine a model's inputs.
+def check_inputs(folder: str | Path, value_model: ValueModel, policy: VisionLanguageModel, processor: Processor):
+    """Raise ValueError if a value model of a folder cannot read the policy's token ids and image patches."""
 
-    Two models with the same result can share token ids and image patches.
-    """
-    images = processor.image_processor
-    patch_sizes = [getattr(images, name) for name in PATCHES]
-    return model.config.model_type, processor.tokenizer.backend.get_vocab(), patch_sizes
+    def form(model: VisionLanguageModel, processor: Processor) -> tuple[str, dict[str, int], list[int]]:
+        patch_sizes = [getattr(processor.image_processor, name) for name in PATCHES]
+        return model.config.model_type, processor.tokenizer.backend.get_vocab(), patch_sizes
+
+    if form(value_model.backbone, load_processor(folder)) != form(policy, processor):
+        raise ValueError(
+            f"{folder}: this model has another tokenizer, family or patch size than the policy, so it can neither "
+            "score the policy's completions nor be its critic; train a reward model from the policy's base model"
+        )
 
 
 def check_value_model_folder(folder: str | Path):

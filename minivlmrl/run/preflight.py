@@ -15,7 +15,7 @@ from minivlmrl.config.validation import is_set, unnamed_stages
 from minivlmrl.data.file_rows import FileRows
 from minivlmrl.data.loader import ReadableRows
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_summary import check_lengths
+from minivlmrl.data.row_summary import long_rows
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.device import describe_device
 from minivlmrl.distributed.process_group import World
@@ -147,7 +147,10 @@ def check_positions(
             f"data.max_prompt_tokens={limit} skips such rows in training"
         )
         skips = config.data.skip_unreadable and name != "eval"
-        check_lengths(rows, processor, limit, reason, skips, answers)
+        for size in long_rows(rows, processor, limit, skips, answers):
+            raise ValueError(
+                f"{size.where}: the prompt{' and the answer' if answers else ''} of {size.longest} tokens {reason}"
+            )
 
 
 def answers_of(config: RunConfig, name: str) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from minivlmrl.data.file_rows import FileRows
 from minivlmrl.data.image_settings import RESIZE, media_options
 from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_summary import describe_spelled, find_long_rows, summary, without_rows
+from minivlmrl.data.row_summary import long_rows, summary, without_rows
 from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer, train_tokenizer
 from minivlmrl.distributed.process_group import World
@@ -244,24 +244,21 @@ def fit_rows(
     fitted = {}
     summaries = []
     for name, rows in datasets.items():
-        long_rows = {}
+        removed = []
         fitted[name] = rows
         skips = config.data.skip_unreadable and name != "eval"
         if name != "eval" and max_tokens is not None:
-            find = partial(find_long_rows, rows, processor, max_tokens, skips, answers_of(config, name))
-            long_rows = world.compute_on_rank_zero(find)
-            fitted[name] = without_rows(rows, long_rows)
+            find = partial(long_rows, rows, processor, max_tokens, skips, answers_of(config, name))
+            removed = world.compute_on_rank_zero(lambda find=find: list(find()))
+            fitted[name] = without_rows(rows, {size.index for size in removed})
         if world.is_main:
             text = summary(fitted[name], processor, skips)
-            if long_rows:
-                examples = ", ".join(islice(long_rows.values(), 5))
-                text += f"; {len(long_rows)} over data.max_prompt_tokens are left out: {examples}"
+            if removed:
+                examples = ", ".join(f"{size.where}: {size.longest} tokens" for size in removed[:5])
+                text += f"; {len(removed)} over data.max_prompt_tokens are left out: {examples}"
             summaries.append(f"rows of {name}: {text}")
             if isinstance(rows, FileRows) and rows.unread:
                 summaries.append(f"rows of {name}: no stage and no reward reads the columns {', '.join(rows.unread)}")
-            spelled = describe_spelled(fitted[name], processor.tokenizer.structure)
-            if spelled:
-                summaries.append(f"rows of {name}: {spelled}")
     return fitted, summaries
 
 

@@ -18,9 +18,6 @@ from minivlmrl.model.logprobs import completion_states, logps_of_states, per_tok
 from minivlmrl.trainers.functions import loss_arguments
 from minivlmrl.trainers.offline import AnswerBatch, PairTrainer, split
 
-# a row's optional columns: the reference's log-probabilities for both answers, summed over their tokens, in nats
-REF_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
-
 
 @dataclass(kw_only=True)
 class DPOBatch(AnswerBatch):
@@ -38,7 +35,6 @@ class DPOTrainer(PairTrainer):
     """
 
     stage = "dpo"
-    columns = REF_COLUMNS
     config_type = DPOOptions
     config: DPOOptions
     # even rows are chosen answers; only their tokens are counted, because only the loss `sft` uses this number, and it
@@ -67,9 +63,7 @@ class DPOTrainer(PairTrainer):
     @torch.no_grad()
     def precompute_ref_logps(self, rows: Dataset, make_row: Callable[[int], Row]):
         """Compute the log-probabilities of all pairs in a dataset with the policy, which still equals the reference."""
-        indices = self.rows_with_answers(rows)
-        missing = [index for index in indices if self.given_ref_logps(rows[index]) is None]
-        local_indices, _ = self.world.shard_evenly(missing)
+        local_indices, _ = self.shard_rows_with_answers(rows)
         parts = split(local_indices, self.config.micro_batch_size)
         ref_logps = {}
         for part in tqdm(parts, "reference", disable=None if self.world.is_main else True):
@@ -83,44 +77,27 @@ class DPOTrainer(PairTrainer):
         for logps_of_rank in self.world.gather_objects(ref_logps):
             self.precomputed.update(logps_of_rank)
 
-    def given_ref_logps(self, row: Row) -> list[float] | None:
-        """Return a row's values in the columns REF_COLUMNS, or None if both columns are empty."""
-        values = [row.columns[name] for name in REF_COLUMNS if row.columns.get(name) is not None]
-        if not values:
-            return None
-        config = self.config
-        if len(values) < 2 or not config.precompute_ref_log_probs or config.ld_alpha is not None:
-            raise ValueError(
-                f"{row.where}: the columns {' and '.join(REF_COLUMNS)} must both have values, and they can be used "
-                "only with dpo.precompute_ref_log_probs=true and without dpo.ld_alpha, because they are sums over "
-                "whole answers; change these options, or remove both columns"
-            )
-        return values
-
     def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> DPOBatch:
         batch = super().pack(prompts, answers)
-        known = [self.ref_logps(*pair) for pair in zip(prompts, answers, strict=True)]
-        ref_logps = torch.tensor(known, dtype=torch.float64, device=self.world.device)
         if batch.ref_per_token_logps is not None:
             ref_logps = self.sum_logps(batch.loss_mask, batch.ref_per_token_logps)
+        elif self.config.precompute_ref_log_probs:
+            known = [self.known_ref_logps(*pair) for pair in zip(prompts, answers, strict=True)]
+            ref_logps = torch.tensor(known, dtype=torch.float64, device=self.world.device)
+        else:  # the loss is reference-free
+            ref_logps = torch.zeros(len(prompts), 2, dtype=torch.float64, device=self.world.device)
         return DPOBatch(**vars(batch), ref_logps=ref_logps)
 
-    def ref_logps(self, prompt: Prompt, pair: list[Completion]) -> list[float]:
-        """Return a pair's log-probabilities from its row's columns or from precompute_ref_logps.
-
-        Otherwise they are zeros, because either the reference model computes them in `pack`, or
-        the loss is reference-free.
-        """
-        values = None if prompt.row is None else self.given_ref_logps(prompt.row)
-        if values is None and self.config.precompute_ref_log_probs:
-            values = self.precomputed.get(pair_key(prompt, pair))
-            if values is None:
-                where = prompt.row.where if prompt.row else "prompt without a row"
-                raise ValueError(
-                    f"{where}: the reference's log-probabilities of this pair were not precomputed "
-                    "when the stage began; resume the run with the same rows"
-                )
-        return values or [0.0, 0.0]
+    def known_ref_logps(self, prompt: Prompt, pair: list[Completion]) -> list[float]:
+        """Return a pair's log-probabilities from precompute_ref_logps."""
+        values = self.precomputed.get(pair_key(prompt, pair))
+        if values is None:
+            where = prompt.row.where if prompt.row else "prompt without a row"
+            raise ValueError(
+                f"{where}: the reference's log-probabilities of this pair were not precomputed when the stage began; "
+                "resume the run with the same rows"
+            )
+        return values
 
     def sum_logps(self, mask: Tensor, per_token_logps: Tensor) -> Tensor:
         """Sum log-probabilities (R, T) over each answer's tokens, and return (R / 2, 2)."""

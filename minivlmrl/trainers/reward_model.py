@@ -5,23 +5,22 @@ can use it as the reward `reward_model`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from minivlmrl.config.options import RewardModelOptions, RunConfig
-from minivlmrl.data.processor import Processor, encode_completion
+from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.value_models import load_scorer, save_value_model
 from minivlmrl.distributed.weights import copy_model, reshard
 from minivlmrl.losses.grpo import batch_normalizer
 from minivlmrl.losses.preference import reward_loss
-from minivlmrl.model.checkpoint import load_processor
 from minivlmrl.model.decoder import VisionLanguageModel
-from minivlmrl.model.value_head import ValueModel, check_value_model_folder, input_form, pack_with_last_token
+from minivlmrl.model.value_head import ValueModel, check_inputs, check_value_model_folder, pack_with_last_token
 from minivlmrl.trainers.functions import loss_arguments
 from minivlmrl.trainers.offline import AnswerBatch, PairTrainer
 
@@ -101,9 +100,8 @@ def last_windows(
 class RewardModelScores:
     """Callable that scores completions with a reward model.
 
-    The model is loaded from reward_model.path, which defaults to this run's folder. If its tokenizer or its model
-    family differs from the policy's, it cannot use the policy's token ids. The messages, the images and the
-    completion's text are then encoded again with the processor and the chat template of the reward model.
+    The model is loaded from reward_model.path, which defaults to this run's folder. It reads the policy's token ids and
+    patches, so its tokenizer, its model family and its patch sizes must be the policy's.
     """
 
     def __init__(self, run: RunConfig, policy: VisionLanguageModel, processor: Processor, world: World):
@@ -111,23 +109,11 @@ class RewardModelScores:
         model = load_scorer(policy, path, world.device, same_base=run.reward_model.path is None)
         self.model = model.requires_grad_(False)
         self.world = world
-        self.policy_processor = processor
-        self.processor = load_processor(path)
-        self.reads_texts = input_form(model.backbone, self.processor) != input_form(policy, processor)
-        if self.reads_texts:  # raises ValueError if the template cannot render any answer
-            encode_completion(self.processor, [{"role": "user", "content": "?"}], "!")
-        if self.reads_texts and run.sampling.environment:
-            raise ValueError(
-                f"{path}: this reward model has another tokenizer or model family than the policy, "
-                "so it cannot score completions with tool calls; remove sampling.environment, or "
-                "use a reward model with the policy's tokenizer and model family"
-            )
+        check_inputs(path, model, policy, processor)
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> list[float]:
         """Compute one score for each completion; all ranks must have the same number of prompts."""
-        if self.reads_texts:
-            prompts, completions = self.encode_texts(prompts, completions)
         scores = []
         config = self.model.backbone.config
         for start in range(0, len(prompts), BATCH_SIZE):
@@ -136,35 +122,6 @@ class RewardModelScores:
             scores += self.model.score_last_token(batch).tolist()
         reshard(self.model)
         return scores
-
-    def encode_texts(
-        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
-    ) -> tuple[list[Prompt], list[list[Completion]]]:
-        """Encode the policy's prompts and completions with the reward model's processor."""
-        own_prompts = []
-        answers = []
-        for prompt, group in zip(prompts, completions, strict=True):
-            assert prompt.row is not None, "every prompt of a rollout must have the attribute row"
-            own_prompts.append(prompt.row.prompt(self.processor))
-            answers.append([self.encode(prompt.row, completion) for completion in group])
-        return own_prompts, answers
-
-    def encode(self, row: Row, completion: Completion) -> Completion:
-        """Encode a policy completion like the answers that the reward model was trained on.
-
-        If the completion is truncated, no end token is added. Control tokens of the structure that the policy sampled
-        are encoded as text. If the chat template cannot render the text,
-        for example a thought after a prompt without thoughts, the text is encoded as it is.
-        """
-        text = self.policy_processor.decode_assistant_turn(completion)
-        try:
-            answer = encode_completion(self.processor, row.messages, text)
-        except ValueError:  # the policy can write any text, and no text may end the run
-            answer = encode_completion(replace(self.processor, template=None), [], text)
-        # at least one token must remain, because the score is computed at the last token
-        if completion.stopped or len(answer.ids) == 1:
-            return answer
-        return Completion(answer.ids[:-1], policy_mask=answer.policy_mask[:-1])
 
 
 def reward_model(completions: list[str], reward_model_scores: list[float], **columns) -> list[float]:

@@ -51,14 +51,6 @@ def test_a_row_that_needs_too_much_time_or_memory_raises_an_error(write_rows, ro
         FileDataset(write_rows(row))[0].prompt(Processor(shapes.tokenizer(), ImageProcessor(max_pixels=10**9)))
 
 
-@pytest.mark.parametrize("value", [0.5, "-1", [-1.0]])
-def test_sums_of_log_probabilities_are_not_positive(write_rows, value):
-    row = {"prompt": "a", "chosen": "b", "rejected": "c", "ref_chosen_logps": value}
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'ref_chosen_logps' is .*, but it must be "):
-        FileDataset(write_rows(row))
-    assert FileDataset(write_rows(row | {"ref_chosen_logps": -7}))[0].columns["ref_chosen_logps"] == -7
-
-
 @pytest.mark.parametrize("label", ["yes", 1, 0.0])
 def test_a_label_is_true_or_false(write_rows, label):
     """The column is validated only if a stage requires it. Otherwise it may have any value."""

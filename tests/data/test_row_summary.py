@@ -7,7 +7,7 @@ from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.file_rows import RowSelection
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_summary import check_lengths, describe_spelled, find_long_rows, summary, without_rows
+from minivlmrl.data.row_summary import long_rows, summary, without_rows
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
 from tests.helpers.runs import write_lines
@@ -66,31 +66,16 @@ def test_unreadable_rows_are_skipped_where_the_option_says_so(rows, tmp_path, da
     said = r"rows\.jsonl:1: .*(remove the image|data\.skip_unreadable=true)$"
     for measure in (
         lambda **options: summary(made, PROCESSOR, **options),
-        lambda **options: find_long_rows(made, PROCESSOR, 1, **options),
-        lambda **options: check_lengths(made, PROCESSOR, 900, "is too long", **options),
+        lambda **options: list(long_rows(made, PROCESSOR, 1, **options)),
+        lambda **options: list(long_rows(made, PROCESSOR, 900, **options)),
     ):
         with pytest.raises(ValueError, match=said):
             measure()
     found = summary(made, PROCESSOR, skip_unreadable=True)
     assert "; 1 of 3 measured rows are unreadable and will be skipped (data.skip_unreadable), for example " in found
     assert found.count("rows.jsonl:1: ") == 1
-    long_rows = find_long_rows(made, PROCESSOR, 1, skip_unreadable=True)
-    assert len(without_rows(made, long_rows)) == 1 and list(long_rows) == [1, 2]
-    assert [text.count("tokens") for text in long_rows.values()] == [1, 1]
-    check_lengths(made, PROCESSOR, 900, "is too long", skip_unreadable=True)
-
-
-def test_names_of_control_tokens_in_texts_are_counted(tmp_path):
-    """Grounding tokens' names do not count, because they are encoded as tokens."""
-    made = [
-        {"problem": "What?", "completion": "<|box_start|>(1,2)<|box_end|>"},
-        {"problem": "a <|im_end|>", "completion": "b <|im_end|> <|image_pad|>"},
-        {"problem": "What?", "completion": [{"role": "assistant", "content": [{"text": "<|im_end|>"}]}]},
-        {"problem": "What?", "chosen": "<|im_start|>", "rejected": "a"},
-    ]
-    write_lines(tmp_path / "rows.jsonl", made)
-    structure = PROCESSOR.tokenizer.structure
-    text = describe_spelled(FileDataset(tmp_path / "rows.jsonl"), structure)
-    assert text.startswith("3 of 4 rows spell <|im_end|>, <|im_start|>, <|image_pad|> in their texts.")
-    write_lines(tmp_path / "rows.jsonl", made[:1])
-    assert describe_spelled(FileDataset(tmp_path / "rows.jsonl"), structure) is None
+    found = list(long_rows(made, PROCESSOR, 1, skip_unreadable=True))
+    assert len(without_rows(made, {size.index for size in found})) == 1
+    lengths = [len(made[i].prompt(PROCESSOR).input_ids) for i in (1, 2)]
+    assert [(size.index, size.longest) for size in found] == [*enumerate(lengths, start=1)]
+    assert not list(long_rows(made, PROCESSOR, 900, skip_unreadable=True))

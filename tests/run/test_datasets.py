@@ -111,7 +111,7 @@ def used(completions, **columns):
 
 @pytest.mark.parametrize(("stages", "rewards", "reads"), [
     (["sft"], ["accuracy"], {"completion"}),
-    (["dpo", "reward_model"], [], {"chosen", "rejected", "ref_chosen_logps", "ref_rejected_logps", "margin"}),
+    (["dpo", "reward_model"], [], {"chosen", "rejected", "margin"}),
     (["grpo"], ["accuracy", "own.py:named"], {"solution", "level", "hint"}),
     (["grpo"], ["own.py:unused"], set()),
     (["grpo"], ["own.py:used"], None),

@@ -59,44 +59,6 @@ def test_precomputing_distinguishes_images(stage):
     torch.testing.assert_close(precomputed, kept, rtol=1e-12, atol=1e-12)
 
 
-class Scored(Shapes):
-    """Dataset with pairs, in which some rows have reference log-probabilities as columns."""
-
-    def __init__(self, columns):
-        super().__init__(8, "rows")
-        self.columns = columns  # {row index: its columns}
-
-    def __getitem__(self, index):
-        row = super().__getitem__(index)
-        row.columns |= self.columns.get(index, {})
-        row.where = f"rows.jsonl:{index + 1}"
-        return row
-
-
-def test_reference_log_probabilities_may_be_columns_of_rows(stage):
-    """Half the rows have the columns; only the other rows are scored before the first step."""
-    with_model = stage("dpo")
-    batch = with_model.trainer.micro_batch([Shapes(8, "rows")[index] for index in range(4)])
-    sums = (batch.ref_per_token_logps * batch.loss_mask).sum(1).tolist()
-    columns = {i: {"ref_chosen_logps": sums[2 * i], "ref_rejected_logps": sums[2 * i + 1]} for i in range(4)}
-    with_columns = stage("dpo", PRECOMPUTE, rows=Scored(columns))
-    assert len(with_columns.kept) == 4
-    assert_equal_runs(with_model, with_columns)
-
-
-SUMS = {"ref_chosen_logps": -1.0, "ref_rejected_logps": -2.0}
-
-
-@pytest.mark.parametrize(("options", "columns"), [
-    ([], SUMS), (["--dpo.reference_free=true"], SUMS), ([PRECOMPUTE, "--dpo.ld_alpha=0.5"], SUMS),
-    ([PRECOMPUTE], {"ref_chosen_logps": -1.0}),
-], ids=["not precomputed", "reference_free", "ld_alpha", "only one"])  # fmt: skip
-def test_unused_or_incomplete_sums_in_rows_are_refused(stage, options, columns):
-    says = r"^rows\.jsonl:4: the columns ref_chosen_logps and ref_rejected_logps must both have values"
-    with pytest.raises(ValueError, match=says):
-        stage("dpo", *options, rows=Scored({3: columns})).go(2)
-
-
 def test_without_a_reference_its_log_ratios_are_0(stage):
     """The loss is -log sigmoid(beta (log pi(chosen) - log pi(rejected))), as in TRL up to 0.28, and sft's mean."""
     options = "--dpo.reference_free=true", "--dpo.beta=0.3", "--dpo.loss_type=[sigmoid, sft]"

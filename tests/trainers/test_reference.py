@@ -1,4 +1,4 @@
-"""Test the reference model: a copy of the policy, shared layers, updates, a model from a folder, or none."""
+"""Test the reference model: a copy of the policy, updates, a model from a folder, or none."""
 
 import json
 import shutil

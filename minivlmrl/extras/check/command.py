@@ -15,7 +15,6 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.file_rows import FileRows
 from minivlmrl.data.loader import ReadableRows, readable_prompt
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_summary import without_media
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed import process_group
 from minivlmrl.extras.check.completions import check_completions
@@ -29,7 +28,7 @@ from minivlmrl.extras.check.rewards import (
     check_speed,
     make_trial,
 )
-from minivlmrl.extras.check.rows import check_rows, solutions_of
+from minivlmrl.extras.check.rows import check_rows, solutions_of, without_media
 from minivlmrl.generation.environments import make_sampler
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.rewards.registry import held_out_rewards

@@ -10,10 +10,9 @@ import torch
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.file_rows import FileRows
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_summary import without_media
 from minivlmrl.data.rows import Dataset
 from minivlmrl.extras.check.rewards import Trial, check_constant, check_empty
-from minivlmrl.extras.check.rows import sample_rows, solutions_of
+from minivlmrl.extras.check.rows import sample_rows, solutions_of, without_media
 from minivlmrl.rewards.registry import held_out_rewards, required_columns
 from minivlmrl.run.preflight import count_trained_on
 

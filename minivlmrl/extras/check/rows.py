@@ -9,14 +9,22 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.file_rows import FileRows
 from minivlmrl.data.messages import as_turns, part_kind, parts_of, shown_parts_of, text_of
 from minivlmrl.data.processor import Processor, encode_windows
-from minivlmrl.data.row_summary import without_media
 from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.rewards.boxes import check_inside
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.trainers.registry import find_class
 
 NUM_ROWS = 16  # rows that are checked in detail
+TASK_ROWS = 1000  # rows of an embedded task that are checked, because all are similar
 MAX_MARKUP_TOKENS = 64  # maximum number of tokens that a chat template adds to an answer
+
+
+def without_media(rows: Dataset) -> Iterator[Row]:
+    """Yield all rows without their images; of an embedded task, the first rows with their images."""
+    if isinstance(rows, FileRows):
+        yield from (rows.read(number)[0] for number in range(len(rows)))
+    else:
+        yield from (rows[number] for number in range(min(len(rows), TASK_ROWS)))
 
 
 def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], processor: Processor) -> Iterator[str]:
