@@ -69,20 +69,9 @@ class ForeignLayoutError(ValueError):
 
 
 def find_format(name: str) -> Callable[[dict], dict]:
-    """Return a function that converts a row of the file with the function that data.format names."""
+    """Return the function that data.format names, which converts a row of the file."""
     with error_context(f"data.format {name}"):
-        function = with_options(*resolve_object("format", name, {}))
-
-    def convert(row: dict) -> dict:
-        columns = function(row)
-        if not isinstance(columns, dict) or any(getattr(value, "ndim", 0) for value in columns.values()):
-            raise ValueError(
-                f"data.format {name} returned {columns!r:.60}, but it must return a dictionary that maps the names of "
-                "columns to values; convert an array with tolist()"
-            )
-        return columns
-
-    return convert
+        return with_options(*resolve_object("format", name, {}))
 
 
 def rename_columns(row: dict, renamed: dict[str, str]) -> dict:

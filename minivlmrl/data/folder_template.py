@@ -1,8 +1,7 @@
 """Render conversations with the Jinja chat template in a model's folder.
 
-The result is a list of pieces, as in chat_template.render. For the published template for Qwen2-VL and Qwen2.5-VL,
-chat_template.render is used instead of Jinja. Qwen3-VL's template gives the
-same result as chat_template.render without the default system message, except for conversations with tools.
+The result is a list of pieces, as in chat_template.render, which renders the published template for Qwen2-VL and
+Qwen2.5-VL without Jinja.
 """
 
 import hashlib
@@ -29,15 +28,12 @@ from minivlmrl.config.types import Plain
 from minivlmrl.data.chat_template import (
     END,
     IMAGE,
-    START,
     VIDEO,
     Control,
     RewrittenTurnsError,
     as_jinja,
     join_flagged,
     join_text,
-    layout_turn,
-    render_completion,
 )
 from minivlmrl.data.messages import (
     check_messages,
@@ -63,8 +59,6 @@ PUBLISHED = (
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")  # tag in TRL's training templates
 # in templates that take the thought out of the text of an answer
 THOUGHT_SPLIT = re.compile(r"(split|partition)\(\s*['\"]</think>")
-# sha256 of Qwen's template for Qwen3-VL
-PUBLISHED_QWEN3 = "9d879ef91075acbfb2df7e441fd79d60bacfca989cf6d511d2af45c681e94f10"
 # Tags for thoughts and tools. Answers contain them as text, so a text may write them even if the tokenizer lists them
 # as special tokens and the template writes them, too.
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -93,7 +87,6 @@ class ChatTemplate:
         self.token_names = dict(token_names)
         self.tools = None  # schemas for the tools that the template declares
         self.is_default = text in (DEFAULT, DEFAULT_QWEN3)
-        self.is_qwen3 = _is_known(text, DEFAULT_QWEN3, PUBLISHED_QWEN3)
         try:
             self.template = environment().from_string(text)
         except Exception as error:  # nested blocks can also raise RecursionError or SyntaxError
@@ -139,7 +132,8 @@ class ChatTemplate:
         for path in (Path(folder) / name for name in FILES):
             text = _template_in(path)
             if text is not None:
-                is_published = _is_known(text, DEFAULT, *PUBLISHED)
+                plain = text.removesuffix("\n")
+                is_published = plain == DEFAULT or hashlib.sha256(plain.encode()).hexdigest() in PUBLISHED
                 return None if is_published else cls(text, path, special_tokens, token_names)
         return None
 
@@ -155,9 +149,6 @@ class ChatTemplate:
             ValueError: the template cannot render the messages, or does not render an image, a video or a message text.
                 Only the thoughts in assistant turns may be missing.
         """
-        if self.is_qwen3 and not self.tools and not _needs_jinja(messages):
-            turns = [piece for message in messages for piece in layout_turn(message)]
-            return join_text([*turns, START, "assistant\n"])
         conversation, mark = self._checked(messages)
         pieces = join_text(self._cut(self._lay_out(conversation, True), mark))
         shown_kinds = ["image" if piece is IMAGE else "video" for piece in pieces if piece is IMAGE or piece is VIDEO]
@@ -187,8 +178,6 @@ class ChatTemplate:
             ValueError: the template does not end assistant turns with <|im_end|> and a line break, does not render a
                 text, or has no {% generation %} block around the text of an assistant turn although it has the tag.
         """
-        if self.is_qwen3 and not _needs_jinja([*messages, *turns]):
-            return render_completion(turns)
         conversation, mark = self._checked([*messages, *turns])
         text, block_ends = self._lay_out_blocks(conversation, mark)
         flagged = []
@@ -383,31 +372,7 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
                 f"{did_you_mean(name, template_names)}"
             )
     template.token_names = template.token_names | values
-    template.is_qwen3 = False
     return template
-
-
-def _is_known(text: str, ours: str, *published: str) -> bool:
-    """Return True if the text of a template equals `ours` or has one of the hashes `published`."""
-    text = text.removesuffix("\n")
-    return text == ours or hashlib.sha256(text.encode()).hexdigest() in published
-
-
-def _needs_jinja(messages: list[dict]) -> bool:
-    """Return True if Qwen3-VL's template and chat_template.render differ for a conversation."""
-    check_messages(messages)
-    roles = [message["role"] for message in messages]
-    if "system" in roles[1:]:
-        raise ValueError(
-            "chat template: Qwen3-VL's template ignores a system message after the first turn; "
-            "move the message to the start, or change its role to user"
-        )
-    for message in messages:
-        if message["role"] not in ("system", "user", "assistant") or message.get("tool_calls"):
-            return True
-        if message["role"] == "system" and shown_parts_of([message]):
-            return True
-    return False
 
 
 def _spelled(name: str) -> str:

@@ -5,11 +5,10 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from minivlmrl.config.options import RunConfig, TrainingOptions
 from minivlmrl.data.file_rows import FileRows, RowSelection
 from minivlmrl.data.messages import as_turns
 from minivlmrl.data.processor import Processor, images_in
@@ -19,28 +18,6 @@ MAX_SKIPPED = 100  # consecutive unreadable rows after which a run ends with an 
 # maximum number of rows of the next draw that threads prepare; with one megapixel per image, their patches take 1.5 GB
 MAX_AHEAD = 64
 Result = TypeVar("Result")
-
-
-class Ranks(Protocol):
-    """Divides a run's work among its processes, see distributed/process_group.py."""
-
-    def share(self, items: Sequence, /) -> Sequence: ...
-
-    def wait(self): ...
-
-
-class Stage(Protocol):
-    """Trainer attributes that determine its rollouts' rows."""
-
-    run: RunConfig
-    config: TrainingOptions
-    stage: str
-    answers: tuple[str, ...]  # Row fields with the answers that the stage trains on
-    steps_per_rollout: int
-    processor: Processor
-
-    @property
-    def world(self) -> Ranks: ...
 
 
 @dataclass
@@ -64,11 +41,11 @@ class Batches(Iterator[list[Row]]):
 
     Args:
         dataset: the stage's rows.
-        trainer: the stage's trainer.
+        trainer: the stage's trainer, see trainers/base.py.
         draws: draws that a resumed run has already used.
     """
 
-    def __init__(self, dataset: Dataset, trainer: Stage, draws: int = 0):
+    def __init__(self, dataset: Dataset, trainer: Any, draws: int = 0):
         options = trainer.run.data
         seed = trainer.run.seed
         self.dataset = dataset

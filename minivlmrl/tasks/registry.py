@@ -5,10 +5,8 @@ recipes/fashion.py is an example to copy.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
 
-from minivlmrl.data.rows import Dataset, Row
+from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.errors import check_field, error_context
 
@@ -48,29 +46,4 @@ def get_task(name: str) -> Task:
     with error_context(f"data.task {name}"):
         check_field(isinstance(task, Task), "the object", task, "a Task of minivlmrl.tasks.registry")
         datasets = with_options(task.datasets, options)
-    if ":" not in name.partition("(")[0]:
-        return replace(task, datasets=datasets)
-    where = f"data.task {name}: the function"
-    return replace(
-        task,
-        datasets=partial(_call, f"{where} datasets", datasets, "a dict of training rows, and held-out rows"),
-        tokenizer=partial(_call, f"{where} tokenizer", task.tokenizer, "a Tokenizer"),
-    )
-
-
-def _call(name: str, function: Callable, expected: str, /, *arguments, **options) -> Any:
-    """Call a custom task's function, and raise ValueError if it returns no `expected` value."""
-    result = function(*arguments, **options)
-    if expected == "a Tokenizer":
-        valid = isinstance(result, Tokenizer)
-    else:
-        valid = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], dict)
-        held_out = [result[1]] if valid else []
-        for rows in [*result[0].values(), *held_out] if valid else []:
-            valid = valid and hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
-            valid = valid and (len(rows) == 0 or isinstance(rows[0], Row))
-    if not valid:
-        raise ValueError(
-            f"{name} returned {result!r:.60}, but it must return {expected}; see Task in minivlmrl/tasks/registry.py"
-        )
-    return result
+    return replace(task, datasets=datasets)

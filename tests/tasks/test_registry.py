@@ -30,30 +30,6 @@ def test_options_of_a_task():
     assert [len(training[needs]) for needs in ("demonstrations", "pairs")] == [3, 2]
 
 
-OWN_TASKS = """
-from dataclasses import replace
-
-from minivlmrl.tasks.shapes import TASK
-
-NOTHING = replace(TASK, datasets=lambda data, seed: None)
-NUMBERS = replace(TASK, datasets=lambda data, seed: ({"prompts": [1]}, [2]), tokenizer=lambda: 3)
-"""
-
-
-@pytest.mark.parametrize("name, error", [
-    ("NOTHING", "returned None, but it must"),
-    ("NUMBERS", r"returned \(\{'prompts': \[1\]\}, \[2\]\), but it must return a dict of training rows"),
-])  # fmt: skip
-def test_invalid_values_of_an_own_task_are_refused(tmp_path, name, error):
-    (tmp_path / "my_task.py").write_text(OWN_TASKS)
-    task = get_task(f"{tmp_path}/my_task.py:{name}")
-    with pytest.raises(ValueError, match=rf"^data\.task .*my_task\.py:{name}: the function datasets .*{error}"):
-        task.datasets(DataOptions(), 0)
-    if name == "NUMBERS":
-        with pytest.raises(ValueError, match=r"tokenizer returned 3, but it must return a Tokenizer"):
-            task.tokenizer()
-
-
 @pytest.mark.parametrize("name, error", [
     ("counting", r"^unknown data\.task 'counting'; known names are: shapes, file\.py:name$"),
     ("minivlmrl.tasks.shapes:COLORS", r"^data\.task minivlmrl.tasks.shapes:COLORS: .*, but it must be a Task of "),
