@@ -2,17 +2,13 @@
 
 import json
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from operator import itemgetter
 from pathlib import Path
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from minivlmrl.config.parsing import build, read_value
 from minivlmrl.config.types import Plain
 from minivlmrl.data.chat_template import Control
-from minivlmrl.errors import error_context
 from minivlmrl.json_files import read_json
 
 # Qwen2's control tokens ordered by their ids, which are 151643 to 151656 in published checkpoints
@@ -41,41 +37,12 @@ COMPONENTS = {
     "post_processor": ("ByteLevel", "TemplateProcessing"),
 }
 LISTS = ("normalizers", "pretokenizers", "decoders", "processors")  # lists in a "Sequence"
-# files that can list tokens besides tokenizer.json
+# files that can list tokens besides tokenizer.json, and the fields with a special token
 TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+TOKEN_FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+SPECIAL_FIELDS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 # text that a tokenizer must reproduce after encoding and decoding
 PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍👧 \t\x00" + "".join(SPECIAL_TOKENS)
-
-
-@dataclass
-class ListedToken:
-    """A token in tokenizer_config.json or special_tokens_map.json, with the arguments of AddedToken."""
-
-    content: str
-    single_word: bool | None = None
-    lstrip: bool | None = None
-    rstrip: bool | None = None
-    normalized: bool | None = None
-    special: bool | None = None
-
-
-AnyToken = str | ListedToken
-
-
-@dataclass
-class TokenizerConfig:
-    """The fields of tokenizer_config.json and special_tokens_map.json that list tokens."""
-
-    added_tokens_decoder: dict[str, ListedToken] | None = None
-    extra_special_tokens: list[AnyToken] | dict[str, AnyToken] | None = None
-    additional_special_tokens: list[AnyToken] | dict[str, AnyToken] | None = None
-    bos_token: AnyToken | None = None
-    eos_token: AnyToken | None = None
-    unk_token: AnyToken | None = None
-    sep_token: AnyToken | None = None
-    pad_token: AnyToken | None = None
-    cls_token: AnyToken | None = None
-    mask_token: AnyToken | None = None
 
 
 class Tokenizer:
@@ -143,21 +110,19 @@ def with_special_tokens(backend: tokenizers.Tokenizer, names: Collection[str]) -
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a tokenizer.json, and add the tokens that only the other files in its folder list."""
+    """Load a tokenizer.json, which must have all tokens that the other files in its folder list."""
+    advice = "write tokenizer.json with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
     if not Path(path).is_file():
-        raise ValueError(
-            f"{path}: the file does not exist. If the folder has vocab.json and merges.txt, write tokenizer.json with "
-            "transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-        )
+        raise ValueError(f"{path}: the file does not exist. If the folder has vocab.json and merges.txt, {advice}")
     listed = listed_tokens(Path(path).parent)
     try:
         content = read_json(Path(path))
         for part, allowed in COMPONENTS.items():
             check_components(part, list_components(content.get(part)), allowed)
         backend = tokenizers.Tokenizer.from_file(str(path))
-        known = backend.get_vocab()
-        backend.add_tokens([token for token, _ in listed])
         vocabulary = backend.get_vocab()
+        unknown = [token.content for token in listed if token.content not in vocabulary]
+        backend.add_tokens(listed)  # with their flags, such as lstrip
         missing = set(pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys()
         if missing:
             raise ValueError(f"{len(missing)} of the 256 byte values have no token")
@@ -174,46 +139,39 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"{path}: the file is not a usable tokenizer.json of Qwen2 ({error}); use the file of "
             "the model's original checkpoint"
         ) from error
-    for token, number in listed:
-        own_id = backend.token_to_id(token.content)
-        if number not in (None, own_id) and token.content not in known:
-            raise ValueError(
-                f"{Path(path).parent}: {' or '.join(TOKEN_FILES)} lists the token {token.content!r:.60} with the id "
-                f"{number}, but it gets the next free id {own_id}; correct the id, or add the token to tokenizer.json"
-            )
+    if unknown:
+        raise ValueError(
+            f"{path}: {' or '.join(TOKEN_FILES)} lists the token {unknown[0]!r:.60}, which it lacks; {advice}"
+        )
     return tokenizer
 
 
-def listed_tokens(folder: Path) -> list[tuple[AddedToken, int | None]]:
-    """List the tokens in TOKEN_FILES, with the id of a token that is listed with one.
+def listed_tokens(folder: Path) -> list[AddedToken]:
+    """List the tokens in TOKEN_FILES.
 
-    transformers adds these tokens to tokenizer.json's tokens in list order. As there, the last two files count only if
-    the first one has no added_tokens_decoder.
+    As in transformers, the last two files count only if the first one has no added_tokens_decoder.
     """
     config, special, added = (read_json(folder / name) if (folder / name).is_file() else {} for name in TOKEN_FILES)
-    names = build(TokenizerConfig, config, str(folder / TOKEN_FILES[0]), json=True)
-    if names.added_tokens_decoder is None:
-        more = build(TokenizerConfig, special, str(folder / TOKEN_FILES[1]), json=True)
-        names = replace(names, **{name: value for name, value in vars(more).items() if name in special})
-        with error_context(folder / TOKEN_FILES[2]):
-            ids = read_value(dict[str, int], added, "the content", json=True)
-        numbered = [(ListedToken(token), number) for token, number in ids.items()]
-    else:
-        with error_context(folder / TOKEN_FILES[0]):
-            ids = [int(number) for number in names.added_tokens_decoder]
-        numbered = list(zip(names.added_tokens_decoder.values(), ids, strict=True))
-    extra = names.extra_special_tokens or names.additional_special_tokens or []
-    named = [token for name, token in vars(names).items() if name.endswith("_token") and token is not None]
-    named += extra.values() if isinstance(extra, dict) else extra
-    special_tokens = [token if isinstance(token, ListedToken) else ListedToken(token) for token in named]
-    special_names = {token.content for token in special_tokens}
-    listed = []
-    numbered.sort(key=itemgetter(1))
-    for token, number in [*numbered, *((token, None) for token in special_tokens)]:
-        flags = {flag: value for flag, value in vars(token).items() if value is not None and flag != "content"}
-        flags["special"] = token.special or token.content in special_names
-        listed.append((AddedToken(token.content, **flags), number))
-    return listed
+    listed = config.get("added_tokens_decoder")
+    if listed is None:
+        listed, config = dict(enumerate(added)), config | special
+    try:
+        extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+        named = [config[name] for name in SPECIAL_FIELDS if config.get(name) is not None]
+        named += extra.values() if isinstance(extra, dict) else extra
+        named = [token if isinstance(token, dict) else {"content": token} for token in named]
+        names = {token["content"] for token in named}
+        tokens = []
+        for token in [*listed.values(), *named]:
+            flags = token if isinstance(token, dict) else {"content": token}
+            flags = {name: flags[name] for name in TOKEN_FLAGS if flags.get(name) is not None}
+            tokens.append(AddedToken(**flags | {"special": flags.get("special", False) or flags["content"] in names}))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder}: the tokens in {', '.join(TOKEN_FILES)} cannot be read ({error}); use the files of the model's "
+            "original checkpoint"
+        ) from error
+    return tokens
 
 
 def list_components(component: Plain) -> list[str]:
