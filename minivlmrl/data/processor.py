@@ -1,6 +1,5 @@
 """Convert messages and images to a Prompt, an answer to a Completion, and token ids to text."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -12,17 +11,7 @@ from torch import Tensor
 
 from minivlmrl.data.chat_template import ENDS, IMAGE, VIDEO, Control, RewrittenTurnsError, render, render_completion
 from minivlmrl.data.image import Grid, ImageProcessor
-from minivlmrl.data.messages import (
-    as_turns,
-    check_counts,
-    check_ends,
-    content_parts,
-    is_trained,
-    part_kind,
-    parts_of,
-    shown_parts_of,
-    text_of,
-)
+from minivlmrl.data.messages import as_turns, check_counts, check_ends, part_kind, parts_of, shown_parts_of
 from minivlmrl.data.rows import Completion, Prompt, Row
 
 if TYPE_CHECKING:
@@ -48,7 +37,6 @@ class Processor:
     # the answer's place within a completion, see find_answer in rewards/text.py
     answer_format: str = "tags"
     box_space: str = "resized"  # units of an answer's boxes, see data/boxes.py
-    tools: Sequence[str] = ()  # tools that completions may call, see extras/agents/
     # ids that also end a completion: those of the folder's generation_config.json, and sampling.stop_token_ids
     end_token_ids: Sequence[int] = ()
     sizes: Mapping[str, dict] = field(default_factory=dict)  # options of data.image and data.video, for saved folders
@@ -120,6 +108,14 @@ class Processor:
                 piece_ids = piece_ids * self.image_processor.num_tokens(next(remaining_grids))
             ids.append(piece_ids)
         return ids
+
+    def join_turns(self, turns: list[dict]) -> list[dict]:
+        """Return an answer's turns; extras/agents/ joins those around the result of a tool in tags."""
+        return turns
+
+    def mark_results(self, pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
+        """Return an answer's pieces with their flags; extras/agents/ marks the results of tools in tags."""
+        return pieces
 
     def decode(self, ids: Tensor) -> str:
         """Decode a completion's token ids, without its stop token."""
@@ -206,7 +202,7 @@ def encode_windows(
     """
     turns = as_turns(completion)
     check_ends(turns)
-    turns = join_tool_results(turns, processor.tools)
+    turns = processor.join_turns(turns)
     try:
         return [(messages, encode_turns(processor, messages, turns))]
     except RewrittenTurnsError:
@@ -221,7 +217,7 @@ def encode_turns(processor: Processor, messages: list[dict], turns: list[dict]) 
     """Tokenize the turns that follow a prompt as one sequence, see encode_completion."""
     template = processor.template
     pieces = render_completion(turns) if template is None else template.render_completion(messages, turns)
-    pieces = mark_tool_results(pieces, processor.tools)
+    pieces = processor.mark_results(pieces)
     shown = shown_parts(turns, images_in(turns), ())
     pictures = [(image, *processor.image_processor(image, **options)) for image, options in shown]
     if len(pictures) != sum(piece is IMAGE for piece, _ in pieces):
@@ -246,45 +242,3 @@ def images_in(turns: list[dict]) -> list[PIL.Image.Image]:
     images = [part.get("image") for part in parts_of(turns)]
     decoded = [image() if callable(image) else image for image in images]
     return [image for image in decoded if isinstance(image, PIL.Image.Image)]
-
-
-def join_tool_results(turns: list[dict], tools: Sequence[str]) -> list[dict]:
-    """Merge tool results into the assistant turn if the tool was called in tags, as environments do.
-
-    For example, the result from the call <search>cats</search> is inserted after it, as <result>...</result>.
-    """
-    joined = []
-    is_answered = False  # the last joined turn ends with a tool's result
-    closing_tags = tuple(f"</{name}>" for name in tools)
-    for turn in turns:
-        parts = content_parts(turn)
-        continues = is_answered and turn["role"] == "assistant"
-        is_answered = False
-        if turn["role"] == "tool" and joined:
-            is_answered = text_of(joined[-1]).rstrip().endswith(closing_tags)
-        if is_answered:
-            parts = [
-                {"text": f"<result>{part['text']}</result>"} if part_kind(part) == "text" else part
-                for part in parts
-                if part.get("text") != ""
-            ]
-        if continues and is_trained(turn) != is_trained(joined[-1]):
-            raise ValueError("the turns around the result of a tool in tags are one turn, but only one has a loss")
-        if is_answered or continues:
-            joined[-1] = joined[-1] | {"content": [*content_parts(joined[-1]), *parts]}
-        else:
-            joined.append(turn)
-    return joined
-
-
-def mark_tool_results(pieces: list[tuple[str, bool]], tools: Sequence[str]) -> list[tuple[str, bool]]:
-    """Set the flags of tool results, <result>...</result> after a call in tags, to False: no assistant wrote them."""
-    tag_ends = "|".join(["^", *(f"(?<=</{name}>)" for name in ("result", *tools))])
-    answer = re.compile(rf"((?:{tag_ends})\s*<result>.*?</result>)", re.DOTALL)
-    cut_pieces = []
-    for piece, is_written in pieces:
-        is_text = tools and not isinstance(piece, Control)
-        for i, text in enumerate(answer.split(piece) if is_text else [piece]):
-            if text:  # texts with an odd index are tool results
-                cut_pieces.append((text, is_written and i % 2 == 0))
-    return cut_pieces

@@ -357,17 +357,6 @@ def test_a_turn_without_loss_is_context(write_rows, key, family):
     assert "bad" in processor.decode(said.ids)
 
 
-def test_turns_that_a_tool_joins_have_the_same_loss():
-    turns = [assistant("<look>x</look>"), {"role": "tool", "content": "red"}, assistant("It is red.") | {"loss": False}]
-    processor = Processor(shapes.tokenizer(), ImageProcessor(), tools=("look",))
-    with pytest.raises(ValueError, match="a tool in tags are one turn, but only one has a loss"):
-        encode_completion(processor, [user("?")], turns)
-    joined = encode_completion(
-        processor, [user("?")], [turns[0] | {"loss": True}, *turns[1:2], assistant("It is red.")]
-    )
-    assert processor.decode(joined.ids[joined.policy_mask]) == "<look>x</look>It is red."
-
-
 @pytest.mark.parametrize("asked", [
     {"problem": "a"}, {"prompt": "a"}, {"prompt": [user("a")]}, {"messages": [user("a"), assistant("b")]},
     {"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]},

@@ -6,7 +6,7 @@ See docs/agents.md for an example of an environment.
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, make_dataclass, replace
+from dataclasses import dataclass, fields, make_dataclass
 from typing import Annotated, Protocol
 
 from minivlmrl.config.import_utils import resolve_object, with_options
@@ -16,6 +16,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Environment
 from minivlmrl.errors import error_context
 from minivlmrl.extras.agents.schema import json_schema, type_schema
+from minivlmrl.extras.agents.tool_processor import ToolProcessor
 
 
 class RewardingEnvironment(Environment, Protocol):
@@ -112,7 +113,7 @@ def with_tools(processor: Processor, name: str) -> Processor:
             files["chat_template.jinja"] = WITH_TOOLS.encode()
         with error_context(f"sampling.environment {name}"):
             template = template.declaring([json_schema(tool) for tool in tools.values()])
-    return replace(processor, tools=(*tools,), template=template)
+    return ToolProcessor(**vars(processor) | {"tools": (*tools,), "template": template})
 
 
 def environment_reward(

@@ -20,6 +20,7 @@ from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.distributed.process_group import World
 from minivlmrl.extras.agents import tool_sampler
 from minivlmrl.extras.agents.environment import with_tools
+from minivlmrl.extras.agents.tool_processor import ToolProcessor
 from minivlmrl.extras.agents.tool_sampler import ToolSampler
 from minivlmrl.generation import cuda_graphs, generate
 from minivlmrl.generation import sampler as sample
@@ -220,7 +221,7 @@ DEMONSTRATED = {
 def test_demonstrated_calls_have_the_ids_of_the_sampler(monkeypatch, name):
     """Tool calls in demonstrations, in all supported formats, give the same ids as the sampler."""
     turns = DEMONSTRATED[name]
-    demonstrated = encode_completion(replace(PROCESSOR, tools=("both", "look", "read")), [], turns)
+    demonstrated = encode_completion(ToolProcessor(**vars(PROCESSOR) | {"tools": ("both", "look", "read")}), [], turns)
     words = PROCESSOR.decode(demonstrated.ids[demonstrated.policy_mask]).replace("\n", "")
     [[completion]], _, _ = sample_texts(monkeypatch, words)
     assert demonstrated.ids.tolist() == completion.ids.tolist() or "\n" in turns[0]["content"]
@@ -230,6 +231,16 @@ def test_demonstrated_calls_have_the_ids_of_the_sampler(monkeypatch, name):
 WRONG = 'error: a tool call must have the form {"name": ..., "arguments": {...}}'
 TWO = CALL.format("look", '{"columns": 1}') + CALL.format("read", '{"what": ""}')
 TURN = "[\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|im_start|>assistant\n]"
+
+
+def test_turns_that_a_tool_joins_have_the_same_loss():
+    turns = [assistant("<look>x</look>"), {"role": "tool", "content": "red"}, assistant("It is red.") | {"loss": False}]
+    processor = ToolProcessor(**vars(PROCESSOR) | {"tools": ("look",)})
+    with pytest.raises(ValueError, match="a tool in tags are one turn, but only one has a loss"):
+        encode_completion(processor, [user("?")], turns)
+    turns = [turns[0] | {"loss": True}, turns[1], assistant("It is red.")]
+    joined = encode_completion(processor, [user("?")], turns)
+    assert processor.decode(joined.ids[joined.policy_mask]) == "<look>x</look>It is red."
 
 
 @pytest.mark.parametrize(("words", "answer"), [

@@ -1,0 +1,56 @@
+"""The processor of a run with an environment, which encodes demonstrated calls of tools in tags."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from minivlmrl.data.chat_template import Control
+from minivlmrl.data.messages import content_parts, is_trained, part_kind, text_of
+from minivlmrl.data.processor import Processor
+
+
+@dataclass
+class ToolProcessor(Processor):
+    """A processor for completions that may call the tools with these names."""
+
+    tools: Sequence[str] = ()
+
+    def join_turns(self, turns: list[dict]) -> list[dict]:
+        """Merge tool results into the assistant turn if the tool was called in tags, as environments do.
+
+        For example, the result from the call <search>cats</search> is inserted after it, as <result>...</result>.
+        """
+        joined = []
+        is_answered = False  # the last joined turn ends with a tool's result
+        closing_tags = tuple(f"</{name}>" for name in self.tools)
+        for turn in turns:
+            parts = content_parts(turn)
+            continues = is_answered and turn["role"] == "assistant"
+            is_answered = False
+            if turn["role"] == "tool" and joined:
+                is_answered = text_of(joined[-1]).rstrip().endswith(closing_tags)
+            if is_answered:
+                parts = [
+                    {"text": f"<result>{part['text']}</result>"} if part_kind(part) == "text" else part
+                    for part in parts
+                    if part.get("text") != ""
+                ]
+            if continues and is_trained(turn) != is_trained(joined[-1]):
+                raise ValueError("the turns around the result of a tool in tags are one turn, but only one has a loss")
+            if is_answered or continues:
+                joined[-1] = joined[-1] | {"content": [*content_parts(joined[-1]), *parts]}
+            else:
+                joined.append(turn)
+        return joined
+
+    def mark_results(self, pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
+        """Set the flags of <result>...</result> after a call in tags to False, because no assistant wrote them."""
+        tag_ends = "|".join(["^", *(f"(?<=</{name}>)" for name in ("result", *self.tools))])
+        answer = re.compile(rf"((?:{tag_ends})\s*<result>.*?</result>)", re.DOTALL)
+        cut_pieces = []
+        for piece, is_written in pieces:
+            is_text = self.tools and not isinstance(piece, Control)
+            for i, text in enumerate(answer.split(piece) if is_text else [piece]):
+                if text:  # texts with an odd index are tool results
+                    cut_pieces.append((text, is_written and i % 2 == 0))
+        return cut_pieces
