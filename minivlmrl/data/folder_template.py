@@ -367,9 +367,8 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
     for name in values:
         if name not in template_names:
             raise template._error(
-                f"the template has no variable {name!r} (data.chat_template_kwargs); its variables "
-                f"are: {', '.join(sorted(template_names)) or 'none'}"
-                f"{did_you_mean(name, template_names)}"
+                f"the template has no variable {name!r} (data.chat_template_kwargs); its variables are: "
+                f"{', '.join(sorted(template_names)) or 'none'}{did_you_mean(name, template_names)}"
             )
     template.token_names = template.token_names | values
     return template

@@ -3,11 +3,10 @@
 The steps are loading as RGB, smart_resize, normalisation and cutting into patches. The patches are identical, bit for
 bit, to those that transformers' image processors compute.
 
-Example: a 100 x 60 pixel image (width x height) is resized to 112 x 56, multiples of 28, and
-cut into an 8 x 4 patch grid, whose 3 colours x 2 equal frames x 14 x 14 values are normalised.
-Each block of 2 x 2 patches becomes one token, so `num_tokens` returns 8. Processor.encode therefore repeats the
-placeholder <|image_pad|> 8 times in the prompt (data/processor.py), and the vision tower computes each placeholder's
-embedding from four patches (model/vision.py).
+Example: a 100 x 60 pixel image (width x height) is resized to 112 x 56, multiples of 28, and cut into an 8 x 4 patch
+grid, whose 3 colours x 2 equal frames x 14 x 14 values are normalised. Each block of 2 x 2 patches becomes one token,
+so `num_tokens` returns 8. Processor.encode therefore repeats the placeholder <|image_pad|> 8 times in the prompt
+(data/processor.py), and the vision tower computes each placeholder's embedding from four patches (model/vision.py).
 """
 
 import math

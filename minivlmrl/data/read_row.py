@@ -200,9 +200,8 @@ def _keep_last(prompt: list[dict], answers: Answers) -> tuple[list[dict], Answer
         last[name] = turns[end:] if 0 < end < len(turns) else answer
     if any(turns != earlier[0] for turns in earlier):
         raise ValueError(
-            f"data.train_answers is last, but the columns {' and '.join(answers)} have different "
-            "turns before their last answers, so they have no common prompt; set "
-            "data.train_answers to all, or make these turns equal"
+            f"data.train_answers is last, but the columns {' and '.join(answers)} have different turns before their "
+            "last answers, so they have no common prompt; set data.train_answers to all, or make these turns equal"
         )
     return [*prompt, *earlier[0]] if earlier else prompt, last
 

@@ -158,8 +158,7 @@ class Arrow:
             import pyarrow.parquet as pq
         self.path = paths[0]
         self.folder = paths[0].parent
-        # a tuple per row group: path, dataset index of the file's first row, open file,
-        # row group's index in the file
+        # a tuple per row group: path, dataset index of the file's first row, open file, row group's index in the file
         self.groups = []
         self.starts = [0]  # each group's first row index, then the total row count
         for path in paths:

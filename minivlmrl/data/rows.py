@@ -77,8 +77,7 @@ class Completion:
     logps: Tensor | None = None
     # True if a stop token or a stop string ended the completion, False if max_new_tokens ended it
     stopped: bool = True
-    # (C,) bool: True for tokens that the policy wrote, False for tool tokens; None sets all
-    # tokens to True
+    # (C,) bool: True for tokens that the policy wrote, False for tool tokens; None sets all tokens to True
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
     # ids from which top_k, top_p and min_p let each token be sampled, as (number of ids per token (C,), all ids end to
     # end); None stands for the whole vocabulary

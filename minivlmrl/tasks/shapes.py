@@ -4,8 +4,7 @@ A prompt shows one image and asks what is in it. The answer names one of 12 clas
 green</think><answer>green square</answer>
 
 The demonstrations for SFT are few, and half of them have a random label. From them a model learns the answer format,
-but the task only roughly, so that reinforcement learning, whose reward is
-always correct, can show an improvement.
+but the task only roughly, so that reinforcement learning, whose reward is always correct, can show an improvement.
 """
 
 import random
