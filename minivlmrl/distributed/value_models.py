@@ -9,13 +9,13 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.saving import gather_and_save_model
-from minivlmrl.distributed.weights import copy_model, is_sharded, recompute_blocks, reshard
+from minivlmrl.distributed.weights import recompute_blocks, reshard
 from minivlmrl.files import save_tensors
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.lora import init_adapters, inject_adapters
-from minivlmrl.model.plain_weights import gather_full_tensor, has_adapters
+from minivlmrl.model.plain_weights import gather_full_tensor
 from minivlmrl.model.trainable import select_trained
-from minivlmrl.model.value_head import HEAD_FILE, ValueModel, add_saved_head, check_inputs, load_value_model
+from minivlmrl.model.value_head import HEAD_FILE, ValueModel, check_inputs, load_value_model
 
 
 def save_value_model(
@@ -41,22 +41,6 @@ def save_value_model(
         save_tensors(head, new_folder / HEAD_FILE)
 
     gather_and_save_model(folder, model.backbone, processor, world, base, write_head, merge)
-
-
-def load_scorer(policy: VisionLanguageModel, folder: str | Path, device: torch.device, same_base: bool) -> ValueModel:
-    """Load a value model that scores a policy's completions.
-
-    Args:
-        same_base: True if the value model consists of adapters on the policy's base weights. Both then share these
-            weights, unless they are sharded: an FSDP unit belongs to one model.
-    """
-    if same_base and has_adapters(policy) and not is_sharded(policy):
-        from minivlmrl.model.peft import load_adapter
-
-        backbone = copy_model(policy)
-        load_adapter(backbone, Path(folder) / "adapter")
-        return add_saved_head(backbone, folder)
-    return load_value_model(folder, policy.lm_head.weight.dtype, device, policy.sharding)
 
 
 def load_critic(

@@ -12,6 +12,7 @@ command line or a model's config.json names the feature:
 | adamw8bit.py | AdamW with moments in 8 bits | `optimizer.name: adamw_8bit` |
 | memory.py | the GPU memory that a run needs | `python -m minivlmrl memory` |
 | parity/ | mistakes in a loss, or in a step of any trainer | `python -m minivlmrl parity` |
+| reward_model.py | a stage for reward models, and their reward | `stages` and `rewards: {reward_model: 1}` |
 | replay/ | a step of a run, or the whole run, again | `python -m minivlmrl replay` |
 | tensorboard.py, weights_and_biases.py | trackers of metrics | `report_to` |
 | trl.py, trl_inputs.py | our loss and our input check in TRL's trainers | your own script |

@@ -1,7 +1,6 @@
 """Value models, which compute one number per token: reward models and PPO's critic."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,13 +8,11 @@ from torch import Tensor, nn
 
 from minivlmrl.config.types import Part
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.model.build import PATCHES
 from minivlmrl.model.checkpoint import load_model, load_processor, read_tensors
-from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import completion_states
-from minivlmrl.model.packing import GroupBatch, pack
+from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.trainable import select_trained
 
 HEAD_FILE = "score.safetensors"  # the head's weights, in the backbone's folder
@@ -33,34 +30,6 @@ class ValueModel(nn.Module):
     def forward(self, batch: GroupBatch) -> Tensor:
         """Compute the values (M,) for the hidden states that predict the completion tokens."""
         return self.score(completion_states(self.backbone, batch))[:, 0]
-
-    def score_last_token(self, batch: GroupBatch) -> Tensor:
-        """Compute the value (R,) at each completion's last token in a batch from pack_with_last_token."""
-        return torch.stack([values[-1] for values in self(batch).split(batch.layout.row_lengths)])
-
-
-def pack_with_last_token(
-    prompts: Sequence[Prompt],
-    completions: Sequence[Sequence[Completion]],
-    config: ModelConfig,
-    device: torch.device | str,
-) -> GroupBatch:
-    """Pack prompts and completions so that each completion's last token has a hidden state.
-
-    `pack` leaves out the last token, because it predicts no token. This function therefore repeats the last token, so
-    that `pack` leaves out the repetition. Example: completion a has 3 tokens, and completion b has 2 tokens:
-        pack                    p0 p1 p2 | a0 a1    | b0
-        pack_with_last_token    p0 p1 p2 | a0 a1 a2 | b0 b1     a2 attends to the whole completion a
-    """
-    longer = [[repeat_last_token(completion) for completion in group] for group in completions]
-    return pack(prompts, longer, config, device)
-
-
-def repeat_last_token(completion: Completion) -> Completion:
-    """Return a completion whose last token is repeated."""
-    ids = torch.cat([completion.ids, completion.ids[-1:]])
-    policy_mask = torch.cat([completion.policy_mask, completion.policy_mask[-1:]])
-    return replace(completion, ids=ids, policy_mask=policy_mask)
 
 
 class ValueHead(nn.Linear):

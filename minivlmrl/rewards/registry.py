@@ -38,7 +38,7 @@ REWARDS: dict[str, str | Callable] = {  # name: "module:function", or the functi
     "acc_0_5": "minivlmrl.rewards.boxes:acc_0_5",
     "giou": "minivlmrl.rewards.boxes:mean_giou",
     "box_format": "minivlmrl.rewards.boxes:box_format",
-    "reward_model": "minivlmrl.trainers.reward_model:reward_model",
+    "reward_model": "minivlmrl.extras.reward_model:reward_model",
     "environment": "minivlmrl.extras.agents.environment:environment_reward",
 }
 # rewards that raise ValueError for a solution that no answer can equal, and depend on no other column

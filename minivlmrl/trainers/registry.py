@@ -9,7 +9,7 @@ from minivlmrl.trainers.base import Trainer
 TRAINERS = {
     "sft": "minivlmrl.trainers.sft:SFTTrainer",
     "dpo": "minivlmrl.trainers.dpo:DPOTrainer",
-    "reward_model": "minivlmrl.trainers.reward_model:RewardTrainer",
+    "reward_model": "minivlmrl.extras.reward_model:RewardTrainer",
     "grpo": "minivlmrl.trainers.grpo:GRPOTrainer",
     "ppo": "minivlmrl.trainers.ppo:PPOTrainer",
 }

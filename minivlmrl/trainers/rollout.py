@@ -14,6 +14,7 @@ tensors that its loss needs, and `loss`. See GRPOTrainer and PPOTrainer.
 """
 
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from itertools import chain, groupby
 
 import torch
@@ -26,6 +27,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.micro_batching import split_into_micro_batches
 from minivlmrl.distributed.process_group import World
+from minivlmrl.errors import check_extras
 from minivlmrl.generation.environments import check_environment, make_sampler, packed_length, samples_trajectories
 from minivlmrl.generation.sampler import check_groups, find_engine
 from minivlmrl.kernels.backend import to_device
@@ -40,6 +42,13 @@ from minivlmrl.trainers.base import MicroBatch, Rollout, Sample, SampledBatch, S
 from minivlmrl.trainers.rollout_metrics import completion_metrics, logged_metrics, reward_metrics
 
 REWARD_MODEL = "reward_model"  # name of the reward that a trained reward model computes
+
+
+def reward_models():
+    """Import and return the module extras/reward_model.py, which scores completions with a trained model."""
+    module = "minivlmrl.extras.reward_model"
+    check_extras(module, "the reward reward_model")
+    return import_module(module)
 
 
 class RolloutTrainer(Trainer):
@@ -67,14 +76,7 @@ class RolloutTrainer(Trainer):
         check_environment(run)
         find_engine(run.sampling).check(run)
         if REWARD_MODEL in run.rewards:
-            from minivlmrl.trainers.reward_model import check_stage_order
-
-            check_stage_order(run, cls.stage)
-            if samples_trajectories(run.sampling):
-                raise ValueError(
-                    "the reward reward_model cannot score trajectories, because each turn of a "
-                    "trajectory has its own context window; remove reward_model from rewards"
-                )
+            reward_models().check_stage_order(run, cls.stage)
 
     def __init__(
         self, run: RunConfig, model: VisionLanguageModel, processor: Processor, world: World, steps_done: int = 0
@@ -89,9 +91,7 @@ class RolloutTrainer(Trainer):
         self.reward_weights = torch.tensor(list(run.rewards.values()))
         self.reward_model = None
         if REWARD_MODEL in run.rewards:
-            from minivlmrl.trainers.reward_model import RewardModelScores
-
-            self.reward_model = RewardModelScores(run, model, processor, world)
+            self.reward_model = reward_models().RewardModelScores(run, model, processor, world)
 
     def shares_vision_tower(self) -> bool:
         """Return True if all models of the stage share one frozen vision tower.

@@ -202,7 +202,7 @@ ELSEWHERE = {
     "sampling.engine": "extras/test_vllm.py: test_a_run_equals_a_run_with_the_native_engine",
     "sampling.vllm": "extras/test_vllm.py: test_unsupported_options_of_vllm_are_refused",
     "dpo.precompute_ref_log_probs": "trainers/test_dpo.py: test_precomputed_references_equal_the_references",
-    "reward_model.path": "trainers/test_reward_model.py: test_each_completion_is_scored_at_its_last_token",
+    "reward_model.path": "extras/test_reward_model.py: test_each_completion_is_scored_at_its_last_token",
     "ppo.critic_path": "trainers/test_ppo.py: test_a_run_continues_with_a_saved_critic",
     "reference.path": "trainers/test_reference.py: test_a_reference_from_a_folder_matches_transformers",
 }

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import LoRAOptions
+from minivlmrl.extras import reward_model
 from minivlmrl.model import value_head
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.model.logprobs import per_token_logps
@@ -17,7 +18,6 @@ from minivlmrl.model.plain_weights import is_adapter, part_of
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.run.setup import build_model
 from minivlmrl.tasks.shapes import Shapes
-from minivlmrl.trainers import reward_model
 from tests.helpers import tiny
 from tests.helpers.runs import metrics
 from tests.helpers.stages import ONE, STAGES, snapshot
@@ -120,12 +120,12 @@ def test_a_reward_model_of_this_run_shares_the_policys_base(run, plain, lively, 
     shared = [name for name, p in judge.backbone.named_parameters() if p is theirs[name]]
     assert len(shared) == sum(not is_adapter(name) for name in theirs)
     prompt = Shapes(1, "rows")[0].prompt(load_processor(folder / "checkpoint"))
-    packed = value_head.pack_with_last_token(
+    packed = reward_model.pack_with_last_token(
         [prompt], tiny.to_completions([[torch.arange(4), torch.arange(3)]]), policy.config, "cpu"
     )
     with torch.no_grad():
-        scores = judge.score_last_token(packed)
-        alone = value_head.load_value_model(folder / "reward_model").score_last_token(packed)
+        scores = reward_model.last_token_scores(judge, packed)
+        alone = reward_model.last_token_scores(value_head.load_value_model(folder / "reward_model"), packed)
     assert scores.abs().min() > 1e-3
     torch.testing.assert_close(scores, alone, rtol=1e-4, atol=1e-5)
 

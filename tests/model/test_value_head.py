@@ -9,10 +9,11 @@ from minivlmrl.data.rows import Prompt
 from minivlmrl.distributed.fsdp import Sharding
 from minivlmrl.distributed.value_models import save_value_model
 from minivlmrl.distributed.weights import copy_model
+from minivlmrl.extras.reward_model import last_token_scores, pack_with_last_token
 from minivlmrl.model.attention import GroupAttention
 from minivlmrl.model.checkpoint import save_model
 from minivlmrl.model.logprobs import completion_states
-from minivlmrl.model.value_head import ValueModel, load_value_model, pack_with_last_token
+from minivlmrl.model.value_head import ValueModel, load_value_model
 from tests.helpers import tiny
 from tests.helpers.stages import ONE
 from tests.helpers.tiny import pack
@@ -39,7 +40,7 @@ def score(model, groups):
     """Score each completion at its last token."""
     prompts, completions = groups
     completions = tiny.to_completions(completions)
-    return model.score_last_token(pack_with_last_token(prompts, completions, model.backbone.config, "cpu"))
+    return last_token_scores(model, pack_with_last_token(prompts, completions, model.backbone.config, "cpu"))
 
 
 @torch.no_grad()

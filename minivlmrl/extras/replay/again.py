@@ -11,7 +11,6 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.run import loop
 from minivlmrl.run.callbacks import Callback, default_callbacks
 from minivlmrl.run.process import is_first
-from minivlmrl.trainers.reward_model import FOLDER as REWARD_MODEL
 
 
 def run_config(folder: Path, recipe: str | None, overrides: list[str]) -> RunConfig:
@@ -49,9 +48,9 @@ def train_again(config: RunConfig, state: Path | None, folder: Path, callback: C
         if folder.exists():
             raise ValueError(f"{folder} already exists. Remove it or choose another folder.")
         folder.mkdir()
-        reward_model = Path(config.output_dir) / REWARD_MODEL
+        reward_model = Path(config.output_dir) / "reward_model"
         if state and reward_model.is_dir():
-            shutil.copytree(reward_model, folder / REWARD_MODEL)
+            shutil.copytree(reward_model, folder / "reward_model")
     resume = str(state) if state else "never"
     config = replace(config, output_dir=str(folder), resume=resume, report_to=[], **options)
     with redirect_stdout(sys.stderr):

@@ -20,7 +20,6 @@ from minivlmrl.run.process import is_first
 from minivlmrl.run.results import BEST
 from minivlmrl.run.rollout_log import COMPLETIONS, LogLine
 from minivlmrl.run.trainer_state import RUN
-from minivlmrl.trainers.reward_model import FOLDER as REWARD_MODEL
 
 # files that are not compared: the lock file, and the report, which is generated from other files
 DERIVED = [".lock", "report.html"]
@@ -103,7 +102,7 @@ def not_compared(folder: Path, differences: dict[Path, str], first_step: int) ->
     """
     written_folders = {"states", *(name.parts[0] for name in differences)} - {"images"}
     if first_step == 0:
-        written_folders |= {BEST, REWARD_MODEL}
+        written_folders |= {BEST, "reward_model"}
     faults = {}
     for path in folder.rglob("*"):
         name = path.relative_to(folder)

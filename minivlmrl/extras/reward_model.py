@@ -5,7 +5,7 @@ can use it as the reward `reward_model`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,12 +15,22 @@ from minivlmrl.config.options import RewardModelOptions, RunConfig
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.distributed.value_models import load_scorer, save_value_model
-from minivlmrl.distributed.weights import copy_model, reshard
+from minivlmrl.distributed.value_models import save_value_model
+from minivlmrl.distributed.weights import copy_model, is_sharded, reshard
+from minivlmrl.generation.environments import samples_trajectories
 from minivlmrl.losses.grpo import batch_normalizer
 from minivlmrl.losses.preference import reward_loss
+from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import VisionLanguageModel
-from minivlmrl.model.value_head import ValueModel, check_inputs, check_value_model_folder, pack_with_last_token
+from minivlmrl.model.packing import GroupBatch, pack
+from minivlmrl.model.plain_weights import has_adapters
+from minivlmrl.model.value_head import (
+    ValueModel,
+    add_saved_head,
+    check_inputs,
+    check_value_model_folder,
+    load_value_model,
+)
 from minivlmrl.trainers.functions import loss_arguments
 from minivlmrl.trainers.offline import AnswerBatch, PairTrainer
 
@@ -72,7 +82,7 @@ class RewardTrainer(PairTrainer):
 
     def rewards(self, batch: RewardBatch) -> tuple[Tensor, Tensor]:
         """Compute the chosen and the rejected answers' scores, each of shape (B,)."""
-        chosen, rejected = self.trained.score_last_token(batch.group).view(-1, 2).unbind(1)
+        chosen, rejected = last_token_scores(self.trained, batch.group).view(-1, 2).unbind(1)
         return chosen, rejected
 
     def loss(self, batch: RewardBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -119,9 +129,54 @@ class RewardModelScores:
         for start in range(0, len(prompts), BATCH_SIZE):
             part = slice(start, start + BATCH_SIZE)
             batch = pack_with_last_token(prompts[part], completions[part], config, self.world.device)
-            scores += self.model.score_last_token(batch).tolist()
+            scores += last_token_scores(self.model, batch).tolist()
         reshard(self.model)
         return scores
+
+
+def pack_with_last_token(
+    prompts: Sequence[Prompt],
+    completions: Sequence[Sequence[Completion]],
+    config: ModelConfig,
+    device: torch.device | str,
+) -> GroupBatch:
+    """Pack prompts and completions so that each completion's last token has a hidden state.
+
+    `pack` leaves out the last token, because it predicts no token. This function therefore repeats the last token, so
+    that `pack` leaves out the repetition. Example: completion a has 3 tokens, and completion b has 2 tokens:
+        pack                    p0 p1 p2 | a0 a1    | b0
+        pack_with_last_token    p0 p1 p2 | a0 a1 a2 | b0 b1     a2 attends to the whole completion a
+    """
+    longer = [[repeat_last_token(completion) for completion in group] for group in completions]
+    return pack(prompts, longer, config, device)
+
+
+def repeat_last_token(completion: Completion) -> Completion:
+    """Return a completion whose last token is repeated."""
+    ids = torch.cat([completion.ids, completion.ids[-1:]])
+    policy_mask = torch.cat([completion.policy_mask, completion.policy_mask[-1:]])
+    return replace(completion, ids=ids, policy_mask=policy_mask)
+
+
+def last_token_scores(model: ValueModel, batch: GroupBatch) -> Tensor:
+    """Compute the value (R,) at each completion's last token in a batch from pack_with_last_token."""
+    return torch.stack([values[-1] for values in model(batch).split(batch.layout.row_lengths)])
+
+
+def load_scorer(policy: VisionLanguageModel, folder: str | Path, device: torch.device, same_base: bool) -> ValueModel:
+    """Load a value model that scores a policy's completions.
+
+    Args:
+        same_base: True if the value model consists of adapters on the policy's base weights. Both then share these
+            weights, unless they are sharded: an FSDP unit belongs to one model.
+    """
+    if same_base and has_adapters(policy) and not is_sharded(policy):
+        from minivlmrl.model.peft import load_adapter
+
+        backbone = copy_model(policy)
+        load_adapter(backbone, Path(folder) / "adapter")
+        return add_saved_head(backbone, folder)
+    return load_value_model(folder, policy.lm_head.weight.dtype, device, policy.sharding)
 
 
 def reward_model(completions: list[str], reward_model_scores: list[float], **columns) -> list[float]:
@@ -130,7 +185,12 @@ def reward_model(completions: list[str], reward_model_scores: list[float], **col
 
 
 def check_stage_order(run: RunConfig, stage: str):
-    """Raise ValueError if a recipe's reward model will not exist when a stage starts."""
+    """Raise ValueError if a recipe's reward model will not exist when a stage starts, or cannot score its samples."""
+    if samples_trajectories(run.sampling):
+        raise ValueError(
+            "the reward reward_model cannot score trajectories, because each turn of a trajectory has its own context "
+            "window; remove reward_model from rewards"
+        )
     if run.reward_model.path is not None:
         check_value_model_folder(run.reward_model.path)
     elif FOLDER not in run.stage_names[: run.stage_names.index(stage)]:

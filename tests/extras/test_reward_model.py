@@ -9,12 +9,12 @@ import torch
 
 from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.distributed.value_models import save_value_model
+from minivlmrl.extras import reward_model as file
+from minivlmrl.extras.reward_model import RewardModelScores, check_stage_order, last_token_scores, pack_with_last_token
 from minivlmrl.model.build import random_model
-from minivlmrl.model.value_head import ValueModel, load_value_model, pack_with_last_token
+from minivlmrl.model.value_head import ValueModel, load_value_model
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
-from minivlmrl.trainers import reward_model as file
-from minivlmrl.trainers.reward_model import RewardModelScores, check_stage_order
 from tests.helpers.stages import ONE, main
 from tests.model.test_checkpoint import edit_json, edit_weights
 
@@ -78,7 +78,7 @@ def test_each_completion_is_scored_at_its_last_token(stage, samples, judge, monk
     [rollout], model = samples, load_value_model(judge)
     with torch.no_grad():
         numbers = [
-            model.score_last_token(pack_with_last_token([s.prompt], [[s.completion]], model.backbone.config, "cpu"))
+            last_token_scores(model, pack_with_last_token([s.prompt], [[s.completion]], model.backbone.config, "cpu"))
             for s in rollout.samples
         ]
     assert torch.cat(numbers).std() > 0
@@ -93,7 +93,8 @@ def test_a_reward_model_uses_its_own_vision_tower(stage, judge, samples):
 
 def test_the_reward_model_must_exist_before_its_stage(judge):
     def run(stages, path=None):
-        return SimpleNamespace(stage_names=stages, reward_model=SimpleNamespace(path=path))
+        sampling = SimpleNamespace(environment=None)
+        return SimpleNamespace(stage_names=stages, reward_model=SimpleNamespace(path=path), sampling=sampling)
 
     check_stage_order(run(["grpo"], judge), "grpo")
     check_stage_order(run(["reward_model", "sft", "grpo"]), "grpo")
