@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -187,24 +187,6 @@ class RGBFrames(Sequence):
         return to_rgb(self.frames[index])
 
 
-class VideoRules(Protocol):
-    """Interface for model families whose video preprocessing differs from data/video.py."""
-
-    sampling: dict[str, float]  # options that choose frames if the row and the recipe give none
-
-    def frame_size(
-        self, images: "ImageProcessor", nframes: int, height: int, width: int, **options: float
-    ) -> tuple[int, int]:
-        """Return the height and width in pixels that every frame of a video is resized to."""
-        ...
-
-    def lay_out(
-        self, pieces: list[str], grids: list[Grid], times: list[float | list[float]]
-    ) -> tuple[list[str], list[Grid], list[float]]:
-        """Insert the timestamps of videos' temporal patches into a rendered prompt."""
-        ...
-
-
 @dataclass
 class ImageProcessor:
     """Converts images to patches with a checkpoint's preprocessing settings.
@@ -222,8 +204,8 @@ class ImageProcessor:
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
     # function that resizes and normalises frames; data/image_settings.py has a variant in torch
     resize: Callable[..., np.ndarray] = resize_frames
-    # video rules for Qwen3-VL and later, see model/families/qwen3_vl.py; None uses the rules in data/video.py
-    videos: VideoRules | None = None
+    # rules of a family whose videos differ, such as model/families/qwen3_vl.Videos; None uses those of data/video.py
+    videos: Any = None
     # patch dtype; 16 bits for a model that computes in 16 bits, which rounds its inputs
     # anyway, so that only half the bytes are packed and copied to a GPU
     dtype: torch.dtype = torch.float32

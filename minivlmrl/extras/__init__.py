@@ -10,6 +10,7 @@ command line or a model's config.json names the feature:
 | convert/ | rows of other projects, in our form or theirs | `python -m minivlmrl convert` |
 | families/ | Qwen3.5, and mixtures of experts | `model_type` in config.json |
 | adamw8bit.py | AdamW with moments in 8 bits | `optimizer.name: adamw_8bit` |
+| kto.py | the KTO loss | a stage of your own |
 | memory.py | the GPU memory that a run needs | `python -m minivlmrl memory` |
 | parity/ | mistakes in a loss, or in a step of any trainer | `python -m minivlmrl parity` |
 | reward_model.py | a stage for reward models, and their reward | `stages` and `rewards: {reward_model: 1}` |

@@ -5,8 +5,9 @@ from math import exp, log
 import pytest
 import torch
 
+from minivlmrl.extras.kto import kto_kl, kto_loss
 from minivlmrl.losses import preference as losses
-from minivlmrl.losses.preference import DPO_LOSSES, dpo_loss, kto_kl, kto_loss, reward_loss
+from minivlmrl.losses.preference import DPO_LOSSES, dpo_loss, reward_loss
 from tests.helpers.by_hand import near, tensor
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from minivlmrl.extras import kto
 from minivlmrl.losses import preference, sft
 from tests.parity.compare import Cell, Question, loss_cell
 from tests.parity.policy_cells import T, policy_batch, trl
@@ -60,9 +61,9 @@ def kto_cell(q: Question) -> Cell:
     """Create a cell for KTOTrainer._compute_loss; the KL is measured on the same tokens with another mask."""
 
     def ours(batch: dict):
-        kl = preference.kto_kl(batch["per_token_logps"], batch["ref_per_token_logps"], batch["kl_mask"])
+        kl = kto.kto_kl(batch["per_token_logps"], batch["ref_per_token_logps"], batch["kl_mask"])
         answers = {name: value for name, value in batch.items() if name != "kl_mask"}
-        return preference.kto_loss(**answers, **q.options, kl=kl)
+        return kto.kto_loss(**answers, **q.options, kl=kl)
 
     batch, labels = policy_batch(q.seed), torch.arange(4) % 3 == q.seed % 3
     given = {name: batch[name].clamp(max=-0.01) for name in ("per_token_logps", "ref_per_token_logps")}

@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 import pytest
 
+from minivlmrl.extras import kto
 from minivlmrl.losses import preference, sft
 from minivlmrl.losses.grpo import AVERAGES
 from tests.parity.compare import ask, judge
@@ -35,5 +36,5 @@ def test_every_loss_of_ours_has_a_family():
     names = {f"grpo loss_type={name}" for name in AVERAGES if name != "rloo"} | {"rloo loss"}
     names |= {f"dpo {name}" for name in preference.DPO_LOSSES}
     names |= {f"sft loss_type={name}" for name in sft.SFT_LOSS_TYPES}
-    names |= {f"kto loss_type={name}" for name in preference.KTO_LOSS_TYPES} | {"reward loss"}
+    names |= {f"kto loss_type={name}" for name in kto.KTO_LOSS_TYPES} | {"reward loss"}
     assert names <= FAMILIES.keys(), names - FAMILIES.keys()

@@ -1,0 +1,78 @@
+"""The KTO loss, for a stage of your own; this file imports only torch, so that you can copy it."""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+KTOType = Literal["kto", "apo_zero_unpaired"]
+KTO_LOSS_TYPES = get_args(KTOType)
+
+
+def kto_loss(
+    per_token_logps: Tensor,
+    mask: Tensor,
+    labels: Tensor,
+    *,
+    loss_type: KTOType = "kto",
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    ref_per_token_logps: Tensor,
+    kl: Tensor | None = None,
+    normalizer=None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute the KTO loss for single answers that are labelled good or bad.
+
+        kto                 good: 1 - s(beta (u - kl))      bad: 1 - s(beta (kl - u))
+        apo_zero_unpaired   good: 1 - s(beta u)             bad: s(beta u)
+
+    Here u is an answer's log-ratio, log pi - log pi_ref, and s is the sigmoid.
+
+    Example: if policy and reference are equal and kl is 0, every answer has the loss 0.5.
+
+    Args:
+        per_token_logps: (B, T), log-probabilities under the policy in nats, with gradient.
+        mask: (B, T), 1 for answer tokens.
+        labels: (B,) bool, True for good answers.
+        loss_type: "kto" or "apo_zero_unpaired", see above.
+        beta: log-ratio factor, > 0.
+        desirable_weight, undesirable_weight: weights for good and bad answers.
+        ref_per_token_logps: (B, T), log-probabilities under the reference, without gradient.
+        kl: scalar without gradient, see kto_kl; needed for loss_type kto.
+    Returns:
+        The loss, and the metrics rewards/chosen and rewards/rejected (means over good and bad answers, NaN if the batch
+        has none) and kl.
+    Source: KTO eq. 8 (arXiv 2402.01306); equals KTOTrainer._compute_loss in TRL 1.16.
+    """
+    if loss_type not in KTO_LOSS_TYPES:
+        raise ValueError(f"loss_type is {loss_type!r}, but it must be one of {', '.join(KTO_LOSS_TYPES)}")
+    u = ((per_token_logps - ref_per_token_logps) * mask).sum(-1)  # (B,)
+    zero_point = u.new_zeros(())
+    if loss_type == "kto":
+        if kl is None:
+            raise ValueError("loss_type kto needs kl, see kto_kl")
+        zero_point = kl
+    good = labels.bool()
+    z = beta * torch.where(good, u - zero_point, zero_point - u)
+    desirable = u.new_tensor(desirable_weight)
+    undesirable = u.new_tensor(undesirable_weight)
+    # s(-z) instead of 1 - s(z), which is 0 for z = 20 in float32
+    per_answer_loss = torch.where(good, desirable, undesirable) * (-z).sigmoid()
+    rewards = beta * u.detach()
+    metrics = {"rewards/chosen": rewards[good].mean(), "rewards/rejected": rewards[~good].mean()}
+    if loss_type == "kto":
+        metrics["kl"] = zero_point
+    num_answers = len(labels) if normalizer is None else normalizer.sequences
+    return per_answer_loss.sum() / num_answers, metrics
+
+
+def kto_kl(per_token_logps: Tensor, ref_per_token_logps: Tensor, mask: Tensor) -> Tensor:
+    """Estimate KL(pi || pi_ref) for KTO: a scalar in nats, at least 0, without gradient.
+
+    Args:
+        per_token_logps, ref_per_token_logps, mask: (B, T), for prompts that are paired with answers to *other* prompts,
+            as in KTO's z_0. TRL takes the preceding row's answer.
+    """
+    log_ratio = ((per_token_logps - ref_per_token_logps) * mask).sum(-1)
+    return log_ratio.mean().detach().clamp(min=0)
