@@ -3,6 +3,7 @@
 import json
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
@@ -163,7 +164,7 @@ def listed_tokens(folder: Path) -> list[AddedToken]:
         names = {token["content"] for token in named}
         tokens = []
         for token in [*listed.values(), *named]:
-            flags = token if isinstance(token, dict) else {"content": token}
+            flags: dict[str, Any] = token if isinstance(token, dict) else {"content": token}
             flags = {name: flags[name] for name in TOKEN_FLAGS if flags.get(name) is not None}
             tokens.append(AddedToken(**flags | {"special": flags.get("special", False) or flags["content"] in names}))
     except (AttributeError, KeyError, TypeError) as error:

@@ -17,5 +17,6 @@ command line or a model's config.json names the feature:
 | replay/ | a step of a run, or the whole run, again | `python -m minivlmrl replay` |
 | tensorboard.py, weights_and_biases.py | trackers of metrics | `report_to` |
 | trl.py, trl_inputs.py | our loss and our input check in TRL's trainers | your own script |
+| video_files.py | the frames of video files | a row with a video file |
 | vllm.py | rollouts from vLLM's logits | `sampling.engine: vllm` |
 """

@@ -13,7 +13,9 @@ import pytest
 from minivlmrl.data import video as video_module
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import RESIZE
-from minivlmrl.data.video import Video, frame_size, load_video, outline_video, sample_indices
+from minivlmrl.data.video import Video, frame_size, load_video, outline_video
+from minivlmrl.extras import video_files
+from minivlmrl.extras.video_files import sample_indices
 from tests.helpers import tiny
 from tests.record.record_vision import attempt, digest, frame_size_cases, noise, recorded, sampling_cases, video_cases
 
@@ -235,7 +237,8 @@ def test_frames_that_claim_too_many_pixels_are_refused_before_they_are_decoded(m
     with pytest.raises(ValueError, match="frames have 32 x 24 pixels, which is more than the limit of 767"):
         load_video(content)
     # the file header has a small size, but its frames are large
-    monkeypatch.setattr(video_module, "_check_size", lambda *_: None)
+    monkeypatch.setattr(video_files, "check_size", lambda *_: None)
+    monkeypatch.setattr(video_files, "MAX_IMAGE_PIXELS", 24 * 32 - 1)
     with pytest.raises(ValueError, match="the file cannot be read as a video"):
         load_video(content)
 

@@ -18,7 +18,8 @@ from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import RESIZE, read_image_processor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Prompt
-from minivlmrl.data.video import Video, frame_size, sample_indices
+from minivlmrl.data.video import Video, frame_size
+from minivlmrl.extras.video_files import sample_indices
 from minivlmrl.model import config_json
 from minivlmrl.model.build import default_template, random_model
 from minivlmrl.model.checkpoint import load_model, load_processor, save_model

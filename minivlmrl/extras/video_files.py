@@ -1,0 +1,208 @@
+"""Read the frames of video files with PyAV, which frame lists do not need.
+
+Frames are selected as in qwen-vl-utils, or as transformers' Qwen3VLVideoProcessor does if frame_factor is 1.
+"""
+
+import contextlib
+import io
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import torch
+
+from minivlmrl.data.image_settings import FPS, SAMPLING
+from minivlmrl.data.media import MAX_IMAGE_PIXELS, Source, open_source
+from minivlmrl.data.video import FRAME_FACTOR, Video, check_size
+from minivlmrl.errors import error_context, optional_dependency
+
+MIN_FRAMES, MAX_FRAMES = 4, 768  # default bounds for the number of sampled frames
+
+
+def load(source: Source, folder, sampling: dict, frame_factor: int, defaults: dict | None) -> Video:
+    """Load a video file's sampled frames, see data/video.load_video."""
+    name, file = open_source(source, folder)
+    try:
+        return sample(file, with_defaults(sampling, defaults) | {"frame_factor": frame_factor})
+    except Exception as error:  # damaged files can make PyAV raise any exception
+        error_text = str(error) or type(error).__name__
+        if hasattr(error, "strerror"):  # an error from the operating system or FFmpeg
+            reason = getattr(error, "strerror", None) or error_text
+            error_text = f"the file cannot be read as a video ({reason})"
+        raise ValueError(f"{name}: {error_text}") from error
+
+
+def outline(source: Source, folder, sampling: dict, frame_factor: int, defaults: dict | None) -> Video:
+    """Return a video file with blank frames, see data/video.outline_video."""
+    name, file = open_source(source, folder)
+    with error_context(name), opened_video(file) as (container, stream):
+        video_fps = float(stream.average_rate or stream.guessed_rate or 0)
+        total_frames = stream.frames or count_frames(container, stream)
+        size = stream.codec_context.width, stream.codec_context.height
+    indices, fps = sample_indices(total_frames, video_fps, frame_factor, **with_defaults(sampling, defaults))
+    seconds = [index / video_fps for index in indices]
+    return Video([PIL.Image.new("1", size)] * len(indices), fps, seconds)
+
+
+def with_defaults(sampling: dict, defaults: dict | None) -> dict:
+    return sampling if sampling.keys() & SAMPLING else (defaults or {}) | sampling
+
+
+def sample(file: Path | io.BytesIO, sampling: dict) -> Video:
+    """Sample a file's frames in two passes: one counts frames, the other decodes frames."""
+    with opened_video(file) as (container, stream):
+        video_fps = float(stream.average_rate or stream.guessed_rate or 0)
+        total_frames = count_frames(container, stream)
+    while True:
+        indices, fps = sample_indices(total_frames, video_fps, **sampling)
+        frames, num_decoded = decode(file, indices)
+        if len(frames) == len(indices):
+            return Video(frames, fps, [index / video_fps for index in indices])
+        # The file has fewer frames than packets, because frames before the first key frame cannot be decoded. Sample
+        # again from the number of decoded frames.
+        total_frames = num_decoded
+
+
+def count_frames(container, stream) -> int:
+    """Count a video stream's frames, one per packet, and raise ValueError if the file is truncated or damaged."""
+    total_frames = 0
+    end_seconds = 0.0
+    for packet in container.demux():
+        if packet.is_corrupt:
+            raise ValueError("the video file is truncated or damaged")
+        is_ours = packet.stream_index == stream.index
+        if is_ours and packet.size > 0 and not packet.is_discard:
+            total_frames += 1
+        if packet.pts is not None:
+            packet_end = float((packet.pts + (packet.duration or 0)) * packet.time_base)
+            end_seconds = max(end_seconds, packet_end)
+    # The duration is checked for Matroska only, because other containers have an index, by which missing packets are
+    # detected.
+    claimed_seconds = (container.duration or 0) / 1e6
+    missing_seconds = claimed_seconds + (container.start_time or 0) / 1e6 - end_seconds
+    if "matroska" in container.format.name and missing_seconds > max(0.5, 0.05 * claimed_seconds):
+        raise ValueError(
+            f"the video file is truncated, because it ends after {end_seconds:.6g} of {claimed_seconds:.6g} seconds"
+        )
+    return total_frames
+
+
+@contextlib.contextmanager
+def opened_video(file: Path | io.BytesIO) -> Iterator[tuple]:
+    """Open a file with PyAV, and yield its container and its best video stream."""
+    with optional_dependency("video", "reading video files requires PyAV"):
+        import av
+
+    # Open the file here instead of passing its name, because FFmpeg would open several files for a name like
+    # concat:a|b.
+    opened = file.open("rb") if isinstance(file, Path) else io.BytesIO(file.getbuffer())
+    # Forbid all protocols, because FFmpeg would open the files and URLs that a playlist lists.
+    options = {"protocol_whitelist": "none"}
+    with opened, av.open(opened, container_options=options, metadata_errors="replace") as container:
+        stream = container.streams.best("video")
+        if not isinstance(stream, av.VideoStream):
+            raise ValueError("the file has no video stream")
+        if stream.codec_context is None:
+            raise ValueError("FFmpeg cannot decode the format of the video; convert the video")
+        check_size(1, stream.codec_context.width, stream.codec_context.height)
+        # FFmpeg also checks every frame, because a frame can declare another size than its stream
+        stream.codec_context.options = {"max_pixels": str(MAX_IMAGE_PIXELS)}
+        yield container, stream
+
+
+def decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.Image.Image], int]:
+    """Decode the frames with the given indices, upright and in RGB, and count all decoded frames.
+
+    There are fewer frames than indices if the file ends early.
+    """
+    frames = []
+    num_decoded = 0
+    with opened_video(file) as (container, stream):
+        for frame in container.decode(stream):
+            if frame.is_corrupt:
+                raise ValueError(f"frame {num_decoded} is damaged")
+            if num_decoded == indices[len(frames)]:
+                check_size(len(indices), frame.width, frame.height)
+                # phones store unrotated frames, with the angle by which to rotate them
+                quarter_turns = round(frame.rotation / 90)
+                if abs(frame.rotation - 90 * quarter_turns) > 1:
+                    raise ValueError(
+                        f"the rotation of the video is {frame.rotation} degrees, but it must be a multiple of 90"
+                    )
+                pixels = np.rot90(frame.to_ndarray(format="rgb24"), quarter_turns)
+                frames.append(PIL.Image.fromarray(pixels))
+            num_decoded += 1
+            if len(frames) == len(indices):
+                break
+    return frames, num_decoded
+
+
+def sample_indices(
+    total_frames: int, video_fps: float, frame_factor: int = FRAME_FACTOR, **sampling: float
+) -> tuple[list[int], float]:
+    """Choose evenly spaced frames in a file, including the first and the last frame.
+
+    Example: the indices of 6 frames out of 100 are 0, 20, 40, 59, 79 and 99.
+
+    Args:
+        sampling: smart_nframes' options; also video_start and video_end in seconds, which are clipped to the video's
+            duration.
+
+    Returns:
+        Indices of the sampled frames, and the sampled frames per second.
+
+    Source: qwen-vl-utils' video readers, which compute in float32; if frame_factor is 1, transformers'
+        Qwen3VLVideoProcessor, which computes in float64.
+    """
+    if total_frames <= 0 or not 0 < video_fps < math.inf:
+        raise ValueError(f"the video has {total_frames} frames at {video_fps} per second, so no frame can be sampled")
+    duration = total_frames / video_fps
+    video_start = sampling.pop("video_start", 0.0)
+    video_end = sampling.pop("video_end", duration)
+    first_frame = math.ceil(min(video_start, duration) * video_fps)
+    last_frame = min(math.floor(min(video_end, duration) * video_fps), total_frames - 1)
+    if first_frame >= last_frame:
+        raise ValueError(
+            f"no two frames lie between video_start {video_start} and video_end {video_end}; the video has "
+            f"{total_frames} frames at {video_fps:.6g} per second ({duration:.6g} seconds)"
+        )
+    num_frames = last_frame - first_frame + 1
+    nframes = smart_nframes(num_frames, video_fps, frame_factor, sampling)
+    if frame_factor == 1:
+        indices = np.linspace(first_frame, last_frame, nframes).round().astype(int)
+    else:
+        indices = torch.linspace(first_frame, last_frame, nframes).round().long()
+    return indices.tolist(), nframes / num_frames * video_fps
+
+
+def smart_nframes(total_frames: int, video_fps: float, frame_factor: int, sampling: dict[str, float]) -> int:
+    """Compute how many frames to sample, a multiple of frame_factor.
+
+    Example: 100 frames at 30 frames per second last 3.33 seconds. At 2 sampled frames per second this gives 6.67, which
+    is rounded down to 6 frames.
+
+    Args:
+        sampling: either nframes, the number of frames to sample, or fps, the sampled
+            frames per second (default 2). The option fps can be combined with the bounds min_frames (default 4) and
+            max_frames (default 768); max_frames has priority over min_frames.
+
+    Source: qwen-vl-utils' smart_nframes.
+    """
+    if "nframes" in sampling:
+        if sampling.keys() & {"fps", "min_frames", "max_frames"}:
+            raise ValueError("nframes cannot be combined with fps, min_frames or max_frames; use one of them")
+        nframes = round(sampling["nframes"] / frame_factor) * frame_factor
+    else:
+        min_frames = math.ceil(sampling.get("min_frames", MIN_FRAMES) / frame_factor) * frame_factor
+        max_frames = math.floor(sampling.get("max_frames", MAX_FRAMES) / frame_factor) * frame_factor
+        wanted_frames = total_frames / video_fps * sampling.get("fps", FPS)
+        wanted_frames = min(max(wanted_frames, min_frames), max_frames, total_frames)
+        nframes = math.floor(wanted_frames / frame_factor) * frame_factor
+    if not FRAME_FACTOR <= nframes <= total_frames:
+        raise ValueError(
+            f"cannot sample {nframes} frames of a video of {total_frames} frames; the number must "
+            "be at least 2, and at most the number of frames of the video"
+        )
+    return nframes
