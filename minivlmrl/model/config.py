@@ -5,42 +5,12 @@ them in a subclass of VisionConfig, in its file in model/families/.
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-NumExperts = Annotated[int, "[1, 1e6]"]
 Size = Annotated[int, "[1, 1e9]"]
 TokenId = Annotated[int, "[0, 1e9]"]
 # limited, because a larger model would take minutes to build before an error about missing weights
 Depth = Annotated[int, "[1, 1000]"]
-
-
-@dataclass(frozen=True)
-class ExpertsConfig:
-    """Mixture-of-experts sizes, named as in config.json."""
-
-    num_experts: NumExperts  # E
-    num_experts_per_tok: NumExperts  # k
-    moe_intermediate_size: NumExperts  # I
-    # width of the shared expert, which processes all tokens; None without a shared expert
-    shared_expert_intermediate_size: NumExperts | None = None
-    # indices of layers with a dense MLP instead of experts
-    mlp_only_layers: list[Annotated[int, ">= 0"]] = field(default_factory=list)
-    decoder_sparse_step: NumExperts = 1  # every decoder_sparse_step-th layer has experts
-
-    def has_experts(self, index: int) -> bool:
-        """Return True if the layer with this index has experts, and False if the MLP is dense."""
-        return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
-
-
-@dataclass(frozen=True)
-class RecurrentConfig:
-    """Sizes in Qwen3.5's recurrent layers, named as in config.json."""
-
-    linear_num_key_heads: Size
-    linear_num_value_heads: Size
-    linear_key_head_dim: Size
-    linear_value_head_dim: Size
-    linear_conv_kernel_dim: Annotated[int, ">= 2"]  # convolution kernel size, in tokens
 
 
 @dataclass(frozen=True)
@@ -115,8 +85,8 @@ class ModelConfig:
     full_attention_interval: Size | None = None
     # type of each layer; () means that all layers have attention
     layer_types: tuple[Literal["full_attention", "linear_attention"], ...] = ()
-    recurrent: RecurrentConfig | None = None  # None if all layers have attention
-    experts: ExpertsConfig | None = None  # None if all MLPs are dense
+    recurrent: Any = None  # RecurrentConfig in extras/families/sections.py; None if all layers have attention
+    experts: Any = None  # ExpertsConfig in extras/families/sections.py; None if all MLPs are dense
     tie_word_embeddings: bool = False
     max_position_embeddings: Size = 128000
     image_token_id: TokenId = 151655

@@ -6,7 +6,7 @@ from typing import Any
 
 from minivlmrl.config.parsing import build
 from minivlmrl.errors import check_field, error_context
-from minivlmrl.model.config import ExpertsConfig, ModelConfig, RecurrentConfig, VisionConfig
+from minivlmrl.model.config import ModelConfig, VisionConfig
 from minivlmrl.model.families.registry import FAMILIES, ModelSpec
 
 # keys in config.json that are not copied to `extra`, because to_dict computes their values
@@ -37,13 +37,14 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
     flat |= family.text
     if flat.get("head_dim") is None:
         flat.pop("head_dim", None)  # computed by ModelConfig
-    names = {field.name for field in (*fields(ModelConfig), *fields(RecurrentConfig))}
-    flat["extra"] = without(flat, names | REWRITTEN | family.experts.keys())
-    flat["recurrent"] = flat["experts"] = None
-    if flat.get("full_attention_interval") is not None:
-        flat["recurrent"] = build(RecurrentConfig, flat, where, json=True)
-    if family.experts:
-        flat["experts"] = build(ExpertsConfig, {name: flat[name] for name in family.experts}, where, json=True)
+    read = {field.name for field in fields(ModelConfig)}
+    sections = {"recurrent": None, "experts": None}
+    for name, kind in family.sections.items():
+        own = {field.name for field in fields(kind)} & (family.defaults.keys() | family.experts.keys())
+        sections[name] = build(kind, {key: flat[key] for key in own}, where, json=True)
+        read |= own
+    flat["extra"] = without(flat, read | REWRITTEN)
+    flat |= sections
     built = build(ModelConfig, flat, where, json=True)
     with error_context(where):
         _check(built, family, "head_dim" in flat)
@@ -161,7 +162,7 @@ def _read_vision(vision: dict, family: ModelSpec, where: str) -> VisionConfig:
 
 def _check(config: ModelConfig, family: ModelSpec, has_head_dim: bool):
     """Raise ValueError if sizes do not fit together."""
-    vision, experts, recurrent = config.vision_config, config.experts, config.recurrent
+    vision = config.vision_config
     num_layers, num_heads = config.num_hidden_layers, config.num_attention_heads
     num_key_heads = config.num_key_value_heads
     rotary_dim = int(config.head_dim * config.partial_rotary_factor)
@@ -183,24 +184,8 @@ def _check(config: ModelConfig, family: ModelSpec, has_head_dim: bool):
         (len(levels) < num_layers, "vision_config.deepstack_visual_indexes", levels,
          f"fewer than num_hidden_layers ({num_layers})"),
     ]  # fmt: skip
-    if recurrent is not None:
-        types = list(config.layer_types)
-        num_values, num_keys = recurrent.linear_num_value_heads, recurrent.linear_num_key_heads
-        rules += [
-            (len(types) == num_layers and "full_attention" in types, "layer_types", types,
-             f"a list of {num_layers} layer types with at least one full_attention"),
-            (num_values % num_keys == 0, "linear_num_key_heads", num_keys,
-             f"a divisor of linear_num_value_heads ({num_values})"),
-        ]  # fmt: skip
-    if experts is not None:
-        size, chosen = experts.moe_intermediate_size, experts.num_experts_per_tok
-        rules += [
-            (chosen <= experts.num_experts, "num_experts_per_tok", chosen,
-             f"num_experts ({experts.num_experts}) or less"),
-            (not family.transposed_experts or config.hidden_size not in (size, 2 * size),
-             "moe_intermediate_size", size,
-             "neither hidden_size nor half of it, because then the shapes in a file would not show "
-             "whether the experts are transposed"),
-        ]  # fmt: skip
     for holds, name, value, expected in rules:
         check_field(holds, name, value, expected)
+    for section in (config.experts, config.recurrent):
+        if section is not None:
+            section.check(config, family.transposed_experts)

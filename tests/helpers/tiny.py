@@ -8,8 +8,9 @@ import torch
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt
+from minivlmrl.extras.families.sections import ExpertsConfig, RecurrentConfig
 from minivlmrl.model import packing
-from minivlmrl.model.config import ExpertsConfig, ModelConfig, RecurrentConfig
+from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.tasks import shapes

@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from minivlmrl.extras.families.sections import ExpertsConfig
 from minivlmrl.kernels.dense_attention import Reorder
-from minivlmrl.model.config import ExpertsConfig, ModelConfig
+from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import DecoderLayer
 from minivlmrl.model.plain_weights import Weight
 from minivlmrl.model.vision import MLP

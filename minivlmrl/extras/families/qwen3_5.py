@@ -22,10 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivlmrl.extras.families.gated_delta_rule import gated_delta_rule
+from minivlmrl.extras.families.sections import RecurrentConfig
 from minivlmrl.kernels.dense_attention import Reorder
 from minivlmrl.kernels.rms_norm import RMSNorm
 from minivlmrl.model.attention import Attention, DecodeAttention
-from minivlmrl.model.config import ModelConfig, RecurrentConfig
+from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import DecoderLayer, SelfAttention, VisionLanguageModel
 from minivlmrl.model.families import qwen3_vl
 from minivlmrl.model.rope import apply_rotary
@@ -281,6 +282,7 @@ SPECS = {
         write=write_config,
         # the layer for multi-token prediction, which predicts the token after the next one
         unused_prefixes=("mtp.",),
+        sections={"recurrent": RecurrentConfig},
         initial_states=initial_states,
         in_vllm=False,
         model=partial(QWEN3_VL.model, layer_type=Layer),

@@ -6,6 +6,7 @@ from functools import partial
 
 from minivlmrl.extras.families import qwen3_5
 from minivlmrl.extras.families.experts import count_over_ranks, place_experts, split_experts, stack_experts
+from minivlmrl.extras.families.sections import ExpertsConfig
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import DecoderLayer
 from minivlmrl.model.families import qwen3_vl
@@ -51,6 +52,7 @@ def with_experts(spec: ModelSpec, transposed: bool, **changes) -> ModelSpec:
     """Return a copy of a dense family's ModelSpec, changed for the MoE variant."""
     return replace(
         spec,
+        sections={**spec.sections, "experts": ExpertsConfig},
         transposed_experts=transposed,
         split_tensors=partial(split_experts, transposed=transposed),
         stack_tensors=partial(stack_experts, transposed=transposed),

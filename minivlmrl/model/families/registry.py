@@ -88,6 +88,8 @@ class ModelSpec:
     # ---- experts and recurrent layers
     # config.json keys that describe experts, with transformers' defaults
     experts: dict[str, Any] = field(default_factory=dict)
+    # ModelConfig field ("experts" or "recurrent") -> dataclass for its value, with a method `check`
+    sections: Mapping[str, type] = field(default_factory=dict)
     transposed_experts: bool = False  # whether files may have transposed expert weights
     # (named tensors in a file, ModelConfig, file) -> tensors by parameter name
     split_tensors: Callable[[TensorsOfFile, ModelConfig, Path], TensorsOfFile] = lambda tensors, config, file: tensors
