@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import PIL.Image
@@ -52,18 +52,6 @@ class Prompt:
         self.row: Row | None = None
 
 
-class Environment(Protocol):
-    """State for one completion that calls tools.
-
-    An environment has the method `reset`. All other public methods are tools, except the optional methods `get_reward`
-    and `observe`. An environment may also have an attribute `done`, and attributes that replace the defaults of
-    Settings in extras/agents/environment.py.
-    """
-
-    def reset(self, **columns) -> None:
-        """Start an episode from a row's columns."""
-
-
 @dataclass
 class Completion:
     """An answer to a prompt, sampled or demonstrated.
@@ -85,7 +73,7 @@ class Completion:
     # images that tools return, in order, each as (image, patches, image_grid_thw); a trajectory has only the images,
     # because its `turns` have the patches
     pictures: Sequence[tuple] = ()
-    environment: Environment | None = None  # the environment that the tools belong to
+    environment: Any = None  # the Environment that the tools belong to, see extras/agents/environment.py
     # tool calls: (number made, number failed, True if a result was truncated to fit)
     calls: tuple[int, int, bool] = (0, 0, False)
     extra: dict = field(default_factory=dict)  # values that rewards log with TRL's log_extra

@@ -7,7 +7,7 @@ from importlib import import_module
 
 from minivlmrl.config.options import RunConfig, SamplingOptions
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.rows import Completion, Environment, Row
+from minivlmrl.data.rows import Completion, Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import check_extras
 from minivlmrl.generation.sampler import Sampler, find_engine
@@ -55,7 +55,7 @@ def samples_trajectories(sampling: SamplingOptions) -> bool:
     return agents().has_windows(sampling.environment, sampling.history)
 
 
-def begin_environment(name: str | None, row: Row) -> Environment | None:
+def begin_environment(name: str | None, row: Row):
     """Construct the environment `name` and reset it with a row's columns; None without a name."""
     return None if name is None else agents().begin_with_row(name, row)
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
@@ -25,7 +26,7 @@ from minivlmrl.json_files import check_downloaded, read_json, write_json
 from minivlmrl.model import config_json
 from minivlmrl.model.build import PATCHES, assign, default_template, model_from_config
 from minivlmrl.model.config import ModelConfig
-from minivlmrl.model.decoder import Sharder, VisionLanguageModel
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import CONTROL_TOKENS, FAMILIES, family_of, hub_name, module_name
 from minivlmrl.model.plain_weights import (
     Sharded,
@@ -53,7 +54,7 @@ def load_model(
     folder: str | Path,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
-    sharding: Sharder | None = None,
+    sharding: Any = None,
     adapt: Callable[[VisionLanguageModel], None] | None = None,
 ) -> VisionLanguageModel:
     """Load a model from a local folder or a hub repository.
@@ -62,7 +63,7 @@ def load_model(
         folder: folder path or repository name.
         dtype: parameter dtype; defaults to torch_dtype in config.json.
         device: parameter device; ignored if the model is sharded.
-        sharding: object that shards the model, so that each rank loads only its own shard, to sharding.device.
+        sharding: the Sharding in distributed/fsdp.py, so that each rank loads only its own shard; None does not shard.
         adapt: function that adds adapters to the model while it is on the meta device. The folder does not have weights
             for these adapters.
     """

@@ -10,7 +10,7 @@ model/config.py.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,34 +24,10 @@ from minivlmrl.model.rope import apply_rotary, text_rotary
 from minivlmrl.model.vision import MLP, VisionTower, VisionTransformer
 
 
-class Sharder(Protocol):
-    """Interface for Sharding in distributed/fsdp.py, which shards a model's weights over ranks."""
-
-    compute_dtype: torch.dtype  # dtype for gathered weights and activations
-
-    def shard(self, model: "VisionLanguageModel") -> None:
-        """Shard a model, which may be on any device, including the meta device."""
-
-    def shard_head(self, head: nn.Module) -> None:
-        """Shard a sharded model's value head."""
-
-    def take_shard(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Copy this rank's rows from a full tensor, as a DTensor sharded as `like`."""
-        ...
-
-    def gather(self, model: "VisionLanguageModel") -> "VisionLanguageModel":
-        """Gather a sharded model's weights, and return an unsharded model with the weights."""
-        ...
-
-    def copy(self, model: "VisionLanguageModel", in_compute_dtype: bool) -> "VisionLanguageModel":
-        """Copy a sharded model; each rank copies its own shard."""
-        ...
-
-
 class VisionLanguageModel(nn.Module):
     """A vision-language model for any family: vision tower, decoder and language-model head."""
 
-    sharding: Sharder | None = None  # None if every rank has all weights
+    sharding: Any = None  # the Sharding in distributed/fsdp.py; None if every rank has all weights
     folder: Path | None = None  # folder from which the weights were loaded, if any
     save_dtype: torch.dtype | None = None  # dtype for saved weights; None keeps the weights' dtype
 

@@ -26,7 +26,7 @@ from minivlmrl.json_files import read_json
 from minivlmrl.model import config_json
 from minivlmrl.model.build import config_for, random_processor, random_weights
 from minivlmrl.model.checkpoint import DTYPES, load_model, load_processor
-from minivlmrl.model.decoder import Sharder, VisionLanguageModel
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.rewards.registry import held_out_rewards, required_columns, training_rewards
 from minivlmrl.run.callbacks import Callback
@@ -155,7 +155,7 @@ def build_weights(config: RunConfig, world: World, processor: Processor) -> Visi
     return model
 
 
-def choose_sharding(config: RunConfig, world: World) -> Sharder | None:
+def choose_sharding(config: RunConfig, world: World):
     """Return the recipe's FSDP sharding, or None if every rank holds all weights."""
     if not config.uses_fsdp:
         return None

@@ -13,10 +13,21 @@ from minivlmrl.config.import_utils import resolve_object, with_options
 from minivlmrl.config.parsing import build
 from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.rows import Environment
 from minivlmrl.errors import error_context
 from minivlmrl.extras.agents.schema import json_schema, type_schema
 from minivlmrl.extras.agents.tool_processor import ToolProcessor
+
+
+class Environment(Protocol):
+    """State for one completion that calls tools.
+
+    An environment has the method `reset`. All other public methods are tools, except the optional methods `get_reward`
+    and `observe`. An environment may also have an attribute `done`, and attributes that replace the defaults of
+    Settings.
+    """
+
+    def reset(self, **columns) -> None:
+        """Start an episode from a row's columns."""
 
 
 class RewardingEnvironment(Environment, Protocol):
