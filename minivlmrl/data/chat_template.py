@@ -18,8 +18,8 @@ START = Control("<|im_start|>")
 END = Control("<|im_end|>")
 # Either token ends a completion: <|im_end|> ends a turn, <|endoftext|> ends a document.
 ENDS = (END, Control("<|endoftext|>"))
-# Placeholders for an image and a video. Compare pieces with these objects by `is`, because
-# ordinary text can consist of the same characters.
+# Placeholders for an image and a video. Compare pieces with these objects by `is`, because ordinary text can consist of
+# the same characters.
 IMAGE = Control("<|image_pad|>")
 VIDEO = Control("<|video_pad|>")
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
@@ -37,9 +37,9 @@ def render(messages: list[dict]) -> list[str]:
         messages: see data/messages.py. If the first message is not a system message, the default system message is
             inserted before it.
     Returns:
-        The prompt's pieces in order. Each control token is a Control, so that text with the
-        same characters stays text. Placeholders are the objects IMAGE and VIDEO themselves. Neighbouring texts are
-        joined to one str, because transformers also tokenizes the text between two control tokens as a whole.
+        The prompt's pieces in order. Each control token is a Control, so that text with the same characters stays text.
+        Placeholders are the objects IMAGE and VIDEO themselves. Neighbouring texts are joined to one str, because
+        transformers also tokenizes the text between two control tokens as a whole.
     Source: chat_template.json from Qwen2.5-VL-Instruct and Qwen2-VL-Instruct.
     """
     if not messages or messages[0]["role"] != "system":

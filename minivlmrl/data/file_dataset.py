@@ -34,8 +34,8 @@ class FileDataset(FileRows):
         required: columns that every row must have; "problem" stands for any prompt column.
         limit: maximum number of rows; None reads all rows.
         constants: columns that are added to every row.
-        checks_files: False does not ask the file system for the rows' images and videos. On
-            several ranks, only rank 0 asks, because a shared file system is slow at such questions.
+        checks_files: False does not ask the file system for the rows' images and videos. On several ranks, only rank 0
+            asks, because a shared file system is slow at such questions.
         reads: columns that a stage or a reward reads, besides `required`; None stands for all columns.
         options: RowOptions fields.
 

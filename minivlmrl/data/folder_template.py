@@ -164,8 +164,8 @@ class ChatTemplate:
     def render_completion(self, messages: list[dict], turns: list[dict]) -> list[tuple[str, bool]]:
         """Render the turns that follow a prompt, like chat_template.render_completion.
 
-        An assistant turn's text begins after the generation prompt, and ends with <|im_end|>.
-        If the template has {% generation %} blocks, the assistant writes only the text in them.
+        An assistant turn's text begins after the generation prompt, and ends with <|im_end|>. If the template has
+        {% generation %} blocks, the assistant writes only the text in them.
 
         Args:
             turns: the completion's turns.

@@ -206,8 +206,8 @@ class ImageProcessor:
     resize: Callable[..., np.ndarray] = resize_frames
     # rules of a family whose videos differ, such as model/families/qwen3_vl.Videos; None uses those of data/video.py
     videos: Any = None
-    # patch dtype; 16 bits for a model that computes in 16 bits, which rounds its inputs
-    # anyway, so that only half the bytes are packed and copied to a GPU
+    # patch dtype; 16 bits for a model that computes in 16 bits, which rounds its inputs anyway, so that only half the
+    # bytes are packed and copied to a GPU
     dtype: torch.dtype = torch.float32
 
     @property

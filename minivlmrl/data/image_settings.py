@@ -109,8 +109,8 @@ def read_image_processor(content: dict, where: str, min_pixels: int | None = Non
     Args:
         content: the file's parsed content.
         where: the file's name, for error messages.
-        min_pixels, max_pixels: bounds for an image's area, which override the bounds of the
-            file. A bound that neither gives is the default of transformers' class.
+        min_pixels, max_pixels: bounds for an image's area, which override the bounds of the file. A bound that neither
+            gives is the default of transformers' class.
     """
     settings = build(ImageSettings, content, where, json=True)
     size = settings.size or Size()

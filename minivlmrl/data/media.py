@@ -65,8 +65,8 @@ EMPTY = (None, "")  # entries that stand for no image or video
 
 Source = str | Path | bytes
 
-# Ignore Pillow's warning about images that are larger than half the limit. The filter is set
-# only once, on import, because all threads share the filters.
+# Ignore Pillow's warning about images that are larger than half the limit. The filter is set only once, on import,
+# because all threads share the filters.
 warnings.filterwarnings("ignore", category=PIL.Image.DecompressionBombWarning)
 
 

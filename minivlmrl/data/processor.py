@@ -81,8 +81,8 @@ class Processor:
     ) -> Iterator[tuple[Tensor, Grid, float | list[float]]]:
         """Yield each image's and video's patches, grid and time; see __call__.
 
-        The time is a temporal patch's duration in seconds, or for Qwen3-VL a list with
-        timestamps of all temporal patches. It is 0 for an image.
+        The time is a temporal patch's duration in seconds, or for Qwen3-VL a list with timestamps of all temporal
+        patches. It is 0 for an image.
         """
         for item, options in shown_parts(messages, images, videos):
             if isinstance(item, PIL.Image.Image):
@@ -160,9 +160,9 @@ def encode_completion(
     turns. Completion.policy_mask is True only for tokens in assistant turns. The other turns, and images in any turn,
     are context on which no loss is computed.
 
-    Some templates, such as Qwen3.5's and Qwen3.6's, drop earlier turns' thoughts, so an
-    answer with several turns is no single sequence. Then each assistant turn is a Completion in `turns` with its own
-    prompt, as in a trajectory. The first turn follows the given prompt.
+    Some templates, such as Qwen3.5's and Qwen3.6's, drop earlier turns' thoughts, so an answer with several turns is no
+    single sequence. Then each assistant turn is a Completion in `turns` with its own prompt, as in a trajectory. The
+    first turn follows the given prompt.
 
     Args:
         messages: the prompt, see data/messages.py.

@@ -47,8 +47,8 @@ class Prompt:
     vision_embeds: Tensor | None = None
 
     def __post_init__(self):
-        # This prompt's Row, for environments; Row.prompt sets it. It is not a dataclass
-        # field, because FSDP2's hooks walk through all fields in a model's arguments.
+        # This prompt's Row, for environments; Row.prompt sets it. It is not a dataclass field, because FSDP2's hooks
+        # walk through all fields in a model's arguments.
         self.row: Row | None = None
 
 
@@ -60,8 +60,8 @@ class Completion:
     """
 
     ids: Tensor  # (C,) int64, with the stop token
-    # log-probabilities (C,) float32, in nats, at the sampling temperature, or at temperature 1
-    # if decoding was greedy; None for a demonstrated answer
+    # log-probabilities (C,) float32, in nats, at the sampling temperature, or at temperature 1 if decoding was greedy;
+    # None for a demonstrated answer
     logps: Tensor | None = None
     # True if a stop token or a stop string ended the completion, False if max_new_tokens ended it
     stopped: bool = True

@@ -29,8 +29,8 @@ QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# tokenizer.json components that do not make a text longer, or only once. Others, such as a chain
-# of 40 replacements of "a" by "aa", could need more memory than a computer has; the library then aborts the process.
+# tokenizer.json components that do not make a text longer, or only once. Others, such as a chain of 40 replacements of
+# "a" by "aa", could need more memory than a computer has; the library then aborts the process.
 COMPONENTS = {
     "normalizer": ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents"),
     "pre_tokenizer": ("Split", "ByteLevel", "Digits"),

@@ -6,8 +6,8 @@ change from step to step are stored in tensors, and all tensors keep their addre
 buffers that are longer than needed, a mask hides the unused part, and finished rows are computed until the whole batch
 is finished. A new graph is captured only when the buffers have to grow.
 
-The random numbers are the same as without a graph. The logits' last bits differ, because the
-sums also include masked keys.
+The random numbers are the same as without a graph. The logits' last bits differ, because the sums also include masked
+keys.
 
 In addition, q, k and v are one product instead of three, see StaticDecodeAttention.project.
 """

@@ -2,8 +2,8 @@
 
 To add a filter, add a field to SamplingOptions (config/options.py), a last step to filter_logits, and an entry to
 NO_TRUNCATION (config/options.py). Without this entry, the filter is never applied, because the sampler, the training
-step, vLLM and option checks use NO_TRUNCATION to decide
-whether tokens are removed. See docs/developer_guide.md for an example.
+step, vLLM and option checks use NO_TRUNCATION to decide whether tokens are removed. See docs/developer_guide.md for an
+example.
 """
 
 from collections.abc import Iterable, Sequence

@@ -7,11 +7,11 @@
     decode         run one forward over each row's newest token, which attends to its prompt
                    and to its completion's earlier tokens
 
-A row is one completion. Its random numbers depend only on its prompt's key, so a sample does
-not change with the batch or the number of GPUs. See uniform_numbers in data/rows.py.
+A row is one completion. Its random numbers depend only on its prompt's key, so a sample does not change with the batch
+or the number of GPUs. See uniform_numbers in data/rows.py.
 
-Dimension letters: B prompts, G completions per prompt, R = B * G rows, r rows that are still in
-the batch, V vocabulary size.
+Dimension letters: B prompts, G completions per prompt, R = B * G rows, r rows that are still in the batch, V vocabulary
+size.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,8 +30,8 @@ from minivlmrl.model.packing import GroupBatch, pack
 # Number of integer units that equal a probability of 1. Sums stay below 2^53, where float64 is exact.
 UNITS = 2**52
 # A function sample_token(logits, rows, counts) -> ids, logps, ends. It samples one token per row from logits (r, V).
-# rows (r,) are the row indices, and counts (r,) the token counts that each
-# row has so far. Each result is (r,), and `ends` is True where the token ends the completion.
+# rows (r,) are the row indices, and counts (r,) the token counts that each row has so far. Each result is (r,), and
+# `ends` is True where the token ends the completion.
 TokenSampler = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 # a function sample(probs, rows, counts) that samples ids (r,) from probabilities (r, V)
 SampleIds = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -70,8 +70,8 @@ def generate(
     Args:
         sample_token: function that samples one token per row, see make_token_sampler.
         decode: function that computes a decode step; defaults to Decode().
-        device: computation device; defaults to lm_head's device. Pass it if weights
-            are offloaded, because they are then on another device.
+        device: computation device; defaults to lm_head's device. Pass it if weights are offloaded, because they are
+            then on another device.
     Returns:
         A list of num_generations completions for each prompt.
     """
@@ -160,17 +160,17 @@ def make_token_sampler(
 ) -> TokenSampler:
     """Make the function with which `generate` samples one token per row.
 
-    The function also returns each sampled token's log-probability. The logits are divided by
-    the temperature and normalised over the tokens that the filters do not remove. A repetition penalty has no influence
-    on the log-probabilities, and a temperature of 0 counts as 1.
+    The function also returns each sampled token's log-probability. The logits are divided by the temperature and
+    normalised over the tokens that the filters do not remove. A repetition penalty has no influence on the
+    log-probabilities, and a temperature of 0 counts as 1.
 
     Args:
         temperature: logit divisor; 0 selects the likeliest token.
         stop_ids: token ids that end a completion.
         sample: function that samples ids from probabilities, see sample_by_uniforms.
         logits_processor: function that computes scores from logits. The softmax of the scores is the next-token
-            distribution. The default is logits / temperature. A filter such
-            as top_p is a logits processor that sets removed tokens' scores to -inf.
+            distribution. The default is logits / temperature. A filter such as top_p is a logits processor that sets
+            removed tokens' scores to -inf.
         device: the logits' device.
     Returns:
         The function sample_token(logits, rows, counts) -> ids, logps, ends, see TokenSampler.

@@ -31,10 +31,10 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
     so "group" gives +0.8659, +0.8659, -0.8659, -0.8659.
 
     Args:
-        rewards: (n,) float32 tensor, with the num_generations completions of each group
-            next to each other; NaN where no reward function could score a completion.
-        scale_rewards: "group" divides by the group's standard deviation, "batch" divides by
-            the standard deviation of all n rewards, and "none" does not divide. All three subtract the group's mean.
+        rewards: (n,) float32 tensor, with the num_generations completions of each group next to each other; NaN where
+            no reward function could score a completion.
+        scale_rewards: "group" divides by the group's standard deviation, "batch" divides by the standard deviation of
+            all n rewards, and "none" does not divide. All three subtract the group's mean.
     Returns:
         (n,) advantages, which are 0 where the reward is NaN.
     Source: DeepSeekMath eq. 21 (arXiv 2402.03300); TRL's GRPOTrainer (sum_then_normalize).
@@ -63,8 +63,8 @@ def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -
     Each reward is normalised within its group. Then the weighted sum of the K rewards is computed, and the sums are
     normalised over the whole batch.
 
-    Example: two completions with rewards (0, 0) and (1, 100) have the normalised rewards
-    (-0.71, -0.71) and (0.71, 0.71), so the large reward does not dominate the small one.
+    Example: two completions with rewards (0, 0) and (1, 100) have the normalised rewards (-0.71, -0.71) and
+    (0.71, 0.71), so the large reward does not dominate the small one.
 
     Args:
         rewards: (n, K) tensor, with the num_generations completions of each group next to each other.

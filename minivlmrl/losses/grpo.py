@@ -11,8 +11,8 @@ is computed in four steps. For three of the steps, the value of an option select
     average    over tokens and rows                                           AVERAGES
 
 GRPO, DAPO and Dr. GRPO differ only in the average. Every average divides by totals over the whole optimizer step, so
-the gradients of its micro-batches add up to the step's gradient, no matter
-how the step is split. grpo_variants.py adds RLOO, CISPO, SAPO and other losses to the tables.
+the gradients of its micro-batches add up to the step's gradient, no matter how the step is split. grpo_variants.py adds
+RLOO, CISPO, SAPO and other losses to the tables.
 """
 
 from collections.abc import Callable
@@ -74,8 +74,8 @@ def grpo_loss(
         normalizer: totals over the whole optimizer step. None means that this batch is the whole step.
         term_options: keyword arguments for the function that TERMS contains for loss_type.
     Returns:
-        The loss, which is a scalar, and a metrics dictionary without gradient: the kl in nats
-        per token, and the term's metrics, such as clip_ratio/low_mean.
+        The loss, which is a scalar, and a metrics dictionary without gradient: the kl in nats per token, and the term's
+        metrics, such as clip_ratio/low_mean.
     Raises:
         ValueError: an option has an unknown or impossible value, or a needed tensor is missing.
     Source: DeepSeekMath eq. 3 (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071); equals
@@ -227,8 +227,8 @@ def correct_kl(kl: Tensor, ratio: Tensor, kl_estimator: str) -> Tensor:
     return kl * ratio
 
 
-# For each loss_type, a function that averages token losses, (B, T), to a scalar. Its
-# arguments are these losses, which are 0 outside the mask, the mask, and a LossNormalizer.
+# For each loss_type, a function that averages token losses, (B, T), to a scalar. Its arguments are these losses, which
+# are 0 outside the mask, the mask, and a LossNormalizer.
 AVERAGES: dict[str, Callable[[Tensor, Tensor, LossNormalizer], Tensor]] = {
     # mean over each completion's tokens, then mean over the step's completions
     "grpo": lambda terms, mask, normalizer: (terms.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / normalizer.sequences,

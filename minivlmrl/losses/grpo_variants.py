@@ -113,11 +113,11 @@ TERMS |= {
     "vespo": vespo_term,
 }
 AVERAGES |= {
-    # mean over this micro-batch's tokens, weighted by its share of the completions in the
-    # step. As in TRL, the gradient depends on how the step is split into micro-batches.
+    # mean over this micro-batch's tokens, weighted by its share of the completions in the step. As in TRL, the gradient
+    # depends on how the step is split into micro-batches.
     "bnpo": lambda terms, mask, normalizer: terms.sum() / mask.sum().clamp(min=1) * (len(mask) / normalizer.sequences),
-    # LUSPO (arXiv 2602.05261): sum over each completion's tokens, and mean over completions,
-    # so a long completion has more weight than a short one
+    # LUSPO (arXiv 2602.05261): sum over each completion's tokens, and mean over completions, so a long completion has
+    # more weight than a short one
     "luspo": lambda terms, mask, normalizer: terms.sum() / normalizer.sequences,
     "rloo": AVERAGES["grpo"],
     "cispo": AVERAGES["dapo"],
@@ -174,8 +174,8 @@ def mean_entropy(
     Args:
         entropies: (B, T), in nats.
         kept: (B, T), 1 for tokens to average over.
-        num_tokens: kept tokens in the whole optimizer step. None estimates it as TRL
-            does: the number in this batch, divided by the batch's fraction of the completions of the step.
+        num_tokens: kept tokens in the whole optimizer step. None estimates it as TRL does: the number in this batch,
+            divided by the batch's fraction of the completions of the step.
     """
     if num_tokens is None:
         num_tokens = kept.sum().clamp(min=1) * normalizer.sequences / len(kept)
@@ -191,8 +191,8 @@ def off_policy_mask(
         sampling_per_token_logps: (B, T), log-probabilities that the sampler recorded; NaN where it did not record any.
         threshold: largest allowed mean of log pi_sampler - log pi over a completion, in nats per token.
     Returns:
-        A (B, 1) boolean tensor, or (B, T) if the advantages have this shape. It is True
-        where the loss keeps the tokens.
+        A (B, 1) boolean tensor, or (B, T) if the advantages have this shape. It is True where the loss keeps the
+        tokens.
     Source: DeepSeek-V3.2 (arXiv 2512.02556); TRL's off_policy_mask_threshold.
     """
     if advantages.dim() == 1:

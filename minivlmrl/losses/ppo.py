@@ -100,8 +100,8 @@ def ppo_loss(
     loss 2, so the loss with vf_coef 0.1 is -1.8.
 
     Args:
-        per_token_logps, values: (B, T), policy log-probabilities in nats and predictions by
-            the critic, both with gradient.
+        per_token_logps, values: (B, T), policy log-probabilities in nats and predictions by the critic, both with
+            gradient.
         mask: (B, T), 1 for tokens that are trained on.
         cliprange: the ratio is clipped to [1 - cliprange, 1 + cliprange], and a value to its old value -+ cliprange; at
             least 0.

@@ -43,8 +43,8 @@ class Pairs:
     discopop_tau: float  # DiscoPOP's mixture temperature
 
 
-# loss_type: function from Pairs to the loss of each pair (B,). In the comments, s is the sigmoid,
-# b is beta and e is label_smoothing.
+# loss_type: function from Pairs to the loss of each pair (B,). In the comments, s is the sigmoid, b is beta and e is
+# label_smoothing.
 DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     # -log s(b d), DPO eq. 7 (arXiv 2305.18290). label_smoothing adds -log s(-b d) with the weight
     # e: cDPO, eq. 3 in E. Mitchell's note (ericmitchell.ai/cdpo.pdf). TRL ignores e since 0.29.
@@ -76,8 +76,8 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     ),
     # DPO between sorted chosen and sorted rejected log ratios. AOT, unpaired (arXiv 2406.05882)
     "aot_unpaired": lambda pairs: smoothed(pairs.beta * (pairs.u.sort().values - pairs.v.sort().values), pairs.e),
-    # 1 - s(b u) + s(b v) raises chosen answers and lowers rejected ones. APO eq. 7 (2408.06266).
-    # 1 - s(x) is computed as s(-x), because 1 - s(20) is 0 in float32, and so is its gradient.
+    # 1 - s(b u) + s(b v) raises chosen answers and lowers rejected ones. APO eq. 7 (2408.06266). 1 - s(x) is computed
+    # as s(-x), because 1 - s(20) is 0 in float32, and so is its gradient.
     "apo_zero": lambda pairs: (-pairs.beta * pairs.u).sigmoid() + (pairs.beta * pairs.v).sigmoid(),
     # s(b u) + 1 - s(b (u - v)) lowers both answers, the rejected one more. APO eq. 8 (2408.06266)
     "apo_down": lambda pairs: (pairs.beta * pairs.u).sigmoid() + (pairs.beta * (pairs.v - pairs.u)).sigmoid(),
@@ -118,8 +118,8 @@ def dpo_loss(
         per_token_logps: (B, 2, T) float, log-probabilities under the policy in nats, with gradient.
         mask: (B, 2, T), 1 for answer tokens.
         loss_type: a key in DPO_LOSSES, or several.
-        loss_weights: weight for each loss_type; None gives each the weight 1. MPO uses
-            ["sigmoid", "bco_pair", "sft"] with [0.8, 0.2, 1.0].
+        loss_weights: weight for each loss_type; None gives each the weight 1. MPO uses ["sigmoid", "bco_pair", "sft"]
+            with [0.8, 0.2, 1.0].
         beta: log-ratio factor, > 0; a large value keeps the policy near the reference.
         label_smoothing: assumed share of flipped labels, in [0, 0.5), for the losses in SMOOTHED.
         f_divergence_type: divergence between policy and reference, see f_score.

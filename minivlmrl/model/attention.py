@@ -210,8 +210,8 @@ class DecodeAttention(PlainProjections):
         lengths = prompts.layout.prompt_lengths
         first_keys = prompts.keys[0][0]
         self.device = first_keys.device
-        # The prompts' keys and values in each layer, (B, K, P, D). Shorter prompts are padded
-        # with zeros at the end. prompt_bias (B, P) masks the padding: it is 0 for tokens and -inf for padding.
+        # The prompts' keys and values in each layer, (B, K, P, D). Shorter prompts are padded with zeros at the end.
+        # prompt_bias (B, P) masks the padding: it is 0 for tokens and -inf for padding.
         self.prompt_kv = []
         for layer in prompts.keys:
             padded = [pad_sequence(list(x.split(lengths)), batch_first=True) for x in layer]
@@ -300,8 +300,8 @@ class DecodeAttention(PlainProjections):
         row_k, row_v = self.remember(layer_index, k, v)  # (R, K, C, D)
         prompt_k, prompt_v = self.prompt_kv[layer_index]  # (B, K, P, D)
         q = q.view(R, K, H // K, D)
-        # One matrix product multiplies a prompt's keys by the queries from all its rows.
-        # (B, 1, 1, P) and (R, 1, 1, C), or None if no key is masked
+        # One matrix product multiplies a prompt's keys by the queries from all its rows. (B, 1, 1, P) and (R, 1, 1, C),
+        # or None if no key is masked
         prompt_bias = self.prompt_bias[:, None, None] if self.masks_prompts else None
         row_bias = self.row_bias[..., : self.num_row_keys] if self.masks_rows else None
         to_prompt = attention_scores(self.slots.by_prompt(q), prompt_k, prompt_bias)

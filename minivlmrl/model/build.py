@@ -97,11 +97,11 @@ class ResetsItself(Protocol):
 def initialize(model: VisionLanguageModel, generator: torch.Generator):
     """Initialise weights: matrices N(0, 1/fan_in), embeddings N(0, 0.02^2), norms 1, biases 0.
 
-    Position embeddings' standard deviation is vision_config.initializer_range instead of
-    0.02. They are added to patch embeddings, whose values are of order 1.
+    Position embeddings' standard deviation is vision_config.initializer_range instead of 0.02. They are added to patch
+    embeddings, whose values are of order 1.
 
-    Matrices that write into the residual stream have a variance that is smaller by the factor
-    2 x blocks, so that the sum over all blocks does not grow with their number.
+    Matrices that write into the residual stream have a variance that is smaller by the factor 2 x blocks, so that the
+    sum over all blocks does not grow with their number.
     """
     for module in model.modules():
         if isinstance(module, nn.RMSNorm | nn.LayerNorm | ResetsItself):

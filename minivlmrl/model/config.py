@@ -37,8 +37,8 @@ class VisionConfig:
     # unused keys from vision_config, which to_dict writes unchanged
     extra: dict = field(default_factory=dict, hash=False)
 
-    # Tower properties that all families' files read. They are constants, which config.json
-    # does not contain, except in a family that makes them fields.
+    # Tower properties that all families' files read. They are constants, which config.json does not contain, except in
+    # a family that makes them fields.
     norm: ClassVar[Literal["rms_norm", "layer_norm"]] = "layer_norm"
     # attention window side in pixels; None makes each frame one window
     window_size: ClassVar[int | None] = None

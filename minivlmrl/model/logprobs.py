@@ -18,8 +18,8 @@ def per_token_logps(model: VisionLanguageModel, batch: GroupBatch, temperature: 
         batch: packed batch with M completion tokens.
         temperature: logit divisor, which should equal the sampling temperature.
     Returns:
-        Token log-probabilities (M,) and distribution entropies (M,), in nats.
-        GroupBatch.pad arranges such values in rows.
+        Token log-probabilities (M,) and distribution entropies (M,), in nats. GroupBatch.pad arranges such values in
+        rows.
     Source: TRL's GRPOTrainer._get_per_token_logps_and_entropies, without padding.
     """
     return logps_of_states(model, completion_states(model, batch), batch, temperature)

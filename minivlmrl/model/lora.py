@@ -155,10 +155,10 @@ def adapters(model: nn.Module) -> dict[str, LoRALinear]:
 def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
     """Apply dropout with probability p to all adapters' inputs inside a `with` block.
 
-    As in PEFT, only the adapter's input is dropped, and not the base layer's input. The
-    mask for a layer depends only on `key` and on the layer's name. Activation recomputation in the backward pass
-    therefore repeats the same mask, and a resumed run does not have to restore the state of a random generator. All
-    completions share one mask for their prompt.
+    As in PEFT, only the adapter's input is dropped, and not the base layer's input. The mask for a layer depends only
+    on `key` and on the layer's name. Activation recomputation in the backward pass therefore repeats the same mask, and
+    a resumed run does not have to restore the state of a random generator. All completions share one mask for their
+    prompt.
     """
     layers = adapters(model) if p else {}
     for name, layer in layers.items():
@@ -173,9 +173,9 @@ def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     """Replace float32 adapters on a 16-bit base by 16-bit copies inside a `with` block, on a GPU.
 
     A decode step multiplies few tokens, so the float32 products and conversions in an adapter take longer than its base
-    layer. With copies in the base dtype, an adapter is two products of
-    16 bits, as with model.compute_dtype. The adapters are not merged into the base, because W + scaling * B A in
-    bfloat16 loses most updates that are small beside W. On a CPU nothing is replaced.
+    layer. With copies in the base dtype, an adapter is two products of 16 bits, as with model.compute_dtype. The
+    adapters are not merged into the base, because W + scaling * B A in bfloat16 loses most updates that are small
+    beside W. On a CPU nothing is replaced.
 
     The copies keep their addresses inside the block, because CUDA graphs read them.
 

@@ -117,8 +117,8 @@ def pack_turns(
 ) -> GroupBatch:
     """Pack prompts and completions like `pack`, each turn in a completion after its own prompt.
 
-    A group's first turns share their prompt. All turns of a completion are one row of the
-    batch. Completions without turns are packed unchanged.
+    A group's first turns share their prompt. All turns of a completion are one row of the batch. Completions without
+    turns are packed unchanged.
     """
     if not any(completion.turns for group in completions for completion in group):
         return pack(prompts, completions, config, device)

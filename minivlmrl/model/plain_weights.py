@@ -57,8 +57,8 @@ class PackedProduct(torch.autograd.Function):
 class PackedLinear(ReplacedLinear):
     """Base class for frozen linear layers whose weight is packed into fewer bits.
 
-    A packed layer can also be a LoRALinear's base. Subclasses such as model/nf4.NF4Linear
-    implement packing in `pack` and unpacking in `weight`.
+    A packed layer can also be a LoRALinear's base. Subclasses such as model/nf4.NF4Linear implement packing in `pack`
+    and unpacking in `weight`.
     """
 
     def __init__(self, linear: nn.Linear):

@@ -18,10 +18,10 @@ def get_rope_index(
 ) -> Tensor:
     """Compute the (time, height, width) M-RoPE position for every prompt token.
 
-    A text token has the same position on all three axes, which is one more than the position of
-    the previous text token. An image's tokens share one time position, and their positions in height and width are
-    their row and column in the merged grid. A video's time steps are
-    spaced in proportion to seconds. Text after an image or a video starts one past the largest position on any axis.
+    A text token has the same position on all three axes, which is one more than the position of the previous text
+    token. An image's tokens share one time position, and their positions in height and width are their row and column
+    in the merged grid. A video's time steps are spaced in proportion to seconds. Text after an image or a video starts
+    one past the largest position on any axis.
 
     Example: 2 text tokens, an image of 2 x 3 merged tokens, 1 text token:
         time   0 1 | 2 2 2 2 2 2 | 5

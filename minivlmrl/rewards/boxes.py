@@ -3,9 +3,9 @@
 True boxes (`solution`) are in pixels of the image file. An answer's boxes may be in other units, so these rewards also
 read the columns image_sizes and answer_extents, which are None for rows without an image: see data.boxes.box_columns.
 
-data.boxes.parse_boxes reads an answer's boxes. Each box is matched with at most one true box.
-The summed values of matched pairs are divided by the number of boxes in the answer or in the solution, whichever is
-larger, so that missing and extra boxes both lower the reward.
+data.boxes.parse_boxes reads an answer's boxes. Each box is matched with at most one true box. The summed values of
+matched pairs are divided by the number of boxes in the answer or in the solution, whichever is larger, so that missing
+and extra boxes both lower the reward.
 """
 
 import json

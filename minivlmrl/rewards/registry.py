@@ -282,9 +282,9 @@ def plain_value(value: Any) -> float | str | None:
 def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
     """Log a value for each completion, as TRL's log_extra(column, values) does.
 
-    The column "why" has the reasons for a reward's values. They are logged as {name of the
-    reward: reason}, because several rewards give reasons; None and "" are left out. Values that are not a number, a str
-    or None are logged as str(value), because the log is JSON.
+    The column "why" has the reasons for a reward's values. They are logged as {name of the reward: reason}, because
+    several rewards give reasons; None and "" are left out. Values that are not a number, a str or None are logged as
+    str(value), because the log is JSON.
     """
     for extra, value in zip(extras, map(plain_value, values), strict=True):
         is_json = value is None or isinstance(value, str | int | float)

@@ -30,8 +30,8 @@ class DPOBatch(AnswerBatch):
 class DPOTrainer(PairTrainer):
     """DPO trainer, which trains the policy on pairs of a chosen and a rejected answer.
 
-    The reference model is a copy of the policy at the stage's start, unless the section
-    `reference` names another model.
+    The reference model is a copy of the policy at the stage's start, unless the section `reference` names another
+    model.
     """
 
     stage = "dpo"

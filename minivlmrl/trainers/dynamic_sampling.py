@@ -25,8 +25,8 @@ def sample_until_groups_differ(
 
     Args:
         rows: the first batch.
-        compared_rewards: returns a rollout's rewards (n, K). A group differs if the
-            prompt's completions differ in at least one column.
+        compared_rewards: returns a rollout's rewards (n, K). A group differs if the prompt's completions differ in at
+            least one column.
     Returns:
         The rollout, and the number of sampled batches.
     """

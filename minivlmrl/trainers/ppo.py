@@ -1,7 +1,7 @@
 """Proximal policy optimization (PPO) with a critic (arXiv 1707.06347, InstructGPT).
 
-Before each token, the critic predicts the sum of future rewards. It is either a value head on
-the policy's backbone or a separate model. An adaptive KL weight and an entropy bonus are not implemented.
+Before each token, the critic predicts the sum of future rewards. It is either a value head on the policy's backbone or
+a separate model. An adaptive KL weight and an entropy bonus are not implemented.
 """
 
 from collections.abc import Sequence

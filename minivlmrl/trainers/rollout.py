@@ -9,8 +9,8 @@ In shapes, B is the number of prompts on this rank, n = B * G is the number of s
 K is the number of reward functions. A micro-batch has R samples of at most T tokens each, and M completion tokens in
 total.
 
-A subclass implements `prepare`, which packs each optimizer step's micro-batches with the
-tensors that its loss needs, and `loss`. See GRPOTrainer and PPOTrainer.
+A subclass implements `prepare`, which packs each optimizer step's micro-batches with the tensors that its loss needs,
+and `loss`. See GRPOTrainer and PPOTrainer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -203,8 +203,8 @@ class RolloutTrainer(Trainer):
     def split(self, groups: Sequence[list[Sample]]) -> list[list[Sample]]:
         """Split an optimizer step's samples into micro-batches.
 
-        If max_tokens_per_micro_batch is set, it limits the tokens in a micro-batch.
-        Otherwise, a micro-batch has the groups of micro_batch_size prompts.
+        If max_tokens_per_micro_batch is set, it limits the tokens in a micro-batch. Otherwise, a micro-batch has the
+        groups of micro_batch_size prompts.
         """
         size = self.config.micro_batch_size
         max_tokens = self.config.max_tokens_per_micro_batch

@@ -105,8 +105,8 @@ class Qwen3VisionTransformer(VisionTower):
         """Encode all images in a batch, with the same arguments as VisionTransformer.forward.
 
         Returns:
-            (M, (1 + k) * out_hidden_size): token embeddings, followed by the DeepStack
-            embeddings for the first k decoder layers.
+            (M, (1 + k) * out_hidden_size): token embeddings, followed by the DeepStack embeddings for the first k
+            decoder layers.
         """
         grids = tuple(map(tuple, image_grid_thw.tolist()))
         # in raster order, because this tower does not use windows

@@ -54,8 +54,8 @@ class ModelSpec:
 
     architecture: str  # class name in transformers, as in config.json
     vision_config: type[VisionConfig]  # dataclass with the fields in config.json's vision_config
-    # (ModelConfig) -> model with the modules visual, model and lm_head; a family with its
-    # own tower sets partial(VisionLanguageModel, tower=its subclass of VisionTower)
+    # (ModelConfig) -> model with the modules visual, model and lm_head; a family with its own tower sets
+    # partial(VisionLanguageModel, tower=its subclass of VisionTower)
     model: Callable[..., VisionLanguageModel] = VisionLanguageModel
 
     # ---- config.json
