@@ -30,13 +30,8 @@ def find_folder(name: str | Path, patterns: Sequence[str] = DOWNLOADED) -> Path:
         return folder
     if isfile(folder):  # os.path, because pathlib raises OSError for a name that is too long
         raise ValueError(
-            f"{name} is a file, but a model is a folder in the Hugging Face format. "
-            + (
-                "A GGUF file of llama.cpp cannot be trained; download the folder of the original "
-                "model, with config.json and safetensors files."
-                if folder.suffix == ".gguf"
-                else f"Use the folder that contains the file, {folder.parent}."
-            )
+            f"{name} is a file, but a model is a folder with config.json and safetensors files, in the Hugging Face "
+            "format; a GGUF file of llama.cpp cannot be trained"
         )
     replaced = Path(f"{folder.resolve()}.replaced")
     if isdir(replaced):

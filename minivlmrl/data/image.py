@@ -171,22 +171,6 @@ def look_up(normalised: np.ndarray, pixels: np.ndarray) -> np.ndarray:
     return np.stack(channels, axis=1)
 
 
-class RGBFrames(Sequence):
-    """Frames that are converted to RGB when they are used, one at a time.
-
-    Copying all frames of a video could fill the memory.
-    """
-
-    def __init__(self, frames: Sequence[Image]):
-        self.frames = frames
-
-    def __len__(self) -> int:
-        return len(self.frames)
-
-    def __getitem__(self, index: int) -> Image:
-        return to_rgb(self.frames[index])
-
-
 @dataclass
 class ImageProcessor:
     """Converts images to patches with a checkpoint's preprocessing settings.
@@ -246,12 +230,13 @@ class ImageProcessor:
             width, height = image.size
             bounds = bounds | options
         new_height, new_width = smart_resize(height, width, self.factor, **bounds)
-        return self.patches(RGBFrames([image]), new_height, new_width)
+        return self.patches([image], new_height, new_width)
 
     def patches(self, frames: Sequence[Image], height: int, width: int) -> tuple[Tensor, Grid]:
-        """Resize RGB frames to one size, and return their normalised patches and image_grid_thw."""
+        """Convert frames to RGB, resize them to one size, and return their normalised patches and image_grid_thw."""
         mean = np.array(self.image_mean, np.float32)[:, None]  # (3, 1)
         std = np.array(self.image_std, np.float32)[:, None]
-        resized = self.resize(frames, height, width, mean, std)
+        # one frame at a time, because a copy of all frames of a video could fill the memory
+        resized = self.resize(map(to_rgb, frames), height, width, mean, std)
         patches, image_grid_thw = patchify(resized, self.patch_size, self.temporal_patch_size, self.merge_size)
         return torch.from_numpy(patches).to(self.dtype), image_grid_thw

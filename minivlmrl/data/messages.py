@@ -251,7 +251,13 @@ def check_keys(value: dict, known: Iterable[str], name: str):
 def check_messages(messages: list[dict]):
     """Raise ValueError if a chat template cannot render a message."""
     for number, message in enumerate(messages):
-        if not _has_fields(message):
+        fields = message if isinstance(message, dict) else {}
+        content, calls = fields.get("content"), fields.get("tool_calls") or []
+        are_calls = isinstance(calls, list) and all(
+            isinstance(call, dict) and isinstance(call.get("function", call), dict) for call in calls
+        )
+        says = isinstance(content, str | list) or (content is None and calls)
+        if not (isinstance(fields.get("role"), str) and are_calls and says):
             raise ValueError(
                 f"message {number} must have a role, and content that is a text or a list of "
                 f"parts, but it is {message!r:.80}"
@@ -261,14 +267,3 @@ def check_messages(messages: list[dict]):
                 raise ValueError(f"message {number} has a part that is neither text, image nor video: {part!r:.80}")
         if len(text_of(message)) > MAX_TEXT:
             raise ValueError(f"message {number} has more than {MAX_TEXT} characters of text; shorten the text")
-
-
-def _has_fields(message: object) -> bool:
-    """Return True if a message has a role, and content or tool calls."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        return False
-    content, calls = message.get("content"), message.get("tool_calls") or []
-    are_calls = isinstance(calls, list) and all(
-        isinstance(call, dict) and isinstance(call.get("function", call), dict) for call in calls
-    )
-    return are_calls and (isinstance(content, str | list) or (content is None and len(calls) > 0))

@@ -12,7 +12,7 @@ from importlib import import_module
 import PIL.Image
 from torch import Tensor
 
-from minivlmrl.data.image import Grid, ImageProcessor, RGBFrames, check_ratio, smart_resize
+from minivlmrl.data.image import Grid, ImageProcessor, check_ratio, smart_resize
 from minivlmrl.data.image_settings import FPS, MAX_FRAME_TOKENS, MIN_FRAME_TOKENS, check_options
 from minivlmrl.data.media import MAX_IMAGE_PIXELS, Source, fetch_image, open_image
 from minivlmrl.errors import check_extras
@@ -66,8 +66,7 @@ class Video:
         frame_width, frame_height = self.frames[0].size
         height, width = frame_size(processor, num_frames, frame_height, frame_width, **options)
         check_size(math.ceil(num_frames / depth) * depth, width, height)
-        frames = RGBFrames(self.frames)
-        pixel_values, image_grid_thw = processor.patches(frames, height, width)
+        pixel_values, image_grid_thw = processor.patches(self.frames, height, width)
         if processor.videos is None:
             return pixel_values, image_grid_thw, depth / self.fps
         seconds = self.seconds or [i / self.fps for i in range(num_frames)]

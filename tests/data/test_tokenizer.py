@@ -253,26 +253,6 @@ def test_a_vocabulary_that_would_lose_text_is_refused(tmp_path, changed, reason)
         load(tmp_path, SAVED | changed)
 
 
-DOUBLE = {"type": "Replace", "pattern": {"String": "H"}, "content": "HH"}
-BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-
-
-@pytest.mark.parametrize("changed, reason", [
-    ({"normalizer": {"type": "Sequence", "normalizers": [DOUBLE] * 9}},
-     "its normalizer contains 'Replace', but it may contain only NFC, NFD"),
-    ({"normalizer": {"pattern": {"String": "H"}, "content": "HH"}}, "its normalizer contains 'None'"),
-    ({"normalizer": [[DOUBLE]]}, "its normalizer contains 'None'"),
-    ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Sequence", "pretokenizers": [BYTES] * 5}] * 2}},
-     "its pre_tokenizer contains ByteLevel 10 times; keep one"),
-    ({"decoder": {"type": "Sequence", "decoders": [BYTES, DOUBLE]}}, "its decoder contains 'Replace', but"),
-    ({"post_processor": {"type": "Sequence", "processors": [BYTES] * 2}}, "its post_processor contains ByteLevel 2 t"),
-])  # fmt: skip
-def test_a_component_that_can_grow_a_text_without_bounds_is_refused(tmp_path, changed, reason):
-    """40 such doublings are four kilobytes; the library aborts the process when the memory is used up."""
-    with pytest.raises(ValueError, match=rf"tokenizer\.json: .* not a usable tokenizer\.json of Qwen2 \({reason}"):
-        load(tmp_path, SAVED | changed)
-
-
 @pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])
 def test_half_a_surrogate_pair_is_refused(text):
     """JSON and Python can represent half a surrogate pair, but UTF-8 cannot."""

@@ -52,10 +52,7 @@ def test_other_kinds_of_models_are_described(config, says):
 
 
 def test_a_file_is_no_model(tmp_path):
-    for name, says in (
-        ("a.gguf", "a GGUF file of llama.cpp cannot be"),
-        ("a.safetensors", "Use the folder that contains"),
-    ):
+    for name in ("a.gguf", "a.safetensors"):
         (tmp_path / name).write_text("")
-        with pytest.raises(ValueError, match=rf"(?i){name} is a file, but a model is a folder .*{says}"):
+        with pytest.raises(ValueError, match=f"{name} is a file, but a model is a folder .* a GGUF file .* cannot be"):
             find_folder(tmp_path / name)
