@@ -60,7 +60,7 @@ def test_commands_have_a_help_page(capsys, tool):
 def test_a_mistake_is_one_line(capsys):
     assert start.main(["memoryd"]) == start.main(["memory", "--model", "nowhere"]) == 2
     says = "\n'memoryd' is not one of these commands; did you mean memory?\n"
-    says += "python -m minivlmrl memory: nowhere: no such file"
+    says += "python -m minivlmrl memory: nowhere: this folder does not exist"
     assert capsys.readouterr().err.startswith(says)
 
 
