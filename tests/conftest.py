@@ -25,8 +25,8 @@ from tests.helpers.stages import alone, folder, lively, loss_calls, samples, scr
 SLOW_FILES = {}  # slow tests that do not run, such as {"tests/repository/test_wheel.py::test_x": "test_wheel.py"}
 # these files take longest and run first, so that parallel workers finish at about the same time
 LONGEST_FILES = (
-    "test_trl_steps", "test_audit", "test_rehearsal", "test_process_group", "test_checkpoints", "test_memory",
-    "test_trajectories", "test_backend", "test_first_gpu_hour", "test_benchmarks", "test_wheel", "test_torchrun",
+    "test_process_group", "test_checkpoints", "test_trl_steps", "test_audit", "test_memory", "test_out_of_memory",
+    "test_wait", "test_trajectories", "test_backend", "test_first_gpu_hour", "test_benchmarks", "test_wheel",
 )  # fmt: skip
 
 

@@ -124,7 +124,7 @@ def test_the_report_says_when_too_few_numbers_differ():
     for rows, is_said in (([1.0, 1.0, 0.3, 1.0, 1.0, 1.0], True), ([1.0, 1.0, 0.3, 1.0, 0.7, 1.0], False)):
         d = step(gradient=lambda x, rows=rows: x * torch.tensor(rows)[:, None])
         text = "only one row, pair or micro-batch differs, too few to tell causes apart; audit a larger step"
-        assert (text in report(audit(d), d)) == is_said
+        assert (text in report(audit(d, seconds=0), d)) == is_said
 
 
 def test_a_search_ends_with_the_causes_that_it_has_found(monkeypatch):
@@ -172,7 +172,7 @@ def test_it_is_said_if_one_number_decides_between_causes(monkeypatch):
 
 def test_a_gradient_that_is_nan_is_located():
     d = step(gradient=lambda x: x.where(x != x[2, 1], torch.nan))
-    shown = report(audit(d), d)
+    shown = report(audit(d, seconds=0), d)
     assert "logps_gradient: 1 of 30" in shown
     assert "logps_gradient at [2, 1]: nan instead of" in shown
 
@@ -252,11 +252,11 @@ def test_a_step_without_any_comparison_is_an_error(tensors, why, tmp_path):
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_json_output_and_assert_step(right, tmp_path, capsys):
+def test_json_output_and_assert_step(right, tmp_path, capsys, monkeypatch):
     """--json prints the fields that docs/numerical_parity.md documents; assert_step raises the report."""
     d = step(gradient=lambda x: x if right else x.sin())
     write(tmp_path, d.about, dict(d))
-    assert main([str(tmp_path), "--json"]) == int(not right)
+    assert main([str(tmp_path), "--json", "--seconds=0"]) == int(not right)
     shown = json.loads(capsys.readouterr().out)
     [loss] = shown["stages"]
     assert (shown["schema"], shown["agrees"]) == (1, right)
@@ -266,6 +266,7 @@ def test_json_output_and_assert_step(right, tmp_path, capsys):
     assert all(f"`{field}`" in PAGE for field in (*shown, *loss))
     if right:
         return assert_step(tmp_path)
+    monkeypatch.setattr("minivlmrl.extras.parity.assertions.SECONDS", 0)
     assert not loss["explained"] and loss["where"][0].startswith("logps_gradient")
     with pytest.raises(AssertionError, match=f"(?s)^{tmp_path}\nloss +DIFFERS .*logps_gradient at"):
         assert_step(tmp_path)
