@@ -106,7 +106,7 @@ def refusal(question: MemoryQuestion, available: float) -> str:
         f"{stage} needs about {peak_bytes(phases) / GB:.1f} GB on {f'each of {gpus} GPUs' if gpus > 1 else 'the GPU'} "
         f"(phase {phase}), but only {available / GB:.1f} GB are free; {row_text}. "
         f"Try {', then '.join([*ways, 'a larger GPU, more GPUs or a smaller model'])}. "
-        "docs/one_card.md explains these options; --check_memory=false skips this check."
+        "docs/memory.md explains these options; --check_memory=false skips this check."
     )
 
 

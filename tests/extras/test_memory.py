@@ -71,7 +71,7 @@ ONE_CARD = {"own_demonstrations_one_card": "sft", "own_pairs_one_card": "dpo", "
 @pytest.mark.parametrize("name", ONE_CARD)
 def test_the_table_of_one_card_equals_the_command(name):
     """Each size is printed for its column's options, and fits its column's card."""
-    lines = Path("docs/one_card.md").read_text().splitlines()
+    lines = Path("docs/memory.md").read_text().splitlines()
     [head] = [line for line in lines if line.startswith("| recipe |")]
     [row] = [line for line in lines if line.startswith(f"| [{name}]")]
     cells = zip(head.split("|")[3:-1], row.split("|")[3:-1], strict=True)
@@ -86,7 +86,7 @@ def test_the_table_of_one_card_equals_the_command(name):
 
 @pytest.mark.slow
 def test_the_seconds_of_one_card_equal_the_command():
-    lines = Path("docs/one_card.md").read_text().splitlines()
+    lines = Path("docs/memory.md").read_text().splitlines()
     begin = next(number for number, line in enumerate(lines) if line.startswith("| model |"))
     cards = [find_card(name.strip()) for name in lines[begin].split("|")[2:-1]]
     for line in lines[begin + 2 : begin + 6]:

@@ -1,4 +1,4 @@
-"""Compare the float32 operations listed in docs/notes/float32.md with a GRPO step in bfloat16."""
+"""Compare the float32 operations listed in docs/memory.md with a GRPO step in bfloat16."""
 
 import re
 from collections import defaultdict
@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "notes" / "float32.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "memory.md"
 WIDE = {torch.float32, torch.float64}
 
 
@@ -29,7 +29,8 @@ class Results(TorchDispatchMode):
 
 def rows():
     """Return (dtype, operations) for each table row that names operations."""
-    cells = [line.strip("|").split("|") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    section = PAGE.read_text().partition("\n## What stays in float32\n")[2].partition("\n## ")[0]
+    cells = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| ")]
     return [(row[1].strip(), re.findall(r"`(\w+)`", row[2])) for row in cells if "`" in row[2]]
 
 

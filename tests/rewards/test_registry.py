@@ -38,7 +38,7 @@ def turns(*texts):
     return [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(texts)]
 
 
-FORMS = {  # row formats in docs/rows.md, with the same question and solution
+FORMS = {  # row formats in docs/data.md, with the same question and solution
     "plain": {"problem": "How many?", "solution": "2"},
     "text": {"prompt": "How many?", "solution": "2", "image": "red.png"},
     "turns": {"prompt": turns("How many?"), "solution": "2"},

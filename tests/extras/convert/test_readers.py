@@ -1,4 +1,4 @@
-"""Test a row in each layout in docs/rows.md, and the error message for each kind of invalid row."""
+"""Test a row in each layout in docs/data.md, and the error message for each kind of invalid row."""
 
 import base64
 import io
@@ -15,7 +15,7 @@ from minivlmrl.extras.convert.command import main
 from tests.helpers.links import ROOT
 from tests.helpers.talk import assistant, system, text, user
 
-PAGE = (ROOT / "docs" / "rows.md").read_text()
+PAGE = (ROOT / "docs" / "data.md").read_text()
 SHOWN = json.loads((ROOT / "tests" / "recorded" / "forms.json").read_text())
 HOW_MANY = [user("How many?")]
 ONE_SOLUTION = {"solution": "2"}
@@ -57,7 +57,7 @@ def words(turns):
 
 
 def test_the_page_names_the_columns_of_every_form():
-    named = re.findall(r"`(\w+)`", PAGE.split("## Columns of other projects")[1].split("\n## ")[0])
+    named = re.findall(r"`(\w+)`", PAGE.split("## Rows of other projects")[1].split("\n## ")[0])
     assert SHOWN.keys() == EXPECTED.keys() and len(SHOWN) == 21
     assert {name for row in SHOWN.values() for name in row} - {*named} == {"id", "data_source"}  # row ids
 
@@ -153,7 +153,7 @@ TURN = {"from": "human", "value": "a"}
 RENDERED = (
     "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>How many?"
 )
-MORE = {  # layouts that docs/rows.md names without an example: (row, the texts of the prompt, an answer)
+MORE = {  # layouts that docs/data.md names without an example: (row, the texts of the prompt, an answer)
     "texts": ({"images": ["cat.jpg"], "texts": [{"user": "How many?", "assistant": "2"}]}, "How many?", "2"),
     "pairs": ({"system": "Be brief.", "conversation": [{"human": "How?", "assistant": "2"}]}, "Be brief.\nHow?", "2"),
     "prompt, response": ({"prompt": "How many?", "response": "2"}, "How many?", "2"),
@@ -226,7 +226,7 @@ def test_invalid_rows_are_reported(read, row, message):
 IMAGE = {"type": "image"}
 ASKED = user([IMAGE, {"type": "text", "text": "How many?"}])
 TAGGED = user("<image>How many?")
-THEIRS = {  # {(form in docs/rows.md, project): columns of the new row besides the others}
+THEIRS = {  # {(form in docs/data.md, project): columns of the new row besides the others}
     ("TRL", "trl"): {"prompt": [ASKED], "images": 1, "solution": "2"},
     ("LLaMA-Factory, sharegpt", "trl"): {
         "prompt": [system([text("Be brief.")]), ASKED], "completion": [assistant([text("2")])], "images": 1,
