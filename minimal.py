@@ -42,9 +42,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-# Letters in shapes: P patches of an image, h x w of them; n sequences of L tokens; G completions of
-# a prompt, T tokens of the longest; E width of the decoder, H heads of width D, V vocabulary.
-# For the published models, a patch has 1176 values: 3 channels x 2 frames x 14 x 14 pixels.
+# Letters in shapes: an image has P patches in h rows and w columns, n sequences have L tokens, and
+# a prompt has G completions, the longest with T tokens. The decoder has width E and H heads of
+# width D, and the vocabulary has V tokens. In the published models, a patch has 1176 values:
+# 3 channels x 2 frames x 14 x 14 pixels.
 
 # ---- Image file -> patches (P, 1176), as Qwen2-VL reads them (arXiv 2409.12191, section 2.1)
 
@@ -489,7 +490,7 @@ def tokenize_answers(model, texts) -> tuple[Tensor, Tensor]:
 
 # The model is also called the policy, and pi(o) is its probability of a completion o. The gradient
 # of the expected reward is the mean of reward * grad log pi(o) over own completions. To subtract
-# the group's mean reward leaves this gradient nearly as it is, and makes it far less noisy. So GRPO
+# the mean reward of the group hardly changes this gradient, but makes it far less noisy. So GRPO
 # is SFT on the model's own completions, each weighted by its advantage A: how far its reward is
 # above the mean of its group, in standard deviations. Equal rewards teach nothing: A is 0.
 
@@ -509,7 +510,7 @@ def group_advantages(rewards) -> Tensor:
     """Return (reward - mean) / standard deviation (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
 
     Rewards 1, 1, 0, 0 have the advantages 0.87, 0.87, -0.87, -0.87. Without 1e-4, equal rewards
-    would be 0 / 0.
+    would have advantages of 0 / 0.
     """
     return (rewards - rewards.mean()) / (rewards.std() + 1e-4)
 
@@ -517,29 +518,29 @@ def group_advantages(rewards) -> Tensor:
 def grpo_loss(logps, old_logps, advantages, mask, epsilon=0.2, beta=0.0, ref_logps=None) -> Tensor:
     """Compute -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A) + beta KL, with r = pi / pi_old.
 
-    It is averaged over the tokens of each completion, and then over completions. pi_old is the
-    policy that sampled, and pi_ref a copy of the first one, near which the KL keeps pi. As soon as
-    updates have moved r out of the bounds in the direction that A asks for, the gradient is 0, so
-    that several updates on the same samples stay near pi_old. With one update, as in this file, r
-    is 1 and nothing is clipped; its gradient is that of log pi.
+    The loss is averaged over the tokens of each completion, and then over completions. pi_old is
+    the policy that sampled the completions. pi_ref is a copy of the policy before training, and the
+    KL keeps pi near pi_ref. Once updates have moved r out of the bounds in the direction that A
+    asks for, the gradient is 0, so that several updates on the same samples stay near pi_old. With
+    one update, as in this file, r is 1 with the gradient of log pi, and nothing is clipped.
     Source: DeepSeekMath (arXiv 2402.03300), equations 3 and 4.
     """
     ratio = (logps - old_logps).exp()
     clipped = ratio.clamp(1 - epsilon, 1 + epsilon)
     loss = -torch.min(ratio * advantages[:, None], clipped * advantages[:, None])
     if beta:
-        # pi_ref/pi - log(pi_ref/pi) - 1 estimates KL(pi || pi_ref). It is right on average and at
-        # least 0; Schulman's note "Approximating KL divergence" names it k3.
+        # pi_ref/pi - log(pi_ref/pi) - 1 estimates KL(pi || pi_ref). It is right on average and
+        # never below 0; Schulman's note "Approximating KL divergence" names it k3.
         log_ref_ratio = ref_logps - logps
         loss = loss + beta * (log_ref_ratio.expm1() - log_ref_ratio)
     return ((loss * mask).sum(1) / mask.sum(1)).mean()
 
 
 def dpo_loss(logps, ref_logps, mask, beta=0.1) -> Tensor:
-    """Compute DPO's loss (arXiv 2305.18290, eq. 7) of two answers (2, T), the chosen one first.
+    """Compute the loss of DPO (arXiv 2305.18290, eq. 7) for a chosen and a rejected answer (2, T).
 
-    It classifies which answer is better by log(pi / pi_ref), which is large for an answer that the
-    model makes more likely than the reference does.
+    log(pi / pi_ref) is large for an answer that the model makes more likely than the reference
+    does. The loss is small if this value is larger for the chosen answer than for the rejected one.
     """
     chosen, rejected = ((logps - ref_logps) * mask).sum(1)  # log pi / pi_ref of the whole answers
     return -F.logsigmoid(beta * (chosen - rejected))
@@ -639,7 +640,7 @@ def tagged(label) -> str:
 
 
 def draw_row(wrong=0.0) -> dict:
-    """Draw an object of random size and place. A share `wrong` of the completions is random."""
+    """Draw an object of random size and place. A share `wrong` of completions has random labels."""
     label = random.choice(LABELS)
     other = random.choice([name for name in LABELS if name != label])
     color, shape = label.split()
@@ -708,7 +709,8 @@ def accuracy(model, rows) -> float:
 def train_tiny(options) -> QwenVL:
     """Train random weights: SFT on 96 demonstrations, half of them random, and then GRPO or DPO.
 
-    From these, the model learns the form of an answer, so that some samples earn a reward.
+    From the demonstrations, the model learns the form of an answer, so that some samples earn a
+    reward.
     """
     torch.set_num_threads(1)  # the tensors are too small to share the work
     make_folder(f"{options.output}/random")
