@@ -709,8 +709,7 @@ def accuracy(model, rows) -> float:
 def train_tiny(options) -> QwenVL:
     """Train random weights: SFT on 96 demonstrations, half of them random, and then GRPO or DPO.
 
-    From the demonstrations, the model learns the form of an answer, so that some samples earn a
-    reward.
+    The demonstrations teach the form of an answer, so that some samples earn a reward.
     """
     torch.set_num_threads(1)  # the tensors are too small to share the work
     make_folder(f"{options.output}/random")

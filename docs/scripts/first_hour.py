@@ -42,8 +42,8 @@ and its answers, train it, and then train it with a reward of your own. Everythi
 file of code, [minimal.py](../minimal.py), and all cells take about 90 seconds on one idle core (AMD
 EPYC). To run the notebook in a clone, use `pip install -c constraints.txt -e . notebook` and then
 `jupyter notebook docs/first_hour.ipynb`. The [walkthrough](walkthrough.md) shows the numbers of one
-training step, [this page](step.html) every line of code in it, and [words](words.md) what a rollout
-or an advantage is.
+training step, and [another page](step.html) every line of code in it. [Words](words.md) explains what
+a rollout or an advantage is.
 ---
 import importlib.util, sys, urllib.request
 
@@ -112,9 +112,9 @@ minimal.train(model, demonstrations, minimal.sft, options)
 after_sft = copy.deepcopy(model)
 print("right answers:", minimal.accuracy(model, held_out))
 ---
-**GRPO** samples eight answers to each question, and makes those more likely that earn more than
-their group. `minimal.train` takes any function that yields a loss and a metric for each row, so this
-one also notes the rewards.
+**GRPO** samples eight answers to each question, and raises the probability of answers whose reward
+is above the mean of their group. `minimal.train` takes any function that yields a loss and a metric
+for each row. The function below also keeps the rewards for a curve.
 ---
 options = Namespace(steps=STEPS, rows_per_step=8, learning_rate=5e-4, warmup=5, beta=0.0)
 options.group, options.max_new_tokens = 8, 20
