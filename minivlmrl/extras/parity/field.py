@@ -128,14 +128,14 @@ def section(name: str, verdicts: dict[str, Verdict]) -> str:
     """Return a project's section of the page: where its losses are, and a table with each loss and its findings."""
     project = PROJECTS[name]
     adapters = ", ".join(f"`{adapter.__name__}`" for adapter in project.adapters)
-    files = "; ".join(f"{file}: {names}" for file, names in project.files.items())
+    files = "; ".join(f"`{'`, `'.join(names.split())}` from {file}" for file, names in project.files.items())
     rows = []
     for loss, verdict in verdicts.items():
         findings = [line for line in verdict.names if line.startswith(("mistake", "design"))]
         unnamed = ["agrees"] if not verdict.differences else ["no name"]
         agreeing = verdict.cases - len(verdict.differences)
         rows.append(f"| {loss} | {agreeing} of {verdict.cases} | {'; '.join(findings or unnamed)} |")
-    head = f"{project.source}, {project.tried}; adapter {adapters}. {files}\n"
+    head = f"{project.source}, {project.tried}; adapter {adapters}. The functions are {files}.\n"
     return "\n".join([f"### {name}\n", head, "| loss | cases that agree | finding |", "|---|---|---|", *rows])
 
 
