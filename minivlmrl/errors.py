@@ -50,7 +50,8 @@ def mistake(error: BaseException) -> str | None:
     package raised. If a user's own file is the cause, its traceback is needed.
     """
     if is_out_of_memory(error):
-        return out_of_memory(error)
+        size = f" ({shortened(str(error).splitlines()[0])})" if str(error) else ""  # the first line has it, if known
+        return f"not enough memory{size}; decrease the sizes in the recipe or in the files of the model"
     last = extract_tb(error.__traceback__)[-1]
     is_raised = last.filename.startswith(OURS) and (last.line or "").startswith("raise ")
     is_known = isinstance(error, ValueError | FloatingPointError) and is_raised
@@ -99,15 +100,6 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     if not isinstance(error, RuntimeError):
         return isinstance(error, MemoryError)
     return type(error).__name__ == "OutOfMemoryError" or bool(NO_MEMORY.search(str(error)))
-
-
-def out_of_memory(error: BaseException) -> str:
-    """Describe an out-of-memory error of a command in one sentence.
-
-    The first line of the error contains the size of the allocation, if it is known.
-    """
-    size = f" ({shortened(str(error).splitlines()[0])})" if str(error) else ""
-    return f"not enough memory{size}; decrease the sizes in the recipe or in the files of the model"
 
 
 class phase(AbstractContextManager):

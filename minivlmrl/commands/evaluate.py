@@ -1,4 +1,4 @@
-"""Answer a file's rows, and write a line for each row and a summary; `evaluate` adds rewards.
+"""Answer the rows of a file, and write a line for each row and a summary; `evaluate` adds rewards.
 
 python -m minivlmrl evaluate --model RUN/checkpoint --data eval.jsonl  # one greedy answer per row
 python -m minivlmrl evaluate --model FOLDER --data eval.jsonl --recipe RECIPE --num_generations 8
@@ -156,7 +156,7 @@ def find_recipe(model: str | Path) -> Path | None:
 
 
 def result_line(processor: Processor, names: Sequence[str], row: Row, completions: list, rewards_of_row: list) -> dict:
-    """Return a row's line in the results file."""
+    """Return the line of a row in the results file."""
     answers = []
     for completion, values in zip(completions, rewards_of_row, strict=True):
         text = processor.decode_assistant_turn(completion)

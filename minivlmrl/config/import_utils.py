@@ -119,7 +119,7 @@ def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
 
 
 def with_options(function: Callable, options: dict[str, Any]) -> Callable:
-    """Bind values to parameters that have a default, and check Annotated parameters' bounds."""
+    """Bind values to parameters that have a default, and check the bounds of Annotated parameters."""
     parameters = inspect.signature(function).parameters.values()
     hints = {p.name: p.annotation for p in parameters if p.default is not p.empty}
     values = {}

@@ -301,7 +301,7 @@ def flat(values: dict, prefix: str = "") -> dict[str, Plain]:
 
 
 def inference_yaml(config: RunConfig) -> str:
-    """Return minivlmrl.yaml's content, which has the options that change a model's answers."""
+    """Return the content of minivlmrl.yaml: the options that change the answers of a model."""
     values = dataclasses.asdict(config)
     inference_options = {}
     for section, names in INFERENCE_OPTIONS.items():

@@ -25,6 +25,7 @@ from minivlmrl.config.options import RunConfig, SamplingOptions
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.row_summary import RowSize
 from minivlmrl.data.rows import Completion, Prompt
+from minivlmrl.distributed.device import GB
 from minivlmrl.distributed.micro_batching import split_into_micro_batches
 from minivlmrl.distributed.weights import adapter_copies, copy_model, num_shards, recompute_blocks
 from minivlmrl.generation.cuda_graphs import joined_bytes
@@ -49,7 +50,6 @@ from minivlmrl.run.setup import patch_dtype
 from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.registry import find_trainer
 
-GB = 10**9
 RESERVE = 3 * GB
 # bytes that a decode step needs for each row and each token of the vocabulary: a logit and a probability in float32,
 # the probability as int64, and two copies of the cumulative sum. Filters such as top_p need a sixth more.
@@ -137,7 +137,7 @@ class TrainedModels(nn.Module):
 
 
 class MemoryEstimator:
-    """Counts a model's parameters, and estimates the memory that its computations need.
+    """Counts the parameters of a model, and estimates the memory that its computations need.
 
     Args:
         before_ampere: True for a GPU with a compute capability below 8.0, which lacks attention kernels in bfloat16.
@@ -168,7 +168,7 @@ class MemoryEstimator:
         return model
 
     def build_trained(self, run: RunConfig, stage: str) -> TrainedModels:
-        """Build a stage's trained models on the meta device."""
+        """Build the trained models of a stage on the meta device."""
         model = self.build(run)
         section = getattr(run, stage)
         if getattr(section, "critic", "shared") == "shared":
@@ -357,7 +357,7 @@ def answers_batch(question: MemoryQuestion, rows: Sequence[RowSize], prompts: in
 
 
 def sampling_batch(question: MemoryQuestion) -> BatchShape:
-    """Return the shape of a rollout's largest sampling batch on one GPU."""
+    """Return the shape of the largest sampling batch of a rollout on one GPU."""
     config, sampling = question.options, question.run.sampling
     steps = getattr(config, "steps_per_generation", 1)
     prompts = math.ceil(config.prompts_per_step * steps / question.gpus)
@@ -532,7 +532,7 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
 
 
 def reference_bytes(question: MemoryQuestion) -> int:
-    """Return a reference model's size in bytes, before sharding.
+    """Return the size of a reference model in bytes, before sharding.
 
     Weights that the reference model shares with the policy are not counted.
     """
@@ -557,7 +557,7 @@ def largest_phase(phases: dict[str, dict]) -> str:
 
 
 def state_bytes(question: MemoryQuestion) -> int:
-    """Return one saved training state's size on disk in bytes."""
+    """Return the size of a saved training state on disk in bytes."""
     items = persistent_items(question)
     adapters = adapter_parameters(question.models.policy)
     items["weights"] = bytes_of(adapters) or items["weights"]

@@ -1,4 +1,4 @@
-"""Write report.html, a page with one or several runs' curves and completions."""
+"""Write report.html, a page with the curves and completions of one or several runs."""
 
 import base64
 import math
@@ -65,7 +65,7 @@ def write_page(folders: list[Path], out: Path, seconds: float = 0):
 
 
 def collect_run(folder: Path) -> dict:
-    """Collect a run's data for the page. Steps are counted from 1, as in the terminal."""
+    """Collect the data of a run for the page. Steps are counted from 1, as in the terminal."""
     config, summary = folder / RUN_CONFIG, folder / SUMMARY
     metrics = read_lines(folder / METRICS, LogLine)
     evaluations = collect_evaluations(folder, metrics)

@@ -90,7 +90,7 @@ class WarningRules:
         return new
 
     def state(self) -> str:
-        """Return the rules' state as JSON, so that a resumed run gives the same warnings."""
+        """Return the state of the rules as JSON, so that a resumed run gives the same warnings."""
         rewards = [(solutions, rewards.tolist()) for solutions, rewards in self.recent_rewards]
         return json.dumps([list(self.recent), sorted(self.said), rewards, self.extremes])
 
@@ -167,7 +167,7 @@ class WarningRules:
                 yield name, f"No completion has the format that reward {name} expects. {FORMAT_ADVICE}"
 
     def majority_baseline(self) -> Iterator[tuple[str, str]]:
-        """Yield a warning for each reward that is not higher than a constant answer's reward.
+        """Yield a warning for each reward that is not higher than that of a constant answer.
 
         The constant answer is the most frequent solution. Shuffled labels trigger this rule, because no policy that
         learns from them can be better than the constant answer.

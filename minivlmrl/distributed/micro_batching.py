@@ -1,7 +1,7 @@
-"""Split rollouts into micro-batches with a token budget, which bounds a forward pass's memory.
+"""Split rollouts into micro-batches with a token budget, which bounds the memory of a forward pass.
 
-The split changes no completion, because each row has its own random seed. It changes gradients only in the
-floating-point addition order, because losses are divided by the counts of the whole step.
+The split changes no completion, because each row has its own random seed. It changes gradients only by the
+order in which numbers are added, because losses are divided by the counts of the whole step.
 """
 
 from collections.abc import Callable, Sequence

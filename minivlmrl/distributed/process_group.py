@@ -1,4 +1,4 @@
-"""A run's process group: rank, device, and collective operations over all ranks."""
+"""The process group of a run: rank, device, and collective operations over all ranks."""
 
 import math
 import os

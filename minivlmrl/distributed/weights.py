@@ -1,4 +1,4 @@
-"""Functions for a model's weights that work for both sharded and unsharded models.
+"""Functions for the weights of a model, sharded or not.
 
 A sharded model has a distributed.fsdp.Sharding as its attribute `sharding`. This file does not import FSDP, so that
 runs without sharding do not load it.
@@ -127,7 +127,7 @@ def end_micro_batches(module: nn.Module):
 
 
 def shard_rows(mesh: "DeviceMesh", num_rows: int) -> slice:
-    """Return a sharded tensor's rows that this rank stores.
+    """Return the rows of a sharded tensor that this rank stores.
 
     The last ranks may have fewer rows than the first, or none.
     """

@@ -1,6 +1,6 @@
-"""Write and read a checkpoint's tensors as safetensors files, which cannot run code.
+"""Write and read the tensors of a checkpoint as safetensors files, which cannot run code.
 
-Each rank writes its own shards' rows. A checkpoint can be loaded with a different number of
+Each rank writes the rows of its own shards. A checkpoint can be loaded with a different number of
 ranks, because each rank reads only the rows that it needs. For example, the entry "128:policy.model.norm.weight" in a
 file contains rows of policy.model.norm.weight, starting with row 128.
 """
@@ -39,7 +39,7 @@ def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return a view of this rank's rows in a tensor, and the first such row's index.
+    """Return a view of this rank's rows in a tensor, and the index of the first of them.
 
     A tensor without dimensions counts as one row.
     """
@@ -82,7 +82,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> lis
 
 
 def find_pieces(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
-    """Map each saved tensor's name to its pieces, as tuples (first row, row count, file).
+    """Map the name of each saved tensor to its pieces, as tuples (first row, row count, file).
 
     The pieces are sorted by the rank that wrote them, and therefore by row. A tensor without dimensions counts as one
     row.

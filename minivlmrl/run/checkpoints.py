@@ -3,7 +3,7 @@
 output_dir/states/000120/    checkpoint after 120 optimizer steps in all stages
     *.safetensors            weights and optimizer moments, see run/checkpoint_files.py
     run.json                 TrainerState, the run's progress
-    complete.json            the other files' checksums; written last
+    complete.json            checksums of the other files; written last
 
 Checkpoints are saved between rollouts, so they do not contain rollouts. They do not contain the random generator's
 state either, because every random choice depends only on a key. The folder
@@ -74,7 +74,7 @@ def recipe_values(config: RunConfig) -> dict[str, object]:
 
 
 def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return a checkpoint's tensors by name: weights and optimizer moments.
+    """Return the tensors of a checkpoint by name: weights and optimizer moments.
 
     A parameter that never had a gradient has no moments.
     """
@@ -121,7 +121,7 @@ def check_resume(config: RunConfig) -> list[Path]:
 
 
 class CheckpointManager:
-    """Save and restore one run's checkpoints, in the folder states/ in its output_dir."""
+    """Save and restore the checkpoints of a run, in the folder states/ in its output_dir."""
 
     def __init__(self, config: RunConfig, world: World, signals: StopSignals, callbacks: Sequence[Callback]):
         self.folder = Path(config.output_dir) / "states"
@@ -131,7 +131,7 @@ class CheckpointManager:
         self.callbacks = callbacks
         self.resumed = None  # checkpoint folder that the next stage loads
         self.saved_steps = 0  # optimizer steps at the last checkpoint
-        self.saved_time = clock()  # the last checkpoint's time
+        self.saved_time = clock()  # time of the last checkpoint
         self.stage = ""  # the stage that has begun, see `restore`
         self.can_save = True  # False while a rollout is in use
         signals.can_stop = lambda: self.can_save
@@ -282,7 +282,7 @@ class CheckpointManager:
         self.stage, self.trainer, self.optimizer = trainer.stage, trainer, optimizer
 
     def read_tensors(self, folder: Path, trainer: Trainer, optimizer: Optimizer):
-        """Copy a checkpoint's tensors into the weights and the optimizer's moments."""
+        """Copy the tensors of a checkpoint into the weights and the moments of the optimizer."""
         where = f"{folder}: this checkpoint was saved with another model or recipe"
         pieces = find_pieces(folder)
         with_moments = []
@@ -331,7 +331,7 @@ class CheckpointManager:
         return progress
 
     def read(self, folder: Path) -> TrainerState | None:
-        """Read a checkpoint's TrainerState, and verify its files' checksums.
+        """Read the TrainerState of a checkpoint, and verify the checksums of its files.
 
         If the checkpoint is damaged, the method prints the reason and returns None.
         """
@@ -396,7 +396,7 @@ class CheckpointManager:
 
 
 def _checksum(path: Path) -> str:
-    """Return a checksum of a file's contents, or of a folder's file names and sizes."""
+    """Return a checksum of the contents of a file, or of the names and sizes of the files in a folder."""
     if path.is_dir():
         sizes = sorted((str(file), file.stat().st_size) for file in path.rglob("*"))
         return digest([json_text(sizes)])

@@ -31,7 +31,7 @@ BATCH_TOKENS = 16384
 def evaluate(
     model: VisionLanguageModel, processor: Processor, rows: Dataset, config: RunConfig, world: World
 ) -> dict[str, float]:
-    """Answer the held-out rows and return each reward's mean, by the metric's name.
+    """Answer the held-out rows and return the mean of each reward, by the name of the metric.
 
     A metric's name is eval/REWARD_WAY, for example eval/accuracy_greedy. WAY is `sampled` (temperature 1) or `greedy`.
     With data.eval_without_images, answers are also sampled with gray images (`gray_image`) and with the next row's
@@ -40,7 +40,7 @@ def evaluate(
     """
     rewards = held_out_rewards(config)
     # Only the stopping rules among the recipe's sampling options apply here. Truncation and the repetition penalty are
-    # switched off, so that different runs' metrics are comparable.
+    # switched off, so that the metrics of different runs are comparable.
     sampling = evaluation_sampling(config.sampling, repetition_penalty=1.0, **NO_TRUNCATION)
     ways = [("sampled", 1.0, None), ("greedy", 0.0, None)]
     if config.data.eval_without_images:
@@ -59,14 +59,14 @@ def evaluate(
 
 
 def evaluation_sampling(sampling: SamplingOptions, **changes: float | None) -> SamplingOptions:
-    """Return an evaluation's sampling options: the native engine, bounded batches, and `changes`."""
+    """Return the sampling options of an evaluation: the native engine, bounded batches, and `changes`."""
     max_batch_tokens = min(sampling.max_batch_tokens or BATCH_TOKENS, BATCH_TOKENS)
     changed = {"engine": "native", "max_batch_tokens": max_batch_tokens, **changes}
     return replace(sampling, **changed)
 
 
 def metric_name(reward: str, way: str) -> str:
-    """Return an evaluation metric's name, for example eval/accuracy_greedy."""
+    """Return the name of an evaluation metric, for example eval/accuracy_greedy."""
     return f"eval/{reward}_{way}"
 
 
@@ -85,7 +85,7 @@ def metrics_by_name(rewards: Sequence[Reward], means: dict[str, list]) -> dict[s
 
 
 def check_best_metric(config: RunConfig):
-    """Raise ValueError if best_metric is not an evaluation metric's name."""
+    """Raise ValueError if best_metric is not the name of an evaluation metric."""
     rewards = config.eval_rewards
     ways = ["sampled", "greedy", *(IMAGE_ABLATIONS if config.data.eval_without_images else ())]
     names = [metric_name(rewards[0], way) for way in ways]

@@ -1,4 +1,4 @@
-"""Log a run's metrics to JSON-lines files, a progress bar and trackers.
+"""Log the metrics of a run to JSON-lines files, a progress bar and trackers.
 
 Runs with the same recipe and seed write the same metrics.jsonl. Times and peak memory differ from run to run, so they
 are written to timings.jsonl instead.
@@ -52,7 +52,7 @@ class MetricsLog(ExitStack):
         super().__init__()
         self.world = world
         self.steps = progress.steps  # optimizer steps done in all stages
-        self.begin_time = 0.0  # the current stage's start time
+        self.begin_time = 0.0  # start of the current stage
         write = partial(self.write, COMPLETIONS)
         self.completions = CompletionsLog(config, world, write, resumed)
         self.files = {}
@@ -197,7 +197,7 @@ class MetricsLog(ExitStack):
 
         Args:
             steps_done: optimizer steps that the stage took before the evaluation.
-            seconds: the evaluation's duration, which does not count as training time.
+            seconds: duration of the evaluation, which does not count as training time.
         """
         self.begin_time += seconds
         self.world.seconds_waited = 0.0  # waiting in the evaluation, which is not part of a step
@@ -331,7 +331,7 @@ def describe_speed(timings: Sequence[dict]) -> str:
 
 
 def to_floats(parts: list[tuple[dict[str, Tensor], float]]) -> list[Means]:
-    """Convert all micro-batches' metrics from tensors to floats.
+    """Convert the metrics of all micro-batches from tensors to floats.
 
     All values are copied to the host in a single transfer, because each transfer waits for the GPU.
     """
@@ -341,7 +341,7 @@ def to_floats(parts: list[tuple[dict[str, Tensor], float]]) -> list[Means]:
 
 
 def merge(parts: list[Means]) -> Means:
-    """Average micro-batches' or ranks' metrics, weighted by their numbers of tokens or pairs.
+    """Average the metrics of micro-batches or ranks, weighted by their numbers of tokens or pairs.
 
     Metrics whose names end in _rms are averaged as root mean squares. For the metrics in OVER_STEP, the sum or the
     maximum is computed instead.

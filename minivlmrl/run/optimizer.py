@@ -44,7 +44,7 @@ def make_optimizer(parameters: list, config: TrainingOptions, section: Optimizer
 
 
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
-    """Initialise parameters' optimizer state by taking a step with gradients of 0.
+    """Initialise the optimizer state of parameters by taking a step with gradients of 0.
 
     The step can change the weights, for example by weight decay, so weights must be loaded after this call.
     torch.distributed.checkpoint initialises optimizer states in the same way.
@@ -88,7 +88,7 @@ def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> fl
 
 
 def learning_rate(step: int, config: TrainingOptions) -> float:
-    """Compute a step's learning rate; the first step has the number 0.
+    """Compute the learning rate of a step; the first step has the number 0.
 
     The rate rises linearly over warmup_steps, one step earlier than in TRL, so that step 0 does not have a rate of 0.
     Then it decays to min_lr_ratio * learning_rate at max_steps. For example, with a linear schedule, learning_rate 1,

@@ -1,7 +1,7 @@
 """Check a recipe before its first step, and print notes about its device, model and options.
 
-The checks call each reward function once, compare the prompt lengths with the number of
-the model's positions, and look for options that have no effect.
+The checks call each reward function once, compare the lengths of prompts with the number of positions of the model, and
+look for options that have no effect.
 """
 
 import math

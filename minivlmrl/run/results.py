@@ -1,4 +1,4 @@
-"""Write a run's results: config.yaml, evaluations, summary.json and the weights."""
+"""Write the results of a run: config.yaml, evaluations, summary.json and the weights."""
 
 import os
 import time
@@ -36,7 +36,7 @@ def check_outputs(config: RunConfig):
 
 
 def check_output_dir(config: RunConfig):
-    """Raise ValueError if the run would overwrite an earlier run's results."""
+    """Raise ValueError if the run would overwrite the results of an earlier run."""
     has_states = bool(check_resume(config))
     folder = Path(config.output_dir)
     metrics_file = folder / METRICS

@@ -2,11 +2,9 @@
 
 A line has these fields:
 
-- stage, step, row (the prompt's index in the dataset), where (the row's file and line), prompt
-  and solution;
-- images: the prompt's image paths, relative to the run's folder;
-- truth: the boxes in the solution. Every box is [x1, y1, x2, y2], in fractions of the width and
-  the image's height;
+- stage, step, row (index of the prompt in the dataset), where (file and line of the row), prompt and solution;
+- images: paths of the images in the prompt, relative to the folder of the run;
+- truth: the boxes in the solution. Every box is [x1, y1, x2, y2], in fractions of the image's width and height;
 - completions: a list with one entry per completion in the group.
 
 A completion has these fields:

@@ -86,13 +86,13 @@ def prepare(
 def build_model(
     config: RunConfig, world: World, datasets: dict[str, Dataset] | None = None
 ) -> tuple[VisionLanguageModel, Processor]:
-    """Build a recipe's processor and model; see build_processor and build_weights."""
+    """Build the processor and the model of a recipe; see build_processor and build_weights."""
     processor = build_processor(config, datasets)
     return build_weights(config, world, processor), processor
 
 
 def build_processor(config: RunConfig, datasets: dict[str, Dataset] | None = None) -> Processor:
-    """Load the recipe checkpoint's processor, or build a processor for a random model.
+    """Load the processor of the recipe's checkpoint, or build one for a random model.
 
     A random model uses the task's tokenizer, or a new tokenizer that is trained on the rows.
     """
@@ -116,7 +116,7 @@ def build_weights(config: RunConfig, world: World, processor: Processor) -> Visi
     """Load the recipe's checkpoint, or build a random model, and add adapters and sharding.
 
     Args:
-        processor: the model's processor; a random model has its tokenizer's vocabulary.
+        processor: the model's processor; a random model has the vocabulary of its tokenizer.
     """
     section = config.model
     dtype = DTYPES[section.dtype]

@@ -35,8 +35,8 @@ class StopSignals:
 
     def __init__(self, world: World):
         self.world = replace(world, stop_if_preempted=self.stop_if_preempted)
-        self.first: float | None = None  # the first signal's time
-        self.exit_code = 0  # the run's exit code: PREEMPTED if a signal ended it
+        self.first: float | None = None  # time of the first signal
+        self.exit_code = 0  # exit code of the run: PREEMPTED if a signal ended it
         # returns False during a rollout's optimizer steps, where stopping would lose work
         self.can_stop: Callable[[], bool] = lambda: True
 
@@ -51,7 +51,7 @@ class StopSignals:
         return self
 
     def __exit__(self, _type, error, _traceback) -> bool:
-        """Restore the signal handlers, and print Preempted's message instead of raising it."""
+        """Restore the signal handlers, and print the message of Preempted instead of raising it."""
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         shorten_limits(math.inf)
