@@ -11,6 +11,7 @@ diagnostics/memory.py explains the estimate.
 
 import argparse
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -105,10 +106,9 @@ def find_gpu(text: str) -> tuple[float, Card | None]:
     card = find_card(text)
     if card is not None:
         return card.memory, card
-    try:
+    if re.fullmatch(r"\d{1,3}(\.\d*)?", text):  # 5080 is a card that is not in CARDS
         return float(text) * GB, None
-    except ValueError as error:
-        raise ValueError(f"--gpu_memory is {text!r}, but it must be GB, auto or one of {', '.join(CARDS)}") from error
+    raise ValueError(f"--gpu_memory is {text!r}, but it must be GB, auto or one of {', '.join(CARDS)}")
 
 
 def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:

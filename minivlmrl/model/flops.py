@@ -33,6 +33,7 @@ CARDS = {
     "H100 PCIe": Card(7.56e14, 2.0e12, 80e9),
     "H100 NVL": Card(8.35e14, 3.9e12, 94e9),
     "H100": Card(9.89e14, 3.35e12, 80e9),
+    "A100 40GB": Card(3.12e14, 1.555e12, 40e9),
     "A100": Card(3.12e14, 2.0e12, 80e9),
     "L40S": Card(3.62e14, 8.64e11, 48e9),
     "L4": Card(1.21e14, 3.0e11, 24e9),
@@ -51,6 +52,7 @@ CARDS = {
     "RTX 3090": Card(7.1e13, 9.36e11, 24e9),
     "RTX 3060": Card(2.54e13, 3.6e11, 12e9),
     "T4": Card(8.1e12, 3.2e11, 16e9, before_ampere=True),
+    "V100 32GB": Card(1.57e13, 9.0e11, 32e9, before_ampere=True),
     "V100": Card(1.57e13, 9.0e11, 16e9, before_ampere=True),
 }
 VARIANTS = {"Laptop", "Ti", "SUPER", "Max", "D"}  # words in the name of a slower or faster card

@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
 from minivlmrl.__main__ import main as start
 from minivlmrl.config.loading import load_config
@@ -125,8 +126,26 @@ def test_the_command(tmp_path, capsys):
         r"at least \S+ s for each step \(rollout .*, train .*, optim", shown
     )
     assert re.search(r"disk: \S+ GB of weights are downloaded to HF_HOME, about 6 GB of wheels", shown)
-    with pytest.raises(ValueError, match="--gpu_memory is 'RTX 9', but it must be GB, auto or one of B200, GH200"):
-        find_gpu("RTX 9")
+
+
+@pytest.mark.parametrize(("text", "size"), [
+    ("10.5", 10.5), ("A100", 80), ("NVIDIA A100-SXM4-40GB", 40), ("Tesla V100-SXM2-32GB", 32),
+])  # fmt: skip
+def test_a_card_or_size_is_known(text, size):
+    assert find_gpu(text)[0] == size * GB
+
+
+def test_auto_is_what_is_free_on_the_card(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (15 * GB, 16 * GB))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    assert find_gpu("auto") == (15 * GB, find_card("T4"))
+
+
+@pytest.mark.parametrize("text", ["RTX 9", "5080", "nan", "-8"])
+def test_a_card_that_is_not_known_is_no_size(text):
+    with pytest.raises(ValueError, match=f"--gpu_memory is '{text}', but it must be GB, auto or one of B200, GH200"):
+        find_gpu(text)
 
 
 def test_the_least_seconds_of_a_step_by_hand():
