@@ -7,15 +7,10 @@ turn".
 
 from collections.abc import Callable
 from itertools import groupby
-from pathlib import Path
 
 from torch.nn.functional import pad
 
 from minivlmrl.extras.parity.names import SCOPES
-
-
-class FormulaError(Exception):
-    """A formula in names.py is invalid; the audited step is not at fault."""
 
 
 class Values:
@@ -34,25 +29,6 @@ class Values:
         if hasattr(self._place, name):
             return getattr(self._place, name)
         return self.step[name] if name in self.step else getattr(self.step, name)
-
-
-def formula(function: Callable, step, place=None, **values):
-    """Call a formula from names.py with the values at its place, see Values.
-
-    Raises:
-        RuntimeError, ValueError: the step's sizes or options do not fit the formula.
-        FormulaError: the formula itself is invalid.
-    """
-    try:
-        return function(Values(step, place, **values))
-    except (RuntimeError, ValueError):
-        raise  # the step's sizes or options do not fit, so the formula is not at fault
-    except Exception as error:
-        code = function.__code__
-        raise FormulaError(
-            f"{Path(code.co_filename).name}:{code.co_firstlineno}: the formula is invalid: "
-            f"{type(error).__name__}: {error}"
-        ) from error
 
 
 class Change(dict):
@@ -83,7 +59,7 @@ class Change(dict):
             values["region"] = region
         if not callable(deviation):
             return deviation
-        return formula(deviation, self.d, place, x=x, c=self.get("c", 1.0), **values)
+        return deviation(Values(self.d, place, x=x, c=self.get("c", 1.0), **values))
 
     def inside(self, use: str) -> "Change":
         """Return the deviation for one use of a quantity, such as "the baseline".
@@ -108,7 +84,46 @@ def edited(step, x: list, flags: list, region: list, change: Callable) -> tuple[
     for (flag, inside), run in groupby(triples, key=lambda triple: triple[:2]):
         items = [item for _, _, item in run]
         if inside:
-            items = formula(change, step, x=items)
+            items = change(Values(step, x=items))
         new_items += items
         new_flags += [flag] * len(items)
     return new_items, new_flags
+
+
+def composed(first: dict, then: dict) -> dict | None:
+    """Combine two deviations, the second one after the first; None if both replace a quantity by a value."""
+    if not first or not then:
+        return first or then
+    if "inside" in first or "inside" in then:
+        return None
+    result = numbered(first)
+    for name, x in numbered(then).items():
+        if callable(x) and callable(result.get(name)):
+            x = chained(result[name], x)
+        elif name in result:
+            return None
+        result[name] = x
+    return result
+
+
+def numbered(change: dict) -> dict:
+    """Return a deviation whose formulas contain their fitted number."""
+    if "c" not in change:
+        return dict(change)
+    return {name: with_c(x, change["c"]) for name, x in change.items() if name != "c"}
+
+
+def with_c(formula, c: float):
+    def changed(s):
+        s.c = c
+        return formula(s)
+
+    return changed if callable(formula) else formula
+
+
+def chained(first: Callable, then: Callable) -> Callable:
+    def changed(s):
+        s.x = first(s)
+        return then(s)
+
+    return changed

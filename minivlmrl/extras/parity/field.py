@@ -58,10 +58,15 @@ class Project:
 
     source: str  # package on PyPI or repository
     tried: str  # version, or commit and date, of the table
-    files: dict[str, str]  # names of functions, classes or methods (Class.method) that are read from each file
+    files: str  # "FILE: NAMES; FILE: NAMES", where names are those of functions, classes or methods (Class.method)
     adapters: dict[Callable, str]  # losses that each adapter computes, separated by "; "
     modules: str = ""  # names by which the functions call each other's modules
     others: dict = field(default_factory=dict)  # further global names that they need
+
+    def functions(self) -> list[tuple[str, list[str]]]:
+        """Return each file with the names that are read from it."""
+        parts = [text.partition(": ") for text in self.files.split("; ")]
+        return [(file, names.split()) for file, _, names in parts]
 
 
 def read_functions(project: Project, folder: Path) -> SimpleNamespace:
@@ -72,14 +77,14 @@ def read_functions(project: Project, folder: Path) -> SimpleNamespace:
     """
     theirs = SimpleNamespace(torch=torch, nn=torch.nn, F=F, math=math, np=numpy, enum=enum, **project.others)
     vars(theirs).update(dict.fromkeys(project.modules.split(), theirs))
-    for file, names in project.files.items():
+    for file, names in project.functions():
         found = sorted(folder.rglob(file), key=lambda path: len(path.parts))
         if not found:
             raise ValueError(f"{folder} has no file {file}; give the folder of a clone or of an unpacked wheel")
         nodes = definitions(ast.parse(found[0].read_text()).body)
         for parent, node in list(nodes.items()):
             nodes |= {f"{parent}.{name}": method for name, method in definitions(node.body).items()}
-        for name in names.split():
+        for name in names:
             if name not in nodes:
                 raise ValueError(f"{found[0]} has no {name}; the table was made with {project.source} {project.tried}")
             nodes[name].decorator_list = []
@@ -128,7 +133,7 @@ def section(name: str, verdicts: dict[str, Verdict]) -> str:
     """Return a project's section of the page: where its losses are, and a table with each loss and its findings."""
     project = PROJECTS[name]
     adapters = ", ".join(f"`{adapter.__name__}`" for adapter in project.adapters)
-    files = "; ".join(f"`{'`, `'.join(names.split())}` from {file}" for file, names in project.files.items())
+    files = "; ".join(f"`{'`, `'.join(names)}` from {file}" for file, names in project.functions())
     rows = []
     for loss, verdict in verdicts.items():
         findings = [line for line in verdict.names if line.startswith(("mistake", "design"))]
@@ -152,11 +157,8 @@ def verl(theirs, b, o):
     """verl's policy losses with its default dual clip of 3."""
     averages = {"dr_grpo": "seq-mean-token-sum-norm", "dapo": "token-mean", "cispo": "token-mean"}
     mode = averages.get(o.loss_type, "seq-mean-token-mean")
-    batch = {
-        "batch_num_tokens": o.tokens,
-        "global_batch_size": len(b.mask),
-        "loss_scale_factor": o.max_completion_length,
-    }
+    batch = {"batch_num_tokens": o.tokens, "global_batch_size": len(b.mask)}
+    batch["loss_scale_factor"] = o.max_completion_length
     bounds = {"clip_ratio": 0.2, "clip_ratio_low": o.epsilon_low, "clip_ratio_high": o.epsilon_high}
     config = Settings(**bounds, global_batch_info=batch, tau_pos=1.0, tau_neg=1.05)
     name = "gspo" if is_sequence(o) else o.loss_type if o.loss_type in ("cispo", "sapo") else "vanilla"
@@ -361,124 +363,83 @@ ONE_PROCESS = Settings(gather_for_metrics=lambda x: x, num_processes=1)
 
 PROJECTS = {
     "verl": Project(
-        source="verl on PyPI",
-        tried="0.9.1",
-        files={
-            "verl/trainer/ppo/core_algos.py": "agg_loss compute_policy_loss_vanilla compute_policy_loss_gspo "
-            "compute_policy_loss_cispo compute_policy_loss_sapo kl_penalty kl_penalty_forward",
-            "verl/utils/torch_functional.py": "masked_sum masked_mean",
-        },
-        adapters={verl: "GRPO; GRPO, k3; DAPO; Dr. GRPO; GSPO; CISPO; SAPO"},
-        modules="verl_F",
-        others={"ActorConfig": Settings, "AlgoConfig": enum.Enum},
+        "verl on PyPI", "0.9.1",
+        "verl/trainer/ppo/core_algos.py: agg_loss compute_policy_loss_vanilla compute_policy_loss_gspo "
+        "compute_policy_loss_cispo compute_policy_loss_sapo kl_penalty kl_penalty_forward; "
+        "verl/utils/torch_functional.py: masked_sum masked_mean",
+        {verl: "GRPO; GRPO, k3; DAPO; Dr. GRPO; GSPO; CISPO; SAPO"},
+        "verl_F", {"ActorConfig": Settings, "AlgoConfig": enum.Enum},
     ),
     "EasyR1": Project(
-        source="github.com/hiyouga/EasyR1",
-        tried="b44b311b of 2026-07-30",
-        files={
-            "verl/trainer/core_algos.py": "average_loss compute_policy_loss compute_kl",
-            "verl/utils/torch_functional.py": "masked_mean",
-        },
-        adapters={easyr1: "GRPO; GRPO, k3; DAPO; GSPO; CISPO; SAPO"},
-        modules="VF",
+        "github.com/hiyouga/EasyR1", "b44b311b of 2026-07-30",
+        "verl/trainer/core_algos.py: average_loss compute_policy_loss compute_kl; "
+        "verl/utils/torch_functional.py: masked_mean",
+        {easyr1: "GRPO; GRPO, k3; DAPO; GSPO; CISPO; SAPO"}, "VF",
     ),
     "OpenRLHF": Project(
-        source="openrlhf on PyPI",
-        tried="0.11.2",
-        files={
-            "openrlhf/models/loss.py": "aggregate_loss PolicyLoss SFTLoss DPOLoss",
-            "openrlhf/models/utils.py": "compute_approx_kl masked_mean",
-        },
-        adapters={openrlhf: "GRPO; GRPO, k3; DAPO; GSPO", openrlhf_dpo: "DPO; IPO", openrlhf_sft: "SFT"},
+        "openrlhf on PyPI", "0.11.2",
+        "openrlhf/models/loss.py: aggregate_loss PolicyLoss SFTLoss DPOLoss; "
+        "openrlhf/models/utils.py: compute_approx_kl masked_mean",
+        {openrlhf: "GRPO; GRPO, k3; DAPO; GSPO", openrlhf_dpo: "DPO; IPO", openrlhf_sft: "SFT"},
     ),
     "rlhf-book": Project(
-        source="github.com/natolambert/rlhf-book",
-        tried="a66b0bf1 of 2026-08-21",
-        files={
-            "code/policy_gradients/loss.py": "approx_kl1 approx_kl2 approx_kl3 get_approx_kl masked_mean GRPOLoss "
-            "DAPOLoss GSPOLoss CISPOLoss SAPOLoss",
-            "code/direct_alignment/loss.py": "DPOLoss IPOLoss",
-        },
-        adapters={rlhf_book: "GRPO; GRPO, k3; DAPO; GSPO; CISPO; SAPO", rlhf_book_dpo: "DPO; IPO"},
+        "github.com/natolambert/rlhf-book", "a66b0bf1 of 2026-08-21",
+        "code/policy_gradients/loss.py: approx_kl1 approx_kl2 approx_kl3 get_approx_kl masked_mean GRPOLoss DAPOLoss "
+        "GSPOLoss CISPOLoss SAPOLoss; code/direct_alignment/loss.py: DPOLoss IPOLoss",
+        {rlhf_book: "GRPO; GRPO, k3; DAPO; GSPO; CISPO; SAPO", rlhf_book_dpo: "DPO; IPO"},
     ),
     "slime": Project(
-        source="github.com/THUDM/slime",
-        tried="624b824a of 2026-08-21",
-        files={"slime/utils/ppo_utils.py": "compute_approx_kl compute_policy_loss compute_cispo_loss"},
-        adapters={slime: "GRPO; GRPO, k3; GRPO, weighted k3; DAPO; CISPO"},
+        "github.com/THUDM/slime", "624b824a of 2026-08-21",
+        "slime/utils/ppo_utils.py: compute_approx_kl compute_policy_loss compute_cispo_loss",
+        {slime: "GRPO; GRPO, k3; GRPO, weighted k3; DAPO; CISPO"},
     ),
     "AReaL": Project(
-        source="areal on PyPI",
-        tried="1.0.4",
-        files={
-            "areal/utils/functional/functional.py": "_compute_sequence_level_ratio_and_advantages ppo_actor_loss_fn "
-            "sapo_loss_fn dpo_pair_logratios dpo_preference_loss"
-        },
-        adapters={areal: "DAPO; GSPO; SAPO", areal_dpo: "DPO; IPO"},
+        "areal on PyPI", "1.0.4",
+        "areal/utils/functional/functional.py: _compute_sequence_level_ratio_and_advantages ppo_actor_loss_fn "
+        "sapo_loss_fn dpo_pair_logratios dpo_preference_loss",
+        {areal: "DAPO; GSPO; SAPO", areal_dpo: "DPO; IPO"},
     ),
     "SkyRL": Project(
-        source="skyrl on PyPI",
-        tried="0.3.0",
-        files={
-            "skyrl_train/utils/ppo_utils.py": "compute_approx_kl ppo_policy_loss sapo_policy_loss gspo_policy_loss "
-            "compute_policy_loss_cispo reduce_loss apply_loss_reduction_to_advantages_minibatch",
-            "skyrl_train/utils/torch_utils.py": "masked_mean safe_exp_delta",
-            "skyrl_train/utils/off_policy_correction_utils.py": "apply_off_policy_correction",
-        },
-        adapters={skyrl: "GRPO; GRPO, k3; DAPO; Dr. GRPO; GSPO; CISPO; SAPO"},
+        "skyrl on PyPI", "0.3.0",
+        "skyrl_train/utils/ppo_utils.py: compute_approx_kl ppo_policy_loss sapo_policy_loss gspo_policy_loss "
+        "compute_policy_loss_cispo reduce_loss apply_loss_reduction_to_advantages_minibatch; "
+        "skyrl_train/utils/torch_utils.py: masked_mean safe_exp_delta; "
+        "skyrl_train/utils/off_policy_correction_utils.py: apply_off_policy_correction",
+        {skyrl: "GRPO; GRPO, k3; DAPO; Dr. GRPO; GSPO; CISPO; SAPO"},
     ),
     "unsloth": Project(
-        source="unsloth_zoo on PyPI",
-        tried="2026.10.9",
-        files={"unsloth_zoo/rl_replacements.py": "grpo_compute_loss"},
-        adapters={unsloth: "GRPO; GRPO, k3; GRPO, weighted k3; DAPO; Dr. GRPO; GSPO; CISPO; SAPO"},
+        "unsloth_zoo on PyPI", "2026.10.9", "unsloth_zoo/rl_replacements.py: grpo_compute_loss",
+        {unsloth: "GRPO; GRPO, k3; GRPO, weighted k3; DAPO; Dr. GRPO; GSPO; CISPO; SAPO"},
     ),
     "ms-swift": Project(
-        source="ms-swift on PyPI",
-        tried="4.6.0",
-        files={"swift/rlhf_trainers/grpo_trainer.py": "GRPOTrainer._compute_loss_and_metrics"},
-        adapters={ms_swift: "GRPO; GRPO, k3; DAPO; Dr. GRPO; GSPO; CISPO; SAPO"},
-        others={
-            "WINDOW_NORMALIZED_LOSS_TYPES": ["cispo", "dapo", "fipo"],
-            "gather_object": list,
-            "nanmin": torch.min,
-            "nanmax": torch.max,
-        },
+        "ms-swift on PyPI", "4.6.0",
+        "swift/rlhf_trainers/grpo_trainer.py: GRPOTrainer._compute_loss_and_metrics",
+        {ms_swift: "GRPO; GRPO, k3; DAPO; Dr. GRPO; GSPO; CISPO; SAPO"},
+        others={"WINDOW_NORMALIZED_LOSS_TYPES": ["cispo", "dapo", "fipo"], "gather_object": list}
+        | {"nanmin": torch.min, "nanmax": torch.max},
     ),
     "open-instruct": Project(
-        source="github.com/allenai/open-instruct",
-        tried="e6c3044a of 2026-08-20",
-        files={
-            "open_instruct/grpo_utils.py": "GRPOLossType compute_grpo_loss",
-            "open_instruct/model_utils.py": "estimate_kl",
-            "open_instruct/dpo_utils.py": "dpo_loss",
-        },
-        adapters={open_instruct: "DAPO; CISPO", open_instruct_dpo: "DPO"},
-        modules="model_utils",
+        "github.com/allenai/open-instruct", "e6c3044a of 2026-08-20",
+        "open_instruct/grpo_utils.py: GRPOLossType compute_grpo_loss; open_instruct/model_utils.py: estimate_kl; "
+        "open_instruct/dpo_utils.py: dpo_loss",
+        {open_instruct: "DAPO; CISPO", open_instruct_dpo: "DPO"}, "model_utils",
     ),
     "NeMo-RL": Project(
-        source="github.com/NVIDIA-NeMo/RL",
-        tried="7ea279ab of 2026-08-22",
-        files={
-            "nemo_rl/algorithms/utils.py": "calculate_kl masked_mean",
-            "nemo_rl/algorithms/loss/interfaces.py": "LossType LossInputType MetricNormalizer",
-            "nemo_rl/algorithms/loss/loss_functions.py": "ClippedPGLossConfig ClippedPGLossFn NLLLossFn "
-            "PreferenceLossFn DPOLossConfig DPOLossFn",
-        },
-        adapters={nemo_rl: "GRPO; GRPO, k3; GRPO, weighted k3; DAPO; GSPO; CISPO", nemo_rl_dpo: "DPO"},
+        "github.com/NVIDIA-NeMo/RL", "7ea279ab of 2026-08-22",
+        "nemo_rl/algorithms/utils.py: calculate_kl masked_mean; "
+        "nemo_rl/algorithms/loss/interfaces.py: LossType LossInputType MetricNormalizer; "
+        "nemo_rl/algorithms/loss/loss_functions.py: ClippedPGLossConfig ClippedPGLossFn NLLLossFn PreferenceLossFn "
+        "DPOLossConfig DPOLossFn",
+        {nemo_rl: "GRPO; GRPO, k3; GRPO, weighted k3; DAPO; GSPO; CISPO", nemo_rl_dpo: "DPO"},
         others={"BaseModel": Settings, "LossFunction": Settings},
     ),
     "VLM-R1": Project(
-        source="github.com/om-ai-lab/VLM-R1",
-        tried="90052f47 of 2026-07-07",
-        files={"open_r1/trainer/grpo_trainer.py": "VLMGRPOTrainer.compute_loss"},
-        adapters={vlm_r1: "GRPO; GRPO, k3"},
+        "github.com/om-ai-lab/VLM-R1", "90052f47 of 2026-07-07",
+        "open_r1/trainer/grpo_trainer.py: VLMGRPOTrainer.compute_loss", {vlm_r1: "GRPO; GRPO, k3"},
     ),
     "prime-rl": Project(
-        source="github.com/PrimeIntellect-ai/prime-rl",
-        tried="559b4477 of 2026-08-21",
-        files={"prime_rl/trainer/rl/loss.py": "_safe_mean ce_loss_fn"},
-        adapters={prime_rl_sft: "SFT"},
+        "github.com/PrimeIntellect-ai/prime-rl", "559b4477 of 2026-08-21",
+        "prime_rl/trainer/rl/loss.py: _safe_mean ce_loss_fn", {prime_rl_sft: "SFT"},
         others={"LossOutputs": Settings},
     ),
-}
+}  # fmt: skip

@@ -95,7 +95,7 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
     for case, options, batch, value, slope in cases(kind=kind, **only):
         result = compare(my_loss, options, batch, value, slope)
         found.append((result, value))
-        steps.append((batch, options, result.loss, result.gradient))
+        steps.append((batch, options, result.loss, result.gradient, tolerance))
         if result.error <= tolerance:
             agreeing.append(options)
         else:
@@ -114,7 +114,7 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
         verdict.names = [f"design: the value has a constant of {constant:.6g} without gradient"]
         return verdict
     searched = [as_step(*step) for step in steps]
-    parts = find_names(searched, tolerance, seconds)
+    parts = find_names(searched, seconds)
     verdict.kinds, verdict.names = [part[0].kind for part in parts.parts], lines_of(parts, searched)
     if not verdict.kinds and all(result.gradient_error <= tolerance for result, _ in found):
         verdict.kinds = ["design"]

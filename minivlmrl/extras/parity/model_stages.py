@@ -20,6 +20,8 @@ from minivlmrl.model.rope import get_rope_index
 # tolerated error after a model in float32, as a multiple of the tolerance in all other stages
 THROUGH_A_MODEL = 50.0
 HALF = 100.0  # further factor for a model that runs in bfloat16, float16 or an unknown dtype
+# pieces in a change that apply to a model's outputs, so that the forward needs no repetition
+AFTER_FORWARD = {"logps", "mode", "inside"}
 
 
 def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = False):
@@ -34,8 +36,7 @@ def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = Fal
     Raises:
         SearchEndedError: a search's deadline has passed.
     """
-    later = ("logps", "mode")  # applied to the outputs
-    deviations = str({name: value for name, value in change.items() if name not in later})
+    deviations = str({name: value for name, value in change.items() if name not in AFTER_FORWARD})
     images = shown(d)
     attended = change("attended", d["attention_mask"].bool() | d["completion_mask"].bool())
     model = None
@@ -106,11 +107,10 @@ def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, ima
     seen_patches = patches[is_seen.repeat_interleave(sizes)].to(model.lm_head.weight)
     batch = pack([Prompt(seen_ids, seen_patches, grids[is_seen])], [[]], config)
     batch.input_ids = ids
-    padding = int(d["attention_mask"][row].long().argmax())  # number of padding tokens on the left
-    placed_ids = change("marks", ids.where(picture_numbers < len(grids), -1), padding=padding)
     batch.position_ids = change(
         "positions",
-        get_rope_index(placed_ids, grids[has_tokens], config),  # also for images that are hidden
+        # also for images that are hidden
+        get_rope_index(ids.where(picture_numbers < len(grids), -1), grids[has_tokens], config),
         indices=torch.arange(len(ids)).expand(3, -1),
         own=d.completion[row, attended],
         pictures=picture_numbers,

@@ -80,12 +80,10 @@ def without_epsilon(says: str, change: dict) -> dict[str, dict]:
 
 
 def times(s):
-    """Multiply by the fitted number."""
     return s.c * s.x
 
 
 def fitted_number(s):
-    """Return the fitted number itself."""
     return s.c
 
 
@@ -255,6 +253,8 @@ GENERAL = {*(LINEAR | TIMES).values(), *NONLINEAR.values(), *(BY_TOKEN | OF_RATI
 # a fitted factor that multiplies all numbers in a stage
 FACTOR = Quantity("factor", "", "the effective learning rate changes")
 
+of_kl = partial(Quantity, about="KLs, which need beta and a reference", needs="ref_per_token_logps")
+
 # uses to which a cause may be limited: stages, uses, and the quantity ("" means any)
 SCOPES = [
     ("advantages", ["the reward", "the baseline", "the divisor"], ""),
@@ -274,12 +274,10 @@ AVERAGES = "averages, which need completions of different lengths"
 MICRO_BATCHES = "averages of micro-batches, which need several micro-batches with different numbers of tokens"
 CHANGED = "ratios, which need a policy that has changed since the rollout"
 CLIPPING = "clipping, which needs a ratio outside of 1 - epsilon_low to 1 + epsilon_high"
-KLS = "KLs, which need beta and a reference"
 CLIPPED = "gradient clipping, which needs a norm greater than max_grad_norm"
 DECAY = "weight decay, which needs weight_decay > 0"
 ADAM = "betas and states of Adam, which need a later step than the first"
 SCHEDULES = "schedules, which need a step at which the learning rate changes"
-REFERENCE = "ref_per_token_logps"
 
 ALL_STAGES = "advantages, rows, logps, loss, gradients, clip, update, schedule"
 RATE = "the effective learning rate changes", "run/optimizer.py: learning_rate; accelerate 963", SCHEDULES
@@ -311,15 +309,13 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("group", "advantages", "the baseline is wrong", "R1-V PR 49, NeMo-RL PR 3882", about=GROUPS): {
         "groups contain twice as many completions": lambda s: s.index // (2 * s.group_size),
         "groups contain half as many completions": lambda s: s.index // (s.group_size / 2),
-        "prompts with the same text but different images form one group": lambda s: s.prompt_texts(),
         "a completion belongs to the group of {}": ROLLOUT_ROWS,
     },
     Quantity("group mean", "advantages", "more variance or bias", "PipelineRL PR 54", about=BASELINES): {
         "no baseline is subtracted": lambda s: s.x * 0,
         "the baseline is the mean of all rewards of the rollout": lambda s: s.all_judged.mean(),
-        "the baseline is the mean of the other completions of the group": lambda s: (
-            (s.judged.sum() - s.rewards) / max(1, len(s.judged) - 1)
-        ),
+        "the baseline is the mean of the other completions of the group":
+            lambda s: (s.judged.sum() - s.rewards) / max(1, len(s.judged) - 1),
         "the mean also counts completions without a reward": lambda s: s.judged.sum() / len(s.rewards),
         "the baseline is the median of the group": lambda s: s.judged.median(),
         "the baseline is the mean of the group's first half": lambda s: s.judged[: len(s.judged) // 2].mean(),
@@ -406,9 +402,9 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     },
     Quantity("ended", "mask", "the wrong completions are trained", "TRL mask_truncated_completions"): {
         "a truncated completion is in the loss if an earlier turn ended": lambda s: s.end_tokens.any(1, keepdim=True),
-        "a completion that ends at the maximum length counts as truncated": lambda s: (
-            s.x & ((s.text_follows & s.completion).sum(1, True) < (s.about.get("max_completion_length") or s.width))
-        ),
+        "a completion that ends at the maximum length counts as truncated":
+            lambda s: s.x & (
+                (s.text_follows & s.completion).sum(1, True) < (s.about.get("max_completion_length") or s.width)),
     },
     Quantity("mask", "mask, loss", "the policy never learns to stop", "TRL PR 3200, 7039", about=END_TOKENS): {
         "the end token is not trained on": lambda s: s.x * ~end_tokens(s).bool()
@@ -440,80 +436,55 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     # all losses
     Quantity("mean_over", "loss", "short micro-batches count more", "arXiv 2604.23747", about=MICRO_BATCHES): {
         "each micro-batch is averaged by itself, and then the means are averaged": "micro_batch",
-        "each micro-batch is averaged by itself, and the means are added": {
-            "mean_over": "micro_batch",
-            "factor": lambda s: len(s.micro_batches),
-        },
+        "each micro-batch is averaged by itself, and the means are added":
+            {"mean_over": "micro_batch", "factor": lambda s: len(s.micro_batches)},
     },
-    Quantity(
-        "average",
-        "grpo",
-        "completions of other lengths weigh more",
-        "losses/grpo.py: AVERAGES",
-        AVERAGES,
-        who="TRL: loss_type; verl: loss_agg_mode; OpenRLHF: token_level_loss",
-    ): {
+    Quantity("average", "grpo", "completions of other lengths weigh more", "losses/grpo.py: AVERAGES", AVERAGES,
+        who="TRL: loss_type; verl: loss_agg_mode; OpenRLHF: token_level_loss"): {
         "the loss is averaged as in grpo, over the tokens of each row and then over the rows": "grpo",
         "the loss is averaged as in dapo, over all tokens of the step": "dapo",
         "the loss is averaged as in dr_grpo, over a fixed length and then over the rows": "dr_grpo",
         "the loss is averaged as in luspo, summed over the tokens of each row and averaged over the rows": "luspo",
         "the loss is averaged as in bnpo, over the tokens of each micro-batch": "bnpo",
     },
-    Quantity(
-        "mean",
-        "grpo, sft",
-        "the effective learning rate changes with lengths and rows",
-        about=AVERAGES,
-        who="trainers that divide later, or choose the length: verl's seq-mean-token-sum-norm",
-    ): {
+    Quantity("mean", "grpo, sft", "the effective learning rate changes with lengths and rows", about=AVERAGES,
+        who="trainers that divide later, or choose the length: verl's seq-mean-token-sum-norm"): {
         "the loss is the sum over all tokens instead of a mean": lambda s: s.terms.sum(),
         "the loss is the sum over the rows of their means": lambda s: row_mean(s.terms, s.mask).sum(),
-        "the loss is divided by all columns, padding included": lambda s: (
-            s.terms.sum() / s.completion[0].sum() / len(s.all_rows)
-        ),
-        "the loss is divided by the rows and by the length of the longest completion": lambda s: (
-            s.terms.sum() / s.mask.sum(1).max() / len(s.all_rows)
-        ),
+        "the loss is divided by all columns, padding included":
+            lambda s: s.terms.sum() / s.completion[0].sum() / len(s.all_rows),
+        "the loss is divided by the rows and by the length of the longest completion":
+            lambda s: s.terms.sum() / s.mask.sum(1).max() / len(s.all_rows),
         "the loss is divided by a fixed length of {c} for each row": lambda s: s.terms.sum() / s.c / len(s.all_rows),
     },
     Quantity("average", "sft", "completion lengths are weights", "arXiv 2604.23747", about=AVERAGES): {
         f"each row of {name} is averaged by itself": {"average": "grpo", "loss_type": name} for name in ("nll", "dft")
     },
     Quantity("mean", "grpo", "tokens are weighted differently", "verl issue 7200, rllm PR 512, TRL PR 6439"): {
-        "the means of the rows are added within a micro-batch instead of averaged": lambda s: (
-            row_mean(s.terms, s.mask).sum() / len(s.micro_batches)
-        ),
-        "the mean also divides by tokens of truncated completions": {
-            "rollout tokens": lambda s: s.step.get("rollout_drawn")
-        },
+        "the means of the rows are added within a micro-batch instead of averaged":
+            lambda s: row_mean(s.terms, s.mask).sum() / len(s.micro_batches),
         "the loss is averaged over each row's tokens and then over the rows, and a row without tokens gives NaN": (
             lambda s: (s.terms.sum(1) / s.mask.sum(1)).sum() / len(s.all_rows)
         ),
-        "the mean of the rows is only over rows with a token": lambda s: (
-            row_mean(s.terms, s.mask).sum() / (s.completion_mask.sum(1) > 0).sum()
-        ),
+        "the mean of the rows is only over rows with a token":
+            lambda s: row_mean(s.terms, s.mask).sum() / (s.completion_mask.sum(1) > 0).sum(),
         "advantages are normalised again within each micro-batch": {
             "advantages": lambda s: torch.cat(
                 [(x - x.mean()) / (x.std() + 1e-8) for x in (s.x[part] for part in s.micro_batches)]
             )
         },
-        "the mean divides only by tokens of rows with an advantage other than 0": {
-            "mask": lambda s: s.x * s.has_advantage()[:, None],
-            "inside": ["the count"],
-        },
-        "the mean of the rows is only over those with an advantage other than 0": lambda s: (
-            row_mean(s.terms, s.mask).sum() / s.has_advantage().sum()
-        ),
-        "loss terms are averaged twice, over the tokens of {}, then over these means": spans(
-            lambda s: (s.terms * span_shares(s)).sum() / span_shares(s).sum().clamp(min=1) / len(s.micro_batches)
-        ),
+        "the mean divides only by tokens of rows with an advantage other than 0":
+            {"mask": lambda s: s.x * s.has_advantage()[:, None], "inside": ["the count"]},
+        "the mean of the rows is only over those with an advantage other than 0":
+            lambda s: row_mean(s.terms, s.mask).sum() / s.has_advantage().sum(),
+        "loss terms are averaged twice, over the tokens of {}, then over these means":
+            spans(lambda s: (s.terms * span_shares(s)).sum() / span_shares(s).sum().clamp(min=1)
+                  / len(s.micro_batches)),
     },
     Quantity("mask", "loss", "the effective learning rate changes", "losses/grpo.py: AVERAGES"): {
         "the mean is computed over the step instead of over each micro-batch": {"mean_over": "step"},
-        "sums are divided by one token too many per row, as if counted before labels are shifted": {
-            "mask": lambda s: torch.maximum(s.x, s.x.roll(-1, 1)),
-            "inside": ["the count"],
-        },
+        "sums are divided by one token too many per row, as if counted before labels are shifted":
+            {"mask": lambda s: torch.maximum(s.x, s.x.roll(-1, 1)), "inside": ["the count"]},
     },
     Quantity("weights", "grpo", "rows or tokens are weighted differently", "verl 2506"): {
         "the loss of a row is multiplied by its advantage": lambda s: s.x * s.advantages.view(len(s.x), -1),
@@ -550,13 +521,9 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("old", "grpo", "ratios contain the sampler's errors", needs="sampler_logps"): {
         "old log-probabilities are the sampler's": lambda s: s.sampler_logps
     },
-    Quantity(
-        "ratio",
-        "grpo",
-        "ratios beyond the bound get no gradient",
-        needs="old_per_token_logps",
-        who="verl, OpenRLHF, EasyR1 and SkyRL, with a bound of 20",
-    ): having("the log of the ratio", {text: in_log(formula) for text, formula in CLAMPED.items()}),
+    Quantity("ratio", "grpo", "ratios beyond the bound get no gradient", needs="old_per_token_logps",
+        who="verl, OpenRLHF, EasyR1 and SkyRL, with a bound of 20"):
+        having("the log of the ratio", {text: in_log(formula) for text, formula in CLAMPED.items()}),
     Quantity("log-ratio", "grpo", "the update is different", "GSPO eq. 7", needs="old_per_token_logps"): {
         **having("the log of the ratio", LINEAR, ROUNDED, CURVED, UNCLAMPED, BY_TOKEN, OF_RATIOS),
         "the log of the ratio is averaged over {}": {
@@ -564,47 +531,29 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
             "importance_sampling_level": "token",
         },
     },
-    Quantity(
-        "terms",
-        "grpo",
-        "tokens with a negative advantage that are much likelier than before get no gradient",
-        "arXiv 1912.09729",
-        CLIPPING,
-        who="verl: clip_ratio_c; EasyR1: clip_ratio_dual; slime: eps_clip_c; TRL: delta",
-    ): {
+    Quantity("terms", "grpo", "tokens with a negative advantage that are much likelier than before get no gradient",
+        "arXiv 1912.09729", CLIPPING,
+        who="verl: clip_ratio_c; EasyR1: clip_ratio_dual; slime: eps_clip_c; TRL: delta"): {
         "dual clip: with a negative advantage, a ratio counts at most {c}": lambda s: s.x.where(
             s.advantages >= 0, s.x.minimum(-s.c * s.advantages * s.weights)
         )
     },
-    Quantity(
-        "terms",
-        "grpo",
-        "other ratios get the largest weight",
-        "MiniMax-M1 eq. 5",
-        CLIPPING,
-        who="most projects; TRL's and ms-swift's epsilon_high is the bound itself",
-    ): {
-        "cispo's ratio is clamped to 1 - epsilon_low and 1 + epsilon_high": cispo(
-            lambda s: s.ratio.clamp(1 - s.options.epsilon_low, 1 + s.options.epsilon_high)
-        ),
+    Quantity("terms", "grpo", "other ratios get the largest weight", "MiniMax-M1 eq. 5", CLIPPING,
+        who="most projects; TRL's and ms-swift's epsilon_high is the bound itself"): {
+        "cispo's ratio is clamped to 1 - epsilon_low and 1 + epsilon_high":
+            cispo(lambda s: s.ratio.clamp(1 - s.options.epsilon_low, 1 + s.options.epsilon_high)),
         "cispo's ratio is at most 1 + epsilon_high": cispo(lambda s: s.ratio.clamp(max=1 + s.options.epsilon_high)),
-        "cispo's ratio is clamped to 1 - epsilon_low and epsilon_high": cispo(
-            lambda s: s.ratio.clamp(1 - s.options.epsilon_low, s.options.epsilon_high)
-        ),
+        "cispo's ratio is clamped to 1 - epsilon_low and epsilon_high":
+            cispo(lambda s: s.ratio.clamp(1 - s.options.epsilon_low, s.options.epsilon_high)),
     },
     Quantity("terms", "grpo", "off-policy updates are too large", "losses/grpo.py: clipped", about=CLIPPING): {
-        "the maximum of the clipped and the unclipped objective is used instead of the minimum": {
-            "advantages": lambda s: -s.x,
-            "terms": lambda s: -s.x,
-        },
-        "only the clipped term is used, without the minimum": lambda s: (
-            -s.ratio.clamp(1 - s.options.epsilon_low, 1 + s.options.epsilon_high) * s.advantages * s.weights
-        ),
+        "the maximum of the clipped and the unclipped objective is used instead of the minimum":
+            {"advantages": lambda s: -s.x, "terms": lambda s: -s.x},
+        "only the clipped term is used, without the minimum":
+            lambda s: -s.ratio.clamp(1 - s.options.epsilon_low, 1 + s.options.epsilon_high) * s.advantages * s.weights,
         "the policy term is multiplied by the ratio a second time": lambda s: s.x * s.ratio,
-        "epsilon_low and epsilon_high are swapped": {
-            "epsilon_low": lambda s: s.epsilon_high,
-            "epsilon_high": lambda s: s.epsilon_low,
-        },
+        "epsilon_low and epsilon_high are swapped":
+            {"epsilon_low": lambda s: s.epsilon_high, "epsilon_high": lambda s: s.epsilon_low},
         "ratios are not clipped": {"epsilon_low": math.inf, "epsilon_high": math.inf},
     },
     Quantity("epsilon_high", "grpo", "the update is different", "DAPO, clip higher", about=CLIPPING): {
@@ -619,9 +568,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "epsilon_low is {c}": fitted_number,
     },
     Quantity("terms", "grpo", "off-policy updates are too large", "PPO eq. 7", about=CLIPPING): {
-        "the maximum of the clipped and the unclipped objective is used for negative advantages": lambda s: (
-            -s.ratio.clamp(max=1 + s.options.epsilon_high) * s.advantages * s.weights
-        )
+        "the maximum of the clipped and the unclipped objective is used for negative advantages":
+            lambda s: -s.ratio.clamp(max=1 + s.options.epsilon_high) * s.advantages * s.weights,
     },
     **options("grpo", "tokens that are far off-policy are trained", off_policy_mask_threshold=None),
     Quantity("delta", "grpo", "tokens that are far off-policy are trained"): {"delta is ignored": None},
@@ -630,7 +578,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("terms", "grpo", "the update is different", "losses/grpo.py: clipped"): having(
         "the policy term, without KL and entropy,", NONLINEAR, BY_TOKEN
     ),
-    Quantity("terms", "grpo", "the effective beta changes", "losses/grpo.py: clipped", needs=REFERENCE): having(
+    of_kl("terms", "grpo", "the effective beta changes", "losses/grpo.py: clipped", about=""): having(
         "the policy term, without KL and entropy,", LINEAR
     ),
     Quantity("correction", "grpo", "rows are weighted differently", needs="importance_sampling_ratio"): {
@@ -641,85 +589,50 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("entropies", "grpo", "the policy becomes too sure or too random", needs="entropies"): having(
         "the entropy of a token", TIMES, LINEAR, NONLINEAR, BY_TOKEN
     ),
-    Quantity("kl_estimator", "grpo", "another divergence is penalised", "NeMo-RL PR 2506", about=KLS): choices(
+    of_kl("kl_estimator", "grpo", "another divergence is penalised", "NeMo-RL PR 2506"): choices(
         "the KL estimator is {}", "k1", "k2", "k3"
     ),
-    Quantity(
-        "use_bias_correction_kl",
-        "grpo",
-        "the gradient of the KL is biased off-policy",
-        "TRL up to 1.9, PR 6594",
-        about=KLS,
-        needs=REFERENCE,
-        who="most projects; TRL: use_bias_correction_kl",
-    ): {"the KL is not weighted with the ratio": False, "the KL is weighted with the ratio": True},
-    Quantity("KL", "grpo", "the effective beta changes", "TRL up to 1.9, PR 6594", about=KLS, needs=REFERENCE): {
+    of_kl("use_bias_correction_kl", "grpo", "the gradient of the KL is biased off-policy", "TRL up to 1.9, PR 6594",
+        who="most projects; TRL: use_bias_correction_kl"):
+        {"the KL is not weighted with the ratio": False, "the KL is weighted with the ratio": True},
+    of_kl("KL", "grpo", "the effective beta changes", "TRL up to 1.9, PR 6594"): {
         "the KL is multiplied by beta twice": lambda s: s.options.beta * s.x,
-        "the KL estimator is k2, and the ratio that weights it is not detached": lambda s: (
-            (s.per_token_logps - s.ref_per_token_logps).square() / 2 * s.ratio
-        ),
-        "the KL is weighted with the ratio of its token instead of its sequence": lambda s: (
-            s.x / s.ratio * (s.per_token_logps - s.old_per_token_logps).exp()
-        ),
+        "the KL estimator is k2, and the ratio that weights it is not detached":
+            lambda s: (s.per_token_logps - s.ref_per_token_logps).square() / 2 * s.ratio,
+        "the KL is weighted with the ratio of its token instead of its sequence":
+            lambda s: s.x / s.ratio * (s.per_token_logps - s.old_per_token_logps).exp(),
         **having("the KL", TIMES, LINEAR, ROUNDED, CURVED, UNCLAMPED, BY_TOKEN),
     },
-    Quantity(
-        "KL",
-        "grpo",
-        "the gradient has the term of the sampled tokens, too",
-        "arXiv 2506.09477",
-        KLS,
-        REFERENCE,
-        who="NeMo-RL, which weights k3 like this on policy",
-    ): {
-        "the KL is weighted with the policy over itself, which is 1 and has a gradient": lambda s: (
-            s.x * (s.per_token_logps - s.per_token_logps.detach()).exp()
-        )
+    of_kl("KL", "grpo", "the gradient has the term of the sampled tokens, too", "arXiv 2506.09477",
+        who="NeMo-RL, which weights k3 like this on policy"): {
+        "the KL is weighted with the policy over itself, which is 1 and has a gradient":
+            lambda s: s.x * (s.per_token_logps - s.per_token_logps.detach()).exp(),
     },
-    Quantity(
-        "KL estimate",
-        "grpo",
-        "tokens far from the reference are not drawn back",
-        about=KLS,
-        needs=REFERENCE,
-        who="verl, EasyR1, OpenRLHF, SkyRL, ms-swift, unsloth and slime, with a bound of 10",
-    ): having("the KL", CLAMPED),
-    Quantity(
-        "KL",
-        "grpo",
-        "tokens far from the reference are not drawn back",
-        about=KLS,
-        needs=REFERENCE,
-        who="slime, unsloth and NeMo-RL, with a bound of 10",
-    ): having("the KL, after it is weighted with the ratio,", CLAMPED),
-    Quantity(
-        "reference",
-        "grpo",
-        "tokens far from the reference are not drawn back",
-        about=KLS,
-        needs=REFERENCE,
-        who="verl and EasyR1, with a bound of 20",
-    ): {
-        "the log-ratio in the KL is clamped to -{c} and {c}": lambda s: (
-            s.per_token_logps + (s.x - s.per_token_logps).clamp(-s.c, s.c)
-        ),
-        "the log-ratio in the KL is at most {c}": lambda s: (
-            s.per_token_logps + (s.x - s.per_token_logps).clamp(max=s.c)
-        ),
+    of_kl("KL estimate", "grpo", "tokens far from the reference are not drawn back",
+        who="verl, EasyR1, OpenRLHF, SkyRL, ms-swift, unsloth and slime, with a bound of 10"):
+        having("the KL", CLAMPED),
+    of_kl("KL", "grpo", "tokens far from the reference are not drawn back",
+        who="slime, unsloth and NeMo-RL, with a bound of 10"):
+        having("the KL, after it is weighted with the ratio,", CLAMPED),
+    of_kl("reference", "grpo", "tokens far from the reference are not drawn back",
+        who="verl and EasyR1, with a bound of 20"): {
+        "the log-ratio in the KL is clamped to -{c} and {c}":
+            lambda s: s.per_token_logps + (s.x - s.per_token_logps).clamp(-s.c, s.c),
+        "the log-ratio in the KL is at most {c}":
+            lambda s: s.per_token_logps + (s.x - s.per_token_logps).clamp(max=s.c),
     },
-    Quantity("KL estimate", "grpo", "the KL is rewarded", "rlhf-book: approx_kl1", about=KLS, needs=REFERENCE): {
+    of_kl("KL estimate", "grpo", "the KL is rewarded", "rlhf-book: approx_kl1"): {
         "the KL estimator is k1 with the wrong sign": lambda s: s.ref_per_token_logps - s.per_token_logps
     },
-    Quantity("KL estimate", "grpo", "small KLs are rounding errors", "tunix 2315", about=KLS, needs=REFERENCE): {
-        "k3 loses its digits, because it is exp(d) - d - 1 in float32 instead of expm1(d) - d": lambda s: (
-            s.k3_in_float32 if s.options.kl_estimator == "k3" else s.x
-        )
+    of_kl("KL estimate", "grpo", "small KLs are rounding errors", "tunix 2315"): {
+        "k3 loses its digits, because it is exp(d) - d - 1 in float32 instead of expm1(d) - d":
+            lambda s: s.k3_in_float32 if s.options.kl_estimator == "k3" else s.x,
     },
-    Quantity("reference", "grpo", "another divergence is penalised", "verl", about=KLS, needs=REFERENCE): {
+    of_kl("reference", "grpo", "another divergence is penalised", "verl"): {
         "policy and reference are swapped in the KL": lambda s: 2 * s.per_token_logps - s.ref_per_token_logps,
         "the reference is the old policy": lambda s: s.old_per_token_logps,
     },
-    Quantity("reference", "grpo, dpo", "the policy may leave the reference", "DPO eq. 7", about=KLS, needs=REFERENCE): {
+    of_kl("reference", "grpo, dpo", "the policy may leave the reference", "DPO eq. 7"): {
         "the reference moves with the policy": lambda s: s.per_token_logps.detach(),
         "the reference is left out, so its log-probabilities are 0": lambda s: 0 * s.x,
         **having("the reference's log-probability", LINEAR, NONLINEAR),
@@ -732,9 +645,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "a chosen answer is paired with the rejected answer of the previous pair": {"rejected": lambda s: s.x.roll(1)},
     },
     Quantity("policy", "dpo", "the objective is different", "DPO eq. 7"): {
-        "log-probabilities are averaged over tokens": {
-            name: lambda s: s.x / s.mask.sum(1, keepdim=True).clamp(min=1) for name in ("policy", "reference")
-        },
+        "log-probabilities are averaged over tokens":
+            {name: lambda s: s.x / s.mask.sum(1, keepdim=True).clamp(min=1) for name in ("policy", "reference")},
         **having("the policy's log-probability", LINEAR, NONLINEAR),
     },
     Quantity("loss_type", "dpo", "the objective is different", "losses/preference.py"): {
@@ -743,16 +655,10 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("log-ratio", "dpo", "the objective is different", "DPO eq. 7"): having(
         "the log ratio of an answer", LINEAR, NONLINEAR, OF_ANSWERS
     ),
-    Quantity(
-        "log-ratio",
-        "dpo",
-        "long answers weigh more",
-        "IPO eq. 17; losses/preference.py: DPO_LOSSES",
-        who="the authors' code of DPO and OpenRLHF: ipo",
-    ): {
-        "the log ratio of an answer is the sum over its tokens instead of their mean": lambda s: (
-            s.x * s.answer_lengths if {"ipo", "sigmoid_norm"} & {*s.options.loss_type} else s.x
-        )
+    Quantity("log-ratio", "dpo", "long answers weigh more", "IPO eq. 17; losses/preference.py: DPO_LOSSES",
+        who="the authors' code of DPO and OpenRLHF: ipo"): {
+        "the log ratio of an answer is the sum over its tokens instead of their mean":
+            lambda s: s.x * s.answer_lengths if {"ipo", "sigmoid_norm"} & {*s.options.loss_type} else s.x,
     },
     Quantity("use_weighting", "dpo", "the objective is different", "TRL PR 4171"): {
         "use_weighting is ignored, or applied although it is false": lambda s: not s.x,
@@ -764,19 +670,16 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "the loss is {}", "nll", "dft"
     ),
     Quantity("terms", "sft", "likely tokens are weighted differently", "DFT eq. 9, twinkle PR 291"): {
-        "the probability that weights a token in dft is not detached": lambda s: (
-            s.per_token_logps * -s.per_token_logps.exp()
-        )
+        "the probability that weights a token in dft is not detached":
+            lambda s: s.per_token_logps * -s.per_token_logps.exp(),
     },
     # log-probabilities
     Quantity("temperature", "logps", "on-policy ratios are not 1", "TRL PR 3029, 4159"): {
         "logits are not divided by the temperature": 1.0,
         "logits are divided twice by the temperature": lambda s: s.x**2,
         "logits are multiplied by the temperature": lambda s: 1 / s.x,
-        "log-probabilities instead of logits are divided by the temperature": {
-            "temperature": 1.0,
-            "scores": lambda s: s.x / s.about.get("temperature", 1.0),
-        },
+        "log-probabilities instead of logits are divided by the temperature":
+            {"temperature": 1.0, "scores": lambda s: s.x / s.about.get("temperature", 1.0)},
         "logits are divided by {c}": fitted_number,
     },
     Quantity("logits", "logps", "on-policy ratios are not 1", "TRL 6789"): {
@@ -818,12 +721,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "positions of the completion start at 0": lambda s: (s.indices - (~s.own).sum()).where(s.own, s.x),
         "positions of the completion are {c} too large": lambda s: s.x + round(s.c) * s.own,
         "positions of the completion are {c} too small": lambda s: s.x - round(s.c) * s.own,
-        "positions of the completion continue from the largest position of each axis": lambda s: (
-            torch.where(s.own, s.x[:, ~s.own].amax(1, True) + 1 + s.own.cumsum(0) - 1, s.x) if not s.own[0] else s.x
-        ),
-        "the marks of image tokens are padded on the other side than ids": {
-            "marks": lambda s: torch.cat([s.x[s.padding :], s.x.new_full((s.padding,), -1)])
-        },
+        "positions of the completion continue from the largest position of each axis":
+            lambda s: s.x if s.own[0] else (s.x[:, ~s.own].amax(1, True) + s.own.cumsum(0)).where(s.own, s.x),
         "tokens attend to padding, and positions count padding": {"attended": lambda s: torch.ones_like(s.x)},
         "the decoder's rotary sines are in bfloat16": {"model": lambda s: with_rounded_sines(s.x)},
     },
@@ -831,19 +730,14 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "rounded to bfloat16": lambda s: rounded(s.x, s.theirs, torch.bfloat16),
         "rounded to float16": lambda s: rounded(s.x, s.theirs, torch.float16),
         "computed in bfloat16": {"dtype": torch.bfloat16, "mode": theirs_in_half},
-        "computed under autocast in bfloat16": {
-            "dtype": torch.float32,
-            "autocast": torch.bfloat16,
-            "mode": theirs_in_half,
-        },
-        "the model is in training mode, so its dropout is active, and its outputs cannot be repeated": lambda s: (
-            s.theirs if s.folder in s.about.get("training", ()) else s.x
-        ),
+        "computed under autocast in bfloat16":
+            {"dtype": torch.float32, "autocast": torch.bfloat16, "mode": theirs_in_half},
+        "the model is in training mode, so its dropout is active, and its outputs cannot be repeated":
+            lambda s: s.theirs if s.folder in s.about.get("training", ()) else s.x,
     },
     Quantity("model folder", "logps", "ratios are 1, or KLs are 0", "TRL PR 3725; adapters are not disabled"): {
-        "computed with the weights of the policy instead of the weights that sampled or the reference's": lambda s: (
-            s.about.get("model") or s.x
-        ),
+        "computed with the weights of the policy instead of the weights that sampled or the reference's":
+            lambda s: s.about.get("model") or s.x,
         "computed with the weights of the reference model": lambda s: s.about.get("ref_model") or s.x,
     },
     # gradients and AdamW
@@ -878,9 +772,9 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "each parameter is clipped by its own norm": lambda s: {
             name: clipped({name: g}, s.max_norm)[name] for name, g in s.gradients.items()
         },
-        "{} and all other parameters are clipped separately": parts(
-            lambda s: clipped(inside(s, s.gradients), s.max_norm) | clipped(inside(s, s.gradients, False), s.max_norm)
-        ),
+        "{} and all other parameters are clipped separately":
+            parts(lambda s: clipped(inside(s, s.gradients), s.max_norm)
+                  | clipped(inside(s, s.gradients, False), s.max_norm)),
     },
     Quantity("total norm", "clip", "the update has a different direction", "fastmoe PR 65"): {
         "the norm leaves out {}": {"normed": parts(lambda s: inside(s, s.x, False))},
@@ -956,32 +850,26 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     },
     # any stage
     Quantity("factor", ALL_STAGES, "the model learns the opposite"): {"all values have the wrong sign": -1},
-}
+}  # fmt: skip
 
-# numbers that a fitted factor may be: a function of the step d, and a pattern for the tensors to which it applies
+# Numbers that a factor of all values may be: a function of the step d, and a pattern for the tensors to which it applies.
+# A count may also be a divisor, or be divided by another count.
 FACTORS = {
     "the temperature": (lambda d: d.about.get("temperature"), ".*logps$|entropies$|grad"),
     "one over the temperature": (lambda d: 1 / (d.about.get("temperature") or 1), ".*logps$|entropies$|grad"),
     "beta": (lambda d: d.about.get("loss", {}).get("beta"), "loss|logps"),
-    "the learning rate of the previous step divided by the current one": (
-        lambda d: [0.0, *d.schedule.get("rates", [])][-1] / (d.optimizer.get("learning_rate") or 1),
-        "after|learning",
-    ),
-    "the largest learning rate divided by the current one": (
-        lambda d: d.schedule.get("learning_rate", 0) / (d.optimizer.get("learning_rate") or 1),
-        "after|learning",
-    ),
+    "the learning rate of the previous step divided by the current one":
+        (lambda d: [0.0, *d.schedule.get("rates", [])][-1] / (d.optimizer.get("learning_rate") or 1), "after|learning"),
+    "the largest learning rate divided by the current one":
+        (lambda d: d.schedule.get("learning_rate", 0) / (d.optimizer.get("learning_rate") or 1), "after|learning"),
     "bits instead of nats": (lambda d: 1 / math.log(2), ".*logps$|entropies|loss|logps|grad"),
-}
-
-# counts that a fitted factor may be, in the same form
+}  # fmt: skip
 COUNTS = {
     "micro-batches": (lambda d: len(d.micro_batches), "loss|logps|grad|after|learning"),
     "rows": (lambda d: len(d.all_rows), "loss|logps"),
-    "rows with an advantage other than 0": (
-        lambda d: d.has_advantage().sum().item() if "advantages" in d and not d.has_advantage().all() else None,
-        "loss|logps",
-    ),
+    "rows with an advantage other than 0":
+        (lambda d: int(d.has_advantage().sum()) if "advantages" in d and not d.has_advantage().all() else None,
+         "loss|logps"),
     "counted tokens": (lambda d: d["completion_mask"].sum().item(), "loss|logps"),
     "ranks": (lambda d: d.about.get("world_size", 1), ""),
     "completions of a group": (lambda d: d.about.get("num_generations", 1), "advantages|loss|logps"),
@@ -994,4 +882,4 @@ COUNTS = {
     "max_completion_length": (lambda d: d.about.get("max_completion_length"), "loss|logps"),
     "rows of a micro-batch": (lambda d: len(d.micro_batches[0]), "loss|logps"),
     "pairs of a micro-batch": (lambda d: len(d.micro_batches[0]) // 2 if "pair" in d else 1, "loss|logps"),
-}
+}  # fmt: skip

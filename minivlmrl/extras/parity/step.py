@@ -46,6 +46,11 @@ class SearchEndedError(Exception):
 class Dump(dict):
     """A dumped step in memory: {name: tensor}, with floating-point tensors in float64, and step.json as `about`."""
 
+    tolerance = 1e-5  # largest error that an explanation may leave; each search sets it
+    case_tolerance = 0.0  # for a case of a loss: its largest error in value and gradient, see `distance`
+    deadline = math.inf  # time.thread_time() at which a search ends
+    part = None  # rows whose log-probabilities are recomputed; None means all rows
+
     def __init__(self, about: dict, tensors: dict[str, Tensor]):
         check_step(about, tensors)
         self.about = about
@@ -56,9 +61,6 @@ class Dump(dict):
         self.ids = {}
         self.cache = {}  # results from the model's forwards and backwards
         self.usual_answers = {}  # results of the stages without a deviation, which may not enlarge their units much
-        self.tolerance = 1e-5  # largest error that an explanation may leave; each search sets it
-        self.deadline = math.inf  # time.thread_time() at which a search ends
-        self.part = None  # rows whose log-probabilities are recomputed; None means all rows
         ones = torch.ones_like(tensors["input_ids"])
         n, self.width = ones.shape
         self.all_rows = torch.arange(n)
@@ -132,16 +134,6 @@ class Dump(dict):
         """Return the row index (N,) for each completion in the rollout, or None without one row for each completion."""
         order = self.get("row", self.all_rows).argsort()
         return order if len(order) == len(self["group"]) else None
-
-    def prompt_texts(self) -> Tensor:
-        """Return the same number for completions whose prompts have the same text (N,), or ones without an order."""
-        order = self.rollout_order()
-        if order is None:
-            return torch.ones(len(self["group"]))
-        ids = self["input_ids"]
-        is_text = self["attention_mask"].bool() & ~self.completion & (ids != self.about.get("image_token_id"))
-        texts = [ids[row][is_text[row]].tolist() for row in order]
-        return torch.tensor([texts.index(text) for text in texts])
 
     def turns(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return token ids (n, S), a mask for sampled tokens, and a mask for tool responses."""

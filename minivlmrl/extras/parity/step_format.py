@@ -26,7 +26,7 @@ BY_TOKEN = NEEDED + names(
 )
 # tensors (n, ...)
 BY_ROW = BY_TOKEN + names(
-    "advantages micro_batch row pair chosen importance_sampling_ratio rollout_step rollout_tokens rollout_drawn"
+    "advantages micro_batch row pair chosen importance_sampling_ratio rollout_step rollout_tokens"
 )
 # integer tensors
 INDICES = names(

@@ -347,12 +347,10 @@ class GRPOSteps(Steps):
         }
         self.rollouts.append(rollout)
         counted_mask = result["completion_mask"] * result.get("tool_mask", 1)
-        drawn_mask = result["completion_ids"] != self.about["pad_token_id"]
         # the trainer shuffles and splits these tensors along with its own
         result["row"] = rows
         result["rollout_step"] = rows * 0 + self.trainer.state.global_step
         result["rollout_tokens"] = rows * 0 + counted_mask.sum()
-        result["rollout_drawn"] = rows * 0 + drawn_mask.sum()
 
     def judged(self, result, *_):
         """Record the rewards (N, K) that the reward functions returned, with NaN for None."""

@@ -29,13 +29,13 @@ class Trainer(a_package_that_does_not_exist.Trainer):
 def test_functions_are_read_without_importing_their_package(tmp_path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "loss.py").write_text(LOSS)
-    project = Project("theirs on PyPI", "1.0", {"theirs/loss.py": "policy_loss Trainer.total"}, {}, modules="helpers")
+    project = Project("theirs on PyPI", "1.0", "theirs/loss.py: policy_loss Trainer.total", {}, modules="helpers")
     theirs = read_functions(project, tmp_path)
     assert theirs.policy_loss(theirs.torch.ones(3), Settings(factor=2.0)) == 6.0
     with pytest.raises(ValueError, match=r"loss.py has no ppo; the table was made with theirs on PyPI 1.0"):
-        read_functions(Project("theirs on PyPI", "1.0", {"theirs/loss.py": "ppo"}, {}), tmp_path)
+        read_functions(Project("theirs on PyPI", "1.0", "theirs/loss.py: ppo", {}), tmp_path)
     with pytest.raises(ValueError, match=r"has no file theirs/kl.py; give the folder of a clone or of an unpacked"):
-        read_functions(Project("theirs on PyPI", "1.0", {"theirs/kl.py": "kl"}, {}), tmp_path)
+        read_functions(Project("theirs on PyPI", "1.0", "theirs/kl.py: kl", {}), tmp_path)
 
 
 def test_the_command_takes_a_target_or_a_project(capsys):

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
-from minivlmrl.extras.parity.audit import LOGPS, STAGES, audit, possible_causes, report
+from minivlmrl.extras.parity.audit import audit, report
 from minivlmrl.extras.parity.change import Change
 from minivlmrl.extras.parity.command import main
+from minivlmrl.extras.parity.search import LOGPS, STAGES, possible_causes
 from minivlmrl.extras.parity.step import read
 from minivlmrl.model.checkpoint import load_model
 from tests.extras.parity import bugs, trl_fixtures

@@ -1,0 +1,551 @@
+"""Search the causes that reproduce the numbers of a stage, in one step or in one case of a loss.
+
+First known causes are tried one at a time, the simplest first: those without a number, those that are limited to one
+use, and those with a number, which is fitted. Then a factor of all values, and then the most promising pairs.
+"""
+
+import math
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import permutations
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minivlmrl.extras.parity import model_stages, stages
+from minivlmrl.extras.parity import names as table
+from minivlmrl.extras.parity.change import Change, composed
+from minivlmrl.extras.parity.step import DAMAGES, Dump, SearchEndedError
+
+# Largest error that counts as agreement, relative to the summed terms: a small multiple of float32's rounding error.
+TOLERANCE = 1e-5
+# stages that need a model's forward: (dumped tensor, field in step.json with the model's folder)
+LOGPS = {
+    "logps": ("per_token_logps", "model"),
+    "entropies": ("entropies", "model"),
+    "logps of old": ("old_per_token_logps", "old_model"),
+    "logps of sampler": ("sampler_logps", "old_model"),
+    "logps of reference": ("ref_per_token_logps", "ref_model"),
+}
+STAGES = {
+    "advantages": stages.advantages,
+    "rows": stages.rows,
+    "tokens": stages.tokens,
+    "pictures": stages.pictures,
+    "mask": stages.mask,
+    **{name: partial(model_stages.logps, *arguments) for name, arguments in LOGPS.items()},
+    "loss": stages.loss,
+    "gradients": model_stages.gradients,
+    "clip": model_stages.clip,
+    "update": model_stages.update,
+    "schedule": model_stages.schedule,
+}
+THROUGH_A_MODEL = (*LOGPS, "gradients")
+BY_PARAMETER = ("gradients", "clip", "update")
+IDS = ("tokens", "pictures", "mask")  # stages with integers, for which no factor is fitted
+# groups of numbers that one cause may decide, see count_groups
+GROUPS = {"advantages": "group of completions", "loss": "row, pair or micro-batch"}
+# values that are tried first for a cause's free number; the last ones are discounts
+NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9, 0.95, 0.99, 0.999]
+FEW_NUMBERS = [0.05, 0.1, 0.2, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0]  # the same for the cases of a loss
+REFINED = 16  # causes whose number is refined, because they come closest
+CASE_REFINED = 4  # the same for the cases of a loss
+LIKELY_CAUSES = 8  # causes that come closest, each tried in pairs with other causes
+PAIRED = 400  # causes with which each likely cause is tried as a pair
+MODEL_CAUSES = 24  # the same for stages in which each cause needs a model's forward
+CASE_CAUSES = 60  # the same for the cases of a loss
+PAIRED_NUMBERS = 12  # with fewer differing numbers, some pair would match by chance
+
+
+@dataclass(eq=False)
+class Cause:
+    """A possible mistake: a way in which a stage may deviate from its definition."""
+
+    says: str
+    change: dict  # quantities in the stage's definition that this cause replaces, see Change
+    of: table.Quantity  # for example with the stages and the effect
+    error: float = 0.0  # error that remains if the stage is recomputed with this cause
+    parts: int = 1  # how many single causes this cause combines
+    is_guess: bool = False  # whether this cause has a fitted number that no count or option has
+
+    def __str__(self) -> str:
+        return f"{self.says} (remaining error {self.error:.0e})"
+
+    @property
+    def kind(self) -> str:
+        """Return "design" for a choice that some project makes on purpose, else "mistake"."""
+        return "design" if self.of.who else "mistake"
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether this cause uses other rows or tokens, or affects only part of the step."""
+        return any(isinstance(x, tuple) for x in self.change.values())
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether this cause has a free number that is fitted to the trainer's values."""
+        return "{c}" in self.says or "c" in self.change
+
+    @property
+    def is_general(self) -> bool:
+        """Whether this cause only says that a quantity is, for example, halved or taken from another row."""
+        is_formula = any(callable(x) and x in table.GENERAL for x in self.change.values())
+        return not self.of.who and (self.is_limited or is_formula)
+
+    @property
+    def has_unlikely_number(self) -> bool:
+        """Whether a number was fitted that is far from 1 and has no known origin."""
+        return "factor" not in self.change and not 0.01 <= abs(self.change.get("c", 1.0)) <= 100
+
+    def may_be_inside(self, quantity: str) -> bool:
+        """Return whether this cause can be limited to one use of `quantity`; "" means any quantity."""
+        # With few numbers, values from other rows or tokens match by chance, except in a mask, which has many numbers.
+        may_be = "mask" in self.change or not self.is_limited
+        return may_be and quantity in (*self.change, "") and not self.is_fitted
+
+    def inside(self, use: str) -> "Cause":
+        """Return a copy that affects a quantity only in one use, such as a wrong reward only in the baseline."""
+        change = self.change | {"inside": [*self.change.get("inside", []), use]}
+        return replace(self, says=f"{self.says}, only in {use}", change=change, of=replace(self.of, about=""))
+
+    def with_number(self, number: float, source: str = "") -> "Cause":
+        """Return a copy with a fitted number, and a text that names where the number may come from."""
+        says = self.says.replace("{c}", f"{number:.5g}") + source
+        return replace(self, says=says, change=self.change | {"c": number}, is_guess=not source)
+
+
+FACTOR = Cause("all values are {c} times as large", {"factor": table.fitted_number}, table.FACTOR)
+
+
+def names_of(name: str, d: Dump) -> set[str]:
+    """Return the names that names.py uses for a stage in this step."""
+    return {name, d.about["kind"] if name == "loss" else "logps" if name in LOGPS else name}
+
+
+def possible_causes(name: str, d: Dump) -> list[Cause]:
+    """List the causes for a stage in this step, with causes that are limited to one use last."""
+    names = names_of(name, d)
+    result = []
+    for quantity, causes in table.QUANTITIES.items():
+        if names & quantity.stage_names() and quantity.needs in d:
+            for says, change in causes.items():
+                change = change if isinstance(change, dict) else {quantity.name: change}
+                for text, pieces in for_each_part(says, change, d, "mask" in names):
+                    result.append(Cause(text, pieces, quantity))
+    # causes specific to this loss or model come before general causes
+    result.sort(key=lambda cause: (cause.is_general, not (names - {"loss", "logps"}) & cause.of.stage_names()))
+    for of_stages, uses, quantity in table.SCOPES:
+        if names & set(of_stages.split(", ")):
+            alone = [cause for cause in result if cause.may_be_inside(quantity)]
+            result += [cause.inside(use) for use in uses for cause in alone]
+    return result
+
+
+def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[tuple[str, dict]]:
+    """Yield a cause's sentence and change, once for each part to which the cause may be limited."""
+    pieces = [name for name, x in change.items() if isinstance(x, table.Limited)]
+    if not pieces:
+        yield says, change
+    for name in pieces:
+        kinds, formula = change[name]
+        for kind in kinds.split():
+            for part in getattr(d, kind):
+                # the completion mask cannot select tokens while the mask itself is compared
+                if not (in_mask and "counted" in part):
+                    yield says.replace("{}", part), change | {name: (kind, part, formula)}
+
+
+def computed(name: str, d: Dump, change: dict | None) -> dict | None:
+    """Recompute a stage with a deviation, see Change; {} recomputes the definition itself.
+
+    Returns None if this is impossible. Raises SearchEndedError after a search's deadline.
+    """
+    d.check_time()
+    if change is None:
+        return None
+    factor = Change(d, change)("factor", 1.0)
+    # a factor multiplies the stage's result, so the result itself needs no new computation
+    if "factor" in change:
+        change = {piece: x for piece, x in change.items() if piece not in ("factor", "c")}
+    try:
+        answer = STAGES[name](d, Change(d, change))
+    # for example a changed mask that counts no token in a DPO answer
+    except (ValueError, *DAMAGES):
+        return None
+    if answer and not change:
+        d.usual_answers[name] = answer
+    for key, (theirs, ours, unit) in (answer or {}).items():
+        ours = ours * factor
+        if d.case_tolerance:  # as in `distance`, which finds equal a NaN in the same place
+            theirs, ours = theirs.nan_to_num(nan=1e300), ours.nan_to_num(nan=1e300)
+            unit = ours.where(ours.abs() < 1e300, 0.0).abs().max().clamp(min=1) * d.case_tolerance / TOLERANCE
+        else:  # the unit is limited, so that a deviation with huge numbers does not hide differences
+            _, _, usual_unit = d.usual_answers.get(name, answer)[key]
+            limit = 3 * usual_unit + theirs.abs().nan_to_num().max() if theirs.numel() else math.inf
+            unit = torch.minimum(torch.as_tensor(unit), torch.as_tensor(limit))
+        answer[key] = theirs, ours, unit
+    return answer
+
+
+def gaps(theirs: Tensor, ours: Tensor, unit: Tensor | float) -> Tensor:
+    """Return |theirs - ours| / unit for each number; infinite where a number is not finite."""
+    return ((theirs - ours).abs() / unit).nan_to_num(math.inf, math.inf)
+
+
+def all_gaps(answer: dict) -> Tensor:
+    """Return the relative differences (numbers,) for all numbers in a stage, see `gaps`."""
+    return torch.cat([torch.zeros(0), *(gaps(*values).flatten() for values in answer.values())])
+
+
+def error(answer: dict | None) -> float:
+    """Return a stage's largest relative difference; infinite without an answer, or if a number is not finite."""
+    if answer is None:
+        return math.inf
+    differences = all_gaps(answer)
+    return differences.max().item() if len(differences) else 0.0
+
+
+def distance(answer: dict | None) -> tuple[float, float]:
+    """Return the summed distance from the trainer's numbers, and a position-dependent sum; inf without an answer.
+
+    Two causes with the same pair are treated as the same deviation.
+    """
+    if answer is None:
+        return math.inf, math.inf
+    differences = all_gaps(answer).clamp(max=1.0)
+    return float(differences.sum()), float(differences.cumsum(0).sum())
+
+
+def count_wrong(answer: dict) -> int:
+    """Count a stage's numbers that differ by more than TOLERANCE."""
+    return int((all_gaps(answer) > TOLERANCE).sum())
+
+
+def count_groups(name: str, answer: dict, d: Dump) -> int:
+    """Count the independent groups in which a number differs.
+
+    They are the completions' groups for advantages, and rows, pairs and micro-batches for losses. In other stages, each
+    number is a group by itself.
+    """
+    if name not in GROUPS:
+        return count_wrong(answer)
+    labels = d["group"] if name == "advantages" else d.all_rows
+    if name == "loss" and "pair" in d:  # numbered within each micro-batch
+        labels = d["pair"] + len(labels) * d["micro_batch"]
+    counts = []
+    for theirs, ours, unit in answer.values():
+        is_wrong = (gaps(theirs, ours, unit) > TOLERANCE).view(len(theirs), -1).any(1)
+        is_by_row = len(is_wrong) == len(labels)
+        counts.append(len(labels[is_wrong].unique()) if is_by_row else int(is_wrong.sum()))
+    return max(counts)
+
+
+class Place(NamedTuple):
+    """A subset of a stage's numbers: all numbers, some rows, or a part of the model."""
+
+    says: str  # the subset's name; "" means all numbers
+    inside: dict[str, Tensor]  # bool mask for each tensor in the stage
+    rows: Tensor | None = None
+
+    def of(self, answer: dict | None) -> dict | None:
+        """Return the answer with the trainer's numbers outside the subset replaced by ours."""
+        if answer is None:
+            return None
+        values = {key: (*answer[key], mask) for key, mask in self.inside.items()}
+        return {key: (theirs.where(mask, ours), ours, unit) for key, (theirs, ours, unit, mask) in values.items()}
+
+    def distance(self, answer: dict | None) -> float:
+        """Return the summed distance from the trainer's numbers in the subset."""
+        return distance(self.of(answer))[0]
+
+
+def find_places(name: str, answer: dict, d: Dump) -> list[Place]:
+    """Find row sets, or parts of the model, that contain all differences in a stage; the first is the whole stage."""
+    places = [Place("", {key: torch.tensor(True) for key in answer})]
+    row_sets = d.rollout_sets if name == "advantages" else d.row_sets
+    for says, chosen in (d.parts if name in BY_PARAMETER else row_sets).items():
+        if name in BY_PARAMETER:
+            inside = {key: torch.tensor(bool(chosen(key))) for key in answer}
+        else:
+            by_row = {key: ours.dim() for key, (_, ours, _) in answer.items() if len(ours) == len(chosen)}
+            inside = {key: chosen.view(-1, *[1] * (dim - 1)) for key, dim in by_row.items()}
+        place = Place(says, inside, chosen)
+        outside = Place("", {key: ~mask for key, mask in inside.items()})
+        if error(place.of(answer)) > TOLERANCE >= error(outside.of(answer)):
+            places.append(place)
+    return places
+
+
+class Search:
+    """A search for the causes that reproduce a stage's numbers in one step.
+
+    A single cause is also tried on each subset that contains all differences. In a case of a loss, which other cases
+    confirm, there are no subsets, and a number may be fitted to a single row.
+
+    Args:
+        deviation: causes that were found before and are already part of the stage.
+    """
+
+    def __init__(self, name: str, d: Dump, deviation: dict | None = None):
+        self.name = name
+        self.d = d
+        self.deviation = deviation or {}
+        self.explained = []  # causes found so far; they remain if the time is over
+        self.near = []  # causes that leave exactly one number unexplained
+        self.has_ended = False  # whether the time was over before all causes were tried
+        self.base = self.answer({})
+        # known numbers that a factor may be, with their descriptions
+        self.sources = {} if d.case_tolerance else known_numbers(d, next(iter(self.base)))
+        self.places = find_places(name, self.base, d)
+        # first cause for each distance, so that causes with equal results are tried only once
+        self.by_distance = {distance(self.base): None}
+
+    def answer(self, change: dict) -> dict | None:
+        """Recompute the stage with the deviation so far and a further change."""
+        return computed(self.name, self.d, composed(self.deviation, change))
+
+    def run(self, causes: list[Cause]):
+        """Try all causes in turn, the simplest first, until some explain the stage."""
+        factors = self.factors()
+        # a log-probability that is only rounded or moved later needs no other forward
+        causes = sorted(causes, key=lambda cause: not cause.change.keys() <= model_stages.AFTER_FORWARD)
+        plain, limited, fitted = by_kind(causes)
+        try:
+            for phase, some in ((self.tried, plain), (self.tried, limited), (self.fitted, fitted)):
+                if not any(cause.parts == 1 for cause in self.explained):
+                    for cause in phase(some):
+                        self.explained.append(cause)
+        finally:
+            self.explained += factors  # last, because a factor says less than other causes
+        if not self.explained and (self.name in LOGPS or count_wrong(self.base) >= PAIRED_NUMBERS):
+            for cause in self.tried(self.pairs()):
+                self.explained.append(cause)
+
+    def pairs(self) -> list[Cause]:
+        """Combine each of the causes that came closest to the trainer's numbers with others that came close.
+
+        A cause with a fitted number is not combined, because such a pair would match by chance.
+        """
+        count = CASE_CAUSES if self.d.case_tolerance else MODEL_CAUSES if self.name in THROUGH_A_MODEL else PAIRED
+        near = [self.by_distance[key] for key in sorted(self.by_distance) if self.by_distance[key]][:count]
+        result = []
+        for first, then in permutations(near, 2):
+            change = composed(first.change, then.change)
+            if first in near[:LIKELY_CAUSES] and change:
+                of = first.of if first.kind == "mistake" else then.of
+                result.append(Cause(f"{first.says}; and {then.says}", change, of, parts=2))
+        return result
+
+    def tried(self, causes: list[Cause]) -> Iterator[Cause]:
+        """Yield the causes without a free number that explain the stage, and note how close the others come."""
+        for cause in causes:
+            answer = self.answer(cause.change)
+            key = distance(answer)
+            is_new = key not in self.by_distance
+            if answer is None:
+                continue
+            for place in self.places if is_new and cause.parts == 1 else self.places[:1]:
+                yield from self.confined(answer, cause, place)
+            has_one_left = (all_gaps(answer) > self.d.tolerance).sum() == 1
+            if is_new and has_one_left and count_wrong(self.base) > 2 and cause.parts == 1:
+                self.near.append(cause)
+            if not (cause.change.get("inside") or cause.parts > 1):
+                self.by_distance.setdefault(key, cause)
+
+    def confined(self, answer: dict | None, cause: Cause, place: Place) -> list[Cause]:
+        """Return [cause with its remaining error] if the cause, limited to a subset, explains the stage, else []."""
+        d = self.d
+        if place.says:
+            cause = replace(cause, says=f"{cause.says}, only for {place.says}", parts=2)
+        explained = fit(place.of(answer), cause, d)
+        if explained and place.says and "loss" in answer and d.about["kind"] != "dpo":
+            rows = place.rows[:, None]
+            theirs, ours, unit = computed("loss", d, cause.change | {"weights": rows})["loss"]
+            _, others, other_unit = computed("loss", d, {"weights": ~rows})["loss"]
+            return fit({"loss": (theirs, ours + others, unit + other_unit)}, cause, d)
+        return explained
+
+    def is_few(self, place: Place) -> bool:
+        """Return whether a fitted number always matches, because only one group of numbers differs, such as one row."""
+        return not self.d.case_tolerance and count_groups(self.name, place.of(self.base), self.d) < 2
+
+    def factors(self) -> list[Cause]:
+        """Return the factors of all values, or of all values in a place, that explain the stage."""
+        result = []
+        if self.name in IDS:
+            return result
+        for cause in count_causes(self.d) if self.d.case_tolerance else ():
+            result += self.confined(self.answer(cause.change), cause, self.places[0])
+        for place in self.places:
+            values = [(*self.base[key], mask) for key, mask in place.inside.items()]
+            pairs = [[(x / unit)[mask.expand_as(x)] for x in (theirs, ours)] for theirs, ours, unit, mask in values]
+            theirs, ours = (torch.cat(x) for x in zip(*pairs, strict=True))
+            best = float(theirs @ ours / (ours @ ours + 1e-300))
+            numbers = [min(self.sources, key=lambda number, best=best: abs(number - best))] if self.sources else []
+            if count_wrong(place.of(self.base)) > 2:  # some factor always matches two opposite advantages
+                numbers += [float(f"{best:.{digits}g}") for digits in (1, 2, 3)] + [best]
+            for number in numbers:
+                is_zero = number == 0 and not (self.sources and not theirs.any())  # small values are not zero
+                cause = FACTOR.with_number(number, self.sources.get(number, ""))
+                if not is_zero and (found := self.confined(self.answer(cause.change), cause, place)):
+                    result += found
+                    break
+        return result
+
+    def fitted(self, causes: list[Cause]) -> Iterator[Cause]:
+        """Fit the free number of each cause in each place, and yield the fits that explain the stage."""
+        near = []
+        usual = [(place, place.distance(self.base), self.is_few(place)) for place in self.places]
+        for cause in causes:
+            # a fitted multiplier may equal a known count in the step, or its inverse
+            sources = self.sources if any(x is table.times for x in cause.change.values()) else {}
+            gaps = defaultdict(list)  # for each place, the distance with each number
+            for number in [*(FEW_NUMBERS if self.d.case_tolerance else NUMBERS), *sources]:
+                answer = self.answer(cause.with_number(number).change)
+                for i, place in enumerate(self.places):
+                    gaps[i].append((place.distance(answer), number))
+            for i, (place, usual_gap, is_few) in enumerate(usual):
+                gap, number = min(gaps[i])
+                is_known = number in sources or number == 1  # 1 is a likely bound
+                if gap <= 0.9 * usual_gap and (is_known or not is_few):
+                    near.append((gap, len(near), number, cause, place, sources, is_few))
+        count = CASE_REFINED if self.d.case_tolerance else REFINED
+        nearest = sorted(near, key=lambda fit: fit[:2])[:count]
+        for _, _, start, cause, place, sources, is_few in sorted(nearest, key=lambda fit: fit[1]):
+
+            def gap_with(number: float, cause=cause, place=place) -> float:
+                return place.distance(self.answer(cause.with_number(number).change))
+
+            for number in [start] if is_few else numbers_near(start, gap_with):
+                named = cause.with_number(number, sources.get(number, ""))
+                if found := self.confined(self.answer(named.change), named, place):
+                    yield from found
+                    break
+
+
+def by_kind(causes: list[Cause]) -> tuple[list[Cause], list[Cause], list[Cause]]:
+    """Split causes into those without a number, those that are limited to one use, and those with a number."""
+    simple = [cause for cause in causes if not cause.is_fitted]
+    plain = [cause for cause in simple if "inside" not in cause.change]
+    return (
+        plain,
+        [cause for cause in simple if "inside" in cause.change],
+        [cause for cause in causes if cause.is_fitted],
+    )
+
+
+def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
+    """Search the simplest causes that reproduce the trainer's numbers, for some seconds."""
+    search = Search(name, d)
+    answer = search.base
+    # some cause would match a single wrong token id, or a learning rate without earlier ones
+    if (name in IDS and count_wrong(answer) < 2) or (name == "schedule" and len(all_gaps(answer)) < 2):
+        return search
+    # A deviation may round more than the definition, so up to 3 * TOLERANCE may remain if 99 % are explained.
+    d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
+    # Forwards are slow, so only the row with the largest error is searched. Each cause that is found must then explain
+    # all rows.
+    if name in LOGPS:
+        [values] = answer.values()
+        d.part = gaps(*values).amax(1).argmax().view(1)
+        search = Search(name, d)
+    d.deadline = time.thread_time() + seconds
+    try:
+        search.run(possible_causes(name, d))
+    except SearchEndedError:
+        search.has_ended = True
+    d.deadline = math.inf
+    d.part = None
+    explained = search.explained
+    if name in LOGPS:
+        explained = [again for cause in explained for again in fits(name, d, cause)]
+    fewest = min((cause.parts for cause in explained), default=1)
+    explained = [cause for cause in explained if cause.parts == fewest]
+    limit = max(10 * min((cause.error for cause in explained), default=0.0), TOLERANCE / 100)
+    # rewards that are 0.0001 times as large give the same advantages as epsilon 1, which is the likelier mistake
+    search.explained = sorted(
+        (cause for cause in explained if cause.error <= limit), key=lambda cause: cause.has_unlikely_number
+    )
+    return search
+
+
+def fits(name: str, d: Dump, cause: Cause) -> list[Cause]:
+    """Return [cause with its remaining error] if the cause explains the stage, else []."""
+    return fit(computed(name, d, cause.change), cause, d)
+
+
+def fit(answer: dict | None, cause: Cause, d: Dump) -> list[Cause]:
+    """Return [cause with its remaining error] if the answer is within d.tolerance, else []."""
+    remaining = error(answer)
+    return [replace(cause, error=remaining)] if remaining <= d.tolerance else []
+
+
+def numbers_near(number: float, gap_with: Callable[[float], float]) -> Iterator[float]:
+    """Yield a number, then the best number near it: rounded to 1, 2 and 3 digits, then exact.
+
+    gap_with: function that returns how far a number leaves the stage from the trainer's values.
+    """
+    yield number
+    gap_with = cache(gap_with)
+    number = min((number * 1.1**power for power in range(-5, 6)), key=gap_with)
+    step = number / 10
+    for _ in range(28):
+        number = min((number, number - step, number + step), key=gap_with)
+        step *= 0.6
+    yield from (float(f"{number:.{digits}g}") for digits in (1, 2, 3))
+    yield number
+
+
+def count_causes(d: Dump) -> list[Cause]:
+    """List one cause for each count or option by which all values of a loss's case may be multiplied or divided."""
+    causes = []
+    for name, (function, keys) in (table.FACTORS | table.COUNTS).items():
+        if (keys and "loss" not in keys.split("|")) or function(d) in (None, 0, 1):
+            continue
+        name = name.replace("one over the temperature", "temperature")
+        for word, sign in (("multiplied", 1), ("divided", -1)):
+            change = {"factor": lambda s, function=function, sign=sign: (function(s.step) or 1) ** sign}
+            causes.append(Cause(f"all values are {word} by the number of {name}", change, table.FACTOR))
+    return causes
+
+
+def known_numbers(d: Dump, key: str) -> dict[float, str]:
+    """Return {number: description} for settings, counts, their inverses and ratios that a fitted number may equal.
+
+    key: name of the explained tensor, which selects the numbers that apply.
+    """
+    factors, counts = (
+        [(function(d), says) for says, (function, keys) in table.items() if re.match(keys, key)]
+        for table in (table.FACTORS, table.COUNTS)
+    )
+    units = defaultdict(list)  # names of the quantities that have each count
+    for count, unit in counts:
+        if count not in (None, 0, 1):
+            units[count].append(unit)
+    texts = {count: f"the {count:g} {' or '.join(names)}" for count, names in units.items()}
+    singles = [(0.0, "exactly zero"), *((number, says) for number, says in factors if number not in (None, 0, 1))]
+    for count, text in texts.items():
+        singles += [(count, text), (1 / count, f"1 over {text}")]
+    ratios = [(a / b, f"{texts[a]} over {texts[b]}") for a, b in permutations(texts, 2)]
+    # a ratio that only small counts give is left out, because it would match by chance
+    trusted = {rounded_key(a / b) for a, b in permutations(texts, 2) if min(a, b) > 10}
+    ratios = [(number, text) for number, text in ratios if rounded_key(number) in trusted]
+    return joined_texts(ratios) | joined_texts(singles)  # a single count is simpler than a ratio
+
+
+def joined_texts(named_numbers: list[tuple[float, str]]) -> dict[float, str]:
+    """Return {number: ": description or description"}, because each description may be right."""
+    texts = defaultdict(list)
+    for number, says in named_numbers:
+        texts[rounded_key(number)].append(says)
+    return {number: f": {' or '.join(dict.fromkeys(says))}" for number, says in texts.items()}
+
+
+def rounded_key(number: float) -> float:
+    """Round a number to 12 digits, so that equal ratios such as 16 / 12 and 12 / 9 are one key."""
+    return float(f"{number:.12g}")
