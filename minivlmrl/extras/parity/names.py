@@ -852,7 +852,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("factor", ALL_STAGES, "the model learns the opposite"): {"all values have the wrong sign": -1},
 }  # fmt: skip
 
-# Numbers that a factor of all values may be: a function of the step d, and a pattern for the tensors that it multiplies.
+# Numbers that a factor of all values may be: a function of the step d, and a pattern of the tensors that it multiplies.
 # A count may also be a divisor, or be divided by another count.
 FACTORS = {
     "the temperature": (lambda d: d.about.get("temperature"), ".*logps$|entropies$|grad"),

@@ -1,6 +1,6 @@
 """List real bugs, and patches that put them into the installed TRL.
 
-test_trl_steps.py checks that each of TRL_BUGS is named; UNSEEN_BUGS are for test_unseen_bugs.py.
+test_trl_steps.py checks that each bug is named.
 """
 
 import functools
@@ -146,19 +146,34 @@ ENDS_WITH_PICTURES = (
 )
 
 
-def axes_apart(put, trainer):
-    """Let each axis of a completion's positions continue from its own maximum, after prompts that end with an image."""
+def repositioned(change: Callable) -> Callable:
+    """Return a patch that applies change(positions, places) to each row's positions (3, S) and its image's columns."""
 
-    def change(rope_index, input_ids, mm_token_type_ids, **named):
+    def compute(rope_index, input_ids, mm_token_type_ids, **named):
         positions, deltas = rope_index(input_ids, mm_token_type_ids, **named)
-        for i, kinds in enumerate(mm_token_type_ids):
-            begin = int(kinds.nonzero().max()) + 1
-            following = torch.arange(1, len(kinds) - begin + 1)
-            positions[:, i, begin:] = positions[:, i, :begin].amax(1, keepdim=True) + following
+        for row, kinds in zip(positions.unbind(1), mm_token_type_ids, strict=True):
+            change(row, kinds.nonzero()[:, 0])
         return positions, deltas
 
+    return lambda put, trainer: around(trainer.model.model, "get_rope_index", compute)(put)
+
+
+def continue_by_axis(positions, places):
+    begin = int(places.max()) + 1
+    following = torch.arange(1, positions.shape[1] - begin + 1)
+    positions[:, begin:] = positions[:, :begin].amax(1, keepdim=True) + following
+
+
+def axes_apart(put, trainer):
+    """Let each axis of a completion's positions continue from its own maximum, after prompts that end with an image."""
     put(trainer.processing_class, "chat_template", ENDS_WITH_PICTURES)
-    around(trainer.model.model, "get_rope_index", change)(put)
+    repositioned(continue_by_axis)(put, trainer)
+
+
+def tokens_as_sides(positions, places):
+    """Let positions continue after an image at the number of its tokens."""
+    own = positions[:, places]
+    positions[:, int(places.max()) + 1 :] += len(places) - (own.max() - own.min() + 1)
 
 
 def clip_own(training_step, model, *arguments):
@@ -191,20 +206,6 @@ def unscaled_entropies(put, trainer):
         return output
 
     trainer.model.forward = forward
-
-
-def tokens_as_sides(put, trainer):
-    """Let positions continue after an image at the number of its tokens."""
-
-    def change(rope_index, input_ids, mm_token_type_ids, **named):
-        positions, deltas = rope_index(input_ids, mm_token_type_ids, **named)
-        for i, kinds in enumerate(mm_token_type_ids):
-            places = kinds.nonzero()[:, 0]
-            own = positions[:, i, places]
-            positions[:, i, int(places.max()) + 1 :] += len(places) - (own.max() - own.min() + 1)
-        return positions, deltas
-
-    around(trainer.model.model, "get_rope_index", change)(put)
 
 
 def label_texts(put, trainer):
@@ -288,122 +289,99 @@ def two_missing_rewards(completions, **_):
 
 # all bugs that are put into TRL; a comment has the source if a bug is put only into TRL
 TRL_BUGS = {
-    # unslothai/unsloth-zoo/pull/832
     "std_with_n": score("advantages", "by n instead of n", "nanstd(rewards.view(-1, num_generations), dim=1)",
-                  "rewards.view(-1, num_generations).std(dim=1, correction=0)"),
+        "rewards.view(-1, num_generations).std(dim=1, correction=0)"),  # unslothai/unsloth-zoo/pull/832
     # StarsfieldAI/R1-V/pull/54
     "pictures_of_others": forward("logps", "a row has the images of", PATCHES, f"{IMAGES}.roll(-1, 0).flatten(0, 1)"),
-    # unslothai/unsloth/pull/11031
     "no_picture_in_reference": forward("logps of reference", "the model does not see any image", BEGIN,
-        f"{IN_REFERENCE}pixel_values = "
-                    f"image_grid_thw = mm_token_type_ids = num_images = None\n    {BEGIN}", {"beta": 0.1}),
-    # Goekdeniz-Guelmez/mlx-lm-lora/issues/55
+        f"{IN_REFERENCE}pixel_values = image_grid_thw = mm_token_type_ids = num_images = None\n    {BEGIN}",
+        {"beta": 0.1}),  # unslothai/unsloth/pull/11031
     "gradient_of_zero": loss("old log-probabilities are not detached", "per_token_logps.detach() if old",
-                 "per_token_logps if old"),
+        "per_token_logps if old"),  # Goekdeniz-Guelmez/mlx-lm-lora/issues/55
     # modelscope/ms-swift/issues/10117
     "divided_twice": loss("1 over the 2 micro-batches", f"{SUM} / normalizer\n", f"{SUM} / normalizer / {PARTS}\n"),
-    # verl-project/verl/pull/436
     "not_divided": loss("2 times as large: the 2 micro-batches", "loss = loss / normalizer", "pass",
-        {"loss_type": "grpo"}),
-    # https://arxiv.org/abs/2604.23747
+        {"loss_type": "grpo"}),  # verl-project/verl/pull/436
     "mean_of_means": loss("each micro-batch is averaged by itself", f"{SUM} / normalizer\n",
-        f"{SUM} / mask.sum() / {PARTS}\n"),
-    # bytetriper/RAE/issues/67
+        f"{SUM} / mask.sum() / {PARTS}\n"),  # https://arxiv.org/abs/2604.23747
     "dropped_gradients": edited("training_step", "gradients", "earlier micro-batches are dropped", "output = ",
-               "model.zero_grad()\n    output = "),
-    # facebookresearch/lingua/pull/59
-    "clipped_before_accumulation": InTRL("gradients", "micro-batch is clipped by itself",
-        around(None, "training_step", clip_own), CLIPS),
+        "model.zero_grad()\n    output = "),  # bytetriper/RAE/issues/67
+    "clipped_before_accumulation": InTRL("gradients", "micro-batch is clipped by itself", around(None, "training_step",
+        clip_own), CLIPS),  # facebookresearch/lingua/pull/59
     # NVIDIA/OpenSeq2Seq/pull/192
     "never_clipped": clip("not clipped", CLIPPED, CLIPPED.replace("self.args.max_grad_norm", "torch.inf"), CLIPS),
     # huggingface/trl/pull/3029
     "temperature_left_out": InTRL("logps", "not divided by the temperature", without_temperature, {"temperature": 0.6}),
-    # huggingface/trl/pull/7039
-    "end_token_masked": score("mask", "the end token is not trained on", MASK,
-                  f"completion_mask *= completion_ids != self.eos_token_ids[0]\n    {MASK}"),
-    # NVIDIA-NeMo/Megatron-Bridge/pull/4660
+    "end_token_masked": score("mask", "the end token is not trained on", MASK,  # huggingface/trl/pull/7039
+        f"completion_mask *= completion_ids != self.eos_token_ids[0]\n    {MASK}"),
     "end_token_masked_in_sft": InTRL("mask", "the end token is not", around(None, "data_collator", unlabel_end),
-        kind="sft"),
-    # modelscope/ms-swift/issues/3069
+        kind="sft"),  # NVIDIA-NeMo/Megatron-Bridge/pull/4660
     "padding_counted": score("mask", "padding is counted as part of the completion", MASK,
-                  f"completion_mask = torch.ones_like(completion_mask)\n    {MASK}"),
-    # huggingface/trl/issues/2769
+        f"completion_mask = torch.ones_like(completion_mask)\n    {MASK}"),  # modelscope/ms-swift/issues/3069
     "old_ignored": loss("old log-probabilities equal the current ones", 'inputs.get("old_per_token_logps")', "None",
-        OFF),
-    # walkinglabs/hands-on-modern-rl/issues/75
+        OFF),  # huggingface/trl/issues/2769
     "ratio_of_sums": loss("the product of its tokens' ratios", f"{SUM_OF_RATIOS} / mask.sum(-1).clamp(min=1.0)",
-        SUM_OF_RATIOS,
-             OFF | BY_SEQUENCE),
+        SUM_OF_RATIOS, OFF | BY_SEQUENCE),  # walkinglabs/hands-on-modern-rl/issues/75
     # huggingface/accelerate/issues/963
-    "schedule_by_micro_batch": InTRL("schedule", "advances twice per step",
-        around(None, "create_scheduler", two_scheduler_steps),
-                  {"max_steps": 10, "gradient_accumulation_steps": 3, "rows": 3, "at": 2}),
-    # huggingface/trl/issues/5279
+    "schedule_by_micro_batch": InTRL("schedule", "advances twice per step", around(None, "create_scheduler",
+        two_scheduler_steps), {"max_steps": 10, "gradient_accumulation_steps": 3, "rows": 3, "at": 2}),
     "text_positions_in_training": forward("logps", "positions are 1-D", "if mm_token_type_ids is not None:",
-        "if False:"),
+        "if False:"),  # huggingface/trl/issues/5279
     "positions_by_axis": InTRL("logps", "largest position of each axis", axes_apart),  # InternLM/xtuner/pull/2097
-    # om-ai-lab/VLM-R1
     "reward_weights_ignored": score("advantages", "all rewards have weight 1", "self.reward_weights.to(device)",
-        "torch.ones(2)", {"reward_weights": [1.0, 0.3]}),
+        "torch.ones(2)", {"reward_weights": [1.0, 0.3]}),  # om-ai-lab/VLM-R1
     "batch_std": score("advantages", "deviation of all rewards of the rollout",  # huggingface/trl/issues/3708
         "nanstd(rewards.view(-1, num_generations), dim=1)", "nanstd(rewards).expand(len(rewards) // num_generations)"),
     "no_reward_is_0": score("advantages", "without any reward gets the reward 0",  # TRL up to 1.5
-        "rewards[unscorable_mask] = torch.nan", "pass", {"rewards": (two_missing_rewards,)}),
-    # StarsfieldAI/R1-V/pull/54
+        "rewards[unscorable_mask] = torch.nan", "pass", {"rewards": (two_missing_rewards, )}),
     "means_tiled": score("advantages", "the row that repeat gives instead of repeat_interleave", MEANS,
-        "mean_grouped_rewards.repeat(num_generations)"),
+        "mean_grouped_rewards.repeat(num_generations)"),  # StarsfieldAI/R1-V/pull/54
     # StarsfieldAI/R1-V/pull/49
     "groups_of_half_the_size": score("advantages", "groups contain half as many completions",
         "num_generations = self.num_generations if", "num_generations = self.num_generations // 2 if"),
-    # Deep-Agent/R1-V/pull/54
     "shuffled_without_advantages": edited("_prepare_inputs", "rows", "their advantages were not", SHUFFLED,
-        f'{SHUFFLED} | {{"advantages": generation_batch["advantages"]}}'),
+        f'{SHUFFLED} | {{"advantages": generation_batch["advantages"]}}'),  # Deep-Agent/R1-V/pull/54
     "truncated_completions_kept": score("mask", "truncated completions are in the loss",  # huggingface/trl/pull/2881
-        "if self.mask_truncated_completions:", "if False:",
-        {"mask_truncated_completions": True, "max_completion_length": 3}),
+        "if self.mask_truncated_completions:", "if False:", {"mask_truncated_completions": True,
+        "max_completion_length": 3}),
     # bugs in GRPO's loss
-    "mean_of_a_row": loss("the loss is averaged as in grpo", SUM + " / normalizer\n",  # huggingface/trl/issues/2995
+    # huggingface/trl/issues/2995
+    "mean_of_a_row": loss("the loss is averaged as in grpo", SUM + " / normalizer\n",
         f"loss = ((per_token_loss * mask).sum(-1) / mask.sum(-1)).mean() / {PARTS}\n"),
     "normalizer_of_one_step_of_a_rollout": loss("steps of a rollout",  # huggingface/trl/pull/6024
         f"normalizer * {PARTS} / self.args.steps_per_generation", "normalizer", {"steps_per_generation": 4, "rows": 8}),
-    # sail-sg/understand-r1-zero
     "dr_grpo_by_the_longest": loss("all values are", "per_token_loss.size(0) * self.max_completion_length",
-        "per_token_loss.numel()", {"loss_type": "dr_grpo", "max_completion_length": 30}),
+        "per_token_loss.numel()", {"loss_type": "dr_grpo", "max_completion_length": 30}),  # sail-sg/understand-r1-zero
     "kl_reversed": loss("policy and reference are swapped in the KL", K3,  # volcengine/verl
-        "torch.exp(per_token_logps - ref_per_token_logps) - (per_token_logps - ref_per_token_logps) - 1",
-        {**KL, "use_bias_correction_kl": False}),
-    # TRL 1.16 itself computes it like this, so nothing is replaced
-    "k3_by_exp": loss("k3 loses its digits", K3, K3,  # google/tunix/issues/2315
-        {"beta": 0.5, "rewards": (equal_later,), "rows": 4, "learning_rate": 1e-5, "at": 1}),
+        "torch.exp(per_token_logps - ref_per_token_logps) - (per_token_logps - ref_per_token_logps) - 1", {**KL,
+        "use_bias_correction_kl": False}),
+    # TRL 1.16 itself computes it like this, so nothing is replaced; google/tunix/issues/2315
+    "k3_by_exp": loss("k3 loses its digits", K3, K3, {"beta": 0.5, "rewards": (equal_later, ), "rows": 4,
+        "learning_rate": 1e-5, "at": 1}),
     # TRL up to 1.9
     "kl_without_ratio": loss("the KL is not weighted with the ratio", "per_token_kl * coef_1", "per_token_kl", KL),
-    # PPO eq. 7
     "clip_on_the_wrong_side": loss("the maximum of the clipped and the unclipped objective", "-torch.min(per",
-        "-torch.max(per", OFF),
-    # https://arxiv.org/abs/2503.14476
+        "-torch.max(per", OFF),  # PPO eq. 7
     "one_clip_for_both_sides": loss("ratios are clipped with epsilon_low on both sides", "1 + self.epsilon_high)",
-        "1 + self.epsilon_low)", {"epsilon": 0.02, "epsilon_high": 0.1, **OFF}),
+        "1 + self.epsilon_low)", {"epsilon": 0.02, "epsilon_high": 0.1, **OFF}),  # https://arxiv.org/abs/2503.14476
     # bugs in the reference, the trained parameters and the optimizer
-    # The policy is its own reference, as when an adapter is not disabled.
-    "reference_by_policy": forward("logps of reference", "weights of the policy",  # huggingface/trl
-        BEGIN, f"{IN_REFERENCE}model = self.model\n    {BEGIN}",
-        {"beta": 0.1, "learning_rate": 2e-2, "rows": 4, "at": 1}),
-    "tower_frozen": InTRL("gradients", "there is no gradient for the vision tower",  # om-ai-lab/VLM-R1/issues/52
-        lambda put, trainer: trainer.model.model.visual.requires_grad_(False)),
+    # the policy is its own reference, as when an adapter is not disabled
+    # huggingface/trl
+    "reference_by_policy": forward("logps of reference", "weights of the policy", BEGIN,
+        f"{IN_REFERENCE}model = self.model\n    {BEGIN}", {"beta": 0.1, "learning_rate": 2e-2, "rows": 4, "at": 1}),
+    "tower_frozen": InTRL("gradients", "there is no gradient for the vision tower", lambda put,
+        trainer: trainer.model.model.visual.requires_grad_(False)),  # om-ai-lab/VLM-R1/issues/52
     "norms_decay": decay("also applied to norms and biases", "return decay_parameters",  # karpathy/minGPT
         "return [name for name, _ in model.named_parameters()]", {"weight_decay": 0.1}),
-    # https://arxiv.org/abs/2604.23747
     "state_lost": edited("_clip_grad_norm", "update", "the moments of Adam were reset", CLIPPED,
         "for values in self.optimizer.state.values():\n        for x in values.values():\n            x.zero_()\n"
-        f"    {CLIPPED}", LATER),
-    # bugs in the losses for DPO and SFT
-    "dpo_without_reference": dpo("the reference is left out", "ref_logps.chunk(2, dim=0)",  # DPO eq. 7
-        "(ref_logps * 0).chunk(2, dim=0)"),
+        f"    {CLIPPED}", LATER),  # https://arxiv.org/abs/2604.23747
+    "dpo_without_reference": dpo("the reference is left out", "ref_logps.chunk(2, dim=0)",
+        "(ref_logps * 0).chunk(2, dim=0)"),  # bugs in the losses for DPO and SFT; DPO eq. 7
     "dpo_chosen_and_rejected_swapped": dpo("the rejected answer is preferred", DELTA,  # DPO eq. 7
         "delta_score = rejected_scores - chosen_scores"),
     "dpo_means": dpo("log-probabilities are averaged over tokens", DELTA,  # huggingface/trl
-        "a, b = shift_completion_mask.sum(1).chunk(2)\n"
-        "    delta_score = chosen_scores / a - rejected_scores / b"),
+        "a, b = shift_completion_mask.sum(1).chunk(2)\n" "    delta_score = chosen_scores / a - rejected_scores / b"),
     "sft_mean_of_rows": sft_loss("each row of nll is averaged by itself",  # https://arxiv.org/abs/2604.23747
         "loss = per_token_loss.sum() / torch.as_tensor(num_tokens).clamp(min=1)",
         "loss = (per_token_loss.sum(1) / outputs.label_mask.sum(1)).mean()"),
@@ -435,27 +413,25 @@ TRL_BUGS = {
     "tower_with_lower_learning_rate": InTRL("update", "0.1 times as large, the vision tower", slow_tower),
     "larger_eps_without_decay": optimizer("eps of Adam is 0.001, the parameters without weight decay", CREATED,
         f"self.optimizer.param_groups[1]['eps'] = 1e-3\n    {CREATED}", {"weight_decay": 0.1}),
-    # verl-project/verl/issues/7200
     "row_means_added": loss("the means of the rows are added within a micro-batch", ROW_MEANS,
-        ROW_MEANS.replace(".mean()", ".sum()"), {"loss_type": "grpo"}),
+        ROW_MEANS.replace(".mean()", ".sum()"), {"loss_type": "grpo"}),  # verl-project/verl/issues/7200
     "mean_of_rows_with_an_advantage": loss("only over those with an advantage other than 0", ROW_MEANS,
-        ROW_MEANS.replace(".mean()", ".sum() / (advantages != 0).sum()"),
-        {"loss_type": "grpo", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "rewards": (once,)}),
+        ROW_MEANS.replace(".mean()", ".sum() / (advantages != 0).sum()"), {"loss_type": "grpo",
+        "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "rewards": (once, )}),
     "patches_reversed": forward("logps", "opposite order", PATCHES, f"{IMAGES}.flip(1).flatten(0, 1)"),
     "patches_of_the_next": forward("logps", "pixels of the next patch", PATCHES, f"{IMAGES}.roll(-1, 1).flatten(0, 1)"),
-    "old_logps_with_dropout": InTRL("logps of old", "its dropout is active",
-        around(None, "_get_per_token_logps_and_entropies", with_dropout), OFF),
+    "old_logps_with_dropout": InTRL("logps of old", "its dropout is active", around(None,
+        "_get_per_token_logps_and_entropies", with_dropout), OFF),
     "advantages_as_mask": weighted("multiplied by its advantage", "advantages"),  # verl-project/verl/issues/2506
     "last_row_dropped": loss("only for the last row of each micro-batch", SUM,
         "loss = (per_token_loss * mask)[:-1].sum()"),
-    # huggingface/trl/pull/6594
     "kl_by_token": loss("ratio of its token instead of its sequence", "per_token_kl * coef_1",
-        "per_token_kl * torch.exp(log_ratio)", KL | BY_SEQUENCE),
+        "per_token_kl * torch.exp(log_ratio)", KL | BY_SEQUENCE),  # huggingface/trl/pull/6594
     "means_of_the_first_half": score("advantages", "the group's first half",  # ServiceNow/PipelineRL/pull/54
         "nanmean(rewards.view(-1, num_generations), dim=1)",
         "nanmean(rewards.view(-1, num_generations)[:, :2], dim=1)"),
-    "std_at_least_that_of_the_batch": rewards(
-        "at least the standard deviation of all rewards", ".clamp(min=nanstd(rewards).item())", STD),
+    "std_at_least_that_of_the_batch": rewards("at least the standard deviation of all rewards",
+        ".clamp(min=nanstd(rewards).item())", STD),
     "tokens_before_the_shift": sft_loss("one token too many per row",
         "outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch",
         "outputs.label_mask.sum() + len(inputs['labels'])"),
@@ -466,24 +442,21 @@ TRL_BUGS = {
         "mean_grouped_rewards = torch.nanmean(rewards_per_func.nansum(dim=1).view(-1, num_generations), dim=1)",
         {"reward_weights": [1.0, 0.3]}),
     "kl_clamped": loss("is at most 0.05", "self.beta * per_token_kl", "self.beta * per_token_kl.clamp(max=0.05)", KL),
-    # modelscope/twinkle/pull/291
-    "dft_weight_with_gradient": sft_loss("not detached", "outputs.log_probs.exp().detach()",
-        "outputs.log_probs.exp()", {"loss_type": "dft"}),
-    "zero_grad_missing": InTRL("gradients", "of the step before",  # meta-pytorch/torchforge/pull/71
-        lambda put, trainer: put(trainer.model, "zero_grad", lambda *_, **__: None), LATER),
-    "mean_of_turns": turns_loss("loss", "tokens of its turn",  # rllm-org/rllm/pull/512
-        f"{ROW_MEANS}\n",
+    "dft_weight_with_gradient": sft_loss("not detached", "outputs.log_probs.exp().detach()", "outputs.log_probs.exp()",
+        {"loss_type": "dft"}),  # modelscope/twinkle/pull/291
+    "zero_grad_missing": InTRL("gradients", "of the step before", lambda put, trainer: put(trainer.model, "zero_grad",
+        lambda *_, **__: None), LATER),  # meta-pytorch/torchforge/pull/71
+    "mean_of_turns": turns_loss("loss", "tokens of its turn", f"{ROW_MEANS}\n",  # rllm-org/rllm/pull/512
         "turn = ((mask == 1) & (torch.nn.functional.pad(mask, (1, -1)) == 0)).cumsum(1) * mask\n"
         "        loss = torch.stack([per_token_loss[i][turn[i] == k].mean()\n"
         "                            for i in range(len(mask)) for k in range(1, int(turn[i].max()) + 1)]).mean()\n",
         TELL | {"loss_type": "grpo", "calls": 0.7}),
-    # modelscope/ms-swift/issues/8123
     "one_missing_reward_voids_its_group": score("advantages", "one missing reward makes",
         "torch.nanmean(rewards.view(-1, num_generations), dim=1)", "rewards.view(-1, num_generations).mean(dim=1)",
-        {"rewards": (two_missing_rewards,), "rows": 8}),
-    "angles_in_bfloat16": InTRL("logps", "sines are in bfloat16",  # huggingface/transformers/issues/25681
-        lambda put, trainer: trainer.model.model.language_model.rotary_emb.
-        register_forward_hook(lambda _, given, angles: tuple(x.bfloat16().float() for x in angles))),
+        {"rewards": (two_missing_rewards, ), "rows": 8}),  # modelscope/ms-swift/issues/8123
+    "angles_in_bfloat16": InTRL("logps", "sines are in bfloat16", lambda put,  # huggingface/transformers/issues/25681
+        trainer: trainer.model.model.language_model.rotary_emb.register_forward_hook(lambda _, given,
+        angles: tuple(x.bfloat16().float() for x in angles))),
     "norms_added": clip("the sum of the parameters' norms", CLIPPED,  # laekov/fastmoe/pull/65
         "norm = sum(p.grad.norm() for p in model.parameters() if p.grad is not None)\n"
         "    torch.nn.utils.clip_grads_with_norm_(model.parameters(), self.args.max_grad_norm, norm)\n"
@@ -497,13 +470,12 @@ TRL_BUGS = {
         f"{LABELS}; labels[labels == self._tokenizer.eos_token_id] = self._tokenizer.pad_token_id"),
     "old_logps_in_autocast": forward("logps of old", "under autocast in bfloat16", "self.accelerator.autocast()",
         'torch.autocast("cpu", torch.bfloat16, enabled=not torch.is_grad_enabled())', OFF),
-    # in the second step, only one learning rate is wrong
-    "schedule_stepped_twice": InTRL("schedule", "advances twice per step",
-        around(None, "create_scheduler", two_scheduler_steps), {"max_steps": 10, **LATER}),
+    "schedule_stepped_twice": InTRL("schedule", "advances twice per step", around(None, "create_scheduler",
+        two_scheduler_steps), {"max_steps": 10, **LATER}),  # in the second step, only one learning rate is wrong
     "tokens_discounted": weighted("by 0.99 for each earlier token", "0.99 ** (mask.cumsum(1) - 1)"),
-    "tokens_discounted_from_the_end": weighted(
-        "by 0.97 for each later token", "0.97 ** (mask.flip(1).cumsum(1).flip(1) - 1)"),
-    "text_positions_by_tokens": InTRL("logps", "continues at the number of its tokens", tokens_as_sides),
+    "tokens_discounted_from_the_end": weighted("by 0.97 for each later token",
+        "0.97 ** (mask.flip(1).cumsum(1).flip(1) - 1)"),
+    "text_positions_by_tokens": InTRL("logps", "continues at the number of its tokens", repositioned(tokens_as_sides)),
     "imagenet_pixels": forward("logps", "with ImageNet's mean and deviation", PATCHES,
         f"(({PATCHES}.unflatten(1, (3, -1)) * torch.tensor([[0.26862954], [0.26130258], [0.27577711]])\n"
         "        + torch.tensor([[0.48145466], [0.4578275], [0.40821073]])\n"
@@ -523,11 +495,10 @@ TRL_BUGS = {
     "advantages_by_absolute_deviation": score("advantages", "the mean absolute deviation", DIVIDED,
         "advantages / (advantages.view(-1, num_generations).abs().mean(1).repeat_interleave(num_generations) + 1e-8)"),
     # bugs in completions that call tools
-    "tokens_replaced": turns_score("tokens", "replaced by another one after sampling", IDS,
-        IDS.replace("ids)", "[97 if i == self._tokenizer.encode('e')[0] else i for i in ids])"), TELL),
-    # alibaba/ROLL/pull/444
+    "tokens_replaced": turns_score("tokens", "replaced by another one after sampling", IDS, IDS.replace("ids)",
+        "[97 if i == self._tokenizer.encode('e')[0] else i for i in ids])"), TELL),
     "tool_responses_in_the_sum": turns_loss("loss", "also counts tool responses, only in the sum", SUM,
-        "loss = (per_token_loss * completion_mask).sum()", TELL),
+        "loss = (per_token_loss * completion_mask).sum()", TELL),  # alibaba/ROLL/pull/444
     "second_turn_not_learned": turns_score("mask", "does not count the second turn", f"{MASK} if",
         "begins = (tool_mask == 1) & (torch.nn.functional.pad(tool_mask, (1, -1)) == 0)\n"
         f"    tool_mask *= begins.long().cumsum(1) != 2\n    {MASK} if", TELL | {"calls": 0.8}),
@@ -537,20 +508,18 @@ TRL_BUGS = {
     "completions_encoded_again": loop("tokens", "were decoded and encoded again", PCT, ENCODED_AGAIN, TELL),
     # THUDM/slime/issues/1847
     "images_of_tool_responses_lost": edited("_generate", "pictures", "lacks all images", MERGED, "pass", kind="turns"),
-    # huggingface/trl/pull/4976
     "tool_responses_not_attended_to": turns_loss("tokens", "does not attend to tool responses",
-        "torch.cat([prompt_mask, completion_mask], dim=1)",
+        "torch.cat([prompt_mask, completion_mask], dim=1)",  # huggingface/trl/pull/4976
         'torch.cat([prompt_mask, completion_mask * inputs["tool_mask"]], dim=1)', TELL),
     "a_cut_completion_that_ended_a_turn": turns_score("mask", "an earlier turn ended", ENDED,
-        ENDED.replace("ids[-1] not in eos_and_pad", "not set(ids) & set(eos_and_pad)"),
-        TELL | {"ends": 0.2, "mask_truncated_completions": True}),
+        ENDED.replace("ids[-1] not in eos_and_pad", "not set(ids) & set(eos_and_pad)"), TELL | {"ends": 0.2,
+        "mask_truncated_completions": True}),
 }  # fmt: skip
 
 # bugs that were written without looking at the audit's causes; an empty cause means that none may be printed
 UNSEEN_BUGS = {
     "half of the mean is subtracted": score("advantages", "the baseline is halved", MEANS, f"{MEANS} / 2"),
-    "1 is added to the deviation": score(
-        "advantages", "instead of 1e-4 is 1", DIVIDED, DIVIDED.replace("1e-4", "1.0")),
+    "1 is added to the deviation": score("advantages", "instead of 1e-4 is 1", DIVIDED, DIVIDED.replace("1e-4", "1.0")),
     # all rewards in a group determine its advantages, so that "rewards" and "advantages" are both right
     "advantages of the next group": score("advantages", "next group", DIVIDED, f"({DIVIDED}).roll(-4, 0)"),
     "absolute KL": loss("", KL_TERM, "per_token_loss + self.beta * (ref_per_token_logps - per_token_logps).abs()",
@@ -558,16 +527,16 @@ UNSEEN_BUGS = {
     "first tokens left out": weighted("first tokens", "(mask.cumsum(1) > 1)"),
     "old log-probabilities of the next row": loss("next row", LOG_RATIO, f"{LOG_RATIO}.roll(-1, 0)", OFF),
     # with a positive advantage, a ratio is only clipped above
-    "no clipping for negative advantages": loss(
-        "not clipped below", SMALLER, f"torch.where(advantages > 0, {SMALLER}, -per_token_loss1)", OFF),
+    "no clipping for negative advantages": loss("not clipped below", SMALLER,
+        f"torch.where(advantages > 0, {SMALLER}, -per_token_loss1)", OFF),
     "no rows with negative advantages": weighted("never below 0", "(advantages > 0)"),
-    "first image for all rows": forward(
-        "logps", "images of the first row", PATCHES, f"{IMAGES}[:1].repeat(len(image_grid_thw), 1, 1).flatten(0, 1)"),
+    "first image for all rows": forward("logps", "images of the first row", PATCHES,
+        f"{IMAGES}[:1].repeat(len(image_grid_thw), 1, 1).flatten(0, 1)"),
     "dark images": forward("logps", "", PATCHES, f"{PATCHES} * 0.8"),
     "head not trained": edited("training_step", "gradients", "do not get any gradient", STEPPED,
         f"{STEPPED}\n    model.lm_head.weight.grad = None"),
-    "parameters clipped one by one": InTRL(
-        "clip", "each parameter is clipped by its own norm", around(None, "_clip_grad_norm", clip_each), CLIPS),
+    "parameters clipped one by one": InTRL("clip", "each parameter is clipped by its own norm", around(None,
+        "_clip_grad_norm", clip_each), CLIPS),
     "other beta1": optimizer("beta1 is 0.95", CREATED,
         f"for group in self.optimizer.param_groups:\n        group['betas'] = (0.95, group['betas'][1])\n    {CREATED}",
         {"at": 1}),

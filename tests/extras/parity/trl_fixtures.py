@@ -1,6 +1,5 @@
 """Build small TRL trainers with a tiny Qwen2.5-VL for the audit's tests. Importing needs TRL."""
 
-import inspect
 import json
 import os
 import random
@@ -11,6 +10,7 @@ import torch
 import transformers
 import trl
 from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from minivlmrl.extras.parity.step import read
 from minivlmrl.extras.parity.trl_steps import dpo_steps, grpo_steps, sft_steps
@@ -18,7 +18,7 @@ from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import save_model
 from minivlmrl.tasks import shapes
 from tests.helpers import tiny
-from tests.helpers.talk import CHATML, assistant, user
+from tests.helpers.talk import assistant, user
 
 STEPS_OF = {"grpo": grpo_steps, "turns": grpo_steps, "dpo": dpo_steps, "sft": sft_steps}
 CHAT_TEMPLATES = os.path.join(os.path.dirname(trl.__file__), "chat_templates")
@@ -60,12 +60,7 @@ def processor(folder, template="qwen2_5_vl"):
         tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|im_end|>", pad_token="<|endoftext|>",
         padding_side="left",
     )  # fmt: skip
-    # missing in transformers 4
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
     images = Qwen2VLImageProcessorPil.from_pretrained(folder)
-    if not os.path.isdir(CHAT_TEMPLATES):  # older TRL releases have no chat templates
-        return ImageOnlyProcessor(images, tokenizer, video_processor=None, chat_template=CHATML)
     with open(os.path.join(CHAT_TEMPLATES, f"{template}.jinja")) as file:
         return ImageOnlyProcessor(images, tokenizer, video_processor=None, chat_template=file.read())
 
@@ -134,53 +129,6 @@ def grpo(folder, output, rewards=(distinct, lower), rows=4, dtype=torch.float32,
     policy, judges = model(folder, dtype), list(rewards)
     options = SAMPLED | {"generation_kwargs": {"sequence_bias": [[[END], 5.0]]}} | options
     return build("GRPO", policy, output, questions(rows), options, processor(folder), reward_funcs=judges)
-
-
-def text(
-    folder,
-    output,
-    name="GRPO",
-    columns=("prompt",),
-    rewards=("distinct", "lower"),
-    pad="<|endoftext|>",
-    bias=0.1,
-    rows=8,
-    **options,
-):
-    """Build a text-only trainer in any TRL release since 0.15.
-
-    Options that the release does not have are ignored.
-    """
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=f"{folder}/tokenizer.json", eos_token="<|im_end|>", pad_token=pad, chat_template=CHATML,
-        padding_side="left" if name == "GRPO" else "right", model_input_names=["input_ids", "attention_mask"],
-    )  # fmt: skip
-    data = [
-        {"text": f"{'red ' * (i % 3)}ball<|im_end|>", "prompt": [user(f"What{'?' * (i % 2)}")],
-         "chosen": [assistant("red " * (1 + i % 3))], "rejected": [assistant("no" * (1 + i % 2))]}
-        for i in range(rows)
-    ]  # fmt: skip
-    config, policy, size = getattr(trl, f"{name}Config"), model(folder), 8 if name == "GRPO" else 2
-    options = SAMPLED | {"seed": 1, "gradient_accumulation_steps": 1} | options
-    options["per_device_train_batch_size"] = size // options["gradient_accumulation_steps"]
-    options["generation_kwargs"] = {"sequence_bias": [[[END], bias]]}
-    # up to 0.28, the option is an enum member
-    kinds = getattr(inspect.getmodule(trl.DPOConfig), "FDivergenceType", str)
-    options["f_divergence_type"] = kinds(options.get("f_divergence_type", "reverse_kl"))
-    options = {key: x for key, x in options.items() if key in config.__dataclass_fields__}
-    if name == "GRPO" and "logits_to_keep" not in inspect.signature(policy.forward).parameters:
-        # transformers 4.51 has no logits_to_keep, so the trainer cuts the logits
-        forward = type(policy).forward
-        type(policy).forward = lambda self, *given, logits_to_keep=0, **named: forward(self, *given, **named)
-    policy.config.model_type = "qwen2"  # otherwise DPOTrainer requires a processor
-    # TRL 0.19 can load a reference model only with this class
-    transformers.AutoModelForCausalLM.register(type(policy.config), type(policy), exist_ok=True)
-    judges = {"reward_funcs": [globals()[judge] for judge in rewards]} if name == "GRPO" else {}
-    rows = [{key: row[key] for key in columns} for row in data]
-    trainer = build(name, policy, output, rows, options, tokenizer, **judges)
-    for each in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
-        each.config.model_type = "qwen2_5_vl"
-    return trainer
 
 
 class Look:
@@ -262,7 +210,7 @@ def train(kind, folder, output, steps=1, late=None, **options):
     trainer = globals()[kind](folder, output / "trainer", **{"max_steps": steps} | options)
     if late:
         late(trainer)
-    with STEPS_OF[options.get("name", kind).lower().replace("text", "grpo")](trainer, output, steps):
+    with STEPS_OF[kind](trainer, output, steps):
         trainer.train()
 
 
