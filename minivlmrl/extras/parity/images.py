@@ -22,9 +22,8 @@ def check_images(
 ) -> str:
     """Check that a trainer uses the right images, in the right order, for its log-probabilities.
 
-    Each image in turn is replaced by its negative, which must change log-probabilities of tokens after the image and no
-    log-probabilities of tokens before the image. In addition, rows that differ in one image must have the same
-    log-probabilities in one batch as alone in a batch.
+    Each image in turn is replaced by its negative, which must change the log-probabilities of later tokens and of no
+    earlier token. Rows that differ in one image must have the same log-probabilities together as alone.
 
     Args:
         my_logps: function (input_ids (B, L), pixel_values (B * P, D), image_grid_thw (B * N, 3)) -> (B, T),
@@ -54,8 +53,7 @@ def check_images(
     N = len(image_grid_thw)
     if not len(starts) == N > 0:
         raise ValueError(
-            f"input_ids contain {len(starts)} images, but image_grid_thw has {N}; the numbers must "
-            "be equal and at least 1"
+            f"input_ids contain {len(starts)} images, but image_grid_thw has {N}; both must be equal and at least 1"
         )
     signs = 1 - 2 * torch.eye(N + 1, N).to(pixel_values)  # the last row keeps all images
     rows = pixel_values * signs.repeat_interleave(image_grid_thw.prod(1), 1)[:, :, None]

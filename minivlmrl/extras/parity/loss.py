@@ -88,35 +88,35 @@ class Verdict:
 
 def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float = 5.0, **only) -> Verdict:
     """Compare a loss with TRL's, and name the mistakes or designs that reproduce it in all cases; see `check`."""
-    steps = []  # arguments to `as_step` for all cases
-    found = []
-    differences: list = []
-    agreeing, differing = [], []  # options
+    results = []  # (case, options, comparison)
+    steps = []
     for case, options, batch, value, slope in cases(kind=kind, **only):
         result = compare(my_loss, options, batch, value, slope)
-        found.append((result, value))
-        steps.append((batch, options, result.loss, result.gradient, tolerance))
-        if result.error <= tolerance:
-            agreeing.append(options)
-        else:
-            differing.append(options)
-            differences.append((case, options, result))
-    everything = agreeing + differing
-    varied = [name for name in everything[0] if any(x.get(name) != everything[0][name] for x in everything)]
-    for i, (case, options, result) in enumerate(differences):
-        chosen = ", ".join(f"{name}={options.get(name)}" for name in varied)
-        differences[i] = f"{case} ({chosen}): {result}"
-    verdict = Verdict(len(found), differences, where=shared(differing, agreeing))
+        results.append((case, options, result))
+        steps.append(as_step(batch, options, result.loss, result.gradient, tolerance))
+    first = results[0][1]
+    varied = [name for name in first if any(options.get(name) != first[name] for _, options, _ in results)]
+    differences = []
+    for case, options, result in results:
+        if result.error > tolerance:
+            chosen = ", ".join(f"{name}={options.get(name)}" for name in varied)
+            differences.append(f"{case} ({chosen}): {result}")
+    agreeing, differing = (
+        [options for _, options, result in results if (result.error > tolerance) == differs]
+        for differs in (False, True)
+    )
+    verdict = Verdict(len(results), differences, where=shared(differing, agreeing))
     if not differences:
         return verdict
-    if constant := constant_of(found, tolerance):
+    has_right_gradients = all(result.gradient_error <= tolerance for _, _, result in results)
+    constants = [result.constant for _, _, result in results]
+    if has_right_gradients and max(constants) - min(constants) <= tolerance:
         verdict.kinds = ["design"]
-        verdict.names = [f"design: the value has a constant of {constant:.6g} without gradient"]
+        verdict.names = [f"design: the value has a constant of {constants[0]:.6g} without gradient"]
         return verdict
-    searched = [as_step(*step) for step in steps]
-    parts = find_names(searched, seconds)
-    verdict.kinds, verdict.names = [part[0].kind for part in parts.parts], lines_of(parts, searched)
-    if not verdict.kinds and all(result.gradient_error <= tolerance for result, _ in found):
+    names = find_names(steps, seconds)
+    verdict.kinds, verdict.names = [part[0].kind for part in names.parts], lines_of(names, steps)
+    if has_right_gradients and not verdict.kinds:
         verdict.kinds = ["design"]
         verdict.names = ["design: the values differ, but the gradients are equal in all cases"]
     return verdict
@@ -131,19 +131,13 @@ def shared(differing: list[dict], agreeing: list[dict]) -> str:
     return ""
 
 
-def constant_of(found: list[tuple], tolerance: float) -> float | None:
-    """Return by how much all values differ, if it is the same number in all cases and all gradients are right."""
-    constants = [(result.loss - value).item() for result, value in found]
-    is_same = max(constants) - min(constants) <= tolerance
-    return constants[0] if is_same and all(result.gradient_error <= tolerance for result, _ in found) else None
-
-
 @dataclass
 class Comparison:
     """A loss and its gradient, and their largest differences from TRL, relative as in `distance`."""
 
     loss: Tensor
     gradient: Tensor
+    constant: float  # loss minus TRL's
     loss_error: float
     gradient_error: float
 
@@ -169,7 +163,7 @@ def compare(my_loss, options: dict, batch: dict, value: Tensor, gradient: Tensor
     # 0 * sum is added, so that a detached loss's gradient is 0 instead of an error
     [ours] = torch.autograd.grad(loss + 0 * logps.sum(), logps)
     loss = loss.detach()
-    return Comparison(loss, ours, distance(loss, value), distance(ours, gradient))
+    return Comparison(loss, ours, (loss - value).item(), distance(loss, value), distance(ours, gradient))
 
 
 def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor]]:
@@ -204,10 +198,8 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
 
 
 def has(options: dict, only: dict) -> bool:
-    """Return True if a case has these options; a case with TRL's dual clip, delta, has to be asked for.
-
-    A value also equals a list that contains only this value, as loss_type of a dpo case does.
-    """
+    """Return True if a case has these options; a case with TRL's dual clip, delta, has to be asked for."""
     if "delta" in options and "delta" not in only:
         return False
+    # the loss_type of a dpo case is a list with one name
     return all(key in options and options[key] in (x, [x]) for key, x in only.items())

@@ -124,16 +124,11 @@ class Dump(dict):
         return torch.isin(ids, torch.tensor(self.about.get("stop_token_ids") or []))
 
     def has(self, *names: str) -> bool:
-        return all(name in self for name in names)
+        return self.keys() >= {*names}
 
     def has_advantage(self) -> Tensor:
         """Return a mask (n,) that selects rows with an advantage other than 0."""
         return (self["advantages"].view(len(self.all_rows), -1) != 0).any(1)
-
-    def rollout_order(self) -> Tensor | None:
-        """Return the row index (N,) for each completion in the rollout, or None without one row for each completion."""
-        order = self.get("row", self.all_rows).argsort()
-        return order if len(order) == len(self["group"]) else None
 
     def turns(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return token ids (n, S), a mask for sampled tokens, and a mask for tool responses."""
@@ -179,8 +174,7 @@ class Dump(dict):
 
     def parameters(self, kind: str) -> dict[str, Tensor]:
         """Return the tensors whose names begin with `kind` and a dot, without this prefix."""
-        prefix = f"{kind}."
-        return {name.removeprefix(prefix): x for name, x in self.items() if name.startswith(prefix)}
+        return {name.removeprefix(f"{kind}."): x for name, x in self.items() if name.startswith(f"{kind}.")}
 
 
 def check_step(about: dict, tensors: dict[str, Tensor]):
@@ -190,8 +184,8 @@ def check_step(about: dict, tensors: dict[str, Tensor]):
         missing.append(f"the field kind is {about.get('kind')!r}")
     if missing:
         raise ValueError(
-            f"{missing[0]}. A step needs the tensors {', '.join(NEEDED)} and the field kind, which "
-            "must be grpo, dpo or sft. Steps of KTO, distillation and trajectories are not supported."
+            f"{missing[0]}. A step needs the tensors {', '.join(NEEDED)} and the field kind, which must be grpo, dpo "
+            "or sft. Steps of KTO, distillation and trajectories are not supported."
         )
     check_fields(about)
     n, width = tensors["input_ids"].shape

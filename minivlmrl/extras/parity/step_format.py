@@ -12,12 +12,7 @@ from minivlmrl.errors import check_field, error_context
 from minivlmrl.losses.grpo import TERMS, check_bounds
 from minivlmrl.losses.preference import Divergence, check_dpo_options
 
-
-def names(text: str) -> list[str]:
-    """Split a text into names."""
-    return text.split()
-
-
+names = str.split
 NEEDED = names("input_ids completion_mask per_token_logps")  # tensors that every step needs
 # tensors (n, S), or (n, T) for only the last T tokens
 BY_TOKEN = NEEDED + names(

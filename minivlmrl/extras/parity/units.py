@@ -12,12 +12,6 @@ from torch.nn.functional import pad
 
 from minivlmrl.extras.parity.formulas import first, last
 
-
-def other_of_pair(x: Tensor) -> Tensor:
-    """Swap the elements within each pair in x; the last element stays if their number is odd."""
-    return x[(torch.arange(len(x)) ^ 1).clamp(max=len(x) - 1)]
-
-
 # wrong orders within a block {} that has the indices x, such as a group's rows or a row's tokens: the index that each
 # element uses instead
 WITHIN = {
@@ -25,7 +19,8 @@ WITHIN = {
     "the previous {} in {}": lambda x: x.roll(1),
     "the first {} in {}": lambda x: x[:1].expand_as(x),
     "the {} at the mirrored position in {}": lambda x: x.flip(0),
-    "the other {} of each pair in {}": other_of_pair,
+    # if their number is odd, the last one stays
+    "the other {} of each pair in {}": lambda x: x[(torch.arange(len(x)) ^ 1).clamp(max=len(x) - 1)],
 }
 # the same only for rows, and only for tokens, where the index -1 stands for the value 0
 ROWS = {"the {} half of the rows later in {}": lambda x: x.roll(-(len(x) // 2))}
@@ -123,8 +118,7 @@ def token_orders(d) -> dict[str, Tensor]:
     }
     orders = {}
     for unit, mask in units.items():
-        blocks = [numbers[row][mask[row]] for row in d.all_rows]
-        orders |= ordered(WITHIN | TOKENS, "token", unit, blocks, numbers)
+        orders |= ordered(WITHIN | TOKENS, "token", unit, [numbers[row][mask[row]] for row in d.all_rows], numbers)
     return different(orders, numbers)
 
 
@@ -140,9 +134,10 @@ def ends(number: Tensor, name: str, suffix: str = "", begin: int = 0) -> dict[st
 
 
 def rollout_sets(d) -> dict[str, Tensor]:
-    """Return the row sets that do not depend on advantages, as masks (N,) for the rollout's completions."""
-    order = d.rollout_order()
-    return {} if order is None else {says: x[order] for says, x in d.row_sets.items() if "advantage" not in says}
+    """Return the row sets that do not depend on advantages, as masks (N,), if the step has all N completions."""
+    order = d.get("row", d.all_rows).argsort()
+    is_whole = len(order) == len(d["group"])
+    return {says: x[order] for says, x in d.row_sets.items() if is_whole and "advantage" not in says}
 
 
 def place_within(label: Tensor, row: Tensor) -> Tensor:
