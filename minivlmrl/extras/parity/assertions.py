@@ -2,7 +2,8 @@
 
 import torch
 
-from minivlmrl.extras.parity.audit import SECONDS, checked, gaps, report
+from minivlmrl.extras.parity.audit import SECONDS, checked, report
+from minivlmrl.extras.parity.search import gaps
 
 
 def assert_step(folder):
@@ -28,8 +29,6 @@ def assert_split_invariant(
         parts_name: name of the parts in error messages.
     """
     assert rows > 1, f"rows is {rows}, but at least 2 rows are needed to compare different splits"
-    # rows - 1 parts are tried because one part then has two rows and all other parts have one
-    sizes = sizes or (2, rows - 1, rows)
 
     def split(parts: int) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
         """Split the rows into parts, where part i gets rows i, i + parts, ..., and compute the gradients."""
@@ -39,7 +38,8 @@ def assert_split_invariant(
     _, whole_gradients = split(1)
     unit = max(gaps(x, 0.0, 1.0).max() for x in whole_gradients.values())
     assert unit > 0, "all gradients are zero, so nothing was compared; use rows with a nonzero loss"
-    for size in sizes:
+    # with rows - 1 parts, one part has two rows and all others have one
+    for size in sizes or (2, rows - 1, rows):
         parts, split_gradients = split(size)
         names = sorted(whole_gradients.keys() ^ split_gradients.keys())
         assert not names, (

@@ -4,14 +4,6 @@ import torch
 from torch import Tensor
 
 
-def check_shape(name: str, tensor: Tensor, expected: str, dims: int, last: int | None = None):
-    """Raise ValueError unless a tensor has `dims` dimensions, the last one with size `last`."""
-    shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else None
-    if shape is None or len(shape) != dims or last not in (None, shape[-1]):
-        found = f"of type {type(tensor).__name__}" if shape is None else f"of shape {shape}"
-        raise ValueError(f"{name} is {found}, but it must be a tensor of shape {expected}")
-
-
 def check_images(
     my_logps,
     input_ids: Tensor,
@@ -39,15 +31,13 @@ def check_images(
     Raises:
         ValueError: a tensor has another shape, or the row has no image, or not as many as image_grid_thw.
     """
-    check_shape("input_ids", input_ids, "(L,), the token ids of one row", dims=1)
-    check_shape("image_grid_thw", image_grid_thw, "(N, 3), a row for each image", dims=2, last=3)
-    check_shape("pixel_values", pixel_values, "(P, D), a row for each patch", dims=2)
-    num_patches = int(image_grid_thw.prod(1).sum())
-    if len(pixel_values) != num_patches:
-        raise ValueError(
-            f"pixel_values have {len(pixel_values)} patches, but image_grid_thw stands for "
-            f"{num_patches}; pass both as the processor returned them for the row"
-        )
+    for name, x, dims, expected in (
+        ("input_ids", input_ids, 1, "(L,), the token ids of one row"),
+        ("image_grid_thw", image_grid_thw, 2, "(N, 3), a row for each image"),
+        ("pixel_values", pixel_values, 2, "(P, D), a row for each patch"),
+    ):
+        if x.dim() != dims:
+            raise ValueError(f"{name} is of shape {tuple(x.shape)}, but it must be a tensor of shape {expected}")
     # index of each image's first placeholder
     starts = 1 + ((input_ids == image_token_id).int().diff() == 1).nonzero()
     N = len(image_grid_thw)

@@ -73,11 +73,8 @@ def test_check_images_finds_planted_faults(model_type, tmp_path, monkeypatch, or
 
 @pytest.mark.parametrize(("changed", "says"), [
     ({"input_ids": torch.tensor([[5, 9, 6]])}, r"input_ids is of shape \(1, 3\), but it must be .* shape \(L,\)"),
-    ({"input_ids": [5, 9, 6]}, "input_ids is of type list, but it must be a tensor"),
     ({"image_grid_thw": torch.tensor([1, 2, 4])}, r"image_grid_thw is of shape \(3,\), .* shape \(N, 3\)"),
-    ({"image_grid_thw": torch.tensor([[2, 4]])}, r"image_grid_thw is of shape \(1, 2\), .* shape \(N, 3\)"),
     ({"pixel_values": torch.ones(1, 8, 2)}, r"pixel_values is of shape \(1, 8, 2\), .* shape \(P, D\)"),
-    ({"pixel_values": torch.ones(7, 2)}, "pixel_values have 7 patches, but image_grid_thw stands for 8"),
     ({"image_token_id": 7}, "input_ids contain 0 images, but image_grid_thw has 1"),
     ({"image_token_id": 7, "image_grid_thw": torch.ones(0, 3), "pixel_values": torch.ones(0, 2)},
      "input_ids contain 0 images, but image_grid_thw has 0"),
