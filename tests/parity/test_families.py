@@ -1,4 +1,4 @@
-"""Compare every loss and option with TRL, cell by cell; test_parity.py compares them with recorded numbers."""
+"""Compare every loss and option with TRL, cell by cell; tests/extras/parity compares them with recorded numbers."""
 
 from dataclasses import asdict
 

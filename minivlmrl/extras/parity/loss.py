@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from minivlmrl.extras.parity.formulas import distance
-from minivlmrl.extras.parity.loss_search import as_step, find_names, lines_of
+from minivlmrl.extras.parity.loss_search import as_step, find_names
 
 SHOWN = 4  # differing cases that are printed
 # losses from TRL 1.16, and a tiny model from transformers 5.23, each written by a removed script:
@@ -114,8 +114,7 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
         verdict.kinds = ["design"]
         verdict.names = [f"design: the value has a constant of {constants[0]:.6g} without gradient"]
         return verdict
-    names = find_names(steps, seconds)
-    verdict.kinds, verdict.names = [part[0].kind for part in names.parts], lines_of(names, steps)
+    verdict.kinds, verdict.names = find_names(steps, seconds)
     if has_right_gradients and not verdict.kinds:
         verdict.kinds = ["design"]
         verdict.names = ["design: the values differ, but the gradients are equal in all cases"]

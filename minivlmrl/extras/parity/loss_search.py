@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import reduce
 
 import torch
@@ -15,18 +14,9 @@ from minivlmrl.extras.parity.search import Cause, Search, by_kind, computed, cou
 from minivlmrl.extras.parity.step import Dump, SearchEndedError
 from minivlmrl.extras.parity.step_format import options_of
 
-SECONDS = 5.0  # time after which a search ends
 PARTS = 4  # maximum number of causes that are combined
 TIED = 4  # maximum number of printed causes that give the same numbers
 SEARCHED = 32  # about so many cases are searched; the others are compared at the end
-
-
-@dataclass
-class Names:
-    """The result of a search: the causes that together reproduce all cases, or none."""
-
-    parts: list[list[Cause]]  # each part lists the causes that give the same numbers
-    has_ended: bool = False  # whether the time was over before all causes were tried
 
 
 def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor, tolerance: float = 1e-6) -> Dump:
@@ -55,12 +45,15 @@ def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor, toleran
     return d
 
 
-def find_names(steps: list[Dump], seconds: float = SECONDS) -> Names:
+def find_parts(steps: list[Dump], seconds: float) -> list[list[Cause]]:
     """Search causes that together reproduce the loss in all cases, also in those that agree with the definition.
 
     Args:
         steps: all cases, see `as_step`.
-        seconds: time after which the search ends.
+        seconds: time after which the search ends with SearchEndedError.
+
+    Returns:
+        Parts of the deviation, each with the causes that give the same numbers; [] if there is none.
     """
     deadline = time.thread_time() + seconds
     for step in steps:
@@ -73,10 +66,8 @@ def find_names(steps: list[Dump], seconds: float = SECONDS) -> Names:
             parts = combination.run()
             wrong = [step for step in steps if parts and not explains(step, combination.deviation)]
             if not wrong:
-                return Names(parts)
+                return parts
             searched += wrong[:: max(1, len(wrong) // SEARCHED)]
-    except SearchEndedError:
-        return Names([], has_ended=True)
     finally:
         for step in steps:
             step.deadline = math.inf
@@ -162,20 +153,23 @@ class Combination:
         return best
 
 
-def lines_of(names: Names, steps: list[Dump]) -> list[str]:
-    """Describe the result of a search: each mistake or design, or the first differing numbers."""
-    if not names.parts:
-        why = "the time was over before all causes were tried" if names.has_ended else "no known mistake or design does"
-        step = max(steps, key=lambda step: count_wrong(computed("loss", step, {})))
-        return [
-            f"no name reproduces the loss in all cases: {why}",
-            *(f"  {x}" for x in where(computed("loss", step, {}))),
-        ]
+def find_names(steps: list[Dump], seconds: float) -> tuple[list[str], list[str]]:
+    """Return "mistake" or "design" for each part that `find_parts` finds, and lines that describe the parts.
+
+    Without any part, the lines contain the first differing numbers.
+    """
+    parts, why = [], "no known mistake or design does"
+    try:
+        parts = find_parts(steps, seconds)
+    except SearchEndedError:
+        why = "the time was over before all causes were tried"
     lines = []
-    for part in names.parts:
-        cause = part[0]
-        lines.append(f"{cause.kind}: {cause.says}")
-        lines += [f"  or: {other.says}" for other in part[1:TIED]]
-        lines.append(f"  effect: {cause.of.effect}")
-        lines += [f"  done by: {cause.of.who}"] * bool(cause.of.who)
-    return lines
+    for first, *others in parts:
+        lines.append(f"{first.kind}: {first.says}")
+        lines += [f"  or: {other.says}" for other in others[: TIED - 1]]
+        lines.append(f"  effect: {first.of.effect}")
+        lines += [f"  done by: {first.of.who}"] * bool(first.of.who)
+    if not parts:
+        answer = max((computed("loss", step, {}) for step in steps), key=count_wrong)
+        lines = [f"no name reproduces the loss in all cases: {why}", *(f"  {text}" for text in where(answer))]
+    return [part[0].kind for part in parts], lines
