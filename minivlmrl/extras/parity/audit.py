@@ -144,11 +144,7 @@ def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], se
 
 
 def unseen(name: str, d: Dump) -> Iterator[tuple[str, bool]]:
-    """Yield (topic, is unseen) for each cause with a topic, such as clipping.
-
-    A cause is unseen if it does not change any number in the stage, so this step cannot reveal it. Causes that are
-    limited to a part are left out.
-    """
+    """Yield (topic, whether it changes no number) for each cause with a topic that is not limited to a part."""
     answer = computed(name, d, {})
     for cause in possible_causes(name, d):
         shows = cause.of.about and not (cause.is_limited or cause.is_fitted)
@@ -159,10 +155,7 @@ def unseen(name: str, d: Dump) -> Iterator[tuple[str, bool]]:
 
 
 def where(answer: dict) -> list[str]:
-    """Describe which numbers differ: counts for each tensor, then up to 4 examples for up to 3 tensors.
-
-    An example shows the trainer's value "instead of" the recomputed value.
-    """
+    """Describe which numbers differ: counts for each tensor, then up to 4 examples for up to 3 tensors."""
     wrong_counts = []
     lines = []
     for name, (theirs, ours, unit) in answer.items():

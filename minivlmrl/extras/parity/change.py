@@ -14,11 +14,7 @@ from minivlmrl.extras.parity.names import SCOPES
 
 
 class Values:
-    """The values that a formula may use, as attributes.
-
-    A name is searched among the values at the formula's place, then in an object with more quantities,
-    then among the step's tensors and attributes.
-    """
+    """The values that a formula may use: those at its place, those of another object, and the step's."""
 
     def __init__(self, step, place=None, **values):
         self.__dict__.update(values)
@@ -62,10 +58,7 @@ class Change(dict):
         return deviation(Values(self.d, place, x=x, c=self.get("c", 1.0), **values))
 
     def inside(self, use: str) -> "Change":
-        """Return the deviation for one use of a quantity, such as "the baseline".
-
-        The result is empty if this deviation is limited to another use, see SCOPES.
-        """
+        """Return the deviation for one use, such as "the baseline", which is empty if it is limited to another use."""
         other_uses = {*self.get("inside", ())} - {use}
         for _, uses, _ in SCOPES:
             if use in uses and not other_uses.isdisjoint(uses):
@@ -74,11 +67,7 @@ class Change(dict):
 
 
 def edited(step, x: list, flags: list, region: list, change: Callable) -> tuple[list, list]:
-    """Apply a formula to parts in a list, and return the new items and their flags.
-
-    The list is split into runs in which `flags` and `region` are constant. The formula replaces each run inside the
-    region, and all new items get the run's flag.
-    """
+    """Apply a formula to each run of items inside the region whose flags are equal; return items and flags."""
     new_items, new_flags = [], []
     triples = zip(flags, region, x, strict=True)
     for (flag, inside), run in groupby(triples, key=lambda triple: triple[:2]):

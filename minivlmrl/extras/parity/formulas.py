@@ -36,12 +36,7 @@ def in_half(x: Tensor, theirs: Tensor, exact: Tensor) -> Tensor:
 
 
 def clipped(gradients: dict[str, Tensor], max_norm: float | None, norm: float | None = None) -> dict[str, Tensor]:
-    """Scale gradients so that their total norm is at most max_norm, like torch's clip_grad_norm_.
-
-    Args:
-        max_norm: None or 0 disables clipping.
-        norm: total norm to use; None computes the norm from `gradients`.
-    """
+    """Scale gradients so that their total norm, or `norm`, is at most max_norm, like torch's clip_grad_norm_."""
     if norm is None:
         norm = get_total_norm(gradients.values()).item()
     share = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0

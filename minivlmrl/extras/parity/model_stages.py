@@ -56,12 +56,7 @@ def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = Fal
 
 
 def row_logps(d: Dump, change: Change, model, row: int, attended: Tensor, images: tuple) -> Tensor:
-    """Compute log-probabilities and entropies (2, S) for a row's tokens after its prompt; all other values are 0.
-
-    Args:
-        attended: (S,) mask that selects the tokens which the model receives.
-        images: the row's list with pairs (patches, grid), the list of its micro-batch, and the row's index in it.
-    """
+    """Compute log-probabilities and entropies (2, S) for a row's tokens after its prompt; all other values are 0."""
     is_learned = d.get("logps_gradient", d["completion_mask"])[row] != 0
     is_scored = d.completion[row] | d["completion_mask"][row].bool() | is_learned
     token_numbers = attended.cumsum(0)  # each attended token's position, starting at 1
@@ -119,21 +114,13 @@ def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, ima
 
 
 def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
-    """Return the image index (S,) for each placeholder token, and len(sizes) for all other tokens.
-
-    Args:
-        placeholders: (S,) mask that selects image placeholders. Surplus placeholders count as text.
-        sizes: (images,) placeholder count for each image.
-    """
+    """Return the image index (S,) for each placeholder token, and the number of images for all other tokens."""
     numbers = torch.bucketize(placeholders.cumsum(0) - 1, sizes.cumsum(0), right=True)
     return numbers.where(placeholders, len(sizes))
 
 
 def of_unattended(d: Dump) -> Tensor:
-    """Return a mask (n, S) that selects tokens whose previous token is not attended to.
-
-    Their log-probabilities cannot be recomputed, because the packed sequence contains only attended tokens.
-    """
+    """Return a mask (n, S) of tokens after an unattended token, which the packed sequence lacks."""
     return pad(d["attention_mask"][:, :-1], (1, 0), value=1) == 0
 
 
@@ -144,12 +131,7 @@ def model_unit(d: Dump) -> float:
 
 
 def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
-    """Recompute the log-probabilities or entropies for all tokens in the completion mask.
-
-    Args:
-        name: the dumped tensor's name, such as "old_per_token_logps".
-        folder: field in step.json with the folder whose weights should have produced this tensor.
-    """
+    """Recompute a dumped tensor, such as old_per_token_logps, with the weights in a folder that a field names."""
     if not d.has(name) or not d.about.get(folder):
         return None
     weights_folder = change("model folder", d.about[folder])
@@ -279,13 +261,7 @@ def update(d: Dump, change: Change) -> Answer:
 
 
 def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
-    """Apply one AdamW update to a weight, and return the new weight. A deviation may repeat the update.
-
-    Args:
-        options: the optimizer's options in step.json, such as the learning rate.
-        state: the gradient's first and second moment.
-        decay: weight decay for this weight.
-    """
+    """Apply AdamW to a weight with its moments `state`, and return the new weight; a deviation may repeat it."""
     rate = options["learning_rate"]
     eps = change("eps", options["eps"])
     beta1, beta2 = change("betas", options["betas"])

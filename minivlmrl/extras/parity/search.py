@@ -211,10 +211,7 @@ def error(answer: dict | None) -> float:
 
 
 def distance(answer: dict | None) -> tuple[float, float]:
-    """Return the summed distance from the trainer's numbers, and a position-dependent sum; inf without an answer.
-
-    Two causes with the same pair are treated as the same deviation.
-    """
+    """Return the summed distance, and a position-dependent sum, which are equal if two causes are the same."""
     if answer is None:
         return math.inf, math.inf
     differences = all_gaps(answer).clamp(max=1.0)
@@ -260,7 +257,7 @@ class Place(NamedTuple):
         return {key: (theirs.where(mask, ours), ours, unit) for key, (theirs, ours, unit, mask) in values.items()}
 
     def distance(self, answer: dict | None) -> float:
-        """Return the summed distance from the trainer's numbers in the subset."""
+        """Return the summed distance, and a position-dependent sum, which are equal if two causes are the same."""
         return distance(self.of(answer))[0]
 
 
@@ -486,10 +483,7 @@ def fit(answer: dict | None, cause: Cause, d: Dump) -> list[Cause]:
 
 
 def numbers_near(number: float, gap_with: Callable[[float], float]) -> Iterator[float]:
-    """Yield a number, then the best number near it: rounded to 1, 2 and 3 digits, then exact.
-
-    gap_with: function that returns how far a number leaves the stage from the trainer's values.
-    """
+    """Yield a number, then the number near it with the smallest gap: rounded to 1, 2 and 3 digits, then exact."""
     yield number
     gap_with = cache(gap_with)
     number = min((number * 1.1**power for power in range(-5, 6)), key=gap_with)

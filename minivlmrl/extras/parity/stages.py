@@ -40,10 +40,7 @@ def advantages(d: Dump, change: Change) -> Answer:
 
 
 def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
-    """Add up each completion's K rewards, and compute the baseline and the divisor for the sum, each (N,).
-
-    With multi_objective_aggregation = "normalize_then_sum", rewards are normalised within their group, then added.
-    """
+    """Add up each completion's K rewards, and compute the baseline and the divisor for the sum, each (N,)."""
     group = d["group"]
     group_size = d.about.get("num_generations") or (group == group[0]).sum()
     group = change("group", group, index=torch.arange(len(group)), group_size=group_size)
@@ -101,10 +98,8 @@ def rows(d: Dump, change: Change) -> Answer:
 
 
 def tokens(d: Dump, change: Change) -> Answer:
-    """Recompute input_ids and attention_mask after the prompts from the sampler's token ids.
-
-    Text is never encoded again, because the result may differ from the ids that were sampled.
-    """
+    """Recompute input_ids and attention_mask after the prompts from the sampler's token ids."""
+    # text is never encoded again, because the result may differ from the ids that were sampled
     sampled = d.sampled(change)
     if sampled is None or not d.has("prompt_mask"):
         return None
@@ -165,10 +160,7 @@ def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
 
 
 def mask(d: Dump, change: Change) -> Answer:
-    """Recompute the completion mask, which selects the tokens in the loss.
-
-    GRPO: each turn's sampled tokens, up to and including its stop token. DPO and SFT: the answer without padding.
-    """
+    """Recompute the completion mask: in GRPO each turn up to its stop token, else the answer without padding."""
     is_grpo = d.about["kind"] == "grpo"
     if not d.has("prompt_mask") or (is_grpo and not d.about.get("stop_token_ids")):
         return None
@@ -206,10 +198,7 @@ def mask_in(change: Change, use: str) -> Tensor:
 
 
 def loss(d: Dump, change: Change) -> Answer:
-    """Recompute each micro-batch's loss before backward, and its gradient (n, S).
-
-    The gradient is taken with respect to the log-probabilities and the entropies.
-    """
+    """Recompute each micro-batch's loss, and its gradients (n, S) to log-probabilities and entropies."""
     if not d.has("loss") and not d.has("logps_gradient"):
         return None
     outputs = ("per_token_logps", "entropies")
@@ -244,11 +233,7 @@ def inputs(logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor, Tensor,
 
 
 def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
-    """Count the rows and tokens that normalise the loss in the rows `part`.
-
-    The counts cover the whole step. With mean_over = "micro_batch", they cover the micro-batch, and are multiplied by
-    the number of micro-batches.
-    """
+    """Count the rows and tokens that normalise the loss in the rows `part`, in the step or in a micro-batch."""
     d = change.d
     by_part = change("mean_over", d.about.get("mean_over")) == "micro_batch"
     rows = part if by_part else d.all_rows
@@ -376,17 +361,14 @@ ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}
 
 
 def averaged(terms: Tensor, change: Change, rounding: Tensor | float = 0.0) -> Tensor:
-    """Average per-token losses in each micro-batch as the loss_type prescribes, and their absolute values: (2, M).
-
-    rounding: (n, S) size that is added to each absolute value, because `terms` are differences between larger numbers.
-    """
+    """Average per-token losses in each micro-batch as the loss_type prescribes, and their sizes: (2, M)."""
     mask = mask_in(change, "the sum")
     counted = mask_in(change, "the count")
     weights = change("weights", torch.ones_like(mask), mask=mask)
     definition = loss_options(Change(change.d, {}))
     average = ALL_AVERAGES[change("average", definition.loss_type)]
     terms = terms * (mask * weights)
-    sizes = terms.detach().abs() + rounding
+    sizes = terms.detach().abs() + rounding  # of terms that are differences between larger numbers
     results = []
     for part in change.d.micro_batches:
         normalizer = normalizer_of(part, counted, change)
@@ -402,11 +384,7 @@ def preferences(logps: Tensor, _, change: Change) -> Tensor:
 
 
 def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
-    """Compute the DPO-type loss for the rows `part`, and its terms' size: (2,).
-
-    The dumped tensor `pair` contains each row's pair number. `chosen` is 1 in rows with the chosen answer, and 0 in
-    rows with the rejected answer.
-    """
+    """Compute the DPO-type loss for the rows `part`, and its terms' size: (2,)."""
     d = change.d
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
     index = change("index", order.view(-1, 2))  # (pairs, 2): rows with the chosen and the rejected answer

@@ -116,10 +116,7 @@ def grpo_options(trainer) -> dict:
 
 
 def prompt_mask(trainer, ids: torch.Tensor) -> dict:
-    """Return {"prompt_mask": mask}, with a mask (n, S) that selects all tokens up to the prompt's end.
-
-    The prompt ends with the chat template's last generation prompt. Without a chat template, the result is {}.
-    """
+    """Return a prompt_mask (n, S) up to the template's last generation prompt, or {} without a template."""
     processor = trainer.processing_class
     chat = [{"role": "user", "content": "x"}]
     if not processor.chat_template:
@@ -211,10 +208,7 @@ class Steps(ExitStack, TrainerCallback):
         self.parts.append(part)
 
     def forward(self, model, arguments, options, output):
-        """Record a training forward's inputs, outputs and output gradients.
-
-        In DPO, also record the reference model's log-probabilities.
-        """
+        """Record a training forward's inputs, outputs and gradients, and in DPO the reference's log-probabilities."""
         logps = getattr(output, "log_probs", None)
         name = None
         if model is not self.trainer.model:
@@ -431,10 +425,7 @@ class Conversation:
 
 
 def conversation_tensors(conversations: list[Conversation], trainer) -> dict:
-    """Return a rollout's sampled token ids and images as padded tensors.
-
-    A completion's images are those in its prompt, followed by the images that tools returned.
-    """
+    """Return a rollout's sampled ids and images, those of the prompt before those of tools, as tensors."""
     longest = trainer.max_completion_length  # longer completions are truncated
     rows = [torch.tensor(x.tokens[:longest]).view(-1, 2) for x in conversations]
     tokens = pad_sequence(rows, batch_first=True, padding_value=-1)

@@ -74,10 +74,7 @@ def different(orders: dict[str, Tensor], same: Tensor) -> Distinct:
 
 
 def ordered(table: dict[str, Callable], item: str, unit: str, blocks: list[Tensor], same: Tensor) -> dict[str, Tensor]:
-    """Apply each function in a table to every block, such as a group's rows.
-
-    Returns {description: order}. An order is shaped like `same`, which is the unchanged order.
-    """
+    """Return {description: order} for each function in a table, applied to every block of the order `same`."""
     indices = torch.cat(blocks)
     return {
         says.format(item, unit): same.put(indices, torch.cat([order(x) for x in blocks]))
@@ -183,10 +180,7 @@ def spans(d) -> dict[str, Tensor]:
 
 
 def parts_of_model(d) -> dict[str, Callable]:
-    """Return parts of the model as functions that test a parameter's name.
-
-    Each component in a parameter's name, such as layers.0, is a part, too.
-    """
+    """Return parts of the model, also each component of a name, as functions that test a parameter's name."""
     names = d.parameters("before") or d.parameters("grad")
     patterns = dict(PARTS)
     for name in names:
@@ -198,13 +192,7 @@ def parts_of_model(d) -> dict[str, Callable]:
 
 
 def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Tensor]:
-    """Return masks (n, S) for the tokens to which a bug may be limited.
-
-    Args:
-        ids: (n, S) token ids.
-        drawn: (n, S) mask that selects sampled tokens.
-        forced: (n, S) mask that selects tool responses.
-    """
+    """Return masks (n, S) for the tokens to which a bug may be limited, given sampled and forced tokens."""
     prompt = torch.zeros_like(drawn)  # the sampler's ids do not include the prompt
     if ids.shape == d["input_ids"].shape:
         prompt = d["attention_mask"].bool() & ~d.completion
