@@ -71,11 +71,6 @@ def options(stages: str, effect: str, **off_values) -> dict[Quantity, dict]:
     }
 
 
-def without_epsilon(says: str, change: dict) -> dict[str, dict]:
-    """Return a cause with and without the number that is added to a standard deviation."""
-    return {says: change, f"{says}, without 1e-4": change | {"epsilon": 0.0}}
-
-
 # functions that the formulas use
 
 
@@ -122,16 +117,6 @@ def without_missing_ids(s):
 def inside(s, tensors: dict, is_inside: bool = True) -> dict:
     """Select the parameters inside the model's region, or the parameters outside."""
     return {name: x for name, x in tensors.items() if bool(s.region(name)) == is_inside}
-
-
-def in_log(formula: Callable) -> Callable:
-    """Return a formula that applies another one to the logarithm of x."""
-
-    def changed(s):
-        s.x = s.x.log()
-        return formula(s).exp()
-
-    return changed
 
 
 def cispo(bounded: Callable) -> Callable:
@@ -247,6 +232,8 @@ IN_A_LIST = {
     "shifted by one to earlier places": lambda s: s.x[1:] + s.x[:1],
     "replaced by the first": lambda s: s.x[:1] * len(s.x),
 }
+# with and without the number that is added to a standard deviation
+WITH_EPSILON = {"": {}, ", without 1e-4": {"epsilon": 0.0}}
 # formulas that are tried after those that name a mistake
 GENERAL = {*(LINEAR | TIMES).values(), *NONLINEAR.values(), *(BY_TOKEN | OF_RATIOS | OF_ANSWERS).values()}
 
@@ -335,18 +322,15 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "rewards are divided by the variance instead of the standard deviation": lambda s: s.x**2,
         "the number that is added to the standard deviation instead of 1e-4 is 0": {"epsilon": 0.0},
         "the number that is added to the standard deviation instead of 1e-4 is {c}": {"epsilon": fitted_number},
-        **without_epsilon(
-            "advantages are divided by the mean absolute deviation of their group",
-            {"std": lambda s: (s.scaling_rewards - s.scaling_rewards.mean()).abs().mean()},
-        ),
-        **without_epsilon(
-            "advantages go from 0 to 1 (min-max) instead of being normalised",
-            {"group mean": lambda s: s.judged.min(), "std": lambda s: s.judged.max() - s.judged.min()},
-        ),
+        **{f"advantages are divided by the mean absolute deviation of their group{text}":
+            {"std": lambda s: (s.scaling_rewards - s.scaling_rewards.mean()).abs().mean()} | epsilon
+            for text, epsilon in WITH_EPSILON.items()},
+        **{f"advantages go from 0 to 1 (min-max) instead of being normalised{text}":
+            {"group mean": lambda s: s.judged.min(), "std": lambda s: s.judged.max() - s.judged.min()} | epsilon
+            for text, epsilon in WITH_EPSILON.items()},
         "epsilon is added to the variance": lambda s: (s.x**2 + s.epsilon).sqrt() - s.epsilon,
-        "the standard deviation is at least the standard deviation of all rewards": lambda s: s.x.clamp(
-            min=s.all_judged.std()
-        ),
+        "the standard deviation is at least the standard deviation of all rewards":
+            lambda s: s.x.clamp(min=s.all_judged.std()),
     },
     Quantity("deviation", "advantages", "prompts are weighted differently", "R1-V PR 54"): {
         **having("the divisor of advantages", NONLINEAR),
@@ -421,9 +405,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "only the first token is counted": lambda s: s.x * (s.x.cumsum(1) == 1),
         "only the last token is counted": lambda s: s.x * (1 - s.x.roll(-1, 1)),
         "every column is counted": lambda s: torch.ones_like(s.x),
-        "prompt tokens except image tokens are counted": lambda s: torch.maximum(
-            s.x, prompt_tokens(s) * (s.input_ids != s.about.get("image_token_id"))
-        ),
+        "prompt tokens except image tokens are counted":
+            lambda s: torch.maximum(s.x, prompt_tokens(s) * (s.input_ids != s.about.get("image_token_id"))),
         "prompt tokens are counted": lambda s: torch.maximum(s.x, prompt_tokens(s)),
         "the mask also counts {}": regions(lambda s: s.x + (1 - s.x) * s.region),
         "the mask does not count {}": regions(lambda s: s.x * ~s.region),
@@ -522,8 +505,10 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "old log-probabilities are the sampler's": lambda s: s.sampler_logps
     },
     Quantity("ratio", "grpo", "ratios beyond the bound get no gradient", needs="old_per_token_logps",
-        who="verl, OpenRLHF, EasyR1 and SkyRL, with a bound of 20"):
-        having("the log of the ratio", {text: in_log(formula) for text, formula in CLAMPED.items()}),
+        who="verl, OpenRLHF, EasyR1 and SkyRL, with a bound of 20"): {
+        "the log of the ratio is clamped to -{c} and {c}": lambda s: s.x.log().clamp(-s.c, s.c).exp(),
+        "the log of the ratio is at most {c}": lambda s: s.x.log().clamp(max=s.c).exp(),
+    },
     Quantity("log-ratio", "grpo", "the update is different", "GSPO eq. 7", needs="old_per_token_logps"): {
         **having("the log of the ratio", LINEAR, ROUNDED, CURVED, UNCLAMPED, BY_TOKEN, OF_RATIOS),
         "the log of the ratio is averaged over {}": {
@@ -534,9 +519,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("terms", "grpo", "tokens with a negative advantage that are much likelier than before get no gradient",
         "arXiv 1912.09729", CLIPPING,
         who="verl: clip_ratio_c; EasyR1: clip_ratio_dual; slime: eps_clip_c; TRL: delta"): {
-        "dual clip: with a negative advantage, a ratio counts at most {c}": lambda s: s.x.where(
-            s.advantages >= 0, s.x.minimum(-s.c * s.advantages * s.weights)
-        )
+        "dual clip: with a negative advantage, a ratio counts at most {c}":
+            lambda s: s.x.where(s.advantages >= 0, s.x.minimum(-s.c * s.advantages * s.weights)),
     },
     Quantity("terms", "grpo", "other ratios get the largest weight", "MiniMax-M1 eq. 5", CLIPPING,
         who="most projects; TRL's and ms-swift's epsilon_high is the bound itself"): {
@@ -684,14 +668,12 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     },
     Quantity("logits", "logps", "on-policy ratios are not 1", "TRL 6789"): {
         **having("a logit", ROUNDED),
-        "the softmax uses only the most likely tokens; their number is {c}": lambda s: s.x.masked_fill(
-            s.x < s.x.topk(min(max(1, int(s.c)), s.x.shape[-1])).values[:, -1:], -math.inf
-        ),
+        "the softmax uses only the most likely tokens; their number is {c}":
+            lambda s: s.x.masked_fill(s.x < s.x.topk(min(max(1, int(s.c)), s.x.shape[-1])).values[:, -1:], -math.inf),
     },
     Quantity("labels", "logps", "the wrong tokens are trained", "TRL PR 3200, transformers PR 47395"): {
-        "the end token is scored as the padding token": lambda s: torch.where(
-            s.is_stop(s.x), s.about.get("pad_token_id", -1), s.x
-        ),
+        "the end token is scored as the padding token":
+            lambda s: torch.where(s.is_stop(s.x), s.about.get("pad_token_id", -1), s.x),
         "each token is scored as the next token": lambda s: s.x.roll(-1),
         "each token is scored as the previous token": lambda s: s.x.roll(1),
     },

@@ -89,11 +89,6 @@ def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
     return Steps(trainer, folder, steps, about, rows)
 
 
-def grpo_steps(trainer, folder, steps: int = 1) -> "Steps":
-    """Return a context manager that dumps a GRPOTrainer's first steps, with the rewards and groups in its rollouts."""
-    return GRPOSteps(trainer, folder, steps)
-
-
 def grpo_options(trainer) -> dict:
     """Return a GRPOTrainer's options in step.json's format."""
     config = dict(vars(trainer.args))
@@ -247,7 +242,7 @@ class Steps(ExitStack, TrainerCallback):
         self.about |= self.settings(args, state)
 
     def row_tensors(self, tensors: dict, step: int) -> dict:
-        """Return the step's row tensors. GRPOSteps adds the rollouts' tensors."""
+        """Return the step's row tensors. grpo_steps adds the rollouts' tensors."""
         return tensors
 
     def save_models(self, folder: Path):
@@ -292,10 +287,10 @@ class Steps(ExitStack, TrainerCallback):
         self.tensors = {}
 
 
-class GRPOSteps(Steps):
-    """Dump a GRPOTrainer's steps, together with the rollouts to which the rows belong."""
+class grpo_steps(Steps):
+    """Context manager that dumps a GRPOTrainer's first steps, with the rewards and groups in its rollouts."""
 
-    def __init__(self, trainer, folder, steps: int):
+    def __init__(self, trainer, folder, steps: int = 1):
         super().__init__(trainer, folder, steps, grpo_options(trainer), self.micro_batch)
         self.rollouts = []  # tensors from each rollout so far
         self.num_rows = 0  # completions in these rollouts
