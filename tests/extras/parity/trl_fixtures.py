@@ -113,10 +113,6 @@ def lower(completions, **_):
     return [sum(letter.islower() for letter in message["content"]) / 5 for (message,) in completions]
 
 
-def unjudged(completions, **_):
-    return [None if i in (1, 6) else i % 4 + len(chat[0]["content"]) / 9 for i, chat in enumerate(completions)]
-
-
 def length(completions, **_):
     return [len(words_of(messages)) % 5 / 3 + len(messages) / 7 for messages in completions]
 
