@@ -21,16 +21,7 @@ from minivlmrl.data.tokenizer import load_tokenizer
 from minivlmrl.errors import check_field, error_context
 from minivlmrl.extras.parity import units
 from minivlmrl.extras.parity.change import edited
-from minivlmrl.extras.parity.step_format import (
-    BY_ROW,
-    BY_TOKEN,
-    INDICES,
-    MODELS,
-    NEEDED,
-    OF_ROLLOUT,
-    OPTIONS,
-    check_fields,
-)
+from minivlmrl.extras.parity.step_format import BY_ROW, BY_TOKEN, MODELS, NEEDED, OF_ROLLOUT, OPTIONS, check_fields
 from minivlmrl.files import save_tensors
 from minivlmrl.json_files import read_json, write_json
 
@@ -189,10 +180,6 @@ def check_step(about: dict, tensors: dict[str, Tensor]):
         )
     check_fields(about)
     n, width = tensors["input_ids"].shape
-    for name in tensors.keys() & INDICES:
-        dtype = tensors[name].dtype
-        is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-        check_field(is_integer, f"the dtype of the tensor {name}", dtype, "an integer dtype")
     for name in tensors.keys() & BY_ROW:
         shape = tuple(tensors[name].shape)
         by_token = len(shape) == 2 and shape[1] <= width

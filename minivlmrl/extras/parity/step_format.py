@@ -23,11 +23,6 @@ BY_TOKEN = NEEDED + names(
 BY_ROW = BY_TOKEN + names(
     "advantages micro_batch row pair chosen importance_sampling_ratio rollout_step rollout_tokens"
 )
-# integer tensors
-INDICES = names(
-    "input_ids micro_batch row group rollout rollout_step pair sampler_ids image_grid_thw num_images "
-    "sampler_image_grid_thw sampler_num_images"
-)
 # tensors with one row for each completion in the rollout
 OF_ROLLOUT = names("group rewards rollout_advantages sampler_ids")
 MODELS = names("model old_model ref_model")  # fields with folders that hold weights
