@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import permutations
+from itertools import permutations, product
 from typing import NamedTuple
 
 import torch
@@ -211,7 +211,10 @@ def error(answer: dict | None) -> float:
 
 
 def distance(answer: dict | None) -> tuple[float, float]:
-    """Return the summed distance, and a position-dependent sum, which are equal if two causes are the same."""
+    """Return the summed distance from the trainer's numbers, and a sum that depends on the numbers' places.
+
+    Two causes with the same pair are treated as the same deviation.
+    """
     if answer is None:
         return math.inf, math.inf
     differences = all_gaps(answer).clamp(max=1.0)
@@ -257,7 +260,7 @@ class Place(NamedTuple):
         return {key: (theirs.where(mask, ours), ours, unit) for key, (theirs, ours, unit, mask) in values.items()}
 
     def distance(self, answer: dict | None) -> float:
-        """Return the summed distance, and a position-dependent sum, which are equal if two causes are the same."""
+        """Return the summed distance from the trainer's numbers in the subset."""
         return distance(self.of(answer))[0]
 
 
@@ -331,9 +334,8 @@ class Search:
         count = CASE_CAUSES if self.d.case_tolerance else MODEL_CAUSES if self.name in THROUGH_A_MODEL else PAIRED
         near = [self.by_distance[key] for key in sorted(self.by_distance) if self.by_distance[key]][:count]
         result = []
-        for first, then in permutations(near, 2):
-            change = composed(first.change, then.change)
-            if first in near[:LIKELY_CAUSES] and change:
+        for first, then in product(near[:LIKELY_CAUSES], near):
+            if first is not then and (change := composed(first.change, then.change)):
                 of = first.of if first.kind == "mistake" else then.of
                 result.append(Cause(f"{first.says}; and {then.says}", change, of, parts=2))
         return result
@@ -387,9 +389,10 @@ class Search:
             if count_wrong(place.of(self.base)) > 2:  # some factor always matches two opposite advantages
                 numbers += [float(f"{best:.{digits}g}") for digits in (1, 2, 3)] + [best]
             for number in numbers:
-                is_zero = number == 0 and not (self.sources and not theirs.any())  # small values are not zero
+                if number == 0 and (theirs.any() or not self.sources):
+                    continue  # small values are not zero
                 cause = FACTOR.with_number(number, self.sources.get(number, ""))
-                if not is_zero and (found := self.confined(self.answer(cause.change), cause, place)):
+                if found := self.confined(self.answer(cause.change), cause, place):
                     result += found
                     break
         return result
