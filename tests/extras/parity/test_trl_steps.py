@@ -115,7 +115,7 @@ OFF = {"num_iterations": 2, "rows": 8}  # the second step is off-policy
 SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5, "learning_rate": 1e-2}
 # no images, because TRL 1.16 cannot mask truncated completions with images
 TELL = {"tools": ("tell",)}
-# audit/false_positives.py draws other settings, and tests/parity compares all loss types
+# tests/parity compares all loss types
 HEALTHY = {
     "grpo": [
         {"loss_type": "grpo"}, {"temperature": 1.7, "top_k": 5, "beta": 0.3}, {"learning_rate": 0.0},
