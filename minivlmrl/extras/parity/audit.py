@@ -19,7 +19,6 @@ from minivlmrl.extras.parity.search import (
     THROUGH_A_MODEL,
     TOLERANCE,
     Cause,
-    Search,
     all_gaps,
     computed,
     count_groups,
@@ -48,7 +47,7 @@ class Finding:
     explained: Sequence[Cause] = ()
     again: bool = False  # whether an earlier stage has reported the same cause already
     groups: int = 0  # how many independent groups differ, see count_groups
-    search: "Search | None" = None  # None if no search was needed
+    has_ended: bool = False  # whether the time was over before all causes were tried
 
     @property
     def ok(self) -> bool:
@@ -60,19 +59,13 @@ class Finding:
             return []
         unit = GROUPS.get(self.stage, "number")
         count = len(self.explained)
-        near = self.search.near if self.search else []
-        names = "; ".join(cause.says for cause in near[:SHOWN])
         doubts = {
             f"only one {unit} differs, too few to tell causes apart; audit a larger step": self.groups < 2,
             f"{count} causes give the same numbers, so this step cannot tell them apart": count > SHOWN,
-            f"one number decides against {len(near)} other causes, which give all other numbers: {names}; "
-            "audit a larger step": count and near,
             f"a number was fitted for the first cause, so only one {unit} confirms it; audit a larger step": (
                 self.groups == 2 and count and self.explained[0].is_guess
             ),
-            "the time was over before all causes were tried; a larger --seconds tries more": (
-                self.search and self.search.has_ended
-            ),
+            "the time was over before all causes were tried; a larger --seconds tries more": self.has_ended,
         }
         return [text for text, holds in doubts.items() if holds]
 
@@ -127,8 +120,8 @@ def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], se
             earlier.explained = [cause for cause in earlier.explained if cause.says in both]
     finding.again = bool(finding.explained)
     if not (finding.again or of_one_forward):
-        finding.search = find_causes(finding.stage, d, seconds)
-        finding.explained = finding.search.explained
+        search = find_causes(finding.stage, d, seconds)
+        finding.explained, finding.has_ended = search.explained, search.has_ended
     if finding.stage == "mask" and "tokens" in differing and not finding.explained:
         finding.again = True  # the mask depends on the token ids, which differ already
         finding.explained = differing["tokens"].explained

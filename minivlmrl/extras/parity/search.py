@@ -296,7 +296,6 @@ class Search:
         self.d = d
         self.deviation = deviation or {}
         self.explained = []  # causes found so far; they remain if the time is over
-        self.near = []  # causes that leave exactly one number unexplained
         self.has_ended = False  # whether the time was over before all causes were tried
         self.base = self.answer({})
         # known numbers that a factor may be, with their descriptions
@@ -345,15 +344,9 @@ class Search:
         for cause in causes:
             answer = self.answer(cause.change)
             key = distance(answer)
-            is_new = key not in self.by_distance
-            if answer is None:
-                continue
-            for place in self.places if is_new and cause.parts == 1 else self.places[:1]:
+            for place in self.places[: 1 if key in self.by_distance or cause.parts > 1 else None]:
                 yield from self.confined(answer, cause, place)
-            has_one_left = (all_gaps(answer) > self.d.tolerance).sum() == 1
-            if is_new and has_one_left and count_wrong(self.base) > 2 and cause.parts == 1:
-                self.near.append(cause)
-            if not (cause.change.get("inside") or cause.parts > 1):
+            if answer and cause.parts == 1 and "inside" not in cause.change:
                 self.by_distance.setdefault(key, cause)
 
     def confined(self, answer: dict | None, cause: Cause, place: Place) -> list[Cause]:
