@@ -482,9 +482,9 @@ def numbers_near(number: float, gap_with: Callable[[float], float]) -> Iterator[
     """Yield a number, then the number near it with the smallest gap: rounded to 1, 2 and 3 digits, then exact."""
     yield number
     gap_with = cache(gap_with)
-    number = min((number * 1.1**power for power in range(-5, 6)), key=gap_with)
+    number = min((number * 1.1**power for power in range(-9, 10)), key=gap_with)
     step = number / 10
-    for _ in range(28):
+    for _ in range(35):
         number = min((number, number - step, number + step), key=gap_with)
         step *= 0.6
     yield from (float(f"{number:.{digits}g}") for digits in (1, 2, 3))
