@@ -80,7 +80,6 @@ def shuffled_demonstrations(number: int, row: dict) -> dict:
     return row | {"completion": row["chosen"]}
 
 
-IOU = ["--rewards={iou: 1, box_format: 1}"]
 
 
 FAULTS = {
@@ -138,9 +137,6 @@ FAULTS = {
     "evaluation rows are training rows": Fault(
         ["--data.eval_file=rows.jsonl", "--data.eval_rows=4"],
         check=("4 of 4 evaluation rows are also training rows of grpo", "remove them from data.eval_file")),
-    "boxes in another unit": Fault(
-        IOU, {"solution": [0.1, 0.2, 0.5, 0.6]},
-        check=("is not a box inside the image", "in pixels of the image file")),
     "two system messages": Fault(
         ["--data.system_prompt=Be kind."], asked_twice,
         check=("8 of 8 rows have more than one system", "Keep only one")),
