@@ -9,7 +9,7 @@ is finished. A new graph is captured only when the buffers have to grow.
 The random numbers are the same as without a graph. The logits' last bits differ, because the sums also include masked
 keys.
 
-In addition, q, k and v are one product instead of three, see StaticDecodeAttention.project.
+With a graph, q, k and v are computed as one product instead of three; see StaticDecodeAttention.project.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ capture_stream = cache(lambda device: torch.cuda.Stream(device))
 
 
 class StaticDecodeAttention(DecodeAttention):
-    """Attention for decoding whose tensors keep their addresses until a longer buffer is needed."""
+    """Attention for decoding, with tensors that keep their addresses until a longer buffer is needed."""
 
     check_every = 16
 
@@ -105,7 +105,7 @@ def joined_bytes(model: VisionLanguageModel, dtype: torch.dtype) -> int:
 
 
 class CapturedDecode(Decode):
-    """Run one rollout's decode step as a CUDA graph, and on a CPU without a graph."""
+    """Run the decode steps of one rollout as a CUDA graph; on a CPU, run them without a graph."""
 
     attention_type = StaticDecodeAttention
 
@@ -138,7 +138,7 @@ class CapturedDecode(Decode):
     def capture(self, model, attention):
         """Capture a step's kernels in a graph, then replay the graph to run the step."""
         # torch.cuda.graph is not used, because it first returns all unused memory to the driver, which takes 0.1 to 0.4
-        # s. Here this is only done if little memory is free.
+        # s. Here memory is returned only if little is free.
         if torch.cuda.mem_get_info()[0] < HEADROOM:
             torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()

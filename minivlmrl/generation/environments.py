@@ -1,6 +1,6 @@
 """Functions through which the core uses extras/agents/: tools, environments and trajectories.
 
-Only the function `agents` loads these modules, by name, if a recipe sets `sampling.environment`.
+The function `agents` imports extras/agents/ by name, and only if a recipe sets `sampling.environment`.
 """
 
 from importlib import import_module
@@ -31,8 +31,8 @@ def make_sampler(
 ) -> Sampler:
     """Make the sampler for a recipe's section `sampling`.
 
-    This is a sampler with tools if sampling.environment is set, and otherwise the engine that sampling.engine names.
-    See Sampler for the arguments.
+    The sampler has tools if sampling.environment is set; otherwise it is the engine that sampling.engine names. See
+    Sampler for the arguments.
     """
     if sampling.environment is None:
         kind = find_engine(sampling)

@@ -18,7 +18,7 @@ from minivlmrl.data.rows import Completion
 class Filters:
     """Logits processor that applies a recipe's filters to one batch.
 
-    It is make_token_sampler's argument logits_processor.
+    make_token_sampler takes the filters as its argument logits_processor.
 
     Args:
         prompts: each prompt's token ids, (P,) int64. The repetition penalty applies to them.
@@ -57,14 +57,14 @@ class Filters:
         Training normalises its log-probabilities over these ids.
         """
         for allowed_of_row, completion in zip(self.allowed_ids, completions, strict=True):
-            # Decoding continues after a row has finished, so there can be additional entries.
+            # Decoding continues after a row has finished, so a row can have more masks than its completion has tokens.
             allowed_ids = allowed_of_row[: len(completion.ids)]
             if allowed_ids:
                 counts = torch.tensor([len(ids) for ids in allowed_ids])
                 completion.sampling_mask = counts, torch.cat(allowed_ids)
 
     def add_seen(self, rows: Tensor, ids: Tensor):
-        """Apply the repetition penalty to token ids (r,), one id for each of these rows."""
+        """Add one token id (r,) to each of these rows, so that the repetition penalty applies to it from now on."""
         if self.seen is not None:
             self.seen[rows, ids] = True
 

@@ -166,7 +166,7 @@ class Sampler:
         return turn_ends | self.record_tokens(rows, ids)
 
     def record_tokens(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Record one token per row, sampled or of a tool's output; True (r,) where it completes a stop string."""
+        """Record one token per row, sampled or from a tool; return True (r,) where it completes a stop string."""
         if self.filters is not None:
             self.filters.add_seen(rows, ids)
         self.on_tokens(rows, ids)
@@ -182,7 +182,7 @@ class Sampler:
 
     @classmethod
     def most_tokens(cls, sampling: SamplingOptions) -> int | None:
-        """Return the maximum number of tokens of a prompt with its completion; None without a limit of the engine."""
+        """Return the engine's limit on the tokens of a prompt and its completion together; None if it has no limit."""
 
     @classmethod
     def engine_bytes(cls, sampling: SamplingOptions, num_parameters: int, dtype: torch.dtype) -> dict[str, int]:
@@ -196,7 +196,7 @@ class Sampler:
         completions: Sequence[Sequence[Completion]],
         max_logp_mismatch: float,
     ):
-        """Check that the engine's log-probabilities match the policy's, with which this class computes them itself.
+        """Check that an engine's log-probabilities match the policy's; here they do, as the policy itself samples.
 
         Args:
             rows: each prompt's row, for error messages.
@@ -230,7 +230,7 @@ def check_groups(completions: Sequence[Sequence[Completion]], num_prompts: int, 
 
 
 def can_capture(model: VisionLanguageModel, sampling: SamplingOptions, by_layer: bool) -> bool:
-    """Return whether decode steps can be captured as a CUDA graph; not if FSDP gathers layer by layer (`by_layer`)."""
+    """Return whether a CUDA graph can capture decode steps; False if FSDP gathers layer by layer (`by_layer`)."""
     # a mixture of experts cannot be captured, because the number of tokens per expert varies
     return sampling.cuda_graph == "auto" and not by_layer and model.config.experts is None
 

@@ -72,7 +72,7 @@ class StopStrings:
             text = before + self.bytes_of(token_id)
             is_complete = False
             for string in self.strings:
-                # The search starts so late that a match contains a byte from the new token.
+                # The search starts late enough that every match contains a byte from the new token.
                 start = max(0, len(before) + 1 - len(string))
                 is_complete |= string in text[start:]
             ends.append(is_complete)

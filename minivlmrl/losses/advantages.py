@@ -58,7 +58,7 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
 
 
 def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -> Tensor:
-    """Compute GDPO's advantages from K rewards, each of which is normalised before they are summed.
+    """Compute GDPO's advantages: normalise each of the K rewards within its group, then sum them.
 
     Each reward is normalised within its group. Then the weighted sum of the K rewards is computed, and the sums are
     normalised over the whole batch.
@@ -101,8 +101,8 @@ def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False
 
 # For each grpo.advantages value, a function that computes the advantages, (n,), of n completions; the num_generations
 # completions in a group are next to each other. Its first argument is the weighted sum of each completion's rewards,
-# (n,). A function also gets each of these arguments that it names: rewards_per_func, (n, K); reward_weights, (K,); and
-# the options of the section `grpo`, such as num_generations.
+# (n,). A function may have further arguments: rewards_per_func, (n, K); reward_weights, (K,); and the options of the
+# section `grpo`, such as num_generations.
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "grpo": group_advantages,
     "gdpo": lambda _, rewards_per_func, reward_weights, num_generations: normalize_then_sum(
@@ -120,7 +120,7 @@ def standardize(values: Tensor) -> Tensor:
 def group_std(rewards: Tensor, num_generations: int) -> Tensor:
     """Compute the standard deviation of each group's rewards: (n,) -> (n / num_generations,).
 
-    If a group's standard deviation is 0, its gradient is 0, because all advantages are 0.
+    A group whose standard deviation is 0 has no gradient, because all its advantages are 0.
     """
     return nanstd(to_groups(rewards, num_generations))
 

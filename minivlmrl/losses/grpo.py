@@ -24,7 +24,7 @@ from torch import Tensor
 
 @dataclass
 class LossNormalizer:
-    """Totals by which losses are divided, summed over all micro-batches and ranks in a step."""
+    """Totals over all micro-batches and ranks of a step, by which losses are divided."""
 
     sequences: float  # completion count in the optimizer step
     # completion tokens in the optimizer step whose mask is 1; num_items_in_batch in TRL
@@ -185,8 +185,8 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
         k1+, k2+, k3+                         same as without a plus   that of KL(pi || pi_ref)
 
     The table holds for sums over tokens and without correct_kl. By default, correct_kl is used, and then k1 and k3 also
-    have the gradient of KL(pi || pi_ref). All these gradients treat the tokens before the token as constant. The KL of
-    whole completions also depends on how a token changes the tokens after it; only a KL in the reward has that gradient
+    have the gradient of KL(pi || pi_ref). All these gradients treat earlier tokens as constant. The KL of whole
+    completions also depends on how a token changes the tokens after it; only a KL in the reward has that gradient
     (docs/notes/bias.md).
 
     Recipes select k1, k2 or k3 with grpo.kl_estimator; the names with a plus are for callers of grpo_loss. To add an

@@ -94,7 +94,7 @@ def vespo_term(
 def vespo_log_weight(log_ratio: Tensor, importance_sampling_ratio: Tensor | None, mask: Tensor) -> Tensor:
     """Compute VESPO's log W, (B, 1): the sum of the log-ratios (B, T) over each row's tokens.
 
-    Unless importance_sampling_ratio is None, its values' logarithms are added to the sum.
+    If importance_sampling_ratio is not None, the sum includes the logarithms of this ratio.
     """
     lowest = math.log(1e-8)
     highest = 20.0
@@ -166,7 +166,7 @@ def top_entropy_threshold(entropies: Tensor, quantile: float) -> Tensor:
 def mean_entropy(
     entropies: Tensor, kept: Tensor, normalizer: LossNormalizer, num_tokens: float | Tensor | None = None
 ) -> Tensor:
-    """Compute the kept tokens' mean entropy, which is the loss's entropy bonus.
+    """Compute the mean entropy of the kept tokens, which is the entropy bonus.
 
     The caller multiplies the mean by entropy_coef and subtracts it from the loss, so that training increases the
     entropy.
@@ -175,7 +175,7 @@ def mean_entropy(
         entropies: (B, T), in nats.
         kept: (B, T), 1 for tokens to average over.
         num_tokens: kept tokens in the whole optimizer step. None estimates it as TRL does: the number in this batch,
-            divided by the batch's fraction of the completions of the step.
+        divided by the share of the step's completions that this batch has.
     """
     if num_tokens is None:
         num_tokens = kept.sum().clamp(min=1) * normalizer.sequences / len(kept)

@@ -106,7 +106,7 @@ def ppo_loss(
         cliprange: the ratio is clipped to [1 - cliprange, 1 + cliprange], and a value to its old value -+ cliprange; at
             least 0.
         vf_coef: value loss weight.
-        old_per_token_logps, old_values: (B, T), the same at sampling time.
+        old_per_token_logps, old_values: (B, T), per_token_logps and values at sampling time.
         advantages, returns: (B, T), see gae.
         normalizer: LossNormalizer whose `tokens` is the divisor; by default the mask's sum.
     Returns:

@@ -5,10 +5,10 @@ The file imports only torch, so that you can copy it into your own project.
 B is the number of pairs and T the longest answer's length. In tensors (B, 2, T), [:, 0] is the chosen answer and [:, 1]
 the rejected one. Only `per_token_logps` has a gradient.
 
-Each loss divides by totals of the whole optimizer step, the argument `normalizer` (its `sequences` counts two answers
-for each pair; by default the batch is the step), so that the gradients of micro-batches add up to the step's gradient.
-There are two exceptions: aot and aot_unpaired sort a micro-batch's pairs, as in TRL, and use_weighting (WPO) multiplies
-the micro-batch's sft mean.
+Each loss divides by `normalizer`, the totals of the whole optimizer step, so that the gradients of micro-batches add up
+to the step's gradient. Its `sequences` counts two answers for each pair; by default the batch is the step. Three losses
+still depend on the micro-batches: aot and aot_unpaired sort a micro-batch's pairs, as in TRL, and use_weighting (WPO)
+multiplies the micro-batch's sft mean.
 """
 
 import math
@@ -28,7 +28,7 @@ SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired")  # losses wi
 
 @dataclass
 class Pairs:
-    """Quantities from which DPO_LOSSES are computed; shape (B,) unless given. f' is f_score."""
+    """Inputs of the functions in DPO_LOSSES, with shape (B,) unless another is given. f' is f_score."""
 
     logps: Tensor  # (B, 2) log pi(y | x), summed over tokens, nats
     ref_logps: Tensor  # (B, 2) log pi_ref(y | x)
@@ -192,9 +192,9 @@ def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor
 
 
 def answer_logps(per_token_logps: Tensor, mask: Tensor, ld_alpha: float | None = None) -> Tensor:
-    """Sum the token log-probabilities (B, 2, T) in each answer. Returns (B, 2), in nats.
+    """Sum the token log-probabilities (B, 2, T) of each answer: (B, 2), in nats.
 
-    If ld_alpha is set, the longer answer's tokens beyond the shorter one's length are multiplied by ld_alpha.
+    If ld_alpha is set, it multiplies the log-probabilities of the longer answer beyond the length of the shorter.
     Source: LD-DPO eq. 9 (arXiv 2409.06411); DPOTrainer.compute_ref_log_probs in TRL 1.16.
     """
     weights = mask.to(per_token_logps.dtype)  # so that ld_alpha is not rounded to float32
@@ -219,7 +219,7 @@ def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Te
         return -(-log_ratio).expm1()  # 1 - exp(-x) would round small log-ratios away
     if divergence == "js_divergence":
         return math.log(2) + logsigmoid(log_ratio)
-    # clamped, because e^80 is finite
+    # The exponent is clamped at 80, so that its exponential stays finite in float32.
     return ((alpha - 1) * log_ratio).clamp(max=80.0).expm1() / (alpha - 1)
 
 
@@ -301,12 +301,12 @@ def _check_known(name: str, value: str, known_names):
 
 
 def sorted_margins(logps: Tensor) -> Tensor:
-    """Compute chosen minus rejected log-probabilities (B, 2) and sort them: (B,)."""
+    """Subtract rejected from chosen log-probabilities (B, 2), and sort the differences: (B,)."""
     return (logps[:, 0] - logps[:, 1]).sort().values
 
 
 def smoothed(z: Tensor, label_smoothing: float) -> Tensor:
-    """Compute -log s(z), mixed with -log s(-z) for a share label_smoothing of flipped labels."""
+    """Compute the mean of -log s(z) and -log s(-z), in which the second has the weight label_smoothing."""
     return -(1 - label_smoothing) * logsigmoid(z) - label_smoothing * logsigmoid(-z)
 
 

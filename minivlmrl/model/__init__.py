@@ -1,10 +1,10 @@
-"""The models. The import of this package also tells glibc to keep freed memory in the process."""
+"""The models. Importing this package also tells glibc to keep freed memory in the process."""
 
 import ctypes
 import os
 
-# Otherwise glibc returns freed memory to the kernel, which must clear the pages again for the next step. This took 1 to
-# 4 % of the step time.
+# By default, glibc returns freed memory to the kernel, which must clear the pages again for the next step. Clearing
+# pages took 1 to 4 % of the step time.
 if os.name == "posix":
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

@@ -77,7 +77,7 @@ class GroupLayout:
         self.row_index = index_tensor([row * T + i for row, i in cells], device)
         blocks, self.slots = self.lay_blocks(device)
         self.shapes = [block.shape for block in blocks]
-        # token index in each cell after concatenating the blocks; -1 marks an empty cell
+        # index of the token in each cell of the concatenated blocks; -1 marks an empty cell
         order = torch.cat([block.flatten() for block in blocks])
         filled = order >= 0
         # (N,) each token's cell
@@ -151,7 +151,7 @@ class PlainProjections:
     """Base class for attention objects, in which q, k and v are three products."""
 
     def project(self, layer, x: Tensor) -> Sequence[Tensor]:
-        """Compute q (N, H * D), k and v (N, K * D) with a SelfAttention layer of x (N, hidden_size)."""
+        """Compute q (N, H * D), k and v (N, K * D) from x (N, hidden_size) with a SelfAttention layer's weights."""
         return layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)
 
 
@@ -171,7 +171,7 @@ class GroupAttention(PlainProjections):
         self.recurrent_state: dict[int, list[Tensor]] = {}
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Compute the attention output (N, H, D) of rotated q (N, H, D) and k, and v (N, K, D)."""
+        """Compute the attention output (N, H, D) from q (N, H, D), k and v (N, K, D); q and k are already rotated."""
         if self.keep_keys:
             self.keys.append((k, v))
         layout = self.layout
@@ -247,7 +247,7 @@ class DecodeAttention(PlainProjections):
         if unfinished.all():
             return None
         rows = unfinished.nonzero()[:, 0]
-        # prompts: prompts with rows left, by index; prompt_index: index into `prompts` of each kept row
+        # prompts: indices of the prompts that still have rows; prompt_index: each kept row's index into `prompts`
         prompts, self.prompt_index = self.prompt_index[rows].unique_consecutive(return_inverse=True)
         self.slots = PromptSlots(self.prompt_index, len(prompts), self.device)
         rows = to_device(rows, self.device)
@@ -300,8 +300,8 @@ class DecodeAttention(PlainProjections):
         row_k, row_v = self.remember(layer_index, k, v)  # (R, K, C, D)
         prompt_k, prompt_v = self.prompt_kv[layer_index]  # (B, K, P, D)
         q = q.view(R, K, H // K, D)
-        # One matrix product multiplies a prompt's keys by the queries from all its rows. (B, 1, 1, P) and (R, 1, 1, C),
-        # or None if no key is masked
+        # One matrix product multiplies a prompt's keys by the queries from all its rows. The biases are (B, 1, 1, P)
+        # and (R, 1, 1, C), or None if no key is masked.
         prompt_bias = self.prompt_bias[:, None, None] if self.masks_prompts else None
         row_bias = self.row_bias[..., : self.num_row_keys] if self.masks_rows else None
         to_prompt = attention_scores(self.slots.by_prompt(q), prompt_k, prompt_bias)

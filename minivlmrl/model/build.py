@@ -21,7 +21,7 @@ from minivlmrl.model.families.registry import CONTROL_TOKENS, FAMILIES, ModelSpe
 if TYPE_CHECKING:
     from minivlmrl.data.folder_template import ChatTemplate
 
-# name ends for layers whose output is added to the residual stream
+# last parts of the names of layers whose output is added to the residual stream
 INTO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2", "attn.proj")
 # fields of ImageProcessor -> fields of VisionConfig with the same meaning
 PATCHES = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size", "merge_size": "spatial_merge_size"}
@@ -66,7 +66,7 @@ def random_processor(
 
 
 def default_template(family: ModelSpec) -> "ChatTemplate | None":
-    """Return the template for folders without one; None if chat_template.render renders the prompts."""
+    """Return the chat template for model folders without one; None if chat_template.render renders the prompts."""
     if family.default_system:
         return None
     # imported here, because folder_template.py imports Jinja, which Qwen2-VL and Qwen2.5-VL do not need
@@ -97,8 +97,8 @@ class ResetsItself(Protocol):
 def initialize(model: VisionLanguageModel, generator: torch.Generator):
     """Initialise weights: matrices N(0, 1/fan_in), embeddings N(0, 0.02^2), norms 1, biases 0.
 
-    Position embeddings' standard deviation is vision_config.initializer_range instead of 0.02. They are added to patch
-    embeddings, whose values are of order 1.
+    Position embeddings have the standard deviation vision_config.initializer_range instead of 0.02, because they are
+    added to patch embeddings, whose values are of order 1.
 
     Matrices that write into the residual stream have a variance that is smaller by the factor 2 x blocks, so that the
     sum over all blocks does not grow with their number.

@@ -77,7 +77,7 @@ def load_model(
     if sharding is not None:
         sharding.shard(model)
 
-    # (tensor in a file, parameter) -> what this rank keeps
+    # function (tensor in a file, parameter) -> the part of the tensor that this rank keeps
     take_shard = sharding.take_shard if sharding else lambda x, like: x.to(device, like.dtype, copy=True)
     assign(model, _read_weights(folder, files, model, take_shard, device))
     model.folder = folder.resolve()  # save_model copies unused tensors from this folder
@@ -132,8 +132,8 @@ def _read_weights(
             f"{folder}: the files of weights lack {len(missing)} of the model's {len(expected)} "
             f"tensors, for example {min(missing)}. Download or save the model again."
         )
-    # If the head is tied, transformers 4 ignores a stored head, but transformers 5 uses it. Therefore the two tensors
-    # must be equal.
+    # If the head is tied, transformers 4 ignores a stored head, but transformers 5 uses it. Therefore the stored head
+    # must equal the embedding.
     if is_tied and HEAD in weights and not torch.equal(weights.pop(HEAD), weights[EMBEDDING]):
         raise ValueError(
             f"{folder}/config.json sets tie_word_embeddings to true, but the stored {HEAD} differs "
@@ -147,7 +147,7 @@ def _read_weights(
 def check_loaded(weight: Tensor, name: str, file: Path):
     """Raise ValueError if a loaded weight contains NaN or infinite values."""
     local_weight = weight.to_local() if isinstance(weight, Sharded) else weight
-    # one such value makes the whole sum NaN or infinite
+    # a single NaN or infinite value makes the whole sum NaN or infinite
     total = local_weight.sum(dtype=torch.promote_types(weight.dtype, torch.float32))
     if not total.isfinite():
         raise ValueError(
@@ -259,7 +259,7 @@ def end_token_ids(folder: Path) -> list[int]:
 
 
 def carried_files(folder: Path) -> dict[str, bytes]:
-    """Read the files that save_model will copy, because the folder may no longer exist by then."""
+    """Read the files that save_model will copy, because the folder may be gone when the model is saved."""
     files = {}
     for file in sorted(folder.iterdir()):
         if CARRIED.fullmatch(file.name) and file.is_file():
@@ -317,7 +317,7 @@ def save_adapter(
     write_more_files: Callable[[Path], None] | None = None,
 ):
     """Save only a model's adapter, which adapter_writer returned, in the subfolder adapter/."""
-    # replaced as a whole, so that weights which were merged earlier do not stay beside a newer adapter
+    # The folder is replaced as a whole, so that no older merged weights stay beside a newer adapter.
     with replacing(folder) as new_folder:
         if INFERENCE_CONFIG in processor.tokenizer.files:
             (new_folder / INFERENCE_CONFIG).write_bytes(processor.tokenizer.files[INFERENCE_CONFIG])
@@ -421,7 +421,7 @@ def write_settings(folder: Path, model: VisionLanguageModel, processor: Processo
     if "tokenizer_config.json" not in carried:
         names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
         write_json(folder / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer", **names})
-    # The file of a base model lacks <|im_end|>, with which training ends each turn.
+    # A base model's generation_config.json lacks <|im_end|>, the token with which training ends each turn.
     generation = json.loads(carried.get("generation_config.json", "{}"))
     generation.setdefault("pad_token_id", tokenizer.special_tokens["<|endoftext|>"])
     generation["eos_token_id"] = list(processor.stop_token_ids)

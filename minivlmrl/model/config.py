@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 Size = Annotated[int, "[1, 1e9]"]
 TokenId = Annotated[int, "[0, 1e9]"]
-# limited, because a larger model would take minutes to build before an error about missing weights
+# Sizes are limited, because a larger model would be built for minutes before an error about missing weights.
 Depth = Annotated[int, "[1, 1000]"]
 
 
@@ -17,8 +17,8 @@ Depth = Annotated[int, "[1, 1000]"]
 class VisionConfig:
     """Vision-tower config with the fields that all families share.
 
-    Qwen2-VL uses this class itself, and each other family a subclass with its own fields and defaults. The defaults
-    here equal transformers' defaults for Qwen2-VL and Qwen2.5-VL.
+    Qwen2-VL uses this class itself, and every other family uses a subclass with its own fields and defaults. The
+    defaults here equal transformers' defaults for Qwen2-VL and Qwen2.5-VL.
     """
 
     depth: Depth = 32  # number of transformer blocks
@@ -37,8 +37,8 @@ class VisionConfig:
     # unused keys from vision_config, which to_dict writes unchanged
     extra: dict = field(default_factory=dict, hash=False)
 
-    # Tower properties that all families' files read. They are constants, which config.json does not contain, except in
-    # a family that makes them fields.
+    # Properties that every tower has. They are constants that config.json does not contain, unless a family's subclass
+    # makes them fields.
     norm: ClassVar[Literal["rms_norm", "layer_norm"]] = "layer_norm"
     # attention window side in pixels; None makes each frame one window
     window_size: ClassVar[int | None] = None
@@ -53,7 +53,7 @@ class VisionConfig:
     def patch_dim(self) -> int:
         """Return the number of values in a flattened patch: channels x frames x patch_size^2.
 
-        In the Qwen2.5-VL models on the hub the number is 1176.
+        A patch of the Qwen2.5-VL models on the hub has 1176 values.
         """
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 

@@ -11,7 +11,7 @@ from minivlmrl.model.families.registry import FAMILIES, ModelSpec
 
 # keys in config.json that are not copied to `extra`, because to_dict computes their values
 REWRITTEN = {"text_config", "rope_parameters", "rope_scaling", "dtype", "architectures", "transformers_version"}
-# keys in vision_config that are not copied to its `extra` for the same reason
+# keys in vision_config that are not copied to `extra`, because to_dict computes their values
 REWRITTEN_IN_VISION = REWRITTEN | {"model_type", "hidden_act", "in_chans", "spatial_patch_size", "torch_dtype"}
 
 

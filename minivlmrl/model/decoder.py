@@ -34,7 +34,7 @@ class VisionLanguageModel(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        # called with config.vision_config, which has the family's own class
+        # class of the vision tower, which is called with config.vision_config
         tower: Callable[..., VisionTower] = VisionTransformer,
         layer_type: "type[DecoderLayer] | None" = None,
     ):
@@ -47,7 +47,7 @@ class VisionLanguageModel(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def blocks(self) -> list[nn.Module]:
-        """Return the blocks of tower and decoder: the units of sharding and of recomputation."""
+        """Return the blocks of the tower and the decoder, which are sharded and recomputed one by one."""
         return [*self.visual.blocks, *self.model.layers]
 
     def forward(self, batch: GroupBatch, attention: Attention | None = None, select: Tensor | None = None) -> Tensor:

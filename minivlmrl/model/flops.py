@@ -25,7 +25,7 @@ class Card(NamedTuple):
     before_ampere: bool = False  # True for a compute capability below 8.0
 
 
-# From NVIDIA's data sheets. Cards before the A100 compute bfloat16 as float32.
+# The numbers are from NVIDIA's data sheets. Cards before the A100 compute bfloat16 as float32.
 CARDS = {
     "B200": Card(2.25e15, 8.0e12, 180e9),
     "GH200": Card(9.89e14, 4.0e12, 96e9),
@@ -101,7 +101,7 @@ def flops_by_input(model: nn.Module, config: ModelConfig, backward: bool = True)
     found = list(matrices(model))
     trains_merger = any(trained for name, _, trained in found if "visual." in name)
     trains_tower = any(trained for name, _, trained in found if "visual." in name and "merger" not in name)
-    # A matrix's input gradient is needed if something before it is trained.
+    # The gradient of a matrix's input is needed if a weight before this matrix is trained.
     has_input_gradient = {"patches": trains_tower, "merged": trains_merger, "tokens": True, "scored": True}
     flops: dict[str, float] = dict.fromkeys(has_input_gradient, 0.0)
     for name, size, trained in found:

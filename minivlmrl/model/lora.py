@@ -196,9 +196,9 @@ def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
 
 @torch.no_grad()
 def surviving_share(model: nn.Module) -> float:
-    """Compute the share of the updated weights that differ from the base after a merge, 0 to 1."""
+    """Compute the share (0 to 1) of updated weights that still differ from the base after a merge."""
     # A merged weight is rounded to the base dtype. If the update is less than half of the distance to the next number,
-    # the merged weight is the base weight, and this training is lost.
+    # the merged weight equals the base weight, and the update is lost.
     num_changed = num_updated = 0
     for layer in adapters(model).values():
         weight, update = layer.weight_and_update()
@@ -231,7 +231,7 @@ def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def copy_adapter_layout(model: nn.Module, other: nn.Module):
-    """Add adapters to the same layers as in the model `other`, with the same r and scaling, and quantise the same."""
+    """Add adapters to the same layers as in the model `other`, with the same r, scaling and quantisation."""
     for name, layer in adapters(other).items():
         add_lora(model, name, layer.r, layer.scaling)
     for name in packed_layers(other):

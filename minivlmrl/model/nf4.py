@@ -27,7 +27,7 @@ NF4 = (  # the 16 quantiles in the appendix of the QLoRA paper, with float32 pre
 _table = cache(lambda device: torch.tensor(NF4).to(device))  # (16,)
 
 
-# Cached, because copying the values to a device synchronises, which a CUDA graph does not allow.
+# The code is cached, because copying it to a device synchronises, which a CUDA graph does not allow.
 @cache
 def dynamic_code(signed: bool, device: torch.device) -> Tensor:
     """Return the 256 values in bitsandbytes' dynamic 8-bit code, in ascending order.
@@ -133,7 +133,7 @@ class NF4Linear(PackedLinear):
 
     def pack(self, weight: Tensor, take_shard: Callable | None = None):
         """Pack a weight into this layer; see PackedLinear.pack."""
-        # Memory estimates pack meta tensors. pack_on_meta is cached, because a model may have thousands of experts.
+        # Memory estimates pack meta tensors; pack_on_meta is cached, because there may be thousands of experts.
         if weight.is_meta:
             packed_tensors = {name: torch.empty_like(x) for name, x in pack_on_meta(weight.shape).items()}
         else:
@@ -148,7 +148,7 @@ class NF4Linear(PackedLinear):
     @property
     def weight(self) -> Tensor:
         """Gather and unpack the weight (out_features, in_features), in its original dtype."""
-        # moved to the device, because offloaded shards are in host memory
+        # The tensors are moved to the device, because offloaded shards are in host memory.
         packed = gather(self.packed).to(self.offset.device)
         values = unpack_nf4(packed, self.scale_indices, self.scale_scales, self.offset, self.dtype)
         return values[: self.shape.numel()].view(self.shape)

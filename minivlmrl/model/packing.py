@@ -115,7 +115,7 @@ def pack_turns(
     config: ModelConfig,
     device: torch.device | str = "cpu",
 ) -> GroupBatch:
-    """Pack prompts and completions like `pack`, each turn in a completion after its own prompt.
+    """Pack prompts and completions like `pack`, but put each turn of a completion after its own prompt.
 
     A group's first turns share their prompt. All turns of a completion are one row of the batch. Completions without
     turns are packed unchanged.
@@ -143,7 +143,7 @@ class Span:
     """A prompt or a completion, with n tokens in the packed sequence."""
 
     ids: Tensor  # (n,)
-    # (n,) ids in which image placeholders are searched. They are -1 for tokens that the policy generated, because a
+    # (n,) ids among which placeholders of images are searched. Tokens that the policy generated are -1, because a
     # generated placeholder does not belong to any image.
     image_ids: Tensor
     position_ids: Tensor  # (3, n)

@@ -41,12 +41,12 @@ UNSUPPORTED = (
 
 @dataclass
 class PeftConfig:
-    """The fields of adapter_config.json that are read; the tensors have the layers and ranks."""
+    """The fields of adapter_config.json that are read; layers and ranks come from the tensors instead."""
 
     peft_type: Literal["LORA"]
     lora_alpha: Annotated[float, "(0, inf)"]
     use_rslora: bool = False
-    # layer name, or layer name end -> alpha; PEFT's regular expressions are not supported
+    # layer name, or the last part of one -> alpha; PEFT's regular expressions are not supported
     alpha_pattern: dict[str, Annotated[float, "(0, inf)"]] | None = None
 
 
@@ -106,7 +106,7 @@ def base_model(folder: str | Path) -> str:
 
 
 def adapter_options(folder: str | Path, quantize: Literal["nf4"] | None = None) -> LoRAOptions:
-    """Return the recipe options with which build_model loads a folder's adapter, with adapter.quantize of its run."""
+    """Return the recipe options with which build_model loads a folder's adapter, quantised as in the adapter's run."""
     folder = find_adapter(folder)
     config = _read_config(folder / CONFIG)
     with error_context(folder / WEIGHTS):
@@ -173,7 +173,7 @@ def _read_config(file: Path) -> PeftConfig:
             if values.get(name) not in (None, False, [], "none"):
                 raise ValueError(f"{name} is {values[name]!r:.60}, which is not supported. {MERGE}")
         for name in config.alpha_pattern or {}:
-            # a regular expression would match other layers in PEFT than here
+            # PEFT treats each name as a regular expression, which could match other layers than here.
             is_name = LAYER.fullmatch(name) is not None
             check_field(is_name, "alpha_pattern", name, "a layer name or the end of a layer name")
     return config

@@ -1,8 +1,8 @@
 """Compute the names and values that a model's weights have without adapters and quantisation.
 
 LoRA (model/lora.py) and NF4 (model/nf4.py) replace linear layers, but checkpoints store the weights of plain linear
-layers. The functions in this file map between the two. The file also defines the model parts that options such as
-model.freeze can name.
+layers. The functions in this file map between replaced and plain layers. The file also defines the model parts that
+options such as model.freeze can name.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class ReplacedLinear(nn.Module):
     dtype: torch.dtype
 
     def plain_weight(self) -> Tensor:
-        """Compute the plain layer's full weight, without gradients; all ranks must call it."""
+        """Compute the full weight of the plain layer, without gradients; all ranks must call this method."""
         raise NotImplementedError
 
 
@@ -114,7 +114,7 @@ def gather_full_tensor(weight: Weight) -> Tensor:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """Return the full tensor, gathered if the tensor is sharded. All ranks must call this."""
+    """Return the full tensor, gathered if the tensor is sharded. All ranks must call this function."""
     return tensor.full_tensor() if isinstance(tensor, Sharded) else tensor
 
 
@@ -127,7 +127,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """Remove `.base` from a parameter name, which gives its name in a model without adapters."""
+    """Remove `.base` from a parameter name, to get the parameter's name in a model without adapters."""
     return name.replace(".base.", ".")
 
 

@@ -40,7 +40,7 @@ def is_trained(name: str, freeze: Sequence[Part], adapted: bool) -> bool:
 
 
 def is_in_tower(name: str) -> bool:
-    """Return whether a parameter belongs to the vision tower, also in a value model; texts give it no gradient."""
+    """Return whether a parameter belongs to a vision tower (also a value model's), which texts give no gradient."""
     return "visual." in name
 
 

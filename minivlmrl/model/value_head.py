@@ -33,7 +33,7 @@ class ValueModel(nn.Module):
 
 
 class ValueHead(nn.Linear):
-    """A linear head that converts hidden states to its weight's dtype, usually float32."""
+    """A linear head that converts hidden states to the dtype of its weight, usually float32."""
 
     def forward(self, states: Tensor) -> Tensor:
         return super().forward(states.to(self.weight.dtype))
@@ -61,7 +61,7 @@ def value_head(model: VisionLanguageModel, weight: Tensor | None = None) -> Valu
 
 
 def check_inputs(folder: str | Path, value_model: ValueModel, policy: VisionLanguageModel, processor: Processor):
-    """Raise ValueError if a value model of a folder cannot read the policy's token ids and image patches."""
+    """Raise ValueError if the value model in a folder cannot read the policy's token ids and image patches."""
 
     def form(model: VisionLanguageModel, processor: Processor) -> tuple[str, dict[str, int], list[int]]:
         patch_sizes = [getattr(processor.image_processor, name) for name in PATCHES]

@@ -43,10 +43,10 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
     def must_align(self, x: Tensor) -> bool:
-        """Return True if the intermediate values' rows should begin at multiples of 16 bytes."""
-        # cuBLAS has fast kernels for 16-bit products only if all rows do. The 3,420 columns of the towers in
-        # Qwen2.5-VL-3B and 7B do not, and on an H100 their products then take about three times as long. Layers with
-        # adapters or packed weights compute the unpadded product.
+        """Return True if each row of intermediate values should begin at a multiple of 16 bytes."""
+        # cuBLAS has fast kernels for 16-bit products only if each row begins at a multiple of 16 bytes. Rows of 3,420
+        # columns, as in the towers of Qwen2.5-VL-3B and 7B, do not, and take about three times as long on an H100.
+        # Layers with adapters or packed weights compute the unpadded product.
         layers = (self.gate_proj, self.up_proj, self.down_proj)
         are_plain = all(type(layer) is nn.Linear for layer in layers)
         return is_half_on_gpu(x.device, x.dtype) and are_plain

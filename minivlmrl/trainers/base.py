@@ -35,7 +35,7 @@ class MicroBatch:
     """
 
     group: GroupBatch
-    # (R, T) float32 with one row for each completion, 1 for tokens that are trained on
+    # (R, T) float32, one row per completion, with 1 for tokens that are trained on and 0 for others
     loss_mask: Tensor
     # sequence and token counts in the whole optimizer step, by which the loss is divided
     normalizer: LossNormalizer
@@ -44,7 +44,7 @@ class MicroBatch:
 
     @property
     def weight(self) -> float:
-        """This micro-batch's weight in its step's metrics: the number of trained tokens."""
+        """The weight of this micro-batch in the metrics of the step: its number of trained tokens."""
         return float(self.loss_mask.sum())
 
     def mean(self, per_token: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class SampledBatch(MicroBatch):
 
     @property
     def completion_index(self) -> Tensor:
-        """Return each sample's index among those of all ranks: (R,)."""
+        """Return each sample's index among the samples of all ranks: (R,)."""
         return torch.tensor([sample.index for sample in self.samples])
 
     def completion_advantages(self) -> list[float]:
@@ -166,11 +166,11 @@ class Trainer:
         self.trained = model
         self.processor = processor
         self.timer = PhaseTimer(world.device)
-        # this also unfreezes parameters that an earlier stage has frozen
+        # select_trained also unfreezes parameters that an earlier stage has frozen
         select_trained(model, run.model.freeze)
         self.reference = None
         if self.has_reference(self.config):
-            # imported here, because only a KL penalty and DPO need it
+            # imported here, because only a KL penalty and DPO need a reference model
             from minivlmrl.trainers.reference import Reference
 
             self.reference = Reference(model, run.reference, processor, world)
@@ -201,7 +201,7 @@ class Trainer:
         raise NotImplementedError
 
     def trial_batches(self, rows: Sequence[Row]) -> Sequence[MicroBatch]:
-        """Pack rows into micro-batches of the largest size, to try the memory; () if this needs a training step."""
+        """Pack rows into micro-batches of the largest size, to test memory; return () if only a step can test it."""
         return ()
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -209,9 +209,7 @@ class Trainer:
         raise NotImplementedError
 
     def phase(self, name: str) -> phase:
-        """Mark a block as a phase of the step, for its time and for the message if memory runs out.
-
-        The time of the phase ends when the next phase begins.
+        """Name the phase of the step that begins here, to measure its time and to report it if memory runs out.
         """
         self.timer.start(name)
         return phase(name)
@@ -228,14 +226,14 @@ class Trainer:
         """
         if not self.run.adapter.dropout:
             return nullcontext()
-        # imported in this function, because most runs do not need adapters
+        # imported here, because most runs have no adapters
         from minivlmrl.model.lora import dropout
 
         key = f"{self.run.seed}/{self.stage}/{step}/{micro_batch}/{self.world.rank}"
         return dropout(self.trained, self.run.adapter.dropout, key)
 
     def training_loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute `loss`, and check that it returns a loss and metrics."""
+        """Call the method `loss`, and check that the result is a loss and metrics."""
         return checked_loss(f"the method loss of the stage {self.stage}", self.loss(batch))
 
     def modules(self) -> dict[str, nn.Module]:
@@ -246,7 +244,7 @@ class Trainer:
         return modules
 
     def after_step(self, steps: int):
-        """Update the reference model if it follows the policy, after this number of optimizer steps of the stage."""
+        """Update a reference model that follows the policy, after the stage has made `steps` optimizer steps."""
         if self.reference is not None:
             self.reference.after_step(steps)
 

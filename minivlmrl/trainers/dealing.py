@@ -1,8 +1,8 @@
 """Deal the groups of an optimizer step to the ranks by length, so that no rank waits long for a slower one.
 
-A group is a prompt with its completions. Ids move between ranks, and so does the output of a frozen vision tower. The
-row of a prompt is read again on its new rank, because an image's file is much smaller than its patches, which take
-9.6 MB for 896 x 896 pixels in bfloat16.
+A group is a prompt with its completions. Ranks send each other token ids and the output of a frozen vision tower. The
+new rank reads a prompt's row from its file again, because an image file is much smaller than the image's patches, which
+take 9.6 MB for 896 x 896 pixels in bfloat16.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,7 +37,7 @@ class Group:
 
 
 def open_groups(trainer: RolloutTrainer, groups: Sequence[Group], first_samples: Iterable[int]) -> list[list[Sample]]:
-    """Return the samples of groups, whose rows are read again, numbered from each group's first sample on.
+    """Read the rows of groups again, and return their samples, numbered from each group's first sample on.
 
     All ranks call this function together.
     """
@@ -51,7 +51,7 @@ def open_groups(trainer: RolloutTrainer, groups: Sequence[Group], first_samples:
 
 
 def deal(trainer: RolloutTrainer, groups: Sequence[list[Sample]], lengths: Sequence[int]) -> list[list[Sample]]:
-    """Exchange groups between ranks, and return those that this rank trains on, the longest first.
+    """Exchange groups between ranks, and return this rank's new groups, the longest first.
 
     Args:
         groups: this rank's groups; all ranks have equally many.
@@ -83,9 +83,9 @@ def deal(trainer: RolloutTrainer, groups: Sequence[list[Sample]], lengths: Seque
 def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Assign groups to ranks, so that all ranks have equally many groups and nearly equally many tokens.
 
-    The groups are sorted by length. For W ranks, the longest W groups are their first groups, and so on. The rank
-    with fewest tokens so far gets the longest of the W groups. So ranks also have similar lengths at the same time,
-    because sharded ranks wait for each other in every layer.
+    W ranks get the W longest groups first, one each, then the W next ones, and so on. Each time, the rank with the
+    fewest tokens so far gets the longest group. So all ranks train on groups of similar length at the same time, which
+    matters because sharded ranks wait for each other in every layer.
 
     Example: for the lengths [[9, 5, 1], [8, 7, 2]], the result is [[(0, 0), (0, 1), (1, 2)], [(1, 0), (1, 1), (0, 2)]]
         with 16 tokens on each rank.
@@ -96,7 +96,7 @@ def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
         For each rank, the groups that it gets, the longest first, as (rank that has the group, index of the group).
     """
     ranks = range(len(lengths))
-    # by index first, so that groups of equal lengths stay where they are
+    # sorted by index first, so that groups of equal lengths stay where they are
     groups = [(rank, i) for i in range(len(lengths[0])) for rank in ranks]
     groups.sort(key=lambda group: lengths[group[0]][group[1]], reverse=True)
     dealt: list[list[tuple[int, int]]] = [[] for _ in ranks]

@@ -28,7 +28,7 @@ class DPOBatch(AnswerBatch):
 
 
 class DPOTrainer(PairTrainer):
-    """DPO trainer, which trains the policy on pairs of a chosen and a rejected answer.
+    """Trainer for DPO, which trains the policy on pairs of a chosen and a rejected answer.
 
     The reference model is a copy of the policy at the stage's start, unless the section `reference` names another
     model.
@@ -37,8 +37,8 @@ class DPOTrainer(PairTrainer):
     stage = "dpo"
     config_type = DPOOptions
     config: DPOOptions
-    # even rows are chosen answers; only their tokens are counted, because only the loss `sft` uses this number, and it
-    # averages over the tokens in chosen answers
+    # Even rows are chosen answers. Only chosen tokens are counted, because only the loss `sft` needs the count, and it
+    # averages over chosen tokens.
     counted_rows = slice(0, None, 2)
 
     @staticmethod
@@ -48,7 +48,7 @@ class DPOTrainer(PairTrainer):
     def on_stage_begin(
         self, batches: Batches, held_out: Dataset | None, saved_state: dict[str, list[float]] | None
     ) -> dict[str, list[float]]:
-        """Compute the reference's log-probabilities of all pairs, if the recipe precomputes them.
+        """Compute the log-probabilities of all pairs under the reference, if the recipe asks for this in advance.
 
         Returns:
             {pair_key: log-probabilities of the chosen and the rejected answer}.
@@ -138,5 +138,5 @@ def pair_key(prompt: Prompt, answers: list[Completion]) -> str:
     """Hash a pair's token ids, its images and the image sizes."""
     tensors = [prompt.input_ids, prompt.pixel_values, prompt.image_grid_thw]
     tensors += [answer.ids for answer in answers]
-    # viewed as bytes, because numpy has no bfloat16
+    # The pixels are viewed as bytes, because numpy has no bfloat16.
     return digest(tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Losses and functions of advantages: their arguments, and those of a user's file."""
+"""Find and check the loss and the advantage function of a recipe, which may come from a user's file."""
 
 import inspect
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from minivlmrl.losses.grpo import AVERAGES, LossNormalizer, grpo_loss
 
 
 def loss_arguments(config: TrainingOptions, *losses: Callable, **others: Any) -> dict[str, Any]:
-    """Select a section's options, and others, that one of the losses has as an argument."""
+    """Select the arguments of these losses from a section's options and from `others`."""
     names = set().union(*(inspect.signature(loss).parameters for loss in losses))
     names.discard("advantages")  # the option names a function, and the argument is a tensor
     return {name: value for name, value in (vars(config) | others).items() if name in names}
@@ -29,12 +29,12 @@ def find_loss(config: GRPOOptions) -> Callable:
 
 
 def find_advantages(config: GRPOOptions) -> Callable[..., Tensor]:
-    """Return the function that computes advantages: a function in ADVANTAGES or a custom function."""
+    """Return the function that the option advantages names: a function in ADVANTAGES or a custom function."""
     return load_function("advantages", config.advantages_name, ADVANTAGES, config)
 
 
 def load_function(option: str, text: str, table: dict[str, Any], config: GRPOOptions) -> Callable:
-    """Return the function "name" or "file.py:name(option=value)", with its own options bound."""
+    """Return the function that "name" or "file.py:name(option=value)" names, with these options bound."""
     with error_context(f"grpo.{option} {text}"):
         function, bound = resolve_object(option, text, table)
         for name in bound.keys() & vars(config).keys():
@@ -43,7 +43,7 @@ def load_function(option: str, text: str, table: dict[str, Any], config: GRPOOpt
 
 
 def checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return what a loss function returned, or raise ValueError unless it can be trained and logged."""
+    """Return a loss function's result; raise ValueError unless it is a scalar loss and a dictionary of metrics."""
     is_pair = isinstance(result, tuple | list) and len(result) == 2 and isinstance(result[1], dict)
     values = [result[0], *result[1].values()] if is_pair else [None]
     is_scalar = all(isinstance(value, Tensor) and value.dim() == 0 for value in values)
@@ -59,7 +59,7 @@ def checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def try_loss(loss: Callable, config: GRPOOptions):
-    """Call a custom loss before a model is loaded, also with and without each option that the recipe sets."""
+    """Try a custom loss before a model is loaded, and check that each option that the recipe sets changes the loss."""
     value, slopes = loss_and_gradient(loss, config, torch.full((2, 2), -1.0), None)
     if slopes is None or not (value.isfinite() and slopes.isfinite().all()):
         raise ValueError(
@@ -83,9 +83,9 @@ def try_loss(loss: Callable, config: GRPOOptions):
 
 
 def loss_and_gradient(loss: Callable, config: GRPOOptions, logps: Tensor, old_logps: Tensor | None) -> tuple:
-    """Call a custom loss function, and return its loss and the gradient at the log-probabilities (2, T)."""
+    """Call a custom loss function, and return the loss and its gradient with respect to logps (2, T)."""
     logps = logps.clone().requires_grad_()
-    # other references for another beta, which also decides whether there is a reference model
+    # The reference's log-probabilities depend on beta, because beta decides whether there is a reference model.
     tensors = {"old_per_token_logps": old_logps, "ref_per_token_logps": logps.detach().flip(1) - config.beta}
     options = loss_arguments(config, grpo_loss, loss) | tensors
     normalizer = LossNormalizer(2, logps.numel(), logps.shape[1])
@@ -98,7 +98,7 @@ def loss_and_gradient(loss: Callable, config: GRPOOptions, logps: Tensor, old_lo
 
 
 def call_advantages(function: Callable[..., Tensor], config: GRPOOptions, rewards: Tensor, **arguments) -> Tensor:
-    """Call a function of advantages, and check that it returns a finite advantage for each reward."""
+    """Call an advantage function, and check that it returns a finite advantage for each completion."""
     found = function(rewards, **arguments)
     is_float = isinstance(found, Tensor) and found.is_floating_point()
     if not is_float or found.shape != rewards.shape or not found.isfinite().all():
@@ -110,7 +110,7 @@ def call_advantages(function: Callable[..., Tensor], config: GRPOOptions, reward
 
 
 def try_advantages(function: Callable[..., Tensor], config: GRPOOptions, num_rewards: int):
-    """Call a custom function on a group with different rewards and one with equal rewards, before a model is loaded."""
+    """Try a custom advantage function on a group with different and one with equal rewards before models load."""
     totals = torch.arange(2.0 * config.num_generations).clamp(max=config.num_generations)
     rewards, weights = totals[:, None].repeat(1, num_rewards), torch.ones(num_rewards)
     tensors = {"rewards_per_func": rewards, "reward_weights": weights}

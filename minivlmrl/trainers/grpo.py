@@ -50,7 +50,7 @@ class GRPOBatch(SampledBatch):
     importance_sampling_ratio: Tensor | None
     # lowest entropy among the tokens that the optimizer step trains on, over all its micro-batches
     entropy_threshold: float | None
-    # number of tokens in the optimizer step whose entropy reaches entropy_threshold
+    # number of tokens whose entropy reaches entropy_threshold, in the whole optimizer step
     num_entropy_tokens: float | None
 
     def completion_advantages(self) -> list[float]:
@@ -89,7 +89,7 @@ class GRPOTrainer(RolloutTrainer):
     # ------------------------------------------------------------------------ rollout and rewards
 
     def roll_out(self, rows: Sequence[Row]) -> Rollout:
-        """Sample completions and compute their rewards, with dynamic sampling for more rows."""
+        """Sample completions and compute their rewards; dynamic sampling may need more rows."""
         most_batches = self.config.max_num_gen_batches
         if most_batches == 1:
             return self.sample_rollout(rows)
@@ -148,7 +148,7 @@ class GRPOTrainer(RolloutTrainer):
 
     @cached_property
     def advantage_function(self) -> Callable[..., Tensor]:
-        """The function that the option advantages selects, or that loss_type and others imply."""
+        """The function that computes advantages: the option advantages names it, or loss_type and others imply it."""
         return find_advantages(self.config)
 
     def compute_advantages(self, totals: Tensor, rewards: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class GRPOTrainer(RolloutTrainer):
         return call_advantages(function, self.config, totals, **arguments)
 
     def select(self, advantages: Tensor, batch: SampledBatch) -> Tensor:
-        """Select a micro-batch's advantages (R,) from those of all ranks' samples."""
+        """Select the advantages (R,) of a micro-batch from the advantages of all ranks' samples."""
         return advantages[batch.completion_index].to(self.world.device)
 
     def kept_samples(self, samples: list[Sample], advantages: Tensor) -> list[Sample]:
@@ -170,13 +170,13 @@ class GRPOTrainer(RolloutTrainer):
         return [sample for sample in samples if advantages[sample.index] != 0] or samples[:1]
 
     def micro_batches(self, groups: Sequence[list[Sample]], advantages: Tensor) -> list[GRPOBatch]:
-        """Pack the micro-batches of a step on some groups, with the advantages of all ranks' samples.
+        """Pack the micro-batches of one step, which trains on `groups`; `advantages` are those of all ranks' samples.
 
         All values that stay fixed while the rollout is trained on are computed here once.
         """
         config = self.config
         normalizer = self.count_tokens(groups)
-        # 1. Pack the samples of groups that no rank takes longer to train on than the others.
+        # 1. Deal the groups so that all ranks take about equally long, and pack their samples.
         groups = self.deal(groups, [self.kept_samples(group, advantages) for group in groups])
         packed = [self.pack(self.kept_samples(part, advantages), normalizer) for part in self.split(groups)]
         # 2. Compute the log-probabilities and entropies of the policy before its update, each (R, T).
@@ -257,7 +257,7 @@ class GRPOTrainer(RolloutTrainer):
 
     def loss(self, batch: GRPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute a micro-batch's metrics, and its loss divided by the step's totals."""
-        # a custom loss gets grpo_loss' options, and those that it names itself
+        # a custom loss gets the options of grpo_loss, and all options that its own arguments name
         options = loss_arguments(self.config, grpo_loss, self.loss_function)
         if self.config.loss_type == "rloo":
             options["beta"] = 0.0  # RLOO's KL is in the reward

@@ -28,7 +28,7 @@ class AnswerBatch(MicroBatch):
 
     @property
     def weight(self) -> float:
-        """This micro-batch's weight in its step's metrics: the number of answers."""
+        """The weight of this micro-batch in the metrics of the step: its number of answers."""
         return len(self.loss_mask)
 
     def mean(self, per_token: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class OfflineTrainer(Trainer):
         return [row.prompt(self.processor) for row in rows], answers
 
     def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> MicroBatch:
-        """Pack prompts and answers into a micro-batch, whose normalizer counts only itself."""
+        """Pack prompts and answers into a micro-batch, whose normalizer counts only this micro-batch."""
         group = pack_turns(prompts, answers, self.policy.config, self.world.device)
         mask = group.completion_mask
         ref_logps = None if self.reference is None else self.reference.logps(group)
@@ -88,14 +88,14 @@ class OfflineTrainer(Trainer):
     def shard_rows_with_answers(self, rows: Dataset) -> tuple[list[int], int]:
         """Split the rows that have all answers among the ranks.
 
-        Every rank gets the same number of rows, because all ranks must run a sharded model equally often. The result
-        is this rank's row indices, and how many of them do not repeat rows of other ranks, which come last.
+        Every rank gets the same number of rows, because all ranks must run a sharded model equally often. The result is
+        this rank's row indices, and how many of them are its own; the rest repeats rows of other ranks.
         """
         indices = self.rows_with_answers(rows)
         return self.world.shard_evenly(indices) if indices else ([], 0)
 
     def step(self, batches: Sequence[MicroBatch]) -> Step:
-        """Build a step, with a normalizer that counts all its micro-batches on all ranks."""
+        """Build an optimizer step, whose normalizer counts the step's micro-batches on all ranks."""
         tokens = sum(batch.loss_mask[self.counted_rows].sum().item() for batch in batches)
         sequences = sum(len(batch.loss_mask) for batch in batches)
         sequences, tokens = self.world.sum(sequences, tokens)
@@ -119,7 +119,7 @@ class PairTrainer(OfflineTrainer):
         local_indices, count = self.shard_rows_with_answers(rows)
         if not local_indices:
             return {}
-        # In batches of micro_batch_size pairs, an evaluation needs less memory than a training step.
+        # A batch has micro_batch_size pairs, so that an evaluation needs less memory than a training step.
         parts = split(local_indices, self.config.micro_batch_size)
         margins = torch.cat([self.margins([rows[index] for index in part]) for part in parts])[:count]
         reshard(self.trained)

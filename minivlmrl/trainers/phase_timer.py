@@ -9,7 +9,7 @@ import torch
 class PhaseTimer:
     """Measure consecutive phases, without waiting for the GPU when a phase ends.
 
-    On a GPU, which runs behind the host, a phase's beginning is marked by a CUDA event.
+    On a GPU, a CUDA event marks the beginning of a phase, because the GPU runs behind the host.
     """
 
     def __init__(self, device: torch.device):
@@ -28,7 +28,7 @@ class PhaseTimer:
     def take(self) -> dict[str, float]:
         """End the current phase, and return each phase's seconds since the last call.
 
-        On a GPU, this waits until all work is done.
+        On a GPU, this method waits until all work is done.
         """
         self.start("end")
         if self.is_gpu:

@@ -1,7 +1,7 @@
 """Proximal policy optimization (PPO) with a critic (arXiv 1707.06347, InstructGPT).
 
-Before each token, the critic predicts the sum of future rewards. It is either a value head on the policy's backbone or
-a separate model. An adaptive KL weight and an entropy bonus are not implemented.
+Before each token, the critic predicts the sum of future rewards. The critic is either a value head on the policy's
+backbone or a separate model. An adaptive KL weight and an entropy bonus are not implemented.
 """
 
 from collections.abc import Sequence
@@ -113,7 +113,7 @@ class PPOTrainer(RolloutTrainer):
         return [[replace(batch, advantages=next(advantages)) for batch in step] for step in steps]
 
     def micro_batches(self, groups: Sequence[list[Sample]], scores: Tensor) -> list[PPOBatch]:
-        """Pack the micro-batches of a step, with GAE from the scores of all ranks' samples."""
+        """Pack the micro-batches of a step, and compute GAE's advantages from the scores of all ranks' samples."""
         config = self.config
         normalizer = self.count_tokens(groups)
         batches = []

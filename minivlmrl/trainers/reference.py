@@ -40,7 +40,7 @@ class Reference:
     def __init__(self, policy: VisionLanguageModel, config: ReferenceOptions, processor: Processor, world: World):
         self.policy = policy
         self.config = config
-        # a reference that is updated must have the policy parameters' precision
+        # a reference that follows the policy must be as precise as the policy's parameters
         in_compute_dtype = not config.sync_ref_model
         if config.path is not None:
             check_compatible(policy, config.path)
@@ -96,12 +96,12 @@ class SwappedParameters(nn.Module):
         self.copies = nn.ParameterList(copies).requires_grad_(False)
 
     def originals(self) -> list[nn.Parameter]:
-        """Return the parameters that were copied, of a model that is not gathered."""
+        """Return the model's own parameters of which there are copies; a sharded model must not be gathered."""
         parameters = dict(self.models[0].named_parameters())
         return [parameters[name] for name in self.names]
 
     def exchange(self):
-        """Exchange the copies and the parameters of the model, which must be resharded if it is sharded."""
+        """Swap the copies with the model's own parameters; a sharded model must be resharded first."""
         # Autograd does not notice that .data changes. This is safe, because the original values are restored before the
         # backward pass through a graph that uses them.
         for saved_copy, parameter in zip(self.copies, self.originals(), strict=True):
@@ -118,7 +118,7 @@ class SwappedParameters(nn.Module):
 def swapped_in(
     model: VisionLanguageModel | SwappedParameters, policy: VisionLanguageModel
 ) -> Iterator[VisionLanguageModel]:
-    """Yield a reference that can run a forward pass; copies are swapped into the policy meanwhile."""
+    """Yield the reference, ready for a forward pass; SwappedParameters are swapped into the policy meanwhile."""
     reshard(policy)
     if not isinstance(model, SwappedParameters):
         yield model
@@ -148,7 +148,7 @@ def check_compatible(policy: VisionLanguageModel, path: str):
 def load_reference(
     path: str, policy: VisionLanguageModel, processor: Processor, world: World, in_compute_dtype: bool
 ) -> VisionLanguageModel:
-    """Load a model from a folder, sharded if the policy is, in the policy's computation or parameter dtype."""
+    """Load a reference from a folder, sharded like the policy, in the dtype of its computations or its parameters."""
     ids = processor.tokenizer.backend.get_vocab()
     other_ids = load_tokenizer(find_folder(path) / "tokenizer.json").backend.get_vocab()
     differing = [token for token in ids if other_ids.get(token) != ids[token]]

@@ -103,7 +103,7 @@ class RolloutTrainer(Trainer):
         return is_frozen and self.run.reference.path is None and REWARD_MODEL not in self.run.rewards
 
     def prepare(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[Sequence[MicroBatch]]:
-        """Set a rollout's metrics, and pack the micro-batches of each step on a part of its groups."""
+        """Set a rollout's metrics, and pack the micro-batches of its steps; each step trains on one of `parts`."""
         raise NotImplementedError
 
     def steps(self, batches: Batches) -> Iterator[Step]:
@@ -176,7 +176,7 @@ class RolloutTrainer(Trainer):
         return columns
 
     def rollout_metrics(self, rollout: Rollout, rewards: Tensor, totals: Tensor, **others: float) -> dict[str, float]:
-        """Compute a rollout's metrics from the rewards (..., K) and totals of all ranks, and add `others`."""
+        """Compute metrics from the rewards (..., K) and weighted sums of all ranks, and add the metrics in `others`."""
         metrics = reward_metrics(rewards, totals, list(self.run.rewards))
         completions = [sample.completion for sample in rollout.samples]
         metrics |= completion_metrics(completions, bool(self.run.sampling.environment), self.world) | others
@@ -185,7 +185,7 @@ class RolloutTrainer(Trainer):
     # ------------------------------------------------------------------------- deal, split and pack
 
     def deal(self, groups: Sequence[list[Sample]], kept: Sequence[list[Sample]]) -> Sequence[list[Sample]]:
-        """Exchange an optimizer step's groups between ranks, so that all train on about equally many tokens.
+        """Exchange a step's groups between ranks, so that each rank trains on about equally many tokens.
 
         Args:
             kept: the samples of each group that are trained on.
@@ -218,7 +218,7 @@ class RolloutTrainer(Trainer):
         return [[groups[i][j] for i, j in pairs] for pairs in micro_batches]
 
     def is_trained(self, sample: Sample) -> bool:
-        """Return False to exclude a sample from the loss; it still counts as a sequence, but has no tokens."""
+        """Return False to exclude a sample from the loss; the sample still counts as a sequence, but has no tokens."""
         return True
 
     def count_tokens(self, groups: Sequence[list[Sample]]) -> LossNormalizer:
@@ -230,7 +230,7 @@ class RolloutTrainer(Trainer):
         return LossNormalizer(sequences, max(tokens, 1), self.run.sampling.max_new_tokens)
 
     def pack(self, samples: Sequence[Sample], normalizer: LossNormalizer) -> SampledBatch:
-        """Pack samples, those of a prompt after each other, with the reference's log-probabilities."""
+        """Pack samples, grouped by prompt, and compute the reference's log-probabilities."""
         device = self.world.device
         groups = [list(group) for _, group in groupby(samples, lambda sample: id(sample.prompt))]
         prompts = [group[0].prompt for group in groups]
@@ -252,13 +252,13 @@ class RolloutTrainer(Trainer):
         return None if self.reference is None else self.reference.logps(group, self.temperature)
 
     def logps(self, group: GroupBatch) -> tuple[Tensor, Tensor]:
-        """Compute each completion token's log-probability and entropy, two (M,), at the sampling temperature."""
+        """Compute the log-probability (M,) and entropy (M,) of each completion token at the sampling temperature."""
         return per_token_logps(self.policy, group, self.temperature)
 
     def token_metrics(self, batch: SampledBatch, old_logps: Tensor, entropies: Tensor) -> dict[str, Tensor]:
-        """Compute the mean entropy, and how much trainer and sampler differ.
+        """Compute the mean entropy, and how much the log-probabilities of trainer and sampler differ.
 
-        The difference of their log-probabilities is reported as the largest absolute difference of a token, and as the
+        The difference between trainer and sampler is reported as the largest absolute difference of a token, and as the
         root mean square over all tokens, both in nats.
 
         Args:

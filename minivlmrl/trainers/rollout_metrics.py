@@ -62,7 +62,7 @@ def group_metrics(total: Tensor, num_generations: int) -> dict[str, float]:
 
 
 def logged_metrics(log: RewardLog, metrics: dict[str, float], world: World) -> dict[str, float]:
-    """Average the metrics that reward functions logged on all ranks, and clear the log; `metrics` are the trainer's."""
+    """Average the metrics that reward functions logged on all ranks, and clear the log; refuse names in `metrics`."""
     metrics_of_ranks = world.gather_objects(log.metrics)
     log.metrics = {}
     means = {}
@@ -89,7 +89,7 @@ def length_metrics(lengths: list[int], terminated: list[int]) -> dict[str, float
 
 
 def tool_metrics(calls: list[tuple[int, int, bool]]) -> dict[str, float]:
-    """Compute how often tools are called, calls fail, and results are cut, see Completion.calls."""
+    """Compute how often tools are called, how many calls fail and how many results are cut; see Completion.calls."""
     num_calls, num_failed, num_cut = (sum(values) for values in zip(*calls, strict=True))
     return {
         "tools/call_frequency": num_calls / len(calls),

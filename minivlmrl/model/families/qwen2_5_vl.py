@@ -1,4 +1,4 @@
-"""Qwen2.5-VL. Its modules are the package's defaults; this file has its tower's config."""
+"""Qwen2.5-VL: only the config of its vision tower, because its modules are the package's defaults."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -29,7 +29,7 @@ class QuickGELUMLP(nn.Module):
 
 @dataclass
 class Tower:
-    """Fields in config.json's vision_config whose names differ from VisionConfig's."""
+    """Fields of vision_config in config.json whose names differ from those in VisionConfig."""
 
     embed_dim: Annotated[int, "[1, 1e9]"] = 1280  # hidden_size in VisionConfig
     mlp_ratio: Annotated[float, "(0, 1e9]"] = 4.0  # intermediate_size / embed_dim

@@ -279,7 +279,7 @@ def read_videos(settings: dict, where: str, images: ImageProcessor) -> Videos:
 def write_videos(images: ImageProcessor, options: dict) -> dict:
     """Return video_preprocessor_config.json's contents for these image settings and options of data.video.
 
-    The file bounds all frames together, so a bound of one frame counts for the largest number of frames.
+    The file bounds all frames together, so a bound for one frame is multiplied by the largest number of frames.
     """
     videos = images.videos
     if not isinstance(videos, Videos):

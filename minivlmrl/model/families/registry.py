@@ -47,9 +47,8 @@ TensorsOfFile = Iterable[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What differs between families. A family gives the first two fields, and others if it must.
-
-    The defaults are those of Qwen2.5-VL.
+    """The values and functions in which model families differ. A family sets the first two fields, and others if
+    necessary. The defaults are those of Qwen2.5-VL.
     """
 
     architecture: str  # class name in transformers, as in config.json
@@ -79,7 +78,7 @@ class ModelSpec:
     default_system: bool = True
     # defaults for keys that preprocessor_config.json may omit
     images: dict[str, Any] = field(default_factory=dict)
-    # parses video_preprocessor_config.json; None means that videos are processed as in Qwen2.5-VL
+    # function that parses video_preprocessor_config.json; None processes videos as in Qwen2.5-VL
     read_videos: Callable = lambda settings, where, images: None
     # (ImageProcessor, data.video) -> video_preprocessor_config.json contents; {} keeps the file of the base model
     write_videos: Callable[[ImageProcessor, dict], dict] = write_video_processor
