@@ -209,8 +209,7 @@ class Trainer:
         raise NotImplementedError
 
     def phase(self, name: str) -> phase:
-        """Name the phase of the step that begins here, to measure its time and to report it if memory runs out.
-        """
+        """Name the phase of the step that begins here, to measure its time and to report it if memory runs out."""
         self.timer.start(name)
         return phase(name)
 
