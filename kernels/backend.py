@@ -10,9 +10,9 @@ tests. The environment variable MINIVLMRL_KERNELS selects the path:
     triton    always use Triton, and raise an error with the reason if Triton cannot run
 
 Before Triton is used on a GPU for the first time, verdicts.py compares each kernel with float64 on this GPU, in about
-10 s, and stores the result on disk. A kernel that is more than 2 % off, or whose check fails, is replaced by torch,
-with a warning, or is an error if MINIVLMRL_KERNELS is triton. The environment variable MINIVLMRL_SELF_TEST omits the
-check:
+10 s, and stores the result on disk. If a kernel is more than 2 % off, or its check fails, torch replaces the kernel
+with a warning, or an error is raised if MINIVLMRL_KERNELS is triton. The environment variable MINIVLMRL_SELF_TEST can
+switch off the check:
 
     1         (default) check the kernels once for each GPU model, driver, version and source
     0         use all kernels without a check
@@ -32,10 +32,10 @@ from torch import Tensor
 
 from minivlmrl.kernels.verdicts import rejected_kernels
 
-# The kernel files import tl and triton from this module. The two substitutes below allow these files to be imported
-# without Triton; the decorated kernels are then plain functions that are never called. Triton is not imported if it is
-# not installed (macOS, Windows), or if it is not needed and would only take 70 MiB. Triton is needed if there is a GPU,
-# if triton was imported before, or if an environment variable requests Triton.
+# The kernel files import tl and triton from this module. Two substitutes allow these files to be imported without
+# Triton; the decorated kernels are then plain functions that are never called. Triton is not imported if it is not
+# installed (macOS, Windows), or if it is not needed and would only take 70 MiB. Triton is needed if there is a GPU, if
+# triton was imported before, or if an environment variable requests Triton.
 triton = SimpleNamespace(jit=lambda kernel: kernel)
 tl = SimpleNamespace(constexpr=lambda value: value)
 INSTALLED = find_spec("triton") is not None
@@ -47,7 +47,7 @@ if INSTALLED and (REQUESTED or torch.cuda.is_available()):
 # True if Triton runs in its interpreter. Triton reads TRITON_INTERPRET only when it is imported, so setting the
 # variable later has no effect.
 INTERPRETED = hasattr(tl, "sum") and not isinstance(tl.sum, triton.JITFunction)
-# dtypes that the kernels accept for their inputs; they always sum in float32
+# dtypes that the kernels accept for their inputs; all kernels sum in float32
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Oldest supported compute capability. The A100 (8.0) is the first NVIDIA GPU with bfloat16. All AMD GPUs report larger
 # numbers.
@@ -57,7 +57,7 @@ KERNELS = ("window_attention", "decode_attention", "selective_log_softmax", "lin
 
 
 def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
-    """Choose a kernel's backend for a tensor's device and dtype, and from MINIVLMRL_KERNELS.
+    """Choose a kernel's backend from MINIVLMRL_KERNELS and from the device and dtype of a tensor.
 
     Args:
         kernel: a name in KERNELS.
@@ -141,8 +141,8 @@ def _compiler_obstacle() -> str | None:
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
     """Copy a tensor to a device.
 
-    A copy to a GPU goes through pinned memory, so that the host does not wait for it. If the host has no more pinned
-    memory, of which WSL has little, the copy is slower.
+    A copy to a GPU goes through pinned memory, so that the host does not wait for it. If the host has run out of pinned
+    memory, as often in WSL, the copy is slower.
     """
     is_upload = torch.device(device).type == "cuda" and not x.is_cuda
     if is_upload:

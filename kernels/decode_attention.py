@@ -1,7 +1,7 @@
 """Triton kernels for attention during decoding, with one new token for each running completion.
 
-A running completion is called a row. Its new token attends to its prompt's keys, which all
-the prompt's rows share, and to the row's own keys.
+A running completion is called a row. The row's new token attends to the keys of the prompt, which all rows of this
+prompt share, and to the row's own keys.
 
 Derivation. A query's keys are divided into parts. For part j, with the scores s_i = q k_i D^-1/2 log2 e, compute
 
@@ -28,7 +28,7 @@ from torch import Tensor
 from minivlmrl.kernels.backend import backend_for, tl, triton
 from minivlmrl.kernels.window_attention import TILE_DTYPES
 
-# Target program count for all prompts' keys, and also for all rows' own keys. This is about one program for each GPU
+# Target number of programs for all prompts' keys, and also for all rows' own keys: about one program for each GPU
 # multiprocessor.
 PROGRAMS = 128
 MAX_PARTS = 32  # a query's keys are divided into at most this many parts
@@ -43,7 +43,7 @@ LOG2E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def _attend(queries, k, v, mask, start, end, TILE: constexpr, D: constexpr):
-    """Compute o (TILE, D) and e (TILE,) of the derivation above, over the keys start..end-1.
+    """Compute o (TILE, D) and e (TILE,), as in the derivation at the top of the file, over the keys start..end-1.
 
     Args:
         queries: (TILE, D).
@@ -81,8 +81,8 @@ def _part(
 ):  # fmt: skip
     """Compute and store o and e for one part of the keys of one key head and a tile of queries.
 
-    A group consists of `group_rows` rows that share keys. A key head's queries come from its HEADS query heads in all
-    rows in the group. A line is one query, numbered as in (R, H): rows, query heads. `lines` counts all queries, R * H.
+    A group consists of `group_rows` rows that share keys. The queries of a key head come from HEADS query heads in all
+    rows of the group. A line is one query, numbered as in (R, H): rows, query heads. `lines` counts all queries, R * H.
     """
     num_queries = group_rows * HEADS
     tiles = tl.cdiv(num_queries, TILE)
@@ -105,7 +105,7 @@ def _part(
     k += group_and_head.to(tl.int64) * num_keys * D
     v += group_and_head.to(tl.int64) * num_keys * D
     start = part * part_keys
-    # Masked keys come last. Therefore, if a part's first key is masked, the whole part is.
+    # Masked keys come last. Therefore, if the first key of a part is masked, all keys of the part are masked.
     part_end = tl.minimum(start + part_keys, num_keys)
     end = tl.where(tl.load(mask + start).to(tl.float32) == 0, part_end, start)
     out, log_sum = _attend(queries, k, v, mask, start, end, TILE, D)
@@ -122,7 +122,7 @@ def _parts_kernel(
     prompt_programs, prompt_rows, prompt_keys, prompt_part, own_keys, own_part,
     K: constexpr, HEADS: constexpr, D: constexpr, TILE: constexpr, OWN_TILE: constexpr,
 ):  # fmt: skip
-    """Compute all parts for all queries: first those of the prompts' keys, then those of the rows' own keys."""
+    """Compute all parts for all queries: first the parts of the prompts' keys, then the parts of the rows' own keys."""
     program = tl.program_id(0)
     if program < prompt_programs:
         _part(
@@ -159,7 +159,7 @@ def _join_kernel(outs, log_sums, out, lines, parts, D: constexpr, PARTS: constex
 
 
 def fits(q: Tensor) -> bool:
-    """Return whether the Triton kernels support the queries `q` (R, H, D); if not, call torch."""
+    """Return whether the Triton kernels support the queries `q` (R, H, D); if not, the caller must use torch."""
     is_supported = q.shape[-1] in WARPS and q.dtype in TILE_DTYPES
     return is_supported and backend_for(q, "decode_attention") == "triton"
 
@@ -174,7 +174,7 @@ class WorkSplit(NamedTuple):
 
 
 def split_work(k: Tensor, queries: int) -> WorkSplit:
-    """Divide the keys k (B, K, T, D) among about PROGRAMS programs; `queries` attend to each key."""
+    """Divide the keys k (B, K, T, D) among about PROGRAMS programs; `queries` is the number of queries per key."""
     (B, K, T, _) = k.shape
     # A matrix instruction needs at least 16 rows.
     tile = min(TILE, max(16, 1 << (queries - 1).bit_length()))
@@ -188,7 +188,7 @@ def split_work(k: Tensor, queries: int) -> WorkSplit:
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, prompt_bias: Tensor, own_k: Tensor, own_v: Tensor, own_bias: Tensor
 ) -> Tensor:
-    """Compute attention from new tokens to their prompt's keys and to their row's keys.
+    """Compute attention from new tokens to the keys of their prompts and to the keys of their own rows.
 
     The result equals DecodeAttention's result in minivlmrl/model/attention.py. Call `fits` first.
 

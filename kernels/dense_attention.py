@@ -27,9 +27,9 @@ MAX_HEAD_DIM = 64
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """Compute x[index] along the first axis: (*index.shape, ...).
 
-    On a CPU this is an embedding lookup, because its backward pass is 17 times faster than x[index]'s backward pass. On
-    a GPU this is x[index], whose backward pass sorts the indices. The embedding's backward pass on a GPU is slow up to
-    3,072 indices, and sometimes wrong with more than 1,024 (pytorch issue 187687).
+    On a CPU, the function is an embedding lookup, whose backward pass is 17 times faster than that of x[index]. On a
+    GPU, the function is x[index], whose backward pass sorts the indices. The embedding's backward pass on a GPU is slow
+    up to 3,072 indices, and sometimes wrong with more than 1,024 (pytorch issue 187687).
     """
     if x.device.type != "cpu":
         return x[index]
@@ -61,7 +61,7 @@ class Reorder(torch.autograd.Function):
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """Compute attention with scale D^-1/2 and grouped heads.
+    """Compute attention with the scale D^-1/2 and grouped heads.
 
     Args:
         q: (S, H, L, D), queries: sequences, query heads, queries, head dimension.
@@ -73,20 +73,19 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     Source: torch's scaled_dot_product_attention with enable_gqa and causal_lower_right.
     """
     if q.dtype == torch.bfloat16 and is_before_ampere(q.device):
-        # In bfloat16, SDPA would store all scores in float32. In float32, its memory-efficient kernel stores none.
+        # In bfloat16, SDPA would store all scores in float32. In float32, SDPA's memory-efficient kernel stores none.
         return dense_attention(q.float(), k.float(), v.float(), is_causal).to(q.dtype)
     (_, H, L, D) = q.shape
     (_, K, T, _) = k.shape
     flash = is_causal and q.device.type == "cuda" and D % 8 == 0
     if flash and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
-        # This operator does not store a mask, and skips masked blocks. torch's causal_lower_right calls the same
-        # operator.
+        # This operator stores no mask and skips masked blocks; torch's causal_lower_right calls the same operator.
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     if q.device.type == "cpu" and T <= MAX_KEYS and D <= MAX_HEAD_DIM:
         return written_out_attention(q, k, v, is_causal)
     if is_causal and L == T:
         if not has_flash_attention(q, k, v):
-            # With fewer key heads, SDPA would store all scores, because the memory-efficient kernel needs equally many.
+            # SDPA would store all scores, because its memory-efficient kernel needs as many key heads as query heads.
             k, v = (x[:, :, None].expand(-1, -1, H // K, -1, -1).flatten(1, 2) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     q, mask = stack_queries(q, k, is_causal)
@@ -95,7 +94,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
 
 
 def stack_queries(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tensor, Tensor | None]:
-    """Stack the queries of each key head's H / K query heads: (S, K, H/K*L, D), and their mask."""
+    """Stack the queries that share a key head: (S, K, H/K*L, D), and return their mask, too."""
     repeat = q.shape[1] // k.shape[1]
     L = q.shape[2]
     T = k.shape[2]

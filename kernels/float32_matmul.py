@@ -1,8 +1,8 @@
 """Matrix products from bfloat16 or float16 tensors with float32 results.
 
-Matrix multiplication sums the products in float32 anyway. The function in this file only omits rounding the result. In
-bfloat16, rounding would change a logit near 20 by up to 0.06, and an attention score near 220 by up to 0.5. Such large
-scores occur in Qwen2.5 because of its biases.
+Matrix multiplication sums products in float32 anyway. The function in this file does not round the result. In bfloat16,
+rounding would change a logit near 20 by up to 0.06, and an attention score near 220 by up to 0.5. Such large scores
+occur in Qwen2.5 because of its biases.
 """
 
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def _convert_and_multiply(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
 def tf32_products() -> Iterator[None]:
     """Compute float32 products on a GPU in TF32 inside a `with` block.
 
-    The setting is global, so the block must contain nothing but the products. Products on a CPU do not change.
+    PyTorch's setting is global, so the block must contain nothing but the products. Products on a CPU do not change.
     """
     products = torch.backends.cuda.matmul
     before = products.fp32_precision

@@ -99,7 +99,7 @@ class Pieces:
         return score_part_(self.logits(rows, last), ids, parts, self.temperature, last.start)
 
     def differentiate(self, rows: slice, tile: slice, saved: list, upstream: list) -> Tensor:
-        """Compute a piece's dz (m, width), in the hidden states' dtype."""
+        """Compute dz (m, width) of a piece, in the dtype of the hidden states."""
         z = self.logits(rows, tile)
         ids = self.ids[rows]
         dtype = self.hidden.dtype
@@ -112,11 +112,11 @@ class Pieces:
 
 
 def tile_width(rows: int, vocab: int) -> int:
-    """Return how many ids a Triton-path piece with `rows` rows has.
+    """Return how many ids a piece with `rows` rows has on the Triton path.
 
     Products with few rows and few ids do not fill a GPU. Therefore a piece with fewer rows has more ids, so that its
-    logits take the same memory: 4,096 rows get 2,048 ids, and 1,024 rows or fewer get 8,192 ids. The limit is there
-    because a tile's dW is summed in a float32 copy.
+    logits take the same memory: 4,096 rows get 2,048 ids, and 1,024 rows or fewer get 8,192 ids. The number of ids is
+    limited, because the dW of a tile is summed in a float32 copy.
     """
     step = TILE // 4  # widths are multiples of 1,024, so that GPUs can divide the products evenly
     ids = TILE**2 // 2 // max(rows, step)
@@ -124,7 +124,7 @@ def tile_width(rows: int, vocab: int) -> int:
 
 
 def slices(count: int, size: int) -> list[slice]:
-    """Divide range(count) into slices of at most `size` elements, at least one, which may be empty."""
+    """Divide range(count) into slices of at most `size` elements; there is at least one slice, which may be empty."""
     return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
 
 
@@ -155,12 +155,12 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
     allowed_ids = torch.cat([allowed for _, allowed in masks])
     tokens = torch.arange(len(ids))
     token_of_allowed = tokens.repeat_interleave(counts)
-    # The token itself is always allowed, even if it was forced and not sampled.
+    # The chosen token is always allowed, even if it was forced and not sampled.
     return torch.stack([torch.cat([tokens, token_of_allowed]), torch.cat([ids, allowed_ids])])
 
 
 def rows_per_piece(rows: int, vocab: int, device_type: str) -> int:
-    """Return how many rows a torch-path piece has (the last piece may be smaller)."""
+    """Return how many rows a piece has on the torch path; the last piece may be smaller."""
     max_rows = GPU_ROWS
     if device_type == "cpu":
         max_rows = min(max(CHUNK_BYTES // (4 * vocab), 32), 256)
@@ -180,7 +180,7 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def differentiate(inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list) -> None:
-    """Add the gradients for hidden (M, D) and weight (V, D) to `grads`; None is not needed.
+    """Add the gradients for hidden (M, D) and weight (V, D) to `grads`, in which None marks an unneeded gradient.
 
     `saved` has H, top and s from the forward pass, and `upstream` has g and e (or None), see the derivation.
     """
@@ -224,7 +224,7 @@ def _(hidden, weight, ids, mask, temperature):
 def _linear_log_softmax_backward(
     inputs: list[Tensor], saved: list[Tensor], g: Tensor, e: Tensor | None, temperature: float, needed: list[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients for hidden and weight; one that is not `needed` is an empty tensor."""
+    """Compute the gradients for hidden and weight; a gradient that is not `needed` is an empty tensor."""
     hidden, weight, ids, mask = inputs
     rows = slice(None)
     # Select only the rows with an upstream gradient. On a GPU, all rows are kept, because the host would have to wait

@@ -1,9 +1,9 @@
 """Triton kernel that unpacks NF4 weights (4 bits each) with one read and one write.
 
-A byte holds two indices into a table with 16 values, and the first index is in the byte's upper half. A block's 64
-values share a scale. This scale is stored as an 8-bit index into a table with 256 numbers; the number is multiplied by
-a float32 scale, which 256 blocks share, and an offset is added. In torch, unpacking reads and writes 24 bytes per
-weight; this kernel reads and writes 2.6 bytes with bfloat16 results.
+A byte holds two indices into a table with 16 values, and the first index is in the byte's upper half. The 64 values of
+a block share a scale. The scale is stored as an 8-bit index into a table of 256 numbers; the number is multiplied by a
+float32 scale, which 256 blocks share, and an offset is added. In torch, unpacking reads and writes 24 bytes per weight;
+this kernel reads and writes 2.6 bytes with bfloat16 results.
 """
 
 import torch
@@ -38,7 +38,7 @@ def _kernel(packed, indices, scales, offset, scale_table, value_table, out, size
 def nf4_unpack(packed: Tensor, indices: Tensor, scales: Tensor, offset: Tensor, tables: tuple, dtype) -> Tensor:
     """Unpack n NF4 values into a tensor (n,) with the given dtype.
 
-    The result is bit-identical to the torch path's result, because fused multiply-add is switched off.
+    The result equals that of the torch path bit for bit, because fused multiply-add is switched off.
 
     Args:
         packed: (n / 2,), bytes with two values each.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch.nn.RMSNorm with torch's fused kernel on a GPU and the formulas above on a CPU."""
+    """torch.nn.RMSNorm, with torch's fused kernel on a GPU and with this file's formulas on a CPU."""
 
     eps: float  # always a number, although eps in torch.nn.RMSNorm may be None
 

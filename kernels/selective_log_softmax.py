@@ -97,15 +97,15 @@ def differences_(z: Tensor, top: Tensor, temperature: float) -> Tensor:
 
 
 def has_gradient(g: Tensor, e: Tensor | None) -> Tensor:
-    """Return a bool (m,), True for rows with an upstream gradient that is not 0. NaN is not 0.
+    """Return (m,) bool: True for rows with an upstream gradient other than 0, such as NaN.
 
-    All other rows have dz = 0.
+    Rows whose upstream gradients are all 0 have dz = 0.
     """
     return g != 0 if e is None else (g != 0) | (e != 0)
 
 
 def select_rows(tensors: Sequence[Tensor | None], rows: slice | Tensor) -> list[Tensor | None]:
-    """Select the same rows in each tensor, in contiguous memory. None stays None."""
+    """Select the same rows of each tensor, in contiguous memory. A tensor that is None stays None."""
     return [x if x is None else x[rows].contiguous() for x in tensors]
 
 
@@ -192,7 +192,7 @@ def _score_kernel(
     if LAST:
         log_s = tl.log2(s)
         logp = (chosen - top - log_s) * LN2
-        # Because of rounding, k z - k top can be slightly positive, and then logp is above 0.
+        # Rounding can make k z - k top slightly positive, and then logp would be above 0.
         tl.store(logps + row, tl.where(logp > 0, 0.0, logp))
         tl.store(entropies + row, (log_s - t / s) * LN2)
         tl.store(tops + row, top)
@@ -243,7 +243,7 @@ def _differentiate_kernel(
 def score_part_(
     z: Tensor, ids: Tensor, parts: Tensor | None, temperature: float, first_id: int = 0, last: bool = True
 ) -> tuple[Tensor, ...]:
-    """Score a vocabulary part with the Triton kernel.
+    """Score the tokens on one part of the vocabulary with the Triton kernel.
 
     Args:
         z: (N, width), logits for the ids first_id..first_id+width-1.
@@ -272,7 +272,7 @@ def score_part_(
 def differentiate_part_(
     z: Tensor, ids: Tensor, saved: list, upstream: list, temperature: float, out: Tensor, first_id: int = 0
 ) -> Tensor:
-    """Compute dz for a vocabulary part with the Triton kernel.
+    """Compute dz for one part of the vocabulary with the Triton kernel.
 
     Args:
         z: (N, width), logits for the ids first_id..first_id+width-1.

@@ -1,4 +1,4 @@
-"""Compare each Triton kernel with float64 on the CPU, at real models' head dimensions.
+"""Compare each Triton kernel with float64 on the CPU, for the head dimensions of real models.
 
     python -m minivlmrl.kernels.self_test                              # all kernels, on cuda:0
     python -m minivlmrl.kernels.self_test cuda:3 decode_attention
@@ -34,7 +34,7 @@ TEMPERATURE = 0.7
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the difference's norm, divided by the norm of `expected` (float64, on the CPU)."""
+    """Return the norm of the difference, divided by the norm of `expected` (float64, on the CPU)."""
     return ((actual.detach().double().cpu() - expected).norm() / expected.norm()).item()
 
 
@@ -69,7 +69,7 @@ def check_windows(device: str) -> list[float]:
 
 
 def check_decoding(device: str) -> list[float]:
-    """Check prompts with padding, and completions with positions that are not yet written."""
+    """Check decode_attention with padded prompts, and completions with positions that are not yet written."""
     B, G, P, C = 2, 8, 300, 70  # prompts, completions per prompt, tokens in a prompt, own tokens
     R = B * G
     prompt_bias = torch.zeros(B, P)
@@ -93,7 +93,7 @@ def check_decoding(device: str) -> list[float]:
 
 
 def exact_scores(logits: Tensor, ids: Tensor) -> Tensor:
-    """Compute the ids' log-probabilities (M,) and the entropies, concatenated to (2 M,)."""
+    """Compute the log-probabilities (M,) of the ids and the entropies (M,), concatenated to (2 M,)."""
     log_probs = (logits / TEMPERATURE).log_softmax(-1)
     entropies = -(log_probs.exp() * log_probs).sum(-1)
     return torch.cat([log_probs.gather(1, ids[:, None])[:, 0], entropies])
@@ -110,7 +110,7 @@ def check_selective_log_softmax(device: str) -> list[float]:
 
 
 def check_linear_log_softmax(device: str) -> list[float]:
-    """Check rows and ids that take several logit tiles, except in the interpreter."""
+    """Check linear_log_softmax with rows and ids that take several tiles of logits, except in the interpreter."""
     rows, vocab = (32, 5_000) if INTERPRETED else (2_048, 10_000)
     ids = torch.randint(vocab, (rows,))
     return compare(
@@ -156,7 +156,7 @@ def largest_error(kernel: str, device: str) -> float:
 
 def main(device: str = "cuda:0", *kernels: str) -> int:
     """Print each kernel's largest error; stop with an error message if a check fails."""
-    # A rejected kernel must run, and the first kernel must not wait for this check's verdict.
+    # MINIVLMRL_SELF_TEST is off, because a rejected kernel must run, and no kernel may wait for this check's verdict.
     os.environ |= {"MINIVLMRL_KERNELS": "triton", "MINIVLMRL_SELF_TEST": "0"}
     for kernel in kernels or CHECKS:
         try:

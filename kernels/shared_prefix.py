@@ -22,8 +22,8 @@ from minivlmrl.kernels.dense_attention import (
     has_flash_attention,
 )
 
-# Maximum size in bytes for the float32 scores in grouped_attention. With smaller scores it is faster than the fused
-# kernel.
+# Maximum size in bytes for the float32 scores in grouped_attention. Up to this size, grouped_attention is faster than
+# the fused kernel.
 MAX_SCORE_BYTES = 2**22
 
 
@@ -53,8 +53,7 @@ def rectangles(prompts: list[range], completions: list[list[range]]) -> tuple[Te
 class PromptSlots:
     """Assignment of rows (completions) to slots for their prompts.
 
-    All prompts have equally many slots, which is the largest group's row count.
-    Prompts with fewer rows have empty slots.
+    Every prompt has as many slots as the largest group has rows. Prompts with fewer rows have empty slots.
 
     Args:
         prompt_index: (R,), each row's prompt, in ascending order. It must be on the CPU, so
@@ -97,12 +96,12 @@ class PromptSlots:
 def completion_attention(
     q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, slots: PromptSlots
 ) -> Tensor:
-    """Compute attention from completions to all their prompt's keys and causally to their own keys.
+    """Compute attention from completions to all keys of their prompt, and causally to their own keys.
 
     The prompt's keys are not copied for each completion. On a CPU, scores that take at most MAX_SCORE_BYTES are
     computed step by step by grouped_attention. Otherwise, JoinedAttention calls the fused kernel, which does not store
-    the scores. Only where has_flash_attention is False, for example for float32 on a GPU, the keys are copied for each
-    completion.
+    the scores. The keys are copied for each completion only where has_flash_attention is False, for example for float32
+    on a GPU.
 
     Args:
         q: (R, H, C, D), the completions' queries.
@@ -128,7 +127,7 @@ class JoinedAttention(torch.autograd.Function):
     """Compute `completion_attention` with two fused-kernel calls, without copies or masks.
 
     In call 1, the queries from all completions for a prompt attend to the prompt's keys. In call 2, each completion
-    attends causally to its own keys. With call j's output o_j and its scores' log-sum-exp e_j,
+    attends causally to its own keys. With the output o_j of call j and the log-sum-exp e_j of its scores,
 
         e = log(exp(e_1) + exp(e_2))        out = exp(e_1 - e) o_1 + exp(e_2 - e) o_2
 
@@ -147,7 +146,7 @@ class JoinedAttention(torch.autograd.Function):
         own_lse = to_own.lse[..., None]
         lse = torch.logaddexp(prompt_lse, own_lse)
         out = slots.by_row(to_prompt.out) * (prompt_lse - lse).exp()
-        # in the kernel outputs' dtype, which on a CPU has more digits than 16 bits
+        # in the dtype of the kernel's outputs, which has more digits than 16 bits on a CPU
         out = (out + to_own.out * (own_lse - lse).exp()).to(to_own.out.dtype)
         ctx.save_for_backward(q, k, v, prompt_k, prompt_v, out, lse)
         ctx.slots = slots
@@ -159,7 +158,7 @@ class JoinedAttention(torch.autograd.Function):
         q, k, v, prompt_k, prompt_v, out, lse = ctx.saved_tensors
         by_prompt = ctx.slots.by_prompt
         prompt_state, own_state = ctx.states
-        # in q's memory order (R, C, H, D), in which by_prompt copies nothing
+        # in the memory order (R, C, H, D) of q, so that by_prompt copies nothing
         grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
         result = FlashOutput(by_prompt(out), by_prompt(lse)[..., 0], prompt_state)
         prompt_q_grad, prompt_k_grad, prompt_v_grad = flash_attention_backward(

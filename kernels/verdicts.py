@@ -2,8 +2,8 @@
 
 Each kernel is checked by self_test.py in its own process, because a wrong kernel can make the GPU refuse all later work
 in its process. All checks run at the same time. The verdict is stored in Triton's cache folder, in a file for each GPU
-model, driver, version and kernel source. A lock lets one process per host run the checks, and the other processes wait
-for its verdict.
+model, driver, version and kernel source. A lock lets one process per host run the checks, and all other processes wait
+for the verdict.
 """
 
 import hashlib
@@ -128,6 +128,6 @@ def check_kernel(device: str, kernel: str) -> float | str:
     results = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(f"{kernel} ")]
     if done.returncode == 0 and results:
         return float(results[-1])
-    # self_test.py's message, or a traceback's end; a signal ends a process without a text
+    # the message of self_test.py, or the end of a traceback; a process that a signal ended leaves no text
     lines = (done.stdout or done.stderr).splitlines() or [f"exit status {done.returncode}"]
     return lines[-1]

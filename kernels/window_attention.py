@@ -42,15 +42,15 @@ from minivlmrl.kernels.dense_attention import Reorder, dense_attention, has_flas
 MAX_TOKENS, MAX_HEAD_DIM = 64, 128
 TILE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]
 
-# Sorting this many tokens takes a CPU as long as one attention call. Segments are sorted by
-# length if their runs have fewer tokens on average.
+# Sorting this many tokens takes a CPU as long as one attention call. Segments are sorted by length if an average run is
+# shorter.
 TOKENS_PER_CALL = 128
 
 
 class Segments:
     """Segment boundaries, and the order in which `batched_attention` computes the segments.
 
-    One instance is computed per input and shared by all vision-tower layers.
+    All layers of the vision tower share the segments of an input.
     """
 
     def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
@@ -94,7 +94,7 @@ def _equal_segments(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
     """Compute `window_attention` with one call to torch's fused kernel, which needs an NVIDIA GPU."""
-    # Imported here, because this module imports torch._dynamo, which takes more than a second.
+    # varlen_attn is imported here, because its module imports torch._dynamo, which takes more than a second.
     from torch.nn.attention.varlen import varlen_attn
 
     (starts, longest) = (segments.cu_seqlens, segments.longest)
@@ -204,7 +204,7 @@ def _backward_kernel(
 
 def block_sizes(longest: int, head_dim: int) -> tuple[int, int]:
     """Return ROWS and COLUMNS for segments with at most `longest` tokens: 60 tokens of dimension 80 give 64, 128."""
-    # at least 16, because matrix instructions do not support smaller sizes
+    # Both sizes are at least 16, because matrix instructions do not support smaller ones.
     rows, columns = (max(16, 1 << (size - 1).bit_length()) for size in (longest, head_dim))
     return rows, columns
 
@@ -219,10 +219,10 @@ def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest
         kernel[((len(cu_seqlens) - 1) * H,)](
             q, k, v, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cu_seqlens, **tensors,
             H=H, D=D, ROWS=rows, COLUMNS=columns,
-            # 64 tokens take 4 warps, which is one warp group of Hopper's matrix unit.
+            # Segments of 64 tokens take 4 warps, which are one warp group of Hopper's matrix unit.
             num_warps=rows // 16,
             num_stages=1,
-            # Each launch in kernels/ chooses this option, because Triton will change its default.
+            # Every launch in kernels/ sets this option, because Triton will change the default.
             enable_fp_fusion=True,
         )  # fmt: skip
 
@@ -278,7 +278,7 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
     fits = is_short and q.shape[-1] <= MAX_HEAD_DIM and q.dtype in TILE_DTYPES
     if fits and backend_for(q, "window_attention") == "triton":
         return _window_attention(q, k, v, segments.cu_seqlens, segments.longest)
-    # Longer segments are few, and varlen_attn was not measured with them.
+    # varlen_attn was not measured with longer segments, of which there are few.
     is_mixed = is_short and len(segments.runs) > 1
     if is_mixed and q.is_cuda and has_flash_attention(*(x.transpose(0, 1)[None] for x in (q, k, v))):
         return varlen_attention(q, k, v, segments)

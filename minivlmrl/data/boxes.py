@@ -1,7 +1,7 @@
 """Parse bounding boxes from text, convert their coordinates, and compute their overlap.
 
-A box has two corners, top left and bottom right, in continuous coordinates, which run from 0 to the image's width.
-A box of one whole pixel is therefore 1 wide, and no formula needs + 1 or - 1.
+A box has two corners, top left and bottom right, in continuous coordinates: x runs from 0 to the width of the image. A
+box of one whole pixel is therefore 1 wide, and no formula needs + 1 or - 1.
 """
 
 import json
@@ -35,7 +35,7 @@ FENCED = re.compile(r"```(?:json)?\s(.*)```", re.DOTALL)
 
 
 def extent(space: str, original: tuple[int, int], resized: tuple[int, int]) -> tuple[float, float]:
-    """Return the width and height of the whole image in a coordinate space's units.
+    """Return the width and height of the whole image in the units of a coordinate space.
 
     Args:
         space: "original" (the file's pixels), "resized" (pixels in the model's input image, as in Qwen2.5-VL),
@@ -54,8 +54,8 @@ def box_columns(
 ) -> dict[str, list]:
     """Compute the columns image_sizes and answer_extents that box rewards receive.
 
-    An answer's extent is the image's width and height in the units of the answer's boxes. Its coordinate space is the
-    row's column box_space, or else the processor's box_space.
+    The extent of an answer is the image's width and height in the units of the answer's boxes. These units come from
+    the row's column box_space, or else from the processor's box_space.
 
     Args:
         rows: one row per prompt.
@@ -75,7 +75,7 @@ def box_columns(
         answer_extent = None
         if row.images:
             _, height, width = prompt.image_grid_thw[prompt.second_per_grid_ts == 0][0].tolist()
-            # LazyImages recorded the size when the prompt was computed, so the image is not loaded again
+            # LazyImages recorded the size when the prompt was computed, so that the image is not loaded again here
             image_size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
             box_space = row.columns.get("box_space") or processor.box_space
             resized_size = width * patch_size, height * patch_size
@@ -172,7 +172,7 @@ def _areas(a: Box, b: Box) -> tuple[float, float]:
 def match(
     predicted: Sequence[Item], truth: Sequence[Item], similarity: Callable[[Item, Item], float]
 ) -> list[tuple[int, int]]:
-    """Match predicted to true boxes one to one, so that the summed similarity is maximal.
+    """Match predicted boxes one to one with true boxes, so that the summed similarity is maximal.
 
     Example: the first predicted box has the IoUs 0.6 and 0.5 with the two true boxes, the second predicted box has 0.5
     and 0. The matches are (0, 1) and (1, 0), and their sum is 1.0.
@@ -208,7 +208,7 @@ def unfenced(text: str) -> str:
 
 
 def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
-    """Parse a text's boxes in one of the following formats.
+    """Parse the boxes in a text that has one of the following formats.
 
         {"bbox_2d": [1, 2, 5, 6], "label": "cat"}    Qwen2.5-VL's JSON; other keys are ignored
         {'Position': [1, 2, 5, 6]}                   the same with the key Position or bbox
@@ -263,5 +263,5 @@ def _groups_in_json(text: str, keys: Sequence[str]) -> list[Plain]:
 
 
 def value_of(item: dict, keys: Sequence[str] = KEYS) -> Plain:
-    """Return the value of the first of `keys` that a JSON object has, or None."""
+    """Return the value of the first key in `keys` that a JSON object has, or None."""
     return next((item[key] for key in keys if key in item), None)

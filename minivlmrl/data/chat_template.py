@@ -16,10 +16,10 @@ class RewrittenTurnsError(ValueError):
 
 START = Control("<|im_start|>")
 END = Control("<|im_end|>")
-# Either token ends a completion: <|im_end|> ends a turn, <|endoftext|> ends a document.
+# Two tokens end a completion: <|im_end|> ends a turn, and <|endoftext|> ends a document.
 ENDS = (END, Control("<|endoftext|>"))
-# Placeholders for an image and a video. Compare pieces with these objects by `is`, because ordinary text can consist of
-# the same characters.
+# Placeholders for an image and a video. Pieces are compared with these objects by `is`, because ordinary text can
+# consist of the same characters.
 IMAGE = Control("<|image_pad|>")
 VIDEO = Control("<|video_pad|>")
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}

@@ -16,7 +16,7 @@ PROMPTS = {"problem": str, "prompt": str | list, "messages": list}
 ANSWERS = {"completion": str | list, "chosen": str | list, "rejected": str | list}
 TEXTS = PROMPTS | ANSWERS
 MEDIA = {"image": "image", "images": "image", "video": "video", "videos": "video"}
-# columns that have a place in every row, whatever the stage and the rewards are
+# columns that every row may have, whatever the stage and the rewards are
 READ = {*PROMPTS, *MEDIA, "system", "box_space"}
 # {name that no column may have: end of the error message after "it must be"}
 RESERVED = {
@@ -30,7 +30,7 @@ RESERVED = {
         '{"image": ..., "max_pixels": 200704}',
     ),
 }
-# columns with which other projects change a prompt or a loss, {name: what the column says}
+# {column with which other projects change a prompt or a loss: what the column says}
 MEANINGS = {
     **dict.fromkeys(("tools", "functions", "tool_choice", "tools_kwargs"), "which tools the prompt declares"),
     **dict.fromkeys(("chat_template_kwargs", "chat_template", "enable_thinking"), "how the prompt is rendered"),
@@ -46,8 +46,8 @@ MEANINGS = {
     **dict.fromkeys(("teacher_prompt", "teacher_messages", "privileged_context"), "what a teacher sees"),
     "label": "whether the completion is a good answer",
 }
-# Columns of other projects' layouts, which `python -m minivlmrl convert` reads: with texts in place of the prompt, and
-# beside a prompt.
+# Columns of other projects' layouts, which `python -m minivlmrl convert` reads. LAYOUTS replace the prompt, and BESIDE
+# stand beside a prompt.
 LAYOUTS = ("conversations", "conversation", "query", "instruction", "question", "prefix", "texts", "file_name")
 BESIDE = (
     "response", "output", "suffix", "history", "rejected_response", "rejected_messages", "rejected_conversations",
@@ -55,7 +55,7 @@ BESIDE = (
 )  # fmt: skip
 RENDERED = re.compile(r"\s*<\|im_start\|>(system|user)\n")
 OTHER_TAG = re.compile(r"<\s*image[ _-]?(\d*)\s*>", re.IGNORECASE)  # MMMU's <image 1>
-# roles in other projects' turns
+# roles that turns have in other projects
 FOREIGN_ROLES = {"human", "gpt", "chatgpt", "bing", "model", "tool_call", "tool_response", "function_call",
                  "observation", "function", "developer"}  # fmt: skip
 COLUMN_TYPES = {  # {column: its values' type and bounds}
@@ -75,7 +75,7 @@ def find_format(name: str) -> Callable[[dict], dict]:
 
 
 def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
-    """Rename all columns of `renamed` at once, so that their order does not matter and two names can be swapped.
+    """Rename all columns in `renamed` at once, so that the order does not matter and two names can be swapped.
 
     NaN, with which pandas writes a missing value, becomes None.
     """
@@ -106,7 +106,7 @@ def check_columns(columns: dict, required: Sequence[str], known: Collection[str]
     for name, value in given.items():
         if name in RESERVED:
             check_field(False, f"column {name!r}", value, RESERVED[name])
-        # a label has a meaning only for a stage that trains on the completion, and only if it is no name of a class
+        # The column `label` has a meaning only for a stage that trains on completions, and only if it is no class name.
         is_class = name == "label" and (not isinstance(value, bool) or "completion" not in known)
         if name in MEANINGS and name not in known and value not in ("", [], {}) and not is_class:
             raise ValueError(
@@ -122,7 +122,7 @@ def check_columns(columns: dict, required: Sequence[str], known: Collection[str]
 
 
 def find_layout(columns: dict[str, Plain], known: Collection[str]) -> str | None:
-    """Return why the columns, the turns or the tags of a row are those of another project; None if they are ours."""
+    """Return why the columns, turns or tags of a row belong to another project's layout; None if they do not."""
     foreign = BESIDE if columns.keys() & PROMPTS else BESIDE + LAYOUTS
     for name in (*foreign, *(["A"] if "B" in columns else [])):
         if name in columns and name not in known:

@@ -71,7 +71,7 @@ def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Pa
         allow_patterns=[*patterns],
         ignore_patterns="*/*",  # skip files in subfolders
     )
-    # The cache may lack the repository, or have only a part of it, which another program downloaded.
+    # The cache may lack the repository, or have only a part that another program downloaded.
     with suppress(LocalEntryNotFoundError, ValueError):
         cached = Path(download(local_files_only=True))
         names = ["config.json"]
@@ -81,6 +81,6 @@ def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Pa
             names.append("tokenizer.json")
         if all((cached / name).is_file() for name in names):
             return cached
-    # This request fails after a timeout if the hub cannot be reached. The download could wait forever.
+    # This request fails after a timeout if the hub cannot be reached, whereas the download could wait forever.
     HfApi().model_info(repo_id, revision=revision, timeout=NETWORK_SECONDS)
     return Path(download())

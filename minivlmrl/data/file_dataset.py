@@ -1,4 +1,4 @@
-"""The rows of a file or of a folder with files, which are read one by one when they are used."""
+"""The rows of a file, or of a folder with files. Each row is read when it is used."""
 
 import re
 from collections import Counter
@@ -58,7 +58,7 @@ class FileDataset(FileRows):
         self.options = RowOptions(**options)
         self.convert = find_format(self.options.format) if self.options.format else dict
         self.required = required
-        # a stage of your own may train on labels, and then its rows are also read by other stages
+        # `label` is read, because a user's own stage may train on labels and share its rows with other stages
         self.reads = ("label",) if reads is None else reads
         self.source = open_rows(path)
         self.constants = dict(constants or {})
@@ -137,7 +137,7 @@ class FileDataset(FileRows):
         return row
 
     def _header(self, source: Source) -> PIL.Image.Image:
-        """Open an image to read its size; the returned image cannot be decoded."""
+        """Open an image file to read the image's size; the returned image cannot be decoded."""
         with open_image(source, self.folder) as image:
             return image
 
@@ -184,7 +184,7 @@ class LazyImages(Sequence):
 
 @contextmanager
 def readable_image(where: str) -> Iterator[None]:
-    """Add the row `where` and advice to the ValueError of an image that cannot be read."""
+    """If an image cannot be read, add the row's place `where` and advice to the ValueError."""
     try:
         yield
     except ValueError as error:
@@ -195,7 +195,7 @@ def readable_image(where: str) -> Iterator[None]:
 
 
 def load_videos(media: list[Media], folder: Path, load: Callable[..., Video]) -> list[VideoFile]:
-    """Return a row's videos, which are read with load_video or outline_video when used."""
+    """Return a row's videos, which load_video or outline_video reads when they are used."""
     videos = []
     for item in media:
         if item.kind == "video":

@@ -57,16 +57,16 @@ PUBLISHED = (
     "31c85932a6d8826f0fe8d52b81767eba6b869128b0a7c7503d1e7baaad4e8043",
 )
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")  # tag in TRL's training templates
-# in templates that take the thought out of the text of an answer
+# code in a template that takes the thought out of the text of an answer
 THOUGHT_SPLIT = re.compile(r"(split|partition)\(\s*['\"]</think>")
-# Tags for thoughts and tools. Answers contain them as text, so a text may write them even if the tokenizer lists them
-# as special tokens and the template writes them, too.
+# Tags for thoughts and tools. Answers contain tags as text, so a text may write tags even if they are special tokens
+# and the template writes them, too.
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 # chat_template.render as Jinja templates, which are saved into folders without a template. WITH_TOOLS is used if an
 # environment declares tools.
 DEFAULT = as_jinja()
 WITH_TOOLS = as_jinja("qwen2_5_vl_tools")
-# DEFAULT without the default system message
+# the template DEFAULT without its default system message
 DEFAULT_QWEN3 = re.sub(r"\n{%- if loop\.first.*?{% endif %}", "", DEFAULT, flags=re.DOTALL)
 
 
@@ -99,7 +99,7 @@ class ChatTemplate:
         self.spelled = re.compile("|".join(map(_spelled, control_names)))
 
     def _structure(self, special_tokens: Iterable[str]) -> set[str]:
-        """Return the control tokens that only the template may write."""
+        """Return the control tokens that only the template may write, and no text."""
         written = [self.text]
         # Short conversations are rendered, because a template can also compose a name that its text does not contain,
         # such as '<|' + message.role + '|>'.
@@ -109,7 +109,7 @@ class ChatTemplate:
                 written.append(self._lay_out(messages, True))
         names: set[str] = {IMAGE, VIDEO}
         for name in special_tokens:
-            # single-character tokens are skipped, because they occur in ordinary text
+            # tokens with a single character are skipped, because they occur in ordinary text
             is_written = len(name) > 1 and any(name in text for text in written)
             if name in STRUCTURE or (is_written and name not in TAGS):
                 names.add(name)
@@ -211,7 +211,7 @@ class ChatTemplate:
         return join_flagged(flagged)
 
     def _lay_out_blocks(self, messages: list[dict], mark: str) -> tuple[str, list[int]]:
-        """Render a conversation, and return its text and where {% generation %} blocks begin and end, alternately."""
+        """Render a conversation; return the text and where {% generation %} blocks begin and end in turn."""
         if not GENERATION.search(self.text):  # then the whole text is a block
             text = self._lay_out(messages, False)
             return text, [0, len(text)]
@@ -234,7 +234,7 @@ class ChatTemplate:
         raise self._error(f"the template does not render {missing}. {advice}")
 
     def _length(self, text: str, messages: list[dict], add_generation_prompt: bool) -> int:
-        """Return the length of the first messages in a rendered conversation, which must begin with them."""
+        """Return the length of the rendered first messages; the rendered conversation must begin with them."""
         beginning = self._lay_out(messages, add_generation_prompt)
         if not text.startswith(beginning):
             raise self._error(
@@ -280,12 +280,12 @@ class ChatTemplate:
                 raise self._error(f"the template cannot render {kind}s; use another template")
         messages = _as_json(messages)
         if "reasoning_content" in self.text and not THOUGHT_SPLIT.search(self.text):
-            # Qwen3.8's template would write an empty thought before a thought in the text
+            # Qwen3.8's template would write an empty thought before a thought that stands in the text
             messages = [_with_thought_apart(message) for message in messages]
         if "<function=" in self.text:  # the template renders parameters one by one instead of JSON
             _parse_arguments(messages)
         all_text = json.dumps(messages, ensure_ascii=False) + self.text
-        # rare Chinese characters, because templates, JSON and repr leave letters as they are
+        # The mark is a rare Chinese character, because templates, JSON and repr leave letters as they are.
         letters = map(chr, range(0x20000, sys.maxunicode))
         mark = next(a for a, b in pairwise(letters) if a not in all_text and b not in all_text)
         return [self._break_up(message, mark) for message in messages], mark
@@ -293,8 +293,8 @@ class ChatTemplate:
     def _break_up(self, value: Plain, mark: str, is_text: bool = False) -> Plain:
         """Insert a mark into all names of control tokens in a message.
 
-        So every control token of the rendered conversation was written by the template. A name may contain whitespace
-        or continue in the next text (`is_text`), because a template may remove whitespace and join texts.
+        Then only the template writes control tokens into the rendered conversation. A name may contain whitespace or
+        continue in the next text (`is_text`), because a template may remove whitespace and join texts.
         """
         if isinstance(value, dict):
             broken = {}
@@ -313,7 +313,7 @@ class ChatTemplate:
         return value
 
     def _ends_within_control(self, text: str) -> bool:
-        """Return True if a text without its whitespace ends with the beginning of a control token."""
+        """Return True if a text, ignoring whitespace, ends with the beginning of a control token."""
         text = "".join(text.split())
         return any(text.endswith(name[:length]) for name in self.controls for length in range(1, len(name)))
 
@@ -330,8 +330,7 @@ class ChatTemplate:
             )
         except Exception as error:  # a template is a program, which can raise any exception
             if messages and messages[0]["role"] == "system":
-                # rendering without the system message raises an error of its own if the system message is not the
-                # reason
+                # if the system message is not the reason, rendering without the system message raises another error
                 self._lay_out(messages[1:], add_generation_prompt)
                 raise self._error(
                     f"the template does not support system messages ({error}); remove "
@@ -375,8 +374,8 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
 
 
 def _spelled(name: str) -> str:
-    """Return a regular expression for the first character of a control token before the others."""
-    # whitespace may separate the characters, see _break_up
+    """Return a regular expression for the first character of a control token, if the other characters follow."""
+    # whitespace may separate the characters of a control token, see _break_up
     separator = "" if re.search(r"\s", name) else r"\s*"
     others = separator.join(map(re.escape, name[1:]))
     return f"{re.escape(name[0])}(?={separator}{others})"
@@ -405,7 +404,7 @@ def _parse_arguments(messages: list[dict]):
 
 
 def _as_json(value: Plain) -> Plain:
-    """Copy a value so that the copy only has JSON types; a template could escape the sandbox through other objects."""
+    """Copy a value as plain JSON types, because a template could escape the sandbox through other objects."""
     if isinstance(value, dict):
         return {key: _as_json(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -460,9 +459,9 @@ class GenerationTag(Extension):
 def environment() -> ImmutableSandboxedEnvironment:
     """Build a Jinja sandbox like the sandbox of transformers' apply_chat_template.
 
-    Whitespace rules, functions, {% break %} and {% generation %} are the same. The sandbox blocks access to Python
-    internals and files, and range() over more than 100,000 items. The sandbox does not limit time or memory (for
-    example {{ 'x' * 10**9 }}), so only use templates from authors whom you trust.
+    Whitespace rules, functions, {% break %} and {% generation %} are the same as in transformers. The sandbox blocks
+    access to Python internals and files, and range() over more than 100,000 items. The sandbox does not limit time or
+    memory (for example {{ 'x' * 10**9 }}), so only use templates from authors whom you trust.
     """
 
     def fail(message: str):

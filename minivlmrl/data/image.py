@@ -188,10 +188,10 @@ class ImageProcessor:
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
     # function that resizes and normalises frames; data/image_settings.py has a variant in torch
     resize: Callable[..., np.ndarray] = resize_frames
-    # rules of a family whose videos differ, such as model/families/qwen3_vl.Videos; None uses those of data/video.py
+    # video rules of a family, such as model/families/qwen3_vl.Videos; None uses the rules in data/video.py
     videos: Any = None
-    # patch dtype; 16 bits for a model that computes in 16 bits, which rounds its inputs anyway, so that only half the
-    # bytes are packed and copied to a GPU
+    # dtype of the patches. It has 16 bits if the model computes in 16 bits and would round the patches anyway, so that
+    # only half the bytes are packed and copied to a GPU.
     dtype: torch.dtype = torch.float32
 
     @property
@@ -208,7 +208,7 @@ class ImageProcessor:
         return 3 * self.temporal_patch_size * self.patch_size**2
 
     def num_tokens(self, image_grid_thw: Grid) -> int:
-        """Return an image's placeholder token count: one per block of merged patches."""
+        """Return the number of placeholder tokens for an image: one per block of merged patches."""
         return math.prod(image_grid_thw) // self.merge_size**2
 
     def __call__(self, image: Image, **options: int) -> tuple[Tensor, Grid]:
@@ -236,7 +236,7 @@ class ImageProcessor:
         """Convert frames to RGB, resize them to one size, and return their normalised patches and image_grid_thw."""
         mean = np.array(self.image_mean, np.float32)[:, None]  # (3, 1)
         std = np.array(self.image_std, np.float32)[:, None]
-        # one frame at a time, because a copy of all frames of a video could fill the memory
+        # Frames are converted one by one, because a copy of all frames of a video could fill the memory.
         resized = self.resize(map(to_rgb, frames), height, width, mean, std)
         patches, image_grid_thw = patchify(resized, self.patch_size, self.temporal_patch_size, self.merge_size)
         return torch.from_numpy(patches).to(self.dtype), image_grid_thw

@@ -21,15 +21,15 @@ def torch_resize_frames(
     frames: Iterable[PIL.Image.Image], height: int, width: int, mean: np.ndarray, std: np.ndarray
 ) -> np.ndarray:
     """Resize and normalise RGB frames with torch's kernel, bit for bit as transformers' torchvision processor does."""
-    # Pillow's filter is the default, because checkpoints were trained with it; see docs/numerical_parity.md.
+    # Pillow's filter is the default, because checkpoints were trained with Pillow; see docs/numerical_parity.md.
     size = (height, width)
     resized = []
     for frame in frames:
-        # uint8, because the kernel rounds between its two passes only for integers
+        # The pixels are uint8, because the kernel rounds between its two passes only for integers.
         pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
         pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
         resized.append(pixels[0].permute(1, 2, 0).numpy())
-    # 255 with the rounding of transformers, which multiplies mean and std by this number
+    # This is 255 with the rounding error of transformers, which multiplies mean and std by the number.
     scale = np.float32(1 / (1 / 255))
     grey_levels = np.arange(256, dtype=np.float32)
     return look_up((grey_levels - mean * scale) / (std * scale), np.stack(resized))
@@ -40,12 +40,12 @@ RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}
 
 Mean = Annotated[float, "(-1e6, 1e6)"]
 Std = Annotated[float, "[1e-6, 1e6)"]  # positive, because pixels are divided by Std
-# Here only the type that ends with Fast resizes with torch. In transformers 5 the type without a suffix also resizes
-# with torch if torchvision is installed.
+# In this package, only the type that ends with Fast resizes with torch. In transformers 5, the type without a suffix
+# also does so if torchvision is installed.
 ProcessorType = Literal[
     "Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "Qwen2VLImageProcessorFast", "Qwen2_5_VLImageProcessor"
 ]
-# values for settings that change pixels; other values are not supported, and saved folders contain these values
+# the only supported values of settings that change pixels, which are also written to saved folders
 FIXED = {
     "do_resize": True,
     "do_rescale": True,
@@ -54,7 +54,7 @@ FIXED = {
     "rescale_factor": 1 / 255,
     "resample": 3,  # bicubic
 }
-# options of data.video that choose frames: their names in video_preprocessor_config.json
+# {option of data.video that chooses frames: its name in video_preprocessor_config.json}
 SAMPLING = {"fps": "fps", "nframes": "num_frames", "min_frames": "min_frames", "max_frames": "max_frames"}
 FPS = 2.0  # sampled frames per second by default
 # default bounds for a frame's size, in the tokens that an equally large image has
@@ -82,7 +82,7 @@ class Size:
 
 @dataclass
 class ImageSettings:
-    """preprocessor_config.json's fields that are read; a field that is null counts as missing."""
+    """The fields of preprocessor_config.json that are read; a field that is null counts as missing."""
 
     image_processor_type: ProcessorType | None = None
     size: Size | None = None
@@ -150,7 +150,7 @@ def write_image_processor(processor: ImageProcessor, options: dict[str, int]) ->
 
 
 def area_bounds(processor: ImageProcessor, options: dict[str, Any], bounds: tuple[int, int]) -> tuple[int, int]:
-    """Return the least and the largest area in pixels, which are `bounds` without options; see ImageOptions."""
+    """Return the smallest and the largest area in pixels: `bounds`, unless options change them; see ImageOptions."""
     if "resized_height" in options:
         limits = processor.min_pixels, processor.max_pixels
         height, width = smart_resize(options["resized_height"], options["resized_width"], processor.factor, *limits)
@@ -161,7 +161,7 @@ def area_bounds(processor: ImageProcessor, options: dict[str, Any], bounds: tupl
 def write_video_processor(processor: ImageProcessor, options: dict[str, float]) -> dict:
     """Build a video_preprocessor_config.json's content for data.video's options; {} without options.
 
-    Its class resizes frames as Qwen2.5-VL does, see video.frame_size.
+    The class in the file resizes frames as Qwen2.5-VL does, see video.frame_size.
     """
     if not options:
         return {}
@@ -222,7 +222,7 @@ def image_settings(folder: Path) -> tuple[Path, dict]:
 
 
 def video_settings(folder: Path) -> tuple[Path, dict]:
-    """Return a folder's video settings and their file, which is chosen as in transformers."""
+    """Return a folder's video settings and the file that contains them, chosen as in transformers."""
     newer = folder / "processor_config.json"
     file = folder / "video_preprocessor_config.json"
     settings = read_json(newer).get("video_processor") if newer.is_file() else None

@@ -52,14 +52,14 @@ class Batches(Iterator[list[Row]]):
         self.world = trainer.world
         self.processor = trainer.processor
         self.skip_unreadable = options.skip_unreadable
-        # Without data.skip_unreadable, an unreadable image is found when the answer is tokenized.
+        # Without data.skip_unreadable, an unreadable image in an answer raises an error when the answer is tokenized.
         self.checked_answers = trainer.answers if self.skip_unreadable else ()
         self.skipped: set[int] = set()  # indices of unreadable rows that this rank skipped
         self.key = f"{seed}/{trainer.stage}"
         self.step_size = trainer.config.prompts_per_step
         draw_size = self.step_size * trainer.steps_per_rollout
         self.numbers = shuffled(len(dataset), draw_size, seed, skip=draws * draw_size)
-        # PyTorch uses one CPU thread per worker, because more threads would slow all workers down.
+        # Each worker uses one CPU thread of PyTorch, because more threads would slow all workers down.
         num_workers = max(1, options.image_workers)
         self.workers = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
         self.max_ahead = MAX_AHEAD if options.image_workers else 0
@@ -95,7 +95,7 @@ class Batches(Iterator[list[Row]]):
         return [self.workers.submit(self.prepare, index, key) for index, key in draw]
 
     def prepare(self, index: int, key: str) -> tuple[Row, dict[int, ValueError]]:
-        """Compute a row's prompt, or the next readable row's; return it with the errors of unreadable rows."""
+        """Compute the prompt of a row, or of the next readable row; return it with the errors of unreadable rows."""
 
         def use(row: Row) -> Prompt:
             return readable_prompt(row, self.processor, self.checked_answers)
@@ -104,7 +104,7 @@ class Batches(Iterator[list[Row]]):
         return PreparedRow(**vars(replace(row, key=key)), prepared_prompt=prompt), failures
 
     def row(self, index: int, key: str = "") -> Row:
-        """Prepare one row that is in no draw. The key is only needed to sample completions."""
+        """Prepare one row outside a batch. The key is only needed to sample completions."""
         return self.rows([(index, key)])[0]
 
     def rows(self, rows: list[tuple[int, str]]) -> list[Row]:
@@ -158,7 +158,7 @@ class ReadableRows(RowSelection):
 def next_readable(
     rows: Dataset, index: int, use: Callable[[Row], Result], skips: bool = True
 ) -> tuple[Row, Result, dict[int, ValueError]]:
-    """Find the first row from `index` on for which `use` raises no ValueError; without `skips`, raise its first one.
+    """Find the first row from `index` on for which `use` raises no ValueError; without `skips`, raise the first error.
 
     Returns:
         The row, the result of `use`, and {index of an unreadable row: its error}.

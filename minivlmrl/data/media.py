@@ -1,4 +1,4 @@
-"""Read a row's images and videos, and assign them to message parts."""
+"""Read the images and videos of a row, and assign each to a message part."""
 
 import base64
 import contextlib
@@ -50,7 +50,7 @@ FILE_NAMES = {
 MAGIC = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*", re.DOTALL)
 # keys under which a message part can contain its source
 SOURCES = {kind: (kind, f"{kind}_url", "url", "path", "base64", "source") for kind in KINDS}
-# keys of a source that is an object, see _source_in
+# keys of a source that is a JSON object, see _source_in
 SOURCE_KEYS = ("bytes", "path", "url", "type", "media_type", "data")
 # options that select a video file's frames
 SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
@@ -109,7 +109,7 @@ def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Ima
 
 
 def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | io.BytesIO]:
-    """Return an image's or video's name for error messages, and its path or a byte stream, see fetch_image."""
+    """Return the name of an image or video for error messages, and a path or a byte stream; see fetch_image."""
     if isinstance(source, bytes | bytearray):
         return f"{len(source)} bytes", io.BytesIO(source)
     text = str(source)
@@ -126,7 +126,7 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
     if text.startswith("file://"):
         text = url2pathname(text.removeprefix("file://").removeprefix("localhost"))
     path = Path(folder or "", text)
-    # Pipes and devices are not allowed, because reading from them may never end.
+    # pipes and devices are not allowed, because reading from them may never end
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise ValueError(f"{path} is a pipe or a device; use a regular file instead")
     return str(path) if len(str(path)) <= 400 else name, path
@@ -175,9 +175,9 @@ def place_media(
 ) -> tuple[list[dict], list[Media]]:
     """Assign each image and video in a row to a message part.
 
-    Each file is assigned to the next image or video part that has no source. If the messages have no image or video
-    parts, the file replaces the next tag <image> or <video> in the texts. Without such tags, the file is inserted
-    before the first user turn's text.
+    Each file gets the next image or video part that has no source. If the messages have no image or video parts, the
+    file replaces the next tag <image> or <video> in the texts. Without such tags, the file is inserted before the first
+    user turn's text.
 
     Args:
         turns: the prompt's messages and, if the answer contains images, the answer's.
@@ -212,10 +212,10 @@ def place_media(
 
 
 def _with_common(item: Media, common_options: dict) -> dict:
-    """Add the options for all rows to one image's or video's options.
+    """Add the options for all rows to the options of one image or video.
 
-    The options for all images apply only to an image that has none of its own. Each video option applies to the videos
-    that do not set it, but options that select frames are ignored for lists of frames and for videos with nframes.
+    The options for all images apply only to images without options. Each video option applies to the videos that do not
+    set it, but options that select frames are ignored for lists of frames and for videos with nframes.
     """
     if item.kind == "image":
         return item.options or common_options
@@ -229,8 +229,8 @@ def _with_common(item: Media, common_options: dict) -> dict:
 def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Collection[str]):
     """Raise ValueError if a column contains an image or video that the model would not see.
 
-    A path, a URL, a data URI, base64 text and bytes are recognised at any depth. `media` are the images and videos that
-    it sees; `known` are columns that may contain others, because data.columns or a reward names them.
+    A path, a URL, a data URI, base64 text and bytes are recognised at any depth. The model sees the images and videos
+    in `media`. The columns in `known` may contain others, because data.columns or a reward names these columns.
     """
     sources = [source for item in media for source in item.sources]
     for name in columns.keys() - {*known, *MEDIA, *TEXTS, "solution", "system"}:
@@ -251,7 +251,7 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
 
 
 def _leaves(value: Plain) -> Iterator[str | bytes]:
-    """Yield the texts and bytes in nested lists and dicts; of bytes with their path, only the bytes."""
+    """Yield the texts and bytes in nested lists and dicts. If bytes have a path, only the bytes are yielded."""
     if isinstance(value, dict):
         value = [value["bytes"]] if isinstance(value.get("bytes"), str | bytes) else [*value.values()]
     if isinstance(value, list):
@@ -262,20 +262,20 @@ def _leaves(value: Plain) -> Iterator[str | bytes]:
 
 
 def _unread_kind(item: str | bytes, folder: Path) -> str | None:
-    """Return "image" or "video" if a text or bytes are such a file or its name, otherwise None."""
+    """Return "image" or "video" if a value is the content or the name of such a file, otherwise None."""
     if isinstance(item, bytes):
         return "image" if MAGIC.match(item) else None
     if encoded := ENCODED.match(item):
         return encoded[1] if encoded[1] in SUFFIXES else "image"
     for kind, pattern in FILE_NAMES.items():
-        # a sentence can end with a file name, so a name with spaces must be a file's
+        # a sentence can end with a file name, so a name with spaces counts only if the file exists
         if pattern.fullmatch(item) and (" " not in item or os.path.isfile(join(folder, item))):
             return kind
     return None
 
 
 def _is_source(item: str | bytes, source: str | bytes) -> bool:
-    """Return True for the same data, and for a path that ends with the other: "1.png" and "/data/cats/1.png"."""
+    """Return True if two sources are equal, or if one path ends with the other: "1.png" and "/data/cats/1.png"."""
     if item is source or item == source or f"data:;base64,{item!s}" == source:
         return True
     if isinstance(item, bytes) or isinstance(source, bytes) or max(len(item), len(source)) > 500:
@@ -328,12 +328,12 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
 
 def _source_in(source: dict) -> Plain:
     """Return the source in the dicts of Hugging Face {"bytes", "path"}, OpenAI {"url"} and Anthropic {"data"}."""
-    # the detail "low" asks for a smaller image
+    # the value "low" of the key detail asks for a smaller image
     known = SOURCE_KEYS if source.get("detail") == "low" else (*SOURCE_KEYS, "detail")
     check_keys(source, known, "the source")
     content = source.get("bytes", source.get("data"))
     if content is not None:
-        # in a JSON file, the bytes are written as base64 text
+        # a JSON file contains the bytes as base64 text
         return f"data:;base64,{content}" if isinstance(content, str) else content
     return source.get("path" if "bytes" in source else "url")
 

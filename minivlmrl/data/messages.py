@@ -9,16 +9,16 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
-MARK = re.compile("<(image|video)>")  # tag in a text that an image or video replaces
+MARK = re.compile("<(image|video)>")  # tag in a text, which an image or video replaces
 KINDS = ("image", "video")
 BASE64 = r"(/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{32}"  # JPEG, PNG, WebP or GIF
 ENCODED = re.compile(rf"data:(image|video)/|{BASE64}", re.IGNORECASE)
 # Maximum number of characters in a message. The library `tokenizers` encodes this many
 # characters in a second, but fails on ten million characters.
 MAX_TEXT = 2**20
-# keys of a message under which its thought can stand apart from its content
+# keys of a message under which a thought can stand apart from the content
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
-# keys of an assistant turn that say whether the turn is trained: false or 0 is not, true or 1 is
+# keys of an assistant turn that say whether the turn is trained: true or 1 means yes, false or 0 means no
 LOSS_KEYS = ("loss", "loss_mask", "weight", "train")
 TURN_KEYS = {  # {role: the keys of its turns}
     "system": ("role", "content", *LOSS_KEYS),
@@ -104,7 +104,7 @@ def conversation(
 def put_in_template(template: str, turns: list[dict]) -> list[dict]:
     """Insert the question, which is the last user turn's text, into a template.
 
-    In the template, {problem} marks the question's place.
+    The question replaces {problem} in the template.
 
     Raises:
         ValueError: the last user turn does not have exactly one text part.
@@ -224,7 +224,7 @@ def check_turns(turns: list[dict], is_prompt: bool = False):
 
 
 def _check_loss(turn: dict, name: str, is_prompt: bool):
-    """Raise ValueError if the LOSS_KEYS of a turn are not clear, or ask for a loss where none is computed."""
+    """Raise ValueError if the LOSS_KEYS of a turn contradict each other, or ask for a loss where none is computed."""
     flags = {key: turn[key] for key in LOSS_KEYS if turn.get(key) is not None}
     for key, value in flags.items():
         if value not in (False, True):
@@ -239,7 +239,7 @@ def _check_loss(turn: dict, name: str, is_prompt: bool):
 
 
 def check_keys(value: dict, known: Iterable[str], name: str):
-    """Raise ValueError for a key that is not `known`, unless its value, such as None or an empty list, says nothing."""
+    """Raise ValueError for a key that is not `known`, unless its value is empty, such as None or []."""
     for key in value:
         if key not in known and value[key] not in (None, "", [], {}):
             raise ValueError(

@@ -13,7 +13,7 @@ from minivlmrl.errors import error_context
 def mix(parts: Sequence[FileRows], files: Sequence[FileOptions]) -> RowSelection:
     """Concatenate datasets; the weight in a dataset's options is the number of times that each row is repeated.
 
-    Example: with weight 2.5, every row occurs twice, and every second row once more.
+    Example: with weight 2.5, every row occurs twice, and every second row a third time.
     """
     picks = []
     for part_number, (rows, section) in enumerate(zip(parts, files, strict=True)):

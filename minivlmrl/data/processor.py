@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from minivlmrl.data.tokenizer import Tokenizer
     from minivlmrl.data.video import Video, VideoFile
 
-# keys of a message part that are not its image's or video's options
+# keys of a message part that are not options of the part's image or video
 PART_KEYS = {"type", "text", "image", "image_url", "video", "video_url"}
 AnyImage = TypeVar("AnyImage")
 AnyVideo = TypeVar("AnyVideo")
@@ -28,16 +28,16 @@ VISION = ("<|vision_start|>", IMAGE, "<|vision_end|>")  # tokens that the model 
 
 @dataclass
 class Processor:
-    """Tokenizer, chat template and image settings of one checkpoint."""
+    """The tokenizer, the chat template and the image settings of one checkpoint."""
 
     tokenizer: "Tokenizer"
     image_processor: ImageProcessor
     # chat template from the model's folder; None uses Qwen's template in chat_template.py
     template: "ChatTemplate | None" = None
-    # the answer's place within a completion, see find_answer in rewards/text.py
+    # where the answer stands in a completion, see find_answer in rewards/text.py
     answer_format: str = "tags"
     box_space: str = "resized"  # units of an answer's boxes, see data/boxes.py
-    # ids that also end a completion: those of the folder's generation_config.json, and sampling.stop_token_ids
+    # further ids that end a completion: ids in the folder's generation_config.json, and sampling.stop_token_ids
     end_token_ids: Sequence[int] = ()
     sizes: Mapping[str, dict] = field(default_factory=dict)  # options of data.image and data.video, for saved folders
 
@@ -64,7 +64,7 @@ class Processor:
             pixel_values.append(patches)
             grids.append(grid)
             seconds.append(time)
-        # Qwen3-VL renders each temporal patch in a video as an image that follows its timestamp.
+        # Qwen3-VL renders each temporal patch in a video as an image that follows a timestamp.
         if self.image_processor.videos is not None:
             pieces, grids, seconds = self.image_processor.videos.lay_out(pieces, grids, seconds)
         # torch.cat needs at least one tensor, also if the prompt has no images
@@ -91,7 +91,7 @@ class Processor:
                 yield item.patches(self.image_processor, **options)
 
     def encode(self, pieces: Sequence[str], grids: Sequence[Grid]) -> list[list[int]]:
-        """Tokenize pieces, and repeat each placeholder once per token in its image or video.
+        """Tokenize pieces, and repeat each placeholder once per token of its image or video.
 
         Args:
             pieces: text and control tokens, as `render` returns them.
@@ -103,18 +103,18 @@ class Processor:
         ids = []
         for piece in pieces:
             piece_ids = self.tokenizer.encode(piece)  # a Control has one id
-            # `is` instead of ==, because ordinary text can contain the same characters
+            # The placeholder is compared by `is`, because ordinary text can contain the same characters.
             if piece is IMAGE or piece is VIDEO:
                 piece_ids = piece_ids * self.image_processor.num_tokens(next(remaining_grids))
             ids.append(piece_ids)
         return ids
 
     def join_turns(self, turns: list[dict]) -> list[dict]:
-        """Return an answer's turns; extras/agents/ joins those around the result of a tool in tags."""
+        """Return an answer's turns; extras/agents/ overrides this method to join the turns around a tool's result."""
         return turns
 
     def mark_results(self, pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-        """Return an answer's pieces with their flags; extras/agents/ marks the results of tools in tags."""
+        """Return an answer's pieces with their flags; extras/agents/ overrides this method to mark results of tools."""
         return pieces
 
     def decode(self, ids: Tensor) -> str:
@@ -156,9 +156,9 @@ def encode_completion(
 ) -> Completion:
     """Tokenize a demonstrated answer, and mark the tokens that the model has to learn to write.
 
-    The tokens are the text followed by <|im_end|>. An answer with several turns also has the tokens between these
-    turns. Completion.policy_mask is True only for tokens in assistant turns. The other turns, and images in any turn,
-    are context on which no loss is computed.
+    An answer's tokens are the text and <|im_end|>. An answer with several turns also has the tokens between the turns.
+    Completion.policy_mask is True only for tokens in assistant turns. The other turns, and images in any turn, are
+    context on which no loss is computed.
 
     Some templates, such as Qwen3.5's and Qwen3.6's, drop earlier turns' thoughts, so an answer with several turns is no
     single sequence. Then each assistant turn is a Completion in `turns` with its own prompt, as in a trajectory. The
@@ -236,8 +236,8 @@ def encode_turns(processor: Processor, messages: list[dict], turns: list[dict]) 
 def images_in(turns: list[dict]) -> list[PIL.Image.Image]:
     """Return the images in the turns' parts, in order.
 
-    In a row's answer, the key "image" of a part has a function that decodes the image file. The function is called
-    here, because most uses of a row need only its texts.
+    An image part of an answer contains a function that decodes the image file. The function is called only here,
+    because most uses of a row need only texts.
     """
     images = [part.get("image") for part in parts_of(turns)]
     decoded = [image() if callable(image) else image for image in images]

@@ -56,7 +56,7 @@ def read_row(
         place, prompt, answers = split_answers(columns, options)
         messages, media, answers = place_answers(place, prompt, answers, row_media, options)
     except ValueError:
-        # An image under an unknown name better explains an <image> tag without an image.
+        # The error names an image in an unknown column first, because this explains why an <image> tag has no image.
         check_unread(columns, [item for items in row_media.values() for item in items], folder, known)
         raise
     check_required(required, columns | answers, file_columns)
@@ -152,12 +152,12 @@ def _read_texts(columns: dict) -> dict:
 
 
 def _column(answer: str, place: str) -> str:
-    """Return the column of an answer; the completion of a conversation is in the column of its prompt."""
+    """Return the column of an answer; a conversation's completion is in the same column as the prompt."""
     return place if (answer, place) == ("completion", "messages") else answer
 
 
 def _check_pair(answers: list[list[dict]]):
-    """Raise ValueError if two answers are equal, also if their texts are cut into different parts."""
+    """Raise ValueError if two answers are equal, even if their texts are divided into parts differently."""
     said = [[{**turn, "content": (text_of(turn), shown_parts_of([turn]))} for turn in turns] for turns in answers]
     if len(said) == 2 and said[0] == said[1]:
         raise ValueError("the columns 'chosen' and 'rejected' are equal; remove the row")
@@ -222,13 +222,13 @@ def _shared_turns(answers: Answers, columns: list[str]) -> list[dict]:
 def place_answers(
     place: str, prompt: list[dict], answers: Answers, row_media: dict[str, list[Media]], options: RowOptions
 ) -> tuple[list[dict], list[Media], Answers]:
-    """Place a row's images and videos in its prompt and in each answer, whose images follow those of the prompt.
+    """Place a row's images and videos in the prompt and in each answer; images of the prompt come first.
 
     Returns:
         The prompt's messages, its media in order, and {column: answer}. An image part of an answer contains its Media
         under the key "image".
     """
-    # the answers that show images; without one, the prompt has all images of the row
+    # answers that show images; if there are none, the prompt has all images of the row
     shown = {name: turns for name, turns in answers.items() if isinstance(turns, list) and _shows_images(turns)}
     messages, media, placed = prompt, [], dict(answers)
     for name, turns in (shown or {place: []}).items():
@@ -238,7 +238,7 @@ def place_answers(
             parts = shown_parts_of(answer)
             if any(part_kind(part) == "video" for part in parts):
                 raise ValueError("a video after the first assistant turn is not supported; move it into the prompt")
-            # the last media belong to the answer, because the media are in the parts' order
+            # the last media belong to the answer, because media are in the order of the parts
             for part in reversed(parts):
                 part["image"] = media.pop()  # FileDataset.__getitem__ loads the image
         if shown:
@@ -247,6 +247,6 @@ def place_answers(
 
 
 def _shows_images(turns: list[dict]) -> bool:
-    """Return True if an answer has an image or video part, or a tag outside of assistant turns, where it is text."""
+    """Return True if an answer has an image or video part, or a tag such as <image> outside of assistant turns."""
     tags = any(turn["role"] != "assistant" and MARK.search(text_of(turn)) for turn in turns)
     return tags or bool(shown_parts_of(turns))

@@ -1,4 +1,4 @@
-"""Find messages' texts again in the conversation that a chat template has rendered."""
+"""Check that a rendered conversation contains the texts of all messages."""
 
 import contextlib
 import json
@@ -9,7 +9,7 @@ from unicodedata import normalize
 from minivlmrl.config.types import Plain
 from minivlmrl.data.messages import THOUGHT_KEYS, content_parts, part_kind
 
-# thoughts at a text's beginning; the opening tag of the first one may be missing, because a prompt can open it
+# thoughts at the beginning of a text; the first opening tag may be missing, because a prompt can end with this tag
 THOUGHT = re.compile(r"\s*(<think>)?((?!<think>).)*?</think>(\s*<think>((?!<think>).)*?</think>)*", re.DOTALL)
 
 
@@ -107,7 +107,7 @@ def _call_texts(calls: Plain) -> Iterator[str]:
 
 
 def _json_forms(text: str) -> list[str]:
-    """Return the compact forms in which a text can occur: as it is, or escaped by JSON."""
+    """Return the compact forms in which a text can occur: unchanged, or escaped as in JSON."""
     forms = [text]
     for ensure_ascii in (False, True):
         escaped = json.dumps(text, ensure_ascii=ensure_ascii)[1:-1]

@@ -1,7 +1,7 @@
 """Read rows from JSON Lines, JSON and parquet files.
 
-Each row's text stays in memory (200,000 rows of 500 bytes take 100 MB) and is parsed each time the row is read. Rows in
-parquet files are read from disk.
+The text of each JSON row stays in memory (200,000 rows of 500 bytes take 100 MB) and is parsed each time the row is
+read. Rows in parquet files are read from disk.
 """
 
 import bisect
@@ -48,7 +48,7 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
 
 
 def convert_advice(path: str | Path, format: str | None = None, columns: Mapping[str, str] | None = None) -> str:
-    """Return the end of a message: the command that converts a data file to the form that is read here."""
+    """Return the end of an error message: the command that converts a data file to the form that this package reads."""
     renamed = {theirs: ours for theirs, ours in (columns or {}).items() if theirs != ours}
     options = {"format": format, "columns": renamed and json.dumps(renamed)}
     given = {name: _for_shell(value) for name, value in options.items() if value}
@@ -58,7 +58,7 @@ def convert_advice(path: str | Path, format: str | None = None, columns: Mapping
 
 
 def _for_shell(text: str) -> str:
-    """Quote a text for a shell; a long one without quotes, because messages shorten long quoted texts."""
+    """Quote a text for a shell; a long text gets no quotes, because error messages shorten long quoted texts."""
     quoted = shlex.quote(text)
     return quoted if len(quoted) < 80 else re.sub(r"([^\w@%+=:,./-])", r"\\\1", text)
 
@@ -66,7 +66,7 @@ def _for_shell(text: str) -> str:
 def _open_folder(folder: Path) -> "Lines | Arrow":
     """Open a folder that has parquet files, or a single file of rows."""
     parquet_files = sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")])
-    # the split of train-00000-of-00002.parquet is train
+    # the file train-00000-of-00002.parquet belongs to the split train
     split_names = sorted({re.sub(r"(^|-)\d.*", "", path.stem) for path in parquet_files})
     if len(split_names) > 1:
         raise ValueError(
@@ -139,7 +139,7 @@ class Lines:
         text = self.texts[index][1]
         with error_context(self.where(index)):
             columns = parse_json(text, decode_row)
-            # A lone surrogate is valid JSON, but it cannot be encoded in UTF-8 and tokenized.
+            # A lone surrogate is valid JSON, but a text with it cannot be encoded in UTF-8 or tokenized.
             if SURROGATE.search(text):
                 parse_json(json.dumps(columns, ensure_ascii=False), str.encode)
             check_field(isinstance(columns, dict), "the row", columns, "a JSON object that maps columns to values")
@@ -158,7 +158,7 @@ class Arrow:
             import pyarrow.parquet as pq
         self.path = paths[0]
         self.folder = paths[0].parent
-        # a tuple per row group: path, dataset index of the file's first row, open file, row group's index in the file
+        # for each row group: path, dataset index of the file's first row, open file, index of the group in the file
         self.groups = []
         self.starts = [0]  # each group's first row index, then the total row count
         for path in paths:
@@ -209,5 +209,5 @@ def map_nested(value: Plain, change: Callable, types: type | tuple[type, ...] = 
     return value
 
 
-# a decoder that refuses repeated keys; NaN and Infinity become None
+# decoder that refuses repeated keys and converts NaN and Infinity to None
 decode_row = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=lambda name: None).decode

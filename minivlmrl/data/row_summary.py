@@ -47,9 +47,9 @@ def row_sizes(
     rows: Dataset, numbers: Iterable[int], processor: Processor, answers: Sequence[str] = (),
     unreadable: list[str] | None = None, videos: bool = False,
 ) -> Iterator["RowSize"]:  # fmt: skip
-    """Yield the sizes of rows, without those that have videos unless `videos` is true.
+    """Yield the sizes of rows; rows with videos are skipped unless `videos` is true.
 
-    An unreadable row's error is appended to `unreadable`, or raised if that is None.
+    The error of an unreadable row is appended to `unreadable`, or raised if `unreadable` is None.
     """
     counter = counting_processor(processor)
     for number in numbers:
@@ -67,7 +67,7 @@ def row_sizes(
 def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False) -> str:
     """Describe a dataset: "1204 (1200 with 1 image, 4 with no image); prompts of 212 to 580 tokens".
 
-    skip_unreadable counts unreadable rows in the sample instead of raising their ValueError.
+    With skip_unreadable, unreadable rows in the sample are counted; otherwise they raise ValueError.
     """
     numbers = sorted({len(rows) * i // SAMPLE for i in range(SAMPLE)})
     unreadable: list[str] | None = [] if skip_unreadable else None
@@ -89,7 +89,7 @@ def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False) 
 
 
 def count_words(media_counts: Mapping[tuple[int, int], int], num_rows: int) -> str:
-    """Describe {a row's (images, videos): number of such rows}: "1204 (1200 with 1 image, ...)"."""
+    """Describe {(images, videos) of a row: number of such rows}: "1204 (1200 with 1 image, ...)"."""
 
     listed = []
     for counts, number in media_counts.items():
@@ -103,9 +103,9 @@ def count_words(media_counts: Mapping[tuple[int, int], int], num_rows: int) -> s
 def long_rows(
     rows: Dataset, processor: Processor, limit: int, skip_unreadable: bool = False, answers: Sequence[str] = ()
 ) -> Iterator["RowSize"]:
-    """Yield the rows of files whose prompt and longest answer have more than `limit` tokens, except rows with videos.
+    """Yield the rows whose prompt and longest answer have more than `limit` tokens together, except rows with videos.
 
-    skip_unreadable leaves out unreadable rows instead of raising their ValueError.
+    With skip_unreadable, unreadable rows are left out; otherwise they raise ValueError.
     """
     if not isinstance(rows, FileRows):
         return  # an embedded task's rows are all similar
@@ -115,7 +115,7 @@ def long_rows(
         row, media = rows.read(number)
         image_tokens = len(media) * images.max_pixels // (images.patch_size * images.merge_size) ** 2
         texts = [row.messages, *(getattr(row, name) for name in answers)]
-        # upper bound, because a token has at least one byte
+        # The number of bytes is an upper bound on the number of tokens, because a token has at least one byte.
         if len(repr(texts).encode()) + image_tokens + MARKUP > limit:
             numbers.append(number)
     sizes = row_sizes(rows, numbers, processor, answers, [] if skip_unreadable else None)
@@ -124,7 +124,7 @@ def long_rows(
 
 @dataclass(frozen=True)
 class RowSize:
-    """A row's token and image counts; the default is a typical row with one image."""
+    """The token and image counts of a row; the defaults describe a typical row with one image."""
 
     text_tokens: int = 200  # text tokens in the prompt
     image_tokens: int = 1000  # image tokens in the prompt, after patches are merged
@@ -142,7 +142,7 @@ class RowSize:
 
     @property
     def weight(self) -> int:
-        """Order of the rows; image tokens count twice, as tower and decoder both process them."""
+        """The weight by which rows are ordered; image tokens count twice, because tower and decoder process them."""
         return self.prompt_tokens + self.image_tokens + (self.answer_tokens or 0)
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from minivlmrl.data.video import Video, VideoFile
 
 
-# Reward arguments that do not come from the row's columns. No column may have these names.
+# Arguments of rewards that do not come from columns. No column may have these names.
 REWARD_ARGUMENTS = {
     "prompts",
     "images",
@@ -47,8 +47,8 @@ class Prompt:
     vision_embeds: Tensor | None = None
 
     def __post_init__(self):
-        # This prompt's Row, for environments; Row.prompt sets it. It is not a dataclass field, because FSDP2's hooks
-        # walk through all fields in a model's arguments.
+        # This prompt's Row, for environments; Row.prompt sets it. The row is not a dataclass field, because FSDP2's
+        # hooks walk through all fields in a model's arguments.
         self.row: Row | None = None
 
 
@@ -67,8 +67,8 @@ class Completion:
     stopped: bool = True
     # (C,) bool: True for tokens that the policy wrote, False for tool tokens; None sets all tokens to True
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
-    # ids from which top_k, top_p and min_p let each token be sampled, as (number of ids per token (C,), all ids end to
-    # end); None stands for the whole vocabulary
+    # ids that top_k, top_p and min_p left for each token, as (number of ids per token (C,), all ids concatenated); None
+    # stands for the whole vocabulary
     sampling_mask: tuple[Tensor, Tensor] | None = None
     # images that tools return, in order, each as (image, patches, image_grid_thw); a trajectory has only the images,
     # because its `turns` have the patches
@@ -105,8 +105,8 @@ class Row:
     images: Sequence[PIL.Image.Image]  # one for each image part in the prompt, in order
     # {column: value}, the reward arguments, such as problem and solution
     columns: dict = field(default_factory=dict)
-    # A demonstrated answer, for SFT. In an answer that is a list of turns, an image part's key "image" is an image, or
-    # a function that decodes the image (see processor.images_in).
+    # A demonstrated answer, for SFT. If the answer is a list of turns, the key "image" of an image part has the image,
+    # or a function that decodes the image (see processor.images_in).
     completion: str | list[dict] | None = None
     chosen: str | list[dict] | None = None  # the better answer in a pair, for preference training
     rejected: str | list[dict] | None = None  # the worse answer
@@ -117,7 +117,7 @@ class Row:
     index: int = -1  # the row's index in its dataset
 
     def prompt(self, processor: Callable[..., Prompt]) -> Prompt:
-        """Compute the question's tensors.
+        """Convert the question to tensors.
 
         Args:
             processor: function that takes messages, images and videos, such as a Processor.
@@ -140,7 +140,7 @@ Dataset = Sequence[Row]
 def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: int) -> Tensor:
     """Return random numbers in [0, 1) that depend only on each prompt's key.
 
-    The same completions are therefore sampled for every division of prompts among batches and ranks.
+    Therefore the completions do not depend on how prompts are divided among batches and ranks.
 
     Returns:
         (keys * num_generations, max_new_tokens) float64: one number per completion token.

@@ -11,14 +11,14 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from minivlmrl.data.chat_template import Control
 from minivlmrl.json_files import read_json
 
-# Qwen2's control tokens ordered by their ids, which are 151643 to 151656 in published checkpoints
+# Qwen2's control tokens, in the order of their ids (151643 to 151656 in published checkpoints)
 SPECIAL_TOKENS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>",
     "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>",
     "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
 # Control tokens of a conversation's structure: they begin and end turns and documents, and stand for images and videos.
-# Only a chat template may write them, so a text with their names stays text.
+# Only a chat template may write these tokens, so a text with their names stays text.
 STRUCTURE = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>",
     "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
@@ -32,7 +32,7 @@ QWEN2_SPLIT = (
 TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TOKEN_FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 SPECIAL_FIELDS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-# text that a tokenizer must reproduce after encoding and decoding
+# text that a tokenizer must encode and decode without a change
 PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍👧 \t\x00" + "".join(SPECIAL_TOKENS)
 
 
@@ -63,11 +63,11 @@ class Tokenizer:
         """Set `structure`, the control tokens that no text may write."""
         self.structure = frozenset(names)
         self.backend = with_special_tokens(self.backend, self.structure)
-        # False would encode the text "<|im_end|>" as the control token
+        # with False, the text "<|im_end|>" would be encoded as the control token
         self.backend.encode_special_tokens = True
 
     def __len__(self) -> int:
-        # not the number of tokens, because an added token may have any id
+        # The size follows from the largest id, because an added token may have any id.
         return 1 + max(self.backend.get_vocab().values())
 
     def encode(self, text: str) -> list[int]:
@@ -89,7 +89,7 @@ class Tokenizer:
 
 
 def with_special_tokens(backend: tokenizers.Tokenizer, names: Collection[str]) -> tokenizers.Tokenizer:
-    """Return a backend whose special tokens are its added tokens with these names."""
+    """Return a copy of a backend in which exactly the added tokens with these names are special."""
     added_tokens = backend.get_added_tokens_decoder().values()
     if all(token.special == (token.content in names) for token in added_tokens):
         return backend
@@ -138,7 +138,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def listed_tokens(folder: Path) -> list[AddedToken]:
     """List the tokens in TOKEN_FILES.
 
-    As in transformers, the last two files count only if the first one has no added_tokens_decoder.
+    As in transformers, the last two files are read only if the first file has no added_tokens_decoder.
     """
     config, special, added = (read_json(folder / name) if (folder / name).is_file() else {} for name in TOKEN_FILES)
     listed = config.get("added_tokens_decoder")

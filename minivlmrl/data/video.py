@@ -18,9 +18,9 @@ from minivlmrl.data.media import MAX_IMAGE_PIXELS, Source, fetch_image, open_ima
 from minivlmrl.errors import check_extras
 
 FRAME_FACTOR = 2  # the sampled frame count is a multiple of this factor
-# default limit for all frames' total size, counted as for images: 0.9 * 128000
+# default limit for the total size of all frames, in tokens of an equally large image: 0.9 * 128000
 TOTAL_TOKENS = 115_200
-# maximum number of pixels in all sampled frames, before and after resizing, which are 6 GiB as RGB
+# maximum number of pixels in all sampled frames, before and after resizing: 6 GiB as RGB
 MAX_VIDEO_PIXELS = 2**31
 
 
@@ -46,7 +46,7 @@ class Video:
                 )
 
     def read(self, _processor: ImageProcessor) -> "Video":
-        """Return the video itself, whose frames are loaded already; see VideoFile."""
+        """Return the video itself, because its frames are already loaded; see VideoFile."""
         return self
 
     def patches(self, processor: ImageProcessor, **options: int) -> tuple[Tensor, Grid, float | list[float]]:

@@ -1,6 +1,6 @@
 """Rewards for object detection: compare an answer's boxes with the true boxes.
 
-True boxes (`solution`) are in pixels of the image file. An answer's boxes may be in other units, so these rewards also
+True boxes (`solution`) are in pixels of the image file. Boxes in an answer may have other units, so the rewards also
 read the columns image_sizes and answer_extents, which are None for rows without an image: see data.boxes.box_columns.
 
 data.boxes.parse_boxes reads an answer's boxes. Each box is matched with at most one true box. The summed values of
@@ -118,12 +118,12 @@ def box_format_error(completion: str, extent: tuple[float, float]) -> str | None
 
 
 def overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:
-    """Compute two objects' IoU; objects with different labels have IoU 0."""
+    """Compute the IoU of two objects; objects with different labels have IoU 0."""
     return boxes.iou(a[1], b[1]) if a[0] == b[0] else 0.0
 
 
 def similarities(predicted: Objects, true: Objects, similarity: Callable = overlap, missing=0.0) -> list[float]:
-    """Match predicted with true objects, and return the similarity of each pair, and `missing` for other objects."""
+    """Match predicted with true objects; return the similarity of each pair, and `missing` for unmatched objects."""
     pairs = boxes.match(predicted, true, similarity)
     num_unmatched = max(len(predicted), len(true)) - len(pairs)
     return [similarity(predicted[i], true[j]) for i, j in pairs] + [missing] * num_unmatched
@@ -137,7 +137,7 @@ def mean_similarity(predicted: Objects, true: Objects, similarity: Callable = ov
 
 @dataclass
 class ObjectFormat:
-    """How objects are written in a solution and in an answer."""
+    """The form of objects in a solution and in an answer."""
 
     # (text, (width, height) of the image in the units of the coordinates in this text) -> objects
     read: Callable[[str, tuple], Objects]
@@ -193,7 +193,7 @@ def score_boxes(
 
 
 def check_inside(solution: Any, size: tuple[int, int]):
-    """Raise ValueError if a box of a solution is over a pixel outside its image, or in fractions of its sides.
+    """Raise ValueError if a solution's box is over a pixel outside the image, or in fractions of the image's sides.
 
     Args:
         solution: as in mean_iou; other solutions are accepted.
@@ -209,7 +209,7 @@ def check_inside(solution: Any, size: tuple[int, int]):
 
 
 def box_texts(objects: Objects) -> str:
-    """Return the first three objects' labels and coordinates, for a reason."""
+    """Return the labels and coordinates of the first three objects, for a reward's reason."""
     texts = []
     for label, box in objects[:3]:
         coordinates = ", ".join(f"{number:g}" for number in box.numbers)
@@ -219,7 +219,7 @@ def box_texts(objects: Objects) -> str:
 
 
 def read_boxes(text: str, extent: tuple[float, float]) -> Objects:
-    """Parse the boxes in a text's last <answer> tags, or else in the whole text, in the units of `extent`."""
+    """Parse the boxes in the last <answer> tags of a text, or else in the whole text, in the units of `extent`."""
     return [("", Box(*four, extent)) for four in boxes.parse_boxes(find_answer(text) or text)]
 
 

@@ -41,15 +41,15 @@ REWARDS: dict[str, str | Callable] = {  # name: "module:function", or the functi
     "reward_model": "minivlmrl.extras.reward_model:reward_model",
     "environment": "minivlmrl.extras.agents.environment:environment_reward",
 }
-# rewards that raise ValueError for a solution that no answer can equal, and depend on no other column
+# rewards that raise ValueError for a solution that no answer can equal, and that read no other column
 COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5", "giou")
 MAX_FLOAT32 = 3.4e38
-# metrics for every optimizer step; rewards may not log metrics with these names
+# names of the metrics that every optimizer step has; rewards may not log metrics with these names
 STEP_METRICS = {"stage", "step", "loss", "entropy", "kl", "grad_norm", "learning_rate"}
 
 
 class Text(str):
-    """A str that also supports text[0]["content"], as TRL's conversational rewards read it."""
+    """A str that also supports text[0]["content"], with which TRL's conversational rewards read a completion."""
 
     message: dict[str, str]
 
@@ -68,7 +68,7 @@ class Text(str):
 
 
 def last_turn(prompt: Text | list[dict]) -> Text:
-    # a Text stays as it is, because one reward may call another reward with the same prompts
+    # a value that is already a Text stays unchanged, because one reward may call another with the same prompts
     return Text("".join(map(text_of, prompt[-1:])), "user") if isinstance(prompt, list) else prompt
 
 
@@ -139,14 +139,14 @@ class Reward:
         return any(name in str(instruction.argval) for instruction in dis.get_instructions(code))
 
     def on(self, world: World, log: RewardLog | None = None) -> "Reward":
-        """Return a copy for a run; an error of the function on one rank is raised on all ranks."""
+        """Return a copy of the reward for a run; if the function fails on one rank, all ranks raise the error."""
         return replace(self, world=world, log=log)
 
     def __call__(self, /, completions: list[str], **columns) -> list[float]:
         """Compute rewards for n completions; None values from the function become NaN.
 
-        Rows whose column row_rewards does not list this reward are not scored: their values are NaN. The column has the
-        rewards that data.train gives for the file of a row.
+        Rows whose column row_rewards does not list this reward are not scored: their values are NaN. The column
+        row_rewards has the rewards that data.train lists for the row's file.
 
         Raises:
             RewardFailed: the function failed. The message names the row.
@@ -205,7 +205,7 @@ class Reward:
 
 
 def rows_prefix(names: Iterable[str]) -> str:
-    """Return the beginning of an error message about rows, "a:1: " or "a:1 and 2 other rows: "."""
+    """Return the beginning of an error message about rows, such as "a:1: " or "a:1 and 2 other rows: "."""
     first, *others = [*dict.fromkeys(names)] or [""]
     return f"{first}{f' and {len(others)} other rows' if others else ''}: " if first else ""
 
@@ -250,7 +250,7 @@ def recipe_columns(rows, prompts, completions, processor) -> dict[str, list]:
 def checked_values(name: str, values, completions: list[str], prefixes: list[str]) -> list[float]:
     """Convert the values that a reward function returned for n completions to floats; None is NaN."""
     try:
-        # iterating over a dict, a set or a str could give n values by accident
+        # a dict, a set or a str is refused, because iterating over it could give n values by accident
         if isinstance(values, dict | set | str):
             raise TypeError
         scored_rows = list(zip(values, completions, prefixes, strict=True))
@@ -283,7 +283,7 @@ def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
     """Log a value for each completion, as TRL's log_extra(column, values) does.
 
     The column "why" has the reasons for a reward's values. They are logged as {name of the reward: reason}, because
-    several rewards give reasons; None and "" are left out. Values that are not a number, a str or None are logged as
+    several rewards give reasons; None and "" are left out. Values other than numbers, str and None are logged as
     str(value), because the log is JSON.
     """
     for extra, value in zip(extras, map(plain_value, values), strict=True):
@@ -303,7 +303,7 @@ def call_function(function: Callable, columns: dict[str, list]) -> list:
 def _run_in_thread(coroutine: Coroutine) -> list:
     """Run a coroutine in a thread, because a notebook already runs an event loop in this thread."""
     future = Future()
-    # a new thread would use the machine's first GPU on every rank
+    # a new thread begins with the first GPU of the machine, so it must select this rank's GPU
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run():

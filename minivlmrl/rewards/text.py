@@ -37,7 +37,7 @@ def tag_format(completions: list[str], log_extra: LogExtra | None = None, **colu
 
 
 def format_error(completion: str) -> str | None:
-    """Return the reason why a completion lacks tag_format's form; None if it has the form."""
+    """Return the reason why a completion does not have the form of tag_format; None if it has."""
     for tag in TAGS:
         count = completion.count(tag)
         if count != 1:
@@ -123,7 +123,7 @@ def find_answer(completion: str, where: str = "tags") -> str | None:
 def last_answer(text: str) -> str | None:
     """Return the text inside the last <answer>...</answer>, or None.
 
-    The time is linear in the text's length, even if the text has many opening tags.
+    The function takes time proportional to the length of the text, even if there are many opening tags.
     """
     for closed in reversed(text.split("</answer>")[:-1]):
         _, tag, answer = closed.partition("<answer>")

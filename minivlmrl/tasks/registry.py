@@ -10,7 +10,7 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.errors import check_field, error_context
 
-# training rows per task; rows are generated on demand, so that no run repeats a row
+# training rows per task: so many that no run repeats a row, because rows are generated on demand
 FRESH_ROWS = 1_000_000
 
 
@@ -18,9 +18,9 @@ FRESH_ROWS = 1_000_000
 class Task:
     """A generated data set with a tokenizer and a baseline."""
 
-    # Function of the recipe's section `data` and a seed. It returns a dict of training rows, whose keys are those of
-    # NEEDS in run/datasets.py, and the held-out rows, which are the same for all seeds. Further parameters are task
-    # options, as in shapes(pairs=8).
+    # Function of the recipe's section `data` and a seed. The function returns a dict of training rows, whose keys are
+    # those of NEEDS in run/datasets.py, and the held-out rows, which are the same for all seeds. Further parameters are
+    # task options, as in shapes(pairs=8).
     datasets: Callable[..., tuple[dict[str, Dataset], Dataset]]
     tokenizer: Callable[[], Tokenizer]  # trains a small tokenizer on all task texts
     chance: float  # accuracy of guessing without seeing the image

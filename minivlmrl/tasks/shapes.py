@@ -3,8 +3,8 @@
 A prompt shows one image and asks what is in it. The answer names one of 12 classes (6 colours x 2 shapes): <think>I see
 green</think><answer>green square</answer>
 
-The demonstrations for SFT are few, and half of them have a random label. From them a model learns the answer format,
-but the task only roughly, so that reinforcement learning, whose reward is always correct, can show an improvement.
+The demonstrations for SFT are few, and half of them have a random label. Demonstrations teach a model the answer
+format, but the task only roughly, so that reinforcement learning, whose reward is always correct, can improve it.
 """
 
 import random
@@ -62,7 +62,7 @@ class Shapes(Sequence[Row]):
         shown_label = rng.choice(LABELS) if rng.random() < self.wrong_labels else label
         messages = conversation(PROBLEM, {"image": 1}, self.prompt_template, self.system_prompt)
         columns = {"problem": PROBLEM, "solution": label}
-        # a separate generator, so that images and demonstrations do not depend on rejected answers
+        # Rejected answers have a generator of their own, so that images and demonstrations do not depend on them.
         rejected = make_rejected(label, random.Random(f"shapes/{self.seed}/{index}/rejected"))
         demonstrated = tagged_answer(shown_label) if self.tags else shown_label
         return Row(messages, [image], columns, demonstrated, tagged_answer(label), rejected)
@@ -140,7 +140,7 @@ def datasets(
             demonstrations,
             f"{seed}/sft",
             wrong_labels=wrong_demonstrations,
-            # the label must be where the rewards look for the answer
+            # the label must stand where the rewards look for the answer
             tags=data.answer_format == "tags",
         ),
         "pairs": rows(pairs, f"{seed}/pairs"),
