@@ -1,7 +1,7 @@
 """Reinforcement learning for vision-language models, written from scratch in PyTorch.
 
-The names of `__all__` are for use as a library (docs/library.md). A name is imported when it is used for the first
-time, so that `import minivlmrl` is fast and does not import torch.
+The names in `__all__` are for use as a library (docs/library.md). Each name is imported when it is first used, so that
+`import minivlmrl` is fast and does not import torch.
 
 This file sets environment variables that torch reads when torch is imported, or later. It does not change variables
 that the user has set.
@@ -49,8 +49,8 @@ MODULES = {
 # Threads of GNU OpenMP spin while they wait for each other. With the default spin count, training took up to fifteen
 # times as long when other processes used the same cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-# Segments of GPU memory may grow, so that rollouts and steps of different lengths do not fragment the memory. In WSL,
-# the first allocation could fail (pytorch issue 192330).
+# Segments of GPU memory may grow, so that rollouts and steps of different lengths do not fragment memory. In WSL, the
+# first allocation could fail (pytorch issue 192330).
 in_wsl = hasattr(os, "uname") and "microsoft" in os.uname().release.lower()
 if not in_wsl and not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

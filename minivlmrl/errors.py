@@ -1,4 +1,4 @@
-"""Say where an error occurred, which value is wrong, and which name was probably meant."""
+"""Functions for error messages: where an error occurred, which value is wrong, and which name was probably meant."""
 
 import difflib
 import os
@@ -11,12 +11,12 @@ from traceback import extract_tb
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent
-# folders with our code; the last ones are beside the package in a clone
+# folders with this project's code; kernels and recipes are beside the package in a clone
 OURS = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in (PACKAGE.name, "kernels", "recipes"))
 # files of code that options name, except those of this package; see config/import_utils.py
 USER_FILES: set[str] = set()
 
-# quoted texts of 80 characters or more (not apostrophes), and words of 500 characters or more
+# quoted texts of 80 characters or more (apostrophes are no quotes), and words of 500 characters or more
 LONG_QUOTES = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}""")
 
 # messages of PyTorch, CUDA and cuBLAS if an allocation fails
@@ -30,7 +30,7 @@ class error_context(AbstractContextManager):
     code may raise, keep their type and get a note.
     """
 
-    # A class is faster than a generator with @contextmanager, which matters because each of 200,000 rows enters several
+    # This is a class, because a generator with @contextmanager is slower, and each of 200,000 rows enters several
     # contexts.
     def __init__(self, where: str | Path):
         self.where = where
@@ -46,8 +46,8 @@ class error_context(AbstractContextManager):
 def mistake(error: BaseException) -> str | None:
     """Describe an error in one line if the user can correct it without a traceback, else None.
 
-    These are a lack of memory, errors of the system such as a full disk, and errors that a `raise` statement of this
-    package raised. If a user's own file is the cause, its traceback is needed.
+    The user can correct a lack of memory, errors of the system such as a full disk, and errors that a `raise` statement
+    of this package raised. An error in a user's own file needs its traceback.
     """
     if is_out_of_memory(error):
         size = f" ({shortened(str(error).splitlines()[0])})" if str(error) else ""  # the first line has it, if known
@@ -81,7 +81,7 @@ def check_field(valid: bool, name: str, value: Any, expected: str):
 
 
 def _invalid(name: str, value: Any, expected: str) -> ValueError:
-    # reprlib, because repr is slow for a long list
+    # reprlib is used, because repr is slow for a long list
     shown = reprlib.repr(value) if isinstance(value, list | dict) else repr(value)
     return ValueError(f"{name} is {shown:.80}, but it must be {expected}")
 

@@ -20,7 +20,7 @@ SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # a file name, not 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter/adapter_config.json"  # file of a checkpoint with `save: adapter`
 RUN_CONFIG = "config.yaml"  # file in the folder of a run, with all options of the run
-# file beside the weights of a model, with the options that change the model's answers
+# file beside a model's weights that contains the options that change the model's answers
 INFERENCE_CONFIG = "minivlmrl.yaml"
 
 

@@ -97,14 +97,14 @@ def build_row(options: argparse.Namespace, data: DataOptions) -> Row:
 
 
 class Stream:
-    """Prints one answer's tokens as text while they are sampled.
+    """Prints the tokens of one answer as text while they are sampled.
 
     The tokens in `hidden` are not printed. A character with several bytes is printed together with its last byte.
     """
 
     def __init__(self, tokenizer: Tokenizer, hidden: Collection[int]):
         self.tokenizer, self.hidden = tokenizer, hidden
-        # The decoder buffers an incomplete character's first bytes.
+        # The decoder keeps the first bytes of an incomplete character.
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, rows: Tensor, ids: Tensor):

@@ -109,7 +109,7 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
     """
     is_adapter = is_adapter_folder(options.model)
     found_recipe = find_recipe(find_adapter(options.model) if is_adapter else options.model)
-    # Without a recipe, the model was not trained with own_data.yaml's prompt template.
+    # A model without a recipe was not trained with the prompt template in own_data.yaml.
     if not (found_recipe or options.recipe):
         overrides = ["--data.prompt_template={problem}", *overrides]
     recipe = options.recipe or found_recipe or recipes_folder() / "own_data.yaml"
@@ -118,7 +118,7 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
         "data.train_file": options.data,
         "data.eval_file": options.data,
         "data.eval_rows": options.rows,
-        # These options are cleared, because nothing is trained.
+        # Training options are cleared, because nothing is trained.
         "model.config": None,
         "data.task": None,
         "data.train": [],
@@ -128,7 +128,7 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
         fields["data.eval_rewards"] = ["accuracy", "format"]
     overridden = ["--adapter={}", *overrides, *as_overrides(fields)]
     asked_for = None if options.recipe else overrides
-    # first without the recipe's rewards, whose code must not be named if it does not run
+    # The recipe is first loaded without rewards, so that code that will not run need not be named.
     config = load_config(recipe, ["--rewards={}", *overridden], asked_for)
     if config.rewards:
         config.data.eval_rewards = list(config.rewards)
@@ -156,7 +156,7 @@ def find_recipe(model: str | Path) -> Path | None:
 
 
 def result_line(processor: Processor, names: Sequence[str], row: Row, completions: list, rewards_of_row: list) -> dict:
-    """Return the line of a row in the results file."""
+    """Return the line that the results file has for a row."""
     answers = []
     for completion, values in zip(completions, rewards_of_row, strict=True):
         text = processor.decode_assistant_turn(completion)
@@ -175,7 +175,7 @@ def result_line(processor: Processor, names: Sequence[str], row: Row, completion
 
 
 def summarise(lines: list[dict], names: Sequence[str]) -> dict:
-    """Compute the fraction of truncated answers (`cut`) and each reward's mean.
+    """Compute the fraction of truncated answers (`cut`) and the mean of each reward.
 
     A row counts for a reward's mean if the reward could score at least one of its answers.
     """

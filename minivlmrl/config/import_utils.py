@@ -1,7 +1,7 @@
 """Load code that a recipe names as "name", "file.py:name" or "package.module:name".
 
-Options may follow a name: "name(option=1)" is the object `name` with this option bound. An error of the loaded code is
-not converted: its traceback names the user's line.
+Options may follow a name: "name(option=1)" is the object `name` with this option bound. An error in the loaded code is
+not converted, because its traceback names the user's line.
 """
 
 import ast

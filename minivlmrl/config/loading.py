@@ -28,7 +28,7 @@ from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
 from minivlmrl.errors import did_you_mean, error_context
 from minivlmrl.json_files import json_text
 
-# options, apart from the weights, that change an answer and that no file in an adapter's folder contains
+# options that change a model's answers, and that no file in an adapter's folder contains
 INFERENCE_OPTIONS = {
     "model": ["dtype", "compute_dtype"],
     "data": [
@@ -86,7 +86,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), asked_for: Se
             overridden = _apply(override, overridden, hints)
         config = _build_run(config_class, overridden, "command line", resolver)
     except ValueError:
-        # without overrides, so that an error in the recipe is reported with its name
+        # the recipe is checked without overrides, so that an error in the recipe is reported with the recipe's name
         _build_run(config_class, values, recipe)
         raise
     if asked_for is not None:
@@ -100,7 +100,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), asked_for: Se
 def _build_run(
     config_class: type[RunConfig], values: dict, where: str | Path, change_text: ChangeText | None = None
 ) -> RunConfig:
-    """Build a config, and check the rules for which the option dataclasses would import modules."""
+    """Build a config, and check the rules that the option dataclasses cannot check without further imports."""
     config = build(config_class, values, str(where), change_text=change_text)
     with error_context(where):
         for name, options_class in (("image", ImageOptions), ("video", VideoOptions)):
@@ -134,7 +134,7 @@ def _find_recipe(recipe: str | Path) -> Path:
 
 
 def _stages(values: dict, where: str | Path) -> list[str]:
-    """Read only the field `stages`, because this field determines which sections exist."""
+    """Read only the field `stages`, which determines which sections exist."""
     with error_context(where):
         return read_value(list[Code], values.get("stages", []), "stages", json=False)
 
@@ -158,7 +158,7 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
 
 
 def _named_texts(overrides: Sequence[str]) -> set[str]:
-    """Return the texts that overrides give to options for files and code; in other options a text names nothing."""
+    """Return the texts that overrides give to options for files and code, because only these texts name something."""
     hints = {option.path: option.hint for option in options_of(RunConfig)}
     values = {}
     for override in overrides:
@@ -209,8 +209,8 @@ class Resolver:
         """Raise ValueError if a recipe of unknown origin names code that the command line does not name."""
         for located, text in self.code.items():
             name, options = split_options(located)
-            # A name without a colon belongs to minivlmrl. A quoted text in the options is not harmless, because it
-            # could be a URL, a file or a name of code.
+            # A name without a colon belongs to minivlmrl. A quoted text in the options counts as code, because it could
+            # be a URL, a file or a name of code.
             is_harmless = ":" not in name and not re.search("['\"]", options)
             if not is_harmless and text not in self.named:
                 raise ValueError(
@@ -234,9 +234,9 @@ class Resolver:
         return path + name
 
     def _find(self, file: str, text: str) -> str:
-        """Find a text's file beside the recipe, in the working directory, or in the folder `recipes`."""
+        """Find the file that a text names, beside the recipe, in the working directory, or in the folder `recipes`."""
         folders = [Path(), self.beside] if text in self.named else [self.beside, Path()]
-        # a copied built-in recipe names files beside the original, such as shapes_model.json
+        # a copy of a built-in recipe names files that are beside the original, such as shapes_model.json
         ours = [recipes_folder().parent, recipes_folder()]
         existing = [folder for folder in folders + ours if os.path.exists(folder / file)]
         return os.path.abspath((existing or folders)[0] / file)
@@ -290,7 +290,7 @@ def as_overrides(fields: dict[str, Plain]) -> list[str]:
 
 
 def flat(values: dict, prefix: str = "") -> dict[str, Plain]:
-    """Return options by their paths: {"grpo": {"beta": 0.1}} -> {"grpo.beta": 0.1}."""
+    """Convert nested options to paths: {"grpo": {"beta": 0.1}} -> {"grpo.beta": 0.1}."""
     flat_values = {}
     for name, value in values.items():
         if isinstance(value, dict):

@@ -262,7 +262,7 @@ class SamplingOptions:
 
 @dataclass
 class RolloutOptions:
-    """Options for checks and memory use when sampling during training."""
+    """Options for the checks and the memory of sampling during training."""
 
     # largest allowed difference, in nats, between sampler and trainer log-probabilities for
     # a token. In 16 bits, the root mean square over all tokens may be at most a tenth of this value
@@ -512,7 +512,7 @@ class RunConfig:
     def __post_init__(self):
         # fields that load_config sets; they are not options
         self.recipe = ""  # recipe path
-        # sections for stages from files that are not in `stages`, because an override changed them
+        # sections of file stages that an override has removed from `stages`
         self.unused_sections: list[str] = []
         self.names_of_files: dict[str, str] = {}  # "file.py:Class" of `stages` -> Class.stage
         if self.rewards and not any(self.rewards.values()):
@@ -522,12 +522,12 @@ class RunConfig:
 
     @property
     def stage_names(self) -> list[str]:
-        """The stages' section names, such as again for my_stage.py:Again."""
+        """The names of the stages' sections, such as again for my_stage.py:Again."""
         return [self.names_of_files.get(stage, stage) for stage in self.stages]
 
     @property
     def eval_rewards(self) -> list[RewardName]:
-        """Rewards for the evaluation: data.eval_rewards, or else the recipe's rewards.
+        """The rewards of the evaluation: data.eval_rewards, or else the recipe's rewards.
 
         The recipe's rewards are ordered by weight, the largest first, and formats come last.
         The reward model is left out, because it can only score training rows. If no reward is left, answers are

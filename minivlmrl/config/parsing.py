@@ -117,7 +117,7 @@ def read_value(hint: TypeHint, value: Plain, name: str, json: bool) -> Any:
 
 
 class UnknownKey(ValueError):
-    """Error for an unknown field, with (section dataclass, section prefix, key)."""
+    """An unknown key in a recipe; its arguments are (dataclass of the section, prefix of the section, key)."""
 
 
 class Reader:
@@ -143,7 +143,7 @@ class Reader:
         """Read a value; `name` is the field's path for error messages, such as "grpo.beta"."""
         origin = typing.get_origin(hint)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            # a caller may have built a section already, such as a subclass of its type
+            # a caller may already have built a section, also from a subclass of the section's type
             return value if isinstance(value, hint) else self.read_section(hint, value, name)
         if origin in (typing.Union, types.UnionType):
             return self._read_union(hint, value, name)
@@ -154,7 +154,7 @@ class Reader:
                 raise _invalid(name, number, bounds_text(bounds))
             return number
         if origin is Literal:
-            # 1 and True are equal
+            # types are compared too, because 1 equals True
             choices = [(type(choice), choice) for choice in typing.get_args(hint)]
             if (type(value), value) not in choices:
                 raise _invalid(name, value, type_text(hint))
@@ -226,7 +226,7 @@ class Reader:
         inside = typing.get_args(hint)
         if origin is list and isinstance(value, str) and not self.json:
             value = [value]  # allows --dpo.loss_type=ipo
-        # JSON and YAML have no tuples
+        # a list is accepted for a tuple, because JSON and YAML have no tuples
         is_valid = isinstance(value, (list, tuple) if origin is tuple else list)
         check_field(is_valid, name, value, f"of type {type_text(hint)}")
         if origin is list or ... in inside:
@@ -243,7 +243,7 @@ class Reader:
 
 
 def _suggestion(root: type, section: type, prefix: str, key: str) -> str:
-    """Suggest the option of TRL's name, an option of another section, or a similar name."""
+    """Suggest the option that TRL calls by this name, the same option in another section, or a similar name."""
     if key in TRL_ALIASES:
         return f"here this option is {TRL_ALIASES[key]}"
     paths = [option.path for option in options_of(root)]
@@ -339,8 +339,8 @@ def type_text(hint: TypeHint) -> str:
 def within_bounds(number: float, bounds: str) -> bool:
     """Return True if a number is within bounds such as ">= 1", "> 0" or "(0, 1]".
 
-    An infinite number is only within bounds that end with "inf]", such as "(0, inf]". Text after
-    "; " in `bounds` is advice for error messages and is ignored here.
+    An infinite number is only within bounds that end with "inf]", such as "(0, inf]". Text after "; " in `bounds` is
+    advice for error messages and is ignored.
     """
     interval = bounds.partition("; ")[0]
     if interval.startswith(">"):

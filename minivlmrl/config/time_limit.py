@@ -37,14 +37,14 @@ def time_limit(seconds: float) -> Iterator[None]:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
-        # The alarm may have interrupted the line above, so the timer is cleared again.
+        # The timer is cleared again, because the alarm may have interrupted the line that cleared it.
         signal.setitimer(signal.ITIMER_REAL, 0)
         # signal.signal returns None if the former handler was not installed from Python.
         signal.signal(signal.SIGALRM, former or signal.SIG_DFL)
 
 
 def shorten_limits(seconds: float):
-    """Set the longest time of the call that is running, from now on, and of all later calls.
+    """Limit the rest of the running call, and every later call, to this time.
 
     A signal handler calls this function, so that a run does not wait for a reward that hangs before it stops.
     """

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NewType
 
 Plain = Any  # any YAML or JSON value: None, bool, int, float, str, list, dict
 
-# relative to the working directory, unless a field's comment names another folder
+# a path relative to the working directory, unless the comment of a field names another folder
 FilePath = NewType("FilePath", str)
 RecipePath = NewType("RecipePath", str)  # relative to the recipe
 Code = NewType("Code", str)  # a name, or "file.py:name" with the file relative to the recipe
@@ -19,6 +19,6 @@ Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 Part = Literal["vision", "merger", "language", "embeddings"]
 Count = Annotated[int, ">= 1"]
 Finite = Annotated[float, "(-inf, inf)"]
-# the patches for 2**25 pixels take 2 GB while they are computed
+# The bound is 2**25 pixels, because their patches take 2 GB while they are computed.
 MinPixels = Annotated[int, f"[1, {2**25}]; patches of a larger image would fill the memory"]
 Weights = dict[RewardName, Finite]

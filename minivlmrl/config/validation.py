@@ -11,8 +11,8 @@ from operator import attrgetter
 from minivlmrl.config.options import NO_TRUNCATION, RunConfig, TrainingOptions
 from minivlmrl.errors import error_context
 
-# options separated by spaces, why they have no effect, and the condition: a function of the run and of whether a stage
-# of it keeps a reference model
+# (options separated by spaces, why they have no effect, condition). The condition is a function of the run and of
+# whether one of its stages keeps a reference model.
 Rule = tuple[str, str, Callable[[RunConfig, bool], object]]
 
 
@@ -154,7 +154,7 @@ def unnamed_stages(run: RunConfig) -> list[str]:
 
 
 def options_without_effect(run: RunConfig, has_reference: bool) -> Iterator[tuple[str, str]]:
-    """Yield every option that has no effect, also if its value is the default, and the reason."""
+    """Yield every option that has no effect, even if it has its default value, and the reason."""
     for options, reason, applies in RULES:
         if applies(run, has_reference):
             yield from ((option, reason) for option in options.split())

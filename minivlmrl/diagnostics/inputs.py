@@ -1,4 +1,4 @@
-"""Check at a stage's first step that every image and every text in its rows reaches the loss."""
+"""Check in the first step of a stage that every image and every text in the rows reaches the loss."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -112,7 +112,7 @@ def check_gradients(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[Promp
         if part.is_prompt and (trainer.answers or own.nansum()):
             slopes.append(("the text of the prompt", own[~own.isnan()]))
         for position, patches in part.images:
-            # a text after the image has a gradient if a token to train on comes after it
+            # a text after the image has a gradient if a trained token comes after this text
             if at_texts[position : part.span.stop].nansum():
                 slopes.append(("an image", at_images[list(patches)]))
         for name, values in slopes:
@@ -130,7 +130,7 @@ def check_gradients(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[Promp
 def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """Compute the absolute gradients of the loss at the patches and at the N decoder inputs.
 
-    They are summed over features; the patches of a cached embedding share its gradient.
+    Gradients are summed over features; the patches of a cached embedding share the embedding's gradient.
     """
     name = "pixel_values" if batch.group.vision_embeds is None else "vision_embeds"
     leaves: list[Tensor] = [getattr(batch.group, name).detach().clone().requires_grad_()]
@@ -141,13 +141,13 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return (leaves[-1], *arguments[1:])
 
     def add_states(module: ValueHead, arguments: tuple, values: Tensor) -> Tensor | None:
-        # a new head is zero, and would hide all inputs
+        # a new head has weights of 0, which would hide all inputs, so hidden states are added
         return None if module.weight.any() else values + arguments[0].mean(-1, keepdim=True)
 
     with ExitStack() as stack:
         for module in {*trainer.trained.modules(), *trainer.policy.modules()}:
             for weight in module.parameters(recurse=False):
-                # no weight gradient is needed, which saves a third of the time
+                # gradients of weights are switched off, because they are not needed and take a third of the time
                 stack.callback(weight.requires_grad_, weight.requires_grad)
                 weight.requires_grad_(False)
             if isinstance(module, TextModel):
@@ -186,7 +186,7 @@ def check_gray(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Prompt, st
 
 
 def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Prompt, str]]:
-    """Encode the rows again; yield (prompt, problem) for each that differs in a micro-batch."""
+    """Encode the rows again; yield (prompt, problem) for each row that differs in a micro-batch."""
     answers: dict[int, list[list[int]]] = {}  # {id of a prompt: its answers' ids}
     for part in parts_of(group):
         prompt, row = part.prompt, part.prompt.row
@@ -201,7 +201,7 @@ def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Pro
             continue
         given = [encode_answer(trainer.processor, row, getattr(row, x)) for x in trainer.answers]
         answers[id(prompt)] = [turn.ids.tolist() for x in given for turn in x.turns or [x]]
-        # If the chat template rewrites earlier turns, later turns have prompts of their own.
+        # if the chat template rewrites earlier turns, later turns have prompts of their own
         fresh = row.prompt(trainer.processor)
         fresh_prompts = [fresh, *(turn.prompt for x in given for turn in x.turns[1:])]
         patches = [number for _, patches in part.images for number in patches]

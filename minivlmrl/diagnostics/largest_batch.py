@@ -24,7 +24,7 @@ from minivlmrl.trainers.rollout import RolloutTrainer
 def largest_rows(
     question: MemoryQuestion, trainer: Trainer, dataset: Dataset, sizes: Sequence[RowSize], count: int
 ) -> list[Row]:
-    """Return the rows with the first `count` sizes; rows are repeated if there are fewer sizes.
+    """Return `count` rows, in the order of `sizes`; rows are repeated if there are fewer sizes.
 
     Rows whose images cannot be decoded are left out if data.skip_unreadable is set, and otherwise raise ValueError.
     """
@@ -57,7 +57,7 @@ def try_largest_batches(
         with phase("load"):
             missing = 0 if optimizer.state else optimizer_bytes
             reserved = torch.empty(missing, dtype=torch.uint8, device=world.device)
-        # Tools and the batches of another engine are not tried.
+        # tools, and the batches of other engines, are not tried
         has_tools = run.sampling.environment is not None
         if isinstance(trainer, RolloutTrainer) and not has_tools and run.sampling.engine == "native":
             work = sampling_batch(question)
@@ -82,7 +82,7 @@ def try_largest_batches(
 
 
 def try_sampling(sampler: Sampler, rows: Sequence[Row], num_generations: int):
-    """Sample the first tokens of completions, whose keys and values have memory for max_new_tokens tokens."""
+    """Sample the first tokens of completions, with memory for the keys and values of max_new_tokens tokens."""
     if not rows:
         return
     prompts = [row.prompt(sampler.processor) for row in rows]

@@ -75,7 +75,7 @@ class AllocationTracker(TorchDispatchMode):
 
     def __init__(self, uncounted: list[Tensor]):
         super().__init__()
-        # storages that are not counted again: those in `uncounted`, and all that were counted
+        # storages that are not counted again: storages in `uncounted`, and storages that were already counted
         self.counted = {tensor.untyped_storage()._cdata for tensor in uncounted}
         self.now = 0
         self.peak = 0
@@ -124,7 +124,7 @@ def meta_batch(config: ModelConfig, work: BatchShape, patch_dtype: torch.dtype) 
 
 
 class TrainedModels(nn.Module):
-    """A stage's trained models: the policy, and the critic of PPO if it is separate."""
+    """The trained models of a stage: the policy, and PPO's critic if it is a separate model."""
 
     def __init__(self, policy: VisionLanguageModel, critic: ValueModel | None = None):
         super().__init__()
@@ -184,7 +184,7 @@ class MemoryEstimator:
     def activations(self, run: RunConfig, models: TrainedModels, work: BatchShape, train: bool) -> int:
         """Return the peak memory in bytes of a forward pass, and of a backward pass with `train`.
 
-        It includes neither weights nor gradients.
+        The result includes neither weights nor gradients.
         """
         batch = meta_batch(self.config, work, patch_dtype(run))
         with self.tracked(run, models, batch, train) as (models, live):
@@ -201,7 +201,7 @@ class MemoryEstimator:
     def prefill(self, run: RunConfig, policy: VisionLanguageModel, work: BatchShape) -> int:
         """Return the peak memory in bytes until a rollout's first token can be sampled.
 
-        It includes the rollout's keys and values, but not the weights.
+        The result includes the rollout's keys and values, but not the weights.
         """
         batch = meta_batch(self.config, replace(work, num_generations=0), patch_dtype(run))
         prompt_index = torch.arange(work.prompts).repeat_interleave(work.num_generations)
@@ -225,8 +225,7 @@ class MemoryEstimator:
         fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         gpu_patch = mock.patch.object(dense_attention, "is_before_ampere", lambda device: self.before_ampere)
         dropout_on = dropout(models, run.adapter.dropout if train else 0.0, "memory")
-        # An image grid's layout is cached; without clearing the cache, it would not be counted
-        # if an earlier forward pass had the same grids.
+        # The cache of layouts is cleared, because a layout that an earlier forward pass cached would not be counted.
         lay_out.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused_patch, gpu_patch, dropout_on, live:
@@ -256,7 +255,7 @@ def drop_gradient(parameter: nn.Parameter):
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_options) -> Tensor:
     # On the meta device, scaled_dot_product_attention would use the unfused formula, which needs more memory than a
     # GPU's kernels.
-    # In float32, the mask is kept for the backward pass. In 16 bits, a GPU uses no mask, see dense_attention.
+    # In float32, the mask is kept for the backward pass. In 16 bits, a GPU uses no mask; see dense_attention.
     mask = attn_mask if q.dtype == torch.float32 else None
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(q, k, v, attn_mask=mask)[0]
@@ -268,14 +267,13 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class MemoryQuestion:
-    """How much memory does a stage of a run need on each GPU?"""
+    """The question how much memory a stage of a run needs on each GPU."""
 
     run: RunConfig
     stage: str
     estimator: MemoryEstimator
     gpus: int = 1
-    # sizes of the largest training rows, the largest first; if a batch has more prompts, the others are counted like
-    # the last one
+    # sizes of the largest training rows, the largest first; further prompts of a batch count like the last row
     rows: Sequence[RowSize] = TYPICAL_ROWS
     # sizes of the largest held-out rows; empty if the run has no evaluations
     held_out: Sequence[RowSize] = TYPICAL_ROWS
@@ -315,7 +313,7 @@ class MemoryQuestion:
 
 
 def estimate_phases(question: MemoryQuestion) -> dict[str, dict[str, float]]:
-    """Estimate the memory on one GPU in bytes, for each phase in a stage and each item in it.
+    """Estimate the memory on one GPU in bytes, for each phase of a stage and each item of the phase.
 
     Returns:
         {phase: {item: bytes}}, for example {"train": {"weights": 1e9, "gradients": 1e9}}.
@@ -374,7 +372,7 @@ def evaluation_batch(question: MemoryQuestion) -> BatchShape:
 def largest_batch(
     rows: Sequence[RowSize], prompts: int, completions: list[int], max_tokens: int | None, whole: bool = False
 ) -> BatchShape:
-    """Return the shape of the largest batch among those that the largest rows are divided into.
+    """Divide the largest rows into batches, and return the shape of the largest batch.
 
     The shape's prompts are equal; their sizes are the means over the batch's rows.
 
@@ -483,7 +481,7 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
     gradients = bytes_of(trained) * question.share
     if question.gpus > 1 and not run.uses_fsdp:
         gradients *= 2  # because the ranks sum a copy of the gradients
-    # both the weights and their gradients
+    # weights are gathered, and their gradients take as many bytes
     gathered = 2 * sum(gathered_bytes(question, backbone) for backbone in models.backbones)
     if run.sharding.once_per_step:
         # All weights stay gathered, and the gradients are added up in float32 or wider. In addition, the gradients of

@@ -33,7 +33,7 @@ from minivlmrl.run.out_of_memory import cures
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
 
-# phase of the estimate -> phase of a run
+# {phase in the estimate: phase in a run}
 MEASURED = {"rollout": "sampling", "score": "scoring", "train": "forward", "evaluation": "evaluation"}
 # items of the estimate that do not depend on the rows
 STORED = "weights", "optimizer", "gradients", "reference", "critic", "policy", "gathered"
@@ -111,9 +111,9 @@ def refusal(question: MemoryQuestion, available: float) -> str:
 
 
 def written_bytes(question: MemoryQuestion) -> dict[str, float]:
-    """Return the bytes that a stage writes to the disk at most at one time, by the kind of files.
+    """Return how many bytes a stage has on the disk at most at one time, by kind of file.
 
-    A new state or checkpoint is complete before an old one is deleted, so both count.
+    Both old and new files count, because a new state or checkpoint is complete before an old one is deleted.
     """
     run, estimator = question.run, question.estimator
     sizes = {}

@@ -51,12 +51,12 @@ class ReportPage(Callback):
         begin = clock()
         if self.is_main and self.seconds and begin >= self.next_time:
             write_page([self.folder], self.folder / PAGE, self.seconds)
-            # so that updates take at most about 1 % of the training time
+            # A slow update delays the next one, so that updates take at most about 1 % of the training time.
             self.next_time = clock() + max(self.seconds, 100 * (clock() - begin))
 
 
 def write_page(folders: list[Path], out: Path, seconds: float = 0):
-    """Write one page about one or several runs, which a browser reloads every `seconds`, or never."""
+    """Write a page about one or several runs; a browser reloads the page every `seconds`, or never if 0."""
     runs = [collect_run(folder) | {"reload": seconds} for folder in folders]
     text = json_text(runs).replace("<", "\\u003c")  # the data must not contain </script>
     draft = out.with_suffix(".partial")
@@ -96,7 +96,7 @@ def by_stage(lines: list[dict]) -> dict[str, list[dict]]:
 
 
 def thin_out(metrics: list[dict]) -> dict:
-    """Replace steps by means over several steps, so that a stage has at most POINTS lines."""
+    """Replace steps by means over several steps, so that each stage has at most POINTS lines."""
     points = []
     steps_per_point = {}
     for stage, lines in by_stage(metrics).items():
@@ -159,7 +159,7 @@ def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:
 def data_uri(folder: Path, path: str) -> str:
     """Encode an image that completions.jsonl names as a data URI."""
     file = (folder / path).resolve()
-    # otherwise completions.jsonl could name any file on the computer, and the page would contain it
+    # Other paths are refused, because completions.jsonl could name any file, and the page would contain it.
     if file.parent != folder.resolve() / IMAGES or not file.is_file():
         raise ValueError(
             f"{path!r:.80} is not an image in the folder {IMAGES}/ of the run. Remove the line that names this file."

@@ -1,6 +1,6 @@
 """Warn about runs that are not learning, with a likely cause and a suggested fix.
 
-Each rule checks the metrics from the last WINDOW optimizer steps. A warning is repeated only if its condition did not
+Each rule checks the metrics from the last WINDOW optimizer steps. A warning is repeated only if the condition did not
 hold at a step in between.
 """
 
@@ -25,7 +25,7 @@ from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Rollout, Step, Trainer
 
 WINDOW = 10  # consecutive optimizer steps for which a condition must hold
-# rollouts over which the rewards are compared with a constant answer's rewards
+# number of rollouts over which rewards are compared with the rewards of a constant answer
 BASELINE_ROLLOUTS = 50
 # suggested fixes that extras/check/completions.py uses too
 RAISE_LIMIT_ADVICE = "Raise this limit, or ask for shorter answers in data.prompt_template."
@@ -115,7 +115,7 @@ class WarningRules:
         reward = self.mean("reward")
         lowest, highest = self.extremes or (0, 0)
         if stuck and lowest < highest and reward >= lowest + 0.9 * (highest - lowest):
-            # A run that has converged would also trigger the rules for a run that does not learn.
+            # A converged run is reported alone, because it would also violate the rules for a run that does not learn.
             sentence = (
                 f"The mean reward is {reward:.3g}, close to the highest reward of any completion "
                 f"so far ({highest:.3g}). Little is left to learn from these prompts."
@@ -127,7 +127,7 @@ class WarningRules:
         yield from self.unused_parameters()
 
     def stuck_rules(self) -> Iterator[tuple[str, str]]:
-        """Rules about a run that does not learn, which a run that has converged violates, too."""
+        """Yield the violated rules about a run that does not learn; a converged run violates these rules, too."""
         sampling, last = self.run.sampling, self.recent[-1]
         stds = [f"rewards/{name}/std" for name in self.run.rewards]
         if stds and all(self.always(name, lambda std: std == 0) for name in stds):
@@ -155,7 +155,7 @@ class WarningRules:
             )
 
     def unwanted_completions(self) -> Iterator[tuple[str, str]]:
-        """Rules about truncated completions, and about formats that never occur."""
+        """Yield the violated rules about truncated completions, and about formats that never occur."""
         if self.always("completions/clipped_ratio", lambda share: share >= 0.9):
             yield (
                 "cut",

@@ -28,8 +28,8 @@ def find_device(local_rank: int = 0) -> torch.device:
         try:
             torch.cuda.init()
         except RuntimeError as error:
-            # With these errors there is no GPU that the user could miss. A forked subprocess cannot initialise CUDA,
-            # but its parent process found no GPU.
+            # These errors mean that there is no GPU. A forked subprocess cannot initialise CUDA, but its parent process
+            # found no GPU.
             if not re.search("no NVIDIA driver|No CUDA GPUs|in forked subprocess", str(error)):
                 raise ValueError(
                     f"CUDA cannot use this machine's GPU ({str(error).splitlines()[0]}): update the driver, install a "
@@ -46,7 +46,7 @@ def hides_gpus() -> bool:
 def describe_device(device: torch.device) -> str:
     """Describe the CPU's threads, or the GPU's name, compute capability, driver and free memory.
 
-    A driver from NVIDIA beside a PyTorch for CPUs is named, because the run does not use the GPU.
+    If there is an NVIDIA driver, but PyTorch is built for CPUs, a note says why the run does not use the GPU.
     """
     if device.type != "cuda":
         # NVIDIA's driver installs nvidia-smi, also on Windows and in WSL

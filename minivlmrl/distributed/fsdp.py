@@ -1,8 +1,8 @@
 """Shard weights, gradients and optimizer state over the ranks with FSDP2.
 
 The models' code does not know about sharding. Each vision block and each decoder layer is an
-FSDP unit, whose weights are gathered when it runs and freed afterwards. If embeddings and output head are two tensors,
-each of them is a unit, too. All other weights form one more unit, the root.
+FSDP unit, whose weights are gathered when it runs and freed afterwards. If the embedding and the output head are two
+tensors, each is a unit, too. All other weights form one more unit, the root.
 
 All ranks must run the same units in the same order, otherwise they deadlock. Therefore ranks have equal numbers of
 prompts and micro-batches. DummyVisionForward runs the vision tower on ranks without images, and in_lockstep runs
@@ -39,7 +39,7 @@ from minivlmrl.model.lora import copy_adapter_layout
 
 
 class Sharding:
-    """Device mesh, precision and offloading with which models are sharded.
+    """The device mesh, precision and offloading with which models are sharded.
 
     A sharded model has this object as its attribute `sharding`.
 
@@ -64,8 +64,7 @@ class Sharding:
         self.recompute = recompute
         self.once_per_step = section.once_per_step
         self.compute_dtype = compute_dtype or dtype
-        # inputs are not cast, so that rotary angles stay float32, and so do the inputs of adapters on a base with lower
-        # precision
+        # Inputs are not cast, so that rotary angles stay float32, and also the inputs of adapters on a 16-bit base.
         gradient_dtype = torch.promote_types(dtype, torch.float32)
         self.precision = MixedPrecisionPolicy(compute_dtype, gradient_dtype, cast_forward_inputs=False)
         self.offload = OffloadPolicy()
@@ -90,8 +89,8 @@ class Sharding:
             self.make_unit(model.lm_head, self.precision)
         root = self.shard_alone(model, self.precision)
         # A unit's backward pass prefetches the previous unit. FSDP's default order follows the forward passes since the
-        # last backward pass. A rank may have run more of them than
-        # another rank, so that both would gather different layers in the same collective call.
+        # last backward pass. If ranks have run different numbers of forward passes, they would gather different layers
+        # in the same collective call.
         root.set_modules_to_backward_prefetch(sharded_blocks(model.model.layers)[-1:])
         for tower in (model.visual.blocks, model.model.layers):
             blocks = sharded_blocks(tower)
@@ -117,7 +116,7 @@ class Sharding:
         """Shard all parameters of a module that are not in a unit yet, as one more unit."""
         root = self.make_unit(module, precision)
         for unit in units(module):
-            # sum the gradients, because each loss is already divided by all ranks' counts
+            # gradients are summed, because each loss is already divided by the counts of all ranks
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             vars(unit)["communication"] = Communication(self.once_per_step)
@@ -194,19 +193,19 @@ def sharded_blocks(tower: nn.ModuleList) -> list[FSDPModule]:
 
 def layers_without_experts(model: VisionLanguageModel) -> list[FSDPModule]:
     """Return the decoder layers in which all parameters have gradients in every micro-batch."""
-    # An expert has none in a micro-batch without tokens for it, and the vision tower in one without images. The same
-    # holds for the merger, which is in the root.
+    # An expert has no gradient in a micro-batch without tokens for this expert. The vision tower, and the merger in the
+    # root, have none in a micro-batch without images.
     experts = model.config.experts
     layers = enumerate(sharded_blocks(model.model.layers))
     return [layer for i, layer in layers if experts is None or not experts.has_experts(i)]
 
 
 def gather_embedding_and_head(model: VisionLanguageModel):
-    """Gather the units of an untied embedding and head in each forward pass of a model.
+    """Let each forward pass of a model gather the units of an untied embedding and head.
 
-    Their weights are used without calling their modules, so that FSDP's hooks do not run. As the weights of the root,
-    they stay gathered until the end of the backward pass, in which FSDP reduces their gradients, or until `reshard`.
-    One unit for both would need a buffer for the gradients of both in float32, which is 4.4 GB for a 7B model.
+    Their weights are used without calling their modules, so that FSDP's hooks do not run. Like the root's weights, they
+    stay gathered until the end of the backward pass, in which FSDP reduces their gradients, or until `reshard`. One
+    unit for embedding and head would need a float32 buffer for both gradients: 4.4 GB for a 7B model.
     """
     embedding, head = model.model.embed_tokens, model.lm_head
     assert isinstance(embedding, FSDPModule) and isinstance(head, FSDPModule)
@@ -255,8 +254,8 @@ class DummyVisionForward:
     def before_decoder(self, decoder: nn.Module, arguments: tuple) -> tuple | None:
         """Add the output for the black image, which is 0, to the embeddings.
 
-        The decoder's input then has a gradient on all ranks or on none. Otherwise, with frozen embeddings, FSDP would
-        reduce the first layer's and the root's gradients in another order on ranks with images than on ranks without.
+        The decoder's input then has a gradient on all ranks or on none. Otherwise, if embeddings are frozen, ranks with
+        images and ranks without would reduce the gradients of the first layer and of the root in different orders.
         """
         if self.zero is None:
             return None
@@ -267,7 +266,7 @@ class DummyVisionForward:
 
 
 def forward_black_image(tower: nn.Module, config: VisionConfig, device: torch.device) -> Tensor:
-    """Return 0 x the output of a tower for one black image token, so that its backward pass runs."""
+    """Return 0 x the output of a tower for one black image token, so that the tower's backward pass runs."""
     merge_size = config.spatial_merge_size
     black_patches = torch.zeros(merge_size**2, config.patch_dim, device=device)
     return 0 * tower(black_patches, torch.tensor([[1, merge_size, merge_size]])).sum()

@@ -1,7 +1,7 @@
 """Split rollouts into micro-batches with a token budget, which bounds the memory of a forward pass.
 
-The split changes no completion, because each row has its own random seed. It changes gradients only by the
-order in which numbers are added, because losses are divided by the counts of the whole step.
+The split changes no completion, because each row has its own random seed. Gradients change only by the order in which
+numbers are added, because losses are divided by the counts of the whole step.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ def split_into_micro_batches(
         group_tokens = prompt_length + sum(completion_lengths)
         if group_tokens > limit:
             rows.sort(key=lambda row: row[1])
-        # a group starts a new micro-batch, unless the current one has room for the whole group
+        # a group starts a new micro-batch, unless the current micro-batch has room for the whole group
         is_full = len({i for i, _ in current}) == max_prompts or tokens + group_tokens > limit
         for number, (j, length) in enumerate(rows):
             if number > 0:

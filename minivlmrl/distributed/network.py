@@ -44,8 +44,8 @@ def attempt_store(limit: timedelta) -> Store:
 def connect(store: Store, rank: int, size: int, device: torch.device, limit: timedelta):
     """Create the process group, and add up a number over all ranks on each network.
 
-    Gloo connects the CPUs of all ranks. On GPUs, NCCL connects the GPUs too; without the sum, NCCL would connect them
-    only in the first step, after all weights have been loaded.
+    Gloo connects the CPUs of all ranks. NCCL also connects the GPUs; without the sum, NCCL would connect only in the
+    first step, after all weights have been loaded.
 
     Args:
         store: the store of rank addresses.
@@ -69,7 +69,7 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
             rank=rank,
             world_size=size,
             timeout=limit,
-            # with a device, NCCL connects at once and knows which GPU belongs to this rank
+            # if the device is given, NCCL connects at once and knows which GPU belongs to this rank
             device_id=device if has_gpu else None,
         )
         for place in dict.fromkeys((torch.device("cpu"), device)):
@@ -109,8 +109,8 @@ def wait_for_ranks(store: Store, rank: int, size: int, limit: timedelta) -> list
 def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
     """Give up connections that a block opens once the other host has not answered for some seconds.
 
-    Then the gloo operations that wait for this host fail. A rank that computes for long is no dead host, because the
-    kernel of its host answers. Only Linux has these options of connections.
+    Operations of gloo that wait for a dead host then fail. The host of a rank that computes for long is not dead,
+    because its kernel answers. Only Linux has these socket options.
     """
     if sys.platform != "linux":
         yield
@@ -125,7 +125,7 @@ def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
         socket.TCP_USER_TIMEOUT: round(1000 * seconds),  # for data that the other host must confirm
     }
     for number in set(os.listdir("/proc/self/fd")) - before:
-        # other files than connections do not have the options
+        # files that are not connections do not have these options
         with suppress(OSError), socket.fromfd(int(number), socket.AF_INET, socket.SOCK_STREAM) as x:
             x.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in options.items():
@@ -133,7 +133,7 @@ def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
 
 
 def describe(problem: str, hosts: list[str], rank: int, has_gpu: bool) -> str:
-    """Describe a network that does not work, with the hosts, the interfaces and what to check."""
+    """Describe a network that does not work: the hosts, the interfaces and what to check."""
     libraries = ("GLOO", "NCCL") if has_gpu else ("GLOO",)
     variables = [f"{library}_SOCKET_IFNAME" for library in libraries]
     chosen = [f"{name}={os.environ.get(name, 'not set')}" for name in variables]

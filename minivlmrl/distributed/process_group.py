@@ -32,8 +32,8 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
-    # Long-running work between checkpoints calls this function. A run sets it to
-    # StopSignals.stop_if_preempted, which stops the work after a signal such as SIGTERM.
+    # function that long-running work between checkpoints calls. A run sets it to StopSignals.stop_if_preempted, which
+    # stops the work after a signal such as SIGTERM.
     stop_if_preempted: Callable[[], None] = lambda: None
     timeout: float = 600.0  # seconds that a collective operation waits for other ranks
     # seconds for which this rank has waited for other ranks since the last take_wait call
@@ -67,7 +67,7 @@ class World:
         """Add up each value over all ranks."""
         if self.size == 1:
             return list(values)
-        # on the CPU, so that no rank waits for its GPU
+        # numbers are summed on the CPU, so that no rank waits for its GPU
         total = torch.tensor(values, dtype=torch.float64)
         with self.waiting():
             dist.all_reduce(total)
@@ -221,7 +221,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
         if local_size == size and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         time_limit = timedelta(seconds=timeout)
-        # documented in torch.distributed, although pyright takes it for private
+        # HashStore is documented in torch.distributed, although pyright takes the class for private
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         if size > 1:
             store = attempt_store(time_limit)
@@ -229,7 +229,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
         if size > 1:
             global waiting_group
             with ending_with_dead_hosts(timeout):
-                # this rank is a member, for which new_group returns no int
+                # new_group returns an int only for ranks that are not members
                 waiting_group = dist.new_group(  # pyright: ignore[reportAssignmentType]
                     backend="gloo", timeout=NO_LIMIT
                 )

@@ -1,4 +1,4 @@
-"""Save a sharded model, of which each rank has only its own part."""
+"""Save a sharded model, whose parts are on different ranks."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -32,7 +32,7 @@ def save_sharded(
     weights = checkpoint.file_weights(model)
     write_adapter = checkpoint.adapter_writer(model, base)
     unread = world.run_on_rank_zero(lambda: checkpoint.unused_tensors(model)) or {}
-    # all ranks use rank 0's split into files, because only rank 0 has the unread tensors
+    # all ranks divide the tensors among files as rank 0 does, because only rank 0 has the unread tensors
     split = checkpoint.split_weights(model, weights, unread, max_shard_size)
     files = world.gather_objects(split)[0]
     with ExitStack() as saving:
@@ -49,7 +49,7 @@ def save_sharded(
             checkpoint.write_settings(new_folder, model, processor)
             checkpoint.write_index(new_folder, files)
             checkpoint.write_extras(new_folder, write_adapter, more)
-            # close the folder in this function, so that an error is raised on all ranks
+            # the folder is closed in this function, so that an error is raised on all ranks
             saving.pop_all().close()
 
         for file, names in files.filename_to_tensors.items():

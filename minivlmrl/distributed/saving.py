@@ -1,4 +1,4 @@
-"""Save a model, of which a rank may have only its own part."""
+"""Save a model, which may be sharded."""
 
 from collections.abc import Callable
 from functools import partial

@@ -61,8 +61,8 @@ def is_part(tensor: Tensor) -> "TypeGuard[DTensor]":
 def reshard(module: nn.Module):
     """Free a sharded module's gathered weights.
 
-    This is needed before its parameters are changed, because the root unit's weights stay
-    gathered after a forward pass.
+    Call this function before parameters are changed, because the root unit's weights stay gathered after a forward
+    pass.
     """
     for unit in units(module):
         unit.reshard()
@@ -81,28 +81,28 @@ def reshard_interrupted(module: nn.Module):
 
 @dataclass
 class Communication:
-    """When an FSDP unit gathers its weights and reduces its gradients, see begin_micro_batch."""
+    """Settings for when an FSDP unit gathers weights and reduces gradients, see begin_micro_batch."""
 
     once_per_step: bool  # the option sharding.once_per_step
     # True for vision blocks and decoder layers, whose weights are freed after a forward pass
     is_block: bool = False
-    # True if the same parameters have gradients in every micro-batch of a step. Only then can the sum over replicas
-    # wait, because FSDP keeps one tensor with all gradients until that sum.
+    # True if the same parameters have gradients in every micro-batch of a step. Only then can the sum over replicas be
+    # postponed, because FSDP keeps one tensor with all gradients until that sum.
     all_reduces_once: bool = False
     was_gathered: bool = False  # only a unit that was gathered before can postpone its reduction
 
 
 def communication_of(unit: "FSDPModule") -> Communication:
-    """Return a unit's Communication, which distributed.fsdp.Sharding has set."""
+    """Return the Communication of an FSDP unit, which distributed.fsdp.Sharding has set."""
     return vars(unit)["communication"]
 
 
 def begin_micro_batch(module: nn.Module, is_last: bool):
     """Postpone a sharded module's communication to the last micro-batch of an optimizer step.
 
-    With sharding.once_per_step, gathered weights are kept, and gradients are added up on each rank. In the last
-    micro-batch, they are reduced, also for a unit that does not run in it, such as
-    the vision tower if no rank has an image. Otherwise, only the sum over replicas is postponed.
+    With sharding.once_per_step, gathered weights are kept, and gradients are added up on each rank. The last
+    micro-batch reduces all gradients, also those of a unit that it does not run, such as the vision tower if no rank
+    has an image. Without the option, only the sum over replicas is postponed.
     """
     for unit in units(module):
         communication = communication_of(unit)
@@ -141,7 +141,7 @@ def shard_rows(mesh: "DeviceMesh", num_rows: int) -> slice:
 def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterator[VisionLanguageModel]:
     """Yield the model to sample with, without gradients.
 
-    On a GPU, its adapters are 16-bit copies (see model/lora.py), unless one layer is gathered at a time.
+    On a GPU, the adapters are 16-bit copies (see model/lora.py), unless layers are gathered one at a time.
 
     Args:
         gather_weights: True gathers a sharded model's full weights on every rank first, so
@@ -153,7 +153,7 @@ def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterato
             yield model
         return
     try:
-        # not inference_mode, because tensors that FSDP allocates in it cannot be trained later
+        # inference_mode is not used, because tensors that FSDP allocates in inference_mode cannot be trained later
         with torch.no_grad():
             if not gather_weights:
                 yield model

@@ -39,7 +39,7 @@ def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return a view of this rank's rows in a tensor, and the index of the first of them.
+    """Return a view of this rank's rows in a tensor, and the index of the first row.
 
     A tensor without dimensions counts as one row.
     """

@@ -46,8 +46,8 @@ UPDATING = "optimizer", "metrics"  # phases in which the optimizer may have upda
 NUM_KEPT_STATES = 2  # checkpoints that a run keeps: two, in case the newest is damaged
 # stage options that determine how many rows the stage takes from its dataset at a time
 DRAW_SIZES = "prompts_per_step", "steps_per_generation", "num_mini_batches"
-# Keys in TrainerState.recipe for hashes of files. The recipe itself contains only their paths, so the hashes show
-# whether a file has changed since the checkpoint.
+# Keys in TrainerState.recipe for hashes of files. A recipe contains only the paths of files, so the hashes show whether
+# a file has changed since the checkpoint.
 BASE = "weights below the adapter"
 ROWS = "rows of data.train_file"
 
@@ -80,7 +80,7 @@ def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
     """
     modules = nn.ModuleDict(trainer.modules())
     reshard(modules)
-    # Adapters' base weights are not saved, because setup loads or initialises them again.
+    # Base weights below adapters are not saved, because setup loads or initialises them again.
     base_ids = shared_base(trainer.policy)
     named_tensors = {}
     for name, parameter in modules.named_parameters():
@@ -183,7 +183,7 @@ class CheckpointManager:
         """
         stage = progress.stages[progress.stage]
         is_saved = self.saved_steps == progress.steps
-        # all ranks must save together
+        # all ranks must save together, which an error on a single rank prevents
         if self.world.size > 1 and not isinstance(error, RewardFailed | Preempted):
             reason = "the other ranks cannot save with this rank"
         elif isinstance(error.__cause__, FloatingPointError):
@@ -242,7 +242,7 @@ class CheckpointManager:
     def compare(self, progress: TrainerState, recipe: dict[str, object]):
         """Print the options that changed since the checkpoint, and reject incompatible changes.
 
-        Changes of an adapter's base weights are rejected, and changes that would make the run skip or repeat rows.
+        The method rejects changed base weights of an adapter, and changes that would make the run skip or repeat rows.
         """
         stage = self.config.stage_names[progress.stage]
         # A user who names a checkpoint's folder may continue with other rows.
@@ -321,7 +321,7 @@ class CheckpointManager:
                 f"resume is {resume}, but every checkpoint that it selects is damaged; "
                 "--resume=never deletes all checkpoints and starts again"
             )
-        # Without folders, the checkpoint is in another output_dir, so this run has saved none yet.
+        # If there are no folders, the checkpoint is in another output_dir, and this run has saved no checkpoint yet.
         if folders and progress is not None:
             self.saved_steps = progress.steps
         if self.world.is_main:

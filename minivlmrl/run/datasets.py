@@ -15,7 +15,7 @@ from minivlmrl.rewards.registry import held_out_rewards, required_columns, train
 from minivlmrl.tasks.registry import get_task
 from minivlmrl.trainers.base import Trainer
 
-# kind of rows that a stage needs -> columns that such rows must have in addition to the prompt
+# {kind of rows that a stage needs: columns that such rows must have in addition to the prompt}
 NEEDS = {
     "prompts": (),
     "demonstrations": ("completion",),
@@ -93,8 +93,8 @@ def _load_datasets(
     for stage, needs in stages.items():
         datasets[stage] = _training_rows(run, files.get(stage), columns[needs], needs == "prompts", open_file)
     if config.eval_file and config.eval_rows:
-        # If all training rows are pairs, so are the held-out rows: the log-probabilities of their answers are compared.
-        # Otherwise the policy answers them.
+        # If all training rows are pairs, held-out rows are pairs, too, and an evaluation compares the log-probabilities
+        # of their answers. Otherwise the policy answers the held-out rows.
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
         datasets["eval"] = open_file(config.eval_file, eval_columns, config.eval_rows)

@@ -23,8 +23,8 @@ from minivlmrl.run.metrics import progress_bar
 from minivlmrl.trainers.offline import split
 
 BATCH_SIZE = 64  # largest number of rows that a rank answers at the same time
-# largest number of tokens of prompts and completions that a rank samples at the same time, so that an evaluation needs
-# no more memory than a rollout; sampling.max_batch_tokens can be lower
+# largest number of prompt and completion tokens in a rank's batch, so that an evaluation needs no more memory than a
+# rollout; sampling.max_batch_tokens can be lower
 BATCH_TOKENS = 16384
 
 
@@ -101,7 +101,7 @@ def gray_images(row: Row, _rows: Dataset) -> list[PIL.Image.Image]:
 
 
 def images_of_next_row(row: Row, rows: Dataset) -> list[PIL.Image.Image]:
-    """Return as many images as a row has, but those of the next row that has images."""
+    """Return as many images as a row has, taken from the next row that has images."""
     for distance in range(1, len(rows) + 1):
         images = rows[(row.index + distance) % len(rows)].images
         if len(images):
@@ -152,7 +152,7 @@ def generate_for_rows(
         rewards_of_rows = scores.view(len(batch), count, len(rewards)).tolist()
         described = [describe(*answer) for answer in zip(batch, completions, rewards_of_rows, strict=True)]
         all_ranks = world.gather_objects(described)
-        # Interleave the results, because rank i % world.size has answered row i of the batch.
+        # Results are interleaved, because rank i % world.size has answered row i of the batch.
         in_order = chain.from_iterable(zip(*all_ranks, strict=True))
         yield list(in_order)[: len(numbers)]
         bar.update(len(numbers))

@@ -64,5 +64,5 @@ def _lock(file: IO):
     else:  # Windows
         import msvcrt
 
-        # ignored, because on Linux pyright does not find any functions in msvcrt
+        # pyright's error is ignored, because on Linux pyright finds no functions in msvcrt
         msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # pyright: ignore[reportAttributeAccessIssue]

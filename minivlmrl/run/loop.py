@@ -105,7 +105,7 @@ def set_up(
         callback.on_setup(config, world)
     with phase("load"):
         model, processor, datasets = prepare(config, trainers, world, callbacks)
-    # last, so that a user does not choose another folder only to read about the next mistake
+    # The folder is checked last, so that a user does not change it only to read about the next mistake.
     check_output_dir(config)
     return model, processor, datasets
 
@@ -134,8 +134,8 @@ def train_stage(
     steps = trainer.steps(batches)
     for number in range(state.step, config.max_steps):
         try:
-            # Evaluate and save the model after the first `number` steps. This happens before the next step, so that a
-            # run that is killed here repeats it after a resume.
+            # Evaluate and save the model after the first `number` steps. The evaluation precedes the next step, so that
+            # a run that is killed meanwhile repeats it after a resume.
             results.after_step(trainer, number)
             with trainer.phase("preparation"):
                 step = next(steps)
@@ -187,7 +187,7 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
     """Add up the gradients of a step's micro-batches, and return their metrics over all ranks."""
     world = trainer.world
     parts = []  # each micro-batch's metrics, and the number of tokens or pairs they are means over
-    # without this, a batch of texts has no gradient
+    # if only the vision tower is trained, a batch of texts has no gradient
     trains_texts = not all(is_in_tower(name) for name, p in trainer.trained.named_parameters() if p.requires_grad)
 
     def has_gradient(batch: MicroBatch) -> bool:
@@ -195,7 +195,7 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
 
     if world.size > 1 and is_sharded(trainer.trained):
         # Ranks wait for each other in every layer. If all begin with their longest micro-batch, micro-batches with
-        # similar lengths run at the same time. Those without a gradient come first, because FSDP may reduce all
+        # similar lengths run at the same time. Micro-batches without a gradient come first, because FSDP may reduce all
         # gradients in the last backward pass.
         batches = sorted(batches, key=lambda batch: (not has_gradient(batch), num_tokens(batch)), reverse=True)
     for index, batch in enumerate(batches):

@@ -35,9 +35,9 @@ METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
 SPEED_EVERY = 10  # steps after which a line about speed and memory is printed
-# Functions that merge a step's micro-batch values; all other metrics are averaged.
+# functions that merge the values of a step's micro-batches; metrics that are not listed are averaged
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}
-# metrics by name, and the number of tokens or pairs that they are means over
+# metrics by name, and the number of tokens or pairs over which they are means
 Means = tuple[dict[str, float], float]
 
 
@@ -56,7 +56,7 @@ class MetricsLog(ExitStack):
         write = partial(self.write, COMPLETIONS)
         self.completions = CompletionsLog(config, world, write, resumed)
         self.files = {}
-        # lines in each log file; a resumed run may not write all logs of the checkpoint
+        # number of lines in each log file; a resumed run may not write all logs of the checkpoint
         self.num_lines = dict(progress.num_log_lines)
         self.trackers = []
         if not world.is_main:
@@ -93,7 +93,7 @@ class MetricsLog(ExitStack):
         self.bar = self.enter_context(bar)
         self.begin_time = time.perf_counter() - seconds
         self.last_seconds = seconds
-        # without evaluations and other work before the first step
+        # the times of evaluations and other work before the first step are discarded
         trainer.timer.take()
         self.world.seconds_waited = 0.0
         self.timings = deque(maxlen=SPEED_EVERY)  # timings of the last steps
@@ -217,7 +217,7 @@ class MetricsLog(ExitStack):
 
 
 def short_names(names: Iterable[str]) -> list[str]:
-    """Remove the file from metrics of own rewards, unless two of them would get the same name.
+    """Remove the file from the metric names of own rewards, unless two metrics would get the same name.
 
     Example: ["eval/my_rewards.py:brevity_sampled"] -> ["eval/brevity_sampled"]
     """
@@ -232,7 +232,7 @@ def begin_log(path: Path, progress: TrainerState, resumed: Path | None) -> int:
     If the checkpoint belongs to the same run, the file is truncated in place, so that its lines are not lost if the
     process is killed meanwhile.
     """
-    # None keeps all lines of a log that the checkpoint does not know
+    # a count of None keeps all lines of a log that the checkpoint does not know
     num_lines = progress.num_log_lines.get(path.name) if resumed else 0
     source = resumed.resolve().parents[1] / path.name if resumed else path.resolve()
     sizes = []
@@ -310,7 +310,7 @@ def memory_use() -> dict[str, float]:
 
 
 def describe_speed(timings: Sequence[dict]) -> str:
-    """Describe the mean times of lines of timings.jsonl, and the memory in the last one."""
+    """Describe the mean times in some lines of timings.jsonl, and the memory in the last line."""
 
     def mean(values: Iterable[float]) -> float:
         return sum(values) / len(timings)

@@ -30,7 +30,7 @@ OPTIMIZERS = {"adamw": adamw, "adamw_8bit": "minivlmrl.extras.adamw8bit:AdamW8bi
 
 def build_optimizer(model: nn.Module, config: TrainingOptions, section: OptimizerOptions) -> Optimizer:
     """Build the recipe's optimizer for all model parameters that require gradients."""
-    # While FSDP has gathered weights, the model's parameters are not the trainable shards.
+    # Weights are resharded, because gathered parameters are not the shards that are trained.
     reshard(model)
     return make_optimizer(trained_parameters(model), config, section)
 
@@ -65,7 +65,7 @@ def check_optimizer(section: OptimizerOptions):
         state |= {f"{i}/{name}": value for name, value in optimizer.state[weight].items()}
     with error_context(f"optimizer.name {section.name}"):
         for group in optimizer.param_groups:
-            # the schedule would set a rate that the optimizer does not read
+            # without "lr", the schedule would set a rate that the optimizer does not read
             check_field("lr" in group, "a parameter group", sorted(group), 'a dictionary with "lr"')
         try:
             save(state)

@@ -20,7 +20,7 @@ from minivlmrl.run.evaluate import evaluation_sampling
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
 
-# phases that do not work on the rows of the current training step
+# phases that do not process the rows of the current training step
 OTHER_PHASES = "load", "save", "evaluation"
 
 
@@ -30,7 +30,7 @@ class OutOfMemory(ValueError):
 
 @dataclass
 class Situation:
-    """A run's position, for the message if memory runs out."""
+    """The position of a run, for the message if memory runs out."""
 
     config: RunConfig
     gpus: int  # number of ranks
@@ -53,7 +53,7 @@ def reporting_out_of_memory(situation: Situation) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         message = describe(situation, error)
-        # The traceback's frames still hold the activations, and saving needs memory.
+        # The traceback is cleared, because its frames hold the activations, and saving needs memory.
         traceback.clear_frames(error.__traceback__)
         gc.collect()
         torch.cuda.empty_cache()
@@ -105,7 +105,7 @@ def longest_row(trainer: Trainer | None, rows: Sequence[Row]) -> str:
 # ------------------------------------------------------------------------------- option to change
 WEIGHTS = "sharding", "lora", "nf4", "bfloat16", "8-bit moments"
 TRAINING = "communication", "recomputation", "micro-batch", "sharding", "nf4", "bfloat16"
-# {phase: names in `cures`}, the strongest first; other phases have those of WEIGHTS
+# {phase: names in `cures`, the strongest first}; phases that are missing have the names in WEIGHTS
 CURES = {
     "sampling": ("sampling batch", "layer by layer", "nf4", "bfloat16"),
     "evaluation": ("sampling batch", "layer by layer", "nf4", "bfloat16"),
@@ -119,7 +119,7 @@ CURES = {
 
 
 def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[str]:
-    """Return the options that lower a phase's memory and are not set yet, with their new values."""
+    """Return the options that lower the memory of a phase and are not set yet, with new values."""
     model, adapter = config.model, config.adapter
     has_full_base = adapter.r and adapter.quantize is None
     is_float32 = model.dtype == "float32" and not model.compute_dtype

@@ -79,8 +79,8 @@ def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Da
 def check_truths(config: RunConfig, needs: dict[str, str], datasets: dict[str, Dataset]):
     """Raise ValueError if no answer can equal the solution of a row, for stages that sample answers and for "eval".
 
-    Of a large dataset, every k-th row is read, NUM_SOLUTIONS rows in all; the other rows raise when they are scored.
-    Boxes are compared with the sizes of NUM_IMAGES images. See try_rewards for the arguments.
+    At most NUM_SOLUTIONS rows are checked, evenly spaced in the dataset; the others raise when they are scored. Boxes
+    are compared with the sizes of NUM_IMAGES images. See try_rewards for the arguments.
     """
     for stage, rows in datasets.items():
         sampled = stage == "eval" or needs[stage] == "prompts"
@@ -117,7 +117,7 @@ def check_positions(
     model: VisionLanguageModel,
     processor: Processor,
 ):
-    """Raise ValueError if a prompt with its answer, given or generated, exceeds the model's or engine's limit.
+    """Raise ValueError if a prompt with its answer, given or generated, exceeds a limit of the model or engine.
 
     The model's limit is max_position_embeddings. A sampling engine may have a smaller limit.
     If max_new_tokens alone reaches the limit, the error names that option instead of a row.
@@ -130,7 +130,7 @@ def check_positions(
         num_new = config.sampling.max_new_tokens if is_answered else 0
         most_tokens = max_positions
         bound = f"the model's {max_positions} (max_position_embeddings)"
-        # The engine samples only training rollouts, so its limit does not apply to "eval".
+        # The limit of the engine does not apply to "eval", because the engine samples only training rollouts.
         if needs.get(name) == "prompts" and engine_limit < max_positions:
             most_tokens = engine_limit
             bound = f"the limit of {engine_limit} tokens of sampling.engine"
@@ -188,7 +188,7 @@ def describe_model(config: RunConfig, model: VisionLanguageModel):
 
 
 def describe_thought(processor: Processor):
-    """Print the text, such as <think>, with which prompts of a reasoning model open the answer."""
+    """Print the text, such as <think>, with which the prompts of a reasoning model open the answer."""
     if not processor.template or "<think>" not in processor.template.text:
         return
     opened = processor.template.opened
@@ -235,8 +235,7 @@ def unused_options(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Ite
 def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:
     """Yield warnings about evaluation rows in the training data, and about lost updates.
 
-    In 16 bits, an update is lost if it is smaller than half the distance between the weight and the next number of this
-    dtype.
+    A 16-bit weight does not change if an update is smaller than half the distance to the next number of the dtype.
     """
     dtype = DTYPES[config.model.dtype]
     # Small updates are not lost with adapters, which are trained in float32, and with adamw_8bit, which uses Kahan

@@ -42,7 +42,7 @@ def lost_ranks(error: RuntimeError) -> str:
         monitored_barrier(timedelta(seconds=3))
         return ""
     except RuntimeError as late:
-        # torchrun shows the first error, and a rank that failed first must report its own error
+        # This rank waits, because torchrun shows the first error, which a rank that failed earlier must report.
         time.sleep(3)
         named = re.search(r"Ranks? ([\d, ]*\d) failed to pass", f"{error}\n{late}")
     name = f"rank {named[1]}" if named else "a rank"
@@ -53,7 +53,7 @@ def lost_ranks(error: RuntimeError) -> str:
 
 
 def run_rank(work: Callable[[], int]):
-    """Call `work` as one rank, and exit with its return code.
+    """Call `work` as one rank, and exit with the code that `work` returns.
 
     The exit code is 2 after an error that is one line (see `mistake`), and 1 after a bug.
     """
@@ -72,7 +72,7 @@ def run_rank(work: Callable[[], int]):
             is_runtime = isinstance(error, RuntimeError)
             if not is_runtime or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise
-            # torchrun sends SIGTERM once a rank has ended; this rank ends in a few seconds anyway
+            # SIGTERM is ignored: torchrun sends it if a rank has ended, but this rank soon ends anyway.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             lost = lost_ranks(error)
             if not lost:
@@ -89,6 +89,6 @@ def run_rank(work: Callable[[], int]):
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Skip Python's shutdown, because a gloo thread that frees a tensor during the shutdown aborts the process (pytorch
-    # pull request 179291).
+    # Python's shutdown is skipped, because a gloo thread that then frees a tensor would abort the process (pytorch pull
+    # request 179291).
     os._exit(code or 0)

@@ -85,7 +85,7 @@ class Results:
     def measure(self, name: str, trainer: Trainer | None = None):
         """Evaluate the model before the first stage or after a stage, and keep the metrics.
 
-        They appear in summary.json and in the table that the run prints at its end.
+        The metrics appear in summary.json and in the table that the run prints at its end.
         """
         if self.held_out is not None:
             steps_done = trainer.config.max_steps if trainer else 0
@@ -164,7 +164,7 @@ class Results:
             results = self.progress.results
             seconds = self.progress.seconds
             write_json(self.folder / SUMMARY, {"chance": chance, **results, "seconds": seconds})
-            # by default the first reward is one of the user's, which chance may not be about
+            # `chance` is the accuracy of guessing, so it does not apply if the first reward is another one.
             if self.config.data.eval_rewards is None and self.config.eval_rewards[0] != "accuracy":
                 chance = None
             if results:

@@ -81,7 +81,7 @@ class CompletionsLog:
             shutil.copytree(earlier, images, dirs_exist_ok=True)
 
     def step(self, trainer: Trainer, step: Step, number: int):
-        """Log an optimizer step's completions if its turn has come and it has a rollout.
+        """Log the completions of an optimizer step if a log entry is due and the step has a rollout.
 
         All ranks must call this method, because they train on each other's samples.
         """
@@ -149,7 +149,7 @@ def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
     advantages = dict(chain(*(part.items() for part in trainer.world.gather_objects(own))))
 
     def describe(group: list[Sample]) -> dict:
-        # 0 for samples that are not in the loss
+        # samples that are not in the loss have the advantage 0
         return describe_group(trainer, group, [advantages.get(sample.index, 0.0) for sample in group])
 
     return map(describe, step.groups)

@@ -76,7 +76,7 @@ def prepare(
         for note in [*collect_notes(config, trainers, datasets), *row_texts]:
             print(note, flush=True)
     for stage, num_steps in stage_lengths(config, datasets).items():
-        # This also sets max_steps in config.yaml to the number of steps that the run really takes.
+        # max_steps is changed so that config.yaml has the number of steps that the run really takes.
         getattr(config, stage).max_steps = num_steps
     check = partial(check_positions, config, needs, datasets, model, processor)
     world.run_on_rank_zero(check)
@@ -183,7 +183,7 @@ def make_tokenizer(config: RunConfig, model_config: str, datasets: dict[str, Dat
 def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
     """Apply the recipe's data options and tools to a processor.
 
-    The options that inference needs are stored in the processor's files, so that a saved model keeps them.
+    Options that inference needs are stored in the processor's files, so that a saved model keeps these options.
     """
     data = config.data
     image_processor = replace(processor.image_processor, dtype=patch_dtype(config))

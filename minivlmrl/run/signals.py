@@ -37,7 +37,7 @@ class StopSignals:
         self.world = replace(world, stop_if_preempted=self.stop_if_preempted)
         self.first: float | None = None  # time of the first signal
         self.exit_code = 0  # exit code of the run: PREEMPTED if a signal ended it
-        # returns False during a rollout's optimizer steps, where stopping would lose work
+        # function that returns False during the optimizer steps on a rollout, when stopping would lose work
         self.can_stop: Callable[[], bool] = lambda: True
 
     def __enter__(self) -> "StopSignals":
