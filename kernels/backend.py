@@ -77,7 +77,7 @@ def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
             "uses torch where Triton cannot run"
         )
     if tensor.dtype in DTYPES:
-        _warn(f"Torch computes instead of a Triton kernel, and is slower, because {obstacle}")
+        _warn(f"PyTorch replaces a Triton kernel and is slower, because {obstacle}")
     return "torch"
 
 

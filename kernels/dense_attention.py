@@ -3,8 +3,8 @@
     S = q k^T D^-1/2, -inf for masked keys       P = softmax(S)       out = P v
 
 Query head i uses key head i // (H / K). Where the formula is computed step by step, the query heads that share a key
-head are stacked along the token axis, as if they were additional queries. This gives fewer and larger matrix products,
-and the keys are not copied.
+head are stacked along the token axis, as if they were additional queries. Stacking gives fewer and larger matrix
+products, and the keys are not copied.
 """
 
 import math
@@ -42,8 +42,8 @@ class Reorder(torch.autograd.Function):
     Arguments of apply:
         x: (N, ...), N rows.
         index: indices of the rows to select.
-        back: (N,), each row's position in `index`. All other positions in `index` are padding, and their upstream
-            gradient must be 0. None means that `index` contains each row at most once.
+        back: (N,), each row's position in `index`. Positions of `index` that are not in `back` are padding, and their
+        upstream gradient must be 0. None means that `index` contains each row at most once.
     """
 
     @staticmethod
@@ -79,7 +79,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     (_, K, T, _) = k.shape
     flash = is_causal and q.device.type == "cuda" and D % 8 == 0
     if flash and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
-        # This operator stores no mask and skips masked blocks; torch's causal_lower_right calls the same operator.
+        # The flash operator stores no mask and skips masked blocks; torch's causal_lower_right calls the same operator.
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     if q.device.type == "cpu" and T <= MAX_KEYS and D <= MAX_HEAD_DIM:
         return written_out_attention(q, k, v, is_causal)
@@ -174,15 +174,15 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the q, k and v gradients with the fused kernel's backward pass.
 
-    The kernel recomputes each key's weight as exp(score - lse). Therefore k and v may also be only some keys to which q
-    attends, if `out` and `lse` are the results for all keys: the weights then belong to the softmax over all keys. The
-    k and v gradients are complete, and the q gradients must be summed over the parts.
+    The kernel recomputes each key's weight as exp(score - lse). Therefore k and v may also be only some of the keys to
+    which q attends, if `out` and `lse` are the results for all keys. The k and v gradients are complete, and the q
+    gradients must be summed over the parts.
 
     The kernel computes a score's gradient as P (grad . v - grad . out), where P is the key's weight. If one key has
     nearly the whole weight, both products are nearly equal, and the rounding error in a 16-bit `out` remains. In
-    bfloat16, each rounding step changes a score's gradient by up to P * 2^-9 * sum(|grad * out|). This error reaches
-    the q and k gradients on a GPU, where JoinedAttention rounds `out` twice, and with the fused kernel in
-    dense_attention. The v gradient does not depend on `out`.
+    bfloat16, each rounding step changes a score's gradient by up to P * 2^-9 * sum(|grad * out|). The error reaches the
+    q and k gradients on a GPU, where JoinedAttention rounds `out` twice, and with the fused kernel in dense_attention.
+    The v gradient does not depend on `out`.
 
     Args:
         grad: (S, H, L, D), upstream gradient; its last axis must be contiguous.

@@ -25,7 +25,7 @@ and the upstream gradients g (for logp) and e (for H), it follows that
     dz_j = g [j = y] / T + exp(d_j) (a + b d_j)
     a = -(g + e (H - log s)) / (T s)        b = -e / (T s)
 
-This needs the logits again, and top, s and H, which the forward pass saves.
+The backward pass needs the logits again, and top, s and H, which the forward pass saves.
 
 The kernels compute in base 2, because GPUs have an instruction for 2^x. With k = log2(e) / T,
 d' = k z - k top is one instruction, and d = d' ln 2. For a logit equal to -inf, d exp d must be 0 and not inf * 0.
@@ -174,9 +174,9 @@ def _score_kernel(
 ):
     """Score one row with `width` logits, which belong to the ids first..first+width-1.
 
-    If FIRST and LAST are both set, the logits cover the whole vocabulary. Otherwise the vocabulary's parts are scored
-    one after the other. `parts` (4, rows) then holds the running results top, s, t and d_y + top. `parts` is read
-    unless FIRST is set, and written unless LAST is set.
+    If FIRST and LAST are both set, the logits cover the whole vocabulary. If not, the parts of the vocabulary are
+    scored one after the other. `parts` (4, rows) then holds the running results top, s, t and d_y + top. `parts` is
+    read unless FIRST is set, and written unless LAST is set.
     """
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * stride

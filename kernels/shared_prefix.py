@@ -99,9 +99,9 @@ def completion_attention(
     """Compute attention from completions to all keys of their prompt, and causally to their own keys.
 
     The prompt's keys are not copied for each completion. On a CPU, scores that take at most MAX_SCORE_BYTES are
-    computed step by step by grouped_attention. Otherwise, JoinedAttention calls the fused kernel, which does not store
-    the scores. The keys are copied for each completion only where has_flash_attention is False, for example for float32
-    on a GPU.
+    computed step by step by grouped_attention. For larger scores, JoinedAttention calls the fused kernel, which does
+    not store the scores. The keys are copied for each completion only where has_flash_attention is False, for example
+    for float32 on a GPU.
 
     Args:
         q: (R, H, C, D), the completions' queries.

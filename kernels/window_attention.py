@@ -12,7 +12,7 @@ o_s's gradient. Because a row's softmax has the Jacobian diag(p) - p p^T,
     dS = P * (dP - sum_j P_ij dP_ij)
     dq_s = c dS k_s              dk_s = c dS^T q_s
 
-Therefore the backward pass needs only q, k and v. It recomputes S and P, which are at most 64 x 64 numbers each, in
+The backward pass therefore needs only q, k and v, and recomputes S and P, which are at most 64 x 64 numbers each, in
 registers.
 
 Segments are independent. In torch, a run (consecutive segments with equal length) is computed in one batched call
@@ -103,7 +103,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
     return out
 
 
-# Both block sizes are powers of two: ROWS is a segment's padded token count, COLUMNS the padded head dimension D.
+# The block sizes are powers of two: ROWS is a segment's padded token count, and COLUMNS the padded head dimension D.
 constexpr = tl.constexpr
 LOG2E = tl.constexpr(math.log2(math.e))
 
@@ -204,7 +204,7 @@ def _backward_kernel(
 
 def block_sizes(longest: int, head_dim: int) -> tuple[int, int]:
     """Return ROWS and COLUMNS for segments with at most `longest` tokens: 60 tokens of dimension 80 give 64, 128."""
-    # Both sizes are at least 16, because matrix instructions do not support smaller ones.
+    # block sizes are at least 16, because matrix instructions do not support smaller ones
     rows, columns = (max(16, 1 << (size - 1).bit_length()) for size in (longest, head_dim))
     return rows, columns
 

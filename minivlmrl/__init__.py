@@ -3,8 +3,8 @@
 The names in `__all__` are for use as a library (docs/library.md). Each name is imported when it is first used, so that
 `import minivlmrl` is fast and does not import torch.
 
-This file sets environment variables that torch reads when torch is imported, or later. It does not change variables
-that the user has set.
+This file sets environment variables that torch reads when torch is imported, or later. Variables that the user has set
+are not changed.
 """
 
 import importlib

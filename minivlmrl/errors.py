@@ -30,8 +30,7 @@ class error_context(AbstractContextManager):
     code may raise, keep their type and get a note.
     """
 
-    # This is a class, because a generator with @contextmanager is slower, and each of 200,000 rows enters several
-    # contexts.
+    # error_context is a class, because a generator is slower, and each of 200,000 rows enters several contexts.
     def __init__(self, where: str | Path):
         self.where = where
 

@@ -104,8 +104,8 @@ generate_main = partial(answer_file, "generate")
 def evaluation_config(options: argparse.Namespace, overrides: list[str], with_rewards: bool) -> RunConfig:
     """Load the recipe, with the model and the rows on the command line.
 
-    A recipe that was found beside the model is refused if it names code. Such code only runs if the user passes the
-    recipe with --recipe.
+    A recipe that was found beside the model is refused if it names code. Code in a recipe only runs if the user passes
+    the recipe with --recipe.
     """
     is_adapter = is_adapter_folder(options.model)
     found_recipe = find_recipe(find_adapter(options.model) if is_adapter else options.model)

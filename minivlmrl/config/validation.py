@@ -1,8 +1,8 @@
 """Reject options that have no effect in combination with other options, before the run starts.
 
-RULES lists every option that other options switch off, the reason, and the condition. It is an error if such an option
-differs from its default. The section of a stage, also of a stage in your own file, can check its own options in a
-method, see `TrainingOptions.without_effect`.
+RULES lists every option that other options switch off, the reason, and the condition. If an option without effect
+differs from its default, this is an error. The section of a stage, also of a stage in your own file, can check its own
+options in a method, see `TrainingOptions.without_effect`.
 """
 
 from collections.abc import Callable, Iterator

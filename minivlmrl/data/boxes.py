@@ -54,8 +54,8 @@ def box_columns(
 ) -> dict[str, list]:
     """Compute the columns image_sizes and answer_extents that box rewards receive.
 
-    The extent of an answer is the image's width and height in the units of the answer's boxes. These units come from
-    the row's column box_space, or else from the processor's box_space.
+    The extent of an answer is the image's width and height in the units of the answer's boxes. The units come from the
+    row's column box_space, or else from the processor's box_space.
 
     Args:
         rows: one row per prompt.

@@ -81,6 +81,6 @@ def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Pa
             names.append("tokenizer.json")
         if all((cached / name).is_file() for name in names):
             return cached
-    # This request fails after a timeout if the hub cannot be reached, whereas the download could wait forever.
+    # snapshot_download is preceded by a request with a timeout, because the download could wait forever for the hub.
     HfApi().model_info(repo_id, revision=revision, timeout=NETWORK_SECONDS)
     return Path(download())

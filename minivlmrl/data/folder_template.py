@@ -249,7 +249,7 @@ class ChatTemplate:
     def opened(self) -> str:
         """Return the unclosed thought that ends the generation prompt, such as "<think>\\n", or "".
 
-        This thought belongs to the assistant's turn, although the model does not generate it.
+        The beginning of a thought belongs to the assistant's turn, although the model does not generate this beginning.
         """
         messages = [{"role": "user", "content": "?"}]
         prompt = self._lay_out(messages, True).removeprefix(self._lay_out(messages, False))
@@ -269,7 +269,8 @@ class ChatTemplate:
     def _checked(self, messages: list[dict]) -> tuple[list[dict], str]:
         """Return messages as plain data in which a mark breaks up the names of control tokens, and the mark.
 
-        The mark is a character that `_cut` removes after rendering. It and its successor occur in no message.
+        The mark is a character that `_cut` removes after rendering. The mark and the next character occur in no
+        message.
         """
         check_messages(messages)
         used_kinds = {part_kind(part) for part in parts_of(messages)}
@@ -293,8 +294,8 @@ class ChatTemplate:
     def _break_up(self, value: Plain, mark: str, is_text: bool = False) -> Plain:
         """Insert a mark into all names of control tokens in a message.
 
-        Then only the template writes control tokens into the rendered conversation. A name may contain whitespace or
-        continue in the next text (`is_text`), because a template may remove whitespace and join texts.
+        With the mark, only the template can write control tokens into the rendered conversation. A name may contain
+        whitespace or continue in the next text (`is_text`), because a template may remove whitespace and join texts.
         """
         if isinstance(value, dict):
             broken = {}

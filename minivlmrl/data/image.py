@@ -93,7 +93,7 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
     Raises:
         ValueError: the aspect ratio is over 200, or max_pixels is smaller than min_pixels or than one block of factor x
             factor pixels.
-    Source: transformers' smart_resize of Qwen2-VL. Both round half to even, as Python's round does.
+    Source: transformers' smart_resize of Qwen2-VL. Half is rounded to even, as in Python.
     """
     check_ratio(width, height)
     if max_pixels < max(min_pixels, factor**2):

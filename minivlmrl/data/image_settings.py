@@ -29,7 +29,7 @@ def torch_resize_frames(
         pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
         pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
         resized.append(pixels[0].permute(1, 2, 0).numpy())
-    # This is 255 with the rounding error of transformers, which multiplies mean and std by the number.
+    # `scale` is 255 with the rounding error of transformers, which multiplies mean and std by this number.
     scale = np.float32(1 / (1 / 255))
     grey_levels = np.arange(256, dtype=np.float32)
     return look_up((grey_levels - mean * scale) / (std * scale), np.stack(resized))

@@ -161,8 +161,8 @@ def encode_completion(
     context on which no loss is computed.
 
     Some templates, such as Qwen3.5's and Qwen3.6's, drop earlier turns' thoughts, so an answer with several turns is no
-    single sequence. Then each assistant turn is a Completion in `turns` with its own prompt, as in a trajectory. The
-    first turn follows the given prompt.
+    single sequence. With such a template, each assistant turn is a Completion in `turns` with its own prompt, as in a
+    trajectory. The first turn follows the given prompt.
 
     Args:
         messages: the prompt, see data/messages.py.

@@ -170,7 +170,9 @@ def _check_answer(turns: list[dict]):
         if turn["role"] == "assistant" and not text_of(turn).strip() and not turn.get("tool_calls"):
             raise ValueError("an answer is empty or blank; add its text or remove the row")
     if not any(map(is_trained, turns)):
-        raise ValueError(f"no turn of the answer is trained, because all have one of {', '.join(LOSS_KEYS)}; remove it")
+        raise ValueError(
+            f"every assistant turn of the answer has {' or '.join(LOSS_KEYS)}: false; remove this key from a turn"
+        )
 
 
 def _add_system(text: Plain, prompt: list[dict]) -> list[dict]:

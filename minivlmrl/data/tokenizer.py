@@ -129,9 +129,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             "the model's original checkpoint"
         ) from error
     if unknown:
-        raise ValueError(
-            f"{path}: {' or '.join(TOKEN_FILES)} lists the token {unknown[0]!r:.60}, which it lacks; {advice}"
-        )
+        raise ValueError(f"{path} lacks the token {unknown[0]!r:.60}, which {' or '.join(TOKEN_FILES)} lists; {advice}")
     return tokenizer
 
 

@@ -2,11 +2,11 @@
 
 The models' code does not know about sharding. Each vision block and each decoder layer is an
 FSDP unit, whose weights are gathered when it runs and freed afterwards. If the embedding and the output head are two
-tensors, each is a unit, too. All other weights form one more unit, the root.
+tensors, each is a unit, too. The weights outside of these units form one more unit, the root.
 
-All ranks must run the same units in the same order, otherwise they deadlock. Therefore ranks have equal numbers of
-prompts and micro-batches. DummyVisionForward runs the vision tower on ranks without images, and in_lockstep runs
-equally many decode steps on all ranks.
+All ranks must run the same units in the same order, otherwise they deadlock. For the same reason, ranks have equal
+numbers of prompts and micro-batches. DummyVisionForward runs the vision tower on ranks without images, and in_lockstep
+runs equally many decode steps on all ranks.
 """
 
 from collections.abc import Callable
@@ -144,7 +144,7 @@ class Sharding:
         """Gather a model's full weights, and return an unsharded model that uses them.
 
         The returned model has no FSDP hooks, so that each rank can run it independently and a CUDA graph can capture
-        it. It is valid until the sharded model is resharded.
+        it. The returned model is valid until the sharded model is resharded.
         """
         for unit in units(model):
             unit.unshard()
@@ -203,7 +203,7 @@ def layers_without_experts(model: VisionLanguageModel) -> list[FSDPModule]:
 def gather_embedding_and_head(model: VisionLanguageModel):
     """Let each forward pass of a model gather the units of an untied embedding and head.
 
-    Their weights are used without calling their modules, so that FSDP's hooks do not run. Like the root's weights, they
+    The weights of embedding and head are used without calling the modules, so that FSDP's hooks do not run. The weights
     stay gathered until the end of the backward pass, in which FSDP reduces their gradients, or until `reshard`. One
     unit for embedding and head would need a float32 buffer for both gradients: 4.4 GB for a 7B model.
     """

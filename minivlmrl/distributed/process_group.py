@@ -104,9 +104,9 @@ class World:
     def wait(self):
         """Wait for all ranks, for any time, unless a rank is lost.
 
-        A collective operation fails if a rank is late by more than `timeout`. This is right for training, in which all
-        ranks do the same, but not for sampling, tools, rewards and saving, which may take much longer on one rank than
-        on another.
+        A collective operation fails if a rank is late by more than `timeout`. The limit suits training, in which all
+        ranks do the same, but not sampling, tools, rewards and saving, which may take much longer on one rank than on
+        another.
         """
         if self.size > 1:
             with self.waiting():

@@ -1,7 +1,7 @@
 """Capture the decode step as a CUDA graph, so that the host launches only once per token.
 
 Without a graph, the GPU waits for the host, because a step of 36 layers has more than a thousand kernel launches. A
-graph takes a single launch, and it runs the same kernels on the same memory every time. Therefore all values that
+graph takes a single launch, and it runs the same kernels on the same memory every time. For a graph, all values that
 change from step to step are stored in tensors, and all tensors keep their addresses. Completion keys and values are in
 buffers that are longer than needed, a mask hides the unused part, and finished rows are computed until the whole batch
 is finished. A new graph is captured only when the buffers have to grow.

@@ -1,9 +1,9 @@
 """Apply repetition penalty, temperature, top_k, top_p and min_p to the next token's logits.
 
 To add a filter, add a field to SamplingOptions (config/options.py), a last step to filter_logits, and an entry to
-NO_TRUNCATION (config/options.py). Without this entry, the filter is never applied, because the sampler, the training
-step, vLLM and option checks use NO_TRUNCATION to decide whether tokens are removed. See docs/developer_guide.md for an
-example.
+NO_TRUNCATION (config/options.py). A filter without an entry in NO_TRUNCATION is never applied, because the sampler, the
+training step, vLLM and option checks use the table to decide whether tokens are removed. See docs/developer_guide.md
+for an example.
 """
 
 from collections.abc import Iterable, Sequence

@@ -7,8 +7,8 @@
     decode         run one forward over each row's newest token, which attends to its prompt
                    and to its completion's earlier tokens
 
-A row is one completion. Its random numbers depend only on its prompt's key, so a sample does not change with the batch
-or the number of GPUs. See uniform_numbers in data/rows.py.
+A row is one completion. The random numbers of a row depend only on the prompt's key, so a sample does not change with
+the batch or the number of GPUs. See uniform_numbers in data/rows.py.
 
 Dimension letters: B prompts, G completions per prompt, R = B * G rows, r rows that are still in the batch, V vocabulary
 size.

@@ -216,7 +216,7 @@ def find_engine(sampling: SamplingOptions) -> type[Sampler]:
 def check_groups(completions: Sequence[Sequence[Completion]], num_prompts: int, num_generations: int):
     """Raise ValueError unless an engine has sampled num_generations completions for each prompt.
 
-    Otherwise the rewards of one prompt would be compared with those of another, and NaN as a log-probability would hide
+    A wrong number of completions would mix the rewards of different prompts, and NaN as a log-probability would hide
     that the engine and the trainer differ.
     """
     lengths = [len(group) for group in completions]

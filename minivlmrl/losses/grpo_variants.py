@@ -1,8 +1,8 @@
 """GRPO loss variants: GSPO-token, RLOO, CISPO, SAPO, VESPO, LUSPO and BNPO.
 
-This file adds the variants to the tables RATIOS, TERMS and AVERAGES in grpo.py. It also computes an entropy bonus, and
-token weights that mask off-policy rows, select tokens with high entropy, or correct for the sampler. To use this file
-in your own project, copy grpo.py too.
+This file adds the variants to the tables RATIOS, TERMS and AVERAGES in grpo.py. The file also computes an entropy
+bonus, and token weights that mask off-policy rows, select tokens with high entropy, or correct for the sampler. To use
+this file in your own project, copy grpo.py too.
 """
 
 import math

@@ -94,7 +94,7 @@ def ppo_loss(
         policy   max(-A r, -A clip(r, 1 - eps, 1 + eps))             r = pi(o_t) / pi_old(o_t)
         value    max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2) / 2
 
-    Both parts are clipped with the same eps, the option cliprange.
+    The policy and the value loss are clipped with the same eps, the option cliprange.
 
     Example: one token has ratio 1, advantage 2, value 1, old value 1 and return 3. The policy loss is -2 and the value
     loss 2, so the loss with vf_coef 0.1 is -1.8.

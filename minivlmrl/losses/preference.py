@@ -6,9 +6,9 @@ B is the number of pairs and T the longest answer's length. In tensors (B, 2, T)
 the rejected one. Only `per_token_logps` has a gradient.
 
 Each loss divides by `normalizer`, the totals of the whole optimizer step, so that the gradients of micro-batches add up
-to the step's gradient. Its `sequences` counts two answers for each pair; by default the batch is the step. Three losses
-still depend on the micro-batches: aot and aot_unpaired sort a micro-batch's pairs, as in TRL, and use_weighting (WPO)
-multiplies the micro-batch's sft mean.
+to the step's gradient. The normalizer's `sequences` counts two answers for each pair; by default the batch is the step.
+Three losses still depend on the micro-batches: aot and aot_unpaired sort a micro-batch's pairs, as in TRL, and
+use_weighting (WPO) multiplies the micro-batch's sft mean.
 """
 
 import math

@@ -6,7 +6,7 @@ The attention objects in this file, which the decoder calls, implement these rul
     completion tokens  attend to their whole prompt and, causally, to their own completion
     no token           attends to another group or to another completion
 
-Therefore each prompt is computed once for all its completions, and the results are the same as if every completion were
+Each prompt is computed only once for all its completions, and the results are the same as if every completion were
 computed in a separate row together with its prompt. `visible` expresses the rules as a mask. GroupAttention does not
 need a mask, because it calls attention separately for the prompts and for the completions, and passes only the keys to
 which the queries may attend.

@@ -1,8 +1,8 @@
 """Decoder and LM head for the vision-language models Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5.
 
-The decoder processes a packed sequence of N tokens. Its argument `attention` decides which tokens attend to each other.
-model/families/registry.py names each family's vision tower, layers and norm. Parameters have the same names as in
-checkpoints on the Hugging Face hub.
+The decoder processes a packed sequence of N tokens. The decoder's argument `attention` decides which tokens attend to
+each other. model/families/registry.py names each family's vision tower, layers and norm. Parameters have the same names
+as in checkpoints on the Hugging Face hub.
 
 Dimension letters: N tokens, H query heads, K key/value heads, D head_dim. `config` is the ModelConfig in
 model/config.py.
@@ -129,7 +129,7 @@ class TextModel(nn.Module):
 class SelfAttention(nn.Module):
     """Grouped-query attention. Qwen2 adds biases to q, k and v; Qwen3 normalises each q and k head.
 
-    `index` is the layer's index. It selects the layer's keys and values in the KV cache.
+    `index` is the layer's index. The index selects the layer's keys and values in the KV cache.
     """
 
     def __init__(self, config: ModelConfig, index: int):

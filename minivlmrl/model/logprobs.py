@@ -35,6 +35,6 @@ def logps_of_states(
 ) -> tuple[Tensor, Tensor]:
     """Compute per_token_logps' results from the hidden states in completion_states.
 
-    This function is for callers that also need the hidden states.
+    Callers use this function if they also need the hidden states.
     """
     return linear_log_softmax(states, model.lm_head.weight, batch.completion_ids, temperature, batch.sampling_mask)

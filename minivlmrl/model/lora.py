@@ -242,8 +242,8 @@ def quantize_base(model: VisionLanguageModel):
     """Quantise the decoder's frozen linear layers, and the adapters' base layers, to NF4.
 
     The routers, the head and the embeddings are not quantised, and neither are layers in the vision tower and the
-    merger that do not have an adapter. In contrast, bitsandbytes in transformers 5.23 quantises all linear layers
-    except the head, including the tower's layers. This function works on any device.
+    merger that do not have an adapter. bitsandbytes in transformers 5.23 also quantises the layers of the tower: all
+    linear layers except the head. This function works on any device.
     """
     not_quantized = family_of(model).not_quantized
     names = []

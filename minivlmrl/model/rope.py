@@ -27,8 +27,8 @@ def get_rope_index(
         time   0 1 | 2 2 2 2 2 2 | 5
         height 0 1 | 2 2 2 3 3 3 | 5
         width  0 1 | 2 3 4 2 3 4 | 5
-    Example: a video has 3 time steps, 0.75 s apart, and 2 positions per second. Its time positions are floor(step *
-    1.5), so 0, 1 and 3.
+    Example: a video has 3 time steps, 0.75 s apart, and 2 positions per second. The time positions of the video are
+    floor(step * 1.5), so 0, 1 and 3.
 
     Args:
         input_ids: (N,) int64, one prompt with its image and video placeholders expanded.

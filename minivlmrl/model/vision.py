@@ -147,16 +147,16 @@ def lay_out(grids: tuple[tuple[int, int, int], ...], config: VisionConfig, devic
 class VisionTower(nn.Module):
     """Base class for all families' vision towers, with the names that other files use.
 
-    Its forward has the same arguments and results as VisionTransformer.forward. With DeepStack, the result is (M, (1 +
-    k) * out_hidden_size): the merged tokens, then those of each of k levels. model/config_json.py checks that
-    out_hidden_size is the decoder's hidden_size. Modules that
-    work on merged tokens have "merger" in their names, see model/flops.py. A tower may also have
+    The forward of every tower has the same arguments and results as VisionTransformer.forward. With DeepStack, the
+    result is (M, (1 + k) * out_hidden_size): the merged tokens, then those of each of k levels. model/config_json.py
+    checks that out_hidden_size is the decoder's hidden_size. Modules that work on merged tokens have "merger" in their
+    names, see model/flops.py. A tower may also have
     - pos_embed: nn.Embedding with learned positions, which model/build.py initialises with the
       standard deviation config.initializer_range instead of that of a matrix;
     - deepstack_merger_list: further mergers, which model.freeze and adapter.target count to the
       part "merger", see PARTS in model/plain_weights.py.
-    Layers that write into the residual stream have one of the name ends INTO_RESIDUAL in model/build.py. Otherwise
-    their initial weights are too large.
+    Layers that write into the residual stream have one of the name ends INTO_RESIDUAL in model/build.py. Under other
+    names, the initial weights of such layers would be too large.
     """
 
     config: VisionConfig

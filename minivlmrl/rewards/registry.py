@@ -282,7 +282,7 @@ def plain_value(value: Any) -> float | str | None:
 def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
     """Log a value for each completion, as TRL's log_extra(column, values) does.
 
-    The column "why" has the reasons for a reward's values. They are logged as {name of the reward: reason}, because
+    The column "why" has the reasons for a reward's values. Reasons are logged as {name of the reward: reason}, because
     several rewards give reasons; None and "" are left out. Values other than numbers, str and None are logged as
     str(value), because the log is JSON.
     """

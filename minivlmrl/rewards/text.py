@@ -5,9 +5,9 @@ A reward is a function with TRL's signature, which returns one number per comple
     def brevity(completions, **columns):    # all completions, and every column in their rows
         return [1.0 if len(c) < 100 else 0.0 for c in completions]
 
-It may return None for a completion that it cannot score. Such a completion is excluded from the mean of its group, and
-its advantage is 0. A recipe gives each reward a weight, for example {accuracy: 1.0}; rewards/registry.py lists the
-names.
+A reward may return None for a completion that it cannot score. A completion without a reward is excluded from the mean
+of its group, and has the advantage 0. A recipe gives each reward a weight, for example {accuracy: 1.0};
+rewards/registry.py lists the names.
 
 A reward explains its values with log_extra("why", reasons), which gets one reason per completion, or None for a
 completion that needs no reason. A run's logs show these reasons.

@@ -19,7 +19,7 @@ from minivlmrl.trainers.base import Step, Trainer
 
 
 class Callback:
-    """Base class for all callbacks. Its methods do nothing; a subclass overrides some of them."""
+    """Base class for all callbacks. The methods of this class do nothing; a subclass overrides some of them."""
 
     def on_setup(self, config: RunConfig, world: World):
         """Called before rows and weights are loaded; may raise ValueError to reject the recipe."""

@@ -26,8 +26,8 @@ FILE_SIZE = 2**30
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
     """Yield blocks from weight files, from which a weight fingerprint is computed.
 
-    Files up to 64 MiB are read completely. From larger files, 1,024 evenly spaced blocks are read. This is enough to
-    recognise another model, or the same model after more training, because their weights differ in all blocks. A change
+    Files up to 64 MiB are read completely. From larger files, 1,024 evenly spaced blocks are read. The blocks are
+    enough to recognise another model, or the same model after more training, because all blocks then differ. A change
     of a few bytes between two blocks is not detected.
     """
     for file in files:

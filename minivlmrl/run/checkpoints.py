@@ -5,9 +5,9 @@ output_dir/states/000120/    checkpoint after 120 optimizer steps in all stages
     run.json                 TrainerState, the run's progress
     complete.json            checksums of the other files; written last
 
-Checkpoints are saved between rollouts, so they do not contain rollouts. They do not contain the random generator's
-state either, because every random choice depends only on a key. The folder
-is called 000120.partial until all its files have been written.
+Checkpoints are saved between rollouts, so they do not contain rollouts. Checkpoints do not contain the state of a
+random generator either, because every random choice depends only on a key. The folder is called 000120.partial until
+all its files have been written.
 """
 
 import re

@@ -269,8 +269,8 @@ def check_mismatch(run: RunConfig, metrics: dict[str, float]):
     """Raise ValueError if the sampler and the trainer compute different log-probabilities.
 
     In float32, the log-probability of no token may differ by more than rollout.max_logp_mismatch. In 16 bits, single
-    tokens' rounding errors can be larger than this bound. Therefore the root mean square of the differences is checked
-    instead, with a tenth of the bound.
+    tokens' rounding errors can be larger than this bound. In 16 bits, the root mean square of the differences is
+    therefore checked, with a tenth of the bound.
     """
     name = "rollout/logp_mismatch"
     bound = run.rollout.max_logp_mismatch

@@ -91,8 +91,8 @@ def learning_rate(step: int, config: TrainingOptions) -> float:
     """Compute the learning rate of a step; the first step has the number 0.
 
     The rate rises linearly over warmup_steps, one step earlier than in TRL, so that step 0 does not have a rate of 0.
-    Then it decays to min_lr_ratio * learning_rate at max_steps. For example, with a linear schedule, learning_rate 1,
-    warmup_steps 2 and max_steps 6, the rates of the six steps are 0.5, 1, 1, 0.75, 0.5 and 0.25.
+    Then the rate decays to min_lr_ratio * learning_rate at max_steps. For example, with a linear schedule,
+    learning_rate 1, warmup_steps 2 and max_steps 6, the rates of the six steps are 0.5, 1, 1, 0.75, 0.5 and 0.25.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps

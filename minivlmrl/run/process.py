@@ -42,7 +42,7 @@ def lost_ranks(error: RuntimeError) -> str:
         monitored_barrier(timedelta(seconds=3))
         return ""
     except RuntimeError as late:
-        # This rank waits, because torchrun shows the first error, which a rank that failed earlier must report.
+        # The rank waits, because torchrun shows the first error, which a rank that failed earlier must report.
         time.sleep(3)
         named = re.search(r"Ranks? ([\d, ]*\d) failed to pass", f"{error}\n{late}")
     name = f"rank {named[1]}" if named else "a rank"

@@ -5,8 +5,8 @@
 rollout.py samples the completions and explains the shapes. The paper's outer loop, which replaces the reference model
 every few hundred steps, is not implemented.
 
-DAPO, Dr. GRPO, GSPO, RLOO, CISPO and other variants are selected by options in the section `grpo`. They choose the
-ratio, the term and the average of the loss (losses/), the advantages (losses/advantages.py), and dynamic sampling
+DAPO, Dr. GRPO, GSPO, RLOO, CISPO and other variants are selected by options in the section `grpo`. The options choose
+the ratio, the term and the average of the loss (losses/), the advantages (losses/advantages.py), and dynamic sampling
 (dynamic_sampling.py).
 """
 
@@ -306,8 +306,8 @@ class GRPOTrainer(RolloutTrainer):
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:
     """Compute DAPO's penalty for an overlong completion, from 0 to -1.
 
-    The penalty is 0 up to max_completion_len - soft_punish_cache tokens. It then falls linearly, to
-    -1 at max_completion_len.
+    The penalty is 0 up to max_completion_len - soft_punish_cache tokens. The penalty then falls linearly, to -1 at
+    max_completion_len.
 
     Example: with a maximum of 100 and a cache of 20, lengths 80, 90, 100 and 120 give 0, -0.5, -1 and -1.
     Source: DAPO eq. 13 (arXiv 2503.14476); TRL's get_soft_overlong_punishment.

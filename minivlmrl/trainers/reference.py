@@ -84,7 +84,7 @@ class Reference:
 class SwappedParameters(nn.Module):
     """Copies of some parameters, which can be swapped into a model for a forward pass.
 
-    All other parameters are shared with the model, so a reference model needs little memory.
+    The parameters that are not copied are shared with the model, so a reference model needs little memory.
     """
 
     def __init__(self, model: VisionLanguageModel, names: list[str]):

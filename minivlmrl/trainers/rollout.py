@@ -203,8 +203,8 @@ class RolloutTrainer(Trainer):
     def split(self, groups: Sequence[list[Sample]]) -> list[list[Sample]]:
         """Split an optimizer step's samples into micro-batches.
 
-        If max_tokens_per_micro_batch is set, it limits the tokens in a micro-batch. Otherwise, a micro-batch has the
-        groups of micro_batch_size prompts.
+        If max_tokens_per_micro_batch is set, it limits the tokens in a micro-batch. Without this limit, a micro-batch
+        has the groups of micro_batch_size prompts.
         """
         size = self.config.micro_batch_size
         max_tokens = self.config.max_tokens_per_micro_batch

@@ -315,7 +315,7 @@ UNREAD_ANSWERS = [
     (YES | {"loss": "false"}, "message 1: 'loss' is 'false', but it must be true, 1, false or 0"),
     (YES | {"loss": True, "weight": 0}, "message 1: {'loss': True, 'weight': 0} contradict each other"),
     (YES | {"refusal": "no"}, "message 1 of the role assistant has the key 'refusal' with 'no'"),
-    (YES | {"train": False}, "no turn of the answer is trained, because all have one of loss, loss_mask, weight, t"),
+    (YES | {"train": False}, "every assistant turn of the answer has loss or loss_mask or weight or train: false"),
     (
         YES | {"tool_calls": [{"function": {"name": "a", "output": "b"}}]},
         "the function of a tool call of message 1 has",

@@ -48,7 +48,7 @@ def test_the_device_decides():
 
 def test_old_cards_and_missing_triton_stay_with_torch(monkeypatch):
     """The warning in auto mode does not recommend auto mode; only the error in the mode triton does."""
-    reasons = "Torch computes instead of a Triton kernel, and is slower, because "
+    reasons = "PyTorch replaces a Triton kernel and is slower, because "
 
     def warning_and_error():
         monkeypatch.setenv("MINIVLMRL_KERNELS", "auto")
@@ -90,7 +90,7 @@ def test_without_a_compiler_torch_computes_and_says_so_once(monkeypatch, recwarn
     assert probe.cache_info().misses == 1
     [warning] = recwarn
     assert str(warning.message).startswith(
-        "Torch computes instead of a Triton kernel, and is slower, because Triton cannot compile"
+        "PyTorch replaces a Triton kernel and is slower, because Triton cannot compile"
     )
 
 

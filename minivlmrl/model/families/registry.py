@@ -1,7 +1,7 @@
 """Model family registry. A ModelSpec contains everything that differs between families.
 
-MODULES maps the `model_type` in config.json to a module. This module is imported only when a model needs it, and its
-dictionary SPECS contains the ModelSpec. docs/developer_guide.md shows how to add a family.
+MODULES maps the `model_type` in config.json to a module. The module of a family is imported only when a model needs it,
+and its dictionary SPECS contains the ModelSpec. docs/developer_guide.md shows how to add a family.
 """
 
 import re
