@@ -1,4 +1,4 @@
-"""Send a model one prompt and print its answer while it is generated.
+"""Send a model one prompt, and print the answer while it is generated.
 
 python -m minivlmrl chat --model FOLDER --image cat.jpg --prompt "How many cats?" --temperature 0
 """

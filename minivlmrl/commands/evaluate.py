@@ -7,7 +7,7 @@ torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                  # on seve
 
 The recipe sets the prompt template, the image size, the stopping rules, data.answer_format and the rewards of
 evaluations; --section.name=value changes any of its options. By default the recipe is config.yaml from the run that
-trained the model. If there is none, it is minivlmrl.yaml beside the weights, or else recipes/own_data.yaml with
+trained the model. Without config.yaml, the recipe is minivlmrl.yaml beside the weights, or recipes/own_data.yaml with
 {problem} as the prompt template. The recipe's adapter is not loaded, because a run's checkpoint already contains its
 adapter. --model may also be an adapter's folder, which is loaded together with the base model that the folder names.
 """

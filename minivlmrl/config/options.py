@@ -122,7 +122,7 @@ class RowOptions:
     # without {problem} is for rows that have no question
     prompt_template: str = "{problem}"
     system_prompt: str | None = None  # None uses the chat template's default
-    # answers in a conversation that are trained: all, or only the last, with the turns before it as its prompt
+    # answers in a conversation that are trained: all, or only the last, whose prompt is all earlier turns
     train_answers: Literal["all", "last"] = "all"
     # library whose filter resizes images: pil, or torch as transformers' fast processor does; None follows the
     # processor settings in the model folder
@@ -221,9 +221,9 @@ class SamplingOptions:
     # keep only the most likely tokens whose probabilities together reach this value
     top_p: Annotated[float, "(0, 1]"] = 1.0
     min_p: Annotated[float, "[0, 1]"] = 0.0  # drop tokens less likely than this times the best
-    # for tokens that occurred before: divides a positive logit and multiplies a negative logit
+    # penalty for tokens that occurred before: positive logits are divided by it, negative logits multiplied
     repetition_penalty: Annotated[float, "(0, inf)"] = 1.0
-    # a completion ends with the token that completes one of these texts
+    # texts that end a completion, which includes the token that completes the text
     stop_strings: list[str] = field(default_factory=list)
     # maximum number of prompt and completion tokens in one sampling batch, where completions
     # count with their full length; None samples all prompts in one batch
@@ -317,8 +317,8 @@ class TrainingOptions:
     def without_effect(self) -> Iterator[tuple[str, str]]:
         """Yield (option, reason) for options in this section that have no effect.
 
-        config/validation.py rejects such an option if its value is not the default. The section for a stage in your own
-        file can extend this method, here for an option `warmdown`:
+        config/validation.py rejects an option without effect if its value is not the default. The section for a stage
+        in your own file can extend this method, here for an option `warmdown`:
 
             def without_effect(self):
                 yield from super().without_effect()
@@ -360,7 +360,7 @@ class RewardModelOptions(TrainingOptions):
     """Options for training a reward model on pairs."""
 
     center_rewards_coefficient: Finite | None = None  # weight of (chosen + rejected)^2
-    # model folder that the reward `reward_model` uses; None is this stage's model
+    # model folder that the reward `reward_model` uses; None uses the model that this stage trained
     path: FilePath | None = None
 
 
@@ -380,7 +380,7 @@ class GRPOOptions(TrainingOptions):
     # function that computes advantages, see ADVANTAGES; or your own function, as file.py:name. None is rloo with
     # loss_type rloo, gdpo with normalize_then_sum, and otherwise grpo
     advantages: Literal["grpo", "gdpo", "rloo"] | Code | None = None
-    # rewards whose standard deviation divides the advantages
+    # which standard deviation of rewards divides the advantages
     scale_rewards: Literal["group", "batch", "none"] = "group"
     # normalise the weighted sum of the rewards, or each reward before the sum (GDPO)
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
@@ -400,7 +400,7 @@ class GRPOOptions(TrainingOptions):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # KL estimator, see kl_term
     # multiply the KL by the policy ratio, which makes its gradient unbiased
     use_bias_correction_kl: bool = True
-    # train only on this fraction of the tokens, those with the highest entropy
+    # fraction of the tokens that are trained on: the tokens with the highest entropy
     top_entropy_quantile: Annotated[float, "(0, 1]"] = 1.0
     entropy_coef: Finite = 0.0  # entropy bonus weight
     # correction for the mismatch between sampler and trainer, see rollout_importance_ratio
@@ -434,7 +434,7 @@ class PPOOptions(TrainingOptions):
     num_ppo_epochs: Annotated[int, ">= 1"] = 4  # passes over each rollout
     # maximum number of tokens per forward and backward pass, where a prompt counts once; None sets no limit
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
-    # clips the ratio to 1 +- cliprange, and a value to its old value +- cliprange
+    # clip range: the ratio is clipped to 1 +- cliprange, and a value to its old value +- cliprange
     cliprange: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2
     vf_coef: Annotated[float, "[0, inf)"] = 0.1  # value loss weight
     critic: Literal["shared", "separate"] = "shared"  # value head on the policy, or own model
@@ -442,7 +442,7 @@ class PPOOptions(TrainingOptions):
     critic_path: FilePath | None = None
     kl_coef: Annotated[float, "[0, inf)"] = 0.05  # KL weight; 0 needs no reference
     kl_estimator: Literal["k1", "k3"] = "k1"  # KL estimator, see token_rewards
-    # subtracted from the score when a completion lacks an end token, as in TRL; None disables it
+    # penalty that is subtracted from the score of a completion without an end token, as in TRL; None disables it
     missing_eos_penalty: Finite | None = None
     gamma: Annotated[float, "[0, 1]"] = 1.0  # discount factor, see gae
     lam: Annotated[float, "[0, 1]"] = 0.95  # lambda of GAE, see gae

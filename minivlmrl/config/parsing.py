@@ -278,7 +278,7 @@ class Option:
 
     @property
     def comment(self) -> str:
-        """Comment on the field in the source code, or ""."""
+        """The comment on the field in the source code, or ""."""
         return _field_comments(self.declared_in).get(self.name, "")
 
 

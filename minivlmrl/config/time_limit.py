@@ -46,7 +46,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 def shorten_limits(seconds: float):
     """Limit the rest of the running call, and every later call, to this time.
 
-    A signal handler calls this function, so that a run does not wait for a reward that hangs before it stops.
+    A signal handler calls this function, so that a run that must stop does not wait for a reward that hangs.
     """
     global longest
     longest = seconds

@@ -98,7 +98,7 @@ class Box:
     def to(self, extent: tuple[float, float]) -> "Box":
         """Scale the box to another extent for the same image.
 
-        Only the division rounds integer coordinates, because their product is exact.
+        Only the division rounds integer coordinates, because the product of two integers is exact.
 
         Example: scaled from the extent (100, 50) to the extent (200, 200), the box
         (10, 10, 20, 20) becomes (20, 40, 40, 80).

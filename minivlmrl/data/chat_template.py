@@ -7,7 +7,7 @@ from minivlmrl.data.messages import THOUGHT_KEYS, content_parts, is_trained, par
 
 
 class Control(str):
-    """A control token such as <|im_end|>. A plain str with the same characters is ordinary text."""
+    """A control token such as <|im_end|>. A plain str with the characters of a control token is ordinary text."""
 
 
 class RewrittenTurnsError(ValueError):
@@ -49,9 +49,9 @@ def render(messages: list[dict]) -> list[str]:
 
 
 def as_jinja(name: str = "qwen2_5_vl") -> str:
-    """Load this template as Jinja source, for saved folders that have no chat template.
+    """Load Qwen's chat template as Jinja source, for saved folders that have no chat template.
 
-    Only transformers needs the source, because this module renders messages without Jinja.
+    Only transformers needs the Jinja source, because this module renders messages without Jinja.
     """
     return Path(__file__).with_name(f"{name}.jinja").read_text("utf-8").removesuffix("\n")
 

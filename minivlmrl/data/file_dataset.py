@@ -68,7 +68,7 @@ class FileDataset(FileRows):
         self.folder = Path(self.options.image_root or self.source.folder)
         # {(image count, video count): number of such rows}
         self.counts = Counter()
-        # for each row, a hash of its prompt, and of its file sizes if checks_files is True
+        # for each row, a hash of the prompt, and of the sizes of the row's files if checks_files is True
         self.prompt_hashes = []
         self.columns = ()
         missing_files = []

@@ -27,7 +27,7 @@ class FileRows(Sequence[Row]):
 
     @abstractmethod
     def outline(self, index: int) -> Row:
-        """Read a row with images and videos of the right sizes, which are not decoded."""
+        """Read a row with images and videos that have the right sizes, but are not decoded."""
 
     @abstractmethod
     def content(self, index: int) -> str:

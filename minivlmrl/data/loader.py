@@ -15,7 +15,7 @@ from minivlmrl.data.processor import Processor, images_in
 from minivlmrl.data.rows import Dataset, Prompt, Row
 
 MAX_SKIPPED = 100  # consecutive unreadable rows after which a run ends with an error
-# maximum number of rows of the next draw that threads prepare; with one megapixel per image, their patches take 1.5 GB
+# maximum number of rows that threads prepare in advance; with one megapixel per image, their patches take 1.5 GB
 MAX_AHEAD = 64
 Result = TypeVar("Result")
 
@@ -32,17 +32,16 @@ class PreparedRow(Row):
 
 
 class Batches(Iterator[list[Row]]):
-    """Endless iterator over this rank's draws; a draw lists one rollout's rows.
-
-    A draw has the rows of `trainer.steps_per_rollout` optimizer steps, one step after the other. Every pass over the
-    dataset has a new order. Each row gets a key, "seed/stage/draw/position", which seeds all the row's random numbers,
-    so that any number of ranks samples the same completions. Threads prepare the next draw's prompts in advance. An
-    error in a row is raised only when the draw with this row is returned.
+    """Endless iterator over this rank's batches of rows, one batch for each rollout. A batch has the rows of
+    `trainer.steps_per_rollout` optimizer steps, one step after the other. Every pass over the dataset has a new order.
+    Each row gets a key, "seed/stage/draw/position", which seeds all the row's random numbers, so that any number of
+    ranks samples the same completions. Threads prepare the prompts of the next batch in advance. An error in a row is
+    raised only when the batch with this row is returned.
 
     Args:
         dataset: the stage's rows.
         trainer: the stage's trainer, see trainers/base.py.
-        draws: draws that a resumed run has already used.
+        draws: number of batches that a resumed run has already used.
     """
 
     def __init__(self, dataset: Dataset, trainer: Any, draws: int = 0):
@@ -68,7 +67,7 @@ class Batches(Iterator[list[Row]]):
         self.ahead: list[Future] = []  # the next draw's first rows, which threads prepare
 
     def draw(self, number: int) -> list[tuple[int, str]]:
-        """Return each row's dataset index and key for the next draw."""
+        """Return the dataset index and the key of each row in the next batch."""
         numbers = next(self.numbers)
         rows = []
         for first in range(0, len(numbers), self.step_size):
@@ -91,7 +90,7 @@ class Batches(Iterator[list[Row]]):
         return rows
 
     def submit(self, draw: list[tuple[int, str]]) -> list[Future]:
-        """Start to prepare the prompts for some rows of a draw in threads."""
+        """Start threads that prepare the prompts of some rows in a batch."""
         return [self.workers.submit(self.prepare, index, key) for index, key in draw]
 
     def prepare(self, index: int, key: str) -> tuple[Row, dict[int, ValueError]]:
@@ -180,7 +179,7 @@ def next_readable(
 
 
 def shuffled(size: int, per_draw: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
-    """Yield lists of `per_draw` row indices, without the first `skip`; each pass over the rows has a new order."""
+    """Yield lists of `per_draw` row indices, except the first `skip`; each pass over the rows has a new order."""
     if size == 0:
         raise ValueError("the dataset has no rows to train on")
     generator = torch.Generator().manual_seed(seed)

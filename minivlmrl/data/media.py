@@ -302,7 +302,7 @@ def _source_keys(part: dict, kind: str) -> list[str]:
 
 
 def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -> Media:
-    """Parse a column's entry, or a message's part, whose source may be the next one of a column."""
+    """Parse an entry of a column, or a part of a message; a part without a source takes the next entry of a column."""
     if isinstance(entry, str) and kind == "image" and re.match(BASE64, entry):
         entry = {"base64": entry}  # MMBench's data files contain base64 text without a data URI's header
     if not isinstance(entry, dict) or "bytes" in entry:

@@ -136,7 +136,7 @@ def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
     for turn in turns:
         parts = []
         for part in content_parts(turn):
-            # the pieces alternate between texts and kinds: text, kind, text, ..., text
+            # `pieces` alternates between texts and kinds of media: text, kind, text, ..., text
             for number, piece in enumerate(MARK.split(part["text"])):
                 parts.append({"type": piece} if number % 2 else {"type": "text", "text": piece})
         placed.append({**turn, "content": parts})

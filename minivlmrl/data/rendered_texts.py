@@ -58,8 +58,8 @@ def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
         start = place + len(text)
     else:
         return []
-    # A text is missing, or the texts are in another order. The longest text is searched first, so that a short text
-    # does not take a place within a longer text.
+    # If texts are missing or reordered, the longest text is searched first, so that a short text does not take a place
+    # within a longer text.
     missing = []
     for index, text in sorted(enumerate(map(_compact, texts)), key=lambda item: -len(item[1])):
         before, found, after = compact.partition(text) if text else (compact, " ", "")

@@ -19,7 +19,7 @@ from minivlmrl.config.types import Plain
 from minivlmrl.errors import check_field, error_context, optional_dependency
 from minivlmrl.json_files import check_downloaded, parse_json, unique_keys
 
-# Parquet values of these types are converted to text, because JSON does not support the types.
+# types of Parquet values that are converted to text, because JSON does not support them
 NO_JSON_TYPES = date, time, timedelta, Decimal
 SEPARATOR = re.compile(r"\s*([\[,\]])\s*")  # what begins a list, separates its items, or ends it
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")

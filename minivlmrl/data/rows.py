@@ -140,7 +140,7 @@ Dataset = Sequence[Row]
 def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: int) -> Tensor:
     """Return random numbers in [0, 1) that depend only on each prompt's key.
 
-    Therefore the completions do not depend on how prompts are divided among batches and ranks.
+    Completions therefore do not depend on how prompts are divided among batches and ranks.
 
     Returns:
         (keys * num_generations, max_new_tokens) float64: one number per completion token.

@@ -449,7 +449,7 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
     is_captured = sampling.engine == "native" and can_capture(policy, sampling, by_layer)
     if is_captured and joined_bytes(policy, dtype):
         items["joined weights"] = joined_bytes(policy, dtype)
-    # A vLLM engine uses memory only in this phase, because it sleeps in the other phases.
+    # A vLLM engine uses memory only during rollouts, because it sleeps in the other phases.
     return items | find_engine(sampling).engine_bytes(sampling, estimator.parameters, dtype)
 
 
@@ -484,8 +484,8 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
     # weights are gathered, and their gradients take as many bytes
     gathered = 2 * sum(gathered_bytes(question, backbone) for backbone in models.backbones)
     if run.sharding.once_per_step:
-        # All weights stay gathered, and the gradients are added up in float32 or wider. In addition, the gradients of
-        # the current blocks exist in the layers' dtype.
+        # With once_per_step, all weights stay gathered, and gradients are added up in float32 or wider. In addition,
+        # the gradients of the current blocks exist in the layers' dtype.
         weights = sum(computed_bytes(backbone, question.dtype) for backbone in models.backbones)
         gathered = weights + gathered // 2
         for parameter in trained:

@@ -169,7 +169,7 @@ class WarningRules:
     def majority_baseline(self) -> Iterator[tuple[str, str]]:
         """Yield a warning for each reward that is not higher than that of a constant answer.
 
-        The constant answer is the most frequent solution. Shuffled labels trigger this rule, because no policy that
+        The constant answer is the most frequent solution. Shuffled labels cause the warning, because no policy that
         learns from them can be better than the constant answer.
         """
         if len(self.recent_rewards) < BASELINE_ROLLOUTS:
@@ -198,8 +198,8 @@ class WarningRules:
     def unused_parameters(self) -> Iterator[tuple[str, str]]:
         """Yield a warning about trainable parameters that have never had a gradient.
 
-        The optimizer has no state for such parameters. Experts are left out, because some of them may have had no token
-        yet.
+        The optimizer has no state for parameters that never had a gradient. Experts are left out, because some of them
+        may have had no token yet.
         """
         names = []
         for name, parameter in self.trainer.trained.named_parameters():

@@ -4,9 +4,9 @@ The models' code does not know about sharding. Each vision block and each decode
 FSDP unit, whose weights are gathered when it runs and freed afterwards. If the embedding and the output head are two
 tensors, each is a unit, too. The weights outside of these units form one more unit, the root.
 
-All ranks must run the same units in the same order, otherwise they deadlock. For the same reason, ranks have equal
-numbers of prompts and micro-batches. DummyVisionForward runs the vision tower on ranks without images, and in_lockstep
-runs equally many decode steps on all ranks.
+All ranks must run the same units in the same order, otherwise they deadlock. Ranks have equal numbers of prompts and
+micro-batches, so that all run the same units. DummyVisionForward runs the vision tower on ranks without images, and
+in_lockstep runs equally many decode steps on all ranks.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ from minivlmrl.model.lora import copy_adapter_layout
 class Sharding:
     """The device mesh, precision and offloading with which models are sharded.
 
-    A sharded model has this object as its attribute `sharding`.
+    A sharded model has its Sharding as the attribute `sharding`.
 
     Args:
         dtype: dtype of the weights that the optimizer updates. Gradients are reduced in this dtype, at least in
@@ -103,7 +103,7 @@ class Sharding:
         if is_untied:
             gather_embedding_and_head(model)
         vision = DummyVisionForward()
-        # this hook runs after FSDP's pre-forward hook, which gathers the root
+        # the vision tower's hook runs after FSDP's pre-forward hook, which gathers the root
         model.register_forward_pre_hook(vision.before)
         model.model.register_forward_pre_hook(vision.before_decoder)
         model.sharding = self
@@ -176,7 +176,7 @@ def make_mesh(num_shards: int, world: World) -> DeviceMesh:
     device = world.device.type
     if num_shards == world.size:
         return init_device_mesh(device, (num_shards,), mesh_dim_names=("shard",))
-    # made here, because init_device_mesh would give the groups torch's timeouts, not the run's
+    # groups are made here, because init_device_mesh would give them torch's timeouts instead of the run's
     ranks = torch.arange(world.size).view(-1, num_shards)
     limit = timedelta(seconds=world.timeout)
     groups = []
@@ -203,9 +203,9 @@ def layers_without_experts(model: VisionLanguageModel) -> list[FSDPModule]:
 def gather_embedding_and_head(model: VisionLanguageModel):
     """Let each forward pass of a model gather the units of an untied embedding and head.
 
-    The weights of embedding and head are used without calling the modules, so that FSDP's hooks do not run. The weights
-    stay gathered until the end of the backward pass, in which FSDP reduces their gradients, or until `reshard`. One
-    unit for embedding and head would need a float32 buffer for both gradients: 4.4 GB for a 7B model.
+    The weights of embedding and head are used without calling the modules, so that FSDP's hooks do not run, and stay
+    gathered until the end of the backward pass, in which FSDP reduces their gradients, or until `reshard`. One unit for
+    embedding and head would need a float32 buffer for both gradients: 4.4 GB for a 7B model.
     """
     embedding, head = model.model.embed_tokens, model.lm_head
     assert isinstance(embedding, FSDPModule) and isinstance(head, FSDPModule)
@@ -219,7 +219,7 @@ def gather_embedding_and_head(model: VisionLanguageModel):
     for unit in (embedding, head):
         unit.set_reshard_after_forward(False)  # a decode step calls the embedding's module
         communication_of(unit).all_reduces_once = True
-    # these hooks run after FSDP's pre-forward hook on the root
+    # the hooks of embedding and head run after FSDP's pre-forward hook on the root
     model.register_forward_pre_hook(gather_embedding)
     model.register_forward_hook(gather_head)
 
@@ -254,8 +254,8 @@ class DummyVisionForward:
     def before_decoder(self, decoder: nn.Module, arguments: tuple) -> tuple | None:
         """Add the output for the black image, which is 0, to the embeddings.
 
-        The decoder's input then has a gradient on all ranks or on none. Otherwise, if embeddings are frozen, ranks with
-        images and ranks without would reduce the gradients of the first layer and of the root in different orders.
+        Without this sum, if embeddings are frozen, only ranks with images would have a gradient for the decoder's
+        input, and they would reduce the gradients of the first layer and the root in another order.
         """
         if self.zero is None:
             return None

@@ -66,6 +66,6 @@ def prepare_tools(processor: Processor, name: str | None) -> Processor:
 
 
 def packed_length(completion: Completion) -> int:
-    """Count the tokens that a completion and the context windows of its later turns add to a batch."""
+    """Count the tokens that a completion, with the context windows of later turns, adds to a batch."""
     windows = [turn.prompt for turn in completion.turns[1:] if turn.prompt is not None]
     return len(completion.ids) + sum(len(window.input_ids) for window in windows)

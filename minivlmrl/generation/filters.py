@@ -54,7 +54,7 @@ class Filters:
     def record_masks(self, completions: Iterable[Completion]):
         """Store the ids that passed the filters in each completion.
 
-        Training normalises its log-probabilities over these ids.
+        Training normalises log-probabilities over the stored ids.
         """
         for allowed_of_row, completion in zip(self.allowed_ids, completions, strict=True):
             # Decoding continues after a row has finished, so a row can have more masks than its completion has tokens.

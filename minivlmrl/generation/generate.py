@@ -42,8 +42,8 @@ LogitsProcessor = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Decode:
     """Run one decode step, which is a forward pass of one new token per row.
 
-    cuda_graphs.py captures this step as a CUDA graph. The samplers in extras/agents/ override it to also prefill tool
-    outputs.
+    cuda_graphs.py captures the decode step as a CUDA graph. The samplers in extras/agents/ override Decode to also
+    prefill tool outputs.
     """
 
     attention_type = DecodeAttention

@@ -166,8 +166,8 @@ def clipped(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor, 
     return -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages), metrics
 
 
-# For each loss_type, a function that computes the loss of each token, (B, T), and metrics. Its arguments are a
-# TermInputs, and the keyword arguments term_options in grpo_loss.
+# For each loss_type, a function that computes the loss of each token, (B, T), and metrics. The function gets a
+# TermInputs, and the keyword arguments term_options of grpo_loss.
 TERMS: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
     "grpo": clipped,
     "dapo": clipped,
@@ -185,7 +185,7 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
         k1+, k2+, k3+                         same as without a plus   that of KL(pi || pi_ref)
 
     The table holds for sums over tokens and without correct_kl. By default, correct_kl is used, and then k1 and k3 also
-    have the gradient of KL(pi || pi_ref). All these gradients treat earlier tokens as constant. The KL of whole
+    have the gradient of KL(pi || pi_ref). The gradients in the table treat earlier tokens as constant. The KL of whole
     completions also depends on how a token changes the tokens after it; only a KL in the reward has that gradient
     (docs/notes/bias.md).
 
@@ -210,7 +210,7 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda d: -d,
     "k2": lambda d: 0.5 * d.square(),
-    # expm1, because d.exp() - 1 would round to 0 for the small d when a run starts
+    # expm1 is used, because d.exp() - 1 would round to 0 for the small d at the start of a run
     "k3": lambda d: d.expm1() - d,
 }
 
@@ -227,7 +227,7 @@ def correct_kl(kl: Tensor, ratio: Tensor, kl_estimator: str) -> Tensor:
     return kl * ratio
 
 
-# For each loss_type, a function that averages token losses, (B, T), to a scalar. Its arguments are these losses, which
+# For each loss_type, a function that averages token losses, (B, T), to a scalar. The function gets the losses, which
 # are 0 outside the mask, the mask, and a LossNormalizer.
 AVERAGES: dict[str, Callable[[Tensor, Tensor, LossNormalizer], Tensor]] = {
     # mean over each completion's tokens, then mean over the step's completions

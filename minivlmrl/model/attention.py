@@ -71,7 +71,7 @@ class GroupLayout:
         self.num_tokens = end  # N
         # (B,) position of each prompt's last token
         self.last_index = index_tensor([span[-1] for span in self.prompt_spans], device)
-        # (M,) position whose output predicts each completion token
+        # (M,) for each completion token, the position whose output predicts the token
         self.predict_index = index_tensor(self.predicting_tokens(), device)
         # (M,) each completion token's index in a flattened (R, T) tensor
         self.row_index = index_tensor([row * T + i for row, i in cells], device)
@@ -167,7 +167,7 @@ class GroupAttention(PlainProjections):
         self.layout = layout
         self.keep_keys = keep_keys
         self.keys: list[tuple[Tensor, Tensor]] = []
-        # layer index -> the prompts' recurrent states after their last token, see qwen3_5.py
+        # layer index -> recurrent states after the last token of each prompt, see qwen3_5.py
         self.recurrent_state: dict[int, list[Tensor]] = {}
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ class DecodeAttention(PlainProjections):
         self.row_kv = [[x.new_zeros(R, K, capacity, D) for x in layer] for layer in prompts.keys]
         self.row_bias = first_keys.new_zeros(R, 1, 1, capacity)
         self.num_row_keys = 0  # number of keys in the longest row; steps read only these keys
-        # Without tools, all rows have equally many tokens, and row_bias is not needed.
+        # without tools, all rows have equally many tokens, so row_bias is not needed
         self.masks_rows = False
         self.prompt_index = prompt_index
         self.slots = PromptSlots(prompt_index, len(lengths), self.device)

@@ -45,7 +45,7 @@ def config_for(config_file: str | Path, tokenizer: Tokenizer) -> ModelConfig:
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
     config = config_json.from_dict(values, str(config_file))
     token_ids = {name: tokenizer.special_tokens[token] for name, token in CONTROL_TOKENS.items()}
-    # a text_config may set a vocab_size above the tokenizer's token count
+    # vocab_size in a text_config may be larger than the number of tokens in the tokenizer
     vocab_size = max(len(tokenizer), config.vocab_size)
     return replace(config, vocab_size=vocab_size, **token_ids)
 

@@ -159,14 +159,14 @@ def check_loaded(weight: Tensor, name: str, file: Path):
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield (name on the hub, tensor) for each tensor in a safetensors file.
 
-    The tensors are views into the file, so callers must copy them.
+    The tensors are views into the file, so callers must copy the values.
     """
     check_downloaded(file)
     try:
         with safe_open(file, framework="pt") as handle:
             names = list(handle.keys())
-        # The file is reopened for each tensor, because all pages that were read from an open file count as this
-        # process's memory.
+        # The file is reopened for each tensor, because pages that were read from an open file count as memory of the
+        # process.
         for name in names:
             with safe_open(file, framework="pt") as handle:
                 tensor = handle.get_tensor(name)
@@ -325,7 +325,7 @@ def save_adapter(
 
 
 def adapter_writer(model: VisionLanguageModel, base: str | None) -> Callable[[Path], None] | None:
-    """Return a function that writes a model's adapters as a PEFT folder; None if it has none."""
+    """Return a function that writes a model's adapters as a PEFT folder; None if the model has no adapters."""
     if not has_adapters(model):
         return None
     # imported here, because few runs have adapters

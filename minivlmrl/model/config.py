@@ -18,7 +18,7 @@ class VisionConfig:
     """Vision-tower config with the fields that all families share.
 
     Qwen2-VL uses this class itself, and every other family uses a subclass with its own fields and defaults. The
-    defaults here equal transformers' defaults for Qwen2-VL and Qwen2.5-VL.
+    defaults equal those in transformers for Qwen2-VL and Qwen2.5-VL.
     """
 
     depth: Depth = 32  # number of transformer blocks
@@ -32,7 +32,7 @@ class VisionConfig:
     # side of the square that is merged into one decoder token, in patches
     spatial_merge_size: Size = 2
     rope_theta: Annotated[float, "(0, inf)"] = 1e4  # 2-D rotary embedding's base
-    # learned position embeddings' standard deviation in a new model
+    # standard deviation of the learned position embeddings in a new model
     initializer_range: Annotated[float, "[0, inf)"] = 0.02
     # unused keys from vision_config, which to_dict writes unchanged
     extra: dict = field(default_factory=dict, hash=False)

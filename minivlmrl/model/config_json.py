@@ -63,7 +63,7 @@ def _check_model_type(config: dict, where: str):
 def to_dict(config: ModelConfig) -> dict[str, Any]:
     """Return config.json's contents in the hub's layout.
 
-    vLLM and every transformers release that supports the family can read this layout.
+    vLLM, and every transformers release that supports the family, can read the hub's layout.
     """
     family = FAMILIES[config.model_type]
     text = {}

@@ -1,8 +1,8 @@
 """Count a model's floating-point operations (FLOPs), to compare a run with its GPU's peak.
 
-A token takes 2 FLOPs for each value in a weight matrix in the forward pass. The backward pass takes as many for the
-input gradient, and as many for the weight gradient. Attention, recurrence, norms and activation functions are not
-counted, and neither are activations that are computed again in the backward pass.
+A token takes 2 FLOPs for each value in a weight matrix in the forward pass. The backward pass takes as many FLOPs for
+the input gradient as the forward pass, and as many for the weight gradient. Attention, recurrence, norms and activation
+functions are not counted, and neither are activations that are computed again in the backward pass.
 """
 
 from collections.abc import Iterator

@@ -99,7 +99,7 @@ class LoRALinear(ReplacedLinear):
 
     @torch.no_grad()
     def plain_weight(self) -> Tensor:
-        """Return the merged weight W + scaling * B A, in W's dtype; all ranks must call it."""
+        """Return the merged weight W + scaling * B A, in the dtype of W; all ranks must call this method."""
         weight, update = self.weight_and_update()
         return (weight + update).to(weight.dtype)
 
@@ -157,8 +157,8 @@ def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
 
     As in PEFT, only the adapter's input is dropped, and not the base layer's input. The mask for a layer depends only
     on `key` and on the layer's name. Activation recomputation in the backward pass therefore repeats the same mask, and
-    a resumed run does not have to restore the state of a random generator. All completions share one mask for their
-    prompt.
+    a resumed run does not have to restore the state of a random generator. All completions of a prompt share the
+    prompt's mask.
     """
     layers = adapters(model) if p else {}
     for name, layer in layers.items():
@@ -208,7 +208,7 @@ def surviving_share(model: nn.Module) -> float:
 
 
 def merge_note(model: nn.Module) -> str:
-    """State which share of the update survives a merge into 16 bits, or return ""; all ranks must call this."""
+    """Say which share of the update survives a merge into 16 bits, or return ""; all ranks must call this function."""
     dtypes = {layer.dtype for layer in adapters(model).values()}
     if not any(dtype.itemsize == 2 for dtype in dtypes):
         return ""
@@ -278,7 +278,7 @@ def init_adapters(model: VisionLanguageModel, seed: int):
 
 
 def set_parameters(model: VisionLanguageModel, weights: dict[str, Tensor]):
-    """Replace parameters by full tensors, converted to their device and dtype; each rank keeps its own shard."""
+    """Set parameters to full tensors, converted to the parameters' device and dtype; each rank keeps its own shard."""
     sharding = model.sharding
     device = model.lm_head.weight.device
     parameters = dict(model.named_parameters())

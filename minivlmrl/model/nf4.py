@@ -2,7 +2,7 @@
 
 Each block of 64 values has a scale, which is the largest absolute value in the block. Each value is divided by the
 scale, and stored as the index of the nearest of 16 quantiles of a normal distribution. The scales are quantised too
-("double quantisation"): their mean is subtracted, and the rest is stored in 8 bits. In total, this gives 4.13 bits per
+("double quantisation"): their mean is subtracted, and the rest is stored in 8 bits. In total, NF4 takes 4.13 bits per
 value. Every forward and backward pass unpacks the weights again. extras/adamw8bit.py quantises the moments of AdamW to
 8 bits in the same way.
 """
@@ -104,7 +104,7 @@ def unpack_nf4(
         return nf4_unpack(packed, scale_indices, scale_scales, offset, (scale_code, value_table), dtype)
     scales = dequantize(scale_indices[None], scale_scales[None], scale_code)[0] + offset
     # value_pairs contains, for each possible byte, its two float32 values as one int64. On a CPU, 4096 blocks are
-    # unpacked at a time, because they fit into its cache. Unpacking all blocks at once takes 3 times as long.
+    # unpacked at a time, because so many fit into the cache. Unpacking all blocks at once takes 3 times as long.
     piece_blocks = 4096 if packed.is_cpu else len(scales)
     value_pairs = torch.cartesian_prod(value_table, value_table).view(torch.int64)
     values = scales.new_empty(len(scales), BLOCK, dtype=dtype)

@@ -160,7 +160,7 @@ def plain_weights(model: nn.Module) -> dict[str, Weight]:
 
 
 def shared_base(model: nn.Module) -> dict[int, Tensor]:
-    """Return a memo for copy.deepcopy with which the copy shares all weights except the adapters, if it has any."""
+    """Return a memo for copy.deepcopy, with which the copy of a model with adapters shares all other weights."""
     if not has_adapters(model):
         return {}
     base = [p for name, p in model.named_parameters() if not is_adapter(name)]

@@ -81,8 +81,8 @@ def _grid_positions(t: int, rows: int, cols: int, seconds: float, config: Vision
     time = torch.arange(t)
     # Qwen2-VL does not have tokens_per_second, so a time step is one position
     if config.tokens_per_second is not None:
-        # The products are float32, because the checkpoints were trained with float32 products. float64 products would
-        # sometimes be rounded differently.
+        # The products are float32, as in training of the checkpoints; float64 products would sometimes round
+        # differently.
         time = (time * seconds * config.tokens_per_second).long()
     axes = torch.meshgrid(time, torch.arange(rows), torch.arange(cols), indexing="ij")
     return torch.stack(axes).flatten(1)
@@ -130,7 +130,7 @@ def vision_rotary(
 
 
 def _cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute cosines and signed sines (N, 1, D) for angles (N, D/2), as apply_rotary needs them.
+    """Compute the cosines and signed sines (N, 1, D) that apply_rotary needs, from angles (N, D/2).
 
     The first half of the sines is negative, because rotating the pair (a, b) gives (a cos - b sin, b cos + a sin).
     """

@@ -124,8 +124,7 @@ class Layout:
 
 # The layout is cached, because the policy and the reference model process the same images.
 @lru_cache(maxsize=8)
-# Inference mode is off, because training also uses the cached layout, and it could not use tensors that were created in
-# inference mode.
+# Inference mode is off, because training also uses the cached layout, and cannot use tensors from inference mode.
 @torch.inference_mode(False)
 def lay_out(grids: tuple[tuple[int, int, int], ...], config: VisionConfig, device: torch.device) -> Layout:
     """Compute the Layout for images and videos whose patch grids are (time, height, width)."""
@@ -155,8 +154,8 @@ class VisionTower(nn.Module):
       standard deviation config.initializer_range instead of that of a matrix;
     - deepstack_merger_list: further mergers, which model.freeze and adapter.target count to the
       part "merger", see PARTS in model/plain_weights.py.
-    Layers that write into the residual stream have one of the name ends INTO_RESIDUAL in model/build.py. Under other
-    names, the initial weights of such layers would be too large.
+    The names of layers that write into the residual stream end as listed in INTO_RESIDUAL in model/build.py. Under
+    other names, the initial weights of such layers would be too large.
     """
 
     config: VisionConfig

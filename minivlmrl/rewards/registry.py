@@ -112,7 +112,7 @@ class Reward:
     function: Callable
     world: World = field(default_factory=World)
     log: RewardLog | None = None  # the stage's log; None in evaluations and commands
-    # time limit for a call; None for a reward that another one calls
+    # time limit for a call; None for a reward that another reward calls
     max_seconds: float | None = None
 
     @property

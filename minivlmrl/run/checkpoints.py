@@ -301,8 +301,8 @@ class CheckpointManager:
     def select_checkpoint(self) -> TrainerState | None:
         """Read the checkpoint that config.resume selects, and delete all newer ones in the run.
 
-        With `auto` this is the newest checkpoint that is not damaged. For a new run, the method deletes all checkpoints
-        and returns None.
+        `auto` selects the newest checkpoint that is not damaged. For a new run, the method deletes all checkpoints and
+        returns None.
         """
         resume = self.config.resume
         # All ranks use rank 0's list, because a shared file system may show other ranks an outdated list.

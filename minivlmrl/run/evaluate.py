@@ -39,8 +39,8 @@ def evaluate(
     reward cannot score any row.
     """
     rewards = held_out_rewards(config)
-    # Only the stopping rules among the recipe's sampling options apply here. Truncation and the repetition penalty are
-    # switched off, so that the metrics of different runs are comparable.
+    # An evaluation uses only the stopping rules among the recipe's sampling options. Truncation and the repetition
+    # penalty are switched off, so that the metrics of different runs are comparable.
     sampling = evaluation_sampling(config.sampling, repetition_penalty=1.0, **NO_TRUNCATION)
     ways = [("sampled", 1.0, None), ("greedy", 0.0, None)]
     if config.data.eval_without_images:

@@ -1,7 +1,7 @@
 """Report that memory ran out: one sentence with the phase, the longest row and the option to change.
 
-The blocks of `minivlmrl.errors.phase` and `Trainer.phase` mark a run's phases. CheckpointManager.saved_on_error then
-saves a training state, from which the run continues with --resume=auto.
+The blocks of `minivlmrl.errors.phase` and `Trainer.phase` mark a run's phases. If memory runs out,
+CheckpointManager.saved_on_error saves a training state, from which --resume=auto continues.
 """
 
 import gc
@@ -140,7 +140,7 @@ def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[s
 
 
 def smaller_sampling_batch(config: RunConfig, phase: str) -> str:
-    """Halve the tokens that a phase samples at once; 16,384 if they had no limit."""
+    """Halve the number of tokens that a phase samples at once; limit it to 16,384 if there was no limit."""
     sampling = evaluation_sampling(config.sampling) if phase == "evaluation" else config.sampling
     tokens, smallest = sampling.max_batch_tokens, 2 * sampling.max_new_tokens
     lower = max(16384, smallest) if tokens is None else tokens // 2

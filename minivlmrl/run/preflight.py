@@ -164,7 +164,7 @@ def answers_of(config: RunConfig, name: str) -> tuple[str, ...]:
 def describe_hardware(config: RunConfig, world: World):
     """Print the device, the number of ranks and the kernels.
 
-    On a GPU, this checks the kernels (see kernels/verdicts.py), while most memory is still free.
+    On a GPU, the function checks the kernels (see kernels/verdicts.py), while most memory is still free.
     """
     compute_dtype = config.model.compute_dtype or config.model.dtype
     sample = torch.empty(0, dtype=DTYPES[compute_dtype], device=world.device)

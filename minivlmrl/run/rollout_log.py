@@ -158,7 +158,7 @@ def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
 def describe_group(trainer: Trainer, group: list[Sample], advantages: list[float]) -> dict:
     """Return the log line for a prompt and its G completions, without the field `images`.
 
-    This module's docstring describes the line's fields.
+    The docstring of this module describes the fields of a line.
     """
     row = group[0].row
     processor = trainer.processor

@@ -14,7 +14,7 @@ RUN = "run.json"
 class TrainerState:
     """A run's progress, stored in run.json under the same field names.
 
-    All ranks have the same values, except for `seconds`, `num_log_lines` and `logs`, of which those of rank 0 count.
+    All ranks have the same values, except for `seconds`, `num_log_lines` and `logs`, for which rank 0 counts.
     """
 
     seed: int  # run seed
@@ -34,7 +34,7 @@ class TrainerState:
     seconds: dict[str, float] = field(default_factory=dict)
     # the run's options by name, see recipe_values in run/checkpoints.py
     recipe: dict = field(default_factory=dict)
-    # lines that each log file in the run's folder has so far
+    # number of lines that each log file in the run's folder has so far
     num_log_lines: dict[str, Annotated[int, ">= 0"]] = field(kw_only=True)
     # texts from which callbacks continue after a resume
     logs: dict[str, str] = field(default_factory=dict)

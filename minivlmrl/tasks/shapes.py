@@ -1,7 +1,7 @@
 """The default run's task: name the colour and the shape of the object in a small image.
 
-A prompt shows one image and asks what is in it. The answer names one of 12 classes (6 colours x 2 shapes): <think>I see
-green</think><answer>green square</answer>
+A prompt shows one image and asks what the image shows. The answer names one of 12 classes (6 colours x 2 shapes):
+<think>I see green</think><answer>green square</answer>
 
 The demonstrations for SFT are few, and half of them have a random label. Demonstrations teach a model the answer
 format, but the task only roughly, so that reinforcement learning, whose reward is always correct, can improve it.

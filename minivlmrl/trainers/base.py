@@ -86,7 +86,7 @@ class Rollout:
     """This rank's n = B * G samples: G completions for each of B prompts."""
 
     groups: list[list[Sample]]  # each prompt's G samples
-    # the rollout's metrics, computed over all ranks' completions
+    # the metrics of the rollout, computed over the completions of all ranks
     metrics: dict[str, float] = field(default_factory=dict)
 
     @classmethod

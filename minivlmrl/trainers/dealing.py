@@ -29,8 +29,8 @@ class Group:
     def of(cls, samples: Sequence[Sample]) -> "Group":
         completions = [sample.completion for sample in samples]
         for completion in completions:
-            # The reward has been computed, so the environment is no longer needed. It is removed, because it may not be
-            # picklable.
+            # The reward has been computed, so the environment is no longer needed. The environment is removed, because
+            # it may not be picklable.
             completion.environment = None
         row = samples[0].row
         return cls(row.index, row.key, completions, torch.stack([sample.rewards for sample in samples]))
@@ -83,9 +83,9 @@ def deal(trainer: RolloutTrainer, groups: Sequence[list[Sample]], lengths: Seque
 def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Assign groups to ranks, so that all ranks have equally many groups and nearly equally many tokens.
 
-    W ranks get the W longest groups first, one each, then the W next ones, and so on. Each time, the rank with the
-    fewest tokens so far gets the longest group. As a result, ranks train on groups of similar length at the same time.
-    This matters, because sharded ranks wait for each other in every layer.
+    W ranks first get the W longest groups, one each, then the W next ones, and so on. In each round, the rank with the
+    fewest tokens so far gets the longest group. Ranks thus train on groups of similar length at the same time, because
+    sharded ranks wait for each other in every layer.
 
     Example: for the lengths [[9, 5, 1], [8, 7, 2]], the result is [[(0, 0), (0, 1), (1, 2)], [(1, 0), (1, 1), (0, 2)]]
         with 16 tokens on each rank.

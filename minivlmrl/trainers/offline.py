@@ -1,6 +1,6 @@
 """Base classes for trainers on given answers, such as SFT, DPO, KTO and the reward model.
 
-All answers in a row form a group, so their common prompt and its images are computed only once.
+All answers of a row form a group, so the prompt and its images are computed only once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,7 +44,7 @@ class OfflineTrainer(Trainer):
 
     batch_type: type[MicroBatch] = AnswerBatch
     answers = ("completion",)  # Row fields that contain the answers
-    # answers in a micro-batch whose tokens are counted in LossNormalizer.tokens; by default all
+    # slice of the answers in a micro-batch whose tokens LossNormalizer.tokens counts; by default all
     counted_rows = slice(None)
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:

@@ -32,7 +32,7 @@ class Reference:
     """Reference model without gradients: either a copy of the policy or a model from a folder.
 
     If the policy has adapters, only its trained parameters are copied. If sync_ref_model is set, the reference moves
-    towards the policy (TR-DPO, arXiv 2404.09656). The adapters' matrices A and B are then averaged separately.
+    towards the policy (TR-DPO, arXiv 2404.09656). For adapters, the matrices A and B are averaged separately.
 
     Source: SyncRefModelCallback in TRL 1.16.
     """
@@ -118,7 +118,7 @@ class SwappedParameters(nn.Module):
 def swapped_in(
     model: VisionLanguageModel | SwappedParameters, policy: VisionLanguageModel
 ) -> Iterator[VisionLanguageModel]:
-    """Yield the reference, ready for a forward pass; SwappedParameters are swapped into the policy meanwhile."""
+    """Yield the reference, ready for a forward pass; meanwhile, SwappedParameters are swapped into the policy."""
     reshard(policy)
     if not isinstance(model, SwappedParameters):
         yield model

@@ -96,8 +96,8 @@ class RolloutTrainer(Trainer):
     def shares_vision_tower(self) -> bool:
         """Return True if all models of the stage share one frozen vision tower.
 
-        The sampler may then keep image embeddings for training. A reward model and a reference from a folder have their
-        own vision towers.
+        With one shared tower, the sampler may keep image embeddings for training. A reward model and a reference from a
+        folder have their own vision towers.
         """
         is_frozen = not trained_parameters(self.policy.visual)
         return is_frozen and self.run.reference.path is None and REWARD_MODEL not in self.run.rewards

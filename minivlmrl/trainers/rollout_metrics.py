@@ -24,7 +24,7 @@ def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict
             f"rewards: {', '.join(names)} returned None for all {len(rewards)} completions of a rollout; check that "
             "the rows have values in the columns that these rewards use, for example in the column solution"
         )
-    # computed in float64, because the result must not depend on the rank order
+    # The metrics are computed in float64, because the result must not depend on the order of ranks.
     metrics = {"reward": total.double().nanmean().item()}
     for name, values in zip(names, rewards.double().unbind(1), strict=True):
         metrics[f"rewards/{name}/mean"] = values.nanmean().item()
