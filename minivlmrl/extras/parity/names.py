@@ -224,6 +224,7 @@ OF_ANSWERS = {
     "is {c} too large for chosen answers": lambda s: s.x + s.c * torch.tensor([1.0, 0.0]),
     "is detached for the chosen answer": lambda s: torch.stack([s.x[:, 0].detach(), s.x[:, 1]], 1),
     "is detached for the rejected answer": lambda s: torch.stack([s.x[:, 0], s.x[:, 1].detach()], 1),
+    "is averaged over the pairs before the loss": lambda s: s.x.mean(0) + 0 * s.x,
 }
 IN_A_LIST = {
     "twice": lambda s: s.x + s.x,
@@ -515,6 +516,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
             "log-ratio": spans(lambda s: total_by(s.x * span_shares(s), s.region)),
             "importance_sampling_level": "token",
         },
+        "the log of a row's ratio is divided by all columns, padding included":
+            lambda s: (s.x * s.mask).sum(1, keepdim=True) / s.completion[0].sum() + 0 * s.x,
     },
     Quantity("terms", "grpo", "tokens with a negative advantage that are much likelier than before get no gradient",
         "arXiv 1912.09729", CLIPPING,
@@ -529,6 +532,10 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "cispo's ratio is at most 1 + epsilon_high": cispo(lambda s: s.ratio.clamp(max=1 + s.options.epsilon_high)),
         "cispo's ratio is clamped to 1 - epsilon_low and epsilon_high":
             cispo(lambda s: s.ratio.clamp(1 - s.options.epsilon_low, s.options.epsilon_high)),
+    },
+    Quantity("terms", "grpo", "the ratio has a gradient, too", "MiniMax-M1 eq. 5"): {
+        "cispo's ratio is not detached":
+            lambda s: -s.ratio.clamp(max=s.options.epsilon_high) * s.advantages * s.per_token_logps * s.weights,
     },
     Quantity("terms", "grpo", "off-policy updates are too large", "losses/grpo.py: clipped", about=CLIPPING): {
         "the maximum of the clipped and the unclipped objective is used instead of the minimum":
@@ -586,6 +593,10 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
             lambda s: (s.per_token_logps - s.ref_per_token_logps).square() / 2 * s.ratio,
         "the KL is weighted with the ratio of its token instead of its sequence":
             lambda s: s.x / s.ratio * (s.per_token_logps - s.old_per_token_logps).exp(),
+        "the KL is weighted with the clipped ratio": {
+            "use_bias_correction_kl": False,
+            "KL": lambda s: s.x * s.ratio.clamp(1 - s.options.epsilon_low, 1 + s.options.epsilon_high),
+        },
         **having("the KL", TIMES, LINEAR, ROUNDED, CURVED, UNCLAMPED, BY_TOKEN),
     },
     of_kl("KL", "grpo", "the gradient has the term of the sampled tokens, too", "arXiv 2506.09477",
@@ -615,6 +626,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     },
     of_kl("reference", "grpo", "another divergence is penalised", "verl"): {
         "policy and reference are swapped in the KL": lambda s: 2 * s.per_token_logps - s.ref_per_token_logps,
+        "the KL is estimated from the sum of a row's log-ratios":
+            lambda s: s.per_token_logps + ((s.x - s.per_token_logps) * s.mask).sum(1, keepdim=True),
         "the reference is the old policy": lambda s: s.old_per_token_logps,
     },
     of_kl("reference", "grpo, dpo", "the policy may leave the reference", "DPO eq. 7"): {
@@ -628,6 +641,16 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "the rejected answer is preferred": lambda s: s.x.flip(1),
         "a chosen answer is paired with the rejected answer of the next pair": {"rejected": lambda s: s.x.roll(-1)},
         "a chosen answer is paired with the rejected answer of the previous pair": {"rejected": lambda s: s.x.roll(1)},
+    },
+    Quantity("mask", "dpo", "the wrong tokens are compared", "DPO eq. 7"): {
+        "both answers have the mask of the chosen answer":
+            lambda s: s.x[((s.pair[:, None] == s.pair) * s.chosen).argmax(1)],
+        "both answers have the mask of the rejected answer":
+            lambda s: s.x[((s.pair[:, None] == s.pair) * (1 - s.chosen)).argmax(1)],
+    },
+    Quantity("beta", "dpo", "the policy is kept at another distance from the reference", "DPO eq. 7"): {
+        "beta is applied twice, so it is squared": lambda s: s.x**2,
+        "one over beta is used instead of beta": lambda s: 1 / s.x,
     },
     Quantity("policy", "dpo", "the objective is different", "DPO eq. 7"): {
         "log-probabilities are averaged over tokens":

@@ -108,6 +108,7 @@ GRPO = WHOLE | {"loss_type": "grpo"}
 PLAIN = GRPO | {"use_bias_correction_kl": False}
 KL = PLAIN | {"beta": 0.1}
 NO_KL = GRPO | {"beta": 0.0}
+DPO = {"kind": "dpo", "loss_type": "sigmoid"}
 GSPO = NO_KL | {"importance_sampling_level": "sequence"}
 
 
@@ -272,7 +273,17 @@ def maximum_for_negative(q):
     return -torch.where(q.advantages >= 0, torch.min(one, other), torch.max(one, other))
 
 
-# the same for twenty mistakes that were written without looking at the names
+def dpo_of(change=lambda z, _: z):
+    """Compute DPO with a change of beta times the margins."""
+
+    def loss(batch, options):
+        sums = dpo_sums(batch)
+        return softplus(-change(options["beta"] * (sums[:, 0] - sums[:, 1]), options["beta"])).mean()
+
+    return loss
+
+
+# the same for 27 mistakes that were written without looking at the names; eight of the names were added afterwards
 UNSEEN = {
     "old and new are swapped": (changed(old=lambda q: 2 * q.logps - q.old), NO_KL, "has the wrong sign"),
     "advantages are absolute": (changed(advantages=lambda q: q.advantages.abs()), NO_KL, "absolute value"),
@@ -295,12 +306,28 @@ UNSEEN = {
     "GSPO of sums": (changed(log_ratio=lambda q: ((q.logps - q.old) * q.mask).sum(1, keepdim=True)), GSPO,
         "the product of its tokens' ratios"),
     "GSPO divides by the width": (
-        changed(log_ratio=lambda q: ((q.logps - q.old) * q.mask).mean(1, keepdim=True)), GSPO, ""),
+        changed(log_ratio=lambda q: ((q.logps - q.old) * q.mask).mean(1, keepdim=True)), GSPO,
+        "divided by all columns, padding included"),
     "clipped log-ratio": (changed(term=clipped_log_ratio), NO_KL, ""),
     "maximum for negative advantages": (changed(term=maximum_for_negative), NO_KL, "is used for negative advantages"),
     "two averages": (
         changed(loss=lambda q: row_mean(q.term, q.mask) + q.beta * token_mean(q.kl, q.mask)), KL,
         "averaged as in|all tokens"),
+    "CISPO with a gradient of the ratio": (
+        changed(term=lambda q: -q.ratio.clamp(max=q.high) * q.advantages * q.logps),
+        WHOLE | {"loss_type": "cispo", "beta": 0.0}, "cispo's ratio is not detached"),
+    "KL of sums": (changed(kl=lambda q: k3(((q.ref - q.logps) * q.mask).sum(1, keepdim=True))), KL,
+        "from the sum of a row's log-ratios"),
+    "KL with the clipped ratio": (changed(weight=lambda q: q.ratio.clamp(1 - q.low, 1 + q.high)), GRPO,
+        "weighted with the clipped ratio"),
+    "beta applied twice": (dpo_of(lambda z, beta: beta * z), DPO, "beta is applied twice"),
+    "margins averaged before the loss": (dpo_of(lambda z, _: z.mean()), DPO, "averaged over the pairs"),
+    "both with the mask of the chosen answer": (
+        lambda batch, options: dpo_of()(batch | {"mask": batch["mask"][:, :1]}, options), DPO,
+        "both answers have the mask of the chosen answer"),
+    "IPO with 1 / 2 * beta": (
+        lambda batch, options: my_loss(batch, options | {"beta": 1 / options["beta"]}),
+        {"kind": "dpo", "loss_type": "ipo"}, "one over beta"),
 }  # fmt: skip
 QUICK = ("dual clip", "clamped KL", "plain KL", "constant", "half", "zero", "mask")
 
