@@ -1,8 +1,8 @@
 """Matrix products from bfloat16 or float16 tensors with float32 results.
 
 Matrix multiplication sums products in float32 anyway. The function in this file does not round the result. In bfloat16,
-rounding would change a logit near 20 by up to 0.06, and an attention score near 220 by up to 0.5. Such large scores
-occur in Qwen2.5 because of its biases.
+rounding would change a logit near 20 by up to 0.06, and an attention score near 220 by up to 0.5. Scores as large as
+220 occur in Qwen2.5 because of its biases.
 """
 
 from collections.abc import Iterator

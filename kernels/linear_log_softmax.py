@@ -7,12 +7,12 @@ Derivation. For one hidden state h (D,), head W (V, D), chosen token y and tempe
 
 The forward and the backward pass compute the logits (M, V) for M hidden states (rows) piece by piece. The forward pass
 stores only three numbers for each row: top, s and H. The backward pass computes a piece's logits again, overwrites them
-with dz, and multiplies dz by W and h. In total this takes four matrix products with M V D multiplications each. A row
-whose two upstream gradients are 0 (because of a zero advantage or a clipped ratio) has dz = 0, so the backward pass can
-skip it without any approximation.
+with dz, and multiplies dz by W and h. Both passes together take four matrix products with M V D multiplications each. A
+row whose two upstream gradients are 0 (because of a zero advantage or a clipped ratio) has dz = 0, so the backward pass
+can skip it without any approximation.
 
     torch     A piece is a few rows with all their logits, small enough for the CPU's caches.
-    Triton    A piece is a tile with 4096 rows and 2048 ids, or fewer rows and more ids. It stays in
+    Triton    A piece is a tile with 4096 rows and 2048 ids, or fewer rows and more ids. The tile stays in
               the GPU's L2 cache between the product that computes it and the kernel that adds it to top, s and t. dW is
               completed tile by tile, without a float32 (V, D) copy.
 

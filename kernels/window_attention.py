@@ -23,7 +23,7 @@ writes its outputs once. A head's D columns are padded to a power of two, for ex
 columns wrongly for sm_90; the self-test in verdicts.py finds such a kernel.
 
 Where Triton is not used on a GPU, windows with different lengths are computed by torch's varlen_attn. The 128 window
-runs in eight photographs take .995 ms there, forward and backward, and 38.8 ms in separate calls (H200, bfloat16).
+runs in eight photographs take .995 ms with varlen_attn, and 38.8 ms in separate calls (both passes, H200, bfloat16).
 """
 
 import math
@@ -264,9 +264,9 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
     """Compute attention within each segment with scale D^-1/2.
 
     The Triton kernels are used if backend_for selects them and each segment fits into one program, which needs at most
-    64 tokens, D <= 128, and float16 or bfloat16. Otherwise torch computes segments with at most 64 tokens and different
-    lengths in one varlen_attention call, if the GPU supports it, and all other segments with one dense_attention call
-    for each run.
+    64 tokens, D <= 128, and float16 or bfloat16. If Triton is not used, torch computes segments with at most 64 tokens
+    and different lengths in one varlen_attention call, if the GPU supports it, and all other segments with one
+    dense_attention call for each run.
 
     Args:
         q, k, v: (T, H, D), queries, keys and values for T tokens, all with the same dtype.

@@ -92,8 +92,8 @@ def digest(parts: Iterable) -> str:
 def replacing(folder: str | Path) -> Iterator[Path]:
     """Yield a new, empty folder, which replaces `folder` when the block ends without an error.
 
-    While the block writes files, the new folder is called NAME.partial. Then the old folder is renamed to NAME.replaced
-    and the new folder to NAME. If the process is killed between the two renames, find_folder and the next save use
+    While the block writes files, the new folder is called NAME.partial. Then the old folder becomes NAME.replaced, and
+    the new folder NAME. If the process is killed between the two renames, find_folder and the next save use
     NAME.replaced. If the disk is full, the old folder is kept. A folder that is not a checkpoint is not overwritten.
     """
     folder = Path(folder).resolve()  # resolves symbolic links

@@ -11,7 +11,7 @@ longest = math.inf  # seconds that every limit has at most, see `shorten_limits`
 
 
 class Overtime(BaseException):
-    """Raised inside code that exceeds its time limit; not an Exception, which the code may catch."""
+    """Raised inside code that exceeds its time limit; not a subclass of Exception, which the code may catch."""
 
 
 @contextmanager

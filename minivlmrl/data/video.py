@@ -168,7 +168,7 @@ def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int,
         Height and width.
 
     Source: fetch_video in qwen-vl-utils, for a video file. Frame lists are resized in the same way here, although
-        version 0.0.14 resizes them twice.
+    qwen-vl-utils 0.0.14 resizes them twice.
     """
     options = check_options("video", options)
     factor = processor.factor

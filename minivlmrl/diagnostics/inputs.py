@@ -101,7 +101,7 @@ def check_gradients(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[Promp
     """Yield (prompt, problem) for each text and each image without a gradient.
 
     A prompt without any gradient is reported only if it has a given answer, because completions with an advantage of 0
-    have none.
+    have no gradient.
     """
     group = batch.group
     at_images, at_inputs = run_loss(trainer, batch)

@@ -374,7 +374,7 @@ def largest_batch(
 ) -> BatchShape:
     """Divide the largest rows into batches, and return the shape of the largest batch.
 
-    The shape's prompts are equal; their sizes are the means over the batch's rows.
+    All prompts in the returned shape have the mean sizes of the batch's rows.
 
     Args:
         completions: token counts of each prompt's completions.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-# activation checkpointing: store only a function's inputs, and recompute it in the backward
+# activation checkpointing, which stores only the inputs of a function and recomputes the rest in the backward pass
 compute_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -72,7 +72,7 @@ def reshard_interrupted(module: nn.Module):
     """Free a sharded module's gathered weights after an error within its forward pass.
 
     FSDP ignores `reshard` while a unit that stays gathered is in a forward pass, which an error does not end.
-    Afterwards the weights can be saved, but the module must not be used any more.
+    After this call, the weights can be saved, but the module must not be used any more.
     """
     for unit in units(module):
         unit.set_reshard_after_forward(True, recurse=False)

@@ -6,8 +6,8 @@ change from step to step are stored in tensors, and all tensors keep their addre
 buffers that are longer than needed, a mask hides the unused part, and finished rows are computed until the whole batch
 is finished. A new graph is captured only when the buffers have to grow.
 
-The random numbers are the same as without a graph. The logits' last bits differ, because the sums also include masked
-keys.
+The random numbers are the same as without a graph. The last bits of logits differ from those without a graph, because
+the sums also include masked keys.
 
 With a graph, q, k and v are computed as one product instead of three; see StaticDecodeAttention.project.
 """
@@ -25,7 +25,7 @@ from minivlmrl.model.attention import DecodeAttention
 from minivlmrl.model.decoder import SelfAttention, VisionLanguageModel
 
 HEADROOM = 2**30  # free bytes in GPU memory that a capture may request from the driver
-# Initial size of the key and value buffers, in tokens per completion. It is doubled when the buffers are full.
+# Initial size of the key and value buffers, in tokens per completion. The size is doubled when the buffers are full.
 KEYS = 256
 # All captures share one stream, because a GPU keeps separate workspaces for every stream.
 capture_stream = cache(lambda device: torch.cuda.Stream(device))

@@ -72,7 +72,7 @@ def mean_giou(answer_texts, solution, image_sizes, answer_extents, log_extra=Non
 
     Example: a box of the right size gives -1/3 if the gap between this box and the true box is as wide as the box. A
     box around the whole image gives more, namely the area of the true box divided by the image area. A policy that is
-    trained with this reward only therefore learns large boxes first.
+    trained only with mean_giou therefore learns large boxes first.
     """
 
     def measure(predicted: Objects, true: Objects) -> float:

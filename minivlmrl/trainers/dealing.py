@@ -84,8 +84,8 @@ def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Assign groups to ranks, so that all ranks have equally many groups and nearly equally many tokens.
 
     W ranks first get the W longest groups, one each, then the W next ones, and so on. In each round, the rank with the
-    fewest tokens so far gets the longest group. Ranks thus train on groups of similar length at the same time, because
-    sharded ranks wait for each other in every layer.
+    fewest tokens so far gets the longest group. Sharded ranks thus train on groups of similar length at the same time,
+    because they wait for each other in every layer.
 
     Example: for the lengths [[9, 5, 1], [8, 7, 2]], the result is [[(0, 0), (0, 1), (1, 2)], [(1, 0), (1, 1), (0, 2)]]
         with 16 tokens on each rank.
