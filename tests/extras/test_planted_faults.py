@@ -80,8 +80,6 @@ def shuffled_demonstrations(number: int, row: dict) -> dict:
     return row | {"completion": row["chosen"]}
 
 
-
-
 FAULTS = {
     "a temperature near 0": Fault(
         ["--sampling.temperature=0.001", "--sampling.top_k=1"],
