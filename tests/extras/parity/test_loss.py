@@ -283,8 +283,16 @@ def dpo_of(change=lambda z, _: z):
     return loss
 
 
-# the same for 27 mistakes that were written without looking at the names; eight of the names were added afterwards
+def aot_in_order(batch, options):
+    """Compute AOT without sorting the pairs."""
+    sums, smoothing = dpo_sums(batch), options["label_smoothing"]
+    z = options["beta"] * (sums[:, 0] - sums[:, 1])
+    return ((1 - smoothing) * softplus(-z) + smoothing * softplus(z)).mean()
+
+
+# the same for 28 mistakes that were written without looking at the names; eight of the names were added afterwards
 UNSEEN = {
+    "AOT does not sort": (aot_in_order, {"kind": "dpo", "loss_type": "aot"}, "the loss is sigmoid"),
     "old and new are swapped": (changed(old=lambda q: 2 * q.logps - q.old), NO_KL, "has the wrong sign"),
     "advantages are absolute": (changed(advantages=lambda q: q.advantages.abs()), NO_KL, "absolute value"),
     "advantages are reversed": (changed(advantages=lambda q: q.advantages.flip(0)), NO_KL, "mirrored position"),
