@@ -83,8 +83,9 @@ class FileDataset(FileRows):
         if missing_files:
             raise ValueError(
                 f"{path}: {len(missing_files)} image or video file(s) of the rows are missing in "
-                f"{self.folder.resolve()}, for example {', '.join(missing_files[:5])}. Set data.image_root to the "
-                "folder that their paths start from. A video is a file or a list of its frames, not a folder."
+                f"{self.folder.resolve()}, for example {', '.join(missing_files[:5])}. Correct the paths, or "
+                "set data.image_root to the folder that they start from. A video is a file or a list of its frames, "
+                "not a folder."
             )
         self.columns = sorted(column_names)
         known = {*self.reads, *required, *READ, *self.options.columns.values(), *self.constants}

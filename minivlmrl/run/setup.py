@@ -100,7 +100,8 @@ def build_processor(config: RunConfig, datasets: dict[str, Dataset] | None = Non
     pixel_bounds = config.data.min_pixels, config.data.max_pixels
     if (section.path is None) == (section.config is None):
         raise ValueError(
-            "model: set exactly one of model.path (a model folder) and model.config (a config.json for random weights)"
+            "model: set exactly one of model.path (a model folder) and model.config (a config.json for random weights) "
+            "and the other one to null"
         )
     if section.path is not None:
         processor = load_processor(section.path, *pixel_bounds)

@@ -68,7 +68,7 @@ def test_files_have_weights_image_roots_and_rewards(files):
     ):
         load(train=[FileOptions(str(files / "b.jsonl"), rewards=["iou"])])
     with pytest.raises(
-        ValueError, match=r"b\.jsonl: 2 image or video file\(s\) of the rows are missing in .* Set data.image_root"
+        ValueError, match=r"b\.jsonl: 2 image or video file\(s\) of the rows are missing in .* set data.image_root"
     ):
         load(train=[FileOptions(str(files / "b.jsonl"), rewards=["format"])])
 

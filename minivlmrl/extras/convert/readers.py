@@ -214,6 +214,10 @@ def read_turns(raw_turns: Plain, name: str, dropped: Counter) -> list[dict]:
             raise ValueError(
                 f"turn {number} is {turn!r:.60}, but its 'from' or 'role' must be one of {', '.join(SPEAKERS)}"
             )
+        if not turn.keys() & {"value", "content", "tool_calls"}:
+            raise ValueError(
+                f"turn {number} of {name!r} has no 'content' or 'value' but {[*turn]}; rename the key of its text"
+            )
         value = turn.get("value", turn.get("content"))
         if type(value) in (int, float):  # answers in VLM-R1's data can be numbers
             value = str(value)

@@ -209,6 +209,10 @@ WRONG = [  # (row, text that the error message contains after the file and the l
         "the tags of images have the numbers [2, ",
     ),
     ({"problem": "a", "photo": "cat.jpg"}, "Rename it with data.columns: {photo: image}"),
+    (
+        {"messages": [{"role": "user", "text": "a"}]},
+        "turn 0 of 'messages' has no 'content' or 'value' but ['role', 'text']",
+    ),
     ({"prompt": "<|im_start|>user Hi"}, "is not a whole conversation of"),
     (
         {"prompt": "<bbox>", "objects": {"bbox": [[1]], "bbox_type": "norm1"}},
