@@ -1,0 +1,230 @@
+"""Run the exhibits of docs/museum.md, and write its numbers and docs/museum.svg: python -m docs.scripts.museum
+
+An exhibit is a section of the page: a diff of one line of minimal.py, a command, a curve, and what parity says about a
+step of the changed file. Runs are kept in runs/museum, so that only a changed file runs again.
+"""
+
+import hashlib
+import io
+import json
+import math
+import random
+import re
+import sys
+from argparse import Namespace
+from collections import defaultdict
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+import minimal
+from docs.scripts import draw
+from minivlmrl.extras.parity import audit, step
+
+SOURCE = Path(minimal.__file__).read_text(encoding="utf-8")
+PAGE = Path(__file__).parents[1] / "museum.md"
+SECTION = re.compile(
+    r"^## \d+\. (.+)\n(?s:.*?)^- (.+)\n\+ (.+)\n(?s:.*?)^\| `python minimal.py (.+)` .+\n.+\n"
+    r"\| (.+) at the end \|.+\n\| accuracy after SFT \|.+\n\n.+ `(.+)` of a step of (\w+): `(.+)`",
+    re.MULTILINE,
+)
+
+
+class Exhibit(NamedTuple):
+    title: str
+    right: str  # a part of minimal.py
+    wrong: str
+    options: str
+    curve: str
+    stage: str  # of parity, in which the step of the changed file differs
+    kind: str  # grpo, dpo or sft
+    says: str  # what parity prints about the stage
+
+
+EXHIBITS = [Exhibit(*groups) for groups in SECTION.findall(PAGE.read_text(encoding="utf-8"))]
+
+
+def changed(exhibit: Exhibit) -> str:
+    """Return minimal.py with the line of an exhibit changed."""
+    if SOURCE.count(exhibit.right) != 1:
+        raise ValueError(f"minimal.py has {exhibit.right!r} {SOURCE.count(exhibit.right)} times instead of once")
+    return SOURCE.replace(exhibit.right, exhibit.wrong)
+
+
+def execute(source: str) -> dict:
+    """Return the names that a file like minimal.py defines."""
+    names = {"__name__": "museum"}
+    exec(compile(source, "minimal.py", "exec"), names)
+    return names
+
+
+def run(source: str, options: str) -> dict:
+    """Train with a file's source; return its curves as {name: numbers by step}, and the accuracy after SFT."""
+    key = hashlib.sha256(repr((source, options)).encode()).hexdigest()[:12]
+    file = Path("runs/museum", f"{key}.json")
+    if file.exists():
+        return json.loads(file.read_text(encoding="utf-8"))
+    names, seen = execute(source), defaultdict(list)
+    right_loss = names["grpo_loss"]
+
+    def spied(logps, old_logps, advantages, mask, epsilon, beta, ref_logps):
+        log_ratio = ((ref_logps - logps) * mask).detach()
+        seen["length"].append(mask.sum(1).float().mean().item())
+        seen["KL"].append(((log_ratio.expm1() - log_ratio).sum() / mask.sum()).item())
+        seen["share of equal rewards"].append(float(advantages.std() < 1e-3))
+        return right_loss(logps, old_logps, advantages, mask, epsilon, beta, ref_logps)
+
+    names["grpo_loss"] = spied
+    printed = io.StringIO()
+    arguments = ["minimal.py", *options.split(), f"--output=runs/museum/{key}"]
+    with mock.patch.object(sys, "argv", arguments), redirect_stdout(printed):
+        names["main"]()
+    sft, _, later = printed.getvalue().partition("accuracy after SFT ")
+    result = {name: torch.tensor(x).view(-1, 8).mean(1).tolist() for name, x in seen.items()}  # 8 rows a step
+    for name, text in (("SFT loss", sft), ("DPO loss" if "--dpo" in options else "reward", later)):
+        result[name] = [float(value) for value in re.findall(r"step \d+ of \d+: (\S+)", text)]
+    result["accuracy"] = float(later.split()[0])
+    file.write_text(json.dumps(result), encoding="utf-8")
+    return result
+
+
+def watch(names: dict, kind: str, folder: Path) -> dict[str, list]:
+    """Keep what the functions of a file return in the last step of a stage, and save the weights of each step."""
+    seen = defaultdict(list)
+
+    def keep(name: str, function, look):
+        def call(*arguments):
+            result = function(*arguments)
+            seen[name].append(look(result, *arguments))
+            return result
+
+        return call
+
+    def look_at_logps(logps, model, prompt, ids):
+        if logps.requires_grad:
+            logps.retain_grad()
+            seen["scored"].append((prompt, ids, logps))
+        else:
+            seen["ref"].append(logps)
+
+    def stage(model, *arguments):
+        names["save"](model, folder / ("model" if (folder / "ref_model").exists() else "ref_model"))
+        seen.clear()
+        for loss, metric in right_stage(model, *arguments):
+            seen["loss"].append(loss.detach().view(1))
+            yield loss, metric
+
+    right_stage, names[kind] = names[kind], stage
+    names["log_probabilities"] = keep("", names["log_probabilities"], look_at_logps)
+    for name in ("sample", "tokenize_answers"):
+        names[name] = keep("mask", names[name], lambda result, *_: result[1])
+    names["group_advantages"] = keep("rewards", names["group_advantages"], lambda result, rewards: (rewards, result))
+    names["multinomial"] = keep("drawn", torch.multinomial, lambda token, p, _: p.log().gather(1, token))
+    return seen
+
+
+def rows(tensors: list[Tensor]) -> Tensor:
+    """Join the rows of all prompts, padded to the longest answer."""
+    return pad_sequence([row.detach() for tensor in tensors for row in tensor], batch_first=True)
+
+
+def tensors_of(seen: dict[str, list], end: int, pad: int) -> dict[str, Tensor]:
+    """Return what was seen in the names of docs/notes/step_format.md. All prompts are equal but for their images."""
+    prompts, ids, logps = zip(*seen["scored"], strict=True)
+    number, each = torch.arange(sum(map(len, ids))), len(ids[0])
+    is_real = rows([(i == end).cumsum(1) - (i == end).long() < 1 for i in ids])  # up to the first end token
+    prompt = prompts[0].ids.expand(len(number), -1)
+    images = [image for p in prompts for image in p.images * each]
+    tensors = {
+        "input_ids": torch.cat([prompt, rows(ids).where(is_real, pad)], 1),
+        "attention_mask": torch.cat([torch.ones_like(prompt), is_real.long()], 1),
+        "prompt_mask": torch.cat([torch.ones_like(prompt), torch.zeros_like(is_real).long()], 1),
+        "completion_mask": rows(seen["mask"]).long(),
+        "per_token_logps": rows(logps),
+        "logps_gradient": rows([x.grad for x in logps]),
+        "micro_batch": number // each,
+        "loss": torch.cat(seen["loss"]),
+        "pixel_values": torch.cat([patches for patches, _, _ in images]),
+        "image_grid_thw": torch.tensor([[1, h, w] for _, h, w in images]),
+        "num_images": torch.ones_like(number),
+    }
+    if seen["ref"]:
+        tensors |= {"ref_per_token_logps": rows(seen["ref"]), "pair": number // 2, "chosen": (number + 1) % 2}
+    if seen["rewards"]:
+        rewards, advantages = map(torch.cat, zip(*seen["rewards"], strict=True))
+        drawn = torch.cat(seen["drawn"], 1).split([i.shape[1] for i in ids], 1)
+        tensors |= {"rewards": rewards[:, None], "group": number // each, "row": number, "sampler_logps": rows(drawn)}
+        tensors |= {"advantages": advantages, "rollout_advantages": advantages}
+    return tensors
+
+
+def record(kind: str, source: str, folder: Path) -> str:
+    """Train random weights for two steps with a file's source, and return what parity prints for the second one."""
+    names = execute(source)
+    random.seed(0)
+    torch.manual_seed(0)
+    names["make_folder"](folder / "random")
+    model = names["load"](folder / "random")
+    names["reward"] = lambda text, solution: 0.3 + len(text) % 5  # random weights earn nothing
+    seen = watch(names, kind, folder)
+    options = Namespace(steps=2, rows_per_step=4, learning_rate=1e-2, warmup=1, beta=0.1, group=4, max_new_tokens=6)
+    with mock.patch("torch.multinomial", names["multinomial"]), redirect_stdout(io.StringIO()):
+        names["train"](model, [names["draw_row"]() for _ in range(8)], names[kind], options)
+    end, pad = (model.tokenizer.token_to_id(f"<|{name}|>") for name in ("im_end", "endoftext"))
+    loss = {"sft": {"loss_type": "nll"}, "dpo": {"loss_type": ["sigmoid"], "beta": 0.1}}
+    loss["grpo"] = {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False}
+    about = {"kind": kind, "loss": loss[kind], "dtype": "float32", "num_generations": 4, "scale_rewards": "group"}
+    about |= {"model": "model", "old_model": "model", "ref_model": "ref_model", "temperature": 1.0}
+    about |= {"max_completion_length": 6} if kind == "grpo" else {}
+    about |= {"image_token_id": model.config["image_token_id"], "pad_token_id": pad, "stop_token_ids": [end, pad]}
+    step.write(folder, about, tensors_of(seen, end, pad))
+    return audit.report(*audit.checked(folder, math.inf))
+
+
+def picture(runs: list[tuple[dict, dict]]) -> str:
+    """Draw the right and the wrong curve of each exhibit, two panels in a row; each point is a mean of three steps."""
+    width, height, left, top, gap = 250, 120, 62, 82, 184
+    image = draw.Picture(2 * (width + left) + 26, top + 5 * gap - 18, "Ten wrong curves beside the right ones")
+    colors = draw.BLUES[1], draw.ORANGES[1]
+    for x, color, words in zip((16, 160), colors, ("minimal.py", "with one changed line"), strict=True):
+        image.line([(x, 26), (x + 24, 26)], color, 3)
+        image.text(x + 31, 31, words, 16, anchor="start")
+    for number, (exhibit, pair) in enumerate(zip(EXHIBITS, runs, strict=True)):
+        x, y = left + number % 2 * (width + left), top + number // 2 * gap
+        curves = [torch.tensor(result[exhibit.curve]).unfold(0, 3, 1).mean(1).tolist() for result in pair]
+        high = max(map(max, curves))
+        image.text(x - 46, y - 14, f"{number + 1}. {exhibit.title}", 16, anchor="start", bold=True)
+        image.box(x, y, width, height, "#f7f9fa", draw.FAINT)
+        image.text(x - 6, y + 13, f"{high:.2g}", 14, draw.SOFT, "end")
+        image.text(x - 6, y + height, "0", 14, draw.SOFT, "end")
+        image.text(x + 2, y + height + 18, exhibit.curve, 14, draw.SOFT, "start")
+        image.text(x + width, y + height + 18, f"{len(curves[0]) + 2} steps", 14, draw.SOFT, "end")
+        for curve, color in zip(curves, colors, strict=True):
+            across = width / (len(curve) - 1)
+            image.line([(x + i * across, y + height * (1 - v / high)) for i, v in enumerate(curve)], color, 2.5)
+    return image.svg()
+
+
+def numbers(exhibit: Exhibit, pair: tuple[dict, dict]) -> str:
+    """Return the two rows of an exhibit's table: the mean of the last five steps, and the accuracy."""
+    ends = " | ".join(f"{sum(result[exhibit.curve][-5:]) / 5:.3f}" for result in pair)
+    accuracies = " | ".join(f"{result['accuracy']:.3f}" for result in pair)
+    return f"| {exhibit.curve} at the end | {ends} |\n| accuracy after SFT | {accuracies} |\n"
+
+
+def main():
+    """Run all exhibits, and write the picture and the numbers of the page."""
+    runs = [(run(SOURCE, exhibit.options), run(changed(exhibit), exhibit.options)) for exhibit in EXHIBITS]
+    PAGE.with_suffix(".svg").write_text(picture(runs), encoding="utf-8")
+    rows_of = map(numbers, EXHIBITS, runs)
+    table = re.compile(r"^\| .+ at the end \|.+\n\| accuracy after SFT \|.+\n", re.MULTILINE)
+    PAGE.write_text(table.sub(lambda _: next(rows_of), PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
