@@ -164,7 +164,7 @@ def test_all_missing_files_are_reported_before_the_first_row_is_read(folder):
     lines.append({"video": ["frame0.png", "3.png"], "problem": "a"})
     lines.append({"messages": [user("?"), assistant("a"), later, assistant("b")]})
     write_lines(folder / "rows.jsonl", lines)
-    listed = r"1\.png \(line 2\), 2\.png \(line 3\), 3\.png \(line 5\), 4\.png \(line 6\), 5\.png \(line 6\)\. Set"
+    listed = r"1\.png \(line 2\), 2\.png \(line 3\), 3\.png \(line 5\), 4\.png \(line 6\), 5\.png \(line 6\)\. Correct"
     with pytest.raises(
         ValueError,
         match=rf"rows\.jsonl: 6 image or video file\(s\) of the rows are missing in {folder}, for example {listed}",

@@ -13,6 +13,7 @@ from minivlmrl.data import processor as processors
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.folder_template import ChatTemplate
 from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.messages import text_of
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.diagnostics.inputs import InputCheck, check_inputs
@@ -146,7 +147,7 @@ def other_ids(row, prompt, processor):
 
 
 def without_images(row, prompt, processor):
-    texts = [{**message, "content": text} for message in row.messages if (text := processors.text_of(message))]
+    texts = [{**message, "content": text} for message in row.messages if (text := text_of(message))]
     return processor(texts)
 
 

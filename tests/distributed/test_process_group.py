@@ -241,7 +241,7 @@ def test_the_cases_have_tool_results_several_turns_and_trained_adapters(quick_re
     assert {name.partition(".")[0] for name in moved["critic"] if "lora_B" in name} == {"policy", "critic"}
 
 
-@pytest.mark.parametrize("way", ["moving, compute_dtype", "folder, sharded", "moving, layer by layer"])
+@pytest.mark.parametrize("way", ["moving, compute_dtype", "folder, sharded", "sharing, layer by layer"])
 def test_two_ranks_have_the_same_reference_as_one(quick_results, way):
     """The reference is updated after each step. A rank stores copies only of its rows in trained parameters."""
     alone, process_group = quick_results
