@@ -1,1 +1,1 @@
-"""Scripts that measure time, memory and learning. They form a package, because another package may have this name."""
+"""Scripts that measure time, memory and learning. A package, because an installed one may have this name."""

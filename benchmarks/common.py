@@ -1,6 +1,6 @@
-"""Shared by the benchmarks: timers, the option --toy, and numbers printed as JSON lines.
+"""Helpers of the benchmarks: timers, the option --toy, and numbers printed as JSON lines.
 
-first_gpu_hour.py reads these lines from the output of its parts.
+first_gpu_hour.py reads the JSON lines from the output of its parts.
 """
 
 import argparse

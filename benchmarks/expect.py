@@ -5,8 +5,8 @@
 
 The script trains like train.py, then prints each result of the last stage and its expected band. If a recorded run has
 the same seed, thread count, CPU and torch version, every number must be equal to the last bit. On other machines, sums
-are rounded differently, and over many steps these differences grow into different results. There, no number may be
-below its band.
+are rounded differently, and over many steps these differences grow into different results. On such machines, no number
+may be below its band.
 
 A band extends from the recipe's lowest to its highest recorded run, plus two standard errors on both sides: the
 standard error of an accuracy on the held-out rows (after Agresti and Coull, with two correct and two wrong rows added,
@@ -17,9 +17,9 @@ number above its band is reported, but does not count as a failure.
 
 The bands for `shapes` are based on fourteen runs with ten seeds, the bands for `zoom` on twenty runs with ten seeds,
 the bands for other recipes on ten runs, and the bands for additional options (controls, harder variants) on three runs
-or one. Each message has this number. A recorded run's `commit` is the commit that was trained or, for runs recorded
-before 2026-11-27, the commit that recorded the run. Recorded runs whose environment is a page come from a table on that
-page.
+or one. Each message states the number of runs. A recorded run's `commit` is the commit that was trained or, for runs
+recorded before 2026-11-27, the commit that recorded the run. If the environment of a recorded run is a page, its
+numbers come from a table on that page.
 """
 
 import json

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Part(NamedTuple):
-    """A part: seconds until it is stopped, command below benchmarks/, and packages that it needs."""
+    """A part: its time limit in seconds, its command below benchmarks/, and the packages that it needs."""
 
     seconds: int
     command: str

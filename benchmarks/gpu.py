@@ -512,7 +512,7 @@ def fastest(call: Callable) -> float:
 
 @part
 def trl_step(toy: bool, attention: str):
-    """Measure TRL's whole GRPO steps with the same model, prompts and completions as the part `step`.
+    """Measure whole GRPO steps of TRL with the same model, prompts and completions as in the part `step`.
 
     Gradient checkpointing is on, as in TRL's examples, and a micro-batch is a prompt with its completions.
     """
@@ -664,7 +664,7 @@ def log_softmax(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
 
 @part
 def products(toy: bool):
-    """Measure the GPU's ceilings, a large copy and a large product, from which docs/gpu.md computes limits."""
+    """Measure the speed of a large copy and of a large matrix product, from which docs/gpu.md computes limits."""
     side = 64 if toy else 8192
     source = normal(2**16 if toy else 2**30)
     copied = milliseconds(partial(torch.empty_like(source).copy_, source))

@@ -2,8 +2,8 @@
 
     python benchmarks/one_file.py    # half a minute
 
-Both sides train the same tiny model on the same rows, in turn, with one thread. The memory is the peak of a process of
-its own, minus that of a process that only makes the inputs. README's table of what the package adds has both ratios.
+Both sides train the same tiny model on the same rows, in turn, with one thread. The memory is the peak of a separate
+process, minus the peak of a process that only makes the inputs. README's table of package features has both ratios.
 """
 
 import argparse
@@ -26,7 +26,7 @@ TOKENS, WIDTH, VOCABULARY = 2048, 256, 151936  # eight completions of 256 tokens
 
 
 def step_ratio() -> float:
-    """Return how many times as long minimal.py takes for a step: 16 prompts, 8 completions of 14 tokens."""
+    """Return the time of a step in minimal.py relative to the package: 16 prompts, 8 completions of 14 tokens."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     import minimal
 

@@ -87,7 +87,7 @@ YES_NO = re.compile(rf"(?:{LEAD})?(yes|no|true|false)\b([^?]*)", re.IGNORECASE)
 
 
 def choice(answer_texts: list, solution: list, log_extra=None, **columns) -> list:
-    """Return 1.0 if the answer is the correct choice's letter, such as B, (b), B. or "B) a dog".
+    """Return 1.0 if the answer is the letter of the correct choice, such as B, (b), B. or "B) a dog".
 
     Answers such as "B or C", "not B" and "A. B. C." get reward 0.
     """

@@ -61,7 +61,7 @@ def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass
 class Fashion(Sequence[Row]):
-    """A split's photographs as rows; `chosen` are the selected photographs' indices."""
+    """The photographs of a split as rows; `chosen` has the indices of the selected photographs."""
 
     folder: Path
     split: str

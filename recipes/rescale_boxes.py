@@ -22,7 +22,7 @@ from minivlmrl.data.media import fetch_image
 BETWEEN = r"\)?[\s,]+\(?"
 CORNERS = BETWEEN.join([f"({NUMBER})"] * 4)
 BOX = re.compile(rf'(\[\s*|data-bbox="\s*|<\|box_start\|>\s*\(\s*){CORNERS}(\s*\)\s*<\|box_end\|>|\s*\]|\s*")')
-# only after its key, because [1, 2] in a text could be anything
+# a point is matched only after its key, because [1, 2] in a text could be anything
 POINT = re.compile(rf'("point_2d"\s*:\s*\[\s*)({NUMBER}){BETWEEN}({NUMBER})(\s*\])')
 ANSWERS = ("completion", "chosen", "rejected", "messages")
 

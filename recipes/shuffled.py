@@ -3,7 +3,7 @@
     python train.py recipes/shapes.yaml --rewards='{recipes/shuffled.py:shuffled: 1.0}'
 
 If a run improves with these rewards, the improvement does not come from its rewards. With several ranks, each rank
-permutes its own completions' rewards.
+permutes the rewards of its own completions.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Reward functions to copy for labelled objects: IoU, VLM-R1's weighted sum, and one image's average precision.
+"""Reward functions to copy for labelled objects: IoU, VLM-R1's weighted sum, and average precision in an image.
 
 Use one in a recipe like this; the path is relative to the folder in which you run the command:
     rewards: {recipes/vlm_r1.py:weighted_sum: 1.0}
@@ -27,7 +27,7 @@ def detection(answer_texts, solution, image_sizes, answer_extents, log_extra=Non
 def ap_50(
     answer_texts: list, solution: list, image_sizes: list, answer_extents: list, log_extra=None, **columns
 ) -> list:
-    """Compute one image's average precision at IoU 0.5, averaged over labels.
+    """Compute the average precision in an image at IoU 0.5, averaged over labels.
 
     As in COCO, the average precision is the mean precision over 101 recall levels. The object order in the answer
     replaces confidence scores. A label in the answer that does not occur in the image counts as 0.

@@ -41,8 +41,8 @@ ANSWER = "<answer>{}</answer>"
 def draw(rng: random.Random, label: str | None = None, others: int = 0) -> tuple[PIL.Image.Image, str, int]:
     """Draw an image; return the image, its label and the striped square's quarter (0 to 3).
 
-    A pair of stripes with complementary colours is as wide as one pixel in the shrunk image, and is aligned to its
-    grid. Therefore all labels have the same grey in the shrunk image.
+    Each pair of stripes has complementary colours, and is exactly as wide as one pixel of the shrunk image. Therefore
+    all labels have the same grey in the shrunk image.
 
     Args:
         others: how many other quarters have a dark square.
@@ -120,7 +120,7 @@ class Quarters:
         return crop(self.picture, quarter)
 
     def get_reward(self) -> float:
-        """Return the fraction of valid calls, because a policy forgets the call format without a reward for it."""
+        """Return the fraction of valid calls, because without this reward a policy forgets the format of calls."""
         return self.answered / self.max_tool_calls
 
 

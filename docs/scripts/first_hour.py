@@ -2,7 +2,7 @@
 
 `python -m docs.scripts.make_pages` runs the cells and writes the notebook with their outputs.
 
-tests/repository/test_wheel.py runs its cells in order, with fewer rows and steps. test_docs.py runs the cells before
+tests/repository/test_wheel.py runs all cells in order, with fewer rows and steps. test_docs.py runs the cells before
 the first training, and compares their outputs with the stored ones.
 """
 

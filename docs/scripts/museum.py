@@ -134,7 +134,7 @@ def rows(tensors: list[Tensor]) -> Tensor:
 
 
 def tensors_of(seen: dict[str, list], end: int, pad: int) -> dict[str, Tensor]:
-    """Return what was seen in the names of docs/notes/step_format.md. All prompts are equal but for their images."""
+    """Return the recorded tensors, named as in docs/notes/step_format.md. Prompts differ only in their images."""
     prompts, ids, logps = zip(*seen["scored"], strict=True)
     number, each = torch.arange(sum(map(len, ids))), len(ids[0])
     is_real = rows([(i == end).cumsum(1) - (i == end).long() < 1 for i in ids])  # up to the first end token

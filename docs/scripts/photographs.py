@@ -2,7 +2,7 @@
 
 `python -m docs.scripts.make_pages` runs the cells and writes the notebook with their outputs.
 
-tests/repository/test_wheel.py runs its cells in order, with fewer pictures and steps. test_docs.py runs the cells
+tests/repository/test_wheel.py runs all cells in order, with fewer pictures and steps. test_docs.py runs the cells
 before the training, and compares their outputs with the stored ones.
 """
 
@@ -102,5 +102,5 @@ Image.open(held_out[0]["image"]).resize((168, 168))
 
 
 def page() -> str:
-    """The notebook, without outputs."""
+    """Return the notebook photographs.ipynb as JSON text, without outputs."""
     return first_hour.notebook("photographs", CELLS)

@@ -1,8 +1,8 @@
 """Write docs/step.html, which shows each line of minimal.py in one GRPO step with the values that the line made.
 
-sys.settrace calls `Film` before each line. In a call of a function, only the first REPEATS rounds of a loop are
-recorded, and the first REPEATS calls of a function by one line; the others are counted. `python -m docs.scripts.step`
-writes the page. docs/step.png is a screenshot of it, 620 pixels wide.
+sys.settrace calls `Film` before each line. In a call of a function, only the first REPEATS rounds of a loop, and the
+first REPEATS calls by one line, are recorded; further ones are only counted. `python -m docs.scripts.step` writes the
+page. docs/step.png is a screenshot of the page, 620 pixels wide.
 """
 
 import base64
@@ -45,7 +45,7 @@ class Call:
 
 
 class Film:
-    """Records the lines of minimal.py that are executed while it is the trace function of Python."""
+    """Trace function for Python that records the executed lines of minimal.py."""
 
     def __init__(self):
         self.calls = []  # [function, number of the call that called it]
@@ -220,7 +220,7 @@ def trained_model() -> minimal.QwenVL:
 
 
 def choose_rows(model: minimal.QwenVL, options: Namespace, wanted: set[float]) -> list[dict]:
-    """Return rows of a GRPO step in which each group will have all wanted rewards, and seed the step so that it has."""
+    """Return rows for a GRPO step, and set a seed with which the completions to each row get all wanted rewards."""
     for seed in itertools.count():
         random.seed(seed)
         rows = [minimal.draw_row() for _ in range(options.rows_per_step)]

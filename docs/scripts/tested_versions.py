@@ -12,7 +12,7 @@ SYSTEMS = {"ubuntu-latest": "Linux", "macos-latest": "macOS", "windows-latest": 
 
 
 def page() -> str:
-    """Return the page with the current table, which is its first one. The text around it is written by hand."""
+    """Return the page with the current table as its first table; the text around it is written by hand."""
     return re.sub(r"(?m)(?:^\|.*\n)+", lambda _: combinations(), PAGE.read_text(encoding="utf-8"), count=1)
 
 

@@ -96,7 +96,7 @@ class WarningRules:
 
     def restore(self, state: str):
         """Load the JSON that `state` returned."""
-        recent, said, *_, rewards, self.extremes = json.loads(state)  # 0.5 had one more value
+        recent, said, *_, rewards, self.extremes = json.loads(state)  # minivlmrl 0.5 saved one more value
         self.recent.extend(recent)
         self.said.update(said)
         self.recent_rewards += [(solutions, torch.tensor(values)) for solutions, values in rewards]

@@ -1,7 +1,7 @@
-"""Optional features. A copy of the package without this folder trains all other recipes, to the byte.
+"""Optional features: a copy of the package without extras/ trains all other recipes to the same bytes.
 
-The core imports nothing from here. It has the names of these modules in its tables, and loads a module when a recipe, a
-command line or a model's config.json names the feature:
+The core has the names of these modules in its tables, and imports a module only when a recipe, a command line or a
+model's config.json names the feature:
 
 | here | what it is | named by |
 |---|---|---|

@@ -3,7 +3,7 @@
 Each row of a moment is split into blocks of 256 values. A block stores its scale, which is its largest absolute value
 in float32, and one byte per value. The byte is the index of the nearest of 256 numbers between -1 and 1, which are
 denser near 0. Blocks do not cross rows and FSDP shards weights by rows, so the codes do not depend on the number of
-ranks. bitsandbytes splits the flattened tensor instead.
+ranks. bitsandbytes instead splits each flattened tensor into blocks.
 
 A recipe selects this optimizer with `optimizer: {name: adamw_8bit}`. A modified copy beside the recipe is selected by
 its file and class, for example `my_adamw.py:AdamW8bit`.
@@ -19,10 +19,10 @@ from minivlmrl.distributed.weights import is_part
 from minivlmrl.kernels.nf4_unpack import GROUP
 from minivlmrl.model.nf4 import dequantize, dynamic_code, quantize
 
-# Moments of vectors, and of tensors with fewer values than this, stay in float32.
+# The moments of vectors, and of tensors with fewer values than SMALLEST, stay in float32.
 SMALLEST = 4096
 PIECE = 2**24  # maximum number of values that are dequantized to float32 at a time
-# each moment's name -> True if its values can be negative
+# for each moment, whether its values can be negative
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 

@@ -112,10 +112,10 @@ def find_gpu(text: str) -> tuple[float, Card | None]:
 
 
 def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
-    """Return the seconds that each phase of a step takes at least on one GPU, by the card's data sheet.
+    """Return the least seconds of each phase of a step on one GPU, computed from the card's data sheet.
 
-    All prompts are as long as the largest. Products run at the card's peak, and a decode step reads the decoder and the
-    cached keys and values once. Attention, activations, waiting and the host are not counted.
+    All prompts count as the longest. Matrix products run at the card's peak rate, and a decode step reads the decoder
+    and the cached keys and values once. Attention, activations, waiting and the host are not counted.
     """
     run, config, estimator = question.run, question.options, question.estimator
     row, model = question.rows[0], question.models.policy
@@ -155,7 +155,7 @@ def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
 def decoder_bytes(model: VisionLanguageModel, dtype: torch.dtype) -> float:
     """Return the bytes that a decode step reads and writes for the decoder and the head.
 
-    A packed weight is read, and its 16-bit values are written and read again.
+    The step reads a packed weight, and writes and reads the 16-bit values to which the weight is unpacked.
     """
     read = computed_bytes(model.model.layers, dtype) + model.lm_head.weight.numel() * dtype.itemsize
     packed = [layer for layer in model.model.layers.modules() if isinstance(layer, PackedLinear)]
@@ -177,7 +177,7 @@ def two_digits(value: float) -> str:
 
 
 def disk_text(question: MemoryQuestion) -> str:
-    """State what a run downloads and writes, for rented machines."""
+    """Describe how much a run downloads and writes, which costs time and space on rented machines."""
     weights = question.estimator.parameters * DTYPES[question.estimator.config.torch_dtype].itemsize
     written = ", ".join(f"{size / GB:.2g} GB of {name}" for name, size in written_bytes(question).items())
     advice = (
@@ -190,7 +190,7 @@ def disk_text(question: MemoryQuestion) -> str:
 
 
 def assumed_row(options: argparse.Namespace) -> RowSize:
-    """Return the size for all rows that the command line gives; the default is RowSize()."""
+    """Return the row size that the command line gives for all rows; the default is RowSize()."""
     given = {name: getattr(options, name) for name in ("text_tokens", "image_tokens", "frames")}
     return RowSize(**{name: value for name, value in given.items() if value is not None})
 
@@ -236,7 +236,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def find_settings(name: str | Path) -> Path:
-    """Return the folder of a config.json, or of a model, whose weights are not downloaded."""
+    """Return the folder of a config.json or of a model, without downloading the model's weights."""
     path = Path(name)
     return path.parent if path.is_file() else find_folder(path, SETTINGS)
 

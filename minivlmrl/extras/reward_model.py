@@ -34,23 +34,23 @@ from minivlmrl.model.value_head import (
 from minivlmrl.trainers.functions import loss_arguments
 from minivlmrl.trainers.offline import AnswerBatch, PairTrainer
 
-# the reward model's folder in the run's folder; the stage and the reward have the same name
+# name of the reward model's folder in the run's folder, and also of the stage and the reward
 FOLDER = "reward_model"
 BATCH_SIZE = 16  # prompts in each forward pass that scores completions
 
 
 @dataclass(kw_only=True)
 class RewardBatch(AnswerBatch):
-    """A micro-batch of pairs with each answer's last token, which is scored."""
+    """A micro-batch of answer pairs, in which the last token of each answer is scored."""
 
-    # (R / 2,) for each pair, by how much the chosen answer's score should be higher
+    # (R / 2,), by how much each chosen answer should score higher than the rejected answer of its pair
     margin: Tensor
 
 
 class RewardTrainer(PairTrainer):
     """Trainer for a reward model on answer pairs; the policy is not changed.
 
-    A row's optional column `margin` is the amount by which its chosen answer's score should be higher.
+    The optional column `margin` is the amount by which the chosen answer should score higher than the rejected one.
     """
 
     stage = "reward_model"
@@ -81,7 +81,7 @@ class RewardTrainer(PairTrainer):
         return RewardBatch(group, mask, batch_normalizer(mask), margin=margin)
 
     def rewards(self, batch: RewardBatch) -> tuple[Tensor, Tensor]:
-        """Compute the chosen and the rejected answers' scores, each of shape (B,)."""
+        """Compute the scores of the chosen and of the rejected answers, each (B,)."""
         chosen, rejected = last_token_scores(self.trained, batch.group).view(-1, 2).unbind(1)
         return chosen, rejected
 
@@ -99,7 +99,7 @@ class RewardTrainer(PairTrainer):
 def last_windows(
     prompts: Sequence[Prompt], answers: Sequence[Sequence[Completion]]
 ) -> tuple[Sequence[Prompt], Sequence[Sequence[Completion]]]:
-    """Replace each answer that has several windows by its last turn, whose prompt has all earlier turns."""
+    """Replace each answer with several context windows by its last turn, whose prompt has all earlier turns."""
     if not any(answer.turns for group in answers for answer in group):
         return prompts, answers
     pairs = [(prompt, answer) for prompt, group in zip(prompts, answers, strict=True) for answer in group]
@@ -110,8 +110,8 @@ def last_windows(
 class RewardModelScores:
     """Callable that scores completions with a reward model.
 
-    The model is loaded from reward_model.path, which defaults to this run's folder. It reads the policy's token ids and
-    patches, so its tokenizer, its model family and its patch sizes must be the policy's.
+    The model is loaded from reward_model.path, which defaults to this run's folder. The reward model reads the policy's
+    token ids and patches, so both must have the same tokenizer, model family and patch size.
     """
 
     def __init__(self, run: RunConfig, policy: VisionLanguageModel, processor: Processor, world: World):
@@ -142,7 +142,7 @@ def pack_with_last_token(
 ) -> GroupBatch:
     """Pack prompts and completions so that each completion's last token has a hidden state.
 
-    `pack` leaves out the last token, because it predicts no token. This function therefore repeats the last token, so
+    `pack` leaves out the last token, because no token follows it. This function therefore repeats the last token, so
     that `pack` leaves out the repetition. Example: completion a has 3 tokens, and completion b has 2 tokens:
         pack                    p0 p1 p2 | a0 a1    | b0
         pack_with_last_token    p0 p1 p2 | a0 a1 a2 | b0 b1     a2 attends to the whole completion a
@@ -185,7 +185,7 @@ def reward_model(completions: list[str], reward_model_scores: list[float], **col
 
 
 def check_stage_order(run: RunConfig, stage: str):
-    """Raise ValueError if a recipe's reward model will not exist when a stage starts, or cannot score its samples."""
+    """Raise ValueError if a stage starts before the reward model exists, or if the stage samples trajectories."""
     if samples_trajectories(run.sampling):
         raise ValueError(
             "the reward reward_model cannot score trajectories, because each turn of a trajectory has its own context "

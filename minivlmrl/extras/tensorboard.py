@@ -23,8 +23,8 @@ def tracker(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
     folder = Path(config.output_dir) / "tensorboard"
     if not steps:
         shutil.rmtree(folder, ignore_errors=True)
-    # Purge the values after the last step done. An evaluation's values after this very step
-    # remain, because the repeated evaluation has the same values.
+    # Hide the values after the last completed step. The values of an evaluation after this step remain, because the
+    # repeated evaluation gives the same values.
     writer = closing.enter_context(SummaryWriter(str(folder), purge_step=steps + 1))
 
     def log(values: dict[str, float], steps: int):

@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer with the loss `minivlmrl.grpo_loss`, or with your own loss function.
 
 docs/library.md shows how to use it. TRL is not a dependency of minivlmrl. This module needs TRL 1.10 or newer, because
-older releases divide some losses by other totals.
+older releases divide some losses by other numbers.
 """
 
 # TRL loads its classes lazily, and its trainer gets attributes at run time, which pyright cannot see.
@@ -39,7 +39,7 @@ if tuple(map(int, trl.__version__.split(".")[:2])) < (1, 10):
     raise ImportError(f"minivlmrl.extras.trl needs TRL 1.10 or newer, but {trl.__version__} is installed; {INSTALL}")
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]  # grpo_loss's signature
-# grpo_loss argument: GRPOConfig field with the same meaning (kl_estimator has none)
+# for each argument of grpo_loss except kl_estimator, the GRPOConfig field with the same meaning
 CONFIG_NAMES = {
     "loss_type": "loss_type",
     "importance_sampling_level": "importance_sampling_level",
@@ -95,7 +95,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             args.loss_type = loss
         self.loss_options = loss_options(args, kl_estimator)
         self.loss_function: LossFunction = loss if callable(loss) else grpo_loss
-        # arguments that differ from TRL's defaults, which are those of the functions, too
+        # Options at TRL's defaults are left out, because the functions have the same defaults.
         self.term_options = {
             name: getattr(args, name) for name in TERM_OPTIONS if getattr(args, name) != CONFIG_DEFAULTS[name]
         }
@@ -105,12 +105,12 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _compute_loss(self, model, inputs: dict[str, Any]) -> Tensor:
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)  # (B, T)
         logps, entropies, aux_loss = self._score(model, inputs)
-        # Gradients from this many micro-batches are added.
+        # number of micro-batches whose gradients are added up
         parts = self.current_gradient_accumulation_steps if self.model.training else 1
         normalizer = LossNormalizer(len(mask) * parts, self._tokens(inputs, parts), self.max_completion_length)
         kept = mask
         if self.top_entropy_quantile < 1:
-            # TRL's function, because it computes the quantile over all processes
+            # TRL's function is used, because it computes the quantile over all processes.
             kept = mask * self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
         weights, term_options = self._weights(inputs, logps, mask, kept)
         loss, metrics = self.loss_function(
@@ -142,7 +142,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return loss
 
     def _score(self, model, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return log-probabilities and entropies for the completions (B, T), and the aux loss."""
+        """Return the log-probabilities and entropies of completions, both (B, T), and the model's auxiliary loss."""
         score = self._get_per_token_logps_and_entropies
         arguments = inspect.signature(score).parameters.keys() - {"input_ids", "attention_mask"}
         return score(
@@ -159,8 +159,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _tokens(self, inputs: dict[str, Any], parts: int) -> Tensor:
         """Return the token count by which dapo divides.
 
-        TRL counts a whole generation's tokens, which may have several optimizer steps.
-        Processes average their gradients, so that each divides by the mean number per process.
+        TRL counts the tokens of a whole generation, on which several optimizer steps may train. Gradients are averaged
+        over processes, so each process divides by the mean count per process.
         """
         tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
         if self.model.training:
@@ -170,7 +170,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _weights(
         self, inputs: dict[str, Any], logps: Tensor, mask: Tensor, kept: Tensor
     ) -> tuple[Tensor | None, dict[str, Any]]:
-        """Return the policy term's factors, or None, and its keyword arguments."""
+        """Return factors for the policy term, or None, and the keyword arguments of the policy term."""
         weights = None if kept is mask else kept
         if self.off_policy_mask_threshold is not None:
             # log-probabilities from vLLM, or from the model before the optimizer steps
@@ -222,7 +222,7 @@ def loss_options(args: trl.GRPOConfig, kl_estimator: str) -> dict[str, Any]:
 
 
 def check_options(args: trl.GRPOConfig, function: LossFunction, term_options: dict[str, Any]):
-    """Raise ValueError if the loss cannot follow an option in `args`."""
+    """Raise ValueError if `args` sets an option that the loss does not support."""
     if args.use_adaptive_entropy:
         raise ValueError(
             "use_adaptive_entropy is true, but minivlmrl keeps entropy_coef constant; set "

@@ -1,6 +1,6 @@
-"""A callback for TRL's trainers that checks that every image of the first step reaches the model's outputs.
+"""Check in TRL's trainers that the model's outputs depend on every image of the first step.
 
-docs/library.md shows how to use it. The callback also works with transformers' own Trainer.
+docs/library.md shows how to use it. The callback InputCheck also works with transformers' own Trainer.
 """
 
 import warnings
@@ -19,14 +19,14 @@ except ImportError as error:
         "run `pip install transformers`"
     ) from error
 
-# arguments of a model: patches, grids of patches; and the name of their token's id in its config
+# for images and videos, a model's arguments with patches and grids, and its config's name for the id of their token
 MEDIA = {
     "image": ("pixel_values", "image_grid_thw", "image_token_id"),
     "video": ("pixel_values_videos", "video_grid_thw", "video_token_id"),
 }
 # outputs of a model from which a loss is computed; the first one that exists is compared
 OUTPUTS = ("log_probs", "logits", "loss")
-MOST_IMAGES = 8  # images of a row that are made gray, one after the other
+MOST_IMAGES = 8  # maximum number of images of a row that are made gray, one at a time
 ADVICE = (
     "The training continues, but it does not learn from all images. Check the rows, the collator, "
     "the attention mask and the model."
@@ -34,20 +34,20 @@ ADVICE = (
 
 
 class InputCheck(TrainerCallback):
-    """Warns if an image or a video of the first step does not reach the outputs, or the loss a trained parameter.
+    """Warn if the outputs of the first step ignore an image or a video, or if a trained parameter gets no gradient.
 
-    Two facts are observed: whether the outputs of the first micro-batch change if an image before a token to train on
-    is gray, and which trained parameters get a gradient. The step's own graph is not touched: gray images are compared
-    in forward passes without gradients, one for each image of a row and one more. They are omitted if the weights are
-    sharded. Weights and random numbers are not changed.
+    Two facts are observed: whether the outputs of the first micro-batch change if an image before a trained token is
+    made gray, and which trained parameters get a gradient. The step's own graph is not touched: gray images are
+    compared in forward passes without gradients, one for each image of a row and one more. With sharded
+    weights, gray images are not compared. Weights and random numbers are not changed.
 
-    `problems` has the warnings, or is empty.
+    The attribute `problems` lists the warnings.
     """
 
     def __init__(self):
         self.problems: list[str] = []
         self.trained: set[str] = set()  # names of parameters that require a gradient
-        self.reached: set[str] = set()  # those that got one
+        self.reached: set[str] = set()  # names of the parameters that got a gradient
         self.hooks: list[Any] = []
         self.is_done = False
         self.has_media = False
@@ -106,11 +106,11 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str]) -> list[str]:
-    """Return a warning for each kind of media that can be made gray without a change of the outputs."""
+    """Return a warning if some images, or some videos, can be made gray without changing the outputs."""
 
     def outputs(**changed: Tensor) -> Tensor:
-        # the same random numbers for all passes, and for the step as without the callback; checkpointing warns that
-        # there are no gradients
+        # Random numbers are restored, so that all passes use the same ones, and the step those that it would use
+        # without the callback. Without gradients, checkpointing would warn.
         with torch.no_grad(), torch.random.fork_rng(), warnings.catch_warnings(action="ignore"):
             return text_outputs(model(*args, **kwargs | changed), model, kwargs.get("input_ids"))
 
@@ -126,7 +126,7 @@ def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str])
             for image, _ in images:
                 parts[image] = torch.zeros_like(parts[image])
             changed = outputs(**{pixels: torch.cat(parts)}) != original
-            # a loss has no rows
+            # A loss is a single number for all rows.
             by_row = changed.flatten(1).any(1) if changed.dim() > 1 else changed.any().expand(len(sizes))
             unseen += [image for image, row in images if not (by_row.any() if row is None else by_row[row])]
         if unseen:
@@ -134,7 +134,7 @@ def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str])
                 f"the outputs of the model do not change if {len(unseen)} of {len(sizes)} {kind}s of a micro-batch are "
                 f"gray, for example the {kind} with the index {min(unseen)}"
             )
-    # Weights that autocast has cached here have no gradient.
+    # Weights that autocast cached without gradients must not be used in the step.
     torch.clear_autocast_cache()
     return problems
 
@@ -152,7 +152,7 @@ def text_outputs(outputs: Any, model: nn.Module, ids: Tensor | None) -> Tensor:
     is_media = torch.zeros_like(ids, dtype=torch.bool)
     for _, _, token in MEDIA.values():
         is_media |= ids == getattr(model.config, token, -1)
-    # TRL computes the outputs of the last tokens only
+    # TRL may compute the outputs of the last tokens only.
     is_media = is_media[:, -output.shape[1] :]
     return output.masked_fill(is_media.view(*is_media.shape, *[1] * (output.dim() - 2)), 0)
 
@@ -160,13 +160,13 @@ def text_outputs(outputs: Any, model: nn.Module, ids: Tensor | None) -> Tensor:
 def rounds_of_media(arguments: dict, sizes: list[int], token: int | None) -> list[list[tuple[int, int | None]]]:
     """Return lists of (image, its row), each with one image or video of each row.
 
-    Only media before a token to train on are returned, because others have no effect. If the tokens do not tell the
-    rows, one list has all media, and None as their rows.
+    Only media before a trained token are returned, because other media do not change the loss. If the token ids do not
+    tell to which rows the media belong, one list has all media, with None as the rows.
 
     Args:
         arguments: the model's arguments.
         sizes: number of patches of each image or video.
-        token: id of its tokens.
+        token: id of the tokens that stand for images, or for videos.
     """
     ids = arguments.get("input_ids")
     if ids is None or token is None or not (ids == token).any():

@@ -1,6 +1,6 @@
-"""Read the frames of video files with PyAV, which frame lists do not need.
+"""Read the frames of video files with PyAV; videos that are lists of images do not need PyAV.
 
-Frames are selected as in qwen-vl-utils, or as transformers' Qwen3VLVideoProcessor does if frame_factor is 1.
+Frames are selected as in qwen-vl-utils or, if frame_factor is 1, as in transformers' Qwen3VLVideoProcessor.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def with_defaults(sampling: dict, defaults: dict | None) -> dict:
 
 
 def sample(file: Path | io.BytesIO, sampling: dict) -> Video:
-    """Sample a file's frames in two passes: one counts frames, the other decodes frames."""
+    """Sample the frames of a file in two passes: first count all frames, then decode the sampled frames."""
     with opened_video(file) as (container, stream):
         video_fps = float(stream.average_rate or stream.guessed_rate or 0)
         total_frames = count_frames(container, stream)
@@ -147,8 +147,8 @@ def sample_indices(
     Example: the indices of 6 frames out of 100 are 0, 20, 40, 59, 79 and 99.
 
     Args:
-        sampling: smart_nframes' options; also video_start and video_end in seconds, which are clipped to the video's
-            duration.
+        sampling: options of smart_nframes, and video_start and video_end in seconds, which are clipped to the duration
+            of the video.
 
     Returns:
         Indices of the sampled frames, and the sampled frames per second.

@@ -2,10 +2,10 @@
 
     sampling: {engine: vllm, vllm: {max_model_len: 4096}}
 
-Before each rollout, vLLM receives the policy's weights. It receives each prompt as the token ids and image patches that
-minivlmrl has computed, so that text is not tokenized and images are not resized or normalised a second time. vLLM
-computes only the logits, and this file samples the tokens. Therefore samples do not depend on the other rows in a
-batch, and in float32 they equal the policy's own samples. To change this engine, copy the file and set
+Before each rollout, vLLM receives the policy's weights. vLLM also receives the token ids and image patches that
+minivlmrl has computed for each prompt, so that text is not tokenized and images are not resized or normalised a second
+time. vLLM computes only the logits, and this file samples the tokens. Therefore samples do not depend on the other rows
+in a batch, and in float32 they equal the policy's own samples. To change this engine, copy vllm.py and set
 sampling.engine=my_vllm.py:VLLMSampler.
 
 vLLM is imported inside functions, because the memory estimate must work without it.
@@ -58,7 +58,7 @@ FIXED_OPTIONS = {
     "mm_device_do_normalize": False,  # minivlmrl's patches are already normalised
     "limit_mm_per_prompt": {"video": 0},  # otherwise vLLM profiles the longest possible video
     "mm_processor_cache_gb": 0,
-    # This option and the next one ensure that each token is sampled exactly once.
+    # Without async_scheduling and enable_chunked_prefill, each token is sampled exactly once.
     "async_scheduling": False,
     "enable_chunked_prefill": False,
     "load_format": "dummy",  # random weights, because real weights are loaded before each rollout
@@ -70,8 +70,8 @@ FIXED_OPTIONS = {
 class VLLMOptions:
     """vllm.LLM options that a recipe may set.
 
-    No type here can name a file or code, which somebody else's config.yaml must not load. Other options of vllm.LLM
-    can, such as worker_cls, trust_remote_code and kv_transfer_config, or contradict FIXED_OPTIONS.
+    No option here can name a file or code, because a stranger's config.yaml must not load any. Other options of
+    vllm.LLM can, such as worker_cls, trust_remote_code and kv_transfer_config, or contradict FIXED_OPTIONS.
     """
 
     block_size: Count | None = None
@@ -94,7 +94,7 @@ class VLLMOptions:
     swap_space: Annotated[float, "[0, inf)"] | None = None
 
 
-# the vllm.LLM for each model that has one, because all stages in a run share an engine
+# {model: its vllm.LLM}, because all stages of a run share one engine
 STARTED = WeakKeyDictionary()
 
 
@@ -109,7 +109,7 @@ class Sampling:
         self.ended: list[str] = []  # names of the requests that ended in the latest step
 
     def sample(self, logits: Tensor, rows: list[int]) -> Tensor:
-        """Sample the next token for each of these rows from logits (r, V).
+        """Sample the next token for each row in `rows` from logits (r, V).
 
         Returns:
             New logits (r, V): 0 for the sampled token and -inf for all other tokens, so that vLLM selects the sampled
@@ -124,13 +124,13 @@ class Sampling:
 
 
 class TokenChooser:
-    """Logits processor for vLLM that makes vLLM select the tokens that `Sampling` samples.
+    """Logits processor that makes vLLM select the tokens that `Sampling` samples.
 
     vLLM's V1 runner calls update_state, and its V2 runner calls add_request. start_engine makes a subclass that also
     inherits from both LogitsProcessor classes in vLLM.
     """
 
-    # This is a class attribute, because vLLM constructs the object. It is None while vLLM warms up.
+    # `sampling` is a class attribute, because vLLM constructs the object; it is None while vLLM warms up.
     sampling: Sampling | None = None
 
     def __init__(self, vllm_config, *_):
@@ -150,7 +150,7 @@ class TokenChooser:
     def apply(self, logits: Tensor, context=None) -> Tensor:
         """Replace the logits (r, V) for the rows in vLLM's batch.
 
-        Only the V2 runner passes a context, which contains the rows' slots.
+        vLLM's V2 runner passes a context with the slots of the rows, and the V1 runner passes none.
         """
         slots = context.idx_mapping_np.tolist() if context else sorted(self.rows)
         rows = [self.rows[slot] for slot in slots]
@@ -159,9 +159,9 @@ class TokenChooser:
 
 
 def row_of_request(params, prompt_ids, output_ids) -> int:
-    """Return a request's row index.
+    """Return the row index of a request.
 
-    vLLM calls this function when the request enters the batch, and stores the result.
+    vLLM calls this function when a request enters the batch, and stores the result.
     """
     return params.extra_args["row"]
 
@@ -221,7 +221,7 @@ class VLLMSampler(Sampler):
         All ranks must call this method. See Sampler.__call__ for the arguments.
         """
         if self.sleeps:
-            # allocates the memory into which reload_weights copies the weights
+            # wake_up allocates the memory into which reload_weights copies the weights
             self.llm.wake_up(tags=["weights"])
         weights = ((name, gather_full_tensor(x)) for name, x in file_weights(self.model).items())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
@@ -232,7 +232,7 @@ class VLLMSampler(Sampler):
         self.llm.llm_engine.reset_encoder_cache()
         completions = super().__call__(prompts, num_generations, keys)
         if self.sleeps:
-            self.llm.sleep(level=2)  # frees the memory for weights and KV cache
+            self.llm.sleep(level=2)  # sleep frees the memory for weights and KV cache
         return completions
 
     def sample_with(
@@ -355,9 +355,9 @@ def computed_dtype(model: VisionLanguageModel) -> torch.dtype:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Return False for vLLM's warning that rotary tables were not loaded, as a log filter.
+    """Filter vLLM's log: return False for the warning that rotary tables were not loaded.
 
-    The warning is irrelevant, because the tables are not weights.
+    The warning is irrelevant, because rotary tables are not weights.
     """
     return "RotaryEmbedding: Failed to load weights" not in record.getMessage()
 
@@ -397,7 +397,7 @@ def start_engine(model: VisionLanguageModel, processor: Processor, options: dict
             if is_out_of_memory(error):
                 raise
             raise ValueError("sampling.vllm: " + " ".join(str(error).split())) from error
-    # vLLM destroys the process group together with its own groups.
+    # vLLM ends torch's process group together with its own groups, so this process must not.
     world.ends_group = False
     if on_gpu:
         llm.sleep(level=2)

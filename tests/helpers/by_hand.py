@@ -24,7 +24,7 @@ def near(*values):
 
 
 def kl(estimator):
-    """Value and gradient at an on-policy token: 0.5 by the policy, 0.25 by the reference; elsewhere they agree."""
+    """Return the KL and its gradient at a token with probability 0.5 under the policy and 0.25 under the reference."""
     logps = tensor([log(0.5), log(0.25)], [log(0.25), log(0.25)]).requires_grad_()
     value = kl_term(logps, torch.full((2, 2), log(0.25), dtype=torch.float64), estimator)
     assert value.flatten()[1:].tolist() == [0.0] * 3

@@ -29,7 +29,7 @@ def fork(work: Callable[[], int | None]) -> int:
 
 
 def exit_code(child: int) -> int:
-    """Wait for a child and return its exit code. It is the negative signal number if a signal ended the child."""
+    """Wait for a child, and return its exit code, or the negative signal number if a signal ended the child."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 

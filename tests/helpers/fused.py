@@ -1,7 +1,7 @@
 """torch.linspace with results as on a processor with fused multiply-add, such as the one used for tests/recorded.
 
-On these processors, start + step * i is one instruction and rounded once. Without AVX2, the product is rounded first,
-so qwen-vl-utils selects other frames and bitsandbytes has other tables, and so does our code. With this file's
+With fused multiply-add, start + step * i is one instruction and rounded once. Without AVX2, the product is rounded
+first, so qwen-vl-utils selects other frames and bitsandbytes has other tables, and so does our code. With this file's
 linspace, our results equal the recorded ones on every processor.
 """
 

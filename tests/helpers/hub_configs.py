@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 CONFIGS = json.loads((Path(__file__).parents[1] / "recorded" / "hub_configs.json").read_text())
-# how many parameters and how many tensors the files on the hub contain
+# numbers of parameters and of tensors in the files on the hub
 SIZES = {
     "Qwen2.5-VL-3B": (3_754_622_976, 824),
     "Qwen2.5-VL-7B": (8_292_166_656, 729),

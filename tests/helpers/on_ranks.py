@@ -145,7 +145,7 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: process_group.Worl
 
 
 def record(trainer, result):
-    """Record all ranks' completions in result.texts, for each trainer rollout."""
+    """Record the completions of all ranks in result.texts, for each rollout of the trainer."""
     roll_out = trainer.roll_out
 
     def spy(rows):

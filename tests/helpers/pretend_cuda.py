@@ -43,9 +43,9 @@ aten = torch.ops.aten
 COPIES = {aten.copy_.default, aten._to_copy.default}
 # an index may be on the host; it is copied, and the host waits for the copy
 INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
-# these operations have no pointwise tag, but also accept a number (a tensor without dimensions) on the host
+# operations without the tag `pointwise` that also accept a number (a tensor without dimensions) on the host
 TAKE_NUMBERS = {"where", "index_fill", "index_fill_", "_foreach_mul", "_foreach_mul_", "lerp", "lerp_", "fill_"}
-# the result's shape depends on the data, so the host waits
+# operations for which the host waits, because the shape of the result depends on the data
 WAITED_FOR = {
     "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount", "equal", "is_nonzero",
     "_local_scalar_dense", "histc", "masked_scatter",
@@ -353,7 +353,7 @@ def environment():
 
 
 def pretend(module: torch.nn.Module) -> torch.nn.Module:
-    """Move a module, tied parameters too, also one that autograd has used, which module.to(CUDA) cannot move."""
+    """Move a module and its tied parameters to the GPU, also after autograd has used it, when module.to(CUDA) fails."""
     moved = {p: torch.nn.Parameter(Pretend(p.detach()), p.requires_grad) for p in module.parameters()}
     for owner in module.modules():
         owner._parameters.update({name: moved[p] for name, p in owner._parameters.items() if p is not None})

@@ -39,7 +39,7 @@ class RewardingEnvironment(Environment, Protocol):
     def get_reward(self) -> float | list[float] | None:
         """Return the completion's reward, or a list with one reward for each turn.
 
-        The list may have no reward for the last turn, which is then 0. None means that the completion cannot be scored.
+        The list may leave out the last turn, whose reward is then 0. None means that the completion cannot be scored.
         """
 
 
@@ -62,8 +62,8 @@ class Settings:
 def get_environment(name: str) -> Callable[[], Environment]:
     """Return an environment's constructor, given its name in a recipe.
 
-    The name refers to a class, a function, or a list of functions. Functions become tools in a stateless environment.
-    The class's arguments are written in parentheses, for example "my_tools.py:Turn(step=45)".
+    The name refers to a class, a function, or a list of functions. Functions become the tools of a stateless
+    environment. Arguments of a class are written in parentheses, for example "my_tools.py:Turn(step=45)".
 
     Raises:
         ValueError: if the name cannot be resolved, or the object is not a valid environment.
@@ -130,11 +130,11 @@ def with_tools(processor: Processor, name: str) -> Processor:
 def environment_reward(
     environments: Sequence[RewardingEnvironment | None], turn_texts: list[list[str]], **columns
 ) -> list[float | None]:
-    """Compute each completion's reward by calling its environment's get_reward, as TRL does.
+    """Compute the reward of each completion by calling get_reward of its environment, as TRL does.
 
     If get_reward returns a list with one number for each turn of a trajectory, the reward is the sum of the list. The
-    last turn may have no number, because it may call no tool; its reward is 0. The reward of a completion without an
-    environment is None.
+    list may leave out the last turn, which may call no tool; the reward of this turn is then 0. The reward of a
+    completion without an environment is None.
 
     Args:
         environments: each completion's environment, or None.
@@ -161,7 +161,7 @@ def environment_reward(
 
 
 def check_reward(name: str | None, rewards: Iterable[str]):
-    """Check that the recipe uses the reward "environment" if and only if get_reward exists.
+    """Check that the recipe uses the reward "environment" if and only if the environment has the method get_reward.
 
     Args:
         name: environment name, or None.

@@ -1,4 +1,4 @@
-"""Generate a tool's JSON schema, equal to the result from transformers' get_json_schema."""
+"""Generate the JSON schema of a tool, equal to the result of transformers' get_json_schema."""
 
 import inspect
 import json
@@ -106,8 +106,8 @@ def type_schema(hint) -> dict:
 def union_schema(hints: tuple) -> dict:
     """Return the JSON schema for a union of types.
 
-    If each type's schema is only a type name, the union's schema is a list of type names.
-    Otherwise it is an "anyOf" schema list. A union with None is marked as "nullable".
+    If each type's schema is only a type name, the union's schema is a list of type names. Otherwise the union's schema
+    lists the schemas of its types under "anyOf". A union with None is marked as "nullable".
     """
     schemas = [type_schema(hint) for hint in hints if hint is not types.NoneType]
     kinds = sorted({str(schema.get("type")) for schema in schemas})

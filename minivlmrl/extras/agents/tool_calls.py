@@ -112,8 +112,8 @@ def check_limits(parts: list[dict], images: list[Image], settings: Settings):
 def without_addresses(text: str) -> str:
     """Replace memory addresses, such as 0x7f3a91c0, by 0x.
 
-    Addresses differ between runs, for example in stack traces in selenium's errors. The model
-    reads tool errors, so a run with addresses could not be repeated.
+    Addresses differ between runs, for example in the stack traces of selenium's errors. The model reads tool errors, so
+    a run with addresses could not be repeated.
     """
     return ADDRESS.sub("0x", text)
 
@@ -199,13 +199,13 @@ def refuse_constant(name: str):
 
 
 def check_values(value, name: str):
-    """Check that arguments contain no number that is not finite and no half of a surrogate pair.
+    """Check that all numbers in the arguments are finite, and that no text contains half of a surrogate pair.
 
-    JSON can write both, as 1e999 and "\\ud800", and a text argument can be "nan". An environment that computes with
-    such a number, or shows such a text to the model, would fail later, where the error ends the run.
+    JSON can contain such values, as 1e999 and "\\ud800", and an argument that is not JSON can be "nan". An environment
+    that computes with such a number, or shows such a text to the model, would fail later, where the error ends the run.
 
     Raises:
-        ValueError: the value contains such a number or half.
+        ValueError: a number is not finite, or a text contains half of a surrogate pair.
     """
     if isinstance(value, dict):
         for key, item in value.items():
@@ -310,7 +310,7 @@ def part(result) -> dict:
 def valid_text(value: Any) -> Any:
     """Replace each lone surrogate in a text, also inside lists and dicts, by "?".
 
-    Such a character cannot be encoded as UTF-8, and therefore has no tokens.
+    A lone surrogate cannot be encoded as UTF-8, and therefore has no tokens.
     """
     if isinstance(value, list):
         return [valid_text(item) for item in value]

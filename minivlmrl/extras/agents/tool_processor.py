@@ -1,4 +1,4 @@
-"""The processor of a run with an environment, which encodes demonstrated calls of tools in tags."""
+"""The processor of a run with an environment, for demonstrations that call tools in tags."""
 
 import re
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ class ToolProcessor(Processor):
     tools: Sequence[str] = ()
 
     def join_turns(self, turns: list[dict]) -> list[dict]:
-        """Merge tool results into the assistant turn if the tool was called in tags, as environments do.
+        """Merge the result of each tool that was called in tags into the assistant turn, as environments do.
 
-        For example, the result from the call <search>cats</search> is inserted after it, as <result>...</result>.
+        For example, the result of the call <search>cats</search> is inserted after the call, as <result>...</result>.
         """
         joined = []
         is_answered = False  # the last joined turn ends with a tool's result
@@ -44,7 +44,7 @@ class ToolProcessor(Processor):
         return joined
 
     def mark_results(self, pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-        """Set the flags of <result>...</result> after a call in tags to False, because no assistant wrote them."""
+        """Mark each <result>...</result> that follows a call in tags as text that the assistant did not write."""
         tag_ends = "|".join(["^", *(f"(?<=</{name}>)" for name in ("result", *self.tools))])
         answer = re.compile(rf"((?:{tag_ends})\s*<result>.*?</result>)", re.DOTALL)
         cut_pieces = []

@@ -1,8 +1,8 @@
 """Sample completions that call tools.
 
 When a completion calls a tool, the model reads the tool's result in one forward pass, and decoding continues after the
-result. A prompt's samples depend only on the prompt's key. Training
-uses the token ids, positions and patches that this module records, so text is not tokenized again.
+result. The samples of a prompt depend only on the prompt's key. Training uses the token ids, positions and patches that
+this module records, so text is not tokenized again.
 """
 
 import re
@@ -50,7 +50,7 @@ class ToolEpisode:
         self.settings = settings_of(environment)
         self.num_calls = 0
         self.num_failed = 0
-        # The pattern is longer than each closing tag, so its length is an upper bound for tags.
+        # The pattern is longer than each closing tag, so no tag is longer than the pattern's length.
         self.closing_tag = re.compile(f"</({'|'.join(self.tools)})>".encode())
         self.text = b""  # UTF-8 text that the policy generated since the last tool result
         self.ids: list[int] = []  # completion token ids, including tool results
@@ -163,7 +163,7 @@ class ToolEpisode:
     def insert_answers(self, completion: Completion):
         """Insert tool-result tokens between a completion's sampled tokens.
 
-        Inserted tokens' log-probabilities are 0, and `policy_mask` is False for these tokens.
+        Inserted tokens have the log-probability 0, and `policy_mask` is False for them.
         """
         policy_mask = torch.tensor(self.policy_mask)
         completion.ids = torch.tensor(self.ids)
@@ -217,7 +217,7 @@ def copy_on_write(image: Image) -> Image:
 
 @dataclass
 class AnswerSpan:
-    """One tool result's position in the packed result batch and in the decoding batch."""
+    """Position of a tool result in the packed batch of results, and in the decoding batch."""
 
     row: int  # row index in the decoding batch
     tokens: slice  # the result's positions in the packed tokens of all results
@@ -230,8 +230,8 @@ class AnswerSpan:
 class AnswerAttention(DecodeAttention):
     """Attention for a forward pass over tool results, which are packed into one sequence.
 
-    A result's tokens attend to their row's prompt, to the row's earlier tokens, and
-    causally to each other. Their keys and values are added to the row's KV cache.
+    A result's tokens attend to their row's prompt, to the row's earlier tokens, and causally to each other. The keys
+    and values of the result are added to the row's KV cache.
 
     Args:
         decoding: attention in the decode steps, whose KV cache is extended.
@@ -454,10 +454,10 @@ def begin_episodes(
 
 
 def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
-    """Return an environment's keyword arguments for `reset`.
+    """Return the keyword arguments for the `reset` of an environment.
 
-    They are the row's columns, its images, the prompt's messages, and the extents. The
-    extent of an image is the (width, height) of the coordinate system of the boxes in the image.
+    The arguments are the row's columns, its images, the prompt's messages, and the extents. The extent of an image is
+    the (width, height) of the coordinate system of the boxes in the image.
     """
     images = list(row.images)  # may decode image files, because images are loaded lazily
     space = row.columns.get("box_space") or processor.box_space

@@ -1,10 +1,10 @@
 """Sample trajectories, which are completions of several turns with separate context windows.
 
-A turn's context window is the prompt from which the turn is sampled. The first window is the
-row's prompt. A later window contains the messages that the environment's `observe(rounds)`
-returns. With sampling.history=K instead, it contains all text so far and images from the newest K rounds. A round is a
-turn together with the results of its tool calls. A trajectory ends with a turn that does not call a tool, or when the
-environment sets `done`. A trajectory is one Completion and one row of a loss; see docs/agents.md.
+A turn's context window is the prompt from which the turn is sampled. The first window is the row's prompt. A later
+window contains the messages that the environment's `observe(rounds)` returns. With sampling.history=K, a later window
+contains all text so far, and the images of the newest K rounds. A round is a turn together with the results of its tool
+calls. A trajectory ends with a turn that does not call a tool, or when the environment sets `done`. A trajectory is one
+Completion and one row of a loss; see docs/agents.md.
 """
 
 from collections.abc import Sequence
@@ -80,7 +80,7 @@ class Round:
 class Episode(ToolEpisode):
     """One trajectory's state during sampling.
 
-    Tool results are not inserted into the turn. They are part of the next context window instead.
+    Tool results are not inserted into the turn, but become part of the next context window.
     """
 
     def __init__(self, environment: Environment, prompt: Prompt, row: Row):
@@ -95,7 +95,7 @@ class Episode(ToolEpisode):
     def has_next_turn(self) -> bool:
         """Return whether the trajectory has a next turn.
 
-        It has one if the last turn called tools and the environment is not done.
+        A next turn follows if the last turn called tools and the environment is not done.
         """
         return len(self.rounds) == len(self.turns)
 
@@ -125,7 +125,7 @@ class Episode(ToolEpisode):
     def trajectory(self) -> Completion:
         """Concatenate all turns into one Completion.
 
-        The completion's `pictures` are only used for display. They are the newest image of each window after the first.
+        The completion's `pictures`, which are only displayed, are the newest images of all windows after the first.
         """
         windows = [turn.prompt for turn in self.turns[1:]]
         shown = [window.row.images[-1:] for window in windows if window and window.row]
@@ -141,7 +141,7 @@ class Episode(ToolEpisode):
 
 
 class TrajectorySampler(Sampler):
-    """Trajectory sampler.
+    """Sampler for trajectories.
 
     A turn's seed is its prompt's key, the completion's index in its group, and the turn number. Sharded weights are
     gathered once for all turns, because ranks may sample different numbers of turns.

@@ -2,9 +2,9 @@
 
 python -m minivlmrl check RECIPE [--section.name=value ...]
 
-This command samples completions for 16 prompts. It scores these completions, and also several texts that are not
-answers, such as an empty text. It prints each problem with its cause and a fix. The exit status is 1 if there is a
-problem, otherwise 0. No files are written.
+This command samples completions for 16 prompts, and scores the completions and several texts that are not answers, such
+as an empty text. Each problem is printed with its cause and a fix. The exit status is 1 if there is a problem,
+otherwise 0. No files are written.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ from minivlmrl.run.preflight import describe_hardware, find_mistakes
 from minivlmrl.run.setup import prepare
 from minivlmrl.trainers.registry import find_trainers
 
-# with a lower learning rate, adapters hardly change within a few hundred steps
+# learning rate below which adapters hardly change within a few hundred steps
 LOWEST_ADAPTER_RATE = 5e-6
 RERUN_OPTIONS = "--stages=grpo --model.config=null --model.path=RUN/checkpoint"
 
@@ -84,8 +84,8 @@ def check(config: RunConfig) -> Iterator[str]:
     if "prompts" in rows_of:
         trial = make_trial(config, rows_of["prompts"], processor)
         yield from check_trial(config, trial, rows_of["prompts"], online[0])
-        # If the first stage does not sample (for example SFT), it changes the model before a later stage samples from
-        # it. The untrained model's completions are not checked then.
+        # A first stage that does not sample, such as SFT, changes the model before a later stage samples, so the
+        # completions of the untrained model are then not checked.
         if config.model.path and config.stage_names[0] in online:
             sampling = replace(config.sampling, engine="native")
             sampler = make_sampler(model, processor, sampling, world, config.rollout.gather_weights)
@@ -100,7 +100,7 @@ def check(config: RunConfig) -> Iterator[str]:
 
 
 def check_learning_rate(config: RunConfig, stage: str, model: VisionLanguageModel) -> Iterator[str]:
-    """Check for a rate that ruins the weights of the model within a few steps, or that hardly changes adapters."""
+    """Check for a learning rate that ruins the model's weights within a few steps, or that hardly changes adapters."""
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     keeps_language = {"language", "embeddings"} <= {*config.model.freeze}
     if num_parameters < 10**8 or not config.model.path:
@@ -145,7 +145,7 @@ def readable_rows(rows: Dataset, processor: Processor, answers: Sequence[str]) -
 
 
 def describe_skipped(stage: str, rows: Dataset) -> str:
-    """Describe the unreadable rows that were met, which training skips, or return an empty text."""
+    """Describe the unreadable rows among the checked rows, which training skips; return "" if there are none."""
     failures = list(rows.failures.values()) if isinstance(rows, ReadableRows) else []
     if not failures:
         return ""

@@ -86,7 +86,7 @@ def check_answers_found(texts: Sequence[str], answer_format: str) -> Iterator[st
 
 
 def check_labels(rewards: list[Reward], columns: dict[str, list], num_generations: int) -> Iterator[str]:
-    """Check that completions score higher with the solution of their own row than of other rows.
+    """Check that completions score higher with the solution of their own row than with solutions of other rows.
 
     Args:
         rewards: rewards to check.
@@ -113,10 +113,10 @@ def check_labels(rewards: list[Reward], columns: dict[str, list], num_generation
 
 
 def check_agreement(rewards: list[Reward], columns: dict[str, list], num_generations: int) -> Iterator[str]:
-    """Check for rows to which a model that answers most rows rightly gives one wrong answer.
+    """Check for rows whose completions agree on a wrong answer, if the model answers most rows rightly.
 
     At least three quarters of such a row's completions have the same answer, and all of these completions score less
-    than half the highest reward. The solution may then be wrong.
+    than half the highest reward. The solution of such a row may be wrong.
 
     Args:
         columns: {column name: one value per completion}, the reward arguments.

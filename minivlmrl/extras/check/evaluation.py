@@ -54,7 +54,7 @@ def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor:
 def check_shared_images(stage: str, held_out: Dataset, rows: Dataset) -> Iterator[str]:
     """Check for evaluation images that equal training images pixel by pixel.
 
-    Only data files are checked. Rows that have the prompt in common too are reported by preflight.find_mistakes.
+    Only data files are checked. preflight.find_mistakes reports rows that have image and prompt in common.
     """
     if not isinstance(held_out, FileRows) or not isinstance(rows, FileRows):
         return

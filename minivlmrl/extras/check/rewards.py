@@ -124,15 +124,15 @@ def check_contradictions(
 ) -> Iterator[str]:
     """Check that the answers on which a stage trains agree with their rows' solutions.
 
-    An answer contradicts a solution if a reward that reads the solution gives less than half
-    its highest value. The same holds for a rejected answer with more than its chosen one, and for an answer with the
-    label false that gets more than half the highest value.
+    An answer contradicts a solution if a reward that reads the solution gives less than half its highest value. A
+    rejected answer contradicts it by scoring higher than the chosen answer, and an answer with the label false by
+    getting more than half the highest value.
 
     Args:
         trainer: the stage's class, which names the fields with answers.
     """
     names = trainer.answers
-    # embedded tasks may teach only a format, with wrong answers
+    # Embedded tasks are not compared, because they may teach only a format, with wrong answers.
     is_compared = names and isinstance(all_rows, FileRows)
     rows = sample_rows(all_rows, NUM_ANSWERS) if is_compared else []
     for reward in rewards if rows else ():
@@ -223,7 +223,7 @@ def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[
 
 
 def longest_text(trial: Trial) -> str:
-    """Return one word, repeated until the model may not write any more tokens."""
+    """Return one word, repeated up to the largest number of tokens that the model may write."""
     ids = trial.processor.tokenizer.encode("answer " * trial.max_new_tokens)
     return trial.processor.tokenizer.decode(ids[: trial.max_new_tokens])
 
@@ -274,7 +274,7 @@ def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) 
 
 
 def check_forms(trial: Trial) -> Iterator[str]:
-    """Check for solutions that are no text and that a reward compares as Python writes them.
+    """Check for solutions that are not texts, which a reward compares in the form that Python prints.
 
     For example, accuracy compares the answer cat with the text "['cat', 'kitten']".
     """
@@ -355,8 +355,8 @@ def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Itera
 def check_speed(trial: Trial, stage: str, options: TrainingOptions) -> Iterator[str]:
     """Check that each reward takes less than SLOW_SECONDS for a step's completions.
 
-    The time of one call is measured, after the other checks' calls have loaded what the
-    function needs. A reward that works in parallel may be faster than the estimate.
+    One call is timed, after calls for other checks have loaded what the function needs. A reward that works in parallel
+    may be faster than the estimate.
 
     Args:
         stage, options: the sampling stage's name and options.
@@ -380,7 +380,7 @@ def check_speed(trial: Trial, stage: str, options: TrainingOptions) -> Iterator[
 def check_constant(
     trial: Trial, solutions: Sequence[Sequence[str]], right_values: Tensor, of_rows: str = ""
 ) -> Iterator[str]:
-    """Check whether the most frequent solution, given for every row, scores like right answers.
+    """Check whether answering every row with the most frequent solution scores as high as right answers.
 
     Only rewards that read a column of the dataset are considered. The expected reward for the constant answer is the
     average of its mean rewards on those rows of the trial where it is right and where it is wrong, weighted by this
@@ -389,7 +389,7 @@ def check_constant(
     Args:
         solutions: right answers to each row in the whole dataset.
         right_values: (n, K) rewards for the right answers.
-        of_rows: words for the message that name the rows.
+        of_rows: words that name the rows in the message.
     """
     reads_none = torch.tensor([not reward.columns for reward in trial.rewards])
 
@@ -415,7 +415,7 @@ def check_constant(
 
 
 def check_same(reward: Reward, means: list[float]) -> Iterator[str]:
-    """Check whether a reward that reads no column gives every text the same score other than 0.
+    """Check whether a reward that reads no column gives every text the same score, which is not 0.
 
     Args:
         means: mean reward for each text in REWARD_HACK_PROBES, then for right answers.
@@ -442,7 +442,7 @@ def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
 
 
 def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
-    """Check whether a reward scores a text with the solutions of all rows like right answers.
+    """Check whether a text that lists the solutions of all rows scores as high as a right answer.
 
     Args:
         trial: a single reward, and rows.
@@ -461,7 +461,7 @@ def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
 
 
 def check_cache(trial: Trial) -> Iterator[str]:
-    """Check whether a reward remembers its value for a text, although the text is wrong for another row.
+    """Check whether a reward caches its value for a text, and returns it for a row to which the text is wrong.
 
     Each text is scored for its own row and then for a row with another solution, and an equivalent text is scored for
     the same rows in the other order.
@@ -510,8 +510,8 @@ def count_answers(solutions: Iterable[Sequence[str]]) -> Counter[str]:
 def answer_forms(row: Row) -> list[str]:
     """Return the texts that a right answer to a row may be, and last the solution as Python text.
 
-    A list or an object has the forms of its elements and of JSON, and 3.0 has the form 3. A text, and a list of numbers
-    such as a box, has only its own form.
+    The forms of a list or an object are those of its elements and its JSON, and 3.0 also has the form 3. A text, and a
+    list of numbers such as a box, has only its own form.
     """
     solution = row.columns.get("solution")
     forms = []

@@ -20,7 +20,7 @@ MAX_MARKUP_TOKENS = 64  # maximum number of tokens that a chat template adds to 
 
 
 def without_media(rows: Dataset) -> Iterator[Row]:
-    """Yield all rows without their images; of an embedded task, the first rows with their images."""
+    """Yield the rows of files without their images, or the first rows of an embedded task with their images."""
     if isinstance(rows, FileRows):
         yield from (rows.read(number)[0] for number in range(len(rows)))
     else:
@@ -48,7 +48,7 @@ def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], proce
 
 
 def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterator[str]:
-    """Check for rows with several system messages, and for different image and text orders."""
+    """Check for rows with several system messages, and for images that come before the text in only some rows."""
     num_two_systems = 0
     # {whether the text comes first: number of rows}, for rows with an image at exactly one end
     image_orders = Counter()
@@ -164,7 +164,7 @@ def turns_of(turns: Sequence[dict], roles: set[str]) -> list[dict]:
 
 
 def solutions_of(rows: Iterable[Row]) -> list[list[str]]:
-    """Return the right answers to each row: the texts in a solution that is a list, or its text."""
+    """Return the right answers to each row: all texts in a solution that is a list, else the solution as a text."""
     solutions = []
     for row in rows:
         solution = row.columns.get("solution")

@@ -1,1 +1,1 @@
-"""Write rows of other projects' layouts in the one form that a run reads, or the other way round."""
+"""Convert rows from the layouts of other projects to the one form that a run reads, or back."""

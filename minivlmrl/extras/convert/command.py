@@ -3,7 +3,7 @@
     python -m minivlmrl convert rows.json
     python -m minivlmrl convert rows.jsonl --to trl --out rows_trl.jsonl
 
-The layout is known by its columns: all readers are tried, and if two of them read the rows, you choose one with
+The layout is recognized by its columns: all readers are tried, and if two of them read the rows, you choose one with
 --layout. The new file stands beside the old one, and names the same images. At the end, the command says what it could
 not keep. A YAML file in which VLM-R1 lists data sets becomes the option data.train, and its files are converted.
 """
@@ -28,7 +28,7 @@ from minivlmrl.extras.convert.readers import READERS, finish, fitting, prepare
 from minivlmrl.extras.convert.sources import Rows, read_rows
 from minivlmrl.extras.convert.writers import WRITERS
 
-SAMPLE = 100  # rows by which the layout is known
+SAMPLE = 100  # number of rows by which the layout is recognized
 BATCH = 100  # rows that are written to a parquet file together
 
 
@@ -119,7 +119,7 @@ def find_layout(path: Path, sample: list[tuple[str, dict]]) -> str:
 
 
 def folder_of(path: Path) -> Path:
-    """Return the folder from which the paths of images start."""
+    """Return the folder to which the paths of images are relative."""
     return path if path.is_dir() else path.parent
 
 
@@ -165,7 +165,7 @@ def write(out: Path, suffix: str, rows: Callable[[], Iterator[dict]]):
 
 
 def batches(rows: Iterator[dict]) -> Iterator[list[dict]]:
-    """Yield lists of rows; a table takes the names of its columns from its first row."""
+    """Yield lists of rows with equal columns, because a table has only the columns of its first row."""
     while batch := list(islice(rows, BATCH)):
         names = dict.fromkeys(chain.from_iterable(batch))
         yield [{name: row.get(name) for name in names} for row in batch]

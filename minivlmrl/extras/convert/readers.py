@@ -1,7 +1,7 @@
 """Readers of other projects' layouts: each takes the columns of a row, and returns them in the form of docs/data.md.
 
-A reader returns None for a row of another layout. It takes the columns that it reads out of the row, and keeps all
-others, so that nothing is lost. What has no place in the new row is counted in `Row.dropped`.
+A reader returns None for a row of another layout. A reader removes the columns that it reads, and keeps all others, so
+that nothing is lost. Content without a place in the new row is counted in `Columns.dropped`.
 """
 
 import ast
@@ -39,7 +39,7 @@ class Columns(dict):
     """A row's columns without missing values, and a count of what the readers dropped."""
 
     def __init__(self, row: dict, dropped: Counter):
-        # NaN, which differs from itself, is how pandas writes a missing value
+        # pandas writes a missing value as NaN, which differs from itself
         super().__init__({name: value for name, value in row.items() if value is not None and value == value})
         self.dropped = dropped
 
@@ -48,7 +48,7 @@ class Columns(dict):
         return self
 
     def drop(self, name: str) -> Plain:
-        """Take a column out of the row that has no place in the new one."""
+        """Remove a column that has no place in the new row, count it as dropped, and return its content."""
         if self.get(name) not in (None, "", [], {}):
             self.dropped[f"column {name!r}"] += 1
         return self.pop(name, None)
@@ -107,7 +107,7 @@ def read_conversations(row: Columns) -> Columns | None:
 
 
 def read_messages(row: Columns) -> Columns | None:
-    """Read `messages` with roles of ms-swift, or with a rejected answer or a label of their own name."""
+    """Read `messages` with the roles of ms-swift, beside which a column may have a rejected answer or a label."""
     turns = row.get("messages")
     is_list = isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)
     if not is_list or "problem" in row or "prompt" in row:
@@ -174,7 +174,7 @@ def read_rendered(row: Columns) -> Columns | None:
 
 
 def read_ours(row: Columns) -> Columns | None:
-    """Keep a row that already has a prompt of docs/data.md, or images and no text; its turns may have other names."""
+    """Keep a row that already has a prompt as in docs/data.md, or only images; its turns may use other role names."""
     if not has_prompt(row) and not any(name in row for name in ("file_name", *MEDIA)):
         return None
     for name in ("prompt", "completion", "chosen", "rejected"):
@@ -236,7 +236,7 @@ def read_turns(raw_turns: Plain, name: str, dropped: Counter) -> list[dict]:
 
 
 def split_pair(row: Columns, turns: list[dict]) -> Columns:
-    """Return `messages`, or a prompt with the answers of a pair, whose rejected one stands in another column."""
+    """Put `messages` into the row, or a prompt and a pair of answers if another column has the rejected one."""
     is_answered = turns[-1]["role"] == "assistant" if turns else False
     if not is_answered:
         return row.put(prompt=turns, **read_pair(row))
@@ -343,7 +343,7 @@ def replace_texts(row: Columns, pattern: str | re.Pattern, change: Callable[[re.
 
 
 def fitting(row: dict, names: Iterable[str] = READERS) -> list[str]:
-    """Return those of the names whose readers read a row; an error of a reader counts as reading."""
+    """Return the names of the readers that read a row; a reader that raises an error counts, too."""
     fits = [name for name in names if _fits(prepare(row, Counter()), READERS[name])]
     return [name for name in fits if name != "ours"] or fits
 

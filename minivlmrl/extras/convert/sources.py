@@ -37,7 +37,7 @@ def read_rows(path: Path) -> Rows:
 
 
 def _read_folder(folder: Path) -> Rows:
-    """Read a folder of save_to_disk, with files of rows, or with a subfolder of images per class."""
+    """Read a folder that save_to_disk wrote, that has files of rows, or that has one subfolder of images per class."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
         raise ValueError(f"{folder} has the splits {', '.join(splits)}; convert one of them, {folder}/{splits[0]}")
@@ -95,7 +95,7 @@ def _read_cells(path: Path) -> Rows:
     """
     csv.field_size_limit(2**31 - 1)
     separator, word = ("\t", "tabs") if path.suffix == ".tsv" else (",", "commas")
-    # errors are raised after the context, which would prefix them with the place of the last row
+    # Errors are raised outside error_context, which would prefix them with the place of the last row.
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=separator, strict=True)
         names: list[str] = []
@@ -142,7 +142,7 @@ def _row_of_cells(names: list[str], cells: list[str], separator: str) -> dict:
 
 
 def _swallows_rows(cell: str, number: int, columns: int, separator: str) -> bool:
-    """Return True if a cell of several lines looks like the rows between two quotes that were not closed.
+    """Return True if a cell of several lines looks like rows that were read into it because a quote was not closed.
 
     The lines of a sentence rarely have as many separators as a row, each without a space after it.
     """

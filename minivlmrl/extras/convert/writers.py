@@ -1,4 +1,4 @@
-"""Write a row in the form of another project. Paths of images become absolute, because each project has its rule."""
+"""Write a row in the form of another project, with absolute paths, because projects resolve other paths differently."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from minivlmrl.data.rows import Row
 
 
 def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
-    """Write TRL's row: a prompt and its answers, whose parts show the list `images`, or messages with several answers.
+    """Write a row for TRL: a prompt, its answers and `images`, or `messages` if a conversation has several answers.
 
-    TRL's loss on a column `completion` would also train the turns between two answers.
+    With a column `completion`, TRL's loss would also train the turns between two answers.
     """
     row, media, others = read(columns, folder)
     prompt, answers = turns_of(row, media)
@@ -32,7 +32,7 @@ def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
 
 
 def plain(turn: dict) -> dict:
-    """Return a turn whose content is a list of parts without sources, which stand in `images`."""
+    """Return a turn whose content is a list of parts without sources; the sources are in the column `images`."""
     parts = []
     for part in content_parts(turn):
         is_text = part_kind(part) == "text"
@@ -41,7 +41,7 @@ def plain(turn: dict) -> dict:
 
 
 def write_swift(columns: dict, folder: Path, dropped: Counter) -> dict:
-    """Write ms-swift's row, which LLaMA-Factory also reads: messages with tags, images, and a rejected answer."""
+    """Write a row for ms-swift or LLaMA-Factory: messages with tags, images, and a rejected answer."""
     row, media, others = read(columns, folder)
     prompt, answers = turns_of(row, media)
     first, *_ = [*answers.values(), []]
@@ -57,7 +57,7 @@ def write_swift(columns: dict, folder: Path, dropped: Counter) -> dict:
 
 
 def write_verl(columns: dict, folder: Path, dropped: Counter) -> dict:
-    """Write verl's row: a prompt with tags and the truth in `reward_model`, or messages for its SFT."""
+    """Write a row for verl: a prompt with tags and the truth in `reward_model`, or messages for SFT."""
     row, media, others = read(columns, folder)
     prompt, answers = turns_of(row, media)
     solution = others.pop("solution", None)
@@ -93,7 +93,7 @@ def read(columns: dict, folder: Path) -> tuple[Row, list[Media], dict[str, Plain
 
 
 def turns_of(row: Row, media: list[Media]) -> tuple[list[dict], dict[str, list[dict]]]:
-    """Return the prompt's turns and those of each answer; the media of the answers are appended to `media`."""
+    """Return the turns of the prompt and of each answer; the media of the answers are appended to `media`."""
     answers = {}
     for name in ("chosen", "rejected") if row.chosen else ("completion",):
         if answer := getattr(row, name):
@@ -118,7 +118,7 @@ def tagged(turn: dict) -> dict:
 
 
 def sources(media: list[Media], kind: str, folder: Path, dropped: Counter) -> list:
-    """Return the sources of one kind, with absolute paths; the options of an image have no place in a list of paths."""
+    """Return a list with the absolute paths of images or videos, in which the options of an image have no place."""
     listed = []
     for item in media:
         if item.kind == kind:

@@ -2,7 +2,7 @@
 
 A router selects k of E experts, which are small MLPs, for each token. In memory, each expert has ordinary linear
 layers, so that LoRA, NF4, sharding and checkpoints need no code for experts. Files store all experts of a layer in two
-tensors. These are split when they are loaded, and stacked again when they are saved.
+tensors, which are split when a model is loaded, and stacked again when it is saved.
 
 Dimension letters: N tokens, D hidden_size, E experts, k experts per token.
 Source: modeling_qwen3_vl_moe.py and modeling_qwen3_5_moe.py in transformers 5.23.
@@ -60,7 +60,7 @@ class Experts(nn.Module):
         counts = self.counts(ids)
         used = counts
         if sum_over_ranks is not None and torch.is_grad_enabled():
-            # an expert that has tokens on one rank runs on all ranks, so that all have a gradient
+            # an expert that has tokens on one rank runs on all ranks, so that all ranks have its gradient
             used = sum_over_ranks(counts)
         parts = []
         for expert, tokens, uses in zip(self.experts, copies.split(counts), used, strict=True):
@@ -100,14 +100,14 @@ def place_experts(layer: DecoderLayer, config: ModelConfig, index: int):
         layer.mlp = Experts(config.hidden_size, config.experts, index)
 
 
-# stacked tensor's name in a file -> weights for each expert that this tensor contains
+# for each stacked tensor in a file, the weights of an expert that it contains
 FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 
 def split_experts(
     tensors: Iterable[tuple[str, Tensor]], config: ModelConfig, file: Path, *, transposed: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a file's tensors. Stacked experts are split into linear layers' weights.
+    """Yield the tensors of a file, with stacked experts split into the weights of linear layers.
 
     Args:
         transposed: whether stacked experts may be transposed, as in Qwen3-VL-MoE on the hub.
@@ -140,7 +140,7 @@ def split_experts(
 
 @dataclass
 class StackedExperts:
-    """Weights for all experts in a layer, which are a single tensor in a file."""
+    """The weights of all experts in a layer, which files store as a single tensor."""
 
     experts: list[list[Weight]]  # for each expert, the weights that FUSED lists
     transposed: bool
@@ -152,7 +152,7 @@ class StackedExperts:
 
 
 def stack_experts(weights: dict[str, Weight], config: ModelConfig, *, transposed: bool):
-    """Replace single experts' weights in a dictionary by StackedExperts, in place."""
+    """Replace the weights of single experts in a dictionary by StackedExperts, in place."""
     if config.experts is None:
         return
     for name in list(weights):

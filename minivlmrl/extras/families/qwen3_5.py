@@ -1,9 +1,9 @@
 """Qwen3.5, in which three of four decoder layers are recurrent, without a KV cache.
 
-A recurrent layer has a fixed-size state. It has no attention mask that could separate prompts
-and completions of a packed sequence. Instead, `run_recurrent_layer` computes each prompt once,
-and starts each completion from a copy of the state after the prompt, in training and in decoding. This state consists
-of the recurrent state and the convolution's last inputs.
+A recurrent layer has a state of fixed size, but no attention mask that could separate the prompts and completions of a
+packed sequence. Therefore `run_recurrent_layer` computes each prompt once, and starts each completion from a copy of
+the state after the prompt, in training and in decoding. This state consists of the recurrent state and the
+convolution's last inputs.
 
 Every fourth layer has attention, with an output gate and with rotary embeddings on only a part of each head. Norms
 scale by 1 + weight. The vision tower is Qwen3-VL's tower without DeepStack.
@@ -48,7 +48,7 @@ class Layer(DecoderLayer):
     """Decoder layer with attention or with a recurrence, depending on config.layer_types."""
 
     norm_type = CentredRMSNorm
-    # None, because __init__ creates the attention after the MLP: random weights are initialised in creation order
+    # __init__ creates the attention itself, after the MLP, because random weights depend on the order of creation
     attention_type = None
 
     def __init__(self, config: ModelConfig, index: int):
@@ -280,7 +280,7 @@ SPECS = {
         text=qwen3_vl.TEXT,
         defaults=TEXT_DEFAULTS,
         write=write_config,
-        # the layer for multi-token prediction, which predicts the token after the next one
+        # prefix of the layer for multi-token prediction, which predicts the token after the next one
         unused_prefixes=("mtp.",),
         sections={"recurrent": RecurrentConfig},
         initial_states=initial_states,

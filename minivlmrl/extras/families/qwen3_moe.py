@@ -44,7 +44,7 @@ class RecurrentExpertsLayer(qwen3_5.Layer):
         place_experts(self, config, index)
 
 
-# pattern for the layers that adapter.target: experts selects, which are experts and routers
+# matches the layers that adapter.target: experts selects, which are experts and routers
 ROUTED = re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
 
 

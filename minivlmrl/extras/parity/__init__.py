@@ -1,13 +1,13 @@
-"""Is your loss right? Is a step of your trainer right? Both are computed again, and each difference gets a name.
+"""Is your loss right? Is a step of your trainer right? Both are computed again, and differences get names.
 
-There are two doors, and one table of names, names.py:
+Two checks share the table of names in names.py:
 
 | you have | call | in a shell |
 |---|---|---|
 | a loss function | `check(my_loss)` | `python -m minivlmrl parity my_loss.py:my_loss` |
 | a recorded step of any trainer | `assert_step(folder)` | `python -m minivlmrl parity FOLDER` |
 
-docs/numerical_parity.md explains both.
+docs/numerical_parity.md explains both checks.
 """
 
 from minivlmrl.extras.parity.assertions import (

@@ -21,11 +21,11 @@ def assert_split_invariant(
     """Assert that a step's gradient does not depend on how its rows are split.
 
     Args:
-        gradients: function that takes lists with row indices, one list for each part, and returns {name:
-            tensor}. It accumulates the parts' gradients as your trainer does.
+        gradients: function that takes lists with row indices, one list for each part, and returns {name: tensor}. The
+            function accumulates the gradients of the parts as your trainer does.
         rows: number of rows in the step, at least 2.
         tolerance: largest allowed difference, relative to the largest gradient in the whole step.
-        sizes: part counts to try. Defaults to 2, rows - 1 and rows.
+        sizes: numbers of parts to try. Defaults to 2, rows - 1 and rows.
         parts_name: name of the parts in error messages.
     """
     assert rows > 1, f"rows is {rows}, but at least 2 rows are needed to compare different splits"
@@ -57,7 +57,7 @@ def assert_split_invariant(
 def assert_rank_invariant(gradients, rows: int, ranks=(2, 4), tolerance: float = 1e-6):
     """Assert that the gradient summed over ranks equals a single rank's gradient.
 
-    See assert_split_invariant; here each list holds one rank's row indices.
+    See assert_split_invariant for the arguments; here each list has the row indices of one rank.
     """
     assert_split_invariant(gradients, rows, tolerance, ranks, "ranks")
 

@@ -126,18 +126,18 @@ def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], se
         finding.again = True  # the mask depends on the token ids, which differ already
         finding.explained = differing["tokens"].explained
     change = finding.explained[0].change if finding.explained else None
-    # the gradients stage repeats the forward's deviation
+    # the stage `gradients` repeats a deviation that was found in the forward
     if finding.stage == "logps" or of_one_forward:
         d.forward = d.entropy_forward = change or None
     elif finding.stage == "entropies":
         d.entropy_forward = change or None
-    if finding.stage == "tokens":  # the mask stage repeats the token ids' deviation
+    if finding.stage == "tokens":  # the stage `mask` repeats the deviation of token ids
         d.ids = change
         d.__dict__.pop("regions", None)
 
 
 def unseen(name: str, d: Dump) -> Iterator[tuple[str, bool]]:
-    """Yield (topic, whether it changes no number) for each cause with a topic that is not limited to a part."""
+    """Yield (topic, whether the cause changes no number) for each cause with a topic that concerns the whole step."""
     answer = computed(name, d, {})
     for cause in possible_causes(name, d):
         shows = cause.of.about and not (cause.is_limited or cause.is_fitted)
@@ -174,7 +174,7 @@ def report(findings: list[Finding], d: Dump) -> str:
         lines += finding_lines(finding)
         if finding.ok and finding.stage not in THROUGH_A_MODEL:
             d.deadline = time.thread_time() + SECONDS
-            # after the time, the topics of causes that were tried remain
+            # when the time is over, the topics that were found until then are reported
             with suppress(SearchEndedError):
                 for about, is_unseen in unseen(finding.stage, d):
                     topics[about].append(is_unseen)

@@ -1,4 +1,4 @@
-"""Apply hypothetical bugs to a training step's definition.
+"""Apply hypothetical bugs to the definition of a training step.
 
 A bug replaces a quantity by a formula, or by values from other rows, tokens or images. For example, each row may take
 the value that belongs to "the next row in its group". A formula may also be limited to a part, such as "the first
@@ -14,7 +14,7 @@ from minivlmrl.extras.parity.names import SCOPES
 
 
 class Values:
-    """The values that a formula may use: those at its place, those of another object, and the step's."""
+    """The values that a formula may use: given values, then the attributes of `place`, then the values of the step."""
 
     def __init__(self, step, place=None, **values):
         self.__dict__.update(values)
@@ -58,7 +58,7 @@ class Change(dict):
         return deviation(Values(self.d, place, x=x, c=self.get("c", 1.0), **values))
 
     def inside(self, use: str) -> "Change":
-        """Return the deviation for one use, such as "the baseline", which is empty if it is limited to another use."""
+        """Return the deviation for one use, such as "the baseline", or an empty one if it is limited to another use."""
         other_uses = {*self.get("inside", ())} - {use}
         for _, uses, _ in SCOPES:
             if use in uses and not other_uses.isdisjoint(uses):
@@ -67,7 +67,7 @@ class Change(dict):
 
 
 def edited(step, x: list, flags: list, region: list, change: Callable) -> tuple[list, list]:
-    """Apply a formula to each run of items inside the region whose flags are equal; return items and flags."""
+    """Apply a formula to each run of items in the region that have equal flags; return items and flags."""
     new_items, new_flags = [], []
     triples = zip(flags, region, x, strict=True)
     for (flag, inside), run in groupby(triples, key=lambda triple: triple[:2]):

@@ -1,7 +1,7 @@
-"""The losses of public projects, called with our recorded cases: docs/losses_of_the_field.md is the table.
+"""Call the losses of public projects with our recorded cases; docs/losses_of_the_field.md has the results.
 
-Functions are read from a project's source files, so that its package and what it imports need not be installed. A
-project's adapter only passes tensors and settings to these functions by name.
+Functions are read from a project's source files, so that neither the project's package nor its dependencies need to be
+installed. A project's adapter only passes tensors and settings to these functions by name.
 """
 
 import __future__
@@ -50,9 +50,9 @@ class Settings(SimpleNamespace):
 
 @dataclass
 class Project:
-    """Where a project's losses are, and how they are called.
+    """A project with losses: the files that contain the losses, and the adapters that call them.
 
-    Functions get `theirs` (the functions read from `files`), a batch with logps, old, ref and mask, (B, T) or for
+    Adapters get `theirs` (the functions read from `files`), a batch with logps, old, ref and mask, (B, T) or for
     preferences (B, 2, T), and advantages (B, T), and the options of the case, see `check` in loss.py.
     """
 
@@ -61,7 +61,7 @@ class Project:
     files: str  # "FILE: NAMES; FILE: NAMES", where names are those of functions, classes or methods (Class.method)
     adapters: dict[Callable, str]  # losses that each adapter computes, separated by "; "
     modules: str = ""  # names by which the functions call each other's modules
-    others: dict = field(default_factory=dict)  # further global names that they need
+    others: dict = field(default_factory=dict)  # further global names that the functions need
 
     def functions(self) -> list[tuple[str, list[str]]]:
         """Return each file with the names that are read from it."""
@@ -117,7 +117,7 @@ def judge_project(name: str, folder: str | Path, seconds: float = 5.0) -> dict[s
 
 
 def as_loss(adapter: Callable, theirs: SimpleNamespace) -> Callable:
-    """Give an adapter the signature of `check`'s my_loss."""
+    """Return a function that calls an adapter, with the signature that `check` expects of a loss."""
 
     def loss(batch, options):
         b = SimpleNamespace(logps=batch["per_token_logps"], mask=batch["mask"])
@@ -149,7 +149,7 @@ def is_sequence(o: SimpleNamespace) -> bool:
 
 
 def sums(b: SimpleNamespace) -> list[torch.Tensor]:
-    """Return the sums over tokens of each pair: policy's chosen and rejected, reference's chosen and rejected."""
+    """Sum log-probabilities over tokens: chosen and rejected under the policy, then both under the reference."""
     return [x[:, i] for x in ((b.logps * b.mask).sum(-1), (b.ref * b.mask).sum(-1)) for i in (0, 1)]
 
 
@@ -204,7 +204,7 @@ def openrlhf_dpo(theirs, b, o):
 
 
 def rlhf_book(theirs, b, o):
-    """The book's policy losses, with its option kl3 where a case has a KL."""
+    """The policy losses of rlhf-book, with the option kl3 if a case has a KL."""
     name = "GSPO" if is_sequence(o) else o.loss_type.upper()
     settings = {"clip_eps_lo": o.epsilon_low, "clip_eps_hi": o.epsilon_high, "beta": o.beta, "kl_estimator": "kl3"}
     loss = getattr(theirs, f"{name}Loss")(**settings, sapo_temp_pos=1.0, sapo_temp_neg=1.05)
@@ -218,7 +218,7 @@ def rlhf_book_dpo(theirs, b, o):
 
 
 def slime(theirs, b, o):
-    """slime's losses of tokens; the averages are written here, because slime sums over packed samples."""
+    """slime's per-token losses, which are averaged here, because slime sums over packed samples."""
     bounds = (o.epsilon_low, o.epsilon_high)
     if o.loss_type == "cispo":
         loss = theirs.compute_cispo_loss(b.old - b.logps, b.logps, b.advantages, *bounds)[0]
@@ -232,7 +232,7 @@ def slime(theirs, b, o):
 
 
 def areal(theirs, b, o):
-    """AReaL's policy losses, which divide by the tokens."""
+    """AReaL's policy losses, which are divided by the number of tokens."""
     mask = b.mask.bool()
     if o.loss_type == "sapo":
         return theirs.sapo_loss_fn(b.logps, b.old, b.advantages, 1.0, 1.05, mask)[0]
@@ -243,7 +243,7 @@ def areal(theirs, b, o):
 
 
 def areal_dpo(theirs, b, o):
-    """AReaL's preference losses of packed rows, whose log-probabilities are those of the next token."""
+    """AReaL's preference losses of packed rows, in which each place has the log-probability of the next token."""
     rows = b.mask.flatten(0, 1)
     logps, ref = (F.pad(x.flatten(0, 1), (0, 1)).flatten() for x in (b.logps, b.ref))
     starts = torch.arange(len(rows) + 1) * (rows.shape[1] + 1)
@@ -255,7 +255,7 @@ def areal_dpo(theirs, b, o):
 
 
 def skyrl(theirs, b, o):
-    """SkyRL's policy losses, after advantages are divided as its loss_reduction says, and the KL of its worker."""
+    """SkyRL's policy losses, with advantages divided as its loss_reduction says, and the KL of SkyRL's worker."""
     averages = {"dapo": "token_mean", "cispo": "token_mean", "dr_grpo": "seq_mean_token_sum_norm"}
     average = averages.get(o.loss_type, "sequence_mean")
     bounds = {"eps_clip_low": o.epsilon_low, "eps_clip_high": o.epsilon_high}
@@ -284,7 +284,7 @@ def unsloth(theirs, b, o):
 
 
 def open_instruct(theirs, b, o):
-    """open-instruct's loss of tokens with its estimate 2 of the KL, averaged as grpo_fast.py does."""
+    """open-instruct's per-token loss with KL estimate 2, averaged as in grpo_fast.py."""
     bounds = {"clip_lower": o.epsilon_low, "clip_higher": o.epsilon_high}
     config = Settings(loss_fn=theirs.GRPOLossType[o.loss_type], kl_estimator=2, **bounds)
     ratio, ref = (b.logps - b.old).exp(), b.ref if o.beta else None
@@ -332,7 +332,7 @@ def vlm_r1(theirs, b, o):
 
 
 def ms_swift(theirs, b, o):
-    """ms-swift's _compute_loss_and_metrics, in evaluation because it undoes the accumulation in training."""
+    """ms-swift's _compute_loss_and_metrics in evaluation mode, because in training it undoes gradient accumulation."""
     off = ("compute_entropy", "overlong_filter", "kl_in_reward", "log_rollout_offpolicy_metrics", "_has_teacher")
     unset = ("rollout_importance_sampling_mode", "off_policy_sequence_mask_delta", "chord_sft_iterator")
     trainer = Settings(
@@ -351,7 +351,7 @@ def ms_swift(theirs, b, o):
 
 
 def prime_rl_sft(theirs, b, o):
-    """prime-rl's cross entropy of each row, divided by the tokens as its trainer does."""
+    """prime-rl's cross entropy of each row, divided by the number of tokens as in its trainer."""
     rows = zip(b.logps, b.mask.bool(), strict=True)
     losses = [
         theirs.ce_loss_fn(Settings(trainer_logprobs=x, loss_mask=mask, loss_weights=None)).loss for x, mask in rows

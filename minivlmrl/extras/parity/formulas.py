@@ -19,11 +19,11 @@ def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def in_half(x: Tensor, theirs: Tensor, exact: Tensor) -> Tensor:
-    """Return `theirs` if 16-bit arithmetic explains their differences from the exact values, else x.
+    """Return `theirs` if 16-bit arithmetic explains the differences between `theirs` and `exact`, else x.
 
     Two programs in 16 bits do not agree to the last digit, but they round the same weights. So the rounding errors in
-    x, which was computed in 16 bits, must be as large as the trainer's differences, and correlated with them. At least
-    16 log-probabilities, in nats, are needed for this test.
+    x, which was computed in 16 bits, must be as large as the trainer's differences, and correlated with them. The test
+    needs at least 16 log-probabilities, in nats.
     """
     errors = (x - exact)[theirs != exact]
     differences = (theirs - exact)[theirs != exact]

@@ -87,7 +87,7 @@ class Verdict:
 
 
 def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float = 5.0, **only) -> Verdict:
-    """Compare a loss with TRL's, and name the mistakes or designs that reproduce it in all cases; see `check`."""
+    """Compare a loss with TRL's, and name the mistakes or designs that explain its differences; see `check`."""
     results = []  # (case, options, comparison)
     steps = []
     for case, options, batch, value, slope in cases(kind=kind, **only):
@@ -132,7 +132,7 @@ def shared(differing: list[dict], agreeing: list[dict]) -> str:
 
 @dataclass
 class Comparison:
-    """A loss and its gradient, and their largest differences from TRL, relative as in `distance`."""
+    """A loss and its gradient, with the largest differences from TRL's values, relative as in `distance`."""
 
     loss: Tensor
     gradient: Tensor
@@ -197,7 +197,7 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
 
 
 def has(options: dict, only: dict) -> bool:
-    """Return True if a case has these options; a case with TRL's dual clip, delta, has to be asked for."""
+    """Return True if a case has all options in `only`; cases with TRL's dual clip need the option delta in `only`."""
     if "delta" in options and "delta" not in only:
         return False
     # the loss_type of a dpo case is a list with one name

@@ -46,7 +46,7 @@ def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor, toleran
 
 
 def find_parts(steps: list[Dump], seconds: float) -> list[list[Cause]]:
-    """Search causes that together reproduce the loss in all cases, also in those that agree with the definition.
+    """Search for causes that together reproduce the loss in all cases, also in cases that agree with the definition.
 
     Args:
         steps: all cases, see `as_step`.
@@ -83,7 +83,7 @@ class Combination:
 
     def __init__(self, steps: list[Dump]):
         self.steps = steps
-        # in a case with more rows, fewer orders of rows are equal
+        # The case with the most rows is used, because the fewest orders of its rows are equal.
         self.causes = by_kind(possible_causes("loss", max(steps, key=lambda step: len(step.all_rows))))
         self.deviation = {}
         self.parts = []
@@ -102,7 +102,7 @@ class Combination:
         return [[cause for cause in part if self.replaces(cause, part)] for part in self.parts]
 
     def replaces(self, cause: Cause, part: list[Cause]) -> bool:
-        """Return whether all cases are also reproduced if a cause replaces the first one of its part."""
+        """Return whether all cases are also reproduced if `cause` replaces the first cause of its part."""
         chosen = [cause.change if each is part else each[0].change for each in self.parts]
         change = reduce(lambda both, then: both and composed(both, then), chosen)
         return cause is part[0] or all(self.agreements(change))
@@ -112,7 +112,7 @@ class Combination:
         return [explains(step, change) for step in self.steps]
 
     def next_part(self) -> list[Cause]:
-        """Return the causes that reproduce most further cases, and keep the others; [] if there is none."""
+        """Return the causes that reproduce the most further cases, and store the other causes; [] if there is none."""
         left = [
             Search("loss", d, self.deviation) for d, agrees in zip(self.steps, self.agrees, strict=True) if not agrees
         ]
@@ -130,7 +130,7 @@ class Combination:
                 yield search.factors(), search is fewest
             for search in dict.fromkeys((most, fewest)):
                 yield search.fitted(designs), search is fewest
-            # there are many others, so they are tried on one case
+            # The other causes with a number are many, so they are tried on one case at a time.
             yield most.fitted(others), most is fewest
             yield most.tried(limited), most is fewest
             yield fewest.fitted(others), True
@@ -147,7 +147,7 @@ class Combination:
             most = max((count for count, _ in found.values()), default=0)
             best = [cause for count, cause in found.values() if count == most]
             best.sort(key=lambda cause: len(f"{cause.change.get('c', 0):g}"))  # round numbers are likelier
-            # a part of the answer is taken early only if it is a design, because several designs are usual
+            # Before all cases are reproduced, only a design is accepted, because several designs together are usual.
             if best and (most == len(self.steps) or (is_last and best[0].of.who)):
                 return best
         return best

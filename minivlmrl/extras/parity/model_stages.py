@@ -17,10 +17,10 @@ from minivlmrl.model.families.registry import hub_name
 from minivlmrl.model.packing import GroupBatch, pack
 from minivlmrl.model.rope import get_rope_index
 
-# tolerated error after a model in float32, as a multiple of the tolerance in all other stages
+# tolerated error after the forward of a model in float32, as a multiple of the tolerance in other stages
 THROUGH_A_MODEL = 50.0
 HALF = 100.0  # further factor for a model that runs in bfloat16, float16 or an unknown dtype
-# pieces in a change that apply to a model's outputs, so that the forward needs no repetition
+# names in a Change that affect only the outputs of a model, so that the forward need not be repeated
 AFTER_FORWARD = {"logps", "mode", "inside"}
 
 
@@ -66,7 +66,7 @@ def row_logps(d: Dump, change: Change, model, row: int, attended: Tensor, images
     if not len(scored_columns):
         return value
     batch = batch_of_row(d, change, model, row, attended, images)
-    # the previous token's hidden state predicts each token
+    # each token is predicted by the hidden state of the previous token
     autocast = change("autocast", None)
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
         logits = change("logits", model.lm_head(model(batch, select=token_numbers[scored_columns] - 2)))
@@ -104,7 +104,7 @@ def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, ima
     batch.input_ids = ids
     batch.position_ids = change(
         "positions",
-        # also for images that are hidden
+        # hidden images have positions, too
         get_rope_index(ids.where(picture_numbers < len(grids), -1), grids[has_tokens], config),
         indices=torch.arange(len(ids)).expand(3, -1),
         own=d.completion[row, attended],
@@ -120,7 +120,7 @@ def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
 
 
 def of_unattended(d: Dump) -> Tensor:
-    """Return a mask (n, S) of tokens after an unattended token, which the packed sequence lacks."""
+    """Return a mask (n, S) of tokens whose previous token is not attended to, and therefore not packed."""
     return pad(d["attention_mask"][:, :-1], (1, 0), value=1) == 0
 
 
@@ -136,7 +136,7 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
         return None
     weights_folder = change("model folder", d.about[folder])
     part = d.all_rows if d.part is None else d.part
-    # another dtype's noise, and values from other rows, need all rows
+    # all rows are computed if another dtype adds noise, or if values from other rows may be used
     rows = d.all_rows if change.keys() & {"logps", "dtype"} else part
     counted_mask = d["completion_mask"] * ~of_unattended(d)
 
@@ -261,7 +261,7 @@ def update(d: Dump, change: Change) -> Answer:
 
 
 def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
-    """Apply AdamW to a weight with its moments `state`, and return the new weight; a deviation may repeat it."""
+    """Apply AdamW to a weight with the moments `state`, and return the new weight; a deviation may repeat this."""
     rate = options["learning_rate"]
     eps = change("eps", options["eps"])
     beta1, beta2 = change("betas", options["betas"])

@@ -19,7 +19,7 @@ from minivlmrl.losses.preference import DPO_LOSSES
 
 @dataclass(frozen=True)
 class Quantity:
-    """A quantity in a stage's definition that may be computed otherwise: by mistake, or on purpose."""
+    """A quantity in a stage's definition that may be computed differently: by mistake, or on purpose."""
 
     name: str
     stages: str  # stages and kinds of losses, separated by commas
@@ -35,7 +35,7 @@ class Quantity:
 
 
 class Limited(NamedTuple):
-    """A replacement for parts of a step, tried for each part, whose name replaces {} in the cause's sentence."""
+    """A replacement that is tried for several parts of a step; the name of a part replaces {} in the sentence."""
 
     kinds: str  # Dump attributes that hold the parts, separated by spaces
     formula: Callable | None = None  # None means that the parts are orders in which the values are used
@@ -54,12 +54,12 @@ ROLLOUT_ROWS = Limited("rollout_rows")
 
 
 def having(says: str, *tables: dict[str, Callable]) -> dict[str, Callable]:
-    """Put a quantity's name before the sentences in tables such as LINEAR."""
+    """Put the name of a quantity before the sentence of each cause in tables such as LINEAR."""
     return {f"{says} {text}": formula for table in tables for text, formula in table.items()}
 
 
 def choices(says: str, *values: str) -> dict[str, str]:
-    """Return one cause for each value that an option may have, whose name replaces {} in the sentence."""
+    """Return one cause for each value that an option may have; the value replaces {} in the sentence."""
     return {says.format(value): value for value in values}
 
 
@@ -108,7 +108,7 @@ def prompt_tokens(s):
 
 
 def without_missing_ids(s):
-    """Mask the token ids that the trainer never counts, if they are one or two ids that occur several times."""
+    """Mask token ids that the trainer never counts, if these are one or two ids that occur several times."""
     missing = s.x > s.completion_mask
     ids = s.input_ids[missing].unique()
     return s.x * ~torch.isin(s.input_ids, ids) if len(ids) < 3 and 2 * len(ids) <= missing.sum() else s.x
@@ -158,7 +158,7 @@ def normalized(mean, std) -> Callable:
 
 
 def by_number_of_tokens(s):
-    """Let positions after an image continue at the number of its tokens instead of its largest side."""
+    """Let positions after an image continue at the image's number of tokens instead of its largest side."""
     positions = s.x.clone()
     for number in s.pictures.unique()[:-1]:  # the last number stands for text
         tokens = s.pictures == number
@@ -168,7 +168,7 @@ def by_number_of_tokens(s):
 
 
 def of_index(s):
-    """Take a row's images from the index of the row on, as if each row had one image."""
+    """Take the images of a row from the row's index on, as if each row had one image."""
     return s.flat[s.index :][: len(s.x)]
 
 

@@ -1,7 +1,7 @@
-"""Search the causes that reproduce the numbers of a stage, in one step or in one case of a loss.
+"""Search for causes that reproduce the numbers of a stage, in one step or in one case of a loss.
 
 First known causes are tried one at a time, the simplest first: those without a number, those that are limited to one
-use, and those with a number, which is fitted. Then a factor of all values, and then the most promising pairs.
+use, and those with a number, which is fitted. A factor of all values and promising pairs come last.
 """
 
 import math
@@ -174,7 +174,7 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
         change = {piece: x for piece, x in change.items() if piece not in ("factor", "c")}
     try:
         answer = STAGES[name](d, Change(d, change))
-    # for example a changed mask that counts no token in a DPO answer
+    # A deviation can make the stage impossible, for example a mask that counts no token in a DPO answer.
     except (ValueError, *DAMAGES):
         return None
     if answer and not change:
@@ -213,7 +213,7 @@ def error(answer: dict | None) -> float:
 def distance(answer: dict | None) -> tuple[float, float]:
     """Return the summed distance from the trainer's numbers, and a sum that depends on the numbers' places.
 
-    Two causes with the same pair are treated as the same deviation.
+    Two causes for which both sums are equal are treated as the same deviation.
     """
     if answer is None:
         return math.inf, math.inf
@@ -229,8 +229,8 @@ def count_wrong(answer: dict) -> int:
 def count_groups(name: str, answer: dict, d: Dump) -> int:
     """Count the independent groups in which a number differs.
 
-    They are the completions' groups for advantages, and rows, pairs and micro-batches for losses. In other stages, each
-    number is a group by itself.
+    For advantages these are the groups of completions, and for losses rows, pairs or micro-batches. In other stages,
+    each number is a group by itself.
     """
     if name not in GROUPS:
         return count_wrong(answer)
@@ -298,7 +298,7 @@ class Search:
         self.explained = []  # causes found so far; they remain if the time is over
         self.has_ended = False  # whether the time was over before all causes were tried
         self.base = self.answer({})
-        # known numbers that a factor may be, with their descriptions
+        # known numbers that a factor may equal, with descriptions
         self.sources = {} if d.case_tolerance else known_numbers(d, next(iter(self.base)))
         self.places = find_places(name, self.base, d)
         # first cause for each distance, so that causes with equal results are tried only once
@@ -311,7 +311,7 @@ class Search:
     def run(self, causes: list[Cause]):
         """Try all causes in turn, the simplest first, until some explain the stage."""
         factors = self.factors()
-        # a log-probability that is only rounded or moved later needs no other forward
+        # causes that only round or move log-probabilities come first, because they need no new forward
         causes = sorted(causes, key=lambda cause: not cause.change.keys() <= model_stages.AFTER_FORWARD)
         plain, limited, fitted = by_kind(causes)
         try:
@@ -433,10 +433,10 @@ def by_kind(causes: list[Cause]) -> tuple[list[Cause], list[Cause], list[Cause]]
 
 
 def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
-    """Search the simplest causes that reproduce the trainer's numbers, for some seconds."""
+    """Search for the simplest causes that reproduce the trainer's numbers, for some seconds."""
     search = Search(name, d)
     answer = search.base
-    # some cause would match a single wrong token id, or a learning rate without earlier ones
+    # no search, because some cause would match a single wrong token id, or a learning rate without earlier ones
     if (name in IDS and count_wrong(answer) < 2) or (name == "schedule" and len(all_gaps(answer)) < 2):
         return search
     # A deviation may round more than the definition, so up to 3 * TOLERANCE may remain if 99 % are explained.
@@ -460,7 +460,7 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
     fewest = min((cause.parts for cause in explained), default=1)
     explained = [cause for cause in explained if cause.parts == fewest]
     limit = max(10 * min((cause.error for cause in explained), default=0.0), TOLERANCE / 100)
-    # rewards that are 0.0001 times as large give the same advantages as epsilon 1, which is the likelier mistake
+    # unlikely numbers come last: rewards 0.0001 times as large give the advantages of epsilon 1, a likelier mistake
     search.explained = sorted(
         (cause for cause in explained if cause.error <= limit), key=lambda cause: cause.has_unlikely_number
     )

@@ -1,7 +1,7 @@
 """Recompute advantages, token ids, masks, loss and its gradient from a step's other tensors.
 
 A stage is a function (dump, change) -> {name: (theirs, ours, unit)}: the trainer's value, the recomputed value, and the
-size of the summed terms. It returns None if the dump lacks a tensor that the stage needs. A number's error is
+size of the summed terms. A stage returns None if the dump lacks a tensor that the stage needs. A number's error is
 |theirs - ours| / unit. change(name, x) returns the definition's quantity x, or its replacement while a known bug is
 being tried.
 """
@@ -40,7 +40,7 @@ def advantages(d: Dump, change: Change) -> Answer:
 
 
 def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
-    """Add up each completion's K rewards, and compute the baseline and the divisor for the sum, each (N,)."""
+    """Add up the K rewards of each completion, and compute baselines and divisors for the sums, each (N,)."""
     group = d["group"]
     group_size = d.about.get("num_generations") or (group == group[0]).sum()
     group = change("group", group, index=torch.arange(len(group)), group_size=group_size)
@@ -149,7 +149,7 @@ def beside(d: Dump, images: list[list], row: int) -> tuple[list, int]:
 
 
 def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
-    """Return each row's images as a list [(patches, grid), ...], or each completion's with kind = "sampler_"."""
+    """Return each row's images as a list [(patches, grid), ...], or each completion's images if kind is "sampler_"."""
     grids = d.get(f"{kind}image_grid_thw", torch.zeros(0, 3, dtype=torch.long))
     patches = d.get(f"{kind}pixel_values", torch.zeros(0, 0)).split(grids.prod(1).tolist())
     all_pictures = list(zip(patches, grids, strict=True))
@@ -209,7 +209,7 @@ def loss(d: Dump, change: Change) -> Answer:
     answer = {}
     if d.has("loss"):
         answer["loss"] = d["loss"].view_as(losses), losses.detach(), units.detach() + 1e-30
-    # for a gradient whose terms cancel; k3's gradient is beta * (1 - d.exp()) in float32
+    # `rounding` is allowed if the terms of a gradient cancel, as in k3's gradient, beta * (1 - d.exp()), in float32.
     beta = loss_options(Change(d, {})).beta if d.about["kind"] == "grpo" else 0.0
     rounding = (1e-3 + 0.01 * beta) / d["completion_mask"].sum().clamp(min=1)
     is_unreal = ~(d["attention_mask"].bool() | d["completion_mask"].bool())
@@ -239,7 +239,7 @@ def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
     rows = part if by_part else d.all_rows
     times = len(d.micro_batches) if by_part else 1
     tokens = mask[rows].sum() * times
-    # False if a deviation changed the mask
+    # is_ours is False if a deviation changed the mask.
     is_ours = torch.equal(mask, d["completion_mask"].double())
     if d.has("rollout_tokens") and is_ours and not by_part:
         tokens = change("rollout tokens", d["rollout_tokens"])[part[0]].item()
@@ -289,7 +289,7 @@ class PolicyPieces:
 
 
 def policy(logps: Tensor, entropies: Tensor, change: Change) -> Tensor:
-    """Compute each micro-batch's GRPO-type loss, and the sum over its absolute terms: (2, M)."""
+    """Compute the GRPO-type loss of each micro-batch, and the sum of the absolute values of its terms: (2, M)."""
     total = torch.zeros(2, len(change.d.micro_batches))
     shared = PolicyPieces(logps, entropies, change)
     for use, (term, weight_name) in POLICY_TERMS.items():
@@ -302,7 +302,7 @@ def policy(logps: Tensor, entropies: Tensor, change: Change) -> Tensor:
 
 
 def policy_term(pieces: PolicyPieces, change: Change) -> Tensor:
-    """Compute the mean policy-gradient losses and their terms' mean absolute values: (2, M)."""
+    """Compute the mean policy-gradient losses, and the mean absolute values of their terms: (2, M)."""
     options = pieces.options
     d = change.d
     no_mismatch = torch.ones(len(d.all_rows), 1)
@@ -325,7 +325,7 @@ def policy_term(pieces: PolicyPieces, change: Change) -> Tensor:
 
 
 def kl_term_of(pieces: PolicyPieces, change: Change) -> Tensor:
-    """Compute the mean KL penalties and their terms' mean absolute values: (2, M)."""
+    """Compute the mean KL penalties, and the mean absolute values of their terms: (2, M)."""
     options = pieces.options
     of_both = (pieces.per_token_logps, pieces.ref_per_token_logps)
     estimator = options.kl_estimator + "+" * options.kl_straight_through
@@ -361,7 +361,7 @@ ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}
 
 
 def averaged(terms: Tensor, change: Change, rounding: Tensor | float = 0.0) -> Tensor:
-    """Average per-token losses in each micro-batch as the loss_type prescribes, and their sizes: (2, M)."""
+    """Average per-token losses and their sizes in each micro-batch as the loss_type prescribes: (2, M)."""
     mask = mask_in(change, "the sum")
     counted = mask_in(change, "the count")
     weights = change("weights", torch.ones_like(mask), mask=mask)
@@ -379,12 +379,12 @@ def averaged(terms: Tensor, change: Change, rounding: Tensor | float = 0.0) -> T
 
 
 def preferences(logps: Tensor, _, change: Change) -> Tensor:
-    """Compute each micro-batch's DPO-type loss, and its terms' size: (2, M)."""
+    """Compute the DPO-type loss of each micro-batch, and the size of its terms: (2, M)."""
     return torch.stack([preference(part, logps, change) for part in change.d.micro_batches], 1)
 
 
 def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
-    """Compute the DPO-type loss for the rows `part`, and its terms' size: (2,)."""
+    """Compute the DPO-type loss for the rows `part`, and the size of its terms: (2,)."""
     d = change.d
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
     index = change("index", order.view(-1, 2))  # (pairs, 2): rows with the chosen and the rejected answer
@@ -411,7 +411,7 @@ def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
 
 
 def demonstrations(logps: Tensor, _, change: Change) -> Tensor:
-    """Compute each micro-batch's SFT loss, and its terms' size: (2, M)."""
+    """Compute the SFT loss of each micro-batch, and the size of its terms: (2, M)."""
     logps = change("logps", logps)
     terms = -logps
     if loss_options(change).loss_type == "dft":

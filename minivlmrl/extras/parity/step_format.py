@@ -1,6 +1,6 @@
 """The format of a dumped step: tensor names, and types and bounds for the fields in step.json.
 
-docs/notes/step_format.md explains them.
+docs/notes/step_format.md explains these tensors and fields.
 """
 
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ BY_ROW = BY_TOKEN + names(
 # tensors with one row for each completion in the rollout
 OF_ROLLOUT = names("group rewards rollout_advantages sampler_ids")
 MODELS = names("model old_model ref_model")  # fields with folders that hold weights
-# fields in step.json that are named as TRL's options
+# fields in step.json with the names of TRL's options
 OPTIONS_OF_A_ROLLOUT = names(
     "num_generations scale_rewards reward_weights multi_objective_aggregation temperature max_completion_length "
     "mask_truncated_completions"
@@ -154,7 +154,7 @@ class StepFields:
 
 
 def check_fields(about: dict):
-    """Check all fields' types and bounds, and the names in `loss`.
+    """Check the types and bounds of all fields, and the names in `loss`.
 
     Unknown fields are ignored, because a trainer may note more in step.json.
 

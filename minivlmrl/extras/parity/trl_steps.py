@@ -4,8 +4,8 @@
         trainer.train()                     # steps/0, steps/1, ...; then: python -m minivlmrl parity steps/0
 
 Every value is recorded outside the code that the audit checks: log-probabilities and their gradients are recorded at a
-model's forward, the loss is training_step's result, the rewards are the reward functions' results, and the weights are
-copied before and after optimizer.step.
+model's forward, the loss is the result of training_step, the rewards are the results of the reward functions, and the
+weights are copied before and after optimizer.step.
 """
 
 import pickle
@@ -99,7 +99,7 @@ def grpo_options(trainer) -> dict:
     return {
         "kind": "grpo",
         "loss": options_of("grpo", config),
-        # models of the step that sampled a row; {} stands for its number
+        # models of the step that sampled a row; {} stands for the number of this step
         "old_model": "../{}/model",
         "ref_model": trainer.ref_model and "../{}/ref_model",
         "stop_token_ids": list(trainer.eos_token_ids),
@@ -218,7 +218,7 @@ class Steps(ExitStack, TrainerCallback):
         if logps.requires_grad:
             part["input_ids"] = options["input_ids"]
             part["attention_mask"] = options["attention_mask"]
-            # the mask removes gradients at masked tokens, because they do not reach the weights
+            # the mask removes gradients at masked tokens, because these gradients do not reach the weights
             keep_outputs(part, output, output.label_mask)
         elif "pair" in part:
             part.setdefault("ref_per_token_logps", logps.clone())
@@ -242,7 +242,7 @@ class Steps(ExitStack, TrainerCallback):
         self.about |= self.settings(args, state)
 
     def row_tensors(self, tensors: dict, step: int) -> dict:
-        """Return the step's row tensors. grpo_steps adds the rollouts' tensors."""
+        """Return the row tensors of the step, to which grpo_steps adds the tensors of rollouts."""
         return tensors
 
     def save_models(self, folder: Path):
@@ -336,7 +336,7 @@ class grpo_steps(Steps):
         }
         self.rollouts.append(rollout)
         counted_mask = result["completion_mask"] * result.get("tool_mask", 1)
-        # the trainer shuffles and splits these tensors along with its own
+        # the trainer shuffles and splits `row` along with its own tensors
         result["row"] = rows
         result["rollout_step"] = rows * 0 + self.trainer.state.global_step
         result["rollout_tokens"] = rows * 0 + counted_mask.sum()
@@ -407,7 +407,7 @@ class Conversation:
         self.forms = [prompt]  # all ids so far, and the ids from encoding their text again
 
     def num_known(self, given_ids: list[int]) -> int:
-        """Count the known ids in given_ids, which are the longest prefix that they share with the last turn."""
+        """Return the length of the longest prefix of given_ids that is already part of the conversation."""
         return max(sum(takewhile(bool, map(eq, form, given_ids))) for form in self.forms)
 
     def add(self, given_ids: list[int], drawn_ids: list[int], tokenizer):
@@ -420,7 +420,7 @@ class Conversation:
 
 
 def conversation_tensors(conversations: list[Conversation], trainer) -> dict:
-    """Return a rollout's sampled ids and images, those of the prompt before those of tools, as tensors."""
+    """Return the sampled ids and the images of a rollout as tensors, with images of prompts before images of tools."""
     longest = trainer.max_completion_length  # longer completions are truncated
     rows = [torch.tensor(x.tokens[:longest]).view(-1, 2) for x in conversations]
     tokens = pad_sequence(rows, batch_first=True, padding_value=-1)

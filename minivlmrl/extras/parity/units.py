@@ -12,17 +12,17 @@ from torch.nn.functional import pad
 
 from minivlmrl.extras.parity.formulas import first, last
 
-# wrong orders within a block {} that has the indices x, such as a group's rows or a row's tokens: the index that each
-# element uses instead
+# wrong orders in a block {}, such as the rows of a group or the tokens of a row: given the indices x, the index that
+# each element uses instead
 WITHIN = {
     "the next {} in {}": lambda x: x.roll(-1),
     "the previous {} in {}": lambda x: x.roll(1),
     "the first {} in {}": lambda x: x[:1].expand_as(x),
     "the {} at the mirrored position in {}": lambda x: x.flip(0),
-    # if their number is odd, the last one stays
+    # the last one of an odd number stays
     "the other {} of each pair in {}": lambda x: x[(torch.arange(len(x)) ^ 1).clamp(max=len(x) - 1)],
 }
-# the same only for rows, and only for tokens, where the index -1 stands for the value 0
+# further wrong orders for rows only, and for tokens only; the index -1 stands for the value 0
 ROWS = {"the {} half of the rows later in {}": lambda x: x.roll(-(len(x) // 2))}
 TOKENS = {
     "the next {} in {} and 0 for the last": lambda x: pad(x[1:], (0, 1), value=-1)[: len(x)],

@@ -96,11 +96,11 @@ def repeat_step(folder: Path, options: argparse.Namespace, overrides: list[str])
 
 
 class Reached(Exception):
-    """Raised just before the requested step; its args are the trainer, optimizer, Step and rows."""
+    """Exception that ends training just before the requested step; `args` has the trainer, optimizer, Step and rows."""
 
 
 class StopBefore(Callback):
-    """Raises Reached before a given step's optimizer update."""
+    """Callback that raises Reached before the optimizer update of a given step."""
 
     def __init__(self, stage: str, number: int):
         self.wanted = stage, number
@@ -116,7 +116,7 @@ class StopBefore(Callback):
 def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimizer, Step, Sequence[Row]]:
     """Train up to a step, and return its trainer, optimizer, Step and rows.
 
-    The training command resumes a copy of the run from its last checkpoint before the step.
+    A copy of the run is resumed from the last checkpoint before the step.
 
     Args:
         config: the run's options.
@@ -226,7 +226,7 @@ def compare_logps(completion: Completion, logps: torch.Tensor) -> dict[str, floa
 
 
 def compare(folder: Path, stage: str, number: int, completions: list[dict], metrics: dict) -> dict[str, bool]:
-    """Compare the lines that a run logged about a step with the replayed step's lines.
+    """Compare the lines that a run logged about a step with the lines of the replayed step.
 
     Args:
         folder: the run's folder.

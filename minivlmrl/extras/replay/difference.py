@@ -26,7 +26,7 @@ from minivlmrl.run.trainer_state import RUN
 # options that may change when a run is resumed
 OPTIONS = {"output_dir", "report_to", "num_threads", "timeout", "report_minutes"}
 OPTIONS |= {"checkpoint_steps", "checkpoint_minutes"}
-# times and memory
+# fields that hold times or memory use
 MEASURED = {"seconds", "step_time", "phases", "wait_share", "tokens_per_second", "mfu"}
 MEASURED |= {f"{kind}_memory_gib" for kind in ("peak", "allocated", "reserved", "free")}
 PATHS = {"where", "recipe"}  # fields in completions.jsonl and in a saved state that hold file paths

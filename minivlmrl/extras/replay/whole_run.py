@@ -1,6 +1,6 @@
 """Repeat the training of a run in RUN.again, and compare all files: `replay RUN --all`.
 
-Nothing that a log claims is trusted. docs/metrics.md explains what an agreement proves.
+The comparison trusts nothing that the logs claim. docs/metrics.md explains what an agreement proves.
 """
 
 import math
@@ -21,7 +21,7 @@ from minivlmrl.run.results import BEST
 from minivlmrl.run.rollout_log import COMPLETIONS, LogLine
 from minivlmrl.run.trainer_state import RUN
 
-# files that are not compared: the lock file, and the report, which is generated from other files
+# files that are not compared: the lock, and the report, which is generated from other files
 DERIVED = [".lock", "report.html"]
 # largest difference in the first step's metrics that float32 rounding on another machine can explain
 LARGEST_ROUNDING = 1e-3
@@ -30,7 +30,7 @@ LARGEST_ROUNDING = 1e-3
 def repeat_run(folder: Path, recipe: str | None, state_name: str | None, overrides: list[str]) -> int:
     """Repeat a run, print the differences, and return the exit status.
 
-    0 means that no file differs, 1 that a file differs, and 3 that the differences are small enough to be rounding on
+    The status is 0 if no file differs, 1 if a file differs, and 3 if the differences are small enough to be rounding on
     another machine.
 
     Args:
@@ -97,8 +97,8 @@ def check_files(folder: Path):
 def not_compared(folder: Path, differences: dict[Path, str], first_step: int) -> dict[Path, str]:
     """Print the files that were not compared, and return those which count as differences.
 
-    A file counts as a difference if the repeated run wrote into the same folder, because then it should have written
-    this file, too. The same holds for best/ and reward_model/, unless they may come from the steps that --state trusts.
+    A file counts as a difference if the repeated run wrote other files into its folder, and so should have written this
+    file, too. Files in best/ and reward_model/ also count, unless they may come from the steps that --state trusts.
     """
     written_folders = {"states", *(name.parts[0] for name in differences)} - {"images"}
     if first_step == 0:
@@ -149,8 +149,8 @@ def rounding(folder: Path, again_folder: Path, faults: dict[Path, str], first_st
 def same_rows(folder: Path, again_folder: Path, faults: dict[Path, str]) -> bool:
     """Return whether both runs used the same rows and images, and differ only in numbers.
 
-    Each step logs only the first rank's rows. So if the rank counts differ, one log's rows may be a subset of the
-    other's.
+    A run logs only the rows of its first rank. With different numbers of ranks, the rows in one log may therefore be a
+    subset of the rows in the other.
     """
     again = rows_of_steps(again_folder)
     logged = rows_of_steps(folder)
