@@ -3,7 +3,6 @@
 test_planted_faults.py tests whole runs with faults.
 """
 
-import json
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from minivlmrl.rewards.registry import Reward, get_reward
 from minivlmrl.tasks import shapes
 from tests.helpers import tiny
 from tests.helpers.links import ROOT
-from tests.helpers.runs import write_lines
+from tests.helpers.runs import read_lines, write_lines
 from tests.recipes.test_fashion import write_debian
 
 RECIPES = ROOT / "recipes"
@@ -45,6 +44,13 @@ def test_good_recipes_have_no_fault(recipe, capsys, tmp_path):
     assert ("No completions were sampled" in out) == bool(asked)
 
 
+def findings(rewards, rows, weights=None, solutions=None, **options):
+    """Return what `check` says about rewards for these rows."""
+    weights = torch.ones(len(rewards)) if weights is None else torch.tensor(weights)
+    trial = check_rewards.Trial(rewards, weights, rows, PROCESSOR, **options)
+    return list(check_rewards.check_rewards(trial, solutions or check_rows.solutions_of(rows)))
+
+
 def test_boxes_that_no_reward_can_parse_are_reported():
     rewards = [SimpleNamespace(name=name) for name in ("format", "box_format", "iou")]
     processor = SimpleNamespace(answer_format="tags")
@@ -57,42 +63,26 @@ def test_boxes_that_no_reward_can_parse_are_reported():
     assert not list(check_rewards.unparsed_boxes([SimpleNamespace(name="accuracy")], texts, processor))
 
 
-def yes_or_no(num_yes, num_rows, folder):
-    """Return a dataset whose first `num_yes` rows have the solution yes, and the others no."""
-    PIL.Image.new("RGB", (28, 28)).save(folder / "0.png")
-    row = {"problem": "Is it?", "image": "0.png"}
-    lines = [row | {"solution": "yes" if number < num_yes else "no"} for number in range(num_rows)]
-    write_lines(folder / "rows.jsonl", lines)
-    return FileDataset(folder / "rows.jsonl")
+def points(answer_texts, solution, **columns):
+    """A reward from -5 to 20."""
+    return [25.0 * (answer == truth) - 5 for answer, truth in zip(answer_texts, solution, strict=True)]
 
 
-def constant_sentences(all_rows, names, drawn):
-    """Return the findings about constant answers if the rows `drawn` are the sample."""
-    rewards = [get_reward(name) for name in names]
-    rows = [all_rows[number] for number in drawn]
-    solutions = check_rows.solutions_of(all_rows.read(number)[0] for number in range(len(all_rows)))
-    trial = check_rewards.Trial(rewards, torch.ones(len(names)), rows, PROCESSOR)
-    return list(check_rewards.check_rewards(trial, solutions))
-
-
-def test_balanced_rows_give_no_finding(tmp_path):
-    """The fractions are counted over the whole dataset, not only over the 16 sampled rows."""
-    assert not constant_sentences(yes_or_no(20, 40, tmp_path), ["accuracy", "format"], range(16))
-    [said] = constant_sentences(yes_or_no(36, 40, tmp_path), ["accuracy", "format"], range(21, 37))
-    assert said.startswith(
-        "Always answering '<think>hm</think><answer>yes</answer>' scores 0.90 times as much as right answers"
-    )
-
-
-def test_unbounded_rewards_are_compared_with_right_answers(tmp_path):
-    (tmp_path / "long.py").write_text(
-        "def points(answer_texts, solution, **columns):\n"
-        "    return [25.0 * (a == s) - 5 for a, s in zip(answer_texts, solution)]\n"
-    )
-    names = [f"{tmp_path}/long.py:points"]
-    assert not constant_sentences(yes_or_no(30, 40, tmp_path), names, range(20, 36))
-    [said] = constant_sentences(yes_or_no(38, 40, tmp_path), names, range(23, 39))
-    assert "scores 0.94 times as much as right answers" in said  # (20 * 38 - 5 * 2) / 40 of 20
+@pytest.mark.parametrize(("function", "num_yes", "drawn", "says"), [
+    ("accuracy", 20, range(16), None),  # all 16 rows of the sample have the solution yes
+    ("accuracy", 36, range(21, 37), "scores 0.90 times as much as right answers"),
+    (points, 30, range(20, 36), None),
+    (points, 38, range(23, 39), "scores 0.94 times as much as right answers"),  # (20 * 38 - 5 * 2) / 40 of 20
+])  # fmt: skip
+def test_constant_answers_are_scored_on_the_whole_dataset(tmp_path, function, num_yes, drawn, says):
+    PIL.Image.new("RGB", (28, 28)).save(tmp_path / "0.png")
+    solutions = ["yes"] * num_yes + ["no"] * (40 - num_yes)
+    write_lines(tmp_path / "rows.jsonl", [{"problem": "?", "image": "0.png", "solution": one} for one in solutions])
+    rows = FileDataset(tmp_path / "rows.jsonl")
+    reward = get_reward(function) if function == "accuracy" else Reward("own", function)
+    found = findings([reward], [rows[number] for number in drawn], solutions=check_rows.solutions_of(rows))
+    start = "Always answering '<think>hm</think><answer>yes</answer>' "
+    assert [one.startswith(f"{start}{says}") for one in found] == [True] * bool(says), found
 
 
 def test_one_long_demonstration_in_forty_is_found(tmp_path):
@@ -125,12 +115,7 @@ def test_solutions_are_exchanged_only_for_rewards_that_read_them():
 
 
 def contains(completions, solution, **columns):
-    return [float(truth in text) for text, truth in zip(completions, solution, strict=True)]
-
-
-def contains_twice(completions, solution, **columns):
-    """The same hack with another scale."""
-    return [20 * value for value in contains(completions, solution)]
+    return [20.0 * (truth in text) for text, truth in zip(completions, solution, strict=True)]
 
 
 def cached():
@@ -158,24 +143,19 @@ CACHE = "but 0.00 if the same text was scored for another row before. If the fun
 
 
 @pytest.mark.parametrize(("function", "says"), [
-    (contains, LIST.format("1.00")), (contains_twice, LIST.format("20.00")), (cached(), CACHE), (small, None),
+    (contains, LIST.format("20.00")), (cached(), CACHE), (small, None),
 ])  # fmt: skip
 def test_hacks_of_rewards_that_read_the_solution(function, says):
-    rows = shape_rows()
-    trial = check_rewards.Trial([Reward("own", function)], torch.ones(1), rows, PROCESSOR)
-    found = list(check_rewards.check_rewards(trial, check_rows.solutions_of(rows)))
+    found = findings([Reward("own", function)], shape_rows())
     assert any(says in sentence for sentence in found) if says else not found, found
 
 
 def test_demonstrations_are_compared_with_the_highest_reward():
-    """A reward may have any scale."""
-    rows = shape_rows()
-    wrong = [replace(row, completion="<answer>thing</answer>") for row in rows]
-    for function in (small, get_reward("accuracy").function):
-        trial = check_rewards.Trial([Reward("own", function)], torch.ones(1), rows, PROCESSOR)
-        assert not list(check_rewards.check_demonstrations(trial))
-        [said] = check_rewards.check_demonstrations(replace(trial, rows=wrong))
-        assert said.startswith("The mean of reward own is only 0.00")
+    trial = check_rewards.Trial([Reward("own", small)], torch.ones(1), shape_rows(), PROCESSOR)
+    assert not list(check_rewards.check_demonstrations(trial))
+    wrong = [replace(row, completion="<answer>thing</answer>") for row in trial.rows]
+    [said] = check_rewards.check_demonstrations(replace(trial, rows=wrong))
+    assert said.startswith("The mean of reward own is only 0.00")
 
 
 def test_rows_that_stand_twice_with_another_solution_are_named(tmp_path):
@@ -201,8 +181,7 @@ def test_a_reward_for_tokens_is_compared_with_the_limit_of_tokens(weight, said):
     """1,000 tokens are worth 10 with the second weight, and a right answer 5. 60 words have fewer tokens."""
     rewards = [get_reward("accuracy"), Reward("tokens", tokens)]
     rows = [replace(shapes.Shapes(4, "own")[i], key=str(i)) for i in range(4)]
-    trial = check_rewards.Trial(rewards, torch.tensor([5.0, weight]), rows, PROCESSOR, max_new_tokens=1000)
-    found = list(check_rewards.check_rewards(trial, check_rows.solutions_of(rows)))
+    found = findings(rewards, rows, [5.0, weight], max_new_tokens=1000)
     assert len(found) == len(said) and all(map(str.startswith, found, said)), found
 
 
@@ -224,12 +203,9 @@ def as_python(answer_texts, solution, **columns):
 def test_solutions_that_are_lists(reward, solution, said):
     """Each text in a list is a right answer, but a list of numbers is one answer."""
     colors = "red", "green", "blue", "yellow"
-    shown = shapes.Shapes(4, "own")
-    rows = []
-    for i, color in enumerate(colors):
-        rows.append(replace(shown[i], columns=shown[i].columns | {"solution": solution(color)}))
-    trial = check_rewards.Trial([Reward("own", reward)], torch.ones(1), rows, PROCESSOR)
-    found = list(check_rewards.check_rewards(trial, check_rows.solutions_of(rows)))
+    shown = zip(colors, shapes.Shapes(4, "own"), strict=True)
+    rows = [replace(row, columns=row.columns | {"solution": solution(color)}) for color, row in shown]
+    found = findings([Reward("own", reward)], rows)
     assert len(found) == len(said) and all(part in text for part, text in zip(said, found, strict=True)), found
 
 
@@ -261,18 +237,11 @@ def test_a_learning_rate_is_judged_by_what_it_trains(options, rate, said):
     assert [said in sentence for sentence in sentences] == [True] * bool(said), sentences
 
 
-DAMAGE = {"cut": lambda content: content[: len(content) // 2], "html": lambda _: b"<!doctype html>"}
-
-
 @pytest.mark.usefixtures("plain")
-@pytest.mark.parametrize("damage", [*DAMAGE, "strip"])
-def test_unreadable_rows_are_skipped_as_in_training(home, own, rows, damage, tmp_path, capsys):
+def test_unreadable_rows_are_skipped_as_in_training(home, own, rows, tmp_path, capsys):
     """The first row is the one with which rewards are tried before the model is loaded."""
-    if damage == "strip":
-        PIL.Image.new("RGB", (2275, 10)).save(tmp_path / "bad.png")
-    else:
-        (tmp_path / "bad.png").write_bytes(DAMAGE[damage]((rows.parent / "0.png").read_bytes()))
-    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    (tmp_path / "bad.png").write_bytes(b"<!doctype html>")
+    lines = read_lines(rows)
     for number, line in enumerate(lines):
         line["image"] = str(tmp_path / "bad.png" if number in (0, 3) else rows.parent / line["image"])
     write_lines(tmp_path / "rows.jsonl", lines)

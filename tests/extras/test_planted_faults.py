@@ -68,16 +68,9 @@ def told_by_the_system(number: int, row: dict) -> dict:
 
 
 def shuffled(number: int, row: dict) -> dict:
-    """Write right answers for all rows, but give two rows another row's solution."""
-    wrong = "cat" if number in (2, 5) else row["solution"]
-    right, other = (f"<think>hm</think><answer>{text}</answer>" for text in (row["solution"], "dog"))
-    label = number % 2 == 0
-    return {"solution": wrong, "completion": right if label else other, "chosen": right, "rejected": other}
-
-
-def shuffled_demonstrations(number: int, row: dict) -> dict:
-    row = shuffled(number, row)
-    return row | {"completion": row["chosen"]}
+    """Write right demonstrations for all rows, but give two rows another row's solution."""
+    solution = "cat" if number in (2, 5) else row["solution"]
+    return {"solution": solution, "completion": f"<think>hm</think><answer>{row['solution']}</answer>"}
 
 
 FAULTS = {
@@ -108,9 +101,6 @@ FAULTS = {
     "all rows have one solution": Fault(
         change={"solution": "cat"},
         check=("Always answering '<think>hm</think><answer>cat</answer>' scores 1.00", "Balance the solutions")),
-    "demonstrations that rewards contradict": Fault(
-        ["--stages=[sft, grpo]"], {"completion": "<think>hm</think><answer>dog</answer>"},
-        check=("The mean of reward accuracy is only 0.00", "whether the labels are shuffled")),
     "demonstrations without the tags in which answers are looked for": Fault(
         ["--stages=[sft, grpo]"], {"completion": "dog"},
         check=("The mean of reward accuracy is only 0.00", "Set data.answer_format: whole")),
@@ -121,15 +111,9 @@ FAULTS = {
     "all rows show one file": Fault(
         change=lambda i, row: {"image": row["image"].replace(f"{i}.png", "0.png")},
         check=("have the same image", "Check which files the column image")),
-    "all images are black": Fault(
-        change=lambda i, row: {"image": black(row["image"])},
-        check=("images have only one colour", "the files are damaged")),
     "nearly half of the images are black": Fault(
         change=lambda i, row: {"image": black(row["image"]) if i % 5 < 2 else row["image"]},
         check=("4 of 8 images have only one colour", "the files are damaged")),
-    "the prompt holds the answer": Fault(
-        change=lambda i, row: {"problem": f"Name it ({row['solution']})."},
-        check=("8 of 8 questions contain their solution", "Remove the solution from the prompt")),
     "each image is one token": Fault(
         ["--data.min_pixels=784", "--data.max_pixels=784"], check=("a single token", "Raise data.max_pixels")),
     "evaluation rows are training rows": Fault(
@@ -138,9 +122,6 @@ FAULTS = {
     "two system messages": Fault(
         ["--data.system_prompt=Be kind."], asked_twice,
         check=("8 of 8 rows have more than one system", "Keep only one")),
-    "half of the images after the question": Fault(
-        change=lambda i, row: {"problem": "Name it.<image>" if i % 2 else "<image>Name it."},
-        check=("4 questions have the image after the text, and 4", "Use the same order")),
     "the prompt spells the answer as a file": Fault(
         change=lambda i, row: {"problem": f"What does {row['solution'].replace(' ', '_').upper()}.png show?"},
         check=("8 of 8 questions contain their solution", "Remove the solution from the prompt")),
@@ -151,15 +132,10 @@ FAULTS = {
     "demonstrations without an end token": Fault(
         ["--stages=[sft, grpo]", "--sampling.stop_token_ids=[1]"],
         check=("completion ends with the token id", "Add this id to sampling.stop_token_ids")),
-    "demonstrations longer than max_new_tokens": Fault(
-        ["--stages=[sft, grpo]", "--sampling.max_new_tokens=2"], check=("sampling.max_new_tokens is 2", "Raise it")),
     # the recipe
     "a small learning rate in bfloat16": Fault(
         ["--model.dtype=bfloat16", "--grpo.learning_rate=1e-6"],
         check=("updates of weights over 0.0005 are lost", "use model.dtype=float32")),
-    "a learning rate too small for adapters": Fault(
-        ["--adapter.r=4", "--grpo.learning_rate=1e-6"],
-        check=("grpo.learning_rate is 1e-06, at which adapters (adapter.r is 4) hardly change", "from 1e-5 to 1e-4")),
     "weights of rewards that cancel": Fault(
         ["--rewards={accuracy: 1, format: -1}"],
         check=("Right answers do not score higher", "Check the weights of the rewards")),
@@ -187,24 +163,12 @@ FAULTS = {
     "evaluation rows of nearly one class": Fault(
         ["--data.eval_file=eval.jsonl", "--data.eval_rewards=[accuracy]"], one_class,
         check=("scores 0.88 times as much as right answers of the evaluation rows", "Balance the solutions")),
-    "empty lists as solutions": Fault(
-        ["--rewards={accuracy: 1}"], lambda i, row: {"solution": row["solution"] if i % 2 else []},
-        check=("4 of 8 rows have an empty solution, which reward accuracy", "Write a solution")),
-    "a random reward": Fault(
-        ["--rewards={one.py:chance: 1}"],
-        check=("Reward one.py:chance gave different values for the same completions", "Remove the random numbers")),
     "a reward with noise that reads the solution": Fault(
         ["--rewards={one.py:noisy: 1}"],
         check=("Reward one.py:noisy gave different values for the same completions", "Remove the random numbers")),
-    "tokens beside accuracy": Fault(
-        ["--rewards={accuracy: 1, one.py:tokens: 0.1}"],
-        check=("Right answers score less than the same word, 60 times", "Check the weights of the rewards")),
-    "a fifth of the labels shuffled, with demonstrations": Fault(
-        ["--stages=[sft, grpo]", "--rewards={accuracy: 1}"], shuffled_demonstrations,
+    "a quarter of the labels shuffled": Fault(
+        ["--stages=[sft, grpo]", "--rewards={accuracy: 1}"], shuffled,
         check=("2 of 8 answers in the column completion contradict", "Compare the solution")),
-    "a fifth of the labels shuffled, with pairs": Fault(
-        ["--stages=[dpo]", "--rewards={accuracy: 1}"], shuffled,
-        check=("2 of 8 answers in the column chosen contradict", "Compare the solution")),
 }  # fmt: skip
 
 OWN_REWARDS = """
@@ -215,21 +179,15 @@ def one(completions, **columns):
 def words(completions, solution, **columns):
     return [float(len(c.split()) > 50) for c in completions]
 
-def chance(completions, **columns):
-    return [random.random() for _ in completions]
-
 def noisy(answer_texts, solution, **columns):
     return [float(a == s) + 1e-4 * random.random() for a, s in zip(answer_texts, solution)]
-
-def tokens(completion_ids, **columns):
-    return [float(len(ids)) for ids in completion_ids]
 """
 
 
 def faults_of(kind):
     """Return pytest parameters for the faults that `check` or a run reports. Most are slow."""
     said = [(number, name) for number, (name, fault) in enumerate(FAULTS.items()) if getattr(fault, kind)]
-    return [pytest.param(name, marks=[pytest.mark.slow] * (number > 16)) for number, name in said]
+    return [pytest.param(name, marks=[pytest.mark.slow] * (number > 12)) for number, name in said]
 
 
 @pytest.fixture
@@ -255,14 +213,6 @@ def test_check_reports_the_fault_before_a_run(name, home, plant, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("- ")]
     [said] = [line for line in lines if sentence in line]
     assert cure in said
-
-
-def test_check_does_not_sample_if_an_earlier_stage_trains_the_format(home, plant, capsys):
-    fault = FAULTS["a template without the form that a reward asks for"]
-    rows = {"completion": "<think>hm</think><answer>cat</answer>"}
-    check.main([str(home / "recipe.yaml"), *plant(rows), *fault.overrides, "--stages=[sft, grpo]"])
-    out = capsys.readouterr().out
-    assert "No completions were sampled" in out and fault.check[0] not in out
 
 
 @pytest.mark.parametrize("name", faults_of("run"))

@@ -36,7 +36,7 @@ def table(lines):
     return [dict(zip(names, line.split(), strict=True)) for line in lines[start + 1 :] if line[:1].isdigit()]
 
 
-def test_replay_from_a_checkpoint_and_from_the_start(run, plain, lively, replayed, monkeypatch):
+def test_replay_from_a_checkpoint_and_from_the_start(run, plain, lively, replayed, home, monkeypatch):
     monkeypatch.setattr("minivlmrl.run.checkpoints.NUM_KEPT_STATES", 9)
     folder = run("--stages=[sft,dpo,grpo]", "--checkpoint_steps=2", *LOUD)
     for stage, step, state in (("sft", 1, None), ("dpo", 2, "000004"), ("grpo", 2, "000008")):
@@ -52,6 +52,8 @@ def test_replay_from_a_checkpoint_and_from_the_start(run, plain, lively, replaye
     assert code == 0 and again != lines, "another prompt"
     assert replayed(folder, None, 2, "--prompt=0") == (0, again), "the last stage by default"
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before, "it writes nothing"
+    code, lines = replayed(home / "recipe.yaml", "grpo", 0, "--stages=[grpo]", *LOUD, f"--output_dir={folder}")
+    assert (code, lines[0]) == (0, "grpo step 0, replayed from the start of the run"), "a recipe has no checkpoint"
 
 
 def test_incomplete_logs_and_missing_checkpoints_are_reported(run, plain, lively, replayed):
@@ -71,14 +73,6 @@ def test_incomplete_logs_and_missing_checkpoints_are_reported(run, plain, lively
     assert lines[0] == "grpo step 2, replayed from the start of the run"
     cut = ", followed by a line that is incomplete, because the run is writing it or was killed."
     assert (code, lines[-1]) == (0, f"{missing} 1{cut}")
-
-
-def test_a_recipe_is_replayed_from_the_start(run, plain, lively, replayed, home):
-    """A run of the recipe, which has checkpoints, does not change the replay."""
-    options = ["--stages=[grpo]", "--grpo.max_steps=2", *LOUD]
-    folder = run(*options, "--checkpoint_steps=1", "--seed=1")
-    code, lines = replayed(home / "recipe.yaml", "grpo", 1, *options, f"--output_dir={folder}")
-    assert (code, lines[0]) == (0, "grpo step 1, replayed from the start of the run")
 
 
 def test_logged_values_are_printed_and_compared(run, plain, lively, replayed):

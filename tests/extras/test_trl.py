@@ -5,10 +5,8 @@ import os
 import re
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
 import trl
@@ -16,8 +14,8 @@ import trl
 from minivlmrl.extras.trl import GRPOTrainer
 from minivlmrl.losses import grpo
 from minivlmrl.losses.grpo import grpo_loss
-from tests.extras.parity.trl_fixtures import END, QUIET, model, picture, processor, write_model
-from tests.helpers.talk import user
+from tests.extras.parity import trl_fixtures
+from tests.extras.parity.trl_fixtures import END, distinct, model, processor, questions, write_model
 
 # micro-batches with 4 completions, 2 per optimizer step; their gradients are exact sums of halves
 DEFAULTS = {
@@ -26,46 +24,25 @@ DEFAULTS = {
 }  # fmt: skip
 # two passes over each generation, and four optimizer steps
 OFF_POLICY = {"num_iterations": 2, "steps_per_generation": 4, "max_steps": 4}
-KL = {"beta": 0.04}
 EXACT = {
-    "dapo": {},
-    "grpo": {"loss_type": "grpo"},
-    "dr_grpo": {"loss_type": "dr_grpo"},
-    "bnpo": {"loss_type": "bnpo"},
-    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    "dr_grpo": {"loss_type": "dr_grpo", "entropy_coef": 0.01},
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
-    "sapo": {"loss_type": "sapo", "sapo_temperature_neg": 1.2},
-    "vespo": {"loss_type": "vespo", "vespo_k_pos": 1.5},
-    "dapo, two passes": {"epsilon_high": 0.28} | OFF_POLICY,
-    "delta": {"delta": 1.3, "epsilon": 0.01} | OFF_POLICY,
+    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    "delta": {"delta": 1.3, "epsilon": 0.01, "epsilon_high": 0.28} | OFF_POLICY,
     "GSPO": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}
     | OFF_POLICY,
     "mask_truncated_completions": {"mask_truncated_completions": True, "max_completion_length": 4},
-    "top_entropy_quantile": {"top_entropy_quantile": 0.5},
-    "entropy_coef": {"entropy_coef": 0.01},
     "off_policy_mask_threshold": {"off_policy_mask_threshold": 1e-4} | OFF_POLICY,
-    "no accumulation": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
-}
-# equal if k3 is TRL's, see k3_of_trl
-WITH_KL = {
-    "beta": KL,
-    "beta without correction": KL | {"use_bias_correction_kl": False, "loss_type": "grpo"},
-    "everything": KL
-    | OFF_POLICY
-    | {"entropy_coef": 0.01, "top_entropy_quantile": 0.5, "off_policy_mask_threshold": 0.01},
-} | {
-    f"beta, {name}": KL | EXACT[name]
-    for name in ("dr_grpo", "bnpo", "luspo", "cispo", "sapo", "vespo", "GSPO", "delta")
-}
-SLOW = {"bnpo", "sapo", "vespo", "dapo, two passes", "delta", "entropy_coef", "no accumulation"}
-SLOW |= WITH_KL.keys() - {"beta", "everything"}
-
-
+    # equal if k3 is TRL's, see k3_of_trl
+    "everything": OFF_POLICY
+    | {"beta": 0.04, "entropy_coef": 0.01, "top_entropy_quantile": 0.5, "off_policy_mask_threshold": 0.01},
+    "beta without correction": {"beta": 0.04, "use_bias_correction_kl": False, "loss_type": "grpo"},
+    "sapo": {"loss_type": "sapo", "sapo_temperature_neg": 1.2, "beta": 0.04},
+    "vespo": {"loss_type": "vespo", "vespo_k_pos": 1.5, "beta": 0.04},
+    "bnpo": {"loss_type": "bnpo", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+}  # fmt: skip
+SLOW = {"bnpo", "sapo", "vespo", "luspo", "delta", "beta without correction"}
 MEASURED = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "step_time"}
-
-
-def reward(completions, **_):
-    return [len(set(message["content"])) / 3 + (len(message["content"]) % 3) / 7 for (message,) in completions]
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +51,9 @@ def folder(tmp_path_factory):
 
 
 def build(trainer_class, folder, output, arguments=None, **options):
-    rows = [{"prompt": [user(f"What{'?' * (i % 2)}")], "image": picture(i)} for i in range(8)]
-    return trainer_class(
-        model(folder),
-        [reward],
-        trl.GRPOConfig(output_dir=str(output), **QUIET | DEFAULTS | options),
-        train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=processor(folder),
-        **arguments or {},
+    arguments = {"reward_funcs": [distinct], "trainer": trainer_class} | (arguments or {})
+    return trl_fixtures.build(
+        "GRPO", model(folder), output, questions(8), DEFAULTS | options, processor(folder), **arguments
     )
 
 
@@ -107,9 +79,9 @@ def k3_of_trl(logps, ref_logps, estimator):
     ("options", "kl_term", "tolerance"),
     [
         pytest.param(options, k3_of_trl, 0.0, id=name, marks=[pytest.mark.slow] * (name in SLOW))
-        for name, options in (EXACT | WITH_KL).items()
+        for name, options in EXACT.items()
     ]
-    + [pytest.param(WITH_KL["everything"], grpo.kl_term, 2e-5, id="everything, our k3")],
+    + [pytest.param(EXACT["everything"], grpo.kl_term, 2e-5, id="everything, our k3")],
 )
 def test_the_weights_and_metrics_are_those_of_trl(folder, tmp_path, monkeypatch, options, kl_term, tolerance):
     monkeypatch.setattr(grpo, "kl_term", kl_term)
@@ -151,7 +123,7 @@ def code_of_the_page(words):
 def test_the_lines_of_the_page_train_in_a_script_for_trl(folder, tmp_path):
     """They stand for the script's line with TRL's trainer, and use the script's names."""
     theirs = build(trl.GRPOTrainer, folder, tmp_path)
-    names = {"model": theirs.model, "config": theirs.args, "processor": theirs.processing_class, "trl_reward": reward}
+    names = {"model": theirs.model, "config": theirs.args, "processor": theirs.processing_class, "trl_reward": distinct}
     exec(code_of_the_page("extras.trl import GRPOTrainer"), names | {"rows": theirs.train_dataset})
     assert largest_difference(dict(theirs.model.named_parameters()), dict(model(folder).named_parameters())) > 5e-4
 
@@ -222,33 +194,6 @@ def test_the_ratio_of_vllm_weights_the_loss_as_in_trl(folder, tmp_path, loss_typ
         losses.append((without.item(), compute(trainer.model, given).item()))
     assert losses[0] == losses[1]
     assert losses[0][0] != losses[0][1]
-
-
-def test_metrics_of_the_entropy_bonus_are_those_of_trl(folder, tmp_path):
-    """Both trainers compute each loss for the same inputs, as one of three micro-batches and in an evaluation."""
-    trainers = [
-        build(kind, folder, tmp_path, entropy_coef=0.01, max_steps=1) for kind in (trl.GRPOTrainer, GRPOTrainer)
-    ]
-    inputs, computes = [], [trainer._compute_loss for trainer in trainers]
-    trainers[0]._compute_loss = lambda model, given: inputs.append(given) or computes[0](model, given)
-    train(trainers[0])
-    train(trainers[1])
-
-    def logged(loss_type, mode, trainer, compute):
-        trainer.model.load_state_dict(model(folder).state_dict())
-        trainer.model.train(mode == "train")
-        trainer.loss_type = loss_type
-        if trainer is trainers[1]:
-            trainer.loss_options["loss_type"] = loss_type
-        trainer.current_gradient_accumulation_steps = 3
-        trainer._metrics[mode].clear()
-        compute(trainer.model, inputs[0])
-        return {name: value for name, [value] in trainer._metrics[mode].items()}
-
-    for loss_type, mode in product(sorted(grpo.AVERAGES.keys() - {"rloo"}), ("train", "eval")):
-        theirs, ours = (logged(loss_type, mode, *both) for both in zip(trainers, computes, strict=True))
-        assert abs(theirs["policy_loss"]) > 1e-3
-        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7), (loss_type, mode)
 
 
 def compare_on_ranks(folder, output):

@@ -2,15 +2,14 @@
 
 import re
 
-import datasets
 import pytest
 import torch
-import trl
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as modeling
 
 from minivlmrl.extras.trl_inputs import InputCheck, gray_problems
-from tests.extras.parity.trl_fixtures import QUIET, model, picture, processor, write_model
-from tests.helpers.talk import assistant, user
+from tests.extras.parity import trl_fixtures
+from tests.extras.parity.trl_fixtures import distinct, model, picture, processor, questions, write_model
+from tests.helpers.talk import assistant
 
 SIZES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1, "seed": 1}
 GENERATION = {"num_generations": 2, "max_completion_length": 6}
@@ -23,26 +22,16 @@ def folder(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-def distinct(completions, **_):
-    return [len(set(message["content"])) / 3 for (message,) in completions]
-
-
 def build(folder, output, name, policy=None, callbacks=(), **options):
     """Build TRL's trainer `name` with rows that have one image each."""
     answers = [assistant("red ball"), assistant("no")]
     columns = {"SFT": {"completion": answers[:1]}, "DPO": {"chosen": answers[:1], "rejected": answers[1:]}}
-    rows = [
-        {"prompt": [user(f"What{'?' * (i % 2)}")], "images": [picture(i)]} | columns.get(name, {}) for i in range(4)
-    ]
-    config = getattr(trl, f"{name}Config")
-    options = QUIET | SIZES | {"GRPO": GENERATION}.get(name, {"max_length": None}) | options
-    return getattr(trl, f"{name}Trainer")(
-        policy or model(folder),
-        args=config(output_dir=str(output), **options),
-        train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=processor(folder),
-        callbacks=list(callbacks),
-        **{"GRPO": {"reward_funcs": [distinct]}}.get(name, {}),
+    rows = [row | columns.get(name, {}) for row in questions(4)]
+    options = SIZES | {"GRPO": GENERATION}.get(name, {"max_length": None}) | options
+    arguments = {"reward_funcs": [distinct]} if name == "GRPO" else {}
+    policy = policy or model(folder)
+    return trl_fixtures.build(
+        name, policy, output, rows, options, processor(folder), callbacks=list(callbacks), **arguments
     )
 
 

@@ -40,7 +40,6 @@ def repeat_run(folder: Path, recipe: str | None, state_name: str | None, overrid
         overrides: options of the command line, such as --data.train_file=rows.jsonl.
     """
     folder = folder.resolve()
-    check_files(folder)
     again_folder = Path(f"{folder}.again")
     state = folder / "states" / state_name if state_name else None
     first_step = int(state_name or 0)
@@ -76,22 +75,6 @@ def repeat_run(folder: Path, recipe: str | None, state_name: str | None, overrid
             compare(path)
     differences |= not_compared(folder, differences, first_step)
     return verdict(folder, again_folder, differences, first_step)
-
-
-def check_files(folder: Path):
-    """Raise ValueError if a run's folder contains a symbolic link, a pipe, a socket or a device.
-
-    A link could lead into the repeated run, which would then be compared with itself, and reading a pipe could wait
-    forever.
-    """
-    for path in folder.rglob("*"):
-        if path.is_symlink():
-            raise ValueError(
-                f"{path} is a symbolic link, which could lead into the repeated run. "
-                "Replace the link by a copy of its target."
-            )
-        if not (path.is_file() or path.is_dir()):
-            raise ValueError(f"{path} is a pipe, a socket or a device. Remove it; runs write only files.")
 
 
 def not_compared(folder: Path, differences: dict[Path, str], first_step: int) -> dict[Path, str]:

@@ -13,7 +13,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.extras.agents import tool_sampler
-from minivlmrl.extras.agents.environment import Settings, arguments_of, get_environment, tools_of, with_tools
+from minivlmrl.extras.agents.environment import Settings, get_environment, tools_of, with_tools
 from minivlmrl.extras.agents.tool_calls import answer_call
 from minivlmrl.rewards.registry import get_reward
 from minivlmrl.run.preflight import try_rewards
@@ -132,12 +132,6 @@ def test_a_reward_with_environments_is_tried_after_a_reset(own, tmp_path):
     try_rewards(config, {"grpo": "prompts"}, {"grpo": [Row([user("?")], [], {"problem": "?", "answer": "4"})]})
     with pytest.raises(KeyError, match=r"^'answer'\nin the first row: sampling.environment .*own\.py:Refusing$"):
         try_rewards(config, {"grpo": "prompts"}, {"grpo": [Row([user("?")], [], {"problem": "?"})]})
-
-
-def test_arguments_with_their_types_and_defaults(own):
-    fields = arguments_of(own("Counter")().add).__dataclass_fields__
-    assert {name: field.type for name, field in fields.items()} == {"step": int, "times": int}
-    assert fields["times"].default == 1
 
 
 def test_options_are_arguments_of_the_class(own):

@@ -27,6 +27,7 @@ from minivlmrl.generation import sampler as sample
 from minivlmrl.generation.environments import make_sampler
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
+from tests.extras.agents.scripted import model_of, sample_script
 from tests.helpers import tiny
 from tests.helpers.draws import STOP, ids_of
 from tests.helpers.links import ROOT
@@ -107,30 +108,13 @@ def row(size=(56, 84), **columns):
     return Row([user([IMAGE_PART, text("?")])], [PIL.Image.new("RGB", size)], columns)
 
 
-def model_of(model_type="qwen2_5_vl", dtype=torch.float32):
-    """Create a tiny model that uses the tokenizer's image and video ids."""
-    ids = [PROCESSOR.tokenizer.special_tokens[f"<|{kind}_pad|>"] for kind in ("image", "video")]
-    config = replace(tiny.config(model_type=model_type), image_token_id=ids[0], video_token_id=ids[1])
-    return tiny.model_of(config).to(dtype)
-
-
-def sample_texts(monkeypatch, *texts, model=None, tokens=400, columns=(), processor=PROCESSOR, world=ONE, **options):
+def sample_texts(monkeypatch, *texts, model=None, tokens=400, columns=(), processor=PROCESSOR, **options):
     """Sample with a policy that writes the given texts, whose turns "~" separates: completions, prompts, model."""
-    model = model or model_of()
-    sampling = SamplingOptions(environment=EYE, max_new_tokens=tokens, **options)
-    sampler = ToolSampler(model, processor, sampling, world)
-    turns = [[[*PROCESSOR.tokenizer.encode(turn), END] for turn in words.split("~")] for words in texts]
-    scripts = [[token for turn in some for token in turn] for some in turns]
-
-    def draw(probs, rows, step):
-        at = [sum(sampler.episodes[row].policy_mask) for row in rows.tolist()]
-        ids = [scripts[row][min(n, len(scripts[row]) - 1)] for row, n in zip(rows.tolist(), at, strict=True)]
-        return torch.tensor(ids, device=rows.device)
-
-    monkeypatch.setattr(sample, "sample_by_uniforms", lambda *_: draw)
+    model = model or model_of(PROCESSOR)
+    scripts = [[i for turn in words.split("~") for i in (*PROCESSOR.tokenizer.encode(turn), END)] for words in texts]
     rows = [row((56, 84 + 28 * i), **{"problem": "P"} | dict(columns)) for i in range(2 - len(texts) % 2)]
-    prompts = [one.prompt(processor) for one in rows]
-    return sampler(prompts, len(texts) // len(prompts), "ab"[: len(prompts)]), prompts, model
+    options |= {"environment": EYE, "max_new_tokens": tokens}
+    return *sample_script(monkeypatch, scripts, rows, processor, model, **options), model
 
 
 def as_text(completion):
@@ -145,11 +129,12 @@ def as_text(completion):
 TEXTS = ["no", "<look>2</look>a", "<look>1, 3</look>b <look>3</look><look>2, 2</look>c", "<both></both>d"]
 
 
-@pytest.mark.parametrize("options", [{}, {"min_p": 1e-9, "repetition_penalty": 1.01}], ids=["", "filters"])
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize(("model_type", "options"), [
+    ("qwen2_5_vl", {}), ("qwen3_vl", {"min_p": 1e-9, "repetition_penalty": 1.01}), ("qwen3_5", {}),
+], ids=str)  # fmt: skip
 def test_the_sampler_equals_the_scorer(monkeypatch, model_type, options):
-    """Each policy token's log-probability agrees to 1e-5 nats, and a tool result needs no decode step."""
-    model, steps, step = model_of(model_type), [], generate.Decode.__call__
+    """Each policy token's log-probability agrees to 1e-4 nats, and a tool result needs no decode step."""
+    model, steps, step = model_of(PROCESSOR, model_type), [], generate.Decode.__call__
     monkeypatch.setattr(generate.Decode, "__call__", lambda *given: steps.append(1) or step(*given))
     groups, prompts, _ = sample_texts(monkeypatch, *TEXTS, model=model, **options)
     assert len(steps) == max(int(c.policy_mask.sum()) for group in groups for c in group) - 1
@@ -157,18 +142,18 @@ def test_the_sampler_equals_the_scorer(monkeypatch, model_type, options):
     batch = pack(prompts, groups, model.config)
     logps = batch.pad(per_token_logps(model, batch)[0])
     drawn = batch.pad(torch.cat([c.logps for group in groups for c in group]))
-    assert ((logps - drawn) * batch.completion_mask).abs().max() < 1e-5
+    assert ((logps - drawn) * batch.completion_mask).abs().max() < 1e-4
     assert batch.completion_mask.sum() == sum(len(PROCESSOR.tokenizer.encode(text)) + 1 for text in TEXTS)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5"])
-def test_a_simulated_graph_continues_after_tool_results(monkeypatch, model_type):
-    """A tool result enlarges the key and value buffers."""
+def test_a_simulated_graph_continues_after_tool_results(monkeypatch):
+    """A tool result enlarges the key and value buffers; Qwen3.5 also has recurrent states."""
     monkeypatch.setattr(cuda_graphs, "KEYS", 16)
     monkeypatch.setattr(cuda_graphs.StaticDecodeAttention, "check_every", 4)
-    expected, *_ = sample_texts(monkeypatch, *TEXTS, model=model_of(model_type))
+    model, words = model_of(PROCESSOR, "qwen3_5"), TEXTS[1:3]
+    expected, *_ = sample_texts(monkeypatch, *words, model=model)
     with PretendCuda(), torch.inference_mode():
-        found, *_ = sample_texts(monkeypatch, *TEXTS, model=pretend(model_of(model_type)), world=World(device=CUDA))
+        found, *_ = sample_texts(monkeypatch, *words, model=pretend(model), world=World(device=CUDA))
     for ours, theirs in zip(chain(*found), chain(*expected), strict=True):
         assert as_text(ours) == as_text(theirs) and (ours.logps - theirs.logps).abs().max() < 1e-5
 
@@ -305,7 +290,7 @@ def test_limits(monkeypatch):
 
 
 def test_environments_and_prompts_that_cannot_be_used_are_refused(monkeypatch):
-    sampler = ToolSampler(model_of(), PROCESSOR, SamplingOptions(environment=ZOOM, max_new_tokens=4), ONE)
+    sampler = ToolSampler(model_of(PROCESSOR), PROCESSOR, SamplingOptions(environment=ZOOM, max_new_tokens=4), ONE)
     with pytest.raises(ValueError, match="the prompt does not have a row"):
         sampler([PROCESSOR(row().messages, row().images)], 1, [""])
     with pytest.raises(ValueError, match="gather_weights is false"):
@@ -352,7 +337,7 @@ def test_a_text_without_a_call_is_searched_at_most_once(monkeypatch, token, toke
 
 
 def test_without_a_call_the_samples_equal_those_without_tools():
-    model = model_of(dtype=torch.float64)
+    model = model_of(PROCESSOR, dtype=torch.float64)
     prompts = [row().prompt(PROCESSOR) for _ in range(2)]
     options = {"max_new_tokens": 12, "stop_token_ids": list(STOP)}
     settings = [SamplingOptions(environment=name, **options) for name in (None, ZOOM)]
@@ -390,17 +375,7 @@ def test_a_run_saves_the_images_of_completions(run, plain, monkeypatch, tmp_path
 def test_tools_get_image_sizes_in_the_units_of_boxes(space, extent):
     """For Qwen2.5-VL, the size belongs to the resized image, not to the file."""
     processor = replace(PROCESSOR, box_space=space)
-    sampler = ToolSampler(model_of(), processor, SamplingOptions(environment=EYE), ONE)
+    sampler = ToolSampler(model_of(PROCESSOR), processor, SamplingOptions(environment=EYE), ONE)
     sampler.token_sampler([row((90, 50), problem="P").prompt(processor)], 1, [""])
     [episode] = sampler.episodes
     assert episode.environment.extents == [extent]
-
-
-def test_an_image_that_does_not_fit_is_not_split_into_patches(monkeypatch):
-    picture = PIL.Image.new("RGB", (9, 9))
-    shown = [{"type": "image", "image": picture}], [(picture, (1, 400, 400))], True
-    monkeypatch.setattr(tool_sampler, "answer_call", lambda *_: shown)
-    monkeypatch.setattr(ImageProcessor, "patches", lambda *_: pytest.fail("cut into patches"))
-    episode = tool_sampler.ToolEpisode(Eye())
-    episode.answer([("look", "")], False, 500, PROCESSOR)
-    assert episode.cut and episode.num_calls == 1

@@ -28,12 +28,12 @@ from minivlmrl.losses.advantages import leave_one_out
 from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack_turns
+from tests.extras.agents.scripted import model_of, sample_script
 from tests.extras.agents.test_tool_sampler import END as EYE_END
 from tests.extras.agents.test_tool_sampler import EYE
 from tests.extras.agents.test_tool_sampler import PROCESSOR as TOOLS
 from tests.extras.agents.test_tool_sampler import TEXTS as EYE_TEXTS
 from tests.extras.agents.test_tool_sampler import row as eye_row
-from tests.helpers import tiny
 from tests.helpers.links import ROOT
 from tests.helpers.runs import metrics, summary
 from tests.helpers.stages import ONE
@@ -90,50 +90,16 @@ class Shown(Site):
         return [user([*parts[1:], text(f"{len(rounds)} {said}")])]
 
 
-def model_of(dtype=torch.float64, model_type="qwen2_5_vl", processor=PROCESSOR):
-    ids = [processor.tokenizer.special_tokens[f"<|{kind}_pad|>"] for kind in ("image", "video")]
-    vocabulary = len(processor.tokenizer)
-    config = replace(tiny.config(model_type=model_type), image_token_id=ids[0], video_token_id=ids[1])
-    return tiny.model_of(replace(config, vocab_size=vocabulary)).to(dtype)
-
-
 def row(**columns):
     return Row([user([IMAGE_PART, text("Press red.")])], [picture(9)], {"goal": "red"} | columns, where="rows:1")
 
 
-def play(monkeypatch, scripts, environment="Site", history=None, model=None, rows=None, processor=PROCESSOR, **options):
+def play(monkeypatch, scripts, environment="Site", model=None, rows=None, processor=PROCESSOR, **options):
     """Sample with a policy that writes these tokens until a turn ends; return groups, prompts and model."""
-    model = model or model_of()
+    model = model or model_of(processor, dtype=torch.float64)
     where = environment if ":" in environment else f"{__name__}:{environment}"
-    sampling = SamplingOptions(environment=where, history=history, **{"max_new_tokens": 60} | options)
-    sampler = make_sampler(model, processor, sampling, ONE)
-    rows = rows or [row()]
-
-    def drawn_by(episode):
-        before = sum(len(turn.ids) for turn in getattr(episode, "turns", ()))
-        return before + sum(episode.policy_mask)
-
-    def draw(probs, numbers, step):
-        ids = []
-        for number in numbers.tolist():
-            script = scripts[sampler.episodes[number].script]
-            ids.append(script[min(drawn_by(sampler.episodes[number]), len(script) - 1)])
-        return torch.tensor(ids)
-
-    original = type(sampler).token_sampler
-
-    def token_sampler(self, prompts, num_generations, keys):
-        sample_token = original(self, prompts, num_generations, keys)
-        for number, episode in enumerate(self.episodes):
-            episode.script = number
-        return sample_token
-
-    monkeypatch.setattr(type(sampler), "token_sampler", token_sampler)
-    monkeypatch.setattr(sampler_file, "sample_by_uniforms", lambda *_: draw)
-    prompts = [one.prompt(processor) for one in rows]
-    groups = sampler(prompts, len(scripts) // len(rows), [f"k{i}" for i in range(len(rows))])
-    monkeypatch.undo()
-    return groups, prompts, model
+    options = {"max_new_tokens": 60, "environment": where} | options
+    return *sample_script(monkeypatch, scripts, rows or [row()], processor, model, **options), model
 
 
 # a turn is a click, or a token and a click; a trajectory has up to three turns
@@ -175,7 +141,7 @@ def gradient_of(model, scalar):
 @pytest.mark.parametrize("history", [1, 2, 3])
 def test_the_expected_gradient_is_that_of_the_expected_reward(monkeypatch, history):
     """Windows with 1, 2 and all rounds agree to 1e-9; docs/notes/bias.md has the errors of simpler losses."""
-    model, truth, loss = model_of(), 0.0, 0.0
+    model, truth, loss = model_of(PROCESSOR, dtype=torch.float64), 0.0, 0.0
     for goal in ("red", "blue"):
         prompt, group = all_trajectories(monkeypatch, goal, history, model)
         assert {len(trajectory.turns) for trajectory in group} == {2, 3}
@@ -198,7 +164,7 @@ def test_the_expected_gradient_is_that_of_the_expected_reward(monkeypatch, histo
 def test_windows_of_all_rounds_compute_what_a_growing_completion_does(monkeypatch, name, model_type):
     """The tokens are equal; losses with all averages, token and sequence ratios, and gradients agree to 1e-12."""
     task = TASKS[name]()
-    model = model_of(model_type=model_type, processor=task["processor"])
+    model = model_of(task["processor"], model_type, torch.float64)
     found = []
     for history in (None, 99):
         groups, prompts, _ = play(monkeypatch, **task, history=history, model=model, max_new_tokens=400)
@@ -288,7 +254,7 @@ def eager(monkeypatch):
 @pytest.mark.parametrize("environment", ["Site", "Shown"])
 def test_turns_are_drawn_by_the_key_of_row_completion_and_turn(eager, environment):
     """Sampling all rows, one row, or parts by a token budget gives the same; training scores filtered samples, too."""
-    model = model_of(torch.float32)
+    model = model_of(PROCESSOR)
     prompts = [row().prompt(PROCESSOR), row(goal="blue").prompt(PROCESSOR)]
     history = 1 if environment == "Site" else None
     options = {"environment": f"{__name__}:{environment}", "history": history, "max_new_tokens": 6}
@@ -317,7 +283,7 @@ def test_every_turn_has_its_own_key(monkeypatch, eager, history):
     """A key names the prompt, the completion in its group and the turn; two turns never share random numbers."""
     environment = "Site" if history else "Shown"
     options = SamplingOptions(environment=f"{__name__}:{environment}", history=history, max_new_tokens=30)
-    sampler = make_sampler(model_of(torch.float32), PROCESSOR, options, ONE)
+    sampler = make_sampler(model_of(PROCESSOR), PROCESSOR, options, ONE)
     keys = []
     inner = sampler_file.Sampler.token_sampler
 
@@ -372,11 +338,11 @@ BAD = {
 
 @pytest.mark.parametrize("error", BAD)
 def test_a_window_that_cannot_be_shown_names_row_and_turn(monkeypatch, error):
-    model = model_of()
+    model = model_of(PROCESSOR, dtype=torch.float64)
     model.config = replace(model.config, max_position_embeddings=128)
     monkeypatch.setattr(Shown, "observe", BAD[error])
-    with pytest.raises(ValueError, match=f"^rows:1: {error}"), monkeypatch.context() as patch:
-        play(patch, [[RED, RED]], "Shown", model=model)
+    with pytest.raises(ValueError, match=f"^rows:1: {error}"):
+        play(monkeypatch, [[RED, RED]], "Shown", model=model)
 
 
 def test_half_a_surrogate_in_an_observation_is_replaced(monkeypatch):
@@ -387,26 +353,23 @@ def test_half_a_surrogate_in_an_observation_is_replaced(monkeypatch):
     assert contains(window, PROCESSOR.tokenizer.encode("a?b")) and contains(window, PROCESSOR.tokenizer.encode("c?"))
 
 
-def test_what_is_refused():
-    two = SamplingOptions(environment=SHOWN, history=2)
-    with pytest.raises(ValueError, match=r"^sampling.history is set, but the environment tests\S+:Shown has"):
-        samples_trajectories(two)
-    site = Site()
-    site.earned = [1.0, 0.5]
-    for turns in (["a"], ["a", "b", "c", "d"]):
-        error = rf"^reward environment: get_reward returned 2 numbers for {len(turns)} turns; return one number for"
-        with pytest.raises(ValueError, match=error):
-            environment_reward([site], [turns])
-    assert environment_reward([site, None], [["a", "b"], ["c"]]) == [1.5, None]
-
-
-def test_a_last_turn_without_a_call_needs_no_number(monkeypatch):
-    """An environment that counts one number per click has one fewer than turns if the last turn calls nothing."""
+def test_rewards_of_turns(monkeypatch):
+    """get_reward returns one number for each turn; a last turn without a call needs none."""
     [[trajectory]], *_ = play(monkeypatch, [[RED, BLUE, WELL, END]], history=1)
     site, texts = trajectory.environment, ["<click>", "<click>", "l"]
     assert len(trajectory.turns) == len(texts) == len(site.earned) + 1
     site.earned = [1.0, 0.5]
     assert environment_reward([site], [texts]) == [1.5]
+    assert environment_reward([site, None], [["a", "b"], ["c"]]) == [1.5, None]
+    for turns in (["a"], ["a", "b", "c", "d"]):
+        error = rf"^reward environment: get_reward returned 2 numbers for {len(turns)} turns; return one number for"
+        with pytest.raises(ValueError, match=error):
+            environment_reward([site], [turns])
+
+
+def test_history_is_refused_for_an_environment_that_chooses_its_windows():
+    with pytest.raises(ValueError, match=r"^sampling.history is set, but the environment tests\S+:Shown has"):
+        samples_trajectories(SamplingOptions(environment=SHOWN, history=2))
 
 
 def test_a_run_says_its_turns(run, plain, eager, capsys):

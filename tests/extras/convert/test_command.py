@@ -1,6 +1,5 @@
 """The command that an error message names gives rows that are read, and nothing is dropped without a word."""
 
-import io
 import json
 import re
 import shlex
@@ -22,19 +21,14 @@ FIND = [user("<image>Find <ref-object> and <ref-object>"), assistant("<bbox> and
 OBJECTS = {"objects": {"ref": ["a cat", "it"], "bbox": [[1, 2, 3, 4], "[5, 6]"]}}
 FOUND = [[IMAGE_PART, text("Find a cat and it")], "[1, 2, 3, 4] and [5, 6]"]
 HOW_MANY = [[IMAGE_PART, text("How many?")], "2"]
-ROWS = {  # (row, content of its question and its answer, as version 0.4 read the row)
+ROWS = {  # (row, content of its question and its answer)
     "objects": ({"messages": FIND, **RED, **OBJECTS}, FOUND),
-    "objects of a query": ({"query": FIND[0]["content"], "response": FIND[1]["content"], **RED, **OBJECTS}, FOUND),
     "objects and a rejected answer": (
         {"messages": [user("<bbox>?"), assistant("<bbox>")], "rejected_response": "<bbox>", **RED,
          "objects": {"ref": ["unused"], "bbox": [[1], [2], [3]]}},
         [[IMAGE_PART, text("[1]?")], None],
     ),
     "img": ({"query": "<img>red.png</img>How many?", "response": "2"}, HOW_MANY),
-    "img in turns": (
-        {"conversations": [{"from": "user", "value": "<img>red.png</img>How many?"}, {"from": "gpt", "value": "2"}]},
-        HOW_MANY,
-    ),
     "two img": (
         {"prompt": [user("<img>red.png</img>or<img>blue.png</img>?")], "completion": "2"},
         [[IMAGE_PART, text("or"), IMAGE_PART, text("?")], "2"],
@@ -67,20 +61,6 @@ def test_tags_become_images_and_boxes(write_rows, name):
         assert "[2]" in str(read.chosen) and "[3]" in str(read.rejected)
     else:
         assert answer in (answers[0]["content"], answers[0]["content"][-1])
-
-
-def test_images_in_a_parquet_file_are_kept(tmp_path):
-    pa = pytest.importorskip("pyarrow", reason="extra missing: pip install pyarrow")
-    import pyarrow.parquet as pq
-
-    stored = io.BytesIO()
-    PIL.Image.new("RGB", (6, 4), "red").save(stored, "PNG")
-    row = {"messages": FIND, **OBJECTS, "images": [{"bytes": stored.getvalue(), "path": None}]}
-    row["objects"] = {"ref": ["a cat", "it"], "bbox": ["[1, 2, 3, 4]", "[5, 6]"]}
-    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
-    [read] = FileDataset(convert_as_advised(tmp_path / "rows.parquet"))
-    assert shown(read) == FOUND[0] and read.images[0].size == (6, 4)
-    assert read.columns["images"][0]["bytes"] == stored.getvalue()
 
 
 def test_numbers_of_tags_and_items_must_be_equal(write_rows):

@@ -88,7 +88,6 @@ SUM = "loss = (per_token_loss * mask).sum()"
 KL_TERM = "per_token_loss + self.beta * per_token_kl"
 K3 = "torch.exp(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps) - 1"
 ROW_MEANS = "loss = ((per_token_loss * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()"
-SUM_OF_RATIOS = "log_importance_weights = (log_ratio * mask).sum(-1)"
 DELTA = "delta_score = chosen_scores - rejected_scores"
 PCT = "prompt_ids[idx_with_tool] + completion_ids[idx_with_tool] + suffix_ids"
 OWN = "completion_ids[idx_with_tool]"
@@ -264,14 +263,6 @@ def two_scheduler_steps(create_scheduler, *arguments, **options):
     return scheduler
 
 
-def unlabel_end(collate, examples):
-    """Exclude the end token from the labels, as a collator does if it is also the padding token."""
-    batch = collate(examples)
-    for labels in batch["labels"]:
-        labels[(labels != -100).nonzero()[-1]] = -100
-    return batch
-
-
 def equal_later(completions, trainer_state, **_):
     """Rewards that are equal from the second step on, so that all advantages are 0."""
     return [float(len(chat[0]["content"])) if trainer_state.global_step == 0 else 1.0 for chat in completions]
@@ -314,14 +305,10 @@ TRL_BUGS = {
     "temperature_left_out": InTRL("logps", "not divided by the temperature", without_temperature, {"temperature": 0.6}),
     "end_token_masked": score("mask", "the end token is not trained on", MASK,  # huggingface/trl/pull/7039
         f"completion_mask *= completion_ids != self.eos_token_ids[0]\n    {MASK}"),
-    "end_token_masked_in_sft": InTRL("mask", "the end token is not", around(None, "data_collator", unlabel_end),
-        kind="sft"),  # NVIDIA-NeMo/Megatron-Bridge/pull/4660
     "padding_counted": score("mask", "padding is counted as part of the completion", MASK,
         f"completion_mask = torch.ones_like(completion_mask)\n    {MASK}"),  # modelscope/ms-swift/issues/3069
     "old_ignored": loss("old log-probabilities equal the current ones", 'inputs.get("old_per_token_logps")', "None",
         OFF),  # huggingface/trl/issues/2769
-    "ratio_of_sums": loss("the product of its tokens' ratios", f"{SUM_OF_RATIOS} / mask.sum(-1).clamp(min=1.0)",
-        SUM_OF_RATIOS, OFF | BY_SEQUENCE),  # walkinglabs/hands-on-modern-rl/issues/75
     # huggingface/accelerate/issues/963
     "schedule_by_micro_batch": InTRL("schedule", "advances twice per step", around(None, "create_scheduler",
         two_scheduler_steps), {"max_steps": 10, "gradient_accumulation_steps": 3, "rows": 3, "at": 2}),
@@ -344,26 +331,16 @@ TRL_BUGS = {
     "truncated_completions_kept": score("mask", "truncated completions are in the loss",  # huggingface/trl/pull/2881
         "if self.mask_truncated_completions:", "if False:", {"mask_truncated_completions": True,
         "max_completion_length": 3}),
-    # bugs in GRPO's loss
-    # huggingface/trl/issues/2995
-    "mean_of_a_row": loss("the loss is averaged as in grpo", SUM + " / normalizer\n",
-        f"loss = ((per_token_loss * mask).sum(-1) / mask.sum(-1)).mean() / {PARTS}\n"),
     "normalizer_of_one_step_of_a_rollout": loss("steps of a rollout",  # huggingface/trl/pull/6024
         f"normalizer * {PARTS} / self.args.steps_per_generation", "normalizer", {"steps_per_generation": 4, "rows": 8}),
-    "dr_grpo_by_the_longest": loss("all values are", "per_token_loss.size(0) * self.max_completion_length",
-        "per_token_loss.numel()", {"loss_type": "dr_grpo", "max_completion_length": 30}),  # sail-sg/understand-r1-zero
     "kl_reversed": loss("policy and reference are swapped in the KL", K3,  # volcengine/verl
         "torch.exp(per_token_logps - ref_per_token_logps) - (per_token_logps - ref_per_token_logps) - 1", {**KL,
         "use_bias_correction_kl": False}),
     # TRL 1.16 itself computes it like this, so nothing is replaced; google/tunix/issues/2315
     "k3_by_exp": loss("k3 loses its digits", K3, K3, {"beta": 0.5, "rewards": (equal_later, ), "rows": 4,
         "learning_rate": 1e-5, "at": 1}),
-    # TRL up to 1.9
-    "kl_without_ratio": loss("the KL is not weighted with the ratio", "per_token_kl * coef_1", "per_token_kl", KL),
     "clip_on_the_wrong_side": loss("the maximum of the clipped and the unclipped objective", "-torch.min(per",
         "-torch.max(per", OFF),  # PPO eq. 7
-    "one_clip_for_both_sides": loss("ratios are clipped with epsilon_low on both sides", "1 + self.epsilon_high)",
-        "1 + self.epsilon_low)", {"epsilon": 0.02, "epsilon_high": 0.1, **OFF}),  # https://arxiv.org/abs/2503.14476
     # bugs in the reference, the trained parameters and the optimizer
     # the policy is its own reference, as when an adapter is not disabled
     # huggingface/trl
@@ -395,8 +372,6 @@ TRL_BUGS = {
         around(None, "_clip_grad_norm", clip_tower_apart), CLIPS),
     "tower_never_decays": decay("weight decay leaves out the vision tower", "return decay_parameters",
         "return [name for name in decay_parameters if 'visual' not in name]", {"weight_decay": 0.1}),
-    # the reward functions are right, but their results are in another order
-    "rewards_of_others": rewards("the rewards of the row at the mirrored position", ".flip(0)"),
     "rewards_in_float16": rewards("a reward is in float16", ".half().float()"),
     "token_masked_by_its_id": score("mask", "because of their ids", MASK,
         f"completion_mask *= completion_ids != completion_ids[completion_ids < 256].mode().values\n    {MASK}"),
@@ -406,7 +381,6 @@ TRL_BUGS = {
         "completion_mask = torch.cat([inputs['attention_mask'].chunk(2)[0], completion_mask.chunk(2)[1]])\n"
         "    shift_completion_mask = completion_mask[..., 1:]\n    labels = inputs"),
     "old_logps_in_bfloat16": score("logps of old", "rounded to bfloat16", OLD, f"{OLD}.bfloat16().float()", OFF),
-    "old_logps_in_float16": score("logps of old", "rounded to float16", OLD, f"{OLD}.half().float()", OFF),
     # huggingface/trl/pull/3725
     "old_logps_of_a_straddling_rollout": score("logps of old", "instead of the weights that sampled", OLD, "pass",
         {"steps_per_generation": 2, "gradient_accumulation_steps": 3, "rows": 8, "learning_rate": 2e-2, "at": 1}),
@@ -419,7 +393,6 @@ TRL_BUGS = {
         ROW_MEANS.replace(".mean()", ".sum() / (advantages != 0).sum()"), {"loss_type": "grpo",
         "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "rewards": (once, )}),
     "patches_reversed": forward("logps", "opposite order", PATCHES, f"{IMAGES}.flip(1).flatten(0, 1)"),
-    "patches_of_the_next": forward("logps", "pixels of the next patch", PATCHES, f"{IMAGES}.roll(-1, 1).flatten(0, 1)"),
     "old_logps_with_dropout": InTRL("logps of old", "its dropout is active", around(None,
         "_get_per_token_logps_and_entropies", with_dropout), OFF),
     "advantages_as_mask": weighted("multiplied by its advantage", "advantages"),  # verl-project/verl/issues/2506
@@ -435,13 +408,6 @@ TRL_BUGS = {
     "tokens_before_the_shift": sft_loss("one token too many per row",
         "outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch",
         "outputs.label_mask.sum() + len(inputs['labels'])"),
-    # bugs whose sentences also name an operator, one use, a token span or a fitted number
-    # PrimeIntellect-ai/prime-rl/pull/2040
-    "baseline_of_plain_rewards": score("advantages", "all rewards have weight 1, only in the baseline",
-        "mean_grouped_rewards = torch.nanmean(rewards.view(-1, num_generations), dim=1)",
-        "mean_grouped_rewards = torch.nanmean(rewards_per_func.nansum(dim=1).view(-1, num_generations), dim=1)",
-        {"reward_weights": [1.0, 0.3]}),
-    "kl_clamped": loss("is at most 0.05", "self.beta * per_token_kl", "self.beta * per_token_kl.clamp(max=0.05)", KL),
     "dft_weight_with_gradient": sft_loss("not detached", "outputs.log_probs.exp().detach()", "outputs.log_probs.exp()",
         {"loss_type": "dft"}),  # modelscope/twinkle/pull/291
     "zero_grad_missing": InTRL("gradients", "of the step before", lambda put, trainer: put(trainer.model, "zero_grad",
@@ -463,18 +429,13 @@ TRL_BUGS = {
         "    return norm", CLIPS),
     # only one group has rewards above 1, which decide because 1 is a likely bound
     "total_reward_clipped_at_1": rewards("the weighted sum of rewards is at most 1", ".clamp(max=1)", TOTAL),
-    "rewards_clipped_at_1": rewards("a reward is at most 1", ".clamp(max=1)"),
     "advantages_normalised_twice": score("advantages", "normalised a second time, over the batch", NO_NAN,
         f"{NO_NAN}; {NORMALIZED}"),
     "end_token_scored_as_padding": forward("logps", "the end token is scored as the padding token", LABELS,
         f"{LABELS}; labels[labels == self._tokenizer.eos_token_id] = self._tokenizer.pad_token_id"),
     "old_logps_in_autocast": forward("logps of old", "under autocast in bfloat16", "self.accelerator.autocast()",
         'torch.autocast("cpu", torch.bfloat16, enabled=not torch.is_grad_enabled())', OFF),
-    "schedule_stepped_twice": InTRL("schedule", "advances twice per step", around(None, "create_scheduler",
-        two_scheduler_steps), {"max_steps": 10, **LATER}),  # in the second step, only one learning rate is wrong
     "tokens_discounted": weighted("by 0.99 for each earlier token", "0.99 ** (mask.cumsum(1) - 1)"),
-    "tokens_discounted_from_the_end": weighted("by 0.97 for each later token",
-        "0.97 ** (mask.flip(1).cumsum(1).flip(1) - 1)"),
     "text_positions_by_tokens": InTRL("logps", "continues at the number of its tokens", repositioned(tokens_as_sides)),
     "imagenet_pixels": forward("logps", "with ImageNet's mean and deviation", PATCHES,
         f"(({PATCHES}.unflatten(1, (3, -1)) * torch.tensor([[0.26862954], [0.26130258], [0.27577711]])\n"
@@ -485,7 +446,6 @@ TRL_BUGS = {
         {"temperature": 0.6, "entropy_coef": 0.1}),
     "entropy_quantile_ignored": loss("top_entropy_quantile is ignored", "if entropy_mask is not None:", "if False:",
         {"top_entropy_quantile": 0.5, **OFF}),
-    "ratio_twice": loss("multiplied by the ratio a second time", SMALLER, f"{SMALLER} * coef_1", OFF),
     "prompt_texts_trained": InTRL("mask", "prompt tokens except image tokens are counted", label_texts, kind="sft"),
     "means_added": loss("each micro-batch is averaged by itself, and the means are added", f"{SUM} / normalizer\n",
         f"{SUM} / mask.sum()\n"),
@@ -524,7 +484,6 @@ UNSEEN_BUGS = {
     "advantages of the next group": score("advantages", "next group", DIVIDED, f"({DIVIDED}).roll(-4, 0)"),
     "absolute KL": loss("", KL_TERM, "per_token_loss + self.beta * (ref_per_token_logps - per_token_logps).abs()",
         KL | {"use_bias_correction_kl": False}),
-    "first tokens left out": weighted("first tokens", "(mask.cumsum(1) > 1)"),
     "old log-probabilities of the next row": loss("next row", LOG_RATIO, f"{LOG_RATIO}.roll(-1, 0)", OFF),
     # with a positive advantage, a ratio is only clipped above
     "no clipping for negative advantages": loss("not clipped below", SMALLER,
@@ -540,7 +499,6 @@ UNSEEN_BUGS = {
     "other beta1": optimizer("beta1 is 0.95", CREATED,
         f"for group in self.optimizer.param_groups:\n        group['betas'] = (0.95, group['betas'][1])\n    {CREATED}",
         {"at": 1}),
-    "no reference": dpo("the reference is left out", DELTA, f"{DELTA} + (ref_chosen_logps - ref_rejected_logps)"),
     "bits": dpo("bits instead of nats", "-F.logsigmoid(self.beta * delta_score)",
         "-F.logsigmoid(self.beta * delta_score) / 0.6931471805599453"),
 }  # fmt: skip

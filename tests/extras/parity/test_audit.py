@@ -11,11 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from minivlmrl.extras.parity import loss as parity
-from minivlmrl.extras.parity import model_stages
 from minivlmrl.extras.parity import names as table
 from minivlmrl.extras.parity import search as module
 from minivlmrl.extras.parity.assertions import assert_step
-from minivlmrl.extras.parity.audit import SECONDS, audit, report
+from minivlmrl.extras.parity.audit import audit, report
 from minivlmrl.extras.parity.command import main
 from minivlmrl.extras.parity.formulas import in_half
 from minivlmrl.extras.parity.loss_search import as_step
@@ -59,6 +58,10 @@ def explained(name, d):
     return find_causes(name, d).explained
 
 
+def in_order(rows):
+    return lambda x: x[rows]
+
+
 def test_a_correct_step_agrees_and_the_report_lists_what_it_cannot_reveal():
     d = step()
     shown = report(audit(d), d)
@@ -82,10 +85,6 @@ def test_a_step_with_filters_does_not_agree_without_a_note(options, says, tmp_pa
     assert ("note: " in out) == bool(says)
     assert main([str(tmp_path), "--json"]) == 0
     assert [says in note for note in json.loads(capsys.readouterr().out)["notes"]] == [True] * bool(says)
-
-
-def in_order(rows):
-    return lambda x: x[rows]
 
 
 @pytest.mark.parametrize("name, change, says", [
@@ -142,26 +141,6 @@ def test_a_search_ends_with_the_causes_that_it_has_found(monkeypatch):
     assert early.doubts() == later.doubts() == doubts
 
 
-def test_the_command_has_a_time_for_searches(tmp_path, capsys):
-    d = step(factor=0.5)
-    write(tmp_path, d.about, dict(d))
-    assert main([str(tmp_path), "--seconds=0", "--json"]) == 1 and SECONDS == 30
-    [finding] = json.loads(capsys.readouterr().out)["stages"]
-    assert "time was over" in finding["doubts"][0] and not finding["explained"]
-
-
-def test_causes_that_need_no_forward_are_tried_first(monkeypatch):
-    """Log-probabilities that are only rounded or moved later need no model forward."""
-    tried = []
-    answer = {"per_token_logps": (torch.ones(1, 2), torch.zeros(1, 2), 1.0)}
-    monkeypatch.setattr(module, "computed", lambda *given: (tried.append(given[2]), answer)[1])
-    monkeypatch.setattr(module.Search, "fitted", lambda *_: [])
-    d = step()
-    module.Search("logps", d).run(module.possible_causes("logps", d))
-    needs = [not change.keys() <= model_stages.AFTER_FORWARD for change in tried if change]
-    assert not needs[0] and needs[-1] and needs == sorted(needs)
-
-
 def test_it_is_said_if_many_causes_give_the_same_numbers(monkeypatch):
     d = rollout(lambda r: standard(r).abs())
     causes = [module.Cause("c", {"advantages": d["advantages"]}, table.FACTOR)] * 5
@@ -176,22 +155,14 @@ def test_a_gradient_that_is_nan_is_located():
     assert "logps_gradient at [2, 1]: nan instead of" in shown
 
 
-def test_sources_of_causes_exist_in_minivlmrl():
-    """A cause's source is an existing file that contains the name after the colon."""
+def test_sources_of_causes_exist_and_the_page_counts_the_causes():
+    """A cause's source in minivlmrl is an existing file that contains the name after the colon."""
+    assert f" {sum(map(len, table.QUANTITIES.values()))} causes" in PAGE
     package = ROOT / "minivlmrl"
     sources = " ".join(quantity.source for quantity in table.QUANTITIES)
     found = set(re.findall(r"(?<!docs/)\b([\w/]+\.py)(?:: (\w+))?", sources))
     assert len(found) > 8
     assert all(name in (package / file).read_text() for file, name in found)
-
-
-def test_the_page_counts_the_causes():
-    count = sum(map(len, table.QUANTITIES.values()))
-    assert f" {count} causes" in PAGE
-
-
-def test_an_unknown_value_of_an_option_gives_none():
-    assert computed("loss", step(), {"importance_sampling_level": "word"}) is None
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -274,21 +245,15 @@ ONE_ROW = {"input_ids": ONE.long(), "completion_mask": ONE, "per_token_logps": -
     ({"completion_mask": None}, {}, "completion_mask is missing. A step needs the tensors input_ids, "),
     ({}, {"kind": "kto"}, "kind is 'kto'. A step .* grpo, dpo or sft. Steps of KTO, .* not supported"),
     ({"advantages": torch.ones(2)}, {}, r"advantages has shape \(2,\), but .* \(1, 1\). It must have 1 rows"),
-    ({}, {"kind": "trajectories"}, "kind is 'trajectories'. .* trajectories are not supported"),
-    ({}, {"kind": None}, "kind is None"), (None, {}, "No such file"), ({}, {"kind": ["sft"]}, r"kind is \['sft'\]"),
-    ({}, {"temperature": "x"}, "step.json: temperature is 'x', but it must be of type float"),
+    (None, {}, "No such file"), ({}, {"kind": ["sft"]}, r"kind is \['sft'\]"),
     ({}, {"temperature": 0}, "step.json: temperature is 0.0, but it must be in \\(0, inf\\)"),
-    ({}, {"image_token_id": "x"}, "step.json: image_token_id is 'x', but it must be of type int"),
-    ({}, {"loss": 3}, "step.json: loss is 3, but it must be of type dict"),
     ({}, {"loss": {"loss_type": 1}}, "step.json: loss.loss_type is 1, but it must be of type str"),
     ({}, {"loss": {"beta": 1.0}}, "step.json: a name in loss is 'beta', but it must be one of loss_type"),
     ({}, {"optimizer": [1]}, r"step.json: optimizer is \[1\], but it must be an object"),
     ({}, {"optimizer": {"betas": 0.9}}, "step.json: optimizer.betas is 0.9, but it must be of type tuple"),
-    ({}, {"schedule": 3}, "step.json: schedule is 3, but it must be an object"),
     ({"row": torch.ones(1).long(), "group": torch.zeros(1).long()}, {},
      "element 0 of the tensor row is 1, but it must be a number from 0 to 0, because the rollout has 1 completions"),
     ({}, {"model": "../.."}, "step.json: model is '../..', but it must be a folder inside the step, such as model, or"),
-    ({}, {"old_model": "../{}/../../x"}, "step.json: old_model is '../{}/../../x', but it must be a folder inside"),
     ({}, {"ref_model": "/x"}, "step.json: ref_model is '/x', but it must be a folder inside the step"),
 ])  # fmt: skip
 def test_an_invalid_step_is_an_error(tensors, about, says, tmp_path):
@@ -313,12 +278,6 @@ def test_a_field_or_tensor_with_a_wrong_type_is_an_error(tensors, about, says, t
     write(tmp_path, {"kind": "sft"} | about, ONE_ROW | tensors)
     with pytest.raises(ValueError, match=f"the stage {says}.* with docs/notes/step_format.md"):
         main([str(tmp_path)])
-
-
-def test_a_folder_of_weights_outside_of_the_step_is_not_written(tmp_path):
-    with pytest.raises(ValueError, match=r"step\.json: model is '/x', but it must be a folder inside the step"):
-        write(tmp_path / "step", {"kind": "sft", "model": "/x"}, ONE_ROW)
-    assert not (tmp_path / "step").exists()
 
 
 def with_schedule(rate, rates=(), **schedule):
@@ -448,7 +407,7 @@ def test_a_factor_lists_each_count_that_explains_it():
     # 2 micro-batches, rather than 15 tokens over 30 columns
     ((5, 3, 2, 2, 2, 1), 0.5, ["1 over the 2 micro-batches"]),
     # a learning rate or a temperature cannot multiply a loss
-    ((5, 3, 4, 2, 5, 1), 0.7, ["all values are 0.7 times as large"]),
+    pytest.param((5, 3, 4, 2, 5, 1), 0.7, ["all values are 0.7 times as large"], marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_factor_is_named_by_the_simplest_counts_that_can_act(lengths, factor, says):
     d = step(lengths, factor=factor)

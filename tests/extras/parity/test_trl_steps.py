@@ -173,6 +173,7 @@ def test_forwards_with_attention_dropout_are_not_compared(folder, tmp_path):
     assert not {"logps", "logps of old", "gradients"} & {finding.stage for finding in findings}
 
 
+@pytest.mark.slow
 def test_the_command_names_a_bug_under_autocast(folder, tmp_path, capsys, monkeypatch):
     """TRL's default is bf16. What went through the model is compared with less accuracy, all else as before."""
     step_with([BUGS["divided_twice"]], folder, tmp_path, monkeypatch.setattr, bf16=True)

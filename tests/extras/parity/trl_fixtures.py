@@ -74,11 +74,11 @@ def picture(seed):
     return shapes.draw_picture(rng.choice(shapes.LABELS), rng)
 
 
-def build(name, policy, output, rows, options, processing_class, **arguments):
-    """Build a TRL trainer; `name` is, for example, "SFT"."""
+def build(name, policy, output, rows, options, processing_class, trainer=None, **arguments):
+    """Build a trainer of TRL; `name` is, for example, "SFT", and `trainer` is another class than TRL's."""
     config = getattr(trl, f"{name}Config")(output_dir=str(output), **QUIET | options)
     arguments |= {"train_dataset": datasets.Dataset.from_list(rows), "processing_class": processing_class}
-    return getattr(trl, f"{name}Trainer")(policy, args=config, **arguments)
+    return (trainer or getattr(trl, f"{name}Trainer"))(policy, args=config, **arguments)
 
 
 def questions(rows):
