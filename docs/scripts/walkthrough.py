@@ -6,7 +6,6 @@ docs.scripts.make_pages` writes the page, and a test compares it with the output
 
 import contextlib
 import html
-import inspect
 import io
 import itertools
 import re
@@ -30,19 +29,16 @@ OPTIONS = Namespace(**vars(GRPO) | {"rows_per_step": 1, "group": 8})
 HEAD = """\
 # Walkthrough
 
-What does a GRPO step compute, from an image to the new weights? Each section shows a function of
-[minimal.py](../minimal.py), and the numbers that it computed for one image and one question: for a tensor its shape,
-its dtype and its first values. [Another page](step.html) shows every line of such a step with its tensors:
-
-[![Each line of grpo_loss with the tensors that it computed](step.png)](step.html)
-
-The model is the tiny one that `python minimal.py` trains, after 15 SFT steps, so that its completions still differ. Its
-weights are float64, so that other machines print the same numbers.
+What does a GRPO step compute, from an image to the new weights? Each section names a function of
+[minimal.py](../minimal.py) and shows what it computed for one image and one question. A line of numbers has the name of
+a variable, and for a tensor its shape, its dtype and its first values. [Another page](step.html) shows every line of
+code in such a step with its tensors.
 
 ![A GRPO step as a flow chart](step.svg)
 
-The pictures and shapes count patches (P), tokens of the prompt (L), completions (G) and tokens of the longest
-completion (T).
+The chart counts patches (P), tokens of the prompt (L), completions (G) and tokens of the longest completion (T). The
+model is the tiny one that `python minimal.py` trains, after 15 SFT steps, so that its completions still differ. Its
+weights are float64, so that other machines print the same numbers.
 """
 # title, function, and the variables and results to print; then the text, with numbers in braces
 SECTIONS = """\
@@ -73,11 +69,11 @@ keys and values of the prompt for all completions.
 
 # Completions: sample probabilities
 The prompt runs once. Then each round samples one token for each completion, until all have ended. The mask leaves out
-the tokens after the end of a completion. These are the {G} completions:
+the tokens after the end of a completion. [Section 8](#8-rewards) has the texts of the {G} completions.
 
 # Log-probabilities: log_probabilities states logits return
 The state before a token gives {vocab} logits. The log-probability of the token is its logit minus the logsumexp over
-the logits. These are the log-probabilities of each completion, in nats and token by token:
+the logits. In the picture, a darker token had a lower log-probability:
 
 ![The completions, token by token, shaded by probability](walkthrough_tokens.svg)
 
@@ -109,7 +105,7 @@ into one sequence, in which each line of this picture attends to the coloured to
 
 It also sorts the patches [by window](windows.svg), so that a block computes no attention between windows.
 `python -m minivlmrl replay runs/shapes --stage=grpo --step=5 --prompt=4` repeats a step of your run, and prints the
-completions of a prompt with their rewards and the sums of their log-probabilities.
+completions of a prompt with their rewards.
 """
 
 
@@ -149,10 +145,9 @@ def page() -> str:
     for number, (title, name, names, text) in enumerate(sections, start=1):
         variables = numbers()[name]
         lines = [shown(key if key != "return" else "returns", variables[key]) for key in names.split()]
-        code = inspect.unwrap(eval(f"minimal.{name}"))
         parts.append(f"## {number}. {title}\n\n[`{name}`](../minimal.py)\n\n{text.strip().format(**facts())}\n")
-        parts.append(f"```python\n{textwrap.dedent(inspect.getsource(code)).strip()}\n```\n")
-        parts.append("\n".join(["```text", *lines, *more_lines(title), "```", ""]))
+        if lines := lines + more_lines(title):
+            parts.append("\n".join(["```text", *lines, "```", ""]))
     return "\n".join(parts) + FOOT
 
 
@@ -178,18 +173,9 @@ def more_lines(title: str) -> list[str]:
         lines = [f"  {name:<7}" + " ".join(f"{x:2}" for x in axis) for name, axis in axes]
         return [shown("returns", positions), f"from token {start} on:", *lines]
     if title == "Completions":
-        texts = [f"{number}  {text!r}" for number, text in enumerate(group["texts"])]
-        return [shown("completions", group["completions"]), shown("mask", group["mask"]), "texts", *texts]
-    if title == "Log-probabilities":
-        rows = zip(group["logps"].tolist(), group["mask"].sum(1), strict=True)
-        return [f"{i}  " + " ".join(f"{x:5.2f}" for x in row[:length]) for i, (row, length) in enumerate(rows)]
+        return [shown("completions", group["completions"]), shown("mask", group["mask"])]
     if title == "Rewards":
         return [f"{value:.1f}  {text!r}" for value, text in zip(group["rewards"], group["texts"], strict=True)]
-    if title == "Update":
-        norms = numbers()["train"]["norms"]
-        change = "  ".join(map(clean, numbers()["train"]["change"]))
-        lines = [f"{name:<24}{clean(value):>9}" for name, value in norms.items()]
-        return ["norms of the gradient:", *lines, "change of the log-probability of each completion:", change]
     return []
 
 
