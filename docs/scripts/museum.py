@@ -1,7 +1,7 @@
 """Run the exhibits of docs/museum.md, and write its numbers and docs/museum.svg: python -m docs.scripts.museum
 
-An exhibit is a section of the page: a diff of one line of minimal.py, a command, a curve, and what parity says about a
-step of the changed file. Runs are kept in runs/museum, so that only a changed file runs again.
+An exhibit is a section of the page, with a diff of one line of minimal.py and what parity says about a step of the changed
+file, and a row of the table, with options and a curve. Runs are kept in runs/museum, so that only a changed file runs again.
 """
 
 import hashlib
@@ -28,10 +28,9 @@ from minivlmrl.extras.parity import audit, step
 
 SOURCE = Path(minimal.__file__).read_text(encoding="utf-8")
 PAGE = Path(__file__).parents[1] / "museum.md"
+ROW = re.compile(r"^\| (\d+) \| `(.+)` \| (.+?) \|.+\n", re.MULTILINE)
 SECTION = re.compile(
-    r"^## \d+\. (.+)\n(?s:.*?)^- (.+)\n\+ (.+)\n(?s:.*?)^\| `python minimal.py (.+)` .+\n.+\n"
-    r"\| (.+) at the end \|.+\n\| accuracy after SFT \|.+\n\n.+ `(.+)` of a step of (\w+): `(.+)`",
-    re.MULTILINE,
+    r"^## \d+\. (.+)\n(?s:.*?)^- (.+)\n\+ (.+)\n(?s:.*?)^Parity.+ `(.+)` of a step of (\w+): `(.+)`", re.MULTILINE
 )
 
 
@@ -39,14 +38,19 @@ class Exhibit(NamedTuple):
     title: str
     right: str  # a part of minimal.py
     wrong: str
-    options: str
-    curve: str
     stage: str  # of parity, in which the step of the changed file differs
     kind: str  # grpo, dpo or sft
     says: str  # what parity prints about the stage
+    options: str
+    curve: str
 
 
-EXHIBITS = [Exhibit(*groups) for groups in SECTION.findall(PAGE.read_text(encoding="utf-8"))]
+def exhibits(page: str) -> list[Exhibit]:
+    """Read the sections of the page, and the rows of its table."""
+    return [Exhibit(*a, *b) for a, (_, *b) in zip(SECTION.findall(page), ROW.findall(page), strict=True)]
+
+
+EXHIBITS = exhibits(PAGE.read_text(encoding="utf-8"))
 
 
 def changed(exhibit: Exhibit) -> str:
@@ -81,7 +85,7 @@ def run(source: str, options: str) -> dict:
 
     names["grpo_loss"] = spied
     printed = io.StringIO()
-    arguments = ["minimal.py", *options.split(), f"--output=runs/museum/{key}"]
+    arguments = ["minimal.py", "--steps=20", "--rows_per_step=8", *options.split(), f"--output=runs/museum/{key}"]
     with mock.patch.object(sys, "argv", arguments), redirect_stdout(printed):
         names["main"]()
     sft, _, later = printed.getvalue().partition("accuracy after SFT ")
@@ -210,20 +214,20 @@ def picture(runs: list[tuple[dict, dict]]) -> str:
     return image.svg()
 
 
-def numbers(exhibit: Exhibit, pair: tuple[dict, dict]) -> str:
-    """Return the two rows of an exhibit's table: the mean of the last five steps, and the accuracy."""
+def numbers(number: str, exhibit: Exhibit, pair: tuple[dict, dict]) -> str:
+    """Return an exhibit's row in the table, with the mean of the last five steps, and the accuracy."""
     ends = " | ".join(f"{sum(result[exhibit.curve][-5:]) / 5:.3f}" for result in pair)
     accuracies = " | ".join(f"{result['accuracy']:.3f}" for result in pair)
-    return f"| {exhibit.curve} at the end | {ends} |\n| accuracy after SFT | {accuracies} |\n"
+    return f"| {number} | `{exhibit.options}` | {exhibit.curve} | {ends} | {accuracies} |\n"
 
 
 def main():
     """Run all exhibits, and write the picture and the numbers of the page."""
     runs = [(run(SOURCE, exhibit.options), run(changed(exhibit), exhibit.options)) for exhibit in EXHIBITS]
     PAGE.with_suffix(".svg").write_text(picture(runs), encoding="utf-8")
-    rows_of = map(numbers, EXHIBITS, runs)
-    table = re.compile(r"^\| .+ at the end \|.+\n\| accuracy after SFT \|.+\n", re.MULTILINE)
-    PAGE.write_text(table.sub(lambda _: next(rows_of), PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    pairs = zip(EXHIBITS, runs, strict=True)
+    page = ROW.sub(lambda row: numbers(row[1], *next(pairs)), PAGE.read_text(encoding="utf-8"))
+    PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

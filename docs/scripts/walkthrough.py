@@ -190,7 +190,7 @@ def clean(value: float) -> str:
     return f"{0.0 if abs(value) < 2e-7 else value:.3g}" if isinstance(value, float) else str(value)
 
 
-def shown(name: str, value, count: int = 8) -> str:
+def shown(name: str, value, count: int = 5) -> str:
     """Format a value as one line: its name, and for a tensor its shape, dtype and first `count` numbers."""
     if isinstance(value, list):
         value = torch.tensor(value)

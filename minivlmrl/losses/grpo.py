@@ -187,7 +187,7 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
     The table holds for sums over tokens and without correct_kl. By default, correct_kl is used, and then k1 and k3 also
     have the gradient of KL(pi || pi_ref). The gradients in the table treat earlier tokens as constant. The KL of whole
     completions also depends on how a token changes the tokens after it; only a KL in the reward has that gradient
-    (docs/notes/bias.md).
+    (docs/faq.md).
 
     Recipes select k1, k2 or k3 with grpo.kl_estimator; the names with a plus are for callers of grpo_loss. To add an
     estimator, add it to KL_ESTIMATORS and its name to GRPOOptions.kl_estimator (config/options.py), and decide in
