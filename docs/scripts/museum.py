@@ -1,7 +1,8 @@
 """Run the exhibits of docs/museum.md, and write its numbers and docs/museum.svg: python -m docs.scripts.museum
 
-An exhibit is a section of the page, with a diff of one line of minimal.py and what parity says about a step of the changed
-file, and a row of the table, with options and a curve. Runs are kept in runs/museum, so that only a changed file runs again.
+An exhibit is a section of the page, with a diff of one line of minimal.py and what parity says about a step of the
+changed file, and a row of the table, with options and a curve. Runs are kept in runs/museum, so that only a changed
+file runs again.
 """
 
 import hashlib
