@@ -132,12 +132,6 @@ def test_only_a_few_options_take_an_infinite_number_and_none_takes_nan(path, hin
             read_value(hint, example(hint, number), path, json=False)
 
 
-def test_the_list_of_float_options_is_complete():
-    names = {path for path, _ in FLOATS}
-    assert names > {*INFINITE, "dpo.loss_weights", "sampling.temperature", "dpo.beta", "rewards"}
-    assert "grpo.rollout_correction_bounds" in names
-
-
 @pytest.mark.parametrize("text", ["{problem}", "{problem} Think.", "[a", "3", "yes", "'{problem}'", "null", "a: b"])
 def test_a_field_of_text_takes_the_command_line_as_it_is(recipe, text):
     """Unless YAML reads a text: quotes are YAML's, and so is null."""
@@ -172,37 +166,32 @@ def test_code_lies_beside_the_recipe_or_here(write, tmp_path, monkeypatch, have,
 
 
 EVIL = "from pathlib import Path\n\nPath('ran').touch()\nraise SystemExit\n"
+
+
 ATTACKS = [  # the run's folder, where the command runs, the recipe
     ("run(1)", ".", {"rewards": {"evil.py:f()": 1.0}}),
-    ("format(1)", ".", {"rewards": {"evil.py:f()": 1.0}}),
     ("ck(7b)", ".", {"data": {"eval_rewards": ["evil.py:f()"]}}),
-    ("run", ".", {"rewards": {"a(1)/evil.py:f()": 1.0}}),
     ("run", "run", {"rewards": {"a(1)/evil.py:f()": 1.0}}),
     ("run", "run", {"rewards": {"format(x=1)/../a(1)/evil.py:f()": 1.0}}),
-    ("run(1)", ".", {"data": {"task": "evil.py:f()"}}),
     ("run(1)", ".", {"data": {"task": "run(1).evil:f()"}}),
     ("run(1)", ".", {"sampling": {"environment": "evil.py:f()"}}),
-    ("run(1)", ".", {"stages": ["sft", "evil.py:f"]}),
-    ("run(1)", ".", {"stages": "evil.py:f()", "evil": {}}),
     ("run(1)", "run(1)", {"stages": ["evil.py:f()"]}),
+    ("run(1)", ".", {"stages": "evil.py:f()", "evil": {}}),
     ("run", "run", {"report_to": "evil.py:f"}),
-    ("evil.py:f()", ".", {"stages": ["evil.py:f()"]}),
     ("run", ".", {"stages": ["recipes/zoom.py:Zoom"]}),
     ("run", ".", {"rewards": {r"fluent(path='http\x3a//127.0.0.1/v1')": 1.0}}),
     ("run", ".", {"rewards": {"cls(classes='/etc/passwd')": 1.0}}),
-    ("run", "run", {"data": {"task": "evil:30"}}),
-    ("run", "run", {"data": {"format": "evil:30"}}),
-    ("run", "run", {"optimizer": {"name": "evil:30"}}),
-    ("run", "run", {"sampling": {"engine": "evil:30"}}),
-    ("run", "run", {"grpo": {"loss_type": "evil:30"}}),
-    ("run", "run", {"grpo": {"advantages": "evil:30"}}),
+    *(("run", "run", {section: {name: "evil:30"}}) for section, name in [
+        ("data", "format"), ("optimizer", "name"), ("sampling", "engine"), ("grpo", "loss_type"),
+        ("grpo", "advantages"),
+    ]),
     ("run", "run", {"data": {"train": [{"file": "rows.jsonl", "rewards": ["evil:30"]}]}}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("folder", "here", "values"), ATTACKS)
 def test_code_that_a_found_recipe_names_is_refused_and_does_not_run(tmp_path, monkeypatch, write, folder, here, values):
-    """Wherever it lies and however its folders are called."""
+    """The code is refused wherever its file lies, and whatever its folders are called."""
     for path in ("evil.py", "a(1)/evil.py"):
         (tmp_path / folder / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / folder / path).write_text(EVIL)
@@ -214,7 +203,7 @@ def test_code_that_a_found_recipe_names_is_refused_and_does_not_run(tmp_path, mo
     texts.append('--data.chat_template_kwargs={at: "evil:30"}')
     says = r"config\.yaml was found automatically and would run the code .*; read the code, then pass --recipe="
     other = "--data.format" if "optimizer" in values else "--optimizer.name"
-    for asked_for in ([], ["--data.system_prompt=no_evil.py:f()"], [f"{other}=no_evil.py:f()"], texts):
+    for asked_for in ([], [f"{other}=no_evil.py:f()"], texts):
         with pytest.raises(ValueError, match=says):
             run_config(Path(folder), None, asked_for)
     assert not list(tmp_path.rglob("ran"))
@@ -294,10 +283,13 @@ def again(write):
 
 
 def test_a_stage_of_a_file_has_a_section(again, write, tmp_path):
-    """The section is checked, overridden and written as for stages in the table; an override may omit it."""
+    """The section is checked, overridden and written like the section of a built-in stage; an override may omit it."""
     config = load_config(again, ["--again.fast", "--again.max_steps=7"])
     assert config.stage_names == ["sft", "again"] and config.stages[1] == f"{tmp_path / 'again.py'}:Again"
     assert (config.again.share, config.again.fast, config.again.max_steps) == (0.25, True, 7)
+    assert load_config(write(to_yaml(config), "config.yaml")) == config
+    values = ["--dpo.loss_type=[sigmoid,sft]", "--dpo.loss_weights=[1,2]", "--grpo.rollout_correction_bounds=[0,1]"]
+    config = load_config(again, ["--sft.learning_rate=1e-4", "--rewards.format=1", "--data.task=shapes", *values])
     assert load_config(write(to_yaml(config), "config.yaml")) == config
     alone = load_config(again, ["--stages=sft"])
     assert (alone.unused_sections, config.unused_sections) == (["again"], [])
@@ -317,49 +309,43 @@ def test_a_folder_that_exists_is_written_as_an_absolute_path(recipe, tmp_path, m
     assert load_config(recipe, ["--reward_model.path=gone"]).reward_model.path == "gone"
 
 
-def test_written_and_read_again_it_is_equal(write):
-    overrides = "--sft.learning_rate=1e-4 --grpo.beta=2 --stages=[sft] --rewards.format=1 --data.task=shapes"
-    overrides += " --dpo.loss_type=[sigmoid,sft] --dpo.loss_weights=[1,2]"
-    overrides += " --grpo.rollout_correction_bounds=[0,1]"
-    config = load_config(write({"model": {"config": "m.json"}}), overrides.split())
-    assert load_config(write(to_yaml(config), "config.yaml")) == config
+def test_recipes_are_found_by_their_names(tmp_path, monkeypatch):
+    """Recipes of the package are found outside a clone, too; a file of this name in the working folder comes first.
 
-
-def test_a_recipe_of_ours_is_found_by_its_name(tmp_path, monkeypatch):
-    """This works outside a clone, too; a file with that name here comes first."""
+    A copy of a recipe finds the files beside the original, unless there is one beside the copy.
+    """
     monkeypatch.chdir(tmp_path)
     assert load_config("own_data.yaml").output_dir == "runs/own_data"
     (tmp_path / "own_data.yaml").write_text("output_dir: mine")
     assert load_config("own_data.yaml").output_dir == "mine"
-
-
-def test_a_copy_of_a_recipe_finds_the_files_beside_the_original(tmp_path, monkeypatch):
-    """Its model config and its task are found from any folder; a file beside the copy comes first."""
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "own").mkdir()
     copy = shutil.copy(ROOT / "recipes" / "zoom.yaml", tmp_path / "own")
-    ours = recipes_folder()
-    config = load_config(copy)
+    ours, config = recipes_folder(), load_config(copy)
     assert config.model.config == str(ours / "zoom_model.json") and config.data.task == f"{ours / 'zoom.py'}:TASK"
     (tmp_path / "own" / "zoom_model.json").touch()
     assert load_config(copy).model.config == str(tmp_path / "own" / "zoom_model.json")
+    (tmp_path / "dots.yaml").touch()
+    for name, meant in (("dot.yaml", "dots.yaml"), ("shape.yaml", "shapes.yaml")):
+        with pytest.raises(ValueError, match=rf"in {tmp_path} and .*recipes; did you mean {meant}\?"):
+            load_config(name)
+    message = rf"{tmp_path}/gone\.py does not exist\. .* in the working folder, {tmp_path}, "
+    with pytest.raises(ValueError, match=message):
+        load_config("shapes.yaml", ["--stages=gone.py:Mine"])
 
 
-TWICE = "FOLDER/recipe.yaml: the text is not valid YAML (the key '{}' occurs twice"
 NO_YAML = "FOLDER/recipe.yaml: the text is not valid YAML"
 REFUSED = [  # recipe, overrides, sentence
     ({}, ["--grpo.betta=1"], "command line: unknown key grpo.betta; did you mean grpo.beta or grpo."),
     ({}, ["--seed.x=1"], "command line: seed is"),
     ({}, ["--grpo=1"], "command line: grpo is 1, but it must be an object with names and values"),
     ({}, ["seed=1"], "'seed=1': an override must have the form --section.name=value"),
-    ({}, ["other.yaml"], "'other.yaml': an override must have the form"),
     ({}, ["--data.train_file", "a.jsonl", "b"], "'b': an override must have the form"),
     ({}, ["--rewards={accuracy: 0, format: 0.0}"], "command line: rewards are {'accuracy': 0.0, 'format': 0.0}; at"),
     ("seed: [1", [], NO_YAML),
     ("seed: 2024-13-45", [], NO_YAML),
     ("seed: " + "[" * 2000, [], NO_YAML),
-    ("sft: {max_steps: 1}\nsft: {}", [], TWICE.format("sft")),  # YAML would take the last value
-    ("sft:\n  max_steps: 1\n  max_steps: 2", [], TWICE.format("max_steps")),
+    ("sft: {max_steps: 1}\nsft: {}", [], f"{NO_YAML} (the key 'sft' occurs twice"),  # YAML would take the last value
+    ("sft:\n  max_steps: 1\n  max_steps: 2", [], f"{NO_YAML} (the key 'max_steps' occurs twice"),
     (SECTION, ["--again.shere=1"], "command line: unknown key again.shere; did you mean again.share or "),
     (SECTION, ["--again.share=2"], "command line: again.share is 2.0, but it must be in [0, 1]"),
     (SECTION, ["--stages=3"], "command line: stages is 3, but it must be of type list"),
@@ -367,8 +353,6 @@ REFUSED = [  # recipe, overrides, sentence
     (SECTION, ["--stages=[again.py:Again(share=1)]"], "stages: FOLDER/again.py:Again(share=1): write the options"),
     (None, [], "FOLDER/recipe.yaml: there is no such recipe in FOLDER"),
     ({}, ["--rewards={accuracy:1.0}"], "command line: rewards: accuracy:1.0 has no value; write a space after"),
-    ({}, ["--data.columns={label:solution}"], "command line: data.columns: label:solution has no value; write a space"),
-    ({}, ["--data.train_file=a.jsonl", "b.jsonl"], "'b.jsonl': an override must have the form --section.name=value"),
     ({}, ["--data.files={sft:rows.jsonl}"], "command line: data.files: sft:rows.jsonl has no value; write a space"),
 ]
 
@@ -380,19 +364,3 @@ def test_a_recipe_that_is_refused(write, tmp_path, content, overrides, sentence)
         write(content)
     with pytest.raises(ValueError, match="^" + re.escape(sentence.replace("FOLDER", str(tmp_path)))):
         load_config(tmp_path / "recipe.yaml", overrides)
-
-
-def test_a_recipe_beside_is_proposed_before_one_of_ours(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "dots.yaml").touch()
-    for name, meant in (("dot.yaml", "dots.yaml"), ("shape.yaml", "shapes.yaml")):
-        with pytest.raises(ValueError, match=rf"in {tmp_path} and .*recipes; did you mean {meant}\?"):
-            load_config(name)
-
-
-def test_a_missing_file_of_code_says_where_it_was_searched(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        ValueError, match=rf"{tmp_path}/gone\.py does not exist\. .* in the working folder, {tmp_path}, "
-    ):
-        load_config("shapes.yaml", ["--stages=gone.py:Mine"])

@@ -19,36 +19,11 @@ def test_rows_need_not_have_the_same_columns(write_rows):
     assert rows[1].columns == {"problem": "b", "level": None, "hint": "c"}
 
 
-def test_a_lone_surrogate_is_named(tmp_path):
-    """A JSON escape can be a lone surrogate. test_row_files.py tests other file errors."""
-    (tmp_path / "rows.jsonl").write_text('{"problem": "a\\ud83d"}')
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: the text is not valid JSON \(.*surrogates not allowed"):
-        FileDataset(tmp_path / "rows.jsonl")
-
-
 @pytest.mark.parametrize("row", [{"problem": "a"}, {"problem": "a", "solution": None}])
 def test_a_missing_column_is_named_with_its_line(write_rows, row):
     message = r"rows\.jsonl:2: column 'solution' is missing; the row has \['problem'\]\. Rename a column with data\.col"
     with pytest.raises(ValueError, match=message):
         FileDataset(write_rows({"problem": "a", "solution": "b"}, row), ("problem", "solution"))
-
-
-@pytest.mark.parametrize("name", ["completions", "image_sizes", "row_rewards"])
-def test_a_column_with_the_name_of_a_reward_argument_raises_an_error(write_rows, name):
-    with pytest.raises(
-        ValueError,
-        match=rf"rows\.jsonl:2: column '{name}' .* must be renamed with data.columns, because reward functions receive",
-    ):
-        FileDataset(write_rows({"problem": "a", name: None}, {"problem": "a", name: ["b"]}))
-
-
-@pytest.mark.parametrize(("row", "says"), [
-    ({"problem": " " * 10**7}, "column 'problem': message 0 has more than 1048576 characters of text; shorten"),
-    ({"problem": "a", "image": {"image": "red.png", "min_pixels": 178_000_000}}, None),
-], ids=lambda value: str(value)[:40])  # fmt: skip
-def test_a_row_that_needs_too_much_time_or_memory_raises_an_error(write_rows, row, says):
-    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: {says or '.*min_pixels is 178000000, but it must be in '}"):
-        FileDataset(write_rows(row))[0].prompt(Processor(shapes.tokenizer(), ImageProcessor(max_pixels=10**9)))
 
 
 @pytest.mark.parametrize("label", ["yes", 1, 0.0])
@@ -78,28 +53,6 @@ def test_rows_of_file_and_label(write_rows):
     message = r"'What is it\?', but it must be a text that contains {problem}, because the row has \['problem'\]"
     with pytest.raises(ValueError, match=message):
         FileDataset(write_rows({"problem": "a", "file": "red.png"}), **options)
-
-
-THERE = {"type": "image", "image": "blue.png", "max_pixels": 5000}
-LATER = {
-    "tags": {"images": ["red.png", "blue.png"], "messages": [
-        user("<image>What?"), assistant("red"), user("And <image>?"), assistant("blue")]},
-    "parts": {"messages": [user([{"type": "image", "image": "red.png"}, text("What?")]), assistant("red"),
-                           user([text("And "), THERE, text("?")]), assistant("blue")]},
-    "listed parts": {"images": ["red.png", "blue.png"], "messages": [
-        user([IMAGE_PART, text("What?")]), assistant("red"),
-        user([text("And "), IMAGE_PART, text("?")]), assistant("blue")]},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("form", LATER)
-def test_images_of_later_turns_are_in_the_parts_of_the_answer(write_rows, form):
-    row = FileDataset(write_rows(LATER[form]), ("problem", "completion"))[0]
-    assert [image.getpixel((0, 0)) for image in row.images] == [(255, 0, 0)]
-    assert [part["type"] for part in row.messages[0]["content"]].count("image") == 1
-    said = encode_completion(Processor(shapes.tokenizer(), ImageProcessor()), row.messages, row.completion)
-    [(image, patches, grid)] = said.pictures
-    assert image.getpixel((0, 0)) == (0, 0, 255) and len(patches) == grid[1] * grid[2]
 
 
 def test_each_answer_of_a_pair_has_its_own_images(write_rows):
@@ -141,39 +94,6 @@ def as_parts(turns):
     ]
 
 
-def test_tool_calls_and_images_in_tool_results_are_read(write_rows):
-    """The call has no text, as in OpenAI's and TRL's formats. The <image> in the result is the second image."""
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}]}
-    turns = [user("<image>?"), call, {"role": "tool", "content": "<image>"}, assistant("red")]
-    [row] = FileDataset(write_rows({"messages": turns, "images": ["red.png", "green.png"]}))
-    asked, answer, _ = row.completion
-    assert asked["tool_calls"] == call["tool_calls"] and row.images[0].getpixel((0, 0)) == (255, 0, 0)
-    assert [image.getpixel((0, 0)) for image in images_in([answer])] == [(0, 255, 0)]
-
-
-@pytest.mark.parametrize("own", [[], [system([text("Own.")])]])
-def test_the_system_prompt_is_added_to_turns_without_a_system_turn(write_rows, own):
-    file = write_rows({"prompt": [*own, user("hi")]})
-    messages = FileDataset(file, system_prompt="Be brief.")[0].messages
-    assert messages == [*(own or [system("Be brief.")]), user([text("hi")])]
-    assert [turn["role"] for turn in FileDataset(file)[0].messages] == ["system"] * len(own) + ["user"]
-
-
-@pytest.mark.parametrize("answer", ["two", [assistant([text("two")]), user("?"), assistant("2")]])
-def test_answers_are_text_or_turns(write_rows, answer):
-    file = write_rows({"prompt": "?", "completion": answer, "chosen": answer, "rejected": "one"})
-    row = FileDataset(file, ("problem", "completion", "chosen", "rejected"))[0]
-    assert (row.completion, row.chosen, row.rejected) == (answer, answer, "one")
-
-
-def test_a_conversation_is_split_at_its_first_assistant_turn(write_rows):
-    turns = [system("Be brief."), user("one"), assistant("two"), user("three"), assistant("four")]
-    options = {"prompt_template": "Look: {problem}", "system_prompt": "Unused."}
-    row = FileDataset(write_rows({"messages": turns}), ("problem", "completion"), **options)[0]
-    assert row.messages == as_parts([turns[0], user("Look: one")])
-    assert (row.completion, row.columns) == (turns[2:], {"messages": turns})
-
-
 DIALOGUE = [user("one"), assistant("two"), user("three"), assistant("four"), assistant("five")]
 
 
@@ -199,12 +119,6 @@ def test_images_before_the_last_answer_are_in_its_prompt(write_rows):
     assert [text_of(turn) for turn in found.messages] == ["one", "No.", "two"]
 
 
-def test_pairs_that_differ_before_their_last_answers_have_no_common_prompt(write_rows):
-    row = {"prompt": "one", "chosen": DIALOGUE[1:], "rejected": [assistant("a"), user("b"), assistant("no")]}
-    with pytest.raises(ValueError, match="train_answers is last, but the columns chosen and rejected have diff"):
-        FileDataset(write_rows(row), train_answers="last")
-
-
 def test_the_implicit_prompt_equals_that_of_trl(write_rows):
     data_utils = pytest.importorskip("trl.data_utils", reason="oracle missing: pip install trl==1.16.0")
     shared = [system("Be brief."), user("one"), assistant("two"), user("three")]
@@ -225,41 +139,14 @@ def test_a_pair_may_differ_in_a_call_or_a_thought_only(write_rows, key):
         FileDataset(write_rows({"problem": "a"} | pair | {"rejected": pair["chosen"]}))
 
 
-SHOWN = [user([text("Is "), IMAGE_PART]), assistant("Yes, <image>"), user([IMAGE_PART, text("<image>?")])]
-PLACED = {
-    "image parts": (SHOWN, SHOWN),
-    "placeholders": (
-        [system("s"), user("Is <image>"), assistant("Yes"), user([text("this"), text("<image>?")])],
-        [system([text("s")]), user([text("Is "), IMAGE_PART, text("")]), assistant([text("Yes")]),
-         user([text("this"), text(""), IMAGE_PART, text("?")])],
-    ),
-    "neither": (
-        [system("s"), user("one"), assistant("two"), user([text("th"), text("ree")])],
-        [system([text("s")]), user([IMAGE_PART, IMAGE_PART, text("one")]), assistant([text("two")]),
-         user([text("th"), text("ree")])],
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("form", ["prompt", "messages", "chosen"])
-@pytest.mark.parametrize("name", PLACED)
-def test_images_in_a_conversation(write_rows, name, form):
-    turns, placed = PLACED[name]
-    if form == "messages":  # the first assistant turn ends its prompt
-        turns, placed = ([turn for turn in of if turn["role"] != "assistant"] for of in (turns, placed))
-    row = {form: turns if form == "prompt" else [*turns, assistant("a")]}
-    row |= {"rejected": [*turns, assistant("b")]} if form == "chosen" else {}
-    row = FileDataset(write_rows({**row, "images": ["blue.png", "green.png"]}))[0]
-    assert row.messages == placed
-    assert [image.getpixel((0, 0)) for image in row.images] == [(0, 0, 255), (0, 255, 0)]
-
-
 HI = user("hi")
 YES = assistant("yes")
 
-MISTAKES = [
+MISTAKES = [  # a row, and how the sentence goes on after the place
     ({"problem": 3}, "column 'problem': the value must be text, but it is 3"),
     ({"prompt": 3}, "column 'prompt': the value must be text or a list of turns, but it is 3"),
+    ({"problem": " " * 2**21}, "column 'problem': message 0 has more than 1048576 characters of text; shorten"),
+    ({"problem": "a", "completions": ["b"]}, "column 'completions' is .* must be renamed with data.columns, because"),
     ({"prompt": [{"role": "alien", "content": "hi"}]},
      "column 'prompt': there must be at least one turn, and the roles must be system, user"),
     ({"prompt": [user([{"type": "audio"}])]}, "column 'prompt': message 0 has a part that is neither text, image nor"),
@@ -267,72 +154,52 @@ MISTAKES = [
     ({"prompt": [HI, YES]}, "column 'prompt': the prompt ends with an assistant turn; move this turn into the column"),
     ({"problem": "a", "prompt": "a"}, "the row has both columns 'problem' and 'prompt', but only one of them is"),
     ({"messages": [HI, assistant(" ")]}, "column 'messages': an answer is empty or blank"),
-    ({"messages": [HI, YES, user([IMAGE_PART]), YES]}, "column 'messages': the prompt has 1 image placeholder(s), but"),
-    ({"messages": [HI, YES, user("<video>?"), YES], "video": "a.mp4"},
-     "column 'messages': a video after the first as"),
+    ({"messages": [HI, YES, user("<video>?"), YES], "video": "a.mp4"}, "column 'messages': a video after the first as"),
     ({"chosen": [HI, YES], "rejected": [user("ho"), YES]}, "column 'problem' is missing; the row has ['chosen', 'rej"),
     ({"chosen": [HI, YES], "rejected": [HI, YES, HI, YES]}, "column 'chosen': the turns of an answer must begin"),
     ({"prompt": "a", "chosen": [YES], "rejected": [assistant([text("y"), text("es")])]},
      "the columns 'chosen' and 'rejected' are equal; remove the row"),
     ({"prompt": [user([IMAGE_PART]), YES, HI], "images": ["red.png"] * 2},
      "column 'prompt': the prompt has 1 image placeholder(s), but 2 image(s) were given; the prompt"),
-    ({"messages": [system("s"), YES], "image": "red.png"},
-     "column 'messages': the prompt has 0 image placeholder(s), but 1 image(s) were given"),
     ({"problem": "a", "images": ["red.png", None]}, "column 'images': each image must be a path or data URI, but"),
-    ({"problem": "a", "image": 3}, "column 'image': each image must be a path or data URI, but found 3"),
     ({"problem": "a", "video": [3]}, "column 'video': each video must be a path or data URI, or a list with a path"),
     ({"problem": "a", "image": "a", "images": ["a"]}, "the row has both columns 'image' and 'images'; use only one"),
     ({"problem": "a", "images": [{"image": "a", "fps": 1}]}, "column 'images': options of the image: unknown key fps"),
     ({"prompt": [user([{"type": "image", "image": 3}])]},
      "column 'prompt': message 0: each image must be a path or data URI"),
     ({"problem": "a", "margin": True}, "column 'margin' is True, but it must be of type float"),
-]  # fmt: skip
-
-BAD_ANSWERS = [
-    (3, "the value must be text or a list of turns, but it is 3"),
-    ("", "an answer is empty or blank; add its text or remove the row"),
-    ([], "there must be at least one turn, and the roles must be system, user, assistant, tool, but the roles are []"),
-    ([HI, YES], "the turns of an answer must begin and end with an assistant turn, but their roles are ['u"),
-    ([YES, {"content": "hi"}, YES], "message 1 must have a role, and content that is a text or a list"),
-    ([YES, user([IMAGE_PART]), YES], "the prompt has 1 image placeholder(s), but 0 image(s) were given"),
-]
-
-# keys and values of turns and parts that nothing would read
-UNREAD = [
-    (user("a") | {"name": "Bob"}, "message 0 of the role user has the key 'name' with 'Bob', which is not read; the"),
-    (user("a") | {"reasoning_content": "b"}, "message 0 of the role user has the key 'reasoning_content'"),
-    (user("a") | {"loss": True}, "message 0: {'loss': True} asks for a loss on this turn, but only assistant turns"),
-    (user([text("a") | {"cache_control": {"type": "x"}}]), "a text of message 0 has the key 'cache_control'"),
-    (user([text("a") | {"image": "red.png"}]), "message 0 has a part of two kinds"),
-    (user([{"type": "video", "image": "red.png"}]), "message 0 has a part of two kinds"),
-    (user([{"type": "image_url", "image_url": {"url": "red.png", "detail": "low"}}]), "the key 'detail' with 'low'"),
-    (user([{"type": "image", "image": {"bytes": None, "path": "red.png", "crop": [1]}}]), "the key 'crop' with [1]"),
-    (user([IMAGE_PART | {"image": f"{name}.png", "index": i} for i, name in ((1, "red"), (0, "blue"))]),
-     "the parts show the images [1, 0], but each image must be shown once, in order"),
-]  # fmt: skip
-UNREAD_ANSWERS = [
-    (YES | {"weight": 0.5}, "message 1: 'weight' is 0.5, but it must be true, 1, false or 0"),
-    (YES | {"loss": "false"}, "message 1: 'loss' is 'false', but it must be true, 1, false or 0"),
-    (YES | {"loss": True, "weight": 0}, "message 1: {'loss': True, 'weight': 0} contradict each other"),
-    (YES | {"refusal": "no"}, "message 1 of the role assistant has the key 'refusal' with 'no'"),
-    (YES | {"train": False}, "every assistant turn of the answer has loss or loss_mask or weight or train: false"),
-    (
-        YES | {"tool_calls": [{"function": {"name": "a", "output": "b"}}]},
-        "the function of a tool call of message 1 has",
-    ),
-]
-SYSTEM = [
     ({"system": 3, "problem": "a"}, "column 'system': the value must be text, but it is 3"),
     ({"system": "a", "prompt": [system("b"), HI]}, "column 'system': the turns begin with another system message"),
-]
-MISTAKES += [({"prompt": [turn]}, f".*{message}") for turn, message in UNREAD]
-MISTAKES += [({"messages": [HI, turn]}, f".*{message}") for turn, message in UNREAD_ANSWERS]
-MISTAKES += [*SYSTEM, ({"prompt": [HI, YES | {"loss": 1}, HI]}, "column 'prompt': message 1: {'loss': 1} asks for a")]
-MISTAKES += [
-    ({"problem": "a", column: answer}, f"column '{column}': {message}")
-    for column in ("completion", "chosen", "rejected")
-    for answer, message in BAD_ANSWERS
-]
+    ({"prompt": [HI, YES | {"loss": 1}, HI]}, "column 'prompt': message 1: {'loss': 1} asks for a"),
+    # an answer
+    ({"problem": "a", "rejected": 3}, "column 'rejected': the value must be text or a list of turns, but it is 3"),
+    ({"problem": "a", "completion": []}, "column 'completion': there must be at least one turn, and the roles must"),
+    ({"problem": "a", "chosen": [HI, YES]},
+     "column 'chosen': the turns of an answer must begin and end with an assistant turn, but their roles are ['u"),
+    ({"problem": "a", "chosen": [YES, {"content": "hi"}, YES]},
+     "column 'chosen': message 1 must have a role, and content that is a text or a list"),
+    ({"problem": "a", "completion": [YES, user([IMAGE_PART]), YES]},
+     "column 'completion': the prompt has 1 image placeholder(s), but 0 image(s) were given"),
+    # keys and values of turns and parts that nothing would read
+    *(({"prompt": [turn]}, f".*{message}") for turn, message in [
+        (HI | {"name": "Bob"}, "message 0 of the role user has the key 'name' with 'Bob', which is not read; the"),
+        (HI | {"loss": True}, "message 0: {'loss': True} asks for a loss on this turn, but only assistant turns"),
+        (user([text("a") | {"cache_control": {"type": "x"}}]), "a text of message 0 has the key 'cache_control'"),
+        (user([text("a") | {"image": "red.png"}]), "message 0 has a part of two kinds"),
+        (user([{"type": "video", "image": "red.png"}]), "message 0 has a part of two kinds"),
+        (user([{"type": "image_url", "image_url": {"url": "red.png", "detail": "low"}}]), "key 'detail' with 'low'"),
+        (user([{"type": "image", "image": {"bytes": None, "path": "red.png", "crop": [1]}}]), "key 'crop' with [1]"),
+        (user([IMAGE_PART | {"image": f"{name}.png", "index": i} for i, name in ((1, "red"), (0, "blue"))]),
+         "the parts show the images [1, 0], but each image must be shown once, in order"),
+    ]),
+    *(({"messages": [HI, turn]}, f".*{message}") for turn, message in [
+        (YES | {"weight": 0.5}, "message 1: 'weight' is 0.5, but it must be true, 1, false or 0"),
+        (YES | {"loss": True, "weight": 0}, "message 1: {'loss': True, 'weight': 0} contradict each other"),
+        (YES | {"refusal": "no"}, "message 1 of the role assistant has the key 'refusal' with 'no'"),
+        (YES | {"train": False}, "every assistant turn of the answer has loss or loss_mask or weight or train: false"),
+        (YES | {"tool_calls": [{"function": {"name": "a", "output": "b"}}]}, "the function of a tool call of message"),
+    ]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("row", "message"), MISTAKES)
@@ -377,14 +244,6 @@ def test_columns_are_renamed_together(write_rows, columns):
         FileDataset(write_rows({"problem": "?", "a": 1, "b": 2}), columns={"a": "c", "b": "c"})
 
 
-def test_unusual_rows_that_are_valid(write_rows):
-    """A user turn may be empty, an answer may contain <image>, and a conversation may also have a pair."""
-    for answer in ([assistant("a"), user(""), assistant("b")], "<image>"):
-        assert FileDataset(write_rows({"problem": "?", "completion": answer}))[0].completion == answer
-    row = FileDataset(write_rows({"messages": [user("1"), assistant("2")], "chosen": "2", "rejected": "3"}))[0]
-    assert (row.completion, row.chosen, row.rejected) == ([assistant("2")], "2", "3")
-
-
 FORMAT_FILE = """
 def read(row, key="turns"):
     question, answer = row["example"][key]
@@ -394,56 +253,38 @@ def read(row, key="turns"):
 def nothing(row):
     print(row)
 """
-NESTED = {"example": {"picture": {"path": "red.png"}, "turns": ["Which colour?", "red"]}}
+NESTED = {"example": {"picture": {"path": "red.png"}, "turns": ["Which colour?", "red"], "said": ["Hm?", "blue"]}}
 
 
-@pytest.fixture
-def own_format(tmp_path):
-    (tmp_path / "my_format.py").write_text(FORMAT_FILE)
-    return str(tmp_path / "my_format.py")
-
-
-def test_a_nested_format_in_a_file(write_rows, own_format):
-    required = ("problem", "solution", "completion")
-    row = FileDataset(write_rows(NESTED), required, format=f"{own_format}:read")[0]
-    assert text_of(row.messages[-1]) == "Which colour?" and row.images[0].size == (4, 4)
-    assert row.columns["solution"] == row.completion == "red" and "example" not in row.columns
-
-
-def test_a_format_may_have_options(write_rows, own_format):
-    moved = {"example": {"picture": {"path": "red.png"}, "said": ["Which colour?", "red"]}}
-    row = FileDataset(write_rows(moved), format=f"{own_format}:read(key='said')")[0]
-    assert row.columns["solution"] == "red"
+def test_a_format_reads_nested_rows_and_may_have_options(write_rows, tmp_path):
+    (tmp_path / "own.py").write_text(FORMAT_FILE)
+    for name, question, answer in (("read", "Which colour?", "red"), ("read(key='said')", "Hm?", "blue")):
+        row = FileDataset(write_rows(NESTED), ("problem", "completion"), format=f"{tmp_path}/own.py:{name}")[0]
+        assert text_of(row.messages[-1]) == question and row.images[0].size == (4, 4)
+        assert row.columns["solution"] == row.completion == answer and "example" not in row.columns
 
 
 @pytest.mark.parametrize(("name", "error", "says"), [
-    ("read(kee=1)", ValueError, r"^data\.format .*:read\(kee=1\): there is no option 'kee'; the options are: key"),
-    ("nothing", AttributeError, r"'NoneType' .*\n(in .*\n)*in .*rows\.jsonl:1"),
-    ("read(key='said')", KeyError, r"^'said'\n(in .*\n)*in .*rows\.jsonl:1"),
+    ("FOLDER/own.py:read(kee=1)", ValueError, r"^data\.format .*: there is no option 'kee'; the options are: key"),
+    ("FOLDER/own.py:nothing", AttributeError, r"'NoneType' .*\n(in .*\n)*in .*rows\.jsonl:1"),
+    ("FOLDER/own.py:read(key='asked')", KeyError, r"^'asked'\n(in .*\n)*in .*rows\.jsonl:1"),
+    ("vqa", ValueError, r"^data\.format vqa: unknown format 'vqa'; known names are: file\.py:name"),
 ])  # fmt: skip
-def test_an_error_of_a_format_has_a_note_with_the_row(write_rows, own_format, name, error, says):
+def test_an_error_of_a_format_names_the_option_or_the_row(write_rows, tmp_path, name, error, says):
+    (tmp_path / "own.py").write_text(FORMAT_FILE)
     with pytest.raises(error, match=says):
-        FileDataset(write_rows(NESTED), format=f"{own_format}:{name}")
-
-
-def test_a_format_must_be_in_a_file(write_rows):
-    with pytest.raises(ValueError, match=r"^data\.format vqa: unknown format 'vqa'; known names are: file\.py:name"):
-        FileDataset(write_rows(NESTED), format="vqa")
+        FileDataset(write_rows(NESTED), format=name.replace("FOLDER", str(tmp_path)))
 
 
 PAIR = {"messages": [HI, YES]}
 SHOWN = {"image": "red.png"}
 DROPPED = [  # each row says something that a run of SFT would not follow: (row, its name in the error or in the note)
     *[(PAIR | {name: value}, name) for name, value in {
-        "tools": [{"type": "function", "function": {"name": "zoom"}}], "functions": "[]x", "tool_choice": "auto",
-        "chat_template_kwargs": {"enable_thinking": False}, "enable_thinking": True, "chat_template": "{{ x }}",
-        "loss_mask": [0, 1], "loss": False, "train": False, "loss_weight": 0.5, "weight": 2, "sample_weight": 0,
-        "completion_mask": [0, 1], "assistant_masks": [1], "labels": [-100, 3], "input_ids": [1, 2], "segments": [{}],
-        "audios": ["a.wav"], "audio": "a.wav", "rejected_images": ["red.png"], "positive": "a", "documents": ["a"],
-        "teacher_prompt": "a", "prefill": "Well, ", "rejected_response": "no", "kto_tag": False,
-        "reward_model": {"ground_truth": "x"}, "options": ["a", "b"], "choices": ["a", "b"], "history": [["a", "b"]],
-        "response": "c", "output": "c", "screenshot": "blue.png", "thumbnail": "https://a.b/c.png", "px": {"x": "a"},
-        "solution": "x", "label": False, "chosen": "x", "hint": "look", "quality": 0.1, "answer_extent": [4, 4],
+        "tools": [{"type": "function", "function": {"name": "zoom"}}], "functions": "[]x",
+        "chat_template_kwargs": {"enable_thinking": False}, "loss_mask": [0, 1], "loss": False, "sample_weight": 0,
+        "labels": [-100, 3], "audio": "a.wav", "rejected_images": ["red.png"], "prefill": "Well, ", "response": "c",
+        "reward_model": {"ground_truth": "x"}, "options": ["a", "b"], "history": [["a", "b"]], "px": {"x": "a"},
+        "screenshot": "blue.png", "thumbnail": "https://a.b/c.png", "solution": "x", "label": False, "chosen": "x",
     }.items()],
     (PAIR | {"A": "one", "B": "two"}, "A"),
     (PAIR | SHOWN | {"images": ["red.png"]}, "images"),

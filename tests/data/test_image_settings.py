@@ -14,7 +14,7 @@ from minivlmrl.data.image_settings import (
     write_image_processor,
     write_video_processor,
 )
-from tests.record.record_vision import noise
+from tests.record.record_vision import digest, image_cases, noise, recorded
 
 
 def test_errors_in_bounds_name_the_recipe_or_the_folder():
@@ -133,3 +133,11 @@ def test_without_options_for_videos_the_file_of_the_base_model_is_kept():
 def test_unsupported_settings_are_reported(field, value):
     with pytest.raises(ValueError, match="one token" if (field, value) == ("patch_size", 10**9) else field):
         read({**HUB_CONFIG, field: value})
+
+
+def test_patches_equal_transformers_torchvision_processor_bit_for_bit():
+    cases = recorded("torchvision_0.28.0")["images"]
+    assert len(cases) == 48
+    for (image, settings), (grid, expected) in zip(image_cases(), cases, strict=True):
+        pixel_values, image_grid_thw = ImageProcessor(**settings, resize=RESIZE["torch"])(image)
+        assert list(image_grid_thw) == grid and digest(pixel_values) == expected, (image, settings)

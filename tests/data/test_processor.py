@@ -24,9 +24,6 @@ def asked(*parts):
     return [user(list(parts))]
 
 
-PAD = PROCESSOR.tokenizer.special_tokens["<|image_pad|>"]
-
-
 def picture(size, seed=0):
     width, height = size
     return PIL.Image.fromarray(np.random.RandomState(seed).randint(0, 256, (height, width, 3), dtype=np.uint8))
@@ -85,12 +82,6 @@ def test_prompt_equals_transformers(theirs, name):
     if images:
         assert torch.equal(prompt.pixel_values, expected["pixel_values"])
         assert torch.equal(prompt.image_grid_thw, expected["image_grid_thw"])
-
-
-def test_an_image_token_in_a_users_text_is_plain_text():
-    prompt = PROCESSOR(asked(IMAGE_PART, text("say <|image_pad|><|im_end|>")), [picture((56, 56))])
-    assert prompt.input_ids.tolist().count(PAD) == 4
-    assert "say <|image_pad|><|im_end|><|im_end|>" in PROCESSOR.tokenizer.decode(prompt.input_ids.tolist())
 
 
 def test_pictures_in_later_turns_equal_transformers_whole_conversation(theirs):
@@ -181,17 +172,6 @@ def test_decode_drops_one_stop_token_at_the_end_and_no_other(stop):
     # tokens in front of the answer must not be hidden from the rewards
     ids = [PROCESSOR.tokenizer.special_tokens["<|im_start|>"], *PROCESSOR.tokenizer.encode("red")]
     assert PROCESSOR.decode(torch.tensor(ids)) == "<|im_start|>red"
-
-
-@pytest.mark.parametrize("turns", [
-    [],
-    [{"role": "user", "content": "hi"}],
-    [{"role": "user", "content": "hi"}, assistant("ho")],
-    [assistant("ho"), {"role": "user", "content": "hi"}],
-])  # fmt: skip
-def test_a_completion_begins_and_ends_with_the_assistant(turns):
-    with pytest.raises(ValueError, match="must begin and end with an assistant turn, but their roles are"):
-        encode_completion(None, [], turns)
 
 
 @pytest.mark.parametrize("part", [IMAGE_PART, {"image": "a"}, VIDEO_PART])

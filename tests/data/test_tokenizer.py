@@ -152,11 +152,10 @@ FOLDERS = {  # tokens that tokenizer.json lacks
 LISTED_TEXTS = ["a \n <mask> b", "<SEG>it<SEG> WORDS <pad> the red square", "<|medicine|> <box>"]
 
 
-@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "Qwen2Tokenizer"])
 @pytest.mark.parametrize("name", FOLDERS)
-def test_listed_tokens_that_the_file_lacks_are_refused_until_transformers_writes_it(tmp_path, transformers, name, kind):
+def test_listed_tokens_that_the_file_lacks_are_refused_until_transformers_writes_it(tmp_path, transformers, name):
     files = {CONFIG: {}, **FOLDERS[name]}
-    files[CONFIG] = {"tokenizer_class": kind} | files[CONFIG]
+    files[CONFIG] = {"tokenizer_class": "Qwen2Tokenizer"} | files[CONFIG]
     for file, content in files.items():
         (tmp_path / file).write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"tokenizer\.json lacks the token '.*', which .* lists; write .*save_pre"):
@@ -169,31 +168,10 @@ def test_listed_tokens_that_the_file_lacks_are_refused_until_transformers_writes
         assert ours.encode(text) == theirs(text)["input_ids"]
 
 
-def test_flags_of_listed_tokens_are_those_of_transformers(tmp_path, transformers):
-    """The maps of an older release do not count, and a word of the vocabulary becomes a token."""
-    decoder = ALL | {"5": listed("re"), f"{N}": listed("<mask>", lstrip=True, special=True)}
-    for file, content in {
-        CONFIG: {"added_tokens_decoder": decoder},
-        MAP: {"pad_token": "<pad>"},
-        ADDED: {"a": 9},
-    }.items():
-        (tmp_path / file).write_text(json.dumps(content))
-    ours = load(tmp_path, added(("<mask>", False, {})))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    for text in ("a \n <mask> b", "are red"):
-        assert ours.encode(text) == theirs(text)["input_ids"]
-    assert "<mask>" in ours.special_tokens
-
-
-BY_NUMBER = "added_tokens_decoder"
 NO_TOKENS = [  # file, content, what the message says
-    (CONFIG, {BY_NUMBER: {"7": 3}}, "'int' object"),
-    (CONFIG, {BY_NUMBER: [1]}, "'list' object has no attribute 'values'"),
-    (CONFIG, {BY_NUMBER: {"7": listed("b", special="yes")}}, "'str' object"),
-    (CONFIG, {BY_NUMBER: {"7": listed("b", lstrip=1)}}, "'int' object"),
-    (CONFIG, {"extra_special_tokens": [["a"]]}, "'list'"),
-    (CONFIG, {"additional_special_tokens": 3}, "'int' object is not iterable"),
-    (CONFIG, {"eos_token": 7}, "'int' object"),
+    (CONFIG, {"added_tokens_decoder": {"7": 3}}, "'int' object"),
+    (CONFIG, {"added_tokens_decoder": [1]}, "'list' object has no attribute 'values'"),
+    (CONFIG, {"added_tokens_decoder": {"7": listed("b", special="yes")}}, "'str' object"),
     (CONFIG, {"eos_token": "\ud800"}, "the text is not valid JSON ('utf-8' codec can't encode character"),
     (MAP, {"pad_token": {"special": True}}, "'content'"),
     (MAP, [], "the content is []"),

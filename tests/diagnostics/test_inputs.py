@@ -14,14 +14,12 @@ from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.folder_template import ChatTemplate
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.messages import text_of
-from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.diagnostics.inputs import InputCheck, check_inputs
 from minivlmrl.model import decoder
 from minivlmrl.run.loop import run_training
 from minivlmrl.trainers import offline
 from minivlmrl.trainers.base import Step
-from tests.helpers.stages import STAGES
 from tests.helpers.talk import assistant, system, text, user
 from tests.trainers.test_offline import Dialogues
 
@@ -29,14 +27,16 @@ MODELS = ("model", "tied", "qwen3_vl", "qwen3_5", "qwen3_vl_moe", "qwen3_5_moe")
 FROZEN = "--model.freeze=[vision, merger]"
 
 
-@pytest.mark.parametrize(("model", "name"), product(MODELS, STAGES))
+@pytest.mark.parametrize(("model", "name"), [
+    *product(MODELS, ["sft", "grpo"]), ("model", "dpo"), ("model", "reward_model"), ("model", "ppo"),
+])  # fmt: skip
 def test_healthy_steps_raise_no_alarm(stage, model, name):
     run = stage(name, model=model)
     run.next()
     assert check_inputs(run.trainer, run.step) == []
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", "grpo", "ppo"])
+@pytest.mark.parametrize("name", ["dpo", "grpo"])
 @pytest.mark.parametrize("option", [FROZEN, "--model.freeze=[]", "--adapter.r=2"])
 def test_frozen_parts_and_adapters_raise_no_alarm(stage, name, option):
     run = stage(name, option)
@@ -191,17 +191,6 @@ def prompt_starts(group):
     return torch.cat([torch.arange(span.start, span.stop - 2) for span in group.layout.prompt_spans])
 
 
-def letters(run, patch):
-    original = Processor.encode
-    patch.setattr(
-        Processor, "encode",
-        lambda self, pieces, grids: [
-            ids if type(piece) is not str else [x for letter in piece for x in self.tokenizer.encode(letter)]
-            for piece, ids in zip(pieces, original(self, pieces, grids), strict=True)
-        ],
-    )  # fmt: skip
-
-
 def without_texts(run, patch):
     original = processors.render
     emptied = lambda message: {**message, "content": [p for p in message["content"] if p.get("type") == "image"]}  # noqa: E731
@@ -232,7 +221,6 @@ def untrained_row(run):
 blank = later("pixel_values", torch.zeros_like)
 stale_cache = later("vision_embeds", lambda embeds: embeds.roll(7, 0))
 of_other_rows = later("pixel_values", lambda x: x.roll(len(x) // 2, 0))
-of_the_first_row = later("pixel_values", lambda x: x[: len(x) // 2].repeat(2, 1))
 IMAGES, IMAGE = "the images of the prompt are not those of its row", "the loss has no gradient at an image"
 LACK, TOKENS = "the tokens of the step do not contain message 0", "the tokens of the prompt are not those of its row"
 ANSWER = "the tokens of an answer are not those of its row"
@@ -241,15 +229,10 @@ TEXT = "the loss has no gradient at the text of the prompt"
 PLANTED = {
     "blank patches": ("sft", None, blank, IMAGES),
     "blank patches in a pair": ("dpo", None, blank, IMAGES),
-    "blank patches after sampling": ("grpo", None, blank, IMAGES),
-    "blank patches of a reward model": ("reward_model", None, blank, IMAGES),
     "images of other rows": ("sft", None, of_other_rows, IMAGES),
-    "the first image for all rows": ("sft", None, of_the_first_row, IMAGES),
     "images dropped by the collator": ("sft", prompts(without_images), None, IMAGES),
-    "images dropped from a pair": ("dpo", prompts(without_images), None, IMAGES),
     "an image processor that returns gray": ("sft", gray_processor, None, "the hidden states do not change"),
     "a detached vision tower": ("sft", tower(torch.detach), None, IMAGE),
-    "a merger that outputs zeros": ("grpo", tower(lambda out: out * 0), None, IMAGE),
     "embeddings that are never placed": ("sft", without_placing, None, IMAGE),
     "only the first image is placed": ("sft", first_image_alone, None, "the loss has no gradient at"),
     "images hidden by the attention mask": ("sft", hidden(lambda group: group.vision_index), None, IMAGE),
@@ -264,7 +247,6 @@ PLANTED = {
     ),
     "a prompt without its text": ("sft", without_texts, None, LACK),
     "token ids of another vocabulary": ("grpo", prompts(other_ids), None, TOKENS),
-    "a prompt spelled in letters": ("sft", letters, None, "the text is not divided into tokens"),
     "an answer cut at a length": (
         "sft", encoder(lambda made: replace(made, ids=made.ids[:2], policy_mask=made.policy_mask[:2])), None, ANSWER
     ),

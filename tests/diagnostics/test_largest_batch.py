@@ -28,12 +28,7 @@ from tests.helpers.stages import STAGE
 PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=14 * 14, max_pixels=56 * 56))
 DROPOUT = ["--adapter.r=2", "--adapter.dropout=0.1"]
 # stage -> model, options
-FORMS = {
-    "sft": ("qwen3_vl_moe", []),
-    "dpo": ("model", DROPOUT),
-    "grpo": ("qwen3_5_moe", ["--grpo.beta=0.1", "--grpo.num_generations=2"]),
-    "ppo": ("model", []),
-}
+FORMS = {"sft": ("qwen3_vl_moe", DROPOUT), "grpo": ("qwen3_5_moe", ["--grpo.beta=0.1", "--grpo.num_generations=2"])}
 
 
 sample = Sampler.sample_with

@@ -111,15 +111,8 @@ def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_is_refused(checkpoint, h
     # weights are written beside the earlier ones
     run.save_steps = 1
     assert is_refused("new/run", 3 * size + 1.9 * weights) and not is_refused("new/run", 3 * size + 2.1 * weights)
-    run.best_metric = "eval/loss"
-    assert is_refused("new/run", 3 * size + 3.9 * weights) and not is_refused("new/run", 3 * size + 4.1 * weights)
     run.checkpoint_steps = run.checkpoint_minutes = 0
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3.9 * weights))
-    with pytest.raises(ValueError, match=r"sft writes \S+ GB of weights, but only"):
-        MemoryCheck().on_setup(run, World())
-    run.model.save_dtype = "bfloat16"  # half as large
-    MemoryCheck().on_setup(run, World())
-    run.model.save_dtype = None
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1.9 * weights))
     run.adapter.r = 2
     with pytest.raises(ValueError, match="set save to adapter, or skip"):
         MemoryCheck().on_setup(run, World())

@@ -79,23 +79,6 @@ def test_the_page_shows_completions_and_rewards_of_a_step(trained, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_trajectory_is_shown_as_a_row_of_turns(trained, tmp_path):
-    """Each turn shows its window's newest image above the tokens, the first turn the row's image."""
-    lines = metrics(trained, "completions.jsonl")
-    completion = lines[1]["completions"][0]
-    completion["tokens"] = [["<think>", None], *([word, -0.1] for word in ("one", "two", "three"))]
-    completion["turns"] = [{"tokens": count, "shown": count == 2} for count in (1, 2)]
-    completion["pictures"] = lines[1]["images"]
-    write_lines(trained / "completions.jsonl", lines)
-    report.main([str(trained)])
-    html = browse(trained / "report.html", "grpo/2/1", tmp_path)
-    turns = [re.sub("<[^>]*>", " ", turn).split() for turn in re.findall("<figcaption>(.*?)</figcaption>", html)]
-    assert turns == [["&lt;think&gt;", "one"], ["two", "three"]]
-    strip = html.partition('class="strip"')[2].partition('class="chips"')[0]
-    assert re.findall('alt="(.*?)"', strip) == ["image of the prompt", "picture that was asked for"]
-
-
-@pytest.mark.slow
 def test_recipe_warnings_and_results_come_first(trained, home, tmp_path):
     """The page opens at a step with different rewards; at the last step, all rewards are equal."""
     lines = metrics(trained, "completions.jsonl")
@@ -209,20 +192,6 @@ if (sessionStorage.length) onload = write; else {
 </script>"""
     report.write_text(report.read_text().replace("</body>", f"{script}</body>"))
     assert "<title>321,#grpo/2/1,sft,true,false</title>" in browse(report, "", tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("columns", "says"), [(2, '"wide"'), (12, '"wide more"')])
-def test_long_paths_and_wide_tables_on_a_phone(trained, tmp_path, columns, says):
-    (trained / "summary.json").write_text(json.dumps({"start": {f"reward {i}": 0.5 for i in range(columns)}}))
-    (trained / "config.yaml").write_text(f"# /{'long_path/' * 20}own.yaml; evaluated on 4 rows\n")
-    report = trained / "report.html"
-    write_page([trained], report)
-    phone = """<style>body { width: 400px; }</style>
-<script>document.title = document.querySelector("summary").scrollWidth <= 400;</script></body>"""
-    report.write_text(report.read_text().replace("</body>", phone))
-    html = browse(report, "", tmp_path)
-    assert f"class={says}" in html and "<title>true</title>" in html
 
 
 def test_folders_without_a_run_are_refused(tmp_path):

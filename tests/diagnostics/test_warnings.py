@@ -95,7 +95,7 @@ def test_success_is_reported_once():
     assert len(said[1.2]) == 6 and "The rewards are equal for all completions" in said[1.2][0]
 
 
-@pytest.mark.parametrize("killed", [1, 12, 22, 35, BASELINE_ROLLOUTS, BASELINE_ROLLOUTS + 1, 2 * BASELINE_ROLLOUTS - 1])
+@pytest.mark.parametrize("killed", [1, 22, BASELINE_ROLLOUTS, BASELINE_ROLLOUTS + 1])
 def test_a_resumed_run_gives_the_same_warnings(killed):
     def rollout(number):  # NaN marks a completion that a reward could not score
         rewards = torch.tensor([[1.0, 1.0], [0.0, math.nan]] if number % 2 else [[1.0, 0.1], [0.0, 0.0]])

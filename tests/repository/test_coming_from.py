@@ -17,7 +17,6 @@ from minivlmrl.config.parsing import options_of
 from minivlmrl.losses.grpo import grpo_loss
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import save_model
-from minivlmrl.rewards.text import tag_format
 from minivlmrl.tasks import shapes
 from minivlmrl.trainers.functions import loss_arguments
 from tests.helpers.links import ROOT, blocks, rows_of
@@ -78,20 +77,6 @@ def test_recipes_have_the_loss_of_their_source(completions, source, name):
             lambda x, old=old_logps: grpo_loss(x, advantages, mask, **options, old_per_token_logps=old)[0],
             logps,
         )
-
-
-def test_the_format_reward():
-    """The format reward in VLM-R1 and R1-V also accepts empty and repeated tags."""
-    for text, theirs, ours in (
-        ("<think>a</think><answer>b</answer>", 1, 1),
-        ("<think>a</think> <answer>b</answer>", 1, 1),
-        ("<think>a</think><answer>b</answer> c", 0, 0),
-        ("<think></think><answer></answer>", 1, 0),
-        ("<think>a</think><answer>b</answer><answer>c</answer>", 1, 0),
-        ("<think>a<think>b</think><answer>c</answer>", 1, 0),
-    ):
-        assert bool(re.fullmatch(r"<think>.*</think>\s*<answer>.*</answer>", text, re.DOTALL)) == theirs, text
-        assert tag_format([text]) == [ours], text
 
 
 def names_here(theirs: str, ours: str) -> list[str]:

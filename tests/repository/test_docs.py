@@ -91,25 +91,6 @@ def test_links_lead_somewhere(page):
     assert [line for line in missing(ROOT / page) if line.partition(": no ")[2] not in cells] == []
 
 
-def test_every_page_is_in_the_index():
-    index = PAGES["docs/README.md"]
-    files = [path for pattern in ("**/*.md", "*.ipynb") for path in (ROOT / "docs").glob(pattern)]
-    pages = {path.relative_to(ROOT / "docs").as_posix() for path in files} - {"README.md"}
-    assert [page for page in sorted(pages) if f"({page})" not in index] == []
-    assert "(docs/README.md)" in README
-
-
-def test_every_recipe_is_two_clicks_from_the_readme():
-    """The methods of the card are rows of a table that the README links."""
-    table = PAGES["docs/README.md"].partition("## Recipes")[2]
-    linked = set(re.findall(r"recipes/([\w.]+\.yaml)", table))
-    assert linked == {path.name for path in (ROOT / "recipes").glob("*.yaml")}
-    assert "(docs/README.md#recipes)" in README and "(docs/README.md#recipes)" in CHINESE
-    for method in ("GRPO", "GSPO", "QLoRA", "VLM-R1", "CLS-RL", "PPO", "DPO", "MPO", "SFT"):
-        assert f"\n| {method}" in table
-    assert PAGES["docs/policy_gradients.md"].count("importance_sampling_level: sequence") == 1
-
-
 @pytest.mark.parametrize("command", sorted({c for c in COMMANDS if re.search(r"train\.py|minivlmrl", c)}))
 def test_commands_use_real_tools_recipes_and_options(command):
     words = [word for word in shlex.split(command) if word != "..."]
@@ -181,6 +162,37 @@ def test_numbers_of_the_readme_are_on_its_pages():
         results = {digits.lstrip("0") for cell in row[2:-1] for digits in number.findall(cell)}
         assert results, row
         assert results - found == set(), row
+
+
+def test_the_promises_of_the_readme():
+    """README quotes minimal.py, states the sizes of the code, and has two commands: one trains, one runs the tests."""
+
+    def lines(*patterns):
+        return sum(len(file.read_text().splitlines()) for pattern in patterns for file in ROOT.glob(pattern))
+
+    quoted = blocks(README, "python")[0]
+    assert quoted.startswith("def grpo(") and quoted in (ROOT / "minimal.py").read_text()
+    extras = lines("minivlmrl/extras/**/*.py")
+    core = lines("minivlmrl/**/*.py", "kernels/*.py") - extras
+    assert f"minimal.py has {round(lines('minimal.py'), -1)} lines." in README
+    assert f"in minivlmrl/ and kernels/, has {round(core, -2):,}, and" in README
+    assert f"in minivlmrl/extras/, has {round(extras, -2):,}." in README
+    [pattern] = re.findall(r'grep -E "(.+)" README.md', (ROOT / ".ci" / "run").read_text())
+    for text in (README, CHINESE):
+        found = commands(text)
+        assert "python train.py" in found and "pip install -c constraints.txt -e '.[test]' && pytest" in found
+        assert len([line for line in found if re.match(pattern, line)]) == 1  # .ci/run runs the second command
+    [torch_version] = re.findall("pip install (torch==[^ ]+) ", README)
+    assert torch_version in (ROOT / "constraints.txt").read_text().splitlines()
+    index = PAGES["docs/README.md"]
+    table = index.partition("## Recipes")[2]
+    assert set(re.findall(r"recipes/([\w.]+\.yaml)", table)) == {
+        path.name for path in (ROOT / "recipes").glob("*.yaml")
+    }
+    for method in ("GRPO", "GSPO", "QLoRA", "VLM-R1", "CLS-RL", "PPO", "DPO", "MPO", "SFT"):
+        assert f"\n| {method}" in table
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").glob("**/*.md")]
+    assert [page for page in sorted(pages) if page != "README.md" and f"({page})" not in index] == []
 
 
 LOSS_PAGES = "\n".join(PAGES[f"docs/{page}.md"] for page in ("policy_gradients", "preferences"))
@@ -365,36 +377,6 @@ def test_a_page_is_as_committed(name):
 def test_the_chinese_readme_agrees_with_the_english_one(pattern, written_differently):
     english, chinese = ({*re.findall(pattern, text, re.DOTALL)} for text in (README, CHINESE))
     assert english ^ chinese == written_differently and len(english) > 3
-
-
-def test_the_readme_begins_with_a_quotation_of_minimal():
-    quoted = blocks(README, "python")[0]
-    assert quoted.startswith("def grpo(") and quoted in (ROOT / "minimal.py").read_text()
-
-
-def test_the_sizes_in_the_readme():
-    def lines(*patterns):
-        return sum(len(file.read_text().splitlines()) for pattern in patterns for file in ROOT.glob(pattern))
-
-    extras = lines("minivlmrl/extras/**/*.py")
-    core = lines("minivlmrl/**/*.py", "kernels/*.py") - extras
-    assert f"minimal.py has {round(lines('minimal.py'), -1)} lines." in README
-    assert f"in minivlmrl/ and kernels/, has {round(core, -2):,}, and" in README
-    assert f"in minivlmrl/extras/, has {round(extras, -2):,}." in README
-
-
-@pytest.mark.parametrize("text", [README, CHINESE], ids=["English", "Chinese"])
-def test_the_two_commands_of_the_readme(text):
-    """The first command trains, the second runs the tests; .ci/run takes the second one from README."""
-    found = commands(text)
-    assert "python train.py" in found and "pip install -c constraints.txt -e '.[test]' && pytest" in found
-    [pattern] = re.findall(r'grep -E "(.+)" README.md', (ROOT / ".ci" / "run").read_text())
-    assert len([line for line in found if re.match(pattern, line)]) == 1
-
-
-def test_the_readme_installs_the_pinned_torch():
-    [torch_version] = re.findall("pip install (torch==[^ ]+) ", README)
-    assert torch_version in (ROOT / "constraints.txt").read_text().splitlines()
 
 
 @pytest.mark.slow

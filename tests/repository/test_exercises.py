@@ -10,7 +10,9 @@ from docs.exercises.cases import EXERCISES
 from tests.helpers.links import ROOT
 
 PAGE = (ROOT / "docs" / "exercises.md").read_text(encoding="utf-8")
-ROTATE, ADVANTAGES, GRPO, DPO = (EXERCISES[number - 1] for number in (5, 10, 11, 12))
+
+
+ADVANTAGES = EXERCISES[9]
 
 
 @pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.name)
@@ -36,38 +38,18 @@ def test_a_mistake_is_refused_and_named(exercise, mistake):
     assert says.startswith("not yet: ") and f"\n    perhaps {mistake}" in says
 
 
-@pytest.mark.parametrize("exercise, lines", [
-    (ROTATE, ["pairs = torch.complex(*x.float().chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)",
-              "return torch.cat([pairs.real, pairs.imag], -1).to(x.dtype)"]),
-    (DPO, ["sums = (logps - ref_logps).masked_fill(~mask, 0.0).sum(1)",
-           "return F.softplus(beta * (sums[1] - sums[0]))"]),
-])  # fmt: skip
-def test_another_right_answer_passes(exercise, lines):
-    body = "\n".join(f"    {line}" for line in lines)
-    assert check(exercise, file_text(exercise, body), "mine.py").startswith("pass")
-
-
 @pytest.mark.parametrize("body, says", [
     ("return (", "mine.py, line 18: SyntaxError: '(' was never closed"),
     ("return rewards.average()", "mine.py, line 18: AttributeError: 'Tensor' object has no attribute 'average'"),
     ("rewards - rewards.mean()", "advantages is None, but Tensor is right"),
-    ("return rewards[:2]", "the shape of advantages is (2,), but (4,) is right"),
     ("return rewards.float()", "the dtype of advantages is torch.float32, but torch.float64 is right"),
     ("return 3 * (rewards - rewards.mean()) / (rewards.std() + 1e-4)",
      "4 of 4 values of advantages differ, most at [0]: yours is 2.59763, but 0.865875 is right; each value is 3 times"),
-    ("rewards = torch.cat([rewards[1:], rewards[:1]])\n    return (rewards - rewards.mean()) / (rewards.std() + 1e-4)",
-     "2 of 4 values of advantages differ, most at [1]: yours is -0.865875, but 0.865875 is right; the values are"),
+    ("mean, std = rewards.mean(), rewards.std()\n    return (rewards - mean) / (std + 1e-4)", "pass"),
 ])  # fmt: skip
-def test_other_mistakes_are_described(body, says):
+def test_other_answers_are_described(body, says):
     said = check(ADVANTAGES, file_text(ADVANTAGES, f"    {body}"), "mine.py")
     assert says in said and "perhaps" not in said
-
-
-def test_a_renamed_function_and_one_without_a_gradient_are_refused():
-    text = file_text(ADVANTAGES, solution(ADVANTAGES)).replace("def group_advantages", "def advantages")
-    assert "there is no group_advantages; did you give it another name?" in check(ADVANTAGES, text, "mine.py")
-    text = file_text(GRPO, solution(GRPO)).replace(" def", "def").replace("(logps - old", "(logps.detach() - old")
-    assert "the gradient is None, but Tensor is right" in check(GRPO, text, "mine.py")
 
 
 def test_the_page_shows_what_is_printed(tmp_path, monkeypatch, capsys):

@@ -48,7 +48,7 @@ def parts(monkeypatch, tmp_path):
     return found
 
 
-def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(monkeypatch, tmp_path, parts):
+def test_failed_parts_do_not_stop_the_next_and_are_repeated_by_a_second_call(monkeypatch, tmp_path, parts):
     failed, lines, page = measure(monkeypatch, tmp_path / "out", "--toy")
     assert failed == 3
     assert states(lines) == {
@@ -64,18 +64,10 @@ def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(monkeypatch,
     expected = [(part, "a card", f"number of {part}", 1.5) for part in ("bad", "slow", "killed", "good")]
     assert [(x["part"], x["card"], x["name"], x["value"]) for x in lines if "name" in x] == expected
     assert page.count("| number of ") == 4 and "| needy | skipped: no_such_package is not installed | 0 |" in page
-    assert (tmp_path / "calls").read_text() == "['--toy', 'some', 'words']"
-
-
-def test_a_second_call_repeats_only_the_parts_that_are_not_done(monkeypatch, tmp_path, parts):
-    failed, first, _ = measure(monkeypatch, tmp_path / "out", "--only", "bad", "good")
-    assert failed == 1 and [*states(first)] == ["bad", "good"]
     (tmp_path / "bad.py").write_text(NUMBER % "repaired")
-    failed, second, page = measure(monkeypatch, tmp_path / "out", "--only", "bad", "good")
-    assert failed == 0 and states(second) == {"bad": "done", "good": "done"}
-    assert [line["name"] for line in second if "name" in line] == ["repaired", "number of good"]
-    assert "number of bad" not in page
-    assert (tmp_path / "calls").read_text() == "['some', 'words']"  # from one call
+    failed, lines, page = measure(monkeypatch, tmp_path / "out", "--toy", "--only", "bad", "good")
+    assert failed == 0 and states(lines)["bad"] == states(lines)["good"] == "done" and "number of bad" not in page
+    assert (tmp_path / "calls").read_text() == "['--toy', 'some', 'words']"  # the part that was done ran once
 
 
 def test_parts_exist_and_the_important_ones_fit_twelve_minutes():

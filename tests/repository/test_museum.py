@@ -15,8 +15,11 @@ def test_the_museum_has_ten_exhibits_of_lines_in_minimal():
         assert changed(exhibit) != SOURCE
 
 
-# stages in which parity searches for longer than four seconds
-LONG = "The group of one", "The nearly greedy sampler", "The labels shifted twice", "The loss divided twice"
+# stages in which parity searches for longer than three seconds
+LONG = (
+    "The group of one", "The nearly greedy sampler", "The labels shifted twice", "The loss divided twice",
+    "The answer in the wrong place", "The reference that follows", "The picture that nobody sees",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -250,19 +250,6 @@ def test_invalid_logged_values_are_refused(monkeypatch, log, says):
         ask(monkeypatch, lambda completions, **columns: log(**columns), ["a"])
 
 
-@pytest.mark.usefixtures("plain")
-def test_a_reward_that_fails_at_once_saves_no_checkpoint(run, tmp_path, monkeypatch):
-    values = iter([0.0])
-
-    def own(completions, **columns):
-        return [next(values, math.nan)] * len(completions)
-
-    monkeypatch.setitem(REWARDS, "own", own)
-    with pytest.raises(ValueError, match=r"a finite number, or None if it cannot score the completion$"):
-        run("--stages=[grpo]", "--rewards={own: 1}")
-    assert not (tmp_path / "run" / "states").exists()
-
-
 def test_a_reward_judges_only_rows_of_files_that_name_it():
     """data.train may list a file's rewards; other rewards give its rows neither values nor reasons."""
     extras = [{}, {}, {}]
@@ -291,15 +278,3 @@ def test_other_values_than_one_number_per_completion_are_refused(monkeypatch, va
 
 
 # options in a name, and custom functions
-
-
-def near(completions, solution, tolerance=0.0, units=None, **columns):
-    return [tolerance for _ in completions]
-
-
-@pytest.mark.parametrize(("name", "tolerance"), [("near", 0.0), (f"{__file__}:near(tolerance=0.5)", 0.5)])
-def test_options_in_a_name_are_parameters_and_not_columns(monkeypatch, name, tolerance):
-    """test_import_utils.py tests other names with options."""
-    monkeypatch.setitem(REWARDS, "near", near)
-    assert get_reward(name).function(["a"], ["b"]) == [tolerance]
-    assert get_reward(name).columns == {"solution"}

@@ -1,8 +1,5 @@
 """Test text rewards on good and bad completions, and on completions that try to exploit the rewards."""
 
-import random
-import re
-
 import pytest
 
 from minivlmrl.rewards import text as rewards_file
@@ -42,23 +39,6 @@ def test_format_gives_a_reason():
     assert rewards == tag_format(list(REASONS)) == [float(reason is None) for reason in reasons]
 
 
-def test_format_equals_one_regular_expression():
-    """The reasons come from single checks, which together accept the same texts as the whole format's pattern."""
-    whole = re.compile(r"\s*<think>.*?\S.*?</think>\s*<answer>.*?\S.*?</answer>\s*", re.DOTALL)
-    tags = ["<think>", "</think>", "<answer>", "</answer>"]
-    rng = random.Random(0)
-    texts = []
-    for _ in range(5000):
-        pieces = rng.choices(["", "\n", "\x1f", "a", "<b>"], [3, 3, 1, 4, 1], k=5)
-        order = tags if rng.random() < 0.8 else rng.choices(tags, k=4)
-        texts.append(pieces[0] + "".join(tag + piece for tag, piece in zip(order, pieces[1:], strict=True)))
-    expected = []
-    for text in texts:
-        is_once = all(text.count(tag) == 1 for tag in tags)
-        expected.append(float(is_once and whole.fullmatch(text) is not None))
-    assert tag_format(texts) == expected and 100 < sum(expected) < 4900
-
-
 def test_accuracy_gives_a_reason():
     rewards, reasons = logged_reasons(
         accuracy,
@@ -70,19 +50,10 @@ def test_accuracy_gives_a_reason():
     assert reasons == [None, wrong, "no answer, see data.answer_format", "the row has no solution"]
 
 
-def test_correct_answers():
-    for completion, solution in (
-        ("<answer> Green \n SQUARE. </answer>", "green square"),
-        ("<answer>green square</answer>", "<think>x</think><answer>green square</answer>"),
-        ("<answer>STRASSE</answer>", "straße"),
-        ("<answer>red</answer> no: <answer>green square</answer> yes", "green square"),
-        ("<answer>3.</answer>", "3"),
-    ):
-        assert score_texts(["accuracy"], [completion], {"solution": [solution]}).item() == 1, completion
-
-
 @pytest.mark.parametrize(("solution", "right", "wrong"), [
     ("cat", ["cat", "Cat."], ["a cat"]),
+    ("green square", [" Green \n SQUARE. "], ["green"]),
+    ("straße", ["STRASSE"], []),
     (3, ["3", "3."], ["3.0", "three"]),
     (2.0, ["2"], ["2.0"]),
     ("2.0", ["2.0"], ["2"]),

@@ -6,7 +6,6 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from minivlmrl.files import digest
 from minivlmrl.run import checkpoint_files
 from minivlmrl.run.checkpoint_files import find_pieces, read_into, read_rows, write_tensors
 from tests.helpers.on_ranks import ONE, launch
@@ -68,19 +67,3 @@ def test_each_row_is_written_once(tmp_path):
     written = {key: rows for file in (tmp_path / "state").iterdir() for key, rows in load_file(file).items()}
     assert {key: len(rows) for key, rows in written.items()} == {"0:matrix": 4, "4:matrix": 3, "0:vector": 3}
     assert sum(len(load_file(file)) for file in (tmp_path / "state").iterdir()) == 3
-
-
-def test_a_digest_covers_small_files_fully_and_large_ones_by_blocks(tmp_path, monkeypatch):
-    path = tmp_path / "weights"
-    content = bytearray(range(256)) * 40
-    found = set()
-    for place in (None, 0, 5000, len(content) - 1):
-        if place is not None:
-            content[place] ^= 1
-        path.write_bytes(content)
-        found.add(digest(checkpoint_files.sampled_blocks([path])))
-    assert len(found) == 4 and len(digest([])) == 128
-    monkeypatch.setattr(checkpoint_files, "BLOCK", 2)  # 1,024 blocks with 2 bytes are read
-    before = digest(checkpoint_files.sampled_blocks([path]))
-    path.write_bytes(bytes((byte + 1) % 256 for byte in content))
-    assert digest(checkpoint_files.sampled_blocks([path])) != before

@@ -1,12 +1,10 @@
 """Test that resumed runs give the same bytes as uninterrupted ones, and refuse bad checkpoints."""
 
-import contextlib
 import errno
 import functools
 import itertools
 import json
 import os
-import pickle
 import shutil
 import signal
 import time
@@ -17,7 +15,6 @@ import PIL.Image
 import pytest
 import torch
 import tqdm
-from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save_file
 
 from minivlmrl.commands.train import train_recipe
@@ -189,7 +186,7 @@ KILLS = {
 
 
 @pytest.mark.parametrize(
-    "stages", [*list(KILLS)[:4], *(pytest.param(x, marks=pytest.mark.slow) for x in list(KILLS)[4:])]
+    "stages", [*list(KILLS)[:3], *(pytest.param(x, marks=pytest.mark.slow) for x in list(KILLS)[3:])]
 )
 def test_a_killed_and_resumed_run_gives_the_same_result(recipe, uninterrupted, tmp_path, stages):
     options, kills = KILLS[stages]
@@ -236,6 +233,10 @@ SIGNALS = {  # options, place, number of its call, checkpoint
     "twice in the second of four steps of a rollout": (
         [], (MetricsLog, "step", {"before": lambda *_: (stop(), stop())}), 2, "000004",
     ),
+    "in the first step of a stage": (
+        ["--stages=[sft, grpo]", "--sft.max_steps=2", "--data.eval_rows=1", "--grpo.micro_batch_size=1"],
+        (torch.Tensor, "backward", {"after": stop}), 3, "000002",
+    ),
     "in a step of sft": (
         ["--stages=[sft]", "--sft.micro_batch_size=1", "--eval_steps=1", BEST],
         (torch.Tensor, "backward", {"after": stop}), 5, "000002",
@@ -244,14 +245,12 @@ SIGNALS = {  # options, place, number of its call, checkpoint
         ["--grpo.micro_batch_size=1", "--sharding.enabled=true"],
         (torch.Tensor, "backward", {"after": stop}), 9, "000004",
     ),
-    "in the first step of a stage": (
-        ["--stages=[sft, grpo]", "--sft.max_steps=2", "--data.eval_rows=1", "--grpo.micro_batch_size=1"],
-        (torch.Tensor, "backward", {"after": stop}), 3, "000002",
-    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SIGNALS)
+@pytest.mark.parametrize(
+    "name", [*list(SIGNALS)[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in list(SIGNALS)[2:])]
+)
 def test_a_signal_to_one_rank(recipe, uninterrupted, tmp_path, name):
     """The run ends after its rollout, or within a step that is then repeated; checkpoint_steps is 0."""
     options, place, number, kept = SIGNALS[name]
@@ -347,11 +346,6 @@ HARMS = {  # the file, what happens to it, and what the run says of it
         "run.json", rewritten(lambda values: values | {"results": {"start": {"greedy": "x"}}}),
         "results.start.greedy is 'x', but it must be of type float",
     ),
-    "another JSON value": ("run.json", rewritten(lambda _: []), "the content is [], but it must be a JSON object"),
-    "no number of log lines, as in version 0.3": (
-        "run.json", rewritten(lambda values: {name: values[name] for name in values if name != "num_log_lines"}),
-        "states/000003/run.json: num_log_lines is missing",
-    ),
 }  # fmt: skip
 
 
@@ -367,27 +361,6 @@ def test_a_damaged_checkpoint_is_skipped(recipe, copy, capsys, monkeypatch, name
     assert states(copy) == ["000002"]
 
 
-class Attack:
-    def __reduce__(self):
-        return os.mkdir, (ATTACKED,)
-
-
-ATTACKED = "attacked"
-
-
-@pytest.mark.parametrize("name", ["0000_0000.safetensors", "run.json", ".metadata"])
-def test_a_checkpoint_cannot_run_code(recipe, copy, tmp_path, monkeypatch, name):
-    """Pickled code in any checkpoint file, also in torch's .metadata, is not executed."""
-    monkeypatch.chdir(tmp_path)
-    rewrite(copy / "states" / "000003", name, pickle.dumps(Attack()))
-    shutil.rmtree(copy / "states" / "000002")
-    with contextlib.suppress(ValueError, SafetensorError):
-        resume(recipe, copy, "--resume=auto")
-    assert not Path(ATTACKED).exists()
-    pickle.loads(pickle.dumps(Attack()))
-    assert Path(ATTACKED).exists()
-
-
 @pytest.mark.parametrize("selected", ["auto", "FOLDER/states/000002"])
 def test_without_an_intact_checkpoint_nothing_is_resumed(recipe, copy, selected):
     before = (copy / "metrics.jsonl").read_bytes()
@@ -398,14 +371,13 @@ def test_without_an_intact_checkpoint_nothing_is_resumed(recipe, copy, selected)
     assert (copy / "metrics.jsonl").read_bytes() == before and len(states(copy)) == 2
 
 
-@pytest.mark.parametrize("owner, name", [(checkpoint_files, "save_tensors"), (Path, "rename")])
-def test_a_full_disk_keeps_the_last_checkpoint(recipe, finished, copy, monkeypatch, owner, name):
+def test_a_full_disk_keeps_the_last_checkpoint(recipe, finished, copy, monkeypatch):
     def full(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(arguments[0]))
 
     shutil.rmtree(copy / "states" / "000003")
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, full)
+        patch.setattr(checkpoint_files, "save_tensors", full)
         said = r"000003 could not be written .*No space left(.|\n)*--resume=auto continues from .*000002"
         with pytest.raises(ValueError, match=said):
             resume(recipe, copy, "--resume=auto", "--checkpoint_steps=1")
@@ -439,27 +411,17 @@ def test_resumptions_that_are_refused(recipe, copy, monkeypatch, options, restar
     assert (copy / "metrics.jsonl").read_bytes() == before and states(copy) == ["000002", "000003"]
 
 
-def test_a_checkpoint_that_is_named_accepts_other_rows(recipe, copy):
+def test_the_option_resume_selects_the_checkpoints(recipe, copy):
+    """Each resumption is refused while another run writes into the folder."""
     options = ["--grpo.max_steps=4", "--data.task=shapes(pairs=11)", "--grpo.prompts_per_step=2"]
-    resume(recipe, copy, f"--resume={copy / 'states' / '000003'}", *options)
+    before, state = (copy / "metrics.jsonl").read_bytes(), copy / "states" / "000003"
+    with locked(copy, ONE), pytest.raises(ValueError, match=r"another run is writing into .*/copy\. Wait until that"):
+        resume(recipe, copy, "--resume=never")
+    assert (copy / "metrics.jsonl").read_bytes() == before and len(states(copy)) == 2
+    resume(recipe, copy, f"--resume={state}", *options)  # a checkpoint that is named accepts other rows
     assert len((copy / "metrics.jsonl").read_text().splitlines()) == 4
-
-
-def test_resume_never_deletes_the_checkpoints(recipe, copy):
-    before = (copy / "metrics.jsonl").read_bytes()
     resume(recipe, copy, "--resume=never")
     assert not states(copy) and (copy / "metrics.jsonl").read_bytes() == before
-
-
-def test_a_log_that_a_checkpoint_does_not_know_is_kept(recipe, copy):
-    """Version 0.5 did not count completions."""
-    state = copy / "states" / "000003"
-    values = json.loads((state / "run.json").read_text())
-    assert values["num_log_lines"].pop("completions.jsonl") == 4
-    rewrite(state, "run.json", json.dumps(values).encode())
-    before = (copy / "completions.jsonl").read_bytes()
-    resume(recipe, copy, "--resume=auto")
-    assert (copy / "completions.jsonl").read_bytes() == before and before.count(b"\n") == 4
 
 
 def test_resuming_from_an_earlier_checkpoint_deletes_later_ones(recipe, finished, copy, tmp_path):
@@ -473,18 +435,6 @@ def test_resuming_from_an_earlier_checkpoint_deletes_later_ones(recipe, finished
     assert images[0] == images[1] and images[0]
 
 
-def test_a_failure_in_a_new_folder_saves_a_checkpoint(recipe, copy, tmp_path, monkeypatch):
-    def broken(*_):
-        raise ValueError("broken")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(generate, "inverse_cdf", broken)
-        with pytest.raises(ValueError, match=r"broken\nthe steps before this are saved in .*/new/states/000002: cont"):
-            resume(recipe, tmp_path / "new", f"--resume={copy / 'states' / '000002'}")
-    resume(recipe, tmp_path / "new", "--resume=auto")
-    assert len((tmp_path / "new" / "metrics.jsonl").read_text().splitlines()) == 3
-
-
 def test_checkpoints_are_saved_every_ten_minutes(recipe, finished, tmp_path, monkeypatch):
     """A clock advances by four minutes when the run reads it: at the start, each step and after each checkpoint."""
     minutes = itertools.count(0, 4)
@@ -494,15 +444,6 @@ def test_checkpoints_are_saved_every_ten_minutes(recipe, finished, tmp_path, mon
     resume(recipe, tmp_path, *options)
     assert states(tmp_path) == ["000003", "000006", "000007"]
     assert RunConfig().checkpoint_minutes == 10
-
-
-def test_two_runs_do_not_write_into_one_folder(recipe, copy):
-    before = (copy / "metrics.jsonl").read_bytes()
-    said = r"another run is writing into .*/copy\. Wait until that run ends, or"
-    with locked(copy, ONE), pytest.raises(ValueError, match=said):
-        resume(recipe, copy, "--resume=never")
-    assert (copy / "metrics.jsonl").read_bytes() == before and len(states(copy)) == 2
-    resume(recipe, copy, "--resume=auto")
 
 
 def test_changed_base_weights_of_an_adapter_are_refused(recipe, tmp_path):

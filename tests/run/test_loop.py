@@ -12,9 +12,9 @@ import torch
 import yaml
 
 from minivlmrl.config.loading import load_config
+from minivlmrl.distributed import process_group
 from minivlmrl.distributed.process_group import World
 from minivlmrl.model.checkpoint import load_model
-from minivlmrl.run import results as results_file
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.loop import run_training
 from minivlmrl.trainers import sft as sft_file
@@ -85,42 +85,29 @@ def test_the_written_config_repeats_the_run_from_any_folder(run, plain, tmp_path
     assert configs[0] | {"output_dir": ""} == configs[1] | {"output_dir": ""}
 
 
-@pytest.mark.parametrize(("option", "variable", "ranks", "expected"), [
-    ("2", "3", 1, 2), ("null", "", 1, 8), ("null", "3", 1, 3), ("null", "1", 1, 1), ("null", "5,2", 1, 5),
-    ("null", "0", 1, 8), ("null", "many", 1, 8), ("null", "1", 2, 4), ("null", "3", 2, 3), ("null", "", 9, 1),
-])  # fmt: skip
-def test_num_threads(run, plain, monkeypatch, option, variable, ranks, expected):
-    chosen = []
-    monkeypatch.setenv("OMP_NUM_THREADS", variable)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    run("--stages=[]", f"--num_threads={option}")
-    assert chosen == [expected]
-
-
-def test_eval_rows_and_eval_file_choose_what_is_evaluated(run, plain, own, home, monkeypatch):
-    seen = []
-    monkeypatch.setattr(results_file, "evaluate", lambda *arguments: seen.append(arguments[2]) or {})
-    run("--stages=[]", "--data.eval_rows=3")
-    run(*own, "--stages=[]", f"--data.eval_file={home / 'other.jsonl'}", "--resume=never")
-    assert [len(rows) for rows in seen] == [3, 4]
-    assert seen[1][0].columns["problem"] == "Hm?"
-
-
-@pytest.mark.parametrize("images", ["with images", "text only"])
-def test_every_stage_trains_on_a_file_from_a_checkpoint(run, own, rows, lively, plain, tmp_path, images):
-    file = rows
-    if images == "text only":
-        file = tmp_path / "text.jsonl"
-        row = {"problem": "1 + 1?", "solution": "2", "completion": "<answer>2</answer>"}
-        file.write_text(json.dumps(row | {"chosen": "2", "rejected": "green"}))
-    files = f"--data.train_file={file}", f"--data.eval_file={file}"
+def test_every_stage_trains_on_text_rows_from_a_checkpoint(run, own, lively, plain, tmp_path):
+    row = {"problem": "1 + 1?", "solution": "2", "completion": "<answer>2</answer>", "chosen": "2", "rejected": "green"}
+    (tmp_path / "text.jsonl").write_text(json.dumps(row))
+    files = f"--data.train_file={tmp_path}/text.jsonl", f"--data.eval_file={tmp_path}/text.jsonl"
     folder = run(*own, ALL_STAGES, *files, LETTERS, *(f"--{stage}.max_steps=1" for stage in STAGES))
     assert [line["stage"] for line in metrics(folder)] == [*STAGES]
     assert all(line["grad_norm"] > 0 for line in metrics(folder))
     assert list(summary(folder)) == ["chance", "start", *(f"after_{stage}" for stage in STAGES), "seconds"]
     assert summary(folder)["chance"] is None
+
+
+@pytest.mark.parametrize(("option", "variable", "ranks", "expected"), [
+    (2, "3", 1, 2), (None, "", 1, 8), (None, "3", 1, 3), (None, "5,2", 1, 5), (None, "0", 1, 8), (None, "many", 1, 8),
+    (None, "1", 1, 1), (None, "1", 2, 4), (None, "3", 2, 3), (None, "", 9, 1),
+])  # fmt: skip
+def test_num_threads(monkeypatch, option, variable, ranks, expected):
+    chosen = []
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    process_group.setup(option, 60, sharded=False)
+    assert chosen == [expected]
 
 
 @pytest.mark.parametrize(("overrides", "message"), [

@@ -12,17 +12,7 @@ from minivlmrl.config.import_utils import load_name
 from minivlmrl.config.options import RunConfig
 from minivlmrl.distributed.process_group import World
 from minivlmrl.model import flops
-from minivlmrl.run.metrics import (
-    EVALUATIONS,
-    METRICS,
-    TIMINGS,
-    TRACKERS,
-    WARNINGS,
-    MetricsLog,
-    describe_speed,
-    memory_use,
-    merge,
-)
+from minivlmrl.run.metrics import EVALUATIONS, METRICS, TIMINGS, WARNINGS, MetricsLog, describe_speed, merge
 from minivlmrl.run.rollout_log import COMPLETIONS
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.phase_timer import PhaseTimer
@@ -43,16 +33,6 @@ def open_log(folder, world=ONE, report_to=(), resumed=None, **progress):
 IDS = torch.zeros(3, dtype=torch.long)
 GROUPS = [SimpleNamespace(input_ids=range(n), prompts=(), completion_ids=IDS) for n in (30, 20)]
 STEP = SimpleNamespace(micro_batches=[SimpleNamespace(group=group) for group in GROUPS], rollout=None)
-
-
-def test_the_memory_is_that_of_the_gpu(monkeypatch):
-    """test_platforms.py tests the host's memory."""
-    with PretendCuda(), monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
-        patch.setattr(torch.cuda, "memory_allocated", lambda: 2**30)
-        patch.setattr(torch.cuda, "memory_reserved", lambda: 4 * 2**30)
-        found = {"peak": 3.0, "allocated": 1.0, "reserved": 4.0, "free": 128.0}
-        assert memory_use() == {f"{kind}_memory_gib": size for kind, size in found.items()}
 
 
 def begin(log, stage, steps, done=0, seconds=0.0):
@@ -79,14 +59,6 @@ def test_nan_and_inf_are_null_in_the_files_and_left_out_of_trackers(tmp_path):
     [timing] = metrics(tmp_path, "timings.jsonl")
     assert timing["step_time"] == timing["seconds"] > 0 and timing["peak_memory_gib"] > 0
     assert timing["tokens_per_second"] == pytest.approx(50 / timing["step_time"])
-
-
-def test_without_a_terminal_each_step_is_a_line(tmp_path, capsys):
-    log = begin(open_log(tmp_path), "grpo", 7)
-    log.step(3, {"reward": 0.25, "loss": 1.5, "rewards/accuracy/mean": 0.5, "kl": 2.0}, STEP)
-    [timing] = metrics(tmp_path, "timings.jsonl")
-    said = f"grpo 4/7 reward=0.250 accuracy=0.500 kl=2.000 {timing['step_time']:.2f} s\n"
-    assert capsys.readouterr().out == said
 
 
 def test_a_line_about_speed_is_printed_every_ten_steps(tmp_path, capsys):
@@ -298,13 +270,3 @@ def test_a_wrong_tracker_is_named(run, tmp_path, tracker, says):
     (tmp_path / "my_tracker.py").write_text(TRACKER)
     with pytest.raises(ValueError, match=says):
         run(f"--report_to={tracker.replace('FOLDER', str(tmp_path))}")
-
-
-@pytest.mark.parametrize(("name", "package"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
-def test_a_missing_package_is_named_before_anything_is_loaded(run, tmp_path, monkeypatch, name, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(sys.modules, TRACKERS[name].partition(":")[0], raising=False)
-    load_name.cache_clear()
-    with pytest.raises(ModuleNotFoundError, match=package):
-        run(f"--report_to=[{name}]")
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -34,6 +34,7 @@ from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers.registry import find_trainer
 from tests.helpers.runs import write_lines
 from tests.helpers.stages import ONE
+from tests.helpers.talk import assistant, user
 from tests.model.test_checkpoint import edit_json
 
 PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=14 * 14))
@@ -67,24 +68,18 @@ def test_built_in_rewards_are_tried_on_a_row():
     try_rewards(RunConfig(), {}, {"eval": [row]})  # only training rewards need their columns
 
 
-def test_a_run_prints_its_device_and_model_size(home, capsys):
+def test_a_run_prints_its_device_kernels_and_model_size(home, capsys, monkeypatch):
     config = load_config(home / "recipe.yaml", [])
     policy, _ = setup.build_model(config, ONE)
     config.model.compute_dtype = "bfloat16"
     describe_hardware(config, World(0, 2, torch.device("cpu")))
     assert re.fullmatch(r"device: CPU \(threads: \d+\); ranks: 2; kernels: torch\n", capsys.readouterr().out)
+    monkeypatch.setattr(preflight, "backend_for", lambda tensor, kernel: "torch" if "4" in kernel else "triton")
+    describe_hardware(config, ONE)
+    assert capsys.readouterr().out.splitlines()[0].endswith("; ranks: 1; kernels: triton (torch for nf4_unpack)")
     describe_model(config, policy)
     size = capsys.readouterr().out
     assert re.fullmatch(r"model: [\d,]+ parameters in float32, computed in bfloat16\n", size)
-
-
-@pytest.mark.parametrize(("on_torch", "says"), [
-    ((), "triton"), (("window_attention", "nf4_unpack"), "triton (torch for window_attention, nf4_unpack)"),
-])  # fmt: skip
-def test_a_run_prints_which_kernels_run_in_torch(capsys, monkeypatch, on_torch, says):
-    monkeypatch.setattr(preflight, "backend_for", lambda tensor, kernel: "torch" if kernel in on_torch else "triton")
-    describe_hardware(RunConfig(), ONE)
-    assert capsys.readouterr().out.splitlines()[0].endswith(f"; ranks: 1; kernels: {says}")
 
 
 @pytest.mark.parametrize(
@@ -154,46 +149,30 @@ def test_long_prompts_are_skipped_and_reported(write_rows):
         fit_rows(config, {"grpo": FileDataset(write_rows(*lines))}, PROCESSOR, ONE)
 
 
-TURNS = [
-    {"role": "assistant", "content": "a"},
-    {"role": "user", "content": "b " * 30},
-    {"role": "assistant", "content": "c"},
-]
-
-
 @pytest.mark.parametrize(("stage", "long"), [
-    ("sft", {"completion": "x " * 60}),
-    ("sft", {"completion": TURNS}),
-    ("dpo", {"chosen": "x " * 60, "rejected": "x"}),
-    ("dpo", {"chosen": "x", "rejected": "x " * 60}),
-    ("reward_model", {"chosen": "x", "rejected": "x " * 60}),
+    ("sft", {"completion": [assistant("a"), user("b " * 30), assistant("c")]}),
+    ("dpo", {"chosen": "x " * 60, "rejected": "x"}), ("reward_model", {"chosen": "x", "rejected": "x " * 60}),
     ("sft", {"problem": "a " * 60, "completion": "x"}),
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("image", ["red.png", ""])
-def test_a_given_answer_counts_with_its_prompt(write_rows, stage, long, image):
+def test_a_given_answer_counts_with_its_prompt(write_rows, stage, long):
     """A bound on both leaves rows out, and a row that the model has no positions for is named."""
-    short = {"problem": "a", "image": image, "completion": "x", "chosen": "x", "rejected": "y"}
+    short = {"problem": "a", "image": "red.png", "completion": "x", "chosen": "x", "rejected": "y"}
     config = RunConfig(stages=[stage])
-    needs = {stage: find_trainer(stage, config).needs}
-    rows = FileDataset(write_rows(short, short | long), NEEDS[needs[stage]])
+    trainer = find_trainer(stage, config)
+    rows = FileDataset(write_rows(short, short | long), NEEDS[trainer.needs])
     model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=80))
-    with pytest.raises(
-        ValueError, match=r"rows\.jsonl:2: the prompt and the answer of (\d+) tokens are over .* 80 "
-    ) as e:
-        check_positions(config, needs, {stage: rows}, model, PROCESSOR)
-    assert "shorten the prompt or the answer or remove the row; data.max_prompt_tokens=80 skips" in str(e.value)
-    length = int(re.search(r"of (\d+) tokens", str(e.value))[1])
-    encoded = [
-        encode_answer(PROCESSOR, rows[1], getattr(rows[1], name)) for name in find_trainer(stage, config).answers
-    ]
-    assert length == len(rows[1].prompt(PROCESSOR).input_ids) + max(len(answer.ids) for answer in encoded)
+    said = r"rows\.jsonl:2: the prompt and the answer of (\d+) tokens are over .* 80 .*data.max_prompt_tokens=80 skips"
+    with pytest.raises(ValueError, match=said) as error:
+        check_positions(config, {stage: trainer.needs}, {stage: rows}, model, PROCESSOR)
+    length = int(re.search(said, str(error.value))[1])
+    answers = [encode_answer(PROCESSOR, rows[1], getattr(rows[1], name)) for name in trainer.answers]
+    assert length == len(rows[1].prompt(PROCESSOR).input_ids) + max(len(answer.ids) for answer in answers)
     for limit, kept in ((length - 1, 1), (length, 2)):
         config.data.max_prompt_tokens = limit
         fitted, [summary] = fit_rows(config, {stage: rows}, PROCESSOR, ONE)
         assert len(fitted[stage]) == kept
-        assert (f"1 over data.max_prompt_tokens are left out: {rows[1].where}: {length} tokens" in summary) == (
-            kept == 1
-        )
+        out = f"1 over data.max_prompt_tokens are left out: {rows[1].where}: {length} tokens"
+        assert (out in summary) == (kept == 1)
 
 
 def test_a_prompt_with_too_many_positions_is_refused(run, own, home, tmp_path):

@@ -56,12 +56,8 @@ class Base(GRPOTrainer):
     stage = "own"
 """
 STAGES = {  # a class and its body, the exit code, and a line that is printed
-    "Nameless(Trainer)": ("pass", 1, "AttributeError: type object 'Nameless' has no attribute 'stage'"),
     "Stepless(Trainer)": (
         "stage = 'own'", 2, "stages: FILE:Stepless: the class Stepless has no method steps; define this method, see",
-    ),
-    "Narrow(Base)": (
-        "def __init__(self, run): pass", 1, "TypeError: Narrow.__init__() takes 2 positional arguments but 6 were",
     ),
     "Gone(Base)": ("def prepare(self, rollout, parts): return {}['gone']", 1, "KeyError: 'gone'"),
     "Exit(Base)": (
@@ -70,8 +66,6 @@ STAGES = {  # a class and its body, the exit code, and a line that is printed
     "Scalar(Base)": (
         "def loss(self, batch): return super().loss(batch)[0]", 2, "the method loss of the stage own returned tensor(",
     ),
-    "Ends(Base)": ("def steps(self, batches): return iter([])", 1, "StopIteration"),
-    "NoMetrics(Base)": ("def evaluate(self, rows): pass", 1, "TypeError: 'NoneType' object is not iterable"),
     "Other(Base)": ("pass", 1, "AttributeError: module '"),  # the recipe names the class Missing
 }  # fmt: skip
 
@@ -83,7 +77,7 @@ def test_a_mistake_in_an_own_stage(ended, home, tmp_path, stage):
     file, name = tmp_path / "my_stage.py", stage.partition("(")[0].replace("Other", "Missing")
     file.write_text(f"{BASES}\n\nclass {stage}:\n    {body}\n")
     arguments = [f"--stages=[{file}:{name}]", f"--output_dir={tmp_path}/run"]
-    if name not in ("Nameless", "Stepless", "Missing"):
+    if name not in ("Stepless", "Missing"):
         arguments += ["--own.prompts_per_step=4", "--own.micro_batch_size=4", "--own.max_steps=1"]
     found, printed, _ = ended(train_recipe, str(home / "recipe.yaml"), *arguments)
     assert found == code and ("Traceback" in printed) == (code == 1)
@@ -93,8 +87,6 @@ def test_a_mistake_in_an_own_stage(ended, home, tmp_path, stage):
 
 @pytest.mark.parametrize(("text", "code", "last_line"), [
     ("def f(completions, **columns)\n    return", 1, "SyntaxError: expected ':'"),
-    ("exit(0)", 1, "RuntimeError: the run called sys.exit before its end"),
-    ("f = undefined", 1, "NameError: name 'undefined' is not defined"),
     ("def f(completions):\n    return []", 2, "row -1: reward FILE:f, for the completion '<answer>invented</answer>'"),
     (None, 2, "FILE does not exist. A file of code in a recipe is searched beside the recipe"),
 ])  # fmt: skip
@@ -116,27 +108,13 @@ def test_only_the_first_rank_prints_a_mistake(ended, monkeypatch):
     assert ended(train_recipe, "--seed=x")[:2] == (2, "command line: seed is 'x', but it must be of type int\n")
 
 
-def fill_the_disk():
-    with open("/dev/full", "w") as file:  # the operating system raises this error, not our code
-        print("metrics", file=file)
+@pytest.mark.parametrize(("error", "line"), [
+    (OSError(errno.ENOSPC, "No space left on device"), "[Errno 28] No space left on device"),
+    (IsADirectoryError(errno.EISDIR, "Is a directory", "metrics.jsonl"), "[Errno 21] Is a directory: 'metrics.jsonl'"),
+    (MemoryError(), "not enough memory; decrease the sizes in the recipe or in the files of the model"),
+], ids=["a full disk", "a folder", "too little memory"])  # fmt: skip
+def test_an_error_of_the_system_is_one_line(ended, error, line):
+    def fail(_):
+        raise error
 
-
-def raised(error):
-    raise error
-
-
-SYSTEM = {  # code and the line that is printed
-    "a full disk": (fill_the_disk, "[Errno 28] No space left on device"),
-    "a file too large": (partial(raised, OSError(errno.EFBIG, "File too large")), "[Errno 27] File too large"),
-    "a folder": (partial(raised, IsADirectoryError(errno.EISDIR, "Is a directory", "metrics.jsonl")),
-                 "[Errno 21] Is a directory: 'metrics.jsonl'"),
-    "too little memory": (
-        lambda: bytearray(2**60), "not enough memory; decrease the sizes in the recipe or in the files of the model"
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SYSTEM)
-def test_an_error_of_the_system_is_one_line(ended, name):
-    work, line = SYSTEM[name]
-    assert ended(lambda _: work())[:2] == (2, f"{line}\n")
+    assert ended(fail)[:2] == (2, f"{line}\n")

@@ -103,17 +103,6 @@ def test_a_finished_run_is_not_overwritten_by_default(run, plain):
     assert load_config(folder / "config.yaml").resume is None
 
 
-@pytest.mark.parametrize(("mistake", "said"), [
-    ("--rewards={colour: 1}", "unknown reward .colour."),
-    ("--data.train_file=no.jsonl", r"no\.jsonl: this file of rows does not exist"),
-    ("--model.path=nowhere", "nowhere"),
-])  # fmt: skip
-def test_a_folder_that_is_taken_hides_no_other_mistake(run, plain, own, mistake, said):
-    run("--stages=[]", "--data.eval_rows=1")
-    with pytest.raises(ValueError, match=said):
-        run("--stages=[grpo]", *own, mistake)
-
-
 METRICS = "eval/accuracy_sampled", "eval/accuracy_greedy", "eval/format_sampled"
 JUDGES = "--data.eval_rewards=[accuracy, format]"
 INTERIM = ("--stages=[sft, grpo]", "--eval_steps=2", JUDGES)

@@ -111,15 +111,6 @@ def test_metrics_do_not_depend_on_the_log(run):
     assert len(completions(loud)) == 2 * 4 and not (silent / "completions.jsonl").exists()
 
 
-@pytest.mark.usefixtures("plain", "lively")
-def test_the_number_of_prompts_of_a_step(run):
-    options = *EVERY_STEP, "--grpo.prompts_per_step=6", "--grpo.num_generations=2", "--grpo.max_steps=1"
-    everything = completions(run(*options, "--num_logged_prompts=null", name="all"))
-    assert len(everything) == 6
-    assert completions(run(*options, "--num_logged_prompts=1", name="one")) == everything[:1]
-    assert completions(run(*options, name="default")) == everything[:4]
-
-
 def log_on_rank(folder, overrides, world):
     """Log one step, in which rank 0 trains on two prompts and rank 1 on one prompt."""
     config = RunConfig(output_dir=str(folder), **overrides)
