@@ -37,12 +37,12 @@ code in such a step with its tensors.
 ![A GRPO step as a flow chart](step.svg)
 
 The chart counts patches (P), tokens of the prompt (L), completions (G) and tokens of the longest completion (T). The
-model is the tiny one that `python minimal.py` trains, after 15 SFT steps, so that its completions still differ. Its
+model is the tiny one that `python minimal.py` trains, after 15 SFT steps, so that its completions still differ. The
 weights are float64, so that other machines print the same numbers.
 """
 # title, function, and the variables and results to print; then the text, with numbers in braces
 SECTIONS = """\
-# Patches: patchify image frames x patches
+# Patches: patchify image frames patches
 The image becomes {P} patches of {side} x {side} pixels. A patch has 3 channels x 2 frames x {side} x {side} =
 {numbers} normalised values, because a still image has two equal frames. The four patches of one image token follow one
 another.
@@ -63,7 +63,7 @@ A small MLP, the merger, turns four patches into one image token, a vector as wi
 
 ![The image with its patches in their order, and its image tokens by window](walkthrough_patches.svg)
 
-# Language model: QwenVL.forward is_image axis angles mask x
+# Language model: QwenVL.forward axis angles mask x
 The image tokens replace the embeddings of the placeholders. The layers return a state for each token, and keep the
 keys and values of the prompt for all completions.
 
@@ -85,7 +85,7 @@ The advantage is (reward - mean) / (standard deviation + 0.0001) over the group.
 
 # Loss: grpo_loss ratio clipped log_ref_ratio loss
 In the first step, the policy is the model that sampled and the reference: the ratios are 1, and the KL is 0. The
-advantages add up to 0, so [the loss is about 0](faq.md#why-is-my-loss-0). Its gradient is not 0: each token contributes
+advantages add up to 0, so [the loss is about 0](faq.md#why-is-my-loss-0). The gradient is not 0: each token contributes
 -advantage times the gradient of its log-probability.
 
 # Update: train
@@ -98,12 +98,12 @@ wrong answer with the form may become more likely, too, because it shares tokens
 FOOT = """
 ## In the package
 
-`train.py` computes the same losses and gradients with fewer operations. It packs all prompts and completions of a step
+`train.py` computes the same losses and gradients with fewer operations. The package packs all prompts and completions of a step
 into one sequence, in which each line of this picture attends to the coloured tokens:
 
 ![Each line is a token, and its colours show the tokens to which it attends](mask.svg)
 
-It also sorts the patches [by window](windows.svg), so that a block computes no attention between windows.
+`train.py` also sorts the patches [by window](windows.svg), so that a block computes no attention between windows.
 `python -m minivlmrl replay runs/shapes --stage=grpo --step=5 --prompt=4` repeats a step of your run, and prints the
 completions of a prompt with their rewards.
 """
