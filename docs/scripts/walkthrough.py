@@ -98,8 +98,8 @@ wrong answer with the form may become more likely, too, because it shares tokens
 FOOT = """
 ## In the package
 
-`train.py` computes the same losses and gradients with fewer operations. The package packs all prompts and completions of a step
-into one sequence, in which each line of this picture attends to the coloured tokens:
+`train.py` computes the same losses and gradients with fewer operations. The package packs all prompts and completions
+of a step into one sequence. Each line of the picture is a token, and attends to the coloured tokens:
 
 ![Each line is a token, and its colours show the tokens to which it attends](mask.svg)
 
