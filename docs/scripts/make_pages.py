@@ -5,10 +5,10 @@ tests/repository/test_docs.py compares the pages with the files.
 
 from pathlib import Path
 
-from docs.scripts import draw, first_hour, photographs, step, tested_versions, walkthrough
+from docs.scripts import draw, first_hour, photographs, step, walkthrough
 
 DOCS = Path(__file__).parents[1]
-PAGES = {"walkthrough.md": walkthrough.page, "faq.md": tested_versions.page, **walkthrough.PICTURES}
+PAGES = {"walkthrough.md": walkthrough.page, **walkthrough.PICTURES}
 NOTEBOOKS = {"first_hour.ipynb": first_hour.page, "photographs.ipynb": photographs.page}
 PAGES |= draw.PICTURES
 
