@@ -6,6 +6,7 @@ docs.scripts.make_pages` writes the page, and a test compares it with the output
 
 import contextlib
 import html
+import inspect
 import io
 import itertools
 import re
@@ -29,16 +30,19 @@ OPTIONS = Namespace(**vars(GRPO) | {"rows_per_step": 1, "group": 8})
 HEAD = """\
 # Walkthrough
 
-What does a GRPO step compute, from an image to the new weights? Each section names a function of
-[minimal.py](../minimal.py) and shows what it computed for one image and one question. A line of numbers has the name of
-a variable, and for a tensor its shape, its dtype and its first values. [Another page](step.html) shows every line of
-code in such a step with its tensors.
+What does a GRPO step compute, from an image to the new weights? Each section shows a function of
+[minimal.py](../minimal.py), and the numbers that it computed for one image and one question: for a tensor its shape,
+its dtype and its first values. [Another page](step.html) shows every line of such a step with its tensors:
+
+[![Each line of grpo_loss with the tensors that it computed](step.png)](step.html)
+
+The model is the tiny one that `python minimal.py` trains, after 15 SFT steps, so that its completions still differ. Its
+weights are float64, so that other machines print the same numbers.
 
 ![A GRPO step as a flow chart](step.svg)
 
-The chart counts patches (P), tokens of the prompt (L), completions (G) and tokens of the longest completion (T). The
-model is the tiny one that `python minimal.py` trains, after 15 SFT steps, so that its completions still differ. The
-weights are float64, so that other machines print the same numbers.
+The pictures and shapes count patches (P), tokens of the prompt (L), completions (G) and tokens of the longest
+completion (T).
 """
 # title, function, and the variables and results to print; then the text, with numbers in braces
 SECTIONS = """\
@@ -73,7 +77,7 @@ the tokens after the end of a completion. [Section 8](#8-rewards) has the texts 
 
 # Log-probabilities: log_probabilities states logits return
 The state before a token gives {vocab} logits. The log-probability of the token is its logit minus the logsumexp over
-the logits. In the picture, a darker token had a lower log-probability:
+the logits. These are the log-probabilities of each completion, in nats and token by token:
 
 ![The completions, token by token, shaded by probability](walkthrough_tokens.svg)
 
@@ -105,7 +109,7 @@ of a step into one sequence. Each line of the picture is a token, and attends to
 
 `train.py` also sorts the patches [by window](windows.svg), so that a block computes no attention between windows.
 `python -m minivlmrl replay runs/shapes --stage=grpo --step=5 --prompt=4` repeats a step of your run, and prints the
-completions of a prompt with their rewards.
+completions of a prompt with their rewards and the sums of their log-probabilities.
 """
 
 
@@ -145,9 +149,10 @@ def page() -> str:
     for number, (title, name, names, text) in enumerate(sections, start=1):
         variables = numbers()[name]
         lines = [shown(key if key != "return" else "returns", variables[key]) for key in names.split()]
+        code = inspect.unwrap(eval(f"minimal.{name}"))
         parts.append(f"## {number}. {title}\n\n[`{name}`](../minimal.py)\n\n{text.strip().format(**facts())}\n")
-        if lines := lines + more_lines(title):
-            parts.append("\n".join(["```text", *lines, "```", ""]))
+        parts.append(f"```python\n{textwrap.dedent(inspect.getsource(code)).strip()}\n```\n")
+        parts.append("\n".join(["```text", *lines, *more_lines(title), "```", ""]))
     return "\n".join(parts) + FOOT
 
 
@@ -174,8 +179,16 @@ def more_lines(title: str) -> list[str]:
         return [shown("returns", positions), f"from token {start} on:", *lines]
     if title == "Completions":
         return [shown("completions", group["completions"]), shown("mask", group["mask"])]
+    if title == "Log-probabilities":
+        rows = zip(group["logps"].tolist(), group["mask"].sum(1), strict=True)
+        return [f"{i}  " + " ".join(f"{x:5.2f}" for x in row[:length]) for i, (row, length) in enumerate(rows)]
     if title == "Rewards":
         return [f"{value:.1f}  {text!r}" for value, text in zip(group["rewards"], group["texts"], strict=True)]
+    if title == "Update":
+        norms = numbers()["train"]["norms"]
+        change = "  ".join(map(clean, numbers()["train"]["change"]))
+        lines = [f"{name:<24}{clean(value):>9}" for name, value in norms.items()]
+        return ["norms of the gradient:", *lines, "change of the log-probability of each completion:", change]
     return []
 
 
@@ -190,7 +203,7 @@ def clean(value: float) -> str:
     return f"{0.0 if abs(value) < 2e-7 else value:.3g}" if isinstance(value, float) else str(value)
 
 
-def shown(name: str, value, count: int = 5) -> str:
+def shown(name: str, value, count: int = 8) -> str:
     """Format a value as one line: its name, and for a tensor its shape, dtype and first `count` numbers."""
     if isinstance(value, list):
         value = torch.tensor(value)
