@@ -48,8 +48,6 @@ PARTS = {
     "logits": Part(30, "gpu.py logits"),
     "default_run": Part(45, "gpu.py train"),
     "products": Part(20, "gpu.py products"),
-    "changes": Part(70, "gpu.py changes"),
-    "lora_changes": Part(120, "gpu.py lora_changes"),
     "trl_flash": Part(110, "gpu.py trl_step flash_attention_2", (*TRL, "flash_attn")),
     "vllm_tests": Part(300, "gpu.py vllm_tests", ("vllm", "pytest", "xdist")),
     "vllm_run": Part(120, "gpu.py train -- --model.compute_dtype=bfloat16 --sampling.engine=vllm", ("vllm",)),

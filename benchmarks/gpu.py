@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
@@ -299,16 +299,6 @@ TOY = (
     "--model.dtype=float32", "--model.compute_dtype=null", "--sampling.max_new_tokens=4", "--grpo.prompts_per_step=2",
 )  # fmt: skip
 
-# Changes whose gain was only predicted when they were made, each with a name in the code and a value that undoes the
-# change. An entry can be deleted after a GPU has measured it.
-CHANGES = {
-    "padded MLP of the tower": ("minivlmrl.model.vision.ALIGNED", 1),
-    "Triton kernel of windows": ("minivlmrl.kernels.window_attention.MAX_HEAD_DIM", 0),  # varlen_attn replaces it
-    "wide tiles of logits": ("minivlmrl.kernels.linear_log_softmax.tile_width", lambda rows, vocab: min(2048, vocab)),
-    "16-bit copies of adapters": ("minivlmrl.model.lora.sampling_copies", lambda model: nullcontext([])),
-    "TF32 products of adapters": ("minivlmrl.model.lora.LoRALinear.can_use_tf32", lambda layer, base_result: False),
-}
-
 
 class GRPOStep(Ours):
     """A case, built on the GPU. Each call of `step` is one optimizer step.
@@ -397,35 +387,6 @@ def measure(case: Case, toy: bool, steps: int) -> GRPOStep:
     report("peak memory by the command `memory`", built.planned_gb(), "GB")
     report("largest logp_mismatch", built.mismatch, "nats")
     return built
-
-
-@part
-def changes(toy: bool):
-    """Measure the 3B step in bfloat16 without some changes."""
-    undo(GRPOStep(STEP, toy), "padded MLP of the tower", "wide tiles of logits", "Triton kernel of windows")
-
-
-@part
-def lora_changes(toy: bool):
-    """Measure the 3B step with LoRA without some changes."""
-    undo(GRPOStep(LORA, toy), "TF32 products of adapters", "16-bit copies of adapters")
-
-
-def undo(built: GRPOStep, *names: str):
-    """Report a step's seconds with all changes, and without each named change."""
-    built.step()  # warm-up
-    report("step with all changes", seconds_of(built.step), "s")
-    for name in names:
-        target, value = CHANGES[name]
-        patch = mock.patch(target, value)
-        try:
-            patch.start()
-        except AttributeError:
-            report_skipped(f"step without: {name}", f"there is no {target}")
-            continue
-        built.step()  # warm-up
-        report(f"step without: {name}", seconds_of(built.step), "s")
-        patch.stop()
 
 
 @contextmanager

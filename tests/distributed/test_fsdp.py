@@ -1,7 +1,6 @@
 """Test sharded models: loading, each rank's shards, saving, dtypes, and refused options."""
 
 import json
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,14 +9,13 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import LoRAOptions, ShardingOptions
 from minivlmrl.distributed import fsdp
-from minivlmrl.distributed.fsdp import DummyVisionForward, Sharding, in_lockstep
+from minivlmrl.distributed.fsdp import Sharding, in_lockstep
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.save_sharded import save_sharded
 from minivlmrl.distributed.saving import gather_and_save_model
@@ -143,13 +141,12 @@ def test_all_ranks_know_that_saving_failed(loaded):
 
 
 IMAGES = [(1, 4, 6)], [(1, 8, 4)]
-FILMS = [(1, 4, 6), (3, 8, 4)], [], [(2, 4, 4)]  # an image and a video; only text; a video
 
 
-def batch(config, grids=IMAGES, dtype=torch.float32):
+def batch(config):
     """Return packed groups with two completions each."""
     generator = torch.Generator().manual_seed(0)
-    prompts = [tiny.prompt(generator, row, dtype=dtype) for row in grids]
+    prompts = [tiny.prompt(generator, row) for row in IMAGES]
     return pack(prompts, [[tiny.completion(generator, n) for n in (3, 5)] for _ in prompts], config)
 
 
@@ -188,12 +185,6 @@ def test_weights_stay_float32_while_layers_compute_in_bfloat16(alone):
     assert {x.dtype for x in (*found.values(), *model.parameters())} == {torch.float32}
 
 
-def test_offloading_does_not_change_results(alone):
-    model = sharded_model(cpu_offload=True)
-    assert isinstance(model.sharding.offload, CPUOffloadPolicy)  # without a GPU offloading changes no number
-    assert_same(model, tiny.model())
-
-
 def test_offloaded_shards_of_a_gpu_are_pinned(monkeypatch):
     """The weights are in pinned host memory, and the mesh consists of GPUs."""
     meshes = []
@@ -205,7 +196,7 @@ def test_offloaded_shards_of_a_gpu_are_pinned(monkeypatch):
     assert meshes == ["cuda", "cpu"]
 
 
-@pytest.mark.parametrize(("model_type", "sharded"), [("qwen2_5_vl", False), ("qwen3_vl", True), ("qwen3_5", False)])
+@pytest.mark.parametrize(("model_type", "sharded"), [("qwen3_vl", True), ("qwen3_5", False)])
 def test_recomputed_blocks_have_the_same_gradients_and_keep_less(alone, model_type, sharded):
     make = sharded_model if sharded else tiny.model
     plain, model = make(model_type=model_type), make(model_type=model_type, **{"recompute": True} if sharded else {})
@@ -235,9 +226,7 @@ def test_a_copy_recomputes_with_its_own_weights(alone):
         torch.testing.assert_close(gradients(twin)[0], gradients(tiny.model())[0])
 
 
-@pytest.mark.parametrize(("model_type", "gather_weights"), [
-    ("qwen2_5_vl", True), ("qwen2_5_vl", False), ("qwen3_vl", False), ("qwen3_5", False),
-])  # fmt: skip
+@pytest.mark.parametrize(("model_type", "gather_weights"), [("qwen2_5_vl", True), ("qwen3_vl", False)])
 def test_weights_are_sharded_again_after_a_rollout(alone, model_type, gather_weights):
     model = sharded_model(model_type=model_type)
     with rollout_weights(model, gather_weights) as run:
@@ -279,17 +268,6 @@ def test_each_unit_prefetches_the_previous_one_in_the_backward(alone):
     assert ahead[model] == [model.model.layers[-1]._get_fsdp_state()]
 
 
-@pytest.mark.parametrize("gather_weights", [True, False])
-def test_a_rollout_uses_the_adapters_of_a_sharded_model(alone, gather_weights):
-    model = adapted(dtype=torch.float64)
-    packed = batch(model.config, FILMS, torch.float64)
-    with torch.no_grad():
-        expected, _ = per_token_logps(model, packed)
-    Sharding(ShardingOptions(enabled=True), ONE, torch.float64).shard(model)
-    with rollout_weights(model, gather_weights) as run:
-        torch.testing.assert_close(per_token_logps(run, packed)[0], expected)
-
-
 def test_a_rollout_of_a_sharded_model_uses_16_bit_copies_of_adapters(alone, monkeypatch):
     """The copies replace the gathered adapters. With a 16-bit compute_dtype, gathered adapters have 16 bits already."""
     monkeypatch.setattr(lora, "is_half_on_gpu", lambda device, dtype: dtype == torch.bfloat16)
@@ -329,31 +307,6 @@ def test_a_finished_rank_continues_until_all_have_finished(last, replies, told):
     for step in range(min(last + 1, 3)):
         sample_token(None, None, step)
     assert said == told and len(ran) == (last == 1)
-
-
-@pytest.mark.parametrize("elsewhere", [0, 1])
-def test_a_rank_without_images_runs_the_tower_for_nothing(monkeypatch, elsewhere):
-    """If another rank has images, outputs do not change and gradients are 0; else the tower gets no gradients."""
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, op: tensor.fill_(elsewhere))
-    model, vision = tiny.model(), DummyVisionForward()
-    text = pack([tiny.prompt(torch.Generator().manual_seed(0), [])], [[]], model.config)
-    hidden = model(text)
-    vision.before(model, (text,))
-    inputs = vision.before_decoder(model.model, (hidden, None))
-    assert (inputs is None) == (not elsewhere)
-    joint = inputs[0] if elsewhere else hidden
-    assert torch.equal(joint, hidden)
-    joint.sum().backward()
-    gradients = [p.grad if p.grad is None else p.grad.abs().max().item() for p in model.visual.parameters()]
-    assert {*gradients} == {0.0 if elsewhere else None}
-    assert vision.before_decoder(model.model, (hidden,)) is None  # the next forward pass adds nothing
-    seen = replace(batch(model.config), vision_embeds=torch.zeros(1))  # its images' embeddings are already computed
-    vision.before(model, (seen,))
-    assert (vision.zero is not None) == bool(elsewhere)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    monkeypatch.delattr(torch.distributed, "all_reduce")  # a single process calls no collective
-    vision.before(model, (text,))
 
 
 def test_torch_versions_that_cannot_shard_bytes_are_refused(alone, monkeypatch):

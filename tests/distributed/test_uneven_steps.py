@@ -1,4 +1,4 @@
-"""Train steps with several micro-batches, in which every rank has other shapes, on 4 and 8 ranks and on one process.
+"""Train steps with several micro-batches, in which every rank has other shapes, on 4 and 8 ranks and in one process.
 
 A completion in four ends at its first token, a prompt in three has equal rewards, and most rows have no image.
 """
@@ -15,34 +15,59 @@ from minivlmrl.distributed.weights import units
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.rewards.registry import REWARDS
 from minivlmrl.run import loop
-from tests.distributed.test_process_group import ADAPTED, EIGHT_BITS, EXPERTS, NF4, ONE_BY_ONE, QWEN3, SHARDED, STAGES
+from tests.distributed.test_process_group import (
+    ADAPTED,
+    EIGHT_BITS,
+    EXPERTS,
+    NF4,
+    ONE_BY_ONE,
+    REFERENCE,
+    SHARDED,
+    TOOLS,
+)
 from tests.distributed.test_process_group import prepare as write_files
 from tests.helpers.on_ranks import SHARDS_BYTES, launch, stage_on_ranks
 from tests.helpers.tiny import RUN_MODEL
 
 ONCE = "--sharding.once_per_step=true"
 STEPS = ["--{}.prompts_per_step=24", "--{}.max_steps=2"]
-GRPO = [*(step.format("grpo") for step in STEPS), "--rewards={uneven: 1}"]
+GRPO = ["--stages=[grpo]", *(step.format("grpo") for step in STEPS), "--rewards={uneven: 1}"]
+PPO = ["--stages=[ppo]", *(step.format("ppo") for step in STEPS)]
+OFFLINE = {
+    name: [f"--stages=[{name}]", *(step.format(name) for step in STEPS)] for name in ("sft", "dpo", "reward_model")
+}
+RESAMPLED = ["--grpo.max_num_gen_batches=3", "--sampling.max_new_tokens=2"]
 RECIPES = {  # two steps with six micro-batches on each of 4 ranks, or three on each of 8
-    "sft": [*STAGES["sft"], *(step.format("sft") for step in STEPS)],
-    "grpo": [*STAGES["grpo"], *GRPO],
-    "reference": [*STAGES["with a reference"], *GRPO, "--grpo.num_iterations=1"],
+    **OFFLINE,
+    "dpo precomputed": [*OFFLINE["dpo"], "--dpo.loss_type=[sigmoid, sft]", "--dpo.precompute_ref_log_probs=true"],
+    "grpo": GRPO,
+    "reference": [*REFERENCE, *GRPO, "--grpo.num_iterations=1"],
+    "resampled": [*GRPO, *RESAMPLED, "--grpo.num_generations=2", "--grpo.steps_per_generation=2"],
+    "rloo": [*REFERENCE, *GRPO, *RESAMPLED, "--grpo.loss_type=rloo", "--grpo.top_entropy_quantile=0.5"],
+    "reward model": [*GRPO, "--rewards={uneven: 0.5, reward_model: 1}", "--reward_model.path=FOLDER/judge"],
+    "tools": [*TOOLS, *GRPO],
     "experts": [*EXPERTS[1:], *GRPO],
-    "Qwen3-VL": [*STAGES["grpo"], *QWEN3, *GRPO],
-    "token budget": [*STAGES["grpo"], *GRPO, "--grpo.max_tokens_per_micro_batch=90"],
-    "frozen tower": [*STAGES["grpo"], *GRPO, "--model.freeze=[vision]"],
-    "8 bits": [*STAGES["grpo"], *GRPO, EIGHT_BITS],
-    "adapters": [*ADAPTED[1:], "--ppo.critic=separate", *(step.format("ppo") for step in STEPS)],
-    "NF4": [*NF4[1:], *(step.format("ppo") for step in STEPS)],
+    "Qwen3-VL": [*GRPO, "--model.config=FOLDER/qwen3_vl.json"],
+    "Qwen3.5": [*GRPO, "--model.config=FOLDER/qwen3_5.json"],
+    "token budget": [*GRPO, "--grpo.max_tokens_per_micro_batch=90"],
+    "two at a time": [*GRPO, "--grpo.micro_batch_size=2"],
+    "frozen tower": [*GRPO, "--model.freeze=[vision]"],
+    "8 bits": [*GRPO, EIGHT_BITS],
+    "ppo": [*PPO, "--ppo.num_mini_batches=2"],
+    "adapters": [*ADAPTED[1:], "--ppo.critic=separate", *PPO],
+    "NF4": [*NF4[1:], *PPO],
 }  # fmt: skip
 REPLICAS = [*ONE_BY_ONE, "--sharding.replicas=2"]
 WAYS = {
-    "replicated": [], "sharded": SHARDED, "replicas": REPLICAS, "once": [*SHARDED, ONCE],
+    "replicated": [], "sharded": SHARDED, "layer by layer": ONE_BY_ONE, "replicas": REPLICAS, "once": [*SHARDED, ONCE],
     "once, layer by layer": [*ONE_BY_ONE, ONCE], "once, replicas": [*REPLICAS, ONCE],
     "compute_dtype": ["--model.compute_dtype=float64"],
 }  # fmt: skip
 CASES = [
     *(("grpo", way) for way in WAYS), ("sft", "sharded"), ("sft", "once"), ("sft", "replicas"),
+    ("dpo", "replicated"), ("dpo precomputed", "sharded"), ("reward_model", "sharded"), ("resampled", "sharded"),
+    ("rloo", "sharded"), ("reward model", "layer by layer"),
+    ("tools", "sharded"), ("Qwen3.5", "layer by layer"), ("two at a time", "layer by layer"), ("ppo", "sharded"),
     ("reference", "once, replicas"), ("experts", "replicas"), ("experts", "once, replicas"), ("experts", "once"),
     ("Qwen3-VL", "once"), ("token budget", "once"), ("frozen tower", "once"), ("frozen tower", "replicas"),
     ("8 bits", "once"), ("adapters", "sharded"), ("adapters", "once"), ("adapters", "once, replicas"),
@@ -140,9 +165,9 @@ def count_communication(folder: Path, overrides: list[str], world):
 def test_communication_of_a_step(tmp_path):
     """With once_per_step, each unit is gathered and reduced once, despite four micro-batches."""
     write_files(tmp_path)
-    sft = [*STAGES["sft"], "--sft.prompts_per_step=16", "--sft.max_steps=2"]
+    sft = ["--stages=[sft]", "--sft.prompts_per_step=8", "--sft.max_steps=2"]
     ways = {"sharded": SHARDED, "once": [*SHARDED, ONCE], "replicas": REPLICAS}
-    for rank in launch(4, tmp_path, {name: [*sft, *way] for name, way in ways.items()}, count_communication):
+    for rank in launch(2, tmp_path, {name: [*sft, *way] for name, way in ways.items()}, count_communication):
         [*_, (gathers, reductions, sums, num_units)] = rank["once"]
         assert (gathers, reductions, sums) == (num_units, num_units, 0)
         [*_, (gathers, reductions, sums, _)] = rank["sharded"]

@@ -109,32 +109,24 @@ def edit_weights(path, change):
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(("tied", "most"), [(True, 10**9), (False, 40_000)], ids=["tied, one file", "untied, shards"])
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_saved_models_load_in_transformers_with_equal_logits(tmp_path, processor, model_type, tied, most, oracle):
-    model = tiny.model(tied, model_type=model_type)
-    save_model(tmp_path / "saved", model, processor, max_shard_size=most)
-    assert (tmp_path / "saved" / INDEX).exists() == (most == 40_000)
+@pytest.mark.parametrize(("number", "model_type"), enumerate(FAMILIES))
+def test_saved_models_load_in_transformers_with_equal_logits(tmp_path, processor, number, model_type, oracle):
+    """A tied model in one file, or an untied one in shards. transformers saves the tower's theta in another place."""
+    is_tied = number % 2 == 0
+    config = tiny.config(is_tied, model_type=model_type)
+    config.vision_config = replace(config.vision_config, rope_theta=100.0)
+    model = tiny.model_of(config)
+    save_model(tmp_path / "saved", model, processor, max_shard_size=10**9 if is_tied else 40_000)
+    assert (tmp_path / "saved" / INDEX).exists() == (not is_tied)
     theirs, info = oracle.CLASSES[model_type].from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    generator = torch.Generator().manual_seed(0)
-    rows = [tiny.prompt(generator, grids) for grids in ([], [(1, 6, 10)], [(1, 18, 4), (1, 6, 10)])]
-    assert oracle.worst_difference(theirs, model, rows) <= oracle.ROUNDING[model_type]
-    torch.testing.assert_close(load_model(tmp_path / "saved").state_dict(), model.state_dict(), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_the_rope_theta_of_the_tower_is_read_from_the_folder(tmp_path, processor, model_type, oracle):
-    """The theta is read from our folders, and from rope_parameters in transformers' folders."""
-    config = tiny.config(model_type=model_type)
-    config.vision_config = replace(config.vision_config, rope_theta=100.0)
-    save_model(tmp_path / "ours", tiny.model_of(config), processor)
-    theirs = oracle.CLASSES[model_type].from_pretrained(tmp_path / "ours")
     theirs.save_pretrained(tmp_path / "theirs")
     assert theirs.config.vision_config.rope_parameters["rope_theta"] == 100
-    rows = [tiny.prompt(torch.Generator().manual_seed(0), [(1, 6, 10)])]
-    for folder in ("ours", "theirs"):
-        assert oracle.worst_difference(theirs, load_model(tmp_path / folder), rows) <= oracle.ROUNDING[model_type]
+    generator = torch.Generator().manual_seed(0)
+    rows = [tiny.prompt(generator, grids) for grids in ([], [(1, 6, 10)], [(1, 18, 4), (1, 6, 10)])]
+    for ours in (model, load_model(tmp_path / "theirs")):
+        assert oracle.worst_difference(theirs, ours, rows) <= oracle.ROUNDING[model_type]
+    torch.testing.assert_close(load_model(tmp_path / "saved").state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 def test_a_saved_processor_and_model_work_in_transformers(folder, transformers, oracle, monkeypatch):
@@ -187,8 +179,6 @@ def test_a_fine_tuned_folder_keeps_the_files_of_its_base(copy, tmp_path):
 
 @pytest.mark.parametrize(("content", "more"), [
     (None, []),
-    ({}, []),
-    ({"eos_token_id": None}, []),
     ({"eos_token_id": "DOCUMENT", "do_sample": True, "temperature": 0.1}, []),  # as in the folder of a base model
     ({"eos_token_id": 7, "pad_token_id": 9}, [7]),
     ({"eos_token_id": [8, "TURN", 7]}, [8, 7]),
@@ -378,11 +368,6 @@ REFUSED = {  # what is wrong with a folder: (change, sentence)
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors does not exist"),
     "no config.json": (
         lambda folder: (folder / "config.json").unlink(), "has no config.json. Download the folder again."),
-    "another model": (config(model_type="llama"), "copy/config.json: model_type is 'llama'"),
-    # huge sizes are refused without allocating memory
-    "many layers": (
-        config(num_hidden_layers=10**9), r"num_hidden_layers is 1000000000, but it must be in \[1, 1000\]"),
-    "many tokens": (config(vocab_size=10**18), r"vocab_size is 1000000000000000000, but it must be in \[1, 1e9\]"),
     "an unknown dtype": (config(torch_dtype="int8"), "torch_dtype is 'int8', but it must be 'float32', "),
 }  # fmt: skip
 

@@ -1,7 +1,5 @@
 """Compare the estimated FLOPs with PyTorch's FlopCounterMode."""
 
-from itertools import product
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -28,10 +26,12 @@ def estimated(model, batch) -> float:
     return batch_flops(flops_by_input(model, model.config), batch)
 
 
-# with frozen tower blocks, gradients end at the merger's norm
-FREEZE = [], ["vision"], ["vision", "merger"], ["language"]
-MODELS = [*product(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), (False,), FREEZE)]
-MODELS += [("qwen2_5_vl", True, []), ("qwen3_vl_moe", False, [])]  # of the experts, a token's own count
+MODELS = [
+    ("qwen2_vl", False, ["language"]), ("qwen2_5_vl", True, []),
+    ("qwen2_5_vl", False, ["vision"]),  # gradients end at the merger's norm
+    ("qwen3_vl", False, ["vision", "merger"]), ("qwen3_vl", False, []),
+    ("qwen3_vl_moe", False, []),  # a token is computed by some of the experts
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("model_type", "tied", "freeze"), MODELS, ids=str)
@@ -42,10 +42,9 @@ def test_products_with_weights_are_counted_exactly(model_type, tied, freeze):
     assert estimated(model, batch) == counted(model, batch)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe"])
-def test_recurrence_is_not_counted(model_type):
+def test_recurrence_is_not_counted():
     """The remaining FLOPs are the recurrence's products, which have no weights."""
-    model = tiny.model(model_type=model_type)
+    model = tiny.model(model_type="qwen3_5_moe")
     batch = pack(*groups(3), model.config)
     assert 0.85 * counted(model, batch) < estimated(model, batch) < counted(model, batch)
 
@@ -74,12 +73,10 @@ def test_cached_images_are_not_computed_again():
 
 
 @pytest.mark.parametrize(("name", "peak"), [
-    ("NVIDIA H100 80GB HBM3", 9.89e14), ("NVIDIA H100 PCIe", 7.56e14), ("NVIDIA A100-SXM4-80GB", 3.12e14),
-    ("NVIDIA A10", 1.25e14), ("NVIDIA L4", 1.21e14), ("NVIDIA L40S", 3.62e14), ("NVIDIA GeForce RTX 4090", 1.65e14),
-    ("NVIDIA A10G", 7.0e13), ("Tesla T4", 8.1e12), ("NVIDIA A40", 1.5e14), ("NVIDIA RTX A6000", 1.55e14),
-    ("NVIDIA RTX 6000 Ada Generation", 3.64e14), ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 5.04e14),
-    ("NVIDIA GeForce RTX 4090 Laptop GPU", 8.6e13), ("NVIDIA GeForce RTX 5090 Laptop GPU", 1.14e14),
-    ("NVIDIA GH200 480GB", 9.89e14), ("NVIDIA GeForce RTX 3060", 2.54e13), ("NVIDIA RTX A4000", 7.67e13),
+    ("NVIDIA H100 80GB HBM3", 9.89e14), ("NVIDIA H100 PCIe", 7.56e14), ("NVIDIA A10", 1.25e14), ("NVIDIA A10G", 7.0e13),
+    ("NVIDIA L4", 1.21e14), ("NVIDIA L40S", 3.62e14), ("Tesla T4", 8.1e12), ("NVIDIA A40", 1.5e14),
+    ("NVIDIA RTX 6000 Ada Generation", 3.64e14), ("NVIDIA RTX A4000", 7.67e13), ("NVIDIA GeForce RTX 4090", 1.65e14),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", 8.6e13), ("NVIDIA GH200 480GB", 9.89e14),
     ("NVIDIA GeForce RTX 3060 Ti", None), ("NVIDIA GeForce RTX 4080 Laptop GPU", None), ("Quadro RTX 6000", None),
 ])  # fmt: skip
 def test_the_peak_is_that_of_the_card_in_bfloat16(monkeypatch, name, peak):

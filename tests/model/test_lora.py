@@ -229,13 +229,12 @@ def test_tf32_is_on_for_the_products_of_adapters_only(as_on_a_gpu, monkeypatch):
     assert {precision for _, precision in products.found} == {before}
 
 
-@pytest.mark.parametrize("p", [0.0, 0.5])
-def test_adapters_on_a_gpu_equal_those_on_a_cpu(as_on_a_gpu, monkeypatch, p):
+def test_adapters_on_a_gpu_equal_those_on_a_cpu(as_on_a_gpu, monkeypatch):
     """On a CPU, both paths compute the same products; only their gradients are summed in another order."""
     model = adapted(dtype=torch.bfloat16)
     found = []
     for _ in range(2):
-        with lora.dropout(model, p, "key"):
+        with lora.dropout(model, 0.5, "key"):
             value = loss(model)
         found.append([value, *torch.autograd.grad(value, adapter_parameters(model))])
         monkeypatch.undo()

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from minivlmrl.losses.grpo import LossNormalizer
-from minivlmrl.trainers.base import MicroBatch
 from tests.helpers import tiny
 from tests.helpers.tiny import pack
 
@@ -35,22 +33,6 @@ def test_an_empty_completion_is_refused():
     prompt = tiny.prompt(torch.Generator(), [])
     with pytest.raises(ValueError, match="no tokens"):
         pack([prompt], [[torch.zeros(0, dtype=torch.long)]], tiny.config())
-
-
-def micro_batch(mask):
-    """Return a micro-batch with completions of 3 and 2 tokens, and `mask` as its loss mask."""
-    prompt = tiny.prompt(torch.Generator(), [])
-    group = pack([prompt], [[torch.tensor([10, 11, 12]), torch.tensor([20, 21])]], tiny.config())
-    return MicroBatch(group, torch.tensor(mask), LossNormalizer(2, 5, 3))
-
-
-def test_a_mean_counts_only_trained_tokens():
-    """All trained tokens have equal weight: (1 + 4 + 16) / 3, without a gradient; no trained token gives 0."""
-    part = micro_batch([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
-    mean = part.mean(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0], requires_grad=True))
-    assert (mean.item(), mean.requires_grad, part.weight) == (7.0, False, 3.0)
-    part = micro_batch([[0.0] * 3] * 2)
-    assert (part.mean(torch.ones(5)).item(), part.weight) == (0.0, 0.0)
 
 
 def test_cached_image_embeddings_are_used_if_all_prompts_have_them():

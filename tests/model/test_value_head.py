@@ -52,22 +52,15 @@ def by_hand(model: ValueModel, prompt: Prompt, completion: torch.Tensor) -> torc
     return states @ model.score.weight[0]
 
 
-def test_an_answer_is_scored_at_its_last_token(groups):
+def test_values_before_each_token_and_scores_of_answers(groups):
+    """A value belongs to the state before a token, and the score of an answer to its last token."""
     model, (prompts, completions) = value_model(), groups
-    found = score(model, groups)
-    expected = [by_hand(model, p, c)[-1] for p, group in zip(prompts, completions, strict=True) for c in group]
-    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-10, atol=1e-10)
-
-
-def test_values_are_computed_before_each_token(groups):
-    model, (prompts, completions) = value_model(), groups
+    rows = [(p, c) for p, group in zip(prompts, completions, strict=True) for c in group]
+    exact = [by_hand(model, *row) for row in rows]
+    values = [scores[len(p.input_ids) - 1 : -1] for scores, (p, _) in zip(exact, rows, strict=True)]
     found = model(pack(prompts, completions, model.backbone.config))
-    expected = [
-        by_hand(model, p, c)[len(p.input_ids) - 1 : -1]
-        for p, group in zip(prompts, completions, strict=True)
-        for c in group
-    ]
-    torch.testing.assert_close(found, torch.cat(expected), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found, torch.cat(values), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(score(model, groups), torch.stack([x[-1] for x in exact]), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.usefixtures("alone")
@@ -88,20 +81,14 @@ def test_values_of_a_bfloat16_model_are_float32(groups, way):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_language_head_is_trained_only_if_tied(groups, tied):
+def test_the_language_head_is_trained_only_if_tied_and_the_model_is_saved(groups, tmp_path, tied):
     model = value_model(tied)
     score(model, groups).sum().backward()
     assert model.backbone.lm_head.weight.requires_grad == tied
     without = {name for name, p in model.named_parameters() if p.grad is None}
     assert without == (set() if tied else {"backbone.lm_head.weight"})
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_saved_value_model_is_loaded(groups, tmp_path, tied):
-    model = value_model(tied)
     save_value_model(tmp_path / "judge", model, tiny.processor(), ONE)
-    loaded = load_value_model(tmp_path / "judge")
-    assert torch.equal(score(loaded, groups), score(model, groups))
+    assert torch.equal(score(load_value_model(tmp_path / "judge"), groups), score(model, groups))
     assert load_value_model(tmp_path / "judge", torch.float32).score.weight.dtype == torch.float32
     assert not list(tmp_path.glob("**/*.partial"))
 

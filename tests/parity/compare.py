@@ -1,6 +1,5 @@
-"""Define cells, compare their two results, and summarise each cell family. This file does not use TRL."""
+"""Define cells, and compare the two results of each. This file does not use TRL."""
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ Result = dict[str, Tensor]  # metric names begin with "metric "
 class Cell:
     """A comparison between our result and TRL's: a loss, its options and a batch."""
 
-    family: str  # the table row
+    family: str
     name: str  # its options, unique in the family
     ours: Callable[[], Result]
     theirs: Callable[[], Result]  # imports TRL only when it is called
@@ -59,28 +58,6 @@ def grid(**choices) -> list[dict]:
     return [dict(chain(*(part.items() for part in parts))) for parts in product(*of)]
 
 
-@dataclass
-class Outcome:
-    """The result from comparing one cell."""
-
-    name: str
-    agrees: bool
-    error: float = 0.0
-    text: str = ""  # the metric that differs
-
-
-@dataclass
-class Row:
-    """The summary of a family."""
-
-    family: str
-    cells: int
-    agrees: bool  # whether all cells agree
-    error: float  # the largest error
-    verdict: str
-    example: str = ""  # the cell that differs most
-
-
 def loss_cell(q: Question, batch: dict, ours, theirs, leaves=("per_token_logps",), tolerance=1e-10) -> Cell:
     """Create a cell that compares the loss, the metrics, and the gradients with respect to the batch's `leaves`."""
 
@@ -97,46 +74,13 @@ def loss_cell(q: Question, batch: dict, ours, theirs, leaves=("per_token_logps",
     return Cell(q.family, q.name, partial(answer, ours), partial(answer, theirs), tolerance)
 
 
-def ask(cell: Cell) -> Outcome:
-    """Compute both results for a cell and compare them; metrics are compared if both sides have them."""
+def difference(cell: Cell) -> str:
+    """Compute both results for a cell and describe how they differ: "" if they agree. Compare metrics of both sides."""
     ours, theirs = cell.ours(), cell.theirs()
-    errors = {name: distance(ours[name], theirs[name]) for name in ours.keys() & theirs.keys()}
-    metrics = {name: errors.pop(name) for name in [*errors] if name.startswith("metric ")}
-    lone = [name for name in ours.keys() ^ theirs.keys() if not name.startswith("metric ")]
-    error = math.inf if lone else max(errors.values())
-    if error > cell.tolerance:
-        return Outcome(cell.name, False, error)
-    wrong = [name for name, gap in metrics.items() if gap > METRIC_TOLERANCE]
-    return Outcome(cell.name, False, metrics[wrong[0]], wrong[0]) if wrong else Outcome(cell.name, True, error)
-
-
-def judge(family: str, outcomes: list[Outcome]) -> Row:
-    """Create a table row from the outcomes for a family's cells."""
-    wrong, total = [outcome for outcome in outcomes if not outcome.agrees], len(outcomes)
-    worst = max(wrong or outcomes, key=lambda o: o.error)
-    if not wrong:
-        return Row(family, total, True, worst.error, f"agrees to {digits(worst.error)} digits")
-    size = f"by {worst.error:.1e}" if math.isfinite(worst.error) else "in shape or NaN"
-    what = f" ({worst.text})" if worst.text else ""
-    return Row(family, total, False, worst.error, f"differs {size}{what} in {len(wrong)} of {total} cells", worst.name)
-
-
-def digits(error: float) -> int:
-    """Return the decimal digits to which two numbers agree: 3e-12 -> 11; at most 16, the digits of a float64."""
-    return 16 if error < 1e-16 else math.floor(-math.log10(error))
-
-
-def table(rows: list[Row]) -> list[str]:
-    """Format the rows as lines."""
-    lines = []
-    for row in rows:
-        lines.append(f"{row.family:40}{row.cells:5}  {row.verdict}")
-        lines += [f"{'':47}most in: {row.example}"] * bool(row.example)
-    return lines
-
-
-def summary(rows: list[Row]) -> str:
-    """Count the families that agree and differ."""
-    differ = sum(not row.agrees for row in rows)
-    ends = f"{len(rows) - differ} agree" + f", {differ} differ" * bool(differ)
-    return f"{len(rows)} families, {sum(row.cells for row in rows)} cells: {ends}"
+    if lone := {name for name in ours.keys() ^ theirs.keys() if not name.startswith("metric ")}:
+        return f"{cell.name}: only one side has {', '.join(lone)}"
+    for name in ours.keys() & theirs.keys():
+        error = distance(ours[name], theirs[name])
+        if error > (METRIC_TOLERANCE if name.startswith("metric ") else cell.tolerance):
+            return f"{cell.name}: {name} differs by {error:.1e}"
+    return ""

@@ -1,6 +1,6 @@
 """Train with TRL's and with our GRPO, DPO and SFT trainers, and compare the weights after each of 50 steps.
 
-    python -m tests.parity.trl_runs    # draws docs/trl_steps.svg; two minutes on one core
+    python -m tests.parity.trl_runs    # prints a table; two minutes on one core
 
 Both train the same tiny Qwen2.5-VL in float64 on random pictures, with warm-up, a decaying learning rate, weight decay,
 clipped gradients and ratios, two micro-batches per step, and tokens inside completions that are not trained on. TRL's
@@ -9,7 +9,6 @@ TRL is changed to agree with us in all of them, and the table also shows what ha
 """
 
 import json
-import math
 import os
 import tempfile
 from contextlib import redirect_stdout
@@ -23,7 +22,6 @@ import torch
 import trl
 import yaml
 
-from docs.scripts.draw import BLUES, DOCS, FAINT, INK, ORANGES, SOFT, Picture
 from minivlmrl.config.loading import load_config
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.families.registry import hub_name
@@ -251,47 +249,14 @@ def with_masks(generated: tuple) -> tuple:
     return *generated[:2], masks, *generated[3:]
 
 
-# -------------------------------------------------------------------------------------- what comes out
-
-
 def differences(some: list[dict], others: list[dict]) -> list[float]:
     """Return the largest difference of a weight before the first step, and after each step."""
     pairs = zip(some, others, strict=True)
     return [max((a[name] - b[name]).abs().max().item() for name in a.keys() | b.keys()) for a, b in pairs]
 
 
-def draw(lines: dict[tuple[str, str], list[float]]) -> str:
-    """Draw the differences of runs over the steps; {(trainer, what TRL keeps): differences}."""
-    left, top, wide, high, decades = 70, 70, 460, 300, range(-17, 0)
-    picture = Picture(left + wide + 180, top + high + 60, "Weights of TRL and minivlmrl over 50 steps")
-    picture.text(left, 28, "Largest difference between a weight of TRL and ours", 16, anchor="start", bold=True)
-
-    def place(step: float, value: float) -> tuple[float, float]:
-        decade = max(math.log10(value), decades[0]) if value else decades[0]
-        return left + wide * step / STEPS, top + high * (decades[-1] - decade) / (decades[-1] - decades[0])
-
-    for decade in decades[::2]:
-        y = place(0, 10.0**decade)[1]
-        picture.line([(left, y), (left + wide, y)], FAINT)
-        picture.text(left - 8, y + 4, f"1e{decade}", 12, SOFT, "end")
-    for step in (1, 10, 20, 30, 40, 50):
-        picture.text(place(step, 1)[0], top + high + 20, str(step), 12, SOFT)
-    picture.text(left + wide / 2, top + high + 42, "optimizer steps", 12, SOFT)
-    colours = dict(zip(KINDS, (BLUES[1], ORANGES[1], INK), strict=True))
-    for (kind, kept), apart in lines.items():
-        picture.line([place(step, value) for step, value in enumerate(apart[1:], 1)], colours[kind], 1 if kept else 2.5)
-    words = {True: "TRL as it is", False: "TRL with seven changes"}
-    for is_kept, says in words.items():
-        ends = [(kind, place(STEPS, apart[-1])[1]) for (kind, kept), apart in lines.items() if bool(kept) is is_kept]
-        picture.text(left + wide + 12, ends[0][1] - 22, says, 12, INK, "start", bold=True)
-        for i, (kind, _) in enumerate(ends):
-            picture.text(left + wide + 12, ends[0][1] - 4 + 16 * i, kind.upper(), 12, colours[kind], "start")
-    return picture.svg()
-
-
 def main():
     torch.set_num_threads(1)
-    lines = {}
     print("| trainer | TRL keeps | weights after 1, 10, 50 steps | by how far they moved | loss |\n" + "|---" * 5 + "|")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -305,14 +270,11 @@ def main():
                 apart = differences(ours.weights, weights)
                 losses = [abs(line["loss"] - loss) for line, loss in zip(ours.metrics, losses, strict=True)]
                 what = "all" if len(kept) > 1 else "".join(kept)
-                if len(kept) != 1:
-                    lines[kind, what] = apart
                 numbers = [[apart[n], apart[n] / moved[n], losses[n - 1]] for n in SHOWN]
                 cells = [", ".join(f"{x:.0e}" for x in column) for column in zip(*numbers, strict=True)]
                 print(f"| {kind} | {what or 'nothing'} | {' | '.join(cells)} |", flush=True)
             clipped = sum(line["grad_norm"] > OPTIMIZER["max_grad_norm"] for line in ours.metrics)
             print(f"{kind}: weights moved by {moved[-1]:.3f}; gradients were clipped in {clipped} of {STEPS} steps")
-    (DOCS / "trl_steps.svg").write_text(draw(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Check README and docs/: links have a target, commands and snippets run, and numbers and pages are up to date."""
 
 import dataclasses
-import functools
 import itertools
 import json
 import re
@@ -15,7 +14,7 @@ import PIL.Image
 import pytest
 import torch
 
-from docs.scripts import first_hour, make_pages
+from docs.scripts import make_pages, notebooks
 from minivlmrl.__main__ import COMMANDS as COMMAND_NAMES
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.loading import load_config
@@ -31,9 +30,8 @@ from minivlmrl.trainers.registry import TRAINERS
 from tests.helpers.draws import ids_of
 from tests.helpers.links import ROOT, blocks, links, missing, names, reading_list, rows_of
 from tests.helpers.runs import metrics
-from tests.parity.families import families as make_families
+from tests.parity.test_families import FAMILIES
 
-families = functools.cache(make_families)
 NUMBER = re.compile(r"[+-]?\d+(?:\.\d+)?")
 PATTERNS = "README.md", ".github/*.md", "docs/**/*.md"
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for name in PATTERNS for path in ROOT.glob(name)}
@@ -87,7 +85,7 @@ def test_links_lead_somewhere(page):
     named = set(re.findall(removed + r"(?<!tests/)(?:recipes|benchmarks|tests|docs/scripts)/\w+\.\w+", text))
     if page != "docs/changelog.md":  # this page also names removed files
         assert [file for file in sorted(named) if not (ROOT / file).is_file()] == []
-    cells = {name for name, file in links(ROOT / page) if file.parent.name == "parity"} & set(families())
+    cells = {name for name, file in links(ROOT / page) if file.parent.name == "parity"} & FAMILIES.keys()
     assert [line for line in missing(ROOT / page) if line.partition(": no ")[2] not in cells] == []
 
 
@@ -336,9 +334,8 @@ def test_a_notebook_is_stored_with_the_outputs_of_its_cells(name):
     for number, cell in enumerate(cells, start=1):
         assert cell["execution_count"] == number
         cell |= {"execution_count": None, "outputs": []}
-    assert stored == json.loads(make_pages.NOTEBOOKS[name]())
     first = next(i for i, cell in enumerate(cells) if re.search(r"train(_recipe)?\(", "".join(cell["source"])))
-    for number, found in enumerate(first_hour.run_cells(cells[:first])):
+    for number, found in enumerate(notebooks.run_cells(cells[:first])):
         for output in found:
             output.update({"execution_count": number + 1} if output["output_type"] == "execute_result" else {})
         assert found == outputs[number], "".join(cells[number]["source"])

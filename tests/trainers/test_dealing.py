@@ -9,7 +9,7 @@ from minivlmrl.run.rollout_log import groups
 from minivlmrl.run.setup import build_model
 from minivlmrl.trainers import registry
 from minivlmrl.trainers.dealing import assign
-from tests.distributed.test_process_group import STAGES, prepare
+from tests.distributed.test_process_group import REFERENCE, prepare
 from tests.helpers.on_ranks import Uneven, launch
 
 
@@ -65,7 +65,7 @@ def content(sample):
 def test_nothing_is_lost(tmp_path):
     """Groups move whole, with the embeddings of a frozen tower, and the log has the advantages of one process."""
     prepare(tmp_path)
-    grpo = [*STAGES["with a reference"], "--grpo.prompts_per_step=8", "--model.freeze=[vision, merger]"]
+    grpo = [*REFERENCE, "--grpo.prompts_per_step=8", "--model.freeze=[vision, merger]"]
     [(one, _, advantages)] = [rank["step"] for rank in launch(1, tmp_path, {"step": grpo}, step_on_rank)]
     (before, after, logged), (other_before, other_after, other_logged) = [
         rank["step"] for rank in launch(2, tmp_path, {"step": grpo}, step_on_rank)

@@ -1,0 +1,79 @@
+"""Run the notebooks in docs/, and store the outputs of their cells: python -m docs.scripts.notebooks
+
+tests/repository/test_wheel.py runs all cells in order, with fewer rows and steps. test_docs.py runs the cells before
+the first training, and compares their outputs with the stored ones.
+"""
+
+import ast
+import base64
+import contextlib
+import io
+import json
+import pprint
+import re
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+import PIL.Image
+
+NOTEBOOKS = sorted(Path(__file__).parents[1].glob("*.ipynb"))
+
+
+def main():
+    """Run all cells of all notebooks, which takes some minutes."""
+    for path in NOTEBOOKS:
+        path.write_text(with_outputs(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def with_outputs(text: str) -> str:
+    """Run the code cells of a notebook in an empty folder, and return the notebook with their outputs."""
+    content = json.loads(text)
+    cells = [cell for cell in content["cells"] if cell["cell_type"] == "code"]
+    for number, (cell, outputs) in enumerate(zip(cells, run_cells(cells), strict=True), start=1):
+        for output in outputs:
+            if output["output_type"] == "execute_result":
+                output["execution_count"] = number
+        cell |= {"execution_count": number, "outputs": outputs}
+    return json.dumps(content, indent=1) + "\n"
+
+
+def run_cells(cells: list[dict]) -> list[list[dict]]:
+    """Run code cells in an empty folder, and return the outputs of each cell in the notebook format."""
+    space = {"__name__": "__main__"}
+    # if this module is loaded, a run prints every tenth step instead of every step
+    sys.modules["ipykernel"] = ModuleType("ipykernel")
+    try:
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            return [run_cell("".join(cell["source"]), space) for cell in cells]
+    finally:
+        del sys.modules["ipykernel"]
+
+
+def run_cell(source: str, space: dict) -> list[dict]:
+    """Run a code cell in a namespace, and return its printed text and the value of its last expression."""
+    statements = ast.parse(source).body
+    last = statements.pop() if isinstance(statements[-1], ast.Expr) else None
+    printed, value = io.StringIO(), None
+    with contextlib.redirect_stdout(printed):
+        exec(compile(ast.Module(statements, []), "cell", "exec"), space)
+        if last is not None:
+            value = eval(compile(ast.Expression(last.value), "cell", "eval"), space)
+    outputs = []
+    if printed.getvalue():
+        text = re.sub(r"[^\n]*\r", "", printed.getvalue()).splitlines(keepends=True)  # as a terminal shows it
+        outputs.append({"name": "stdout", "output_type": "stream", "text": text})
+    if value is not None:
+        data = {"text/plain": pprint.pformat(value, width=100, sort_dicts=False).splitlines(keepends=True)}
+        if isinstance(value, PIL.Image.Image):
+            file = io.BytesIO()
+            value.save(file, "PNG", optimize=True)
+            size = f"<PIL image, {value.width} x {value.height}>"  # repr() has an address in memory
+            data = {"image/png": base64.b64encode(file.getvalue()).decode(), "text/plain": [size]}
+        outputs.append({"data": data, "execution_count": None, "metadata": {}, "output_type": "execute_result"})
+    return outputs
+
+
+if __name__ == "__main__":
+    main()
