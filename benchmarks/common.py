@@ -7,10 +7,12 @@ import argparse
 import datetime
 import json
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
@@ -24,18 +26,6 @@ def seconds_of(call: Callable) -> float:
     call()
     synchronize()
     return time.perf_counter() - begin
-
-
-def peak_gib(call: Callable) -> float:
-    """Measure a call's peak memory in GiB, minus the memory in use before the call; 0 without a GPU."""
-    if CARD.type == "cpu":
-        call()
-        return 0.0
-    torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
-    call()
-    synchronize()
-    return (torch.cuda.max_memory_allocated() - held) / 2**30
 
 
 def synchronize():
@@ -62,6 +52,12 @@ def about() -> dict:
             versions[name] = "not installed"
     card = torch.cuda.get_device_name() if CARD.type == "cuda" else platform.machine()
     return {"card": card, "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "versions": versions}
+
+
+def commit() -> str:
+    """Return the repository's commit, or "unknown" for a copy without its history."""
+    command = ["git", "-C", str(Path(__file__).parents[1]), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
 def run_part(description: str, parts: Mapping[str, Callable]):

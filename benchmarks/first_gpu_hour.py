@@ -22,6 +22,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from common import commit
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -44,10 +46,7 @@ PARTS = {
     "lora": Part(60, "gpu.py lora"),
     "nf4": Part(70, "gpu.py nf4"),
     "decode": Part(45, "gpu.py decode"),
-    "attention": Part(25, "gpu.py attention"),
-    "logits": Part(30, "gpu.py logits"),
     "default_run": Part(45, "gpu.py train"),
-    "products": Part(20, "gpu.py products"),
     "trl_flash": Part(110, "gpu.py trl_step flash_attention_2", (*TRL, "flash_attn")),
     "vllm_tests": Part(300, "gpu.py vllm_tests", ("vllm", "pytest", "xdist")),
     "vllm_run": Part(120, "gpu.py train -- --model.compute_dtype=bfloat16 --sampling.engine=vllm", ("vllm",)),
@@ -162,12 +161,6 @@ def table(*columns: str, rows: Iterable[tuple]) -> str:
     """Format a Markdown table."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(str(cell).replace("|", "/") for cell in line) + " |" for line in lines)
-
-
-def commit() -> str:
-    """Return the repository's commit, or "unknown" for a copy without its history."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from torch import Tensor
 
 if os.environ.get("MINIVLMRL_KERNELS") == "triton" and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when it is imported, which the imports below do
-from common import CARD, part, peak_gib, report, report_skipped, run_part, seconds_of, synchronize
+from common import CARD, part, report, report_skipped, run_part, seconds_of, synchronize
 from grpo_step import Ours, make_rows, trl_clock, trl_side
 
 from minivlmrl.config.loading import load_config
@@ -40,12 +40,8 @@ from minivlmrl.diagnostics.memory import RESERVE, MemoryEstimator, MemoryQuestio
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import recompute_blocks
 from minivlmrl.generation import generate, sampler
-from minivlmrl.generation.cuda_graphs import CapturedDecode, StaticDecodeAttention
-from minivlmrl.kernels.backend import triton
-from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
-from minivlmrl.kernels.window_attention import Segments, batched_attention, window_attention
+from minivlmrl.generation.cuda_graphs import CapturedDecode
 from minivlmrl.model import config_json
-from minivlmrl.model.attention import DecodeAttention, GroupAttention, GroupLayout
 from minivlmrl.model.build import initialize, random_model
 from minivlmrl.model.checkpoint import DTYPES, save_model
 from minivlmrl.model.config import ModelConfig
@@ -60,7 +56,6 @@ from minivlmrl.tasks import shapes
 from minivlmrl.trainers.grpo import GRPOTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
-NO_TESTS = 5  # pytest's exit status if it ran no test
 RECORDED = json.loads((ROOT / "tests" / "recorded" / "hub_configs.json").read_text())  # config.json from the hub
 
 
@@ -120,8 +115,8 @@ def self_test(toy: bool):
 
 @part
 def tests(toy: bool):
-    """Run the tests that need a GPU. `pytest -m gpu` runs each file in its own process."""
-    run_tests("gpu")
+    """Run the tests that need a GPU."""
+    run_tests("gpu", "-n", "0", "tests/kernels", "tests/model", "tests/generation")
 
 
 @part
@@ -138,8 +133,6 @@ def run_tests(marker: str, *arguments: str):
         subprocess.CalledProcessError: if a test fails.
     """
     done = run_python("-m", "pytest", "-p", "no:cacheprovider", "-m", marker, *arguments, check=False)
-    if done.returncode == NO_TESTS and CARD.type == "cpu":
-        return report_skipped("tests", "this part needs a GPU")
     for state in ("passed", "failed", "skipped", "error"):
         report(f"tests: {state}", sum(map(int, re.findall(rf"(\d+) {state}", done.stdout))), "")
     done.check_returncode()
@@ -508,130 +501,6 @@ def trl_step(toy: bool, attention: str):
         synchronize()
     for pair in sampled:
         report(f"{attention}: sampling and rewards of a step", seconds_between(*pair), "s")
-
-
-# ---- kernels -------------------------------------------------------------------------------------------------------
-
-# a photograph of 58 x 70 patches: windows with 8 x 8 patches, and at the edges with 8 x 6, 2 x 8 and 2 x 6
-PHOTOGRAPH = 7 * (8 * [64] + [48]) + 8 * [16] + [12]
-HEADS, HEAD_DIM = 16, 80  # Qwen2.5-VL's tower
-
-
-def milliseconds(call: Callable, in_graph: bool = True) -> float:
-    """Return a call's median time in milliseconds. On a CPU, call it once.
-
-    Args:
-        in_graph: False for a call that a graph cannot capture, or whose memory a graph should not keep.
-    """
-    if CARD.type == "cpu":
-        return 1e3 * seconds_of(call)
-    if in_graph:
-        return triton.testing.do_bench_cudagraph(call, return_mode="median")
-    return triton.testing.do_bench(call, return_mode="median")
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, device=CARD).to(torch.bfloat16)
-
-
-@part
-def attention(toy: bool):
-    """Time attention inside windows and in a decode step."""
-    for label, lengths in {"512 windows of 64": 512 * [64], "8 photographs": 8 * PHOTOGRAPH}.items():
-        time_windows(label, [64, 20, 64] if toy else lengths)
-    for prompts, generations in [(2, 3)] if toy else [(1, 1), (1, 8), (8, 8), (64, 8)]:
-        time_decode_attention(prompts, generations, *((50, 8, 5, 4, 2, 16) if toy else (1100, 256, 200, 16, 2, 128)))
-
-
-def time_windows(label: str, lengths: list[int]):
-    """Time ways to compute attention within segments with these lengths, forward and with gradients."""
-    tokens = sum(lengths)
-    # q and k are contiguous, as after the rotary embedding; v is a slice of the projection
-    q, k, grad = (normal(tokens, HEADS, HEAD_DIM) for _ in range(3))
-    v = normal(tokens, 3, HEADS, HEAD_DIM)[:, 2]
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    segments = Segments(lengths, CARD)
-    ways = {
-        "ours": lambda *x: window_attention(*x, segments),
-        "torch, by length": lambda *x: batched_attention(*x, segments),
-        "torch, varlen_attn": lambda *x: varlen(*x, segments.cu_seqlens, max(lengths)),
-    }
-    for way, function in ways.items():
-        if way == "torch, varlen_attn" and CARD.type == "cpu":
-            report_skipped(f"{label}, {way}", "varlen_attn needs a GPU")
-            continue
-        with torch.no_grad():
-            report(f"{label}, {way}: forward", milliseconds(partial(function, *inputs)), "ms")
-        report(f"{label}, {way}: with gradients", milliseconds(partial(gradients, function, inputs, grad)), "ms")
-
-
-def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest)
-
-
-def gradients(function: Callable, inputs: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(function(*inputs), inputs, grad)
-
-
-@torch.no_grad()
-def time_decode_attention(prompts: int, generations: int, P: int, C: int, done: int, H: int, K: int, D: int):
-    """Time one layer's attention in a decode step, including writing the new keys.
-
-    Args:
-        P, C: prompt length, and maximum completion length, in tokens.
-        done: number of tokens that each completion already has.
-        H, K, D: number of query heads, number of key heads, and their dimension.
-    """
-    R = prompts * generations
-    prefill = GroupAttention(GroupLayout([P] * prompts, [[]] * prompts, CARD), keep_keys=True)
-    q, new_k, new_v = (normal(R, heads, D) for heads in (H, K, K))
-    prefill.keys.append([normal(prompts * P, K, D) for _ in range(2)])
-    start = torch.zeros(prompts, dtype=torch.long, device=CARD)
-    static = StaticDecodeAttention(prefill, torch.arange(prompts).repeat_interleave(generations), C, start)
-    static.advance(done + 1, growth=done + 1)
-    for x in static.row_kv[0]:
-        x[:, :, :done].normal_()
-    for way, kind in {"ours": StaticDecodeAttention, "torch": DecodeAttention}.items():
-        name = f"decode step, {prompts} x {generations} rows, {P} + {done + 1} keys, {way}"
-        report(name, milliseconds(lambda kind=kind: kind.__call__(static, 0, q, new_k, new_v)), "ms")
-
-
-@part
-def logits(toy: bool):
-    """Time log-probabilities from hidden states with their gradients, and measure their memory."""
-    vocab, width, tokens = (700, 32, 8) if toy else (151936, 2048, 256)
-    for rows in (16,) if toy else (2048, 8192):
-        hidden = normal(rows, width).requires_grad_()
-        weight = (3 * width**-0.5 * normal(vocab, width)).requires_grad_()
-        ids = torch.randint(vocab, (rows,), device=CARD)
-        advantages = torch.randn(rows // tokens, device=CARD)
-
-        def loss(logps, advantages=advantages):
-            return -(logps.view(-1, tokens) * advantages[:, None]).mean()
-
-        ways = {"ours": lambda h, w, ids=ids: loss(linear_log_softmax(h, w, ids)[0]),
-                "torch, bfloat16 logits": lambda h, w, ids=ids: loss(log_softmax(h, w, ids))}  # fmt: skip
-        for way, function in ways.items():
-            call = partial(gradients, function, [hidden, weight], None)
-            report(f"{rows} rows, {way}", milliseconds(call, in_graph=False), "ms")
-            report(f"{rows} rows, {way}: memory", peak_gib(call), "GiB")
-
-
-def log_softmax(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    return (hidden @ weight.T).float().log_softmax(-1).gather(-1, ids[:, None])[:, 0]
-
-
-@part
-def products(toy: bool):
-    """Measure the speed of a large copy and of a large matrix product, from which docs/gpu.md computes limits."""
-    side = 64 if toy else 8192
-    source = normal(2**16 if toy else 2**30)
-    copied = milliseconds(partial(torch.empty_like(source).copy_, source))
-    report("copy of 2 GiB", 2e-9 * source.nbytes / copied, "TB/s")
-    a, b = normal(side, side), normal(side, side)
-    report(f"product of {side}^3", 2e-9 * side**3 / milliseconds(lambda: a @ b), "TFLOP/s")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from tests.helpers.fused import fused_linspace  # noqa: F401 (fixtures)
 from tests.helpers.runs import cached_activations, checkpoint, home, own, plain, rows, run, whole_run  # noqa: F401 (fixtures)
 from tests.helpers.stages import alone, folder, lively, loss_calls, samples, script, stage  # noqa: F401 (fixtures)
 
-SLOW_FILES = {}  # slow tests that do not run, such as {"tests/repository/test_wheel.py::test_x": "test_wheel.py"}
 # these files take longest and run first, so that parallel workers finish at about the same time
 LONGEST_FILES = (
     "test_process_group", "test_checkpoints", "test_trl_steps", "test_audit", "test_memory", "test_out_of_memory",
@@ -58,29 +57,6 @@ def poisoned():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def pytest_deselected(items):
-    """Record the slow tests that `-m "not slow"` in pyproject.toml excludes."""
-    SLOW_FILES.update({item.nodeid: item.path.name for item in items if item.get_closest_marker("slow")})
-
-
-def pytest_sessionfinish(session):
-    """Send a pytest-xdist worker's excluded tests to the process that prints the summary."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["slow"] = SLOW_FILES
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node):
-    SLOW_FILES.update(getattr(node, "workeroutput", {}).get("slow", {}))
-
-
-def pytest_terminal_summary(terminalreporter):
-    """Print which slow tests were not run, and how to run them."""
-    if SLOW_FILES:
-        files = ", ".join(sorted(set(SLOW_FILES.values())))
-        terminalreporter.write_line(f"not run: {len(SLOW_FILES)} slow tests in {files}; run them with: pytest -m slow")
 
 
 def library(name, reason):

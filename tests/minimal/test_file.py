@@ -38,7 +38,7 @@ for i in range(4):
     row.pop("images")[0].save(f"{i}.png")
     lines.append(json.dumps(row | {"image": f"{i}.png"}))
 open("rows.jsonl", "w").write("\\n".join(lines) + "\\n")
-sys.argv = "minimal.py tiny rows.jsonl --steps=1 --rows_per_step=2 --group=2 --max_new_tokens=3".split()
+sys.argv = "minimal.py tiny rows.jsonl --sft --steps=1 --rows_per_step=2".split()
 runpy.run_path("minimal.py", run_name="__main__")
 """
 

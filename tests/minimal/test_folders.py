@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import minimal
 from minivlmrl.data.messages import conversation
 from minivlmrl.model.checkpoint import load_model, load_processor
-from tests.minimal.pairs import ROWS, completions, in_float64, largest_difference, main, row_of, write_folder
+from tests.minimal.pairs import ROWS, main, row_of, write_folder
 
 SFT = ("--sft", "--steps=2", "--warmup=1", "--rows_per_step=2", "--learning_rate=1e-3")
 PROBLEM, SIZES = ROWS["text around images"]
@@ -33,9 +33,7 @@ def write_theirs(folder, name: str):
         model.to(torch.bfloat16).save_pretrained(folder)
 
 
-@pytest.fixture(
-    scope="module", params=["train.py", "built-in", "untied", "tied", "tied shards", "untied shards", "tied bfloat16"]
-)
+@pytest.fixture(scope="module", params=["train.py", "built-in", "untied shards", "tied bfloat16"])
 def trained(request, checkpoint, rows, tmp_path_factory, transformers):
     """A folder by train.py, minimal.py or transformers, and a folder in which minimal.py wrote the trained model."""
     base = tmp_path_factory.mktemp("base")
@@ -74,45 +72,27 @@ def test_the_package_reads_the_base_and_the_trained_folder(trained):
     assert len(changed) == len(state(ours))
 
 
-def test_transformers_reads_the_trained_folder(trained, transformers, oracle, monkeypatch):
-    """Log-probabilities, token ids and patches are those of minimal.py."""
-    oracle.in_float64(monkeypatch, "qwen2_5_vl")
-    names = transformers.AutoModelForImageTextToText
-    theirs, info = names.from_pretrained(
-        trained.folder, dtype=torch.float64, attn_implementation="eager", output_loading_info=True
-    )
-    assert not any(info.values())
-    ours = in_float64(trained.folder)
-    prompt = minimal.make_prompt(ours, row_of(PROBLEM, SIZES))
-    answer = completions()[-1]
-    images = transformers.AutoImageProcessor.from_pretrained(trained.folder)(
-        images=[minimal.load_image(image) for image in row_of(PROBLEM, SIZES)["images"]], return_tensors="pt"
-    )
-    ids = torch.cat([prompt.ids, answer])[None]
-    kinds = (ids == ours.config["image_token_id"]).long()
-    with torch.no_grad():
-        logits = theirs.eval()(input_ids=ids, mm_token_type_ids=kinds, **images).logits[0, -len(answer) - 1 : -1]
-        [logps] = minimal.log_probabilities(ours, prompt, answer[None])
-    expected = logits.log_softmax(-1).gather(1, answer[:, None])[:, 0]
-    assert largest_difference(logps, expected) <= 1e-12
-    tokenizer = transformers.AutoTokenizer.from_pretrained(trained.folder)
-    assert tokenizer(TEXT, add_special_tokens=False)["input_ids"] == minimal.to_ids(ours.tokenizer, TEXT)
-    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|endoftext|>"
-
-
-def test_the_weights_are_one_file_with_their_dtype(trained, transformers):
-    """A tied head is stored once and stays tied; no index of the base's files is left."""
+def test_transformers_reads_the_trained_folder(trained, transformers):
+    """The folder has one file of float32 weights, and no index of the base's files. A tied head is stored once."""
     weights = load_file(trained.folder / "model.safetensors")
     assert [file.name for file in trained.folder.glob("model*")] == ["model.safetensors"]
     config = json.loads((trained.folder / "config.json").read_text())
     assert {weight.dtype for weight in weights.values()} == {torch.float32} and config["torch_dtype"] == "float32"
-    theirs = transformers.AutoModelForImageTextToText.from_pretrained(trained.folder, dtype="auto")
-    assert theirs.dtype == torch.float32
+    load = transformers.AutoModelForImageTextToText.from_pretrained
+    theirs, info = load(trained.folder, dtype="auto", output_loading_info=True)
+    assert not any(info.values()) and theirs.dtype == torch.float32
+    ours = minimal.load(trained.folder)
     assert ("lm_head.weight" in weights) != is_tied(trained.name)
     if is_tied(trained.name):
-        ours = minimal.load(trained.folder)
         assert ours.lm_head.weight is ours.model["embed_tokens"].weight
         assert theirs.lm_head.weight is theirs.model.language_model.embed_tokens.weight
+    images = transformers.AutoImageProcessor.from_pretrained(trained.folder)
+    row = row_of(PROBLEM, SIZES)
+    patches = images(images=[minimal.load_image(image) for image in row["images"]], return_tensors="pt")["pixel_values"]
+    assert torch.equal(torch.cat([own for own, _, _ in minimal.make_prompt(ours, row).images]), patches)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(trained.folder)
+    assert tokenizer(TEXT, add_special_tokens=False)["input_ids"] == minimal.to_ids(ours.tokenizer, TEXT)
+    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|endoftext|>"
 
 
 def test_train_goes_on_with_the_trained_folder(trained, run, plain, rows):
@@ -125,7 +105,7 @@ def test_train_goes_on_with_the_trained_folder(trained, run, plain, rows):
     assert len(differing(state(minimal.load(trained.folder)), state(ours))) > 10
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_a_loaded_model_is_saved_in_its_dtype(tmp_path, dtype, transformers):
     (tmp_path / "base").mkdir()
     write_folder(tmp_path / "base", tied=True)

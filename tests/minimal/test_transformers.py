@@ -1,7 +1,6 @@
 """Compare minimal.py with transformers in float64, from the image file to the log-probabilities."""
 
 import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +13,6 @@ from tests.minimal.pairs import (
     ROWS,
     TOKENIZER,
     completions,
-    hub_config,
     in_float64,
     largest_difference,
     padded,
@@ -23,8 +21,6 @@ from tests.minimal.pairs import (
 )
 
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
-
-from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig  # noqa: E402
 
 from tests.helpers import oracle  # noqa: E402 (asks for transformers too)
 
@@ -71,44 +67,12 @@ def theirs(request, tmp_path_factory, published):
                 logits = model(**whole).logits[0, -len(answer) - 1 : -1]
                 logps.append(logits.log_softmax(-1).gather(1, answer[:, None])[:, 0])
             rows[name] = torch.cat(logps)
-    return SimpleNamespace(folder=folder, model=model, rows=rows, tied=request.param)
+    return SimpleNamespace(folder=folder, rows=rows)
 
 
-def without_defaults(config: dict) -> dict:
-    """Leave out of vision_config each value that is the default of its class, as transformers 4.49 does."""
-    defaults = Qwen2_5_VLVisionConfig().to_dict()
-    vision = {name: value for name, value in config["vision_config"].items() if value != defaults.get(name)}
-    assert "window_size" not in vision and "patch_size" not in vision
-    return config | {"vision_config": vision}
-
-
-def with_nulls(config: dict) -> dict:
-    """Repeat the values of the decoder in text_config, some of them null, as transformers 4.52 to 4.56 do."""
-    text = {name: value for name, value in config.items() if name not in ("vision_config", "architectures")}
-    text |= {"model_type": "qwen2_5_vl_text", "image_token_id": None, "video_token_id": None}
-    top = dict(config)
-    if config["tie_word_embeddings"]:
-        top.pop("tie_word_embeddings")
-    else:
-        text.pop("tie_word_embeddings")
-    return top | {"text_config": text}
-
-
-FORMS = {"hub": dict, "4.49": without_defaults, "4.52": with_nulls, "5": None}
-
-
-@pytest.mark.parametrize("shards", [False, True], ids=["one file", "shards"])
-@pytest.mark.parametrize("form", FORMS)
-def test_log_probabilities_equal_transformers(theirs, tmp_path, form, shards):
-    """All versions' forms of a folder give transformers' log-probabilities, from image files on."""
-    folder = shutil.copytree(theirs.folder, tmp_path / "copy")
-    if shards:
-        (folder / "model.safetensors").unlink()
-        theirs.model.save_pretrained(folder, max_shard_size=200_000)
-        assert len(list(folder.glob("*.safetensors"))) > 3
-    if FORMS[form]:
-        (folder / "config.json").write_text(json.dumps(FORMS[form](hub_config(theirs.tied))))
-    model = in_float64(folder)
+def test_log_probabilities_equal_transformers(theirs):
+    """From the image files on. test_folders.py has other layouts of a folder."""
+    model = in_float64(theirs.folder)
     ids, mask = padded(completions())
     for name, expected in theirs.rows.items():
         with torch.no_grad():

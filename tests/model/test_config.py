@@ -1,6 +1,5 @@
 """Test how config.json is read and written, for models on the Hub and files from transformers."""
 
-import itertools
 import json
 from dataclasses import replace
 from functools import partial
@@ -76,12 +75,6 @@ def test_a_null_in_the_rope_settings_does_not_win_either():
     assert config.rope_theta == 7e5 and config.vision_config.rope_theta == 5e3
 
 
-def test_mrope_section_counts_inside_rope_scaling_alone():
-    outside = {"mrope_section": tiny.RUN_MODEL["rope_scaling"]["mrope_section"], "rope_scaling": {"type": "mrope"}}
-    with pytest.raises(ValueError, match=r"mrope_section is \[16, 24, 24\]"):
-        config_json.from_dict(tiny.RUN_MODEL | outside)
-
-
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_unknown_keys_are_kept(model_type):
     """Every key in the file is written again with its value, even a key that no family knows."""
@@ -104,33 +97,8 @@ NEWER = {
         {"full_attention_interval": 2, "head_dim": 16, "linear_key_head_dim": 8}, {"partial_rotary_factor": 0.5}, {},
     ),
 }  # fmt: skip
-TOWER = ("depth", "num_heads", "patch_size", "spatial_merge_size", "temporal_patch_size")
-TOWERS = {
-    "qwen2_5_vl": ("hidden_size", "intermediate_size", "window_size", "tokens_per_second", "fullatt_block_indexes"),
-    "qwen2_vl": (),
-    **dict.fromkeys(NEWER, ("hidden_size", "intermediate_size", "num_position_embeddings")),
-}
-
-
-def equal_towers(ours, theirs, model_type):
-    for name in TOWER + TOWERS[model_type]:
-        found, expected = (getattr(config.vision_config, name) for config in (ours, theirs))
-        assert (list(found) == list(expected)) if isinstance(found, tuple) else found == expected, name
-
-
-def test_default_values_are_those_of_transformers(transformers):
-    text = {name: value for name, value in tiny.RUN_MODEL.items() if name not in ("vision_config", "rms_norm_eps")}
-    towers = {"qwen2_5_vl": {"out_hidden_size": 32}, "qwen2_vl": {"hidden_size": 32}}
-    for model_type, said in itertools.product(towers, ({}, {"rope_theta": 7e5})):
-        values = text | {"model_type": model_type, "vision_config": towers[model_type], **said}
-        ours, theirs = config_json.from_dict(values), transformers.AutoConfig.for_model(**values)
-        assert ours.rms_norm_eps == theirs.text_config.rms_norm_eps
-        assert ours.rope_theta == theirs.text_config.rope_parameters["rope_theta"]
-        assert ours.partial_rotary_factor == theirs.text_config.rope_parameters.get("partial_rotary_factor", 1.0)
-        equal_towers(ours, theirs, model_type)
-    # Qwen2-VL's names for these fields
-    width, ratio = theirs.vision_config.embed_dim, theirs.vision_config.mlp_ratio
-    assert (ours.vision_config.hidden_size, ours.vision_config.intermediate_size) == (width, width * ratio)
+TOWER = ("depth", "num_heads", "patch_size", "spatial_merge_size", "temporal_patch_size", "hidden_size")
+TOWER += ("intermediate_size", "num_position_embeddings")
 
 
 @pytest.mark.parametrize("little", [True, False])
@@ -156,7 +124,8 @@ def test_default_values_of_newer_families_are_those_of_transformers(model_type, 
         if model_type == "qwen3_5":
             assert list(ours.layer_types) == theirs.text_config.layer_types
             assert ours.partial_rotary_factor == found["partial_rotary_factor"]
-        equal_towers(ours, theirs, model_type)
+        towers = ours.vision_config, theirs.vision_config
+        assert [getattr(towers[0], name) for name in TOWER] == [getattr(towers[1], name) for name in TOWER]
         deep = getattr(theirs.vision_config, "deepstack_visual_indexes", ())
         assert list(ours.vision_config.deepstack_visual_indexes) == list(deep)
 
@@ -179,14 +148,6 @@ def changed(path: str, value) -> dict:
     return config
 
 
-# publicly quoted values in config.json of Qwen3.6-27B and Qwen3.8-27B, besides output_gate_type
-SAME = {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4}
-SAME |= {"head_dim": 256, "intermediate_size": 17408, "vocab_size": 248320, "full_attention_interval": 4}
-SAME |= {"linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128, "rope_theta": 1e7}
-SAME |= {"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "partial_rotary_factor": 0.25}
-SAME |= {"mrope_section": (11, 11, 10), "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-
-
 def test_qwen3_6_and_3_8_are_read_as_qwen3_5():
     """Qwen3.6-27B and Qwen3.8-27B also name the gate in their recurrent layers, as Qwen3.5 does."""
     config = real_config("Qwen3.5-27B")
@@ -194,9 +155,6 @@ def test_qwen3_6_and_3_8_are_read_as_qwen3_5():
     config["text_config"]["output_gate_type"] = "swish"
     newer = config_json.from_dict(config)
     assert newer.extra.pop("output_gate_type") == "swish" and newer == ours
-    assert {name: field_of(newer, name) for name in SAME} == SAME
-    tower = newer.vision_config
-    assert (tower.depth, tower.hidden_size, tower.patch_size) == (27, 1152, 16)
 
 
 NO_OTHER = "qwen2_5_vl or qwen2_vl or qwen3_vl or qwen3_5 or qwen3_vl_moe or qwen3_5_moe; "

@@ -130,12 +130,6 @@ def test_swapped_parameters_restore_earlier_adapters():
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_on_a_bfloat16_base_the_adapter_is_in_float32():
-    model = adapted(dtype=torch.bfloat16)
-    assert {layer.lora_B.dtype for layer in adapters(model).values()} == {torch.float32}
-    assert model(batch(model)).dtype == torch.bfloat16
-
-
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Treat the CPU as a GPU in model/lora.py, so that bfloat16 and float16 take a GPU's paths."""

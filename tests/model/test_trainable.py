@@ -8,16 +8,13 @@ from safetensors.torch import load_file
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import LoRAOptions
-from minivlmrl.extras import reward_model
-from minivlmrl.model import value_head
-from minivlmrl.model.checkpoint import load_model, load_processor
+from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import adapters, init_adapters, inject_adapters
 from minivlmrl.model.peft import gather_adapter, load_adapter
 from minivlmrl.model.plain_weights import is_adapter, part_of
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.run.setup import build_model
-from minivlmrl.tasks.shapes import Shapes
 from tests.helpers import tiny
 from tests.helpers.runs import metrics
 from tests.helpers.stages import ONE, STAGES, snapshot
@@ -105,29 +102,6 @@ def test_a_run_saves_merged_weights_and_checkpoints_without_the_base(run, plain,
     load_adapter(expected, folder / "checkpoint" / "adapter")
     for name, layer in adapters(expected).items():
         torch.testing.assert_close(merged[f"{name}.weight"], layer.plain_weight(), rtol=1e-6, atol=1e-6)
-
-
-def test_a_reward_model_of_this_run_shares_the_policys_base(run, plain, lively, monkeypatch):
-    """The scores equal the scores from the saved reward model, which has merged weights."""
-    seen, original = [], reward_model.load_scorer
-    monkeypatch.setattr(
-        reward_model, "load_scorer", lambda *a, **b: seen.append((a[0], original(*a, **b))) or seen[-1][1]
-    )
-    options = "--rewards={reward_model: 1}", "--reward_model.learning_rate=0.03"
-    folder = run("--stages=[reward_model, grpo]", *ADAPTERS, *options)
-    [(policy, judge)] = seen
-    theirs = dict(policy.named_parameters())
-    shared = [name for name, p in judge.backbone.named_parameters() if p is theirs[name]]
-    assert len(shared) == sum(not is_adapter(name) for name in theirs)
-    prompt = Shapes(1, "rows")[0].prompt(load_processor(folder / "checkpoint"))
-    packed = reward_model.pack_with_last_token(
-        [prompt], tiny.to_completions([[torch.arange(4), torch.arange(3)]]), policy.config, "cpu"
-    )
-    with torch.no_grad():
-        scores = reward_model.last_token_scores(judge, packed)
-        alone = reward_model.last_token_scores(value_head.load_value_model(folder / "reward_model"), packed)
-    assert scores.abs().min() > 1e-3
-    torch.testing.assert_close(scores, alone, rtol=1e-4, atol=1e-5)
 
 
 def test_a_run_continues_from_an_adapter(run, plain, own, checkpoint, home):

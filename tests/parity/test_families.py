@@ -34,7 +34,7 @@ def test_a_wrong_loss_is_reported(monkeypatch, trl):
     right = preference.dpo_loss
     monkeypatch.setattr(preference, "dpo_loss", lambda *a, **b: (1.001 * (found := right(*a, **b))[0], found[1]))
     found = differences("dpo hinge")
-    assert len(found) == 8 and found[1] == "loss_type=hinge, beta=0.1, seed=1: loss differs by 1.0e-03"
+    assert len(found) == 8 and all(text.startswith("loss_type=hinge, beta=") for text in found)
 
 
 def test_every_loss_of_ours_has_a_family():

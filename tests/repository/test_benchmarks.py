@@ -17,9 +17,9 @@ def test_a_machine_without_other_trainers_measures_our_side():
     missing = "import sys; sys.modules.update(dict.fromkeys(('trl', 'datasets', 'transformers')))"
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}", "PATH": "", "OMP_NUM_THREADS": "1"}
     environment["CUDA_VISIBLE_DEVICES"] = "-1"
-    command = [sys.executable, "-c", f"{missing}; import gpu; gpu.step(toy=True); gpu.logits(toy=True)"]
+    command = [sys.executable, "-c", f"{missing}; import gpu; gpu.step(toy=True)"]
     printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-    assert '"name": "phase: rollout"' in printed and '"name": "16 rows, ours"' in printed
+    assert '"name": "phase: rollout"' in printed
 
 
 @pytest.mark.slow
@@ -47,6 +47,6 @@ def test_learning(tmp_path):
     table = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
     numbers = json.loads((tmp_path / "out.json").read_text())
     assert [(row["name"], row["seed"]) for row in numbers["runs"]] == [(name, 3) for name in names]
-    assert "| no: " in table  # one step does not improve the model
+    assert table.count(" | none |") == 3
     assert all("sampled" in row and row["warnings"] == [] for row in numbers["runs"])
     assert numbers["runs"][1]["pairs"] is not None

@@ -1,4 +1,4 @@
-"""Check benchmarks/expect.py: exact numbers in the recorded environment, and an expected range elsewhere."""
+"""Check benchmarks/expect.py: the band in which the results of a run are expected."""
 
 import json
 
@@ -18,10 +18,9 @@ def trained(home, run, plain, tmp_path, capsys):
     found = expect.results(summary(tmp_path / "run"))
     assert {"start", "after_sft"} == set(found)
 
-    def expected(*other: str, sampled: float | None = None, **changes) -> tuple[int, list[str]]:
+    def expected(*other: str, sampled: float | None = None) -> tuple[int, list[str]]:
         line = {"recipe": arguments[0], "overrides": arguments[2:], "seed": 0, "threads": 1}
-        line |= {"environment": expect.environment(), "commit": "12ab34cd"}
-        line |= {"results": json.loads(json.dumps(found))} | changes
+        line["results"] = json.loads(json.dumps(found))
         if sampled is not None:
             line["results"]["after_sft"]["eval/accuracy_sampled"] = sampled
         expect.add_run(tmp_path / "expected.json", line)
@@ -32,25 +31,14 @@ def trained(home, run, plain, tmp_path, capsys):
     return expected
 
 
-def test_a_run_is_compared_with_its_recorded_copy(trained, tmp_path, monkeypatch):
-    """On the machine of the copy, every number must be equal; on another one, the band decides."""
-    code, lines = trained("--log_completions=0")
-    names = ("eval/accuracy_sampled", "eval/accuracy_greedy", "eval/format_sampled")
-    inside = "0.000 is inside the band 0.000 to 0.306 of 1 runs"
-    assert code == 0 and lines[:3] == [f"expect: after_sft {name} {inside}" for name in names]
-    assert lines[3:] == ["expect: as recorded on this machine, every number to the last bit"]
-    code, lines = trained(sampled=0.25)  # inside the range, but not equal to the recorded number
-    off = "expect: after_sft eval/accuracy_sampled is 0.0000, recorded here 0.2500 at commit 12ab34cd: off by -0.2500"
-    assert code == 1 and lines[3:] == [off]
-    assert len((tmp_path / "expected.json").read_text().splitlines()) == 3, "a run takes the place of its like"
-    code, lines = trained(environment="another CPU", sampled=0.3)  # two standard errors with 4 rows are 0.35
+def test_the_band_decides(trained, tmp_path):
+    code, lines = trained("--log_completions=0", sampled=0.3)  # two standard errors with 4 rows are 0.35
     assert code == 0 and len(lines) == 3
-    code, lines = trained(environment="another CPU", sampled=0.9)
+    assert lines[0] == "expect: after_sft eval/accuracy_sampled 0.000 is inside the band 0.000 to 0.646 of 1 runs"
+    code, lines = trained(sampled=0.9)
     band = "the band 0.576 to 1.000 of 1 runs, 0 of which are below it too: try another seed"
     assert code == 1 and lines[0] == f"expect: after_sft eval/accuracy_sampled 0.000 is below {band}"
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    code, lines = trained(sampled=0.25)
-    assert code == 0 and len(lines) == 3, "several processes sum in another order"
+    assert len((tmp_path / "expected.json").read_text().splitlines()) == 3, "a run takes the place of its like"
     with pytest.raises(ValueError, match=r"no run of this recipe with these options; train with train.py instead$"):
         trained("--sft.learning_rate=1e-5")
 

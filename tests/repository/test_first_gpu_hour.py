@@ -73,7 +73,7 @@ def test_failed_parts_do_not_stop_the_next_and_are_repeated_by_a_second_call(mon
 def test_parts_exist_and_the_important_ones_fit_twelve_minutes():
     important = list(PARTS)[: list(PARTS).index("default_run") + 1]
     assert sum(PARTS[name].seconds for name in important) <= 12 * 60
-    assert {"self_test", "tests", "step", "transformers", "trl_sdpa", "lora", "nf4", "decode", "logits"} <= {*important}
+    assert {"self_test", "tests", "step", "transformers", "trl_sdpa", "lora", "nf4", "decode"} <= {*important}
     for part in PARTS.values():
         script, function, *_ = part.command.split()
         assert getattr(importlib.import_module(script.removesuffix(".py")), function).is_part

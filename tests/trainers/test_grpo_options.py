@@ -221,22 +221,12 @@ def options_as_metrics(logps, advantages, mask, *, epsilon_high, num_generations
     return logps.sum() * sum(found.values()), {name: torch.tensor(float(value)) for name, value in found.items()}
 
 
-def in_place(logps, advantages, mask, **others):
-    values = logps.exp()
-    values += 1
-    return values.sum(), {}
-
-
 def no_options(logps, advantages, mask, **others):
     return logps.sum(), {}
 
 
 def no_clip(logps, advantages, mask, *, old_per_token_logps, **others):
     return -(advantages[:, None] * (logps - old_per_token_logps).exp()).mean() if others["beta"] else logps.sum(), {}
-
-
-def later_nan(logps, advantages, mask, **others):
-    return logps.sum() * (1 if len(mask) == 2 else float("nan")), {}
 
 
 """
@@ -246,14 +236,10 @@ DICTIONARY = "but it must return the loss, a tensor without dimensions, and a di
 RETURNED = {  # what a loss returns, and what is said of it
     "scalar": ("logps.sum()", rf"returned tensor\(-4., .* {DICTIONARY}"),
     "per_row": ("logps.sum(1), {}", rf"returned \(tensor\(\[-2., -2.\], .* {DICTIONARY}"),
-    "one_element": ("logps.sum()[None], {}", r"returned \(tensor\(\[-4.\], "),
     "number_as_metric": ("logps.sum(), {'seen': 1.0}", "returned .*{'seen': 1.0}.*, but it must return"),
     "second_loss": ("logps.sum(), {'loss': mask.sum()}", "returned .* have other names than stage, step and loss"),
     "not_a_number": ("logps.sum() / 0 * 0, {}", "the loss is nan"),
     "detached": ("logps.detach().sum(), {}", "the loss is -4.0, and its gradient .* is None"),
-    "whole_number": ("logps.sum().long(), {}", "the loss is -4, and its gradient .* is None"),
-    "flat": ("(advantages.sum() * torch.ones((), requires_grad=True)), {}",
-             "first argument, is None; both must be finite"),
     "root": ("(logps * 0).sqrt().sum(), {}", r"the loss is 0.0, and its gradient .* is tensor\(\[\[(nan|-?inf)"),
 }  # fmt: skip
 
@@ -300,9 +286,7 @@ def test_invalid_custom_losses_are_refused_early(stage, own_loss, name, says):
 
 
 @pytest.mark.parametrize(("name", "options"), [
-    ("no_options", "beta=0.04"), ("no_options", "epsilon_high=0.28"),
-    ("no_options", "importance_sampling_level=sequence"), ("no_clip", "epsilon_low=0.1"),
-    ("same", "kl_estimator=k2 beta=0"),
+    ("no_options", "beta=0.04"), ("no_clip", "epsilon_low=0.1"), ("same", "kl_estimator=k2 beta=0"),
 ])  # fmt: skip
 def test_an_option_that_a_custom_loss_ignores_is_named(stage, own_loss, name, options):
     options = [f"--grpo.{option}" for option in options.split()]
@@ -310,20 +294,6 @@ def test_an_option_that_a_custom_loss_ignores_is_named(stage, own_loss, name, op
         stage("grpo", f"{own_loss}:{name}", *options)
     for option in ("beta=0.04", "epsilon_high=0.28", "importance_sampling_level=sequence"):
         stage("grpo", f"{own_loss}:same", f"--grpo.{option}")
-
-
-@pytest.mark.parametrize("option", ["loss_type", "advantages"])
-def test_a_name_that_is_in_no_table_is_refused(stage, option):
-    says = rf"grpo\.{option} is 'rlo', but it must be of type 'grpo', .*'rloo'.* or file\.py:name"
-    with pytest.raises(ValueError, match=says):
-        stage("grpo", f"--grpo.{option}=rlo")
-
-
-def test_errors_of_a_custom_loss_in_a_step_are_raised(stage, own_loss):
-    with pytest.raises(FloatingPointError, match=r"^the loss nan or the gradient norm nan is not finite"):
-        stage("grpo", f"{own_loss}:later_nan").go(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # before the model is loaded
-        stage("grpo", f"{own_loss}:in_place")
 
 
 ADVANTAGES_FILE = """
@@ -334,10 +304,6 @@ def max_rl(rewards, num_generations, least=1e-6):
     groups = rewards.view(-1, num_generations)
     mean = groups.mean(1, keepdim=True)
     return ((groups - mean) / mean.clamp(min=least)).flatten()
-
-
-def same(rewards):
-    return rewards
 
 
 def weighted(rewards, rewards_per_func, reward_weights, learning_rate):
@@ -352,8 +318,6 @@ WRONG_ADVANTAGES = {  # what a function returns for the rewards 0, 1, 2 and 3, 3
     "one_per_group": ("rewards.view(-1, 3).mean(1)",
                       r"tensor\(\[1., 3.\]\), but it must return a float tensor of shape \(6,\) with one finite"),
     "a_list": ("rewards.tolist()", r"\[0.0, 1.0, 2.0, 3.0, 3.0, 3.0\], but it must return"),
-    "not_finite": ("rewards / 0", r"tensor\(\[nan, inf, .*\]\), but it must return"),
-    "whole": ("rewards.long()", r"tensor\(\[0, 1, 2, 3, 3, 3\]\), but it must return a float tensor"),
     "standardised": ("((r := rewards.view(2, 3)) - r.mean(1, True)).div(r.std(1, keepdim=True)).view(6)",
                      r"tensor\(\[-1., +0., +1., nan, nan, nan\]\), but it must .* also if their rewards are equal"),
 }  # fmt: skip
@@ -403,17 +367,6 @@ def test_own_advantages_get_the_arguments_that_they_name(stage, own_advantages, 
     script([1.0, 0.0, 0.5] * 4)
     [batch] = stage("grpo", f"{own_advantages}:weighted", "--grpo.micro_batch_size=4").next()
     assert batch.advantages.tolist() == [2.0, 1.0, 1.5] * 4
-
-
-def test_own_advantages_compare_rewards_minus_the_kl_with_rloo(stage, own_advantages, samples):
-    options = ["--grpo.loss_type=rloo", "--grpo.beta=0.2", "--grpo.micro_batch_size=4"]
-    run = stage("grpo", f"{own_advantages}:same", *options)
-    run.go(2)
-    [batch] = run.next()
-    kl = ((batch.old_per_token_logps - batch.ref_per_token_logps) * batch.loss_mask).sum(1)
-    assert kl.abs().min() > 1e-3
-    rewards = letter_rewards(run.trainer, samples[-1])
-    torch.testing.assert_close(batch.advantages.double(), rewards.double() - 0.2 * kl, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "says"), [

@@ -58,25 +58,18 @@ def test_advantages_and_returns_by_hand(stage, samples, kl_estimator, penalty):
             torch.testing.assert_close(row[: real.sum()].double(), own[real], rtol=1e-5, atol=1e-5)
 
 
-def test_completions_without_a_reward_are_masked(stage, samples, script):
+def test_completions_without_a_reward_are_masked(stage, samples, script, monkeypatch):
+    """A completion has no reward only if all reward functions return None."""
     script([1.0, None, 0.0, 0.5, None, None, 1.0, 0.0])
-    run = stage("ppo", "--ppo.micro_batch_size=4")
+    monkeypatch.setitem(REWARDS, "other", lambda completions, **_: [0.0, None, 0.0, 0.0, None, 0.5, 0.0, 0.0])
+    run = stage("ppo", "--ppo.micro_batch_size=4", "--rewards={letters: 1, other: 1}")
     [batch] = run.next()
-    assert batch.loss_mask.any(1).tolist() == [True, False, True, True, False, False, True, True]
+    assert batch.loss_mask.any(1).tolist() == [True, False, True, True, False, True, True, True]
     lengths = [len(c.ids) for c in completions_of(samples[0])]
     assert batch.normalizer.tokens == sum(n for n, kept in zip(lengths, batch.loss_mask.any(1), strict=True) if kept)
     assert not batch.advantages[~batch.loss_mask.bool()].any()
     line = run.update()
     assert line["reward"] == 0.5 and math.isfinite(line["loss"])
-
-
-def test_a_completion_with_one_of_two_rewards_is_trained_on(stage, samples, script, monkeypatch):
-    """It has no reward only if all reward functions return None."""
-    script([1.0, None, 0.0, 0.5, None, None, 1.0, 0.0])
-    monkeypatch.setitem(REWARDS, "other", lambda completions, **_: [0.5, None, None, 0.5, 0.5, 1.0, 0.5, 0.5])
-    run = stage("ppo", "--ppo.micro_batch_size=4", "--rewards={letters: 1, other: 1}")
-    [batch] = run.next()
-    assert batch.loss_mask.any(1).tolist() == [True, False, True, True, True, True, True, True]
 
 
 def test_the_critic_is_a_head_on_the_policy(stage):
