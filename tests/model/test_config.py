@@ -68,13 +68,6 @@ def test_a_null_never_wins_over_a_value(model_type):
     assert found.experts == expected.experts
 
 
-def test_a_null_in_the_rope_settings_does_not_win_either():
-    rope = tiny.RUN_MODEL["rope_scaling"] | {"rope_theta": None}
-    vision = tiny.RUN_MODEL["vision_config"] | {"rope_parameters": {"rope_theta": None}, "rope_theta": 5e3}
-    config = config_json.from_dict(tiny.RUN_MODEL | {"rope_theta": 7e5, "rope_scaling": rope, "vision_config": vision})
-    assert config.rope_theta == 7e5 and config.vision_config.rope_theta == 5e3
-
-
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_unknown_keys_are_kept(model_type):
     """Every key in the file is written again with its value, even a key that no family knows."""

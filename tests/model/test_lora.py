@@ -21,11 +21,8 @@ from minivlmrl.model.lora import (
     inject_adapters,
     merge_note,
     quantize_base,
-    sampling_copies,
     surviving_share,
 )
-from minivlmrl.model.plain_weights import is_adapter
-from minivlmrl.trainers.reference import SwappedParameters, swapped_in
 from tests.helpers import tiny
 from tests.helpers.tiny import pack
 
@@ -108,28 +105,6 @@ def test_a_target_without_layers_is_refused(target, says):
         adapted([target])
 
 
-def test_swapped_parameters_restore_earlier_adapters():
-    """The swap may be repeated; the model's own adapters return, also after an error, and older graphs stay valid."""
-    model = adapted()
-    before = loss(model).detach()
-    kept = SwappedParameters(model, [name for name, _ in model.named_parameters() if is_adapter(name)])
-    assert len(list(kept.parameters())) == len(adapter_parameters(model)) > 0  # without the base
-    assert not any(parameter.requires_grad for parameter in kept.parameters())
-    for layer in adapters(model).values():
-        layer.lora_B.data *= 1.5
-    after = loss(model).detach()
-    graph = loss(model)
-    expected = torch.autograd.grad(loss(model), adapter_parameters(model))
-    assert after != before
-    for _ in range(2):
-        with pytest.raises(KeyError), swapped_in(kept, model) as used:
-            assert used is model and torch.equal(loss(model), before)
-            raise KeyError
-        assert torch.equal(loss(model), after)
-    found = torch.autograd.grad(graph, adapter_parameters(model))
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Treat the CPU as a GPU in model/lora.py, so that bfloat16 and float16 take a GPU's paths."""
@@ -154,17 +129,6 @@ def test_a_rollout_on_a_gpu_uses_16_bit_copies(as_on_a_gpu, quantized):
         raise KeyError
     assert all(a is b for a, b in zip(originals, adapter_parameters(model), strict=True))
     assert torch.equal(model(batch(model)).double(), expected)
-
-
-def test_on_a_cpu_and_in_float32_nothing_is_copied(monkeypatch):
-    half = adapted(dtype=torch.bfloat16)
-    with sampling_copies(half) as copies:
-        assert copies == []
-    monkeypatch.setattr(lora, "is_half_on_gpu", lambda device, dtype: dtype == torch.bfloat16)
-    with sampling_copies(half) as copies:
-        assert len(copies) == len(adapter_parameters(half))
-    with sampling_copies(adapted(dtype=torch.float32)) as copies:
-        assert copies == []
 
 
 @pytest.mark.parametrize("base", [torch.float64, torch.bfloat16])

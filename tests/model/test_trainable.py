@@ -1,10 +1,7 @@
 """Test which parameters are trained with frozen parts and adapters, in runs with all stages."""
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import LoRAOptions
@@ -82,26 +79,6 @@ def test_the_reference_is_the_base_without_a_copy(stage, name, size):
     with torch.no_grad():
         expected = per_token_logps(plain, second.group, run.trainer.run.sampling.temperature)[0]
     torch.testing.assert_close(second.ref_per_token_logps, second.group.pad(expected), rtol=1e-12, atol=1e-12)
-
-
-def test_a_run_saves_merged_weights_and_checkpoints_without_the_base(run, plain, checkpoint, capsys):
-    adapter = [*ADAPTERS, "--model.freeze=vision", "--checkpoint_steps=3"]
-    folder = run("--stages=[sft]", "--model.config=null", f"--model.path={checkpoint}", *adapter)
-    out = capsys.readouterr().out
-    assert "trained: " in out and "model.layers.*.mlp.up_proj" in out and "visual.merger.mlp.0" in out
-    assert "visual.blocks" not in out
-    config = json.loads((folder / "checkpoint" / "adapter" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(checkpoint)
-    start, merged = (load_file(path / "model.safetensors") for path in (checkpoint, folder / "checkpoint"))
-    changed = {name for name, p in merged.items() if not torch.equal(p, start[name])}
-    assert changed and all(name.endswith("proj.weight") or ".merger.mlp." in name for name in changed)
-    [state] = (folder / "states").glob("0*/*.safetensors")
-    kept = load_file(state)
-    assert kept and all("lora_" in name for name in kept)
-    expected = load_model(checkpoint)
-    load_adapter(expected, folder / "checkpoint" / "adapter")
-    for name, layer in adapters(expected).items():
-        torch.testing.assert_close(merged[f"{name}.weight"], layer.plain_weight(), rtol=1e-6, atol=1e-6)
 
 
 def test_a_run_continues_from_an_adapter(run, plain, own, checkpoint, home):

@@ -201,7 +201,7 @@ def test_a_cache_longer_than_the_limit_punishes_from_the_first_token():
     assert [soft_overlong_punishment(n, 4, 8) for n in range(5)] == [-0.5, -0.625, -0.75, -0.875, -1]
 
 
-LOSSES = """
+FUNCTIONS = """
 import torch
 from minivlmrl.losses.grpo import grpo_loss
 
@@ -211,93 +211,15 @@ def same(logps, advantages, mask, **options):
     return loss, metrics | {"seen": torch.ones(())}
 
 
-def all_rows(logps, advantages, mask, *, normalizer, scale=1.0, **others):
-    return scale * (logps * mask).sum() / normalizer.tokens, {"rows": torch.tensor(float(len(mask)))}
-
-
-def options_as_metrics(logps, advantages, mask, *, epsilon_high, num_generations, learning_rate=5.0, **others):
-    found = {"epsilon_high": epsilon_high, "num_generations": num_generations, "learning_rate_of_loss": learning_rate}
-    found |= {name: others[name] for name in ("epsilon_low", "beta", "use_bias_correction_kl")}
-    return logps.sum() * sum(found.values()), {name: torch.tensor(float(value)) for name, value in found.items()}
-
-
-def no_options(logps, advantages, mask, **others):
-    return logps.sum(), {}
+def options(logps, advantages, mask, *, normalizer, num_generations, scale=1.0, learning_rate=5.0, **others):
+    found = {"rows": len(mask), "scale": scale, "rate": learning_rate, "num_generations": num_generations}
+    found |= {name: others[name] for name in ("epsilon_low", "epsilon_high", "beta", "use_bias_correction_kl")}
+    metrics = {name: torch.tensor(float(value)) for name, value in found.items()}
+    return sum(metrics.values()) * (logps * mask).sum() / normalizer.tokens, metrics
 
 
 def no_clip(logps, advantages, mask, *, old_per_token_logps, **others):
     return -(advantages[:, None] * (logps - old_per_token_logps).exp()).mean() if others["beta"] else logps.sum(), {}
-
-
-"""
-
-
-DICTIONARY = "but it must return the loss, a tensor without dimensions, and a dictionary"
-RETURNED = {  # what a loss returns, and what is said of it
-    "scalar": ("logps.sum()", rf"returned tensor\(-4., .* {DICTIONARY}"),
-    "per_row": ("logps.sum(1), {}", rf"returned \(tensor\(\[-2., -2.\], .* {DICTIONARY}"),
-    "number_as_metric": ("logps.sum(), {'seen': 1.0}", "returned .*{'seen': 1.0}.*, but it must return"),
-    "second_loss": ("logps.sum(), {'loss': mask.sum()}", "returned .* have other names than stage, step and loss"),
-    "not_a_number": ("logps.sum() / 0 * 0, {}", "the loss is nan"),
-    "detached": ("logps.detach().sum(), {}", "the loss is -4.0, and its gradient .* is None"),
-    "root": ("(logps * 0).sqrt().sum(), {}", r"the loss is 0.0, and its gradient .* is tensor\(\[\[(nan|-?inf)"),
-}  # fmt: skip
-
-
-@pytest.fixture
-def own_loss(tmp_path):
-    returned = (f"def {name}(logps, advantages, mask, **_):\n    return {x}\n" for name, (x, _) in RETURNED.items())
-    (tmp_path / "my_loss.py").write_text(LOSSES + "\n\n".join(returned))
-    return f"--grpo.loss_type={tmp_path / 'my_loss.py'}"
-
-
-def test_a_custom_loss_is_called_like_grpo_loss(stage, own_loss):
-    """grpo_loss from a file equals dapo bit by bit, also off-policy and with a KL; its own metric is logged."""
-    options = ["--grpo.beta=0.2", "--grpo.num_iterations=2"]
-    expected = stage("grpo", "--grpo.loss_type=dapo", *options).go(3)
-    found = stage("grpo", f"{own_loss}:same", *options)
-    assert found.go(3) == [line | {"seen": 1.0} for line in expected]
-
-
-def test_a_custom_loss_gets_rows_without_advantage(stage, own_loss, script):
-    script(0.5)
-    line = stage("grpo", f"{own_loss}:all_rows(scale=2.0)", "--grpo.micro_batch_size=4").go(1)[0]
-    assert line["rows"] == 4 * 3 and line["grad_norm"] > 0
-
-
-def test_a_custom_loss_gets_the_options_of_its_section(stage, own_loss):
-    """The loss gets grpo_loss's options, and other options in the section that its signature names."""
-    options = {"epsilon_high": 0.3, "num_generations": 2, "epsilon_low": 0.1, "beta": 0.5, "learning_rate": 0.25}
-    given = [f"--grpo.{name}={value}" for name, value in options.items()]
-    [line] = stage("grpo", f"{own_loss}:options_as_metrics", *given, "--grpo.use_bias_correction_kl=false").go(1)
-    expected = {**options, "learning_rate_of_loss": 0.25, "use_bias_correction_kl": 0}
-    del expected["learning_rate"]
-    assert {name: line[name] for name in expected} == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(("name", "says"), [
-    *((name, says) for name, (_, says) in RETURNED.items()),
-    ("options_as_metrics(learning_rate=0.5)", "learning_rate is an option of the section grpo; set grpo.learning_rate"),
-    ("all_rows(scle=1)", "there is no option 'scle'; the options are: scale"),
-])  # fmt: skip
-def test_invalid_custom_losses_are_refused_early(stage, own_loss, name, says):
-    with pytest.raises(ValueError, match=rf"(?s)grpo\.loss_type .*my_loss\.py:{re.escape(name)}.*{says}"):
-        stage("grpo", f"{own_loss}:{name}")
-
-
-@pytest.mark.parametrize(("name", "options"), [
-    ("no_options", "beta=0.04"), ("no_clip", "epsilon_low=0.1"), ("same", "kl_estimator=k2 beta=0"),
-])  # fmt: skip
-def test_an_option_that_a_custom_loss_ignores_is_named(stage, own_loss, name, options):
-    options = [f"--grpo.{option}" for option in options.split()]
-    with pytest.raises(ValueError, match=rf"{options[0][2:].partition('=')[0]} is .* and has no effect: "):
-        stage("grpo", f"{own_loss}:{name}", *options)
-    for option in ("beta=0.04", "epsilon_high=0.28", "importance_sampling_level=sequence"):
-        stage("grpo", f"{own_loss}:same", f"--grpo.{option}")
-
-
-ADVANTAGES_FILE = """
-import torch
 
 
 def max_rl(rewards, num_generations, least=1e-6):
@@ -312,22 +234,81 @@ def weighted(rewards, rewards_per_func, reward_weights, learning_rate):
 
 
 """
-
-
-WRONG_ADVANTAGES = {  # what a function returns for the rewards 0, 1, 2 and 3, 3, 3, and what is said of it
-    "one_per_group": ("rewards.view(-1, 3).mean(1)",
-                      r"tensor\(\[1., 3.\]\), but it must return a float tensor of shape \(6,\) with one finite"),
-    "a_list": ("rewards.tolist()", r"\[0.0, 1.0, 2.0, 3.0, 3.0, 3.0\], but it must return"),
-    "standardised": ("((r := rewards.view(2, 3)) - r.mean(1, True)).div(r.std(1, keepdim=True)).view(6)",
-                     r"tensor\(\[-1., +0., +1., nan, nan, nan\]\), but it must .* also if their rewards are equal"),
+DICTIONARY = "but it must return the loss, a tensor without dimensions, and a dictionary"
+# what a loss returns, or what advantages are returned for the rewards 0, 1, 2 and 3, 3, 3, and what is said of it
+RETURNED = {
+    "loss_type": {
+        "scalar": ("logps.sum()", rf"returned tensor\(-4., .* {DICTIONARY}"),
+        "per_row": ("logps.sum(1), {}", rf"returned \(tensor\(\[-2., -2.\], .* {DICTIONARY}"),
+        "number_as_metric": ("logps.sum(), {'seen': 1.0}", "returned .*{'seen': 1.0}.*, but it must return"),
+        "second_loss": ("logps.sum(), {'loss': mask.sum()}", "returned .* other names than stage, step and loss"),
+        "not_a_number": ("logps.sum() / 0 * 0, {}", "the loss is nan"),
+        "detached": ("logps.detach().sum(), {}", "the loss is -4.0, and its gradient .* is None"),
+        "root": ("(logps * 0).sqrt().sum(), {}", r"the loss is 0.0, and its gradient .* is tensor\(\[\[(nan|-?inf)"),
+        "no_options": ("logps.sum(), {}", None),
+    },
+    "advantages": {
+        "one_per_group": ("logps.view(-1, 3).mean(1)", r"returned tensor\(\[1., 3.\]\), but it must return a float"),
+        "a_list": ("logps.tolist()", r"returned \[0.0, 1.0, 2.0, 3.0, 3.0, 3.0\], but it must return"),
+        "standardised": ("((r := logps.view(2, 3)) - r.mean(1, True)).div(r.std(1, keepdim=True)).view(6)",
+                         r"tensor\(\[-1., +0., +1., nan, nan, nan\]\), but it must .* also if their rewards are equal"),
+    },
 }  # fmt: skip
+WRONG = [(option, name, says) for option, x in RETURNED.items() for name, (_, says) in x.items() if says]
+WRONG += [
+    ("loss_type", "options(learning_rate=0.5)", "learning_rate is an option of the section grpo; set grpo.learning_ra"),
+    ("loss_type", "options(scle=1)", "there is no option 'scle'; the options are: scale"),
+    ("advantages", "max_rl(num_generations=2)", "num_generations is an option of the section grpo; set grpo.num_gen"),
+    ("advantages", "max_rl(lest=1)", "there is no option 'lest'; the options are: least"),
+]
 
 
 @pytest.fixture
-def own_advantages(tmp_path):
-    returned = (f"def {name}(rewards):\n    return {x}\n" for name, (x, _) in WRONG_ADVANTAGES.items())
-    (tmp_path / "my_advantages.py").write_text(ADVANTAGES_FILE + "\n\n".join(returned))
-    return f"--grpo.advantages={tmp_path / 'my_advantages.py'}"
+def own(tmp_path):
+    """Return a function that returns the option that names a function in a file of one's own."""
+    rest = {"loss_type": ", advantages, mask, **_", "advantages": ""}
+    functions = [(name, rest[option], x) for option, of in RETURNED.items() for name, (x, _) in of.items()]
+    texts = [f"def {name}(logps{more}):\n    return {x}\n" for name, more, x in functions]
+    (tmp_path / "mine.py").write_text(FUNCTIONS + "\n\n".join(texts))
+    return lambda option, name: f"--grpo.{option}={tmp_path / 'mine.py'}:{name}"
+
+
+@pytest.mark.parametrize(("option", "name", "says"), WRONG)
+def test_invalid_functions_are_refused_before_a_model_is_loaded(stage, own, option, name, says):
+    with pytest.raises(ValueError, match=rf"(?s)grpo\.{option} .*mine\.py:{re.escape(name)}.*{says}"):
+        stage("grpo", own(option, name))
+
+
+def test_a_custom_loss_is_called_like_grpo_loss(stage, own):
+    """grpo_loss from a file equals dapo bit by bit, also off-policy and with a KL; its own metric is logged."""
+    options = ["--grpo.beta=0.2", "--grpo.num_iterations=2"]
+    expected = stage("grpo", "--grpo.loss_type=dapo", *options).go(3)
+    found = stage("grpo", own("loss_type", "same"), *options)
+    assert found.go(3) == [line | {"seen": 1.0} for line in expected]
+
+
+def test_a_custom_loss_gets_all_rows_and_the_options_of_its_section(stage, own, script):
+    """Rows without an advantage, grpo_loss's options, and options in the section that its signature names."""
+    script(0.5)
+    options = {"epsilon_high": 0.3, "num_generations": 2, "epsilon_low": 0.1, "beta": 0.5, "learning_rate": 0.25}
+    given = [f"--grpo.{name}={value}" for name, value in options.items()]
+    given += ["--grpo.use_bias_correction_kl=false", "--grpo.micro_batch_size=4"]
+    [line] = stage("grpo", own("loss_type", "options(scale=2.0)"), *given).go(1)
+    expected = {"rows": 4 * 2, "scale": 2, "rate": options.pop("learning_rate"), "use_bias_correction_kl": 0} | options
+    assert {name: line[name] for name in expected} == pytest.approx(expected)
+    assert line["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(("option", "name", "given"), [
+    ("loss_type", "no_options", "beta=0.04"), ("loss_type", "no_clip", "epsilon_low=0.1"),
+    ("loss_type", "same", "kl_estimator=k2 beta=0"), ("advantages", "max_rl", "scale_rewards=none"),
+])  # fmt: skip
+def test_an_option_that_a_custom_function_ignores_is_named(stage, own, option, name, given):
+    given = [f"--grpo.{text}" for text in given.split()]
+    with pytest.raises(ValueError, match=rf"{given[0][2:].partition('=')[0]} is .* and has no effect: "):
+        stage("grpo", own(option, name), *given)
+    for text in ("beta=0.04", "epsilon_high=0.28", "importance_sampling_level=sequence"):
+        stage("grpo", own("loss_type", "same"), f"--grpo.{text}")
 
 
 def test_the_option_advantages_has_the_names_of_the_table():
@@ -354,39 +335,23 @@ def test_other_options_imply_the_function_of_advantages(stage, samples, name, op
     assert torch.equal(implied, chosen)
 
 
-def test_own_advantages_by_hand(stage, own_advantages, script):
+def test_own_advantages_by_hand(stage, own, script):
     script([1.0, 2.0, 3.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 2.0, 2.0, 2.0])
-    run = stage("grpo", f"{own_advantages}:max_rl(least=0.5)", "--grpo.micro_batch_size=4")
+    run = stage("grpo", own("advantages", "max_rl(least=0.5)"), "--grpo.micro_batch_size=4")
     [batch] = run.next()
     assert batch.completion_index.tolist() == [0, 2, 6, 7, 8]  # others have advantage 0
     torch.testing.assert_close(batch.advantages, torch.tensor([-0.5, 0.5, 4 / 3, -2 / 3, -2 / 3]))
     assert run.update()["grad_norm"] > 0
 
 
-def test_own_advantages_get_the_arguments_that_they_name(stage, own_advantages, script):
+def test_own_advantages_get_the_arguments_that_they_name(stage, own, script):
     script([1.0, 0.0, 0.5] * 4)
-    [batch] = stage("grpo", f"{own_advantages}:weighted", "--grpo.micro_batch_size=4").next()
+    [batch] = stage("grpo", own("advantages", "weighted"), "--grpo.micro_batch_size=4").next()
     assert batch.advantages.tolist() == [2.0, 1.0, 1.5] * 4
 
 
-@pytest.mark.parametrize(("name", "says"), [
-    *((name, f"returned {says}") for name, (_, says) in WRONG_ADVANTAGES.items()),
-    ("max_rl(num_generations=2)", "num_generations is an option of the section grpo; set grpo.num_generations instead"),
-    ("max_rl(lest=1)", "there is no option 'lest'; the options are: least"),
-])  # fmt: skip
-def test_invalid_advantages_are_refused_early(stage, own_advantages, name, says):
-    with pytest.raises(ValueError, match=rf"^grpo\.advantages .*my_advantages\.py:{re.escape(name)}.* {says}"):
-        stage("grpo", f"{own_advantages}:{name}")
-
-
-def test_an_option_that_own_advantages_do_not_take_is_refused(stage, own_advantages):
-    says = "grpo.scale_rewards is 'none' and has no effect: grpo.advantages .*:max_rl has no argument scale_rewards"
-    with pytest.raises(ValueError, match=says):
-        stage("grpo", f"{own_advantages}:max_rl", "--grpo.scale_rewards=none")
-
-
-def test_advantages_of_a_later_rollout_are_checked(stage, own_advantages, script):
+def test_advantages_of_a_later_rollout_are_checked(stage, own, script):
     """A function may return NaN only for some rewards, here where no reward could score a completion."""
     script([1.0, None, 0.0] * 4)
-    with pytest.raises(ValueError, match=r"my_advantages\.py:max_rl returned tensor"):
-        stage("grpo", f"{own_advantages}:max_rl").next()
+    with pytest.raises(ValueError, match=r"mine\.py:max_rl returned tensor"):
+        stage("grpo", own("advantages", "max_rl")).next()
