@@ -41,12 +41,6 @@ def test_scoring_the_written_answers_again_gives_the_same_mean(evaluate, capsys)
     assert f"accuracy                    {summary['accuracy']:.3f}" in printed
 
 
-def test_printed_names_are_those_of_the_summary(tmp_path, capsys):
-    """A reward in a file keeps its name, because a user searches for it."""
-    command.write_summary({"my_rewards.py:half": 0.5}, tmp_path / "out.jsonl")
-    assert "my_rewards.py:half          0.500" in capsys.readouterr().out
-
-
 def test_the_recipe_of_the_run_is_used_without_its_adapter(evaluate, checkpoint, tmp_path, capsys):
     """The adapter is not loaded, because its weights are merged into the checkpoint."""
     options = "--rows=2", "--data.prompt_template=Look. {problem}", "--data.max_pixels=null"

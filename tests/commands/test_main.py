@@ -77,15 +77,6 @@ def fill(_arguments):
     return bytearray(2**60)
 
 
-def test_a_log_that_is_a_folder_is_reported_in_one_line(tmp_path, capsys):
-    (tmp_path / "run" / "warnings.jsonl").mkdir(parents=True)
-    with pytest.raises(SystemExit) as ended:
-        start.main(["train", "recipes/shapes.yaml", f"--output_dir={tmp_path / 'run'}", "--stages=[]"])
-    assert ended.value.code == 2
-    [line] = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("[Errno 21] Is a directory: ")
-
-
 def test_a_closed_stdout_is_no_error():
     done = subprocess.run(f"{sys.executable} -m minivlmrl | true", shell=True, capture_output=True, text=True)
     assert done.stderr == ""

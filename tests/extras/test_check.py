@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from minivlmrl.config.loading import load_config
-from minivlmrl.config.options import GRPOOptions
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.extras.check import command as check
 from minivlmrl.extras.check import completions as check_completions
@@ -207,17 +206,6 @@ def test_solutions_that_are_lists(reward, solution, said):
     rows = [replace(row, columns=row.columns | {"solution": solution(color)}) for color, row in shown]
     found = findings([Reward("own", reward)], rows)
     assert len(found) == len(said) and all(part in text for part, text in zip(said, found, strict=True)), found
-
-
-def test_a_reward_that_takes_seconds(monkeypatch):
-    clock = iter([0.0, 2.0, 2.0, 2.1])
-    monkeypatch.setattr(check_rewards, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    rows = [shapes.Shapes(2, "own")[i] for i in range(2)]
-    trial = check_rewards.Trial([get_reward("format"), get_reward("accuracy")], torch.ones(2), rows, PROCESSOR)
-    [said] = check_rewards.check_speed(trial, "grpo", GRPOOptions(prompts_per_step=4, num_generations=5))
-    assert said.startswith(
-        "Reward format takes 1 s per completion, so it may take 20 s for the 20 completions of a step of grpo. "
-    )
 
 
 @pytest.mark.parametrize(("options", "rate", "said"), [

@@ -105,10 +105,8 @@ def mean_of_means(per_token_logps, advantages, mask, *, normalizer, **rest):
 
 def test_a_function_of_the_user_replaces_the_loss(folder, tmp_path):
     theirs, _ = train(build(trl.GRPOTrainer, folder, tmp_path))
-    same, _ = train(build(GRPOTrainer, folder, tmp_path, {"loss": lambda *args, **kwargs: grpo_loss(*args, **kwargs)}))
     wrong, _ = train(build(GRPOTrainer, folder, tmp_path, {"loss": mean_of_means}))
     by_completion, _ = train(build(trl.GRPOTrainer, folder, tmp_path, loss_type="grpo"))
-    assert largest_difference(same, theirs) == 0
     assert largest_difference(wrong, theirs) > 1e-4
     assert largest_difference(wrong, by_completion) == 0
 

@@ -22,11 +22,10 @@ QWEN3_SIZES = {
     "Qwen3-VL-4B": (4_437_815_808, 713),
     "Qwen3-VL-8B": (8_767_123_696, 750),
 }
-QWEN35_SIZES = ("Qwen3.5-2B", "Qwen3.5-4B", "Qwen3.5-9B", "Qwen3.5-27B")
 
 
 def real_config(size: str) -> dict:
-    """Return the config.json for a model in SIZES, QWEN3_SIZES or QWEN35_SIZES."""
+    """Return the config.json of a model such as "Qwen2.5-VL-3B", a key in tests/recorded/hub_configs.json."""
     return copy.deepcopy(CONFIGS[size])
 
 

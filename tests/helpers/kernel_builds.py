@@ -8,11 +8,6 @@ The compiler, the assembler and the disassembler are part of the triton package.
     shared      shared memory per program, in bytes
     matrix      matrix instructions (HMMA, HGMMA, UTCHMMA)
     wide        loads and stores that move 16 bytes
-
-Another version of Triton needs only its wheel, without its version of PyTorch:
-
-    pip install --target DIR --no-deps triton==3.6.0
-    PYTHONPATH=DIR python tests/helpers/kernel_builds.py 90
 """
 
 import json
@@ -38,21 +33,12 @@ WINDOWS = [(16, 80), (32, 80), *((64, head_dim) for head_dim in (16, 32, 40, 48,
 
 @dataclass(frozen=True)
 class Build:
-    """A kernel at one real size, which this script compiles.
-
-    Args:
-        name: unique name.
-        kernel: the @triton.jit function.
-        signature: parameter -> Triton type ("*bf16", "*i64", "i32", "fp32") for all parameters except constexprs;
-            pointers and i32 are assumed to be divisible by 16.
-        constexprs: parameter -> value; None for a pointer that this build does not use.
-        num_warps, num_stages, enable_fp_fusion: the values at launch.
-    """
+    """A kernel at one real size, which this script compiles with the options of its launch."""
 
     name: str
-    kernel: Any
-    signature: dict[str, str]
-    constexprs: dict[str, Any]
+    kernel: Any  # a @triton.jit function
+    signature: dict[str, str]  # {parameter: Triton type such as "*bf16"}; pointers and i32 are divisible by 16
+    constexprs: dict[str, Any]  # None for a pointer that this build does not use
     num_warps: int = 4
     num_stages: int = 1
     enable_fp_fusion: bool = True
@@ -106,9 +92,8 @@ def window_builds(dtype: str, longest: int, head_dim: int) -> list[Build]:
 
 def decode_builds(dtype: str) -> list[Build]:
     """Return builds for 3B and 7B with 8 rows per prompt, a single row, and wide and narrow heads."""
-    given = same(f"*{dtype}", "q", "k", "v", "prompt_bias", "own_k", "own_v", "own_bias") | same(
-        "*fp32", "outs", "log_sums"
-    )
+    given = same(f"*{dtype}", "q", "k", "v", "prompt_bias", "own_k", "own_v", "own_bias")
+    given |= same("*fp32", "outs", "log_sums")
     given |= same("i32", "own_bias_stride", "lines", "prompt_programs", "prompt_rows", "prompt_keys", "prompt_part")
     given |= same("i32", "own_keys", "own_part")
     builds = []

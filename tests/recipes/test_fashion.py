@@ -10,10 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from minivlmrl.config.import_utils import load_name
 from recipes.fashion import LABELS, TASK, read_split
-from tests.helpers.links import ROOT
-from tests.helpers.runs import summary
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (30, 28, 28), dtype=np.uint8)
 CLASSES = np.arange(30, dtype=np.uint8) % 10
@@ -82,13 +79,3 @@ def test_the_control_shows_the_photograph_of_the_next_row(datasets):
 def test_a_folder_without_the_data_set_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"has neither train-images-idx3-ubyte\.gz nor train-\*\.parquet; install"):
         read_split(tmp_path, "train")
-
-
-@pytest.mark.slow
-def test_the_recipe_runs(run, plain, tmp_path):
-    write_debian(tmp_path)
-    steps = [f"--{stage}.{option}" for stage in ("sft", "grpo") for option in ("max_steps=1", "prompts_per_step=2")]
-    task = f"--data.task={ROOT}/recipes/fashion.py:TASK(folder={str(tmp_path)!r}, demonstrations=4)"
-    folder = run(task, "--num_threads=1", "--data.eval_rows=4", *steps, recipe=ROOT / "recipes/fashion.yaml")
-    assert list(summary(folder)) == ["chance", "start", "after_sft", "after_grpo", "seconds"]
-    assert load_name(f"{ROOT}/recipes/fashion.py:TASK").chance == 0.1

@@ -57,7 +57,7 @@ def test_a_demonstration_says_the_place_looks_anywhere_and_reads_what_is_there(n
 def test_the_recipe_runs(run, plain, monkeypatch):
     """Run both stages; GRPO begins before the model knows the answer format, so most completions call no tool."""
     monkeypatch.chdir(ROOT)
-    small = [f"--{s}.{o}" for s in ("sft", "grpo") for o in ("max_steps=1", "prompts_per_step=4", "micro_batch_size=4")]
-    folder = run("--num_threads=1", "--data.eval_rows=8", *small, recipe=RECIPE)
+    small = [f"--{s}.{o}" for s in ("sft", "grpo") for o in ("max_steps=1", "prompts_per_step=2", "micro_batch_size=2")]
+    folder = run("--num_threads=1", "--data.eval_rows=2", *small, recipe=RECIPE)
     table = summary(folder)
     assert {"eval/recipes/zoom.py:looks_sampled"} <= set(table["after_grpo"])

@@ -19,12 +19,6 @@ def test_each_task_has_rows_and_a_tokenizer(name):
     assert isinstance(task.tokenizer(), Tokenizer)
 
 
-def test_chance_is_that_of_a_task():
-    """The baseline is a random label's accuracy."""
-    for name in ("shapes", f"{ZOOM}:TASK"):
-        assert (get_task(name).chance, get_task(name).chance_name) == (1 / 12, "chance")
-
-
 def test_options_of_a_task():
     training, _ = get_task("shapes(demonstrations=3, pairs=2)").datasets(DataOptions(), seed=0)
     assert [len(training[needs]) for needs in ("demonstrations", "pairs")] == [3, 2]

@@ -25,7 +25,6 @@ from minivlmrl.extras.check.rewards import (
     check_demonstrations,
     check_label_names,
     check_rewards,
-    check_speed,
     make_trial,
 )
 from minivlmrl.extras.check.rows import check_rows, solutions_of, without_media
@@ -83,7 +82,7 @@ def check(config: RunConfig) -> Iterator[str]:
         yield from check_demonstrations(make_trial(config, rows_of["demonstrations"], processor))
     if "prompts" in rows_of:
         trial = make_trial(config, rows_of["prompts"], processor)
-        yield from check_trial(config, trial, rows_of["prompts"], online[0])
+        yield from check_trial(trial, rows_of["prompts"])
         # A first stage that does not sample, such as SFT, changes the model before a later stage samples, so the
         # completions of the untrained model are then not checked.
         if config.model.path and config.stage_names[0] in online:
@@ -122,13 +121,12 @@ def check_learning_rate(config: RunConfig, stage: str, model: VisionLanguageMode
         )
 
 
-def check_trial(config: RunConfig, trial: Trial, rows: Dataset, stage: str) -> Iterator[str]:
-    """Check the rewards for a stage that samples completions for some rows."""
+def check_trial(trial: Trial, rows: Dataset) -> Iterator[str]:
+    """Check the rewards of a stage that samples completions."""
     if (trial.weights > 0).any():
         solutions = solutions_of(without_media(rows))
         yield from check_rewards(trial, solutions)
         yield from check_label_names(trial, solutions)
-        yield from check_speed(trial, stage, getattr(config, stage))
 
 
 def readable_rows(rows: Dataset, processor: Processor, answers: Sequence[str]) -> Dataset:

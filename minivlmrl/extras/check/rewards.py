@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from itertools import chain, islice
 import torch
 from torch import Tensor
 
-from minivlmrl.config.options import RunConfig, TrainingOptions
+from minivlmrl.config.options import RunConfig
 from minivlmrl.data.boxes import parse_boxes, says_none
 from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
@@ -37,7 +36,6 @@ REWARD_HACK_PROBES = {
 }
 
 
-SLOW_SECONDS = 10  # time of one reward for all completions of a step that is reported
 NOISE = 1e-6  # a reward's values for the same completion are random if they differ by more
 NUM_ANSWERS = 64  # rows whose answers are compared with their solutions
 MAX_FORMS = 8  # maximum number of elements in a solution that are tried as answers
@@ -350,31 +348,6 @@ def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Itera
                     "is wrong where the other one is the solution. Use one name for each label."
                 )
                 return
-
-
-def check_speed(trial: Trial, stage: str, options: TrainingOptions) -> Iterator[str]:
-    """Check that each reward takes less than SLOW_SECONDS for a step's completions.
-
-    One call is timed, after calls for other checks have loaded what the function needs. A reward that works in parallel
-    may be faster than the estimate.
-
-    Args:
-        stage, options: the sampling stage's name and options.
-    """
-    num_completions = options.prompts_per_step * getattr(options, "num_generations", 1)
-    answers = [answers[0] for answers in solutions_of(trial.rows)]
-    texts = [format_completion(answer, trial.processor) for answer in answers]
-    columns = trial.reward_arguments(texts)
-    for reward in trial.rewards:
-        begin = time.perf_counter()
-        reward(**columns)
-        seconds = (time.perf_counter() - begin) / len(texts)  # per completion
-        if seconds * num_completions > SLOW_SECONDS:
-            yield (
-                f"Reward {reward.name} takes {seconds:.2g} s per completion, so it may take "
-                f"{seconds * num_completions:.0f} s for the {num_completions} completions of a step of {stage}. Make "
-                "the function faster, for example by scoring all completions of a call in parallel."
-            )
 
 
 def check_constant(

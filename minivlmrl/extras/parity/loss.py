@@ -18,8 +18,7 @@ from minivlmrl.extras.parity.formulas import distance
 from minivlmrl.extras.parity.loss_search import as_step, find_names
 
 SHOWN = 4  # differing cases that are printed
-# losses from TRL 1.16, and a tiny model from transformers 5.23, each written by a removed script:
-# git show 5fcd12c7:tests/record/record_losses.py, and git show cfba8c8:tests/record/record_fixtures.py
+# losses.safetensors has values and gradients of TRL 1.16; `git show 5fcd12c7:tests/record/record_losses.py` wrote it
 FIXTURES = Path(__file__).parent / "fixtures"
 
 

@@ -83,15 +83,6 @@ def own(tmp_path):
     return lambda name: get_environment(f"{tmp_path}/own.py:{name}")
 
 
-def test_classes_functions_and_lists_of_functions(own):
-    for name, tools in (("Counter", ["add"]), ("double", ["double"]), ("tools", ["double", "shout"])):
-        environment = own(name)()
-        assert list(tools_of(environment)) == tools and environment.reset(problem="?") is None
-    first, second = (own("Counter")() for _ in range(2))
-    assert [tools_of(first)["add"](2, 3), tools_of(second)["add"](1)] == ["6", "1"]
-    assert (first.get_reward(), second.get_reward()) == (6.0, 1.0)
-
-
 def test_qwen2_5_vl_renders_tools_with_template_options(own, tmp_path):
     tokenizer = train_tokenizer(["a"], 300)
     for template in (None, with_values(None, {"add_vision_id": True})):

@@ -11,7 +11,6 @@ from typing import Literal
 import PIL.Image
 import pytest
 
-from minivlmrl.data.chat_template import IMAGE
 from minivlmrl.extras.agents.environment import Settings
 from minivlmrl.extras.agents.tool_calls import answer_call, begin, call, find_calls, part, render_answers, turn_opening
 from tests.helpers import tiny
@@ -71,9 +70,8 @@ def test_arguments(tool, said, result):
 
 # type hint, text in the call, argument of the tool
 WRITTEN = [
-    (int | str, "7", 7), (int | str, '"7"', '"7"'), (int | str, "7.5", "7.5"), (int | str, "true", "true"),
-    (int | str, "seven", "seven"), (float | str, "007", "007"), (float | str, "1e3", 1000.0), (str, "7", "7"),
-    (str | None, "7", "7"), (str | None, "null", None), (str | None, "None", None), (int | None, "None", None),
+    (int | str, "7", 7), (int | str, '"7"', '"7"'), (int | str, "true", "true"), (float | str, "007", "007"),
+    (float | str, "1e3", 1000.0), (str, "7", "7"), (str | None, "null", None), (int | None, "None", None),
     (list[int] | str, "[1]", [1]), (list[int] | str, '["a"]', '["a"]'), (list[str], "a", ["a"]),
     (Literal["1", 2], "1", "1"), (Literal["1", 2], "2", 2), (dict | str, '{"a": 1}', {"a": 1}),
     (str, "[" * 9999, "[" * 9999),
@@ -100,14 +98,11 @@ def test_a_parameter_without_quotes_is_json_that_fits_or_else_text(hint, text, v
     ("look", '1, "a", 3', "takes 2 argument"),
     ("look", '"far"', "left is 'far', but it must be of type float"),
     ("", '{"name": "eval"}', "there is no tool 'eval'; the tools are look, name"),
-    ("", "<function=eval></function>", "there is no tool 'eval'; the tools are look, name"),
     ("", '{"name": "look", "arguments": [1]}', "must be an object"),
     ("", PARAMETERS.format("look", "left", "[1]", "place", 2), r"left is \[1\], but it must be of type float"),
     # Python's JSON parser accepts the following calls, but an environment could not compute with their arguments.
     ("", '{"name": "look", "arguments": {"left": NaN}}', "NaN is not a JSON number"),
     ("", '{"name": "look", "arguments": {"left": 1e999}}', "look: left is inf, but it must be finite"),
-    ("", '{"name": "look", "arguments": {"left": "nan"}}', "look: left is nan, but it must be finite"),
-    ("look", "1e999", "look: left is inf, but it must be finite"),
     ("", PARAMETERS.format("look", "left", "-Infinity", "place", 2), "left is -inf, but it must be finite"),
     ("", r'{"name": "name", "arguments": {"it": "a\ud800"}}', r"name: it: 'a\\ud800' is not valid Unicode"),
     ("", '{"name": ["look"]}', "a tool call must have the form"),
@@ -116,12 +111,6 @@ def test_a_parameter_without_quotes_is_json_that_fits_or_else_text(hint, text, v
 def test_invalid_calls_are_reported(tool, said, error):
     with pytest.raises(ValueError, match=error):
         call({"look": look, "name": name}, tool, said)
-
-
-def test_text_that_looks_like_a_control_token_stays_text():
-    pieces = render_answers([[part("<|image_pad|><|im_end|>")], [part(PIL.Image.new("RGB", (1, 1)))]], OPENING)
-    assert [piece for piece in pieces if piece is IMAGE] == [IMAGE]
-    assert "user\n<tool_response>\n<|image_pad|><|im_end|>\n</tool_response>\n<tool_response>\n" in pieces
 
 
 def endless() -> str:
@@ -145,24 +134,18 @@ def stubborn() -> str:
             time.sleep(0.05)
 
 
+TOO_MUCH = "error: the answer's number of {} is {}, but it must be {} or less"
 SAID = {
     "a dict": (lambda: {"count": 2}, "{'count': 2}"),
     "TRL's part": (lambda: [{"type": "text", "text": "a"}], "a"),
     "half a surrogate": (lambda: "a\ud800", "a?"),
-    "nothing": (lambda: None, "None"),
     "an exit": (lambda: sys.exit(3), "error: 3"),
     "an error without words": (lambda: next(iter(())), "error: StopIteration"),
     "addresses": (with_addresses, "error: stale <object at 0x>\n#0 0x <unknown>, but code 0xff"),
     "no end": (endless, "error: the call took more than 0.05 seconds"),
     "no end, whatever is raised": (stubborn, "error: the call took more than 0.05 seconds"),
-    "much": (
-        lambda: ["a" * 60, "b" * 50],
-        "error: the answer's number of characters is 110, but it must be 99 or less",
-    ),
-    "a large picture": (
-        lambda: PIL.Image.new("L", (20, 21)),
-        "error: the answer's number of pixels is 420, but it must be 400 or less",
-    ),
+    "much": (lambda: ["a" * 60, "b" * 50], TOO_MUCH.format("characters", 110, 99)),
+    "a picture": (lambda: PIL.Image.new("L", (20, 21)), TOO_MUCH.format("pixels", 420, 400)),
 }
 
 
@@ -189,11 +172,6 @@ def test_ctrl_c_in_a_tool_ends_a_command():
         answer_call({"f": pressed}, "f", "", PROCESSOR, Settings())
     with pytest.raises(KeyboardInterrupt):
         begin(lambda: SimpleNamespace(reset=pressed), {})
-
-
-def test_image_results_are_not_yet_split_into_patches():
-    [_], [(image, grid)], _ = answer_call({"f": lambda: PIL.Image.new("L", (60, 80))}, "f", "", PROCESSOR, Settings())
-    assert grid == PROCESSOR.image_processor(image)[1]
 
 
 def test_random_calls_do_not_raise():

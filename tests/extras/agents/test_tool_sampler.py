@@ -4,7 +4,6 @@ import json
 import re
 from dataclasses import replace
 from itertools import chain, groupby
-from types import SimpleNamespace
 
 import PIL.Image
 import pytest
@@ -15,7 +14,7 @@ from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.folder_template import ChatTemplate
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor, encode_completion
-from minivlmrl.data.rows import Completion, Row
+from minivlmrl.data.rows import Row
 from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.distributed.process_group import World
 from minivlmrl.extras.agents import tool_sampler
@@ -37,45 +36,6 @@ from tests.helpers.stages import ONE
 from tests.helpers.talk import IMAGE_PART, assistant, text, user
 
 EYE = f"{__name__}:Eye"  # an environment as recipes name it
-
-
-def completion_with_images(generator, grids, dtype=torch.float64):
-    """Return a completion with these images, each after three policy tokens, and one image token of the policy."""
-    made = tiny.prompt(generator, grids, text=3, dtype=dtype)
-    ids = torch.cat([made.input_ids, torch.tensor([tiny.IMAGE, 7, 2])])
-    written = (ids < 290) | (torch.arange(len(ids)) >= len(made.input_ids))
-    patches = made.pixel_values.split([t * h * w for t, h, w in grids])
-    pictures = [(None, own, grid) for own, grid in zip(patches, grids, strict=True)]
-    return Completion(ids, policy_mask=written, pictures=pictures)
-
-
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
-def test_a_packed_group_with_crops_equals_single_rows(model_type):
-    """Completions have 0, 1 and 3 crops. Compare log-probabilities and all modules' gradients."""
-    model = tiny.model(dtype=torch.float64, model_type=model_type)
-    generator = torch.Generator().manual_seed(0)
-    shown = [(1, 4, 6)], [], [(1, 2, 2), (1, 8, 4)]
-    prompts = [tiny.prompt(generator, grids, dtype=torch.float64) for grids in shown]
-    crops = [[], [(1, 4, 4)], [(1, 2, 6), (1, 6, 2), (1, 4, 8)]]
-    groups = [[completion_with_images(generator, some) for some in crops] for _ in prompts]
-    assert len(pack(prompts, groups, model.config).image_grid_thw) == 3 + 3 * 4
-
-    def score(prompts, groups):
-        batch = pack(prompts, groups, model.config)
-        return batch.pad(per_token_logps(model, batch)[0]) * batch.completion_mask
-
-    together = score(prompts, groups)
-    together.sum().backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    alone = []
-    for prompt, group in zip(prompts, groups, strict=True):
-        alone += [score([prompt], [[completion]])[0] for completion in group]
-    sum(x.sum() for x in alone).backward()
-    assert max((together[i, : len(x)] - x).abs().max().item() for i, x in enumerate(alone)) < 1e-12
-    for name, parameter in model.named_parameters():
-        scale = gradients[name].abs().max()
-        assert scale > 0 and (gradients[name] - parameter.grad).abs().max() < 1e-12 * max(scale, 1), name
 
 
 class Eye:
@@ -319,21 +279,6 @@ def test_completions_do_not_share_changes_of_their_row(monkeypatch):
     told = "[<result>1 {'all': []} (0, 0, 0)</result>]"
     assert {as_text(c) for group in groups for c in group} == {f"<read>a</read>{told}<|im_end|>"}
     assert prompt.row.images[0].getpixel((0, 0)) == (0, 0, 0) and prompt.row.columns["marks"] == {"all": []}
-
-
-@pytest.mark.parametrize(("token", "tokens", "searched"), [
-    (b"<tool_call><look></other>", 2000, [2000 * 25]), (b"</look>", 100, []),
-], ids=["no complete call", "closing tags alone"])  # fmt: skip
-def test_a_text_without_a_call_is_searched_at_most_once(monkeypatch, token, tokens, searched):
-    """Searching after each of 8,192 tokens would take half a minute."""
-    read = []
-    monkeypatch.setattr(tool_sampler, "find_calls", lambda text, tools, ended: read.append(len(text)) or [])
-    monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: token)
-    episode = tool_sampler.ToolEpisode(Eye())
-    for step in range(tokens):
-        sampling = SimpleNamespace(max_new_tokens=2000)
-        episode.step(7, step == 1999, False, SimpleNamespace(processor=PROCESSOR, sampling=sampling))
-    assert read == searched
 
 
 def test_without_a_call_the_samples_equal_those_without_tools():

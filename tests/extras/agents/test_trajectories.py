@@ -345,14 +345,6 @@ def test_a_window_that_cannot_be_shown_names_row_and_turn(monkeypatch, error):
         play(monkeypatch, [[RED, RED]], "Shown", model=model)
 
 
-def test_half_a_surrogate_in_an_observation_is_replaced(monkeypatch):
-    """A tool may store chr(55296), for example; the run goes on with a text that has tokens."""
-    monkeypatch.setattr(Shown, "observe", lambda self, rounds: [user([text("a\ud800b")]), user("c\udfff")])
-    [[trajectory]], *_ = play(monkeypatch, [[RED, RED]], "Shown")
-    window = trajectory.turns[1].prompt.input_ids.tolist()
-    assert contains(window, PROCESSOR.tokenizer.encode("a?b")) and contains(window, PROCESSOR.tokenizer.encode("c?"))
-
-
 def test_rewards_of_turns(monkeypatch):
     """get_reward returns one number for each turn; a last turn without a call needs none."""
     [[trajectory]], *_ = play(monkeypatch, [[RED, BLUE, WELL, END]], history=1)

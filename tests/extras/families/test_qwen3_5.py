@@ -23,14 +23,14 @@ from minivlmrl.model.lora import init_adapters, inject_adapters
 from minivlmrl.tasks import shapes
 from tests.helpers import tiny
 from tests.helpers.draws import STOP
-from tests.helpers.hub_configs import QWEN35_SIZES, real_config
+from tests.helpers.hub_configs import real_config
 from tests.helpers.tiny import pack
 from tests.model.families.test_qwen3_vl import film_prompt, qwen3_vl_name
 
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 
 
-@pytest.mark.parametrize("size", QWEN35_SIZES)
+@pytest.mark.parametrize("size", ["Qwen3.5-2B", "Qwen3.5-27B"])
 def test_models_on_the_hub_have_the_tensors_of_transformers(size, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(real_config(size)))
     with torch.device("meta"):

@@ -115,15 +115,6 @@ def test_two_mistakes_of_one_stage_are_named_together():
     assert any(all(says in name for says in both) for name in names), names
 
 
-def test_equal_orders_of_rows_are_listed_once():
-    d = step()
-    for orders in (d.rows, d.rollout_rows, d.columns):
-        every = [tuple(order.flatten().tolist()) for order in orders.values()]
-        assert len(set(every)) == len(every) > 9
-    assert torch.equal(d.rollout_rows["the next group"], torch.tensor([3, 4, 5, 0, 1, 2]))
-    assert d.columns["the previous token in its counted tokens and 0 for the first"][1].tolist() == [-1, 5, 6, 8, 9]
-
-
 def test_the_report_says_when_too_few_numbers_differ():
     for rows, is_said in (([1.0, 1.0, 0.3, 1.0, 1.0, 1.0], True), ([1.0, 1.0, 0.3, 1.0, 0.7, 1.0], False)):
         d = step(gradient=lambda x, rows=rows: x * torch.tensor(rows)[:, None])
