@@ -128,8 +128,8 @@ def cached():
 
 
 def small(answer_texts, solution, **columns):
-    """A reward whose maximum is 0.2."""
-    return [0.2 * (answer == truth) for answer, truth in zip(answer_texts, solution, strict=True)]
+    """A reward whose maximum is 0.1."""
+    return [0.1 * (answer == truth) for answer, truth in zip(answer_texts, solution, strict=True)]
 
 
 def shape_rows():
@@ -210,6 +210,7 @@ def test_solutions_that_are_lists(reward, solution, said):
 
 @pytest.mark.parametrize(("options", "rate", "said"), [
     ([], 1e-3, "a rate above 0.0001 ruins"),
+    ([], 1e-6, ""),
     (["--adapter.r=4"], 1e-3, ""),
     (["--adapter.r=4"], 1e-6, "hardly change"),
     (["--adapter.r=4"], 1e-5, ""),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 import trl
@@ -25,7 +26,7 @@ DEFAULTS = {
 # two passes over each generation, and four optimizer steps
 OFF_POLICY = {"num_iterations": 2, "steps_per_generation": 4, "max_steps": 4}
 EXACT = {
-    "dr_grpo": {"loss_type": "dr_grpo", "entropy_coef": 0.01},
+    "dr_grpo": {"loss_type": "dr_grpo", "entropy_coef": 0.01, "eval_strategy": "steps", "eval_steps": 1},
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
     "delta": {"delta": 1.3, "epsilon": 0.01, "epsilon_high": 0.28} | OFF_POLICY,
@@ -42,7 +43,10 @@ EXACT = {
     "bnpo": {"loss_type": "bnpo", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
 }  # fmt: skip
 SLOW = {"bnpo", "sapo", "vespo", "luspo", "delta", "beta without correction"}
-MEASURED = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "step_time"}
+MEASURED = {"step_time", "eval_step_time"}
+MEASURED |= {
+    f"{mode}_{name}" for mode in ("train", "eval") for name in ("runtime", "samples_per_second", "steps_per_second")
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +56,8 @@ def folder(tmp_path_factory):
 
 def build(trainer_class, folder, output, arguments=None, **options):
     arguments = {"reward_funcs": [distinct], "trainer": trainer_class} | (arguments or {})
+    if "eval_strategy" in options:
+        arguments["eval_dataset"] = datasets.Dataset.from_list(questions(8))
     return trl_fixtures.build(
         "GRPO", model(folder), output, questions(8), DEFAULTS | options, processor(folder), **arguments
     )

@@ -83,12 +83,12 @@ def own(tmp_path):
     return lambda name: get_environment(f"{tmp_path}/own.py:{name}")
 
 
-def test_qwen2_5_vl_renders_tools_with_template_options(own, tmp_path):
+def test_qwen2_5_vl_renders_a_list_of_tools_with_template_options(own, tmp_path):
     tokenizer = train_tokenizer(["a"], 300)
     for template in (None, with_values(None, {"add_vision_id": True})):
-        made = with_tools(Processor(tokenizer, ImageProcessor(), template), f"{tmp_path}/own.py:double")
+        made = with_tools(Processor(tokenizer, ImageProcessor(), template), f"{tmp_path}/own.py:tools")
         rendered = "".join(made.template.render([user([IMAGE_PART])]))
-        assert '"name": "double", "description": "Double a number."' in rendered and made.tools == ("double",)
+        assert '"name": "double", "description": "Double a number."' in rendered and made.tools == ("double", "shout")
         assert ("Picture 1: " in rendered) is (template is not None)
         assert b"in tools" in tokenizer.files["chat_template.jinja"]
 

@@ -175,12 +175,12 @@ def test_ctrl_c_in_a_tool_ends_a_command():
 
 
 def test_random_calls_do_not_raise():
-    """The 900 random calls contain invalid JSON, tags, names and encodings."""
+    """The 300 random calls contain invalid JSON, tags, names and encodings."""
     rng, tools, drawn = random.Random(0), {"look": look, "name": name}, 0
     pieces = [*"{}[]:,-\\\n", *(f"<{slash}{tag}>" for tag in ("tool_call", "look", "name") for slash in ("", "/"))]
     pieces += ['"left": 1', r'"\ud800": 2', r'"\ud800"', "[" * 3000, "9" * 5000, "null", "1e999", "NaN", '"name"']
     pieces += ["<function=look>", "<parameter=left>", "</parameter>", "</function>", "<|im_end|>"]
-    while drawn < 900:
+    while drawn < 300:
         inside = "".join(rng.choices(pieces, k=rng.choice((1, 1, 2, 9))))
         inside = rng.choice((inside, f'{{"name": "look", "arguments": {{{inside}}}}}'))
         tag = rng.choice(("tool_call", "look", "name"))

@@ -92,13 +92,13 @@ def answers(rows, name="completion"):
     ]
 
 
-def sft(folder, output, rows=8, dtype=torch.float32, **options):
-    return build("SFT", model(folder, dtype), output, answers(rows), READ | options, processor(folder))
+def sft(folder, output, rows=8, **options):
+    return build("SFT", model(folder), output, answers(rows), READ | options, processor(folder))
 
 
-def dpo(folder, output, rows=8, dtype=torch.float32, **options):
+def dpo(folder, output, rows=8, **options):
     pairs = [row | {"rejected": [assistant("none" * (1 + i % 2))]} for i, row in enumerate(answers(rows, "chosen"))]
-    return build("DPO", model(folder, dtype), output, pairs, READ | options, processor(folder))
+    return build("DPO", model(folder), output, pairs, READ | options, processor(folder))
 
 
 def words_of(messages):
@@ -121,8 +121,8 @@ def variety(completions, **_):
     return [len(set(words_of(messages))) / 9 for messages in completions]
 
 
-def grpo(folder, output, rewards=(distinct, lower), rows=4, dtype=torch.float32, **options):
-    policy, judges = model(folder, dtype), list(rewards)
+def grpo(folder, output, rewards=(distinct, lower), rows=4, **options):
+    policy, judges = model(folder), list(rewards)
     options = SAMPLED | {"generation_kwargs": {"sequence_bias": [[[END], 5.0]]}} | options
     return build("GRPO", policy, output, questions(rows), options, processor(folder), reward_funcs=judges)
 
