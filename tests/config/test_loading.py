@@ -2,26 +2,20 @@
 
 import dataclasses
 import json
-import math
 import os
 import re
 import shutil
 import typing
-from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
 
 import pytest
 import yaml
 
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import load_config, to_yaml
-from minivlmrl.config.options import FileOptions, GRPOOptions, RunConfig, SFTOptions, VideoOptions
-from minivlmrl.config.parsing import options_of, read_value
+from minivlmrl.config.options import GRPOOptions, RunConfig, SFTOptions
 from minivlmrl.config.types import Finite
-from minivlmrl.extras.agents.environment import Settings
 from minivlmrl.extras.replay.again import run_config
-from minivlmrl.extras.vllm import VLLMOptions
 from tests.helpers.links import ROOT
 
 
@@ -76,7 +70,7 @@ def test_a_flag_needs_no_value_and_a_value_may_follow_after_a_space(recipe):
 
 
 def declared(cls=RunConfig, prefix=""):
-    """Every field with a bound or a choice, and a value that it must refuse."""
+    """Yield the path of each option with a bound or a choice, and a value that the option must refuse."""
     for name, hint in typing.get_type_hints(cls, include_extras=True).items():
         if dataclasses.is_dataclass(hint):
             yield from declared(hint, f"{prefix}{name}.")
@@ -94,47 +88,9 @@ def test_every_declared_bound_and_choice_holds(write, path, wrong):
         load_config(write(recipe))
 
 
-def example(hint, number):
-    """Build a value of a type, with a number wherever the type contains a float; None if the type has no float."""
-    inside = [part for part in typing.get_args(hint) if part is not type(None)]
-    kind = typing.get_origin(hint)
-    if hint is float:
-        return number
-    if kind in (list, tuple):
-        values = [example(part, number) for part in inside]
-        return None if None in values else values
-    if kind is dict:
-        value = example(inside[1], number)
-        return None if value is None else {"accuracy": value}
-    values = [example(part, number) for part in inside if kind is not typing.Literal]
-    return next((value for value in values if value is not None), None)
-
-
-FLOATS = [  # (path, type) of every float option, also for an environment
-    (option.path, option.hint)
-    for cls in (RunConfig, Settings, FileOptions, VideoOptions)
-    for option in options_of(cls)
-    if example(option.hint, 0.0) is not None
-]
-# options whose infinite value disables a clip or a check
-INFINITE = {
-    "optimizer.max_grad_norm", "rollout.max_logp_mismatch", "grpo.epsilon_low", "grpo.epsilon_high", "ppo.cliprange"
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("path", "hint"), FLOATS)
-def test_only_a_few_options_take_an_infinite_number_and_none_takes_nan(path, hint):
-    for number in (math.nan, -math.inf, math.inf):
-        if number == math.inf and path in INFINITE:
-            assert read_value(hint, number, path, json=False) == number
-            continue
-        with pytest.raises(ValueError, match=rf"^{path}(\.accuracy)? is .*(nan|inf).*, but it must be "):
-            read_value(hint, example(hint, number), path, json=False)
-
-
 @pytest.mark.parametrize("text", ["{problem}", "{problem} Think.", "[a", "3", "yes", "'{problem}'", "null", "a: b"])
 def test_a_field_of_text_takes_the_command_line_as_it_is(recipe, text):
-    """Unless YAML reads a text: quotes are YAML's, and so is null."""
+    """YAML reads the text only if the text is null or in quotes."""
     expected = {"'{problem}'": "{problem}", "null": None}.get(text, text)
     assert load_config(recipe, [f"--data.system_prompt={text}"]).data.system_prompt == expected
 
@@ -207,20 +163,6 @@ def test_code_that_a_found_recipe_names_is_refused_and_does_not_run(tmp_path, mo
         with pytest.raises(ValueError, match=says):
             run_config(Path(folder), None, asked_for)
     assert not list(tmp_path.rglob("ran"))
-
-
-def leaves(hint):
-    """Yield the types in a type hint; a Literal has none, because it lists its values."""
-    if typing.get_origin(hint) is not Literal:
-        yield from chain.from_iterable(map(leaves, typing.get_args(hint))) if typing.get_args(hint) else [hint]
-
-
-def test_only_types_for_code_can_name_code():
-    """Values of any type could name code, so a dataclass reads them, or a chat template in its sandbox."""
-    found = {option.path for option in options_of(RunConfig) if {dict, list, tuple, Any} & {*leaves(option.hint)}}
-    assert found == {"data.image", "data.video", "data.chat_template_kwargs", "sampling.vllm"}
-    types = {leaf for cls in (VideoOptions, VLLMOptions) for option in options_of(cls) for leaf in leaves(option.hint)}
-    assert {leaf for leaf in types if isinstance(leaf, type)} == {int, float, bool, type(None)}
 
 
 def test_a_fault_of_a_found_recipe_is_reported_with_its_name(tmp_path, write):
@@ -298,22 +240,8 @@ def test_a_stage_of_a_file_has_a_section(again, write, tmp_path):
     assert load_config("shapes.yaml", [both, "--more.share=0.5"]).more.share == 0.5
 
 
-def test_a_folder_that_exists_is_written_as_an_absolute_path(recipe, tmp_path, monkeypatch):
-    """The written config then repeats the run from any folder; a path that does not exist stays unchanged."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("weights", "judge"):
-        (tmp_path / name).mkdir()
-    config = load_config(recipe, ["--model.path=weights", "--reward_model.path=judge"])
-    found = [config.model.path, config.reward_model.path]
-    assert found == [str(tmp_path / name) for name in ("weights", "judge")]
-    assert load_config(recipe, ["--reward_model.path=gone"]).reward_model.path == "gone"
-
-
 def test_recipes_are_found_by_their_names(tmp_path, monkeypatch):
-    """Recipes of the package are found outside a clone, too; a file of this name in the working folder comes first.
-
-    A copy of a recipe finds the files beside the original, unless there is one beside the copy.
-    """
+    """A file in the working folder, or beside a copy of a recipe, comes before the file of the package."""
     monkeypatch.chdir(tmp_path)
     assert load_config("own_data.yaml").output_dir == "runs/own_data"
     (tmp_path / "own_data.yaml").write_text("output_dir: mine")

@@ -124,7 +124,7 @@ def test_json_files_may_have_more_keys_and_are_not_converted():
     ("zzz=1", "did you mean "),
 ])  # fmt: skip
 def test_an_unknown_option_gets_a_suggestion(override, meant):
-    """Typing errors, and option names from TRL and ms-swift, get a suggestion."""
+    """Misspelt names, and the names of options in TRL and ms-swift, get a suggestion."""
     with pytest.raises(ValueError, match="command line: unknown key .*; " + re.escape(meant)):
         load_config("shapes.yaml", [f"--{override}"])
     ours = {re.match(r"[\w.]+", name)[0].replace("STAGE", "grpo") for name in parsing.TRL_ALIASES.values()}
@@ -140,7 +140,7 @@ def test_many_keys_and_values_are_read_in_one_pass(monkeypatch):
 
 
 def test_an_alias_is_refused():
-    """Nine lines with nine aliases each have 9**9 values, which hung every command that reads a found folder."""
+    """Ten lines with nine aliases each would have 9**9 values."""
     lines = ["a0: &a0 [1]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10))]
     for text in ("\n".join(lines), "a: &a {b: 1}\nc:\n  <<: *a", "&a [*a]"):
         with pytest.raises(ValueError, match=r"not valid YAML \(the alias \*a0? is not supported; write its value"):

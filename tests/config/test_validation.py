@@ -1,6 +1,5 @@
 """Test that options without effect are refused, and accepted once other options give them one."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from minivlmrl.commands.train import train_recipe
 from minivlmrl.config import validation
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import as_overrides, load_config
-from minivlmrl.config.options import RunConfig, SFTOptions
+from minivlmrl.config.options import RunConfig
 from minivlmrl.config.validation import check_effects
 from minivlmrl.extras.check.command import main as check_main
 from minivlmrl.trainers.registry import find_trainer, find_trainers
@@ -164,24 +163,3 @@ def test_options_are_checked_before_anything_is_loaded(command, empty, monkeypat
     monkeypatch.setattr("minivlmrl.distributed.process_group.setup", None)  # calling it would fail
     with pytest.raises(ValueError, match=r"recipe\.yaml: adapter\.dropout is 0\.1 and has no effect: there is no"):
         command([str(empty), *recipe({"adapter.dropout": 0.1})])
-
-
-@dataclass
-class Halved(SFTOptions):
-    """Options for a custom stage, with their own check."""
-
-    half: float = 0.0
-    quarter: float = 0.0
-
-    def without_effect(self):
-        yield from super().without_effect()
-        if self.half == 0:
-            yield "quarter", "half is 0"
-
-
-def test_custom_options_may_have_their_own_check():
-    run = RunConfig(stages=["sft"], sft=Halved(quarter=1.0))
-    with pytest.raises(ValueError, match=r"^recipe: sft\.quarter is 1\.0 and has no effect: half is 0$"):
-        check(run)
-    run.sft.half = 0.5
-    check(run)

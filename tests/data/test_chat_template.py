@@ -47,7 +47,7 @@ def template(published):
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_rendering_equals_the_template(template, published, name):
-    """The pieces equal folder_template.py's pieces, for the published and the default template."""
+    """ChatTemplate renders the same pieces from the published template and from the default templates."""
     messages = CONVERSATIONS[name]
     pieces = render(messages)
     assert "".join(pieces) == template.render(messages=messages, add_generation_prompt=True)
@@ -59,7 +59,6 @@ def test_rendering_equals_the_template(template, published, name):
 
 @pytest.mark.parametrize("part", [{"type": "audio", "text": "a"}, {"type": "text", "text": 3}, {}, "a"])
 def test_unknown_parts_are_refused(part):
-    """Such a part is refused when the conversation is rendered."""
     assert part_kind(part) is None
     with pytest.raises(ValueError, match="a part of a message must be text, an image or a video, but it is"):
         render([user([part])])
@@ -80,7 +79,7 @@ ANSWERS = {
 @pytest.mark.parametrize("prompt", ["own system", "several images"])
 @pytest.mark.parametrize("name", ANSWERS)
 def test_prompt_and_completion_are_the_conversation(template, published, prompt, name):
-    """The template adds a newline after the last turn."""
+    """The published template also writes a newline after the last turn."""
     messages = CONVERSATIONS[prompt]
     said = render_completion(ANSWERS[name])
     rendered = "".join(render(messages)) + "".join(piece for piece, _ in said)

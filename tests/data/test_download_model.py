@@ -43,7 +43,7 @@ def snapshot(cache: Path, commit: str = COMMIT, names=WANTED) -> Path:
 
 
 def test_a_mistyped_path_does_not_go_to_the_hub(cache, monkeypatch):
-    """A mistyped path is not sent to the hub, because its first part is an existing folder."""
+    """A name whose first part is an existing folder is a path and no repository."""
     monkeypatch.setattr("minivlmrl.data.download._snapshot", lambda *name: name[:2])
     Path("runs").mkdir()
     missing = (

@@ -28,7 +28,7 @@ def test_a_missing_column_is_named_with_its_line(write_rows, row):
 
 @pytest.mark.parametrize("label", ["yes", 1, 0.0])
 def test_a_label_is_true_or_false(write_rows, label):
-    """The column is validated only if a stage requires it. Otherwise it may have any value."""
+    """The column label is checked only if the stage requires it."""
     row = {"prompt": "a", "completion": "b", "label": label}
     required = ("problem", "completion", "label")
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'label' is .*, but it must be of type bool"):
@@ -211,7 +211,7 @@ def test_a_mistake_is_named_when_the_file_is_read(write_rows, row, message):
 @pytest.mark.parametrize("key", ["loss", "loss_mask", "weight", "train"])
 @pytest.mark.parametrize("family", ["none", "qwen3", "jinja", "rewritten"])
 def test_a_turn_without_loss_is_context(write_rows, key, family):
-    """Also in a template that drops earlier thoughts, with which each answer is a sequence of its own."""
+    """This also holds for a template that drops earlier thoughts, for which each answer is a sequence of its own."""
     turns = [user("a"), assistant("<think>b</think>bad") | {key: False}, user("c"), assistant("good") | {key: True}]
     row = FileDataset(write_rows({"messages": turns}), ("problem", "completion"))[0]
     latest = "(message.content if loop.last else message.content.split('</think>')[-1]) | trim"
@@ -312,7 +312,7 @@ DROPPED = [  # each row says something that a run of SFT would not follow: (row,
 
 @pytest.mark.parametrize(("row", "name"), DROPPED, ids=lambda value: str(value)[:50])
 def test_nothing_is_dropped_in_silence(write_rows, row, name):
-    """An error or the note of the run names each column and each key that nothing reads."""
+    """An error or the run's note names each column and each key that nothing reads."""
     try:
         rows = FileDataset(write_rows(row), ("problem", "completion"), reads=())
     except ValueError as error:

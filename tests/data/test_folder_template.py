@@ -56,10 +56,7 @@ CONVERSATION = [*user({"type": "image"}, {"text": " Hi? "}), assistant("Hi."), *
     ("qwen3_8", OFF, ""), ("qwen3_8", {"add_vision_id": True}, THINK),
 ])  # fmt: skip
 def test_template_options_work_as_in_transformers(published, transformers, tmp_path, name, values, opened):
-    """Compare rendered prompts, and the beginning of the assistant's turn that the prompt opens.
-
-    Qwen2-VL has the same template as Qwen2.5-VL.
-    """
+    """Compare rendered prompts, and the beginning of the assistant's turn with which the prompt ends."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     write(tmp_path, {"chat_template.jinja": published(name)})
@@ -72,11 +69,7 @@ def test_template_options_work_as_in_transformers(published, transformers, tmp_p
 
 @pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8"])
 def test_a_demonstrated_thought_continues_the_opened_thought(load, name):
-    """A thought in a demonstration continues the opened thought.
-
-    Qwen3.8's template would repeat a thought that is in the text. Without a thought, the completion
-    has an empty one, or none.
-    """
+    """An answer without a thought gets an empty thought if the prompt has opened one."""
     thinks, no = with_values(load(name), {"enable_thinking": True}), with_values(load(name), OFF)
     bare, told = assistant("<answer>b</answer>"), assistant("<think>\na\n</think>\n<answer>b</answer>")
     for answer, thought in ((told, "a\n</think>\n\n"), (bare, "\n</think>\n\n")):
@@ -137,10 +130,7 @@ def test_spellings_of_a_thought_render_the_same(load, published, transformers, n
 @pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be <b>brief</b>."}]])
 @pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "<é>"}}] * 2])
 def test_qwen2_5_vl_with_tools_renders_like_qwen3_vl(published, tools, system):
-    """Calls with and without text, several calls at once, and results with images render the same.
-
-    Only the default system message differs.
-    """
+    """Only the default system message of the two templates differs."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     calls = [CALL["tool_calls"][0]["function"], {"function": {"name": "b", "arguments": '{"y":2}'}}]
@@ -206,7 +196,7 @@ COMPOSED = (
 
 @pytest.mark.parametrize("refused", ["", "{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"])
 def test_the_structure_is_what_the_template_writes(refused):
-    """This includes names that the template composes. Texts may contain tags for thoughts and tools and other names."""
+    """The structure includes names that the template composes; a text may contain tags of thoughts and other names."""
     roles = ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
     others = ["<think>", "<tool_call>", "<|box_start|>", "<|medicine|>"]
     text = COMPOSED.replace("%}", f"%}}{refused}", 1)
@@ -283,10 +273,7 @@ def test_what_a_template_may_change():
 
 
 def test_a_turn_is_trained_up_to_its_closing_token():
-    """The closing token is trained, because otherwise the model never stops.
-
-    The newline after the token is not trained, because it is never generated.
-    """
+    """The model must learn the closing token, and never generates the newline after the token."""
     turns = [assistant("a"), {"role": "user", "content": "b"}, assistant("c")]
     expected = "[a<|im_end|>]\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n[c<|im_end|>]"
     assert bracketed(ChatTemplate(CHATML, "t").render_completion(HI, turns)) == expected
@@ -383,7 +370,7 @@ def write(folder, files):
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_the_template_of_a_folder_is_chosen_as_in_transformers(tmp_path, name, transformers):
-    """The choice is the same as in transformers' processor, except for templates of the tokenizer."""
+    """transformers' processor chooses the same file, unless only the tokenizer's file has a template."""
     files, text = FOLDERS[name]
     found = ChatTemplate.from_folder(write(tmp_path, files))
     assert (found and found.text) == text
@@ -401,20 +388,6 @@ def test_a_folder_gives_the_template_its_token_names_and_control_tokens(tmp_path
     assert [type(piece) for piece in pieces] == [Control, Control, str]
     assert pieces == ["<|im_end|>", "<|pad|>", "<x>"]
     assert template.source == tmp_path / "chat_template.jinja"
-
-
-@pytest.mark.parametrize("text", [
-    "{% for m in messages %}\n  {% if m.role == 'user' %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\nend\n",
-    "{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}{{ m | tojson(indent=2) }}{% endfor %}",
-    "{{ messages | tojson }}{{ tools | tojson }}{{ documents is none }}{{ missing }}{{ eos_token }}"
-    "{{ day if day is defined else 'no day' }}",
-    "{{ namespace(a=1).a }}{{ dict(b=2) }}{{ range(3) | list }}{{ [1, 2] | join('-') }}",
-    "{% set content = messages[0].content %}{{ content.split('</think>')[-1] }}{{ '<think>' in content }}",
-])  # fmt: skip
-def test_template_features_match_transformers(text, transformers):
-    text += "{% for message in messages %}{{ message.content }}{% endfor %}"  # a text must not be missing
-    template = ChatTemplate(text, "t", token_names={"eos_token": "<|im_end|>"})
-    renders_as_transformers(template, [{"role": "user", "content": "<think>é</think> hi & ho "}, *HI])
 
 
 def test_the_template_sees_plain_data_and_changes_nothing():

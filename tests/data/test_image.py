@@ -106,13 +106,13 @@ ANIMATED = {"save_all": True, "append_images": [PIL.Image.new("RGB", (2, 1), "bl
     (in_file(in_memory("RGB", (200, 0, 0)), "TIFF", **ANIMATED), (200, 0, 0)),
 ], ids=lambda value: str(value) if isinstance(value, tuple) else getattr(value, "mode", "TIFF"))  # fmt: skip
 def test_each_mode_is_shown_as_a_person_sees_it(image, rgb):
-    """The first pixel is compared with a value that was computed by hand, which may be rounded differently."""
+    """The colour of the first pixel was computed by hand, and may be rounded differently."""
     found = load_image(image).getpixel((0, 0))
     assert all(abs(a - b) <= 1 for a, b in zip(found, rgb, strict=True)), found
 
 
 def test_other_images_are_turned_upright():
-    """Also an image in memory, and one with 16 bits for each pixel."""
+    """The orientation also counts for an image in memory, and for an image with 16 bits for each pixel."""
     image = PIL.Image.new("LA", (3, 2), (0, 0))
     image.getexif()[0x0112] = 6
     for turned in (image, in_file(in_memory("I;16", 0x1234), exif=image.getexif())):
@@ -136,10 +136,7 @@ def test_pixels_without_a_known_white_are_refused(mode):
     ({"resized_height": 28, "resized_width": 56, "min_pixels": 10**5}, (1, 2, 4)),
 ], ids=str)  # fmt: skip
 def test_options_of_one_image(options, grid):
-    """An image with 56 x 84 pixels has 2 x 3 tokens, unless it has its own bounds or size.
-
-    Sizes are rounded to multiples of 28.
-    """
+    """An image of 56 x 84 pixels has 2 x 3 tokens of 28 x 28 pixels, unless it has its own bounds or size."""
     processor = ImageProcessor(min_pixels=28 * 28)
     patches, found = processor(PIL.Image.new("RGB", (84, 56)), **options)
     assert found == grid

@@ -64,7 +64,7 @@ def test_rows_have_their_index_and_a_unique_key():
 
 @pytest.mark.parametrize(("ranks", "steps"), [(1, 3), (2, 3), (4, 1)])
 def test_any_number_of_ranks_gets_the_same_rows_and_keys(ranks, steps):
-    """Each step's rows are divided among the ranks in order."""
+    """The ranks share the rows of each step in order."""
     alone = next_rows(batches(steps=steps), 5)
     shares = [next_rows(batches(rank, ranks, steps=steps), 5) for rank in range(ranks)]
     for draw, rows in enumerate(alone):

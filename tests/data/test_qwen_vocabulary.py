@@ -21,10 +21,7 @@ WORDS = (
 
 
 def ranks():
-    """Return all tokens' bytes in id order, from Alibaba's package dashscope.
-
-    Version 1.17.0 has no large dependencies, and the package is not imported.
-    """
+    """Return the bytes of all tokens in id order, from Alibaba's package dashscope, which is not imported."""
     try:
         package = importlib.metadata.distribution("dashscope")
     except importlib.metadata.PackageNotFoundError:
@@ -80,10 +77,7 @@ def qwen(vocabulary, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def theirs(vocabulary, transformers):
-    """Create transformers' tokenizer from vocabulary and merges.
-
-    It has its own splitting, normalisation and decoder.
-    """
+    """Create transformers' tokenizer from the vocabulary and the merges."""
     tokenizer = transformers.Qwen2Tokenizer(*vocabulary)
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS[1:]])
     tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in WORDS])
@@ -128,8 +122,5 @@ def test_2000_random_texts_have_the_ids_of_transformers(qwen, theirs):
 
 
 def test_rows_above_the_vocabulary_decode_to_nothing(qwen):
-    """The published embeddings have 151936 or 152064 rows, but ids above 151664 are untrained.
-
-    A random model may sample them.
-    """
+    """A random model may sample ids above 151664, which have embeddings but no token."""
     assert qwen.decode([151665, 151935, 9707, 152063]) == "Hello"

@@ -167,23 +167,6 @@ def test_a_rotated_video_is_shown_upright():
         load_video(encoded(frames, *LOSSLESS[-1], rotation=30))
 
 
-def test_colours_follow_the_matrix_in_the_file(av):
-    """A green has different YUV values in BT.709 and BT.601, and must be restored from both."""
-    green = np.full((4, 32, 32, 3), (20, 200, 40), np.uint8)
-    for matrix in ("ITU709", "ITU601"):
-        buffer = io.BytesIO()
-        with av.open(buffer, "w", format="mp4") as file:
-            stream = file.add_stream("libx264", rate=10)
-            stream.height, stream.width, stream.pix_fmt = 32, 32, "yuv444p"
-            stream.codec_context.colorspace = {"ITU709": 1, "ITU601": 6}[matrix]
-            for frame in green:
-                frame = av.VideoFrame.from_ndarray(frame, format="rgb24")
-                frame = frame.reformat(format="yuv444p", dst_colorspace=matrix, dst_color_range="MPEG")
-                file.mux(stream.encode(frame))
-            file.mux(stream.encode())
-        assert np.abs(np.asarray(load_video(buffer.getvalue()).frames).astype(int) - green).max() <= 4
-
-
 def test_a_playlist_opens_no_other_file(tmp_path):
     (tmp_path / "a.ts").write_bytes(encoded(moving(30), "mpegts", "mpeg2video", "yuv420p"))
     assert len(load_video(tmp_path / "a.ts").frames) == 4

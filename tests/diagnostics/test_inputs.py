@@ -14,6 +14,7 @@ from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.folder_template import ChatTemplate
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.messages import text_of
+from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.diagnostics.inputs import InputCheck, check_inputs
 from minivlmrl.model import decoder
@@ -121,10 +122,7 @@ def tower(change):
 
 
 def prompts(change, numbers=range(4)):
-    """Return a plant that changes the step's prompts with these numbers; `change` gets the row, too.
-
-    The check itself makes prompts after the step's four.
-    """
+    """Return a plant that changes the step's prompts with these numbers; the check itself makes prompts after these."""
 
     def plant(run, patch):
         original, counter = Row.prompt, count()
@@ -165,12 +163,6 @@ def without_placing(run, patch):
     patch.setattr(decoder, "place_images", lambda x, embeds, index: (x, []))
 
 
-def first_image_alone(run, patch):
-    original = decoder.place_images
-    keep = lambda embeds: torch.cat([embeds[:1], embeds[1:].detach()])  # noqa: E731
-    patch.setattr(decoder, "place_images", lambda x, embeds, index: original(x, keep(embeds), index))
-
-
 def hidden(choose):
     """Return a planted fault in which no token attends to the keys and values at some positions."""
 
@@ -189,6 +181,17 @@ def hidden(choose):
 
 def prompt_starts(group):
     return torch.cat([torch.arange(span.start, span.stop - 2) for span in group.layout.prompt_spans])
+
+
+def letters(run, patch):
+    original = Processor.encode
+    patch.setattr(
+        Processor, "encode",
+        lambda self, pieces, grids: [
+            ids if type(piece) is not str else [x for letter in piece for x in self.tokenizer.encode(letter)]
+            for piece, ids in zip(pieces, original(self, pieces, grids), strict=True)
+        ],
+    )  # fmt: skip
 
 
 def without_texts(run, patch):
@@ -228,13 +231,11 @@ TEXT = "the loss has no gradient at the text of the prompt"
 # name: (stage, fault before the step, fault after it, beginning of the problem text)
 PLANTED = {
     "blank patches": ("sft", None, blank, IMAGES),
-    "blank patches in a pair": ("dpo", None, blank, IMAGES),
     "images of other rows": ("sft", None, of_other_rows, IMAGES),
     "images dropped by the collator": ("sft", prompts(without_images), None, IMAGES),
     "an image processor that returns gray": ("sft", gray_processor, None, "the hidden states do not change"),
     "a detached vision tower": ("sft", tower(torch.detach), None, IMAGE),
     "embeddings that are never placed": ("sft", without_placing, None, IMAGE),
-    "only the first image is placed": ("sft", first_image_alone, None, "the loss has no gradient at"),
     "images hidden by the attention mask": ("sft", hidden(lambda group: group.vision_index), None, IMAGE),
     "cached embeddings of other images": ("grpo", None, stale_cache, "the cached embeddings of the images"),
     "a prompt hidden by the attention mask": (
@@ -247,11 +248,9 @@ PLANTED = {
     ),
     "a prompt without its text": ("sft", without_texts, None, LACK),
     "token ids of another vocabulary": ("grpo", prompts(other_ids), None, TOKENS),
+    "a prompt spelled in letters": ("sft", letters, None, "the text is not divided into tokens"),
     "an answer cut at a length": (
         "sft", encoder(lambda made: replace(made, ids=made.ids[:2], policy_mask=made.policy_mask[:2])), None, ANSWER
-    ),
-    "answers of another pair": (
-        "dpo", encoder(lambda made: replace(made, ids=made.ids.flip(0))), None, ANSWER
     ),
 }  # fmt: skip
 

@@ -103,15 +103,6 @@ def train(home, own, plain, lively, tmp_path, monkeypatch):
     return train
 
 
-def test_a_run_that_tries_its_largest_micro_batch_keeps_its_bytes(train, monkeypatch):
-    sizes = []
-    original = loop.run_micro_batches
-    path = "minivlmrl.diagnostics.largest_batch.run_micro_batches"
-    monkeypatch.setattr(path, lambda *given: sizes.append(loop.num_tokens(given[1][0])) or original(*given))
-    assert train("tried", [CheckedAsOnGPU()]) == train("plain", [])
-    assert len(sizes) == 2
-
-
 def test_memory_that_runs_out_is_reported_before_the_first_step(train, tmp_path, monkeypatch):
     """The message names the longest row in the data, which the first step need not contain."""
     lines = [{"problem": "a", "solution": "b"}] * 8

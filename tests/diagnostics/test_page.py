@@ -11,7 +11,7 @@ from pytest import approx
 from minivlmrl.commands import report
 from minivlmrl.config.loading import load_config
 from minivlmrl.diagnostics import report as report_file
-from minivlmrl.diagnostics.report import TEMPLATE, collect_run, write_page
+from minivlmrl.diagnostics.report import TEMPLATE, collect_run
 from minivlmrl.run.callbacks import Callback, default_callbacks
 from minivlmrl.run.loop import run_training
 from tests.helpers.runs import LETTERS, metrics, write_lines
@@ -174,24 +174,6 @@ def test_the_page_shows_new_steps_during_a_run(watched, tmp_path):
     pages = []
     watched(lambda: pages.append(browse(tmp_path / "run" / "report.html", "", tmp_path)))
     assert [re.findall(r"step (\d+)</text>", report)[:1] for report in pages] == [[], ["1"], ["2"]]
-
-
-@pytest.mark.slow
-def test_a_reloaded_page_keeps_step_stage_folds_and_scroll_position(trained, tmp_path):
-    """An injected script changes all four, reloads the page, and writes them into the title."""
-    write_lines(trained / "metrics.jsonl", [{"stage": "sft", "step": 0, "loss": 1.0}, *metrics(trained)])
-    report = trained / "report.html"
-    write_page([trained], report)
-    script = """<script>
-const write = () => document.title = [scrollY, location.hash, byId("stage").value, folds.map((fold) => fold.open)];
-if (sessionStorage.length) onload = write; else {
-  sessionStorage.again = folds[0].open = true;
-  byId("stage").value = "sft"; byId("stage").onchange(); byId("slider").value = 1; drawGroups();
-  scrollTo(0, 321); location.reload();
-}
-</script>"""
-    report.write_text(report.read_text().replace("</body>", f"{script}</body>"))
-    assert "<title>321,#grpo/2/1,sft,true,false</title>" in browse(report, "", tmp_path)
 
 
 def test_folders_without_a_run_are_refused(tmp_path):

@@ -27,10 +27,7 @@ B, T = 12, 7
 
 
 def vlm_r1_loss(logps, old_logps, ref_logps, advantages, mask):
-    """Return VLM-R1's loss: clipped ratios, 0.04 times k3, and the mean over each completion and then over all.
-
-    R1-V's loss is the same with the ratio 1, which has a gradient, because a rollout serves one update.
-    """
+    """Return VLM-R1's loss: clipped ratios, 0.04 times k3, and the mean over each completion and then over all."""
     ratio = (logps - old_logps).exp()
     gain = (ratio * advantages[:, None]).minimum(ratio.clamp(0.8, 1.2) * advantages[:, None])
     difference = ref_logps - logps
@@ -38,45 +35,27 @@ def vlm_r1_loss(logps, old_logps, ref_logps, advantages, mask):
     return ((terms * mask).sum(1) / mask.sum(1)).mean()
 
 
-@pytest.fixture
-def completions():
-    """Log-probabilities under policy, older policy and reference, advantages, and mask for B completions."""
+@pytest.mark.parametrize("name", [
+    "rec_qwen2_5_vl_3b", "rec_qwen2_5_vl_3b_one_card", "rec_qwen3_vl_4b_one_card", "cls_qwen2_vl_2b",
+])  # fmt: skip
+def test_recipes_have_the_loss_of_their_source(name):
+    """The loss of R1-V, the source of cls, has a ratio of 1. AdamW has the rates of transformers' Trainer."""
     generator = torch.Generator().manual_seed(0)
     logps, old, ref = torch.randn(3, B, T, generator=generator, dtype=torch.float64)
-    logps = -logps.abs()
+    logps = -logps.abs().requires_grad_()
+    old, ref = logps.detach() + 0.3 * old, logps.detach() + 0.3 * ref
     advantages = torch.randn(B, generator=generator, dtype=torch.float64)
     mask = (torch.arange(T) < (torch.arange(B) % T + 1)[:, None]).double()
-    return logps, logps + 0.3 * old, logps + 0.3 * ref, advantages, mask
-
-
-def same_with_gradient(function, expected, logps):
-    """Assert that two log-probability functions have the same value and the same gradient."""
-    results = []
-    for loss in (function, expected):
-        leaf = logps.clone().requires_grad_()
-        value = loss(leaf)
-        results.append((value.detach(), *torch.autograd.grad(value, leaf)))
-    for found, target in zip(*results, strict=True):
-        torch.testing.assert_close(found, target, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("source, name", [
-    ("vlm_r1", "rec_qwen2_5_vl_3b"), ("vlm_r1", "rec_qwen2_5_vl_3b_one_card"),
-    ("vlm_r1", "rec_qwen3_vl_4b_one_card"), ("r1_v", "cls_qwen2_vl_2b"),
-])  # fmt: skip
-def test_recipes_have_the_loss_of_their_source(completions, source, name):
-    """The loss that a recipe configures equals its source's, and AdamW has the rates in transformers' Trainer."""
-    logps, old, ref, advantages, mask = completions
-    config = load_config(f"{name}.yaml").grpo
-    options = {**loss_arguments(config, grpo_loss), "ref_per_token_logps": ref}
-    assert (config.adam_beta2, config.lr_scheduler_type) == (0.999, "linear")
     assert ((logps - old).exp() - 1).abs().max() > 0.2  # some ratios are clipped
-    for old_logps in [old, None] if source == "vlm_r1" else [None]:
-        same_with_gradient(
-            lambda x, old=old_logps: vlm_r1_loss(x, x.detach() if old is None else old, ref, advantages, mask),
-            lambda x, old=old_logps: grpo_loss(x, advantages, mask, **options, old_per_token_logps=old)[0],
-            logps,
-        )
+    config = load_config(f"{name}.yaml").grpo
+    assert (config.adam_beta2, config.lr_scheduler_type) == (0.999, "linear")
+    options = {**loss_arguments(config, grpo_loss), "ref_per_token_logps": ref}
+    for given in [None] if name.startswith("cls") else [old, None]:
+        theirs = vlm_r1_loss(logps, logps.detach() if given is None else given, ref, advantages, mask)
+        ours, _ = grpo_loss(logps, advantages, mask, **options, old_per_token_logps=given)
+        gradients = [torch.autograd.grad(loss, logps, retain_graph=True)[0] for loss in (ours, theirs)]
+        for found, expected in ((ours, theirs), gradients):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def names_here(theirs: str, ours: str) -> list[str]:

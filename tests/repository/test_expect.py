@@ -50,10 +50,7 @@ def test_the_band_decides(trained, tmp_path):
     (0.99, "above", False),
 ])  # fmt: skip
 def test_the_lowest_of_ten_runs_is_ignored_and_a_better_result_passes(got, position, is_low, capsys):
-    """Ten runs reached 0.742 and nine times 0.89 to 0.93 on 256 rows.
-
-    The lowest run is ignored, so the range begins at 0.89 minus two standard errors, 0.039.
-    """
+    """Without the lowest run, the band begins at 0.89 minus two standard errors, which are 0.039 for 256 rows."""
     values = [0.742, *[0.89, 0.92, 0.93] * 3]
     runs = [{"results": {"start": {}, "after_grpo": {"eval/accuracy_sampled": value}}} for value in values]
     runs.append({"results": {"start": {}, "after_grpo": {}}})  # a run with another reward

@@ -71,7 +71,7 @@ def test_the_page_opens_where_the_loss_is_returned(tmp_path):
 
 @pytest.mark.slow
 def test_the_walkthrough_is_right_about_the_update():
-    """Its text says that right answers become more likely, and completions without the form less likely."""
+    """The walkthrough says that right answers become more likely, and completions without the form less likely."""
     rewards, change = walkthrough.numbers()["grpo"]["rewards"].tolist(), walkthrough.numbers()["train"]["change"]
     for reward, moved in zip(rewards, change, strict=True):
         assert reward == 0.5 or (moved > 0) == (reward == 1.5)

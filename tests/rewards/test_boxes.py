@@ -235,7 +235,7 @@ def test_a_row_may_have_its_own_box_space():
 
 
 def test_the_first_image_counts_and_videos_are_ignored():
-    """Both columns are None for rows without images; all completions for a row get the same values."""
+    """Both columns are None for a row without images, and equal for all completions of a row."""
     rows = [row(box_space="unit"), row((90, 50), (56, 112)), row((90, 50))]
     rows[2].videos = [Video([PIL.Image.new("RGB", (56, 112))] * 2, 2.0)]
     rows[2].messages[0]["content"].insert(0, {"type": "video"})

@@ -6,7 +6,6 @@ import math
 import os
 import pickle
 import signal
-import threading
 import time
 import traceback
 
@@ -158,20 +157,6 @@ def test_rewards_of_a_recipe_have_its_time_limit():
     assert found == [("format", 7.0), ("accuracy", 7.0), ("format", 7.0)]
 
 
-def test_an_async_reward_uses_the_gpu_of_its_rank(monkeypatch):
-    """CUDA's current device belongs to a thread, and is 0 in a new thread."""
-    devices = threading.local()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(devices, "current", 0))
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(devices, "current", device))
-    torch.cuda.set_device(3)
-
-    async def device(completions, **columns):
-        return [torch.cuda.current_device()] * len(completions)
-
-    assert ask(monkeypatch, device, ["two"]) == [3.0]
-
-
 def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):
     """Check a reward function's arguments in a whole run, with a row in TRL's conversational format."""
     row = {"prompt": [{"role": "user", "content": "Name it."}], "image": "0.png", "tag": "x"}
@@ -194,7 +179,7 @@ def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):
 
 @pytest.mark.usefixtures("plain")
 def test_rewards_get_trls_trainer_state_and_can_log(run, monkeypatch):
-    """They also work in a reward that calls another reward, after a resume, and count the steps of their own stage."""
+    """A reward that another reward calls gets the state, too; a resumed run counts the steps of its stage."""
     fails_at = [2]
 
     def told(completions, trainer_state, log_metric, log_extra, **columns):
@@ -271,7 +256,7 @@ NO_LIST = "but it must return a list with one number per completion, here 2"
       for values in (None, [1.0], iter([1.0, 0.0, 1.0]), {0: 1.0, 1: 0.0}, {0.0, 1.0}, "12", torch.tensor(1.0))],
 ], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_other_values_than_one_number_per_completion_are_refused(monkeypatch, values, sentence):
-    """A dict, a set or a text of two would give two values."""
+    """A dict, a set or a text with two elements also has the right length."""
     row = "a:7: " if sentence == NO_NUMBER else ""
     with pytest.raises(file.RewardFailed, match=f"^{row}reward own returned .*{sentence}$"):
         ask(monkeypatch, lambda completions, **columns: values, ["a", "what?"], row_names=["a:1", "a:7"])

@@ -35,7 +35,7 @@ def config(rewards=("accuracy", "format"), sampling=None, blind=False):
     ({}, ["accuracy", "format"]),
 ])  # fmt: skip
 def test_by_default_the_rewards_of_the_recipe_judge(rewards, evaluated):
-    """The largest weight first, and formats last; a reward model cannot score held-out rows."""
+    """The reward with the largest weight comes first, a format last; a reward model cannot score held-out rows."""
     run = RunConfig(rewards=rewards)
     assert run.eval_rewards == evaluated
     run.data.eval_rewards = ["iou"]

@@ -61,19 +61,6 @@ def test_nan_and_inf_are_null_in_the_files_and_left_out_of_trackers(tmp_path):
     assert timing["tokens_per_second"] == pytest.approx(50 / timing["step_time"])
 
 
-def test_a_line_about_speed_is_printed_every_ten_steps(tmp_path, capsys):
-    log = begin(open_log(tmp_path), "sft", 20)
-    for number in range(20):
-        for phase in ("preparation", "forward", "backward", "forward", "backward", "update"):
-            log.trainer.timer.start(phase)
-        log.step(number, {"loss": 1.0}, STEP)
-    lines = metrics(tmp_path, "timings.jsonl")
-    assert all([*line["phases"]] == ["preparation", "forward", "backward", "update"] for line in lines)
-    assert all(0 < sum(line["phases"].values()) <= line["step_time"] for line in lines)
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("speed")]
-    assert said == [f"speed, sft {n}: {describe_speed(lines[n - 10 : n])}" for n in (10, 20)]
-
-
 def test_the_speed_on_a_gpu_has_the_share_of_the_peak(tmp_path, monkeypatch):
     """Each phase takes a second on the simulated clock. A step has 50 tokens in 2 forward and 2 backward passes."""
     monkeypatch.setattr(flops, "peak_flops", lambda device, dtype: 1e6)
@@ -102,7 +89,7 @@ def test_speed_is_a_mean_of_steps_and_memory_is_that_of_the_last():
 
 
 def test_the_share_of_a_step_that_ranks_wait(tmp_path):
-    """The share is a mean over ranks. Waiting in an evaluation and in an earlier step does not count."""
+    """The share is a mean over ranks; waiting in an evaluation or in an earlier step does not count."""
     log = begin(open_log(tmp_path), "grpo", 2)
     log.world = World(size=2)
     log.world.sum = lambda *values: [value + 1.0 for value in values]  # the other rank has waited for a second
@@ -117,7 +104,7 @@ def test_the_share_of_a_step_that_ranks_wait(tmp_path):
 
 @pytest.mark.parametrize("kind", ["the same folder", "another folder"])
 def test_a_resumed_run_goes_on_after_what_was_written(tmp_path, capsys, kind):
-    """In its own folder the file is truncated in place."""
+    """A run that is resumed in its own folder cuts its file in place."""
     folder, other = tmp_path / "run", tmp_path / "other"
     folder.mkdir()
     other.mkdir()

@@ -86,7 +86,7 @@ def test_a_run_prints_its_device_kernels_and_model_size(home, capsys, monkeypatc
     ("value", "says"), [("true", r"the answer with '<think>\n', which reward"), ("false", "the answer with ''")]
 )
 def test_a_run_prints_the_opened_thought(checkpoint, published, run, own, tmp_path, capsys, value, says):
-    """The checkpoint stores chat_template_kwargs."""
+    """The saved checkpoint also contains chat_template_kwargs."""
     model = shutil.copytree(checkpoint, tmp_path / "model")
     (model / "chat_template.jinja").write_text(published("qwen3_5_nothink"))
     options = [f"--model.path={model}", "--stages=[]", f"--data.chat_template_kwargs={{enable_thinking: {value}}}"]

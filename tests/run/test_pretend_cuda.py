@@ -103,10 +103,7 @@ STEPS = {  # options, and the model's dtype
 
 @pytest.mark.parametrize("name", STEPS)
 def test_waits_of_a_grpo_step(tmp_path, lively, name):
-    """A step of 4 prompts with 3 completions of 6 tokens, in two micro-batches, waits at most 13 times.
-
-    Lower the limit when waits are removed, but never raise it. A failure shows {(reason, file, line): count}.
-    """
+    """Two micro-batches wait at most 13 times; never raise this limit. A failure shows the places of the waits."""
     write_recipe(tmp_path)
     vision_config = tiny.RUN_MODEL["vision_config"] | {"intermediate_size": 20}  # padded to 24 columns
     (tmp_path / "model.json").write_text(json.dumps(tiny.RUN_MODEL | {"vision_config": vision_config}))

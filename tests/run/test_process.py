@@ -72,7 +72,7 @@ STAGES = {  # a class and its body, the exit code, and a line that is printed
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_mistake_in_an_own_stage(ended, home, tmp_path, stage):
-    """An own file's errors have their own traceback, with the line."""
+    """An exception that the user's code raises is shown with its traceback."""
     body, code, line = STAGES[stage]
     file, name = tmp_path / "my_stage.py", stage.partition("(")[0].replace("Other", "Missing")
     file.write_text(f"{BASES}\n\nclass {stage}:\n    {body}\n")

@@ -13,7 +13,7 @@ from minivlmrl.config import time_limit
 from minivlmrl.distributed.process_group import World
 from minivlmrl.rewards.registry import Reward, RewardFailed
 from minivlmrl.run import signals
-from minivlmrl.run.signals import PREEMPTED, Preempted, StopSignals
+from minivlmrl.run.signals import PREEMPTED, StopSignals
 from tests.helpers.children import exit_code, fork
 from tests.helpers.stages import ONE
 
@@ -36,7 +36,7 @@ def test_a_signal_is_recorded_and_printed_once_by_the_first_rank(number, rank, c
 
 
 def test_an_ignored_signal_stays_ignored():
-    """nohup ignores SIGHUP, and the run must not change that."""
+    """nohup ignores SIGHUP, and a run must not change that."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with StopSignals(ONE) as stop:
         os.kill(os.getpid(), signal.SIGHUP)
@@ -78,7 +78,7 @@ def test_long_work_stops_at_once_if_a_checkpoint_can_be_saved():
 
 
 def test_a_hanging_reward_delays_the_end_by_seconds(monkeypatch):
-    """Not by max_reward_seconds. All later calls are limited, too, and a later run in the process is not."""
+    """After a signal, each call of a reward is limited to seconds; a later run in the process is not limited."""
     monkeypatch.setattr(signals, "LAST_CALL", 0.2)
     calls = []
 
@@ -109,15 +109,6 @@ def test_a_later_signal_ends_the_process(monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
 
     assert exit_code(fork(signal_twice)) == -signal.SIGTERM
-
-
-def test_preempted_becomes_the_exit_code_and_its_message(capsys):
-    error = Preempted("preempted")
-    error.add_note("saved states/000004")
-    with StopSignals(ONE) as stop:
-        raise error
-    assert stop.exit_code == PREEMPTED == 75
-    assert capsys.readouterr().out == "preempted: saved states/000004\n"
 
 
 def test_other_errors_propagate_and_handlers_are_restored():
