@@ -13,10 +13,13 @@ from minivlmrl.tasks import shapes
 from tests.helpers.talk import CHATML, IMAGE_PART, assistant, system, text, user
 
 
-def test_rows_need_not_have_the_same_columns(write_rows):
-    rows = FileDataset(write_rows({"problem": "a", "level": 1}, {"problem": "b", "hint": "c"}))
-    assert rows[0].columns == {"problem": "a", "level": 1, "hint": None}
-    assert rows[1].columns == {"problem": "b", "level": None, "hint": "c"}
+def test_columns_of_other_rows_and_constants(write_rows):
+    """Rows need not have the same columns; constants are columns of every row."""
+    file = write_rows({"problem": "a", "level": 1}, {"problem": "b", "hint": "c"})
+    rows = FileDataset(file, constants={"row_rewards": ["iou"]})
+    assert rows[0].columns == {"problem": "a", "level": 1, "hint": None, "row_rewards": ["iou"]}
+    assert rows[1].columns == {"problem": "b", "level": None, "hint": "c", "row_rewards": ["iou"]}
+    assert "row_rewards" not in FileDataset(file)[0].columns
 
 
 @pytest.mark.parametrize("row", [{"problem": "a"}, {"problem": "a", "solution": None}])
@@ -35,14 +38,6 @@ def test_a_label_is_true_or_false(write_rows, label):
         FileDataset(write_rows(row), required)
     assert FileDataset(write_rows(row))[0].columns["label"] == label
     assert FileDataset(write_rows(row | {"label": False}), required)[0].columns["label"] is False
-
-
-def test_constants_are_columns_of_every_row(write_rows):
-    file = write_rows({"problem": "a"}, {"problem": "b", "level": 1})
-    rows = FileDataset(file, constants={"row_rewards": ["iou"]})
-    assert [row.columns["row_rewards"] for row in rows] == [["iou"], ["iou"]]
-    assert [row.columns["level"] for row in rows] == [None, 1]
-    assert "row_rewards" not in FileDataset(file)[0].columns
 
 
 def test_rows_of_file_and_label(write_rows):
@@ -117,16 +112,6 @@ def test_images_before_the_last_answer_are_in_its_prompt(write_rows):
     found = FileDataset(write_rows({"messages": turns, "images": ["red.png", "blue.png"]}), train_answers="last")[0]
     assert [image.getpixel((0, 0)) for image in found.images] == [(255, 0, 0), (0, 0, 255)]
     assert [text_of(turn) for turn in found.messages] == ["one", "No.", "two"]
-
-
-def test_the_implicit_prompt_equals_that_of_trl(write_rows):
-    data_utils = pytest.importorskip("trl.data_utils", reason="oracle missing: pip install trl==1.16.0")
-    shared = [system("Be brief."), user("one"), assistant("two"), user("three")]
-    example = {"chosen": [*shared, assistant("four")], "rejected": [*shared, assistant("5"), user("?"), assistant("6")]}
-    row = FileDataset(write_rows(example))[0]
-    expected = data_utils.extract_prompt(example)
-    assert (row.chosen, row.rejected) == (expected["chosen"], expected["rejected"])
-    assert row.messages == as_parts(expected["prompt"])
 
 
 @pytest.mark.parametrize("key", ["tool_calls", "reasoning_content"])
