@@ -79,7 +79,7 @@ the tokens after the end of a completion. [Section 8](#8-rewards) has the texts 
 
 # Log-probabilities: log_probabilities states logits return
 The state before a token gives {vocab} logits. The log-probability of the token is its logit minus the logsumexp over
-the logits. These are the log-probabilities of each completion, in nats and token by token:
+the logits. In the picture, a darker token had a lower log-probability:
 
 ![The completions, token by token, shaded by probability](walkthrough_tokens.svg)
 
@@ -111,7 +111,7 @@ of a step into one sequence. Each line of the picture is a token, and attends to
 
 `train.py` also sorts the patches [by window](windows.svg), so that a block computes no attention between windows.
 `python -m minivlmrl replay runs/shapes --stage=grpo --step=5 --prompt=4` repeats a step of your run, and prints the
-completions of a prompt with their rewards and the sums of their log-probabilities.
+completions of a prompt with their rewards.
 """
 
 
@@ -192,7 +192,8 @@ def page() -> str:
         code = inspect.unwrap(eval(f"minimal.{name}"))
         parts.append(f"## {number}. {title}\n\n[`{name}`](../minimal.py)\n\n{text.strip().format(**facts())}\n")
         parts.append(f"```python\n{textwrap.dedent(inspect.getsource(code)).strip()}\n```\n")
-        parts.append("\n".join(["```text", *lines, *more_lines(title), "```", ""]))
+        if lines := lines + more_lines(title):
+            parts.append("\n".join(["```text", *lines, "```", ""]))
     return "\n".join(parts) + FOOT
 
 
@@ -219,16 +220,8 @@ def more_lines(title: str) -> list[str]:
         return [shown("returns", positions), f"from token {start} on:", *lines]
     if title == "Completions":
         return [shown("completions", group["completions"]), shown("mask", group["mask"])]
-    if title == "Log-probabilities":
-        rows = zip(group["logps"].tolist(), group["mask"].sum(1), strict=True)
-        return [f"{i}  " + " ".join(f"{x:5.2f}" for x in row[:length]) for i, (row, length) in enumerate(rows)]
     if title == "Rewards":
         return [f"{value:.1f}  {text!r}" for value, text in zip(group["rewards"], group["texts"], strict=True)]
-    if title == "Update":
-        norms = numbers()["train"]["norms"]
-        change = "  ".join(map(clean, numbers()["train"]["change"]))
-        lines = [f"{name:<24}{clean(value):>9}" for name, value in norms.items()]
-        return ["norms of the gradient:", *lines, "change of the log-probability of each completion:", change]
     return []
 
 
@@ -243,7 +236,7 @@ def clean(value: float) -> str:
     return f"{0.0 if abs(value) < 2e-7 else value:.3g}" if isinstance(value, float) else str(value)
 
 
-def shown(name: str, value, count: int = 8) -> str:
+def shown(name: str, value, count: int = 5) -> str:
     """Format a value as one line: its name, and for a tensor its shape, dtype and first `count` numbers."""
     if isinstance(value, list):
         value = torch.tensor(value)
