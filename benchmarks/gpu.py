@@ -38,12 +38,13 @@ from minivlmrl.data.row_summary import RowSize
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.diagnostics.memory import RESERVE, MemoryEstimator, MemoryQuestion, estimate_phases, peak_bytes
 from minivlmrl.distributed.process_group import World
+from minivlmrl.distributed.saving import save_model
 from minivlmrl.distributed.weights import recompute_blocks
 from minivlmrl.generation import generate, sampler
 from minivlmrl.generation.cuda_graphs import CapturedDecode
 from minivlmrl.model import config_json
 from minivlmrl.model.build import initialize, random_model
-from minivlmrl.model.checkpoint import DTYPES, save_model
+from minivlmrl.model.checkpoint import DTYPES
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import module_name
@@ -99,7 +100,7 @@ def self_test(toy: bool):
 
     if CARD.type == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
-    kernels = ["nf4_unpack", "selective_log_softmax"] if toy else list(CHECKS)
+    kernels = ["nf4_unpack"] if toy else list(CHECKS)
     begin = time.perf_counter()
     wrong = []
     for kernel, result in check_kernels(CARD.type, kernels).items():

@@ -33,8 +33,8 @@ from minivlmrl.data.loader import Batches
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Row
 from minivlmrl.distributed.process_group import World
+from minivlmrl.distributed.saving import save_model
 from minivlmrl.model.build import random_model
-from minivlmrl.model.checkpoint import save_model
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack

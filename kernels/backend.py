@@ -30,8 +30,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from minivlmrl.kernels.verdicts import rejected_kernels
-
 # The kernel files import tl and triton from this module. Two substitutes allow these files to be imported without
 # Triton; the decorated kernels are then plain functions that are never called. Triton is not imported if it is not
 # installed (macOS, Windows), or if it is not needed and would only take 70 MiB. Triton is needed if there is a GPU, if
@@ -53,7 +51,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # numbers.
 CAPABILITY = (8, 0)
 
-KERNELS = ("window_attention", "decode_attention", "selective_log_softmax", "linear_log_softmax", "nf4_unpack")
+KERNELS = ("window_attention", "decode_attention", "linear_log_softmax", "nf4_unpack")
 
 
 def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
@@ -95,6 +93,8 @@ def _rejection(device: torch.device, kernel: str) -> str | None:
     """Return the reason why verdicts.py has rejected a kernel on a GPU, or None."""
     if _setting("MINIVLMRL_SELF_TEST", "1", "0") == "0" or device.type != "cuda":
         return None
+    from minivlmrl.kernels.verdicts import rejected_kernels  # imported here, because only a GPU needs the verdicts
+
     reason = rejected_kernels(device.index, KERNELS).get(kernel)
     return reason and (
         f"{kernel} {reason}. `python -m minivlmrl.kernels.self_test` repeats the check; another "

@@ -141,7 +141,7 @@ def _parts_kernel(
 
 @triton.jit
 def _join_kernel(outs, log_sums, out, lines, parts, D: constexpr, PARTS: constexpr):
-    """Combine the results from all parts of one query into its output.
+    """Combine the results from all parts of the keys into the output of one query.
 
     PARTS is the number of parts, rounded up to a power of two.
     """
@@ -188,7 +188,7 @@ def split_work(k: Tensor, queries: int) -> WorkSplit:
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, prompt_bias: Tensor, own_k: Tensor, own_v: Tensor, own_bias: Tensor
 ) -> Tensor:
-    """Compute attention from new tokens to the keys of their prompts and to the keys of their own rows.
+    """Compute the attention of the newest token of each completion to all tokens of its prompt and its completion.
 
     The result equals DecodeAttention's result in minivlmrl/model/attention.py. Call `fits` first.
 

@@ -27,7 +27,6 @@ from torch import Tensor
 from minivlmrl.kernels.backend import DTYPES, backend_for
 from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.kernels.selective_log_softmax import (
-    check_temperature,
     differences_,
     differentiate_part_,
     differentiate_rows_,
@@ -155,7 +154,7 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
     allowed_ids = torch.cat([allowed for _, allowed in masks])
     tokens = torch.arange(len(ids))
     token_of_allowed = tokens.repeat_interleave(counts)
-    # The chosen token is always allowed, even if it was forced and not sampled.
+    # The id of each token itself is added, because the sampler may not have allowed a token that it was forced to take.
     return torch.stack([torch.cat([tokens, token_of_allowed]), torch.cat([ids, allowed_ids])])
 
 
@@ -168,7 +167,7 @@ def rows_per_piece(rows: int, vocab: int, device_type: str) -> int:
 
 
 def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `total` in place, and sum in `total`'s dtype (float32 or float64)."""
+    """Add the matrix product a @ b to `total` in place, summed in the dtype of `total`: float32 or float64."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda and torch.version.hip is None:
@@ -299,7 +298,8 @@ def linear_log_softmax(
             "linear_log_softmax expects hidden (M, D), weight (V, D) with the same dtype as "
             f"hidden, and ids (M,). The shapes and dtypes of these arguments are {found}"
         )
-    check_temperature(temperature)
+    if not temperature > 0:
+        raise ValueError(f"the temperature is {temperature}, but it must be greater than 0")
     mask = ids.new_empty(2, 0) if sampling_mask is None else sampling_mask
     logps, entropies, *_ = _linear_log_softmax(hidden, weight, ids.contiguous(), mask, temperature)
     return logps, entropies

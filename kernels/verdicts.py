@@ -2,8 +2,8 @@
 
 Each kernel is checked by self_test.py in its own process, because a wrong kernel can make the GPU refuse all later work
 in its process. All checks run at the same time. The verdict is stored in Triton's cache folder, in a file for each GPU
-model, driver, version and kernel source. A lock lets one process per host run the checks, and all other processes wait
-for the verdict.
+model, driver, version and kernel source. A locked file makes the other processes of a host wait until one process has
+run the checks and stored the results.
 """
 
 import hashlib
@@ -24,8 +24,7 @@ import torch
 
 TOLERANCE = 0.02  # relative error; correct kernels have about 0.003 in bfloat16
 TIME_LIMIT = 120  # seconds for one kernel check
-# If a check ended without a number, for example because the GPU had no free memory, processes that start after this
-# many seconds repeat it.
+# seconds after which a check is repeated that ended without a number, for example because the GPU had no free memory
 RETRY_AFTER = 3600
 
 
@@ -46,7 +45,7 @@ def rejected_kernels(index: int, kernels: tuple[str, ...]) -> dict[str, str]:
 
 
 def load_or_check(device: str, kernels: Sequence[str]) -> dict[str, float | str]:
-    """Read or compute each kernel's largest relative error, or the reason why there is none, and store them."""
+    """Return the largest relative error of each kernel, or why its check failed; run the checks if none are stored."""
     folder = Path(import_module("triton").knobs.cache.dir)
     key = describe_setup(device)
     path = folder / f"minivlmrl_self_test_{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"

@@ -186,7 +186,7 @@ def _backward_kernel(
     q += start * q_row + head * q_head
     k += start * k_row + head * k_head
     v += start * v_row + head * v_head
-    offset = (start * H + head) * D  # the same for all gradients, because all are contiguous
+    offset = (start * H + head) * D  # of each gradient tensor, all of which are contiguous
 
     queries = _load(q, q_row, length, D, ROWS, COLUMNS)
     keys = _load(k, k_row, length, D, ROWS, COLUMNS)
@@ -194,7 +194,7 @@ def _backward_kernel(
     values = _load(v, v_row, length, D, ROWS, COLUMNS)
     P = _softmax(_row_products(queries, keys), length, D, ROWS)
     dP = _row_products(grads, values)
-    # In rows outside the segment, dP is 0, and therefore dS is also 0.
+    # In the padded rows, dP (the gradient of the softmax weights) is 0, and so is dS (the gradient of the scores).
     dS = (D**-0.5 * P * (dP - tl.sum(P * dP, 1)[:, None])).to(v.dtype.element_ty)
     P_t = tl.trans(P.to(v.dtype.element_ty))
     _store_product(grad_v + offset, P_t, grads, length, H, D)

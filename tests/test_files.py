@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from minivlmrl.data.download import find_folder
+from minivlmrl.distributed.saving import save_model
 from minivlmrl.files import flush_file, replacing, save_tensors
 from minivlmrl.json_files import read_json
-from minivlmrl.model.checkpoint import save_model
 from tests.helpers import tiny
 from tests.helpers.children import exit_code, fork
 

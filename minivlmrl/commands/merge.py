@@ -4,8 +4,9 @@ import argparse
 import filecmp
 
 from minivlmrl.data.download import find_folder
+from minivlmrl.distributed.saving import save_model
 from minivlmrl.files import INFERENCE_CONFIG
-from minivlmrl.model.checkpoint import load_model, load_processor, save_model
+from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.model.lora import merge_note, quantize_base
 from minivlmrl.model.peft import WEIGHTS, find_adapter, load_adapter
 

@@ -68,10 +68,6 @@ class ReferenceOptions:
 
     # Hugging Face folder or repository id; None copies the policy when the stage starts
     path: FilePath | None = None
-    sync_ref_model: bool = False  # let the reference follow the policy (TR-DPO)
-    # each update sets reference = (1 - alpha) * reference + alpha * policy
-    ref_model_mixup_alpha: Annotated[float, "[0, 1]"] = 0.6
-    ref_model_sync_steps: Annotated[int, ">= 1"] = 512  # optimizer steps between updates
 
 
 # -------------------------------------------------------------------------------------------- data
@@ -350,8 +346,6 @@ class DPOOptions(TrainingOptions):
     f_alpha_divergence_coef: Finite = 0.5  # alpha in the alpha divergence
     ld_alpha: Annotated[float, "[0, 1]"] | None = None  # LD-DPO: weight for tokens beyond the shorter answer's length
     use_weighting: bool = False  # WPO: weight each pair by its probability under the policy
-    # compute all reference log-probabilities before the first step; then no reference stays in memory
-    precompute_ref_log_probs: bool = False
     reference_free: bool = False  # use 0 for all reference log-probabilities, so that no model is needed
 
 

@@ -54,18 +54,11 @@ RULES: list[Rule] = [
      "log-probabilities of sampler and trainer are not compared with adapter.dropout > 0, because only "
      "the trainer applies dropout",
      lambda r, _: r.sampling.engine == "native" and r.adapter.dropout > 0),
-    ("reference.path reference.sync_ref_model",
+    ("reference.path",
      "no stage of this recipe keeps a reference model; grpo has one only with beta > 0, and dpo only "
-     "without reference_free and precompute_ref_log_probs", lambda _, has_reference: not has_reference),
-    ("reference.ref_model_mixup_alpha reference.ref_model_sync_steps",
-     "the reference model does not change unless reference.sync_ref_model is true",
-     lambda r, _: not r.reference.sync_ref_model),
+     "without reference_free", lambda _, has_reference: not has_reference),
     ("reward_model.path", "no reward uses a reward model unless rewards has reward_model",
      lambda r, _: "reward_model" not in r.rewards),
-    ("dpo.precompute_ref_log_probs",
-     "log-probabilities of a reference can be computed in advance only if the reference is the policy at the start of "
-     "the stage, which is not the case with dpo.reference_free, reference.path or reference.sync_ref_model",
-     lambda r, _: r.dpo.reference_free or r.reference.path or r.reference.sync_ref_model),
     ("dpo.f_divergence_type", "the loss sft is the same for every divergence",
      lambda r, _: r.dpo.loss_type == ["sft"]),
     ("dpo.f_alpha_divergence_coef", "there is no alpha unless dpo.f_divergence_type is alpha_divergence",

@@ -28,9 +28,8 @@ from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.distributed.device import GB
 from minivlmrl.distributed.micro_batching import split_into_micro_batches
 from minivlmrl.distributed.weights import adapter_copies, copy_model, num_shards, recompute_blocks
-from minivlmrl.generation.cuda_graphs import joined_bytes
 from minivlmrl.generation.generate import Decode, prefill
-from minivlmrl.generation.sampler import can_capture, find_engine
+from minivlmrl.generation.sampler import find_engine
 from minivlmrl.kernels import dense_attention
 from minivlmrl.kernels.linear_log_softmax import piece_bytes
 from minivlmrl.model.checkpoint import DTYPES, read_config
@@ -446,9 +445,6 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
         "keys and values": keys_and_values,
         larger: after_prompts[larger],
     }
-    is_captured = sampling.engine == "native" and can_capture(policy, sampling, by_layer)
-    if is_captured and joined_bytes(policy, dtype):
-        items["joined weights"] = joined_bytes(policy, dtype)
     # A vLLM engine uses memory only during rollouts, because it sleeps in the other phases.
     return items | find_engine(sampling).engine_bytes(sampling, estimator.parameters, dtype)
 
@@ -535,13 +531,11 @@ def reference_bytes(question: MemoryQuestion) -> int:
     Weights that the reference model shares with the policy are not counted.
     """
     run, policy = question.run, question.models.policy
-    reference = run.reference
-    dtype = DTYPES[run.model.dtype] if reference.sync_ref_model else question.dtype
-    if reference.path is not None:
-        return MemoryEstimator.from_folder(reference.path).parameters * dtype.itemsize
+    if run.reference.path is not None:
+        return MemoryEstimator.from_folder(run.reference.path).parameters * question.dtype.itemsize
     if run.adapter.r:
         return bytes_of(trained_parameters(policy))
-    return computed_bytes(policy, dtype)
+    return computed_bytes(policy, question.dtype)
 
 
 def peak_bytes(phases: dict[str, dict]) -> float:

@@ -27,9 +27,6 @@ from minivlmrl.trainers.base import Rollout, Step, Trainer
 WINDOW = 10  # consecutive optimizer steps for which a condition must hold
 # number of rollouts over which rewards are compared with the rewards of a constant answer
 BASELINE_ROLLOUTS = 50
-# suggested fixes that extras/check/completions.py uses too
-RAISE_LIMIT_ADVICE = "Raise this limit, or ask for shorter answers in data.prompt_template."
-FORMAT_ADVICE = "Describe the format in data.prompt_template, train the stage sft first, or remove the reward."
 
 
 class TrainingWarnings(Callback):
@@ -160,11 +157,16 @@ class WarningRules:
             yield (
                 "cut",
                 "9 of 10 completions are truncated at sampling.max_new_tokens "
-                f"({self.run.sampling.max_new_tokens}). {RAISE_LIMIT_ADVICE}",
+                f"({self.run.sampling.max_new_tokens}). Raise this limit, or ask for shorter answers in "
+                "data.prompt_template.",
             )
         for name in self.run.rewards:
             if "format" in name and self.always(f"rewards/{name}/mean", lambda mean: mean == 0):
-                yield name, f"No completion has the format that reward {name} expects. {FORMAT_ADVICE}"
+                yield (
+                    name,
+                    f"No completion has the format that reward {name} expects. Describe the format in "
+                    "data.prompt_template, train the stage sft first, or remove the reward.",
+                )
 
     def majority_baseline(self) -> Iterator[tuple[str, str]]:
         """Yield a warning for each reward that is not higher than that of a constant answer.

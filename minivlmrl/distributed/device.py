@@ -6,8 +6,6 @@ import shutil
 
 import torch
 
-from minivlmrl.kernels.verdicts import driver_version
-
 GB = 10**9
 
 
@@ -28,8 +26,8 @@ def find_device(local_rank: int = 0) -> torch.device:
         try:
             torch.cuda.init()
         except RuntimeError as error:
-            # These errors mean that there is no GPU. A forked subprocess cannot initialise CUDA, but its parent process
-            # found no GPU.
+            # The first two messages mean that there is no GPU. The third is that of a forked subprocess, which cannot
+            # initialise CUDA, but whose parent process found no GPU.
             if not re.search("no NVIDIA driver|No CUDA GPUs|in forked subprocess", str(error)):
                 raise ValueError(
                     f"CUDA cannot use this machine's GPU ({str(error).splitlines()[0]}): update the driver, install a "
@@ -53,6 +51,8 @@ def describe_device(device: torch.device) -> str:
         unused = not torch.backends.cuda.is_built() and not hides_gpus() and shutil.which("nvidia-smi")
         note = ", because this PyTorch is built for CPUs only: see docs/gpu.md" if unused else ""
         return f"CPU (threads: {torch.get_num_threads()}){note}"
+    from minivlmrl.kernels.verdicts import driver_version  # imported here, because only a GPU has a driver
+
     major, minor = torch.cuda.get_device_capability(device)
     free, total = torch.cuda.mem_get_info(device)
     # the first version number of the line "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65"

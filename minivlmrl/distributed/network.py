@@ -84,7 +84,7 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
 
 
 def end_process(message: str):
-    """Print a message and end the process from a thread, while the main thread waits in C++ code."""
+    """Print a message and end the process; called by a timer, because Python cannot interrupt gloo and NCCL."""
     print(message, file=sys.stderr, flush=True)
     os._exit(2)
 

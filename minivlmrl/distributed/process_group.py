@@ -4,10 +4,8 @@ import math
 import os
 import pickle
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -36,8 +34,6 @@ class World:
     # stops the work after a signal such as SIGTERM.
     stop_if_preempted: Callable[[], None] = lambda: None
     timeout: float = 600.0  # seconds that a collective operation waits for other ranks
-    # seconds for which this rank has waited for other ranks since the last take_wait call
-    seconds_waited: float = 0.0
     # False if an inference engine has joined the process group and destroys it itself
     ends_group: bool = True
 
@@ -69,8 +65,7 @@ class World:
             return list(values)
         # numbers are summed on the CPU, so that no rank waits for its GPU
         total = torch.tensor(values, dtype=torch.float64)
-        with self.waiting():
-            dist.all_reduce(total)
+        dist.all_reduce(total)
         return total.tolist()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -86,8 +81,7 @@ class World:
         if self.size == 1:
             return [value]
         values = [value] * self.size  # placeholders, which all_gather_object replaces
-        with self.waiting():
-            dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value)
         return values
 
     def exchange(self, values: Sequence[Value]) -> list[Value]:
@@ -95,10 +89,9 @@ class World:
         pickled = [torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) for value in values]
         sizes = torch.tensor([len(part) for part in pickled])
         arriving = torch.empty_like(sizes)
-        with self.waiting():
-            dist.all_to_all_single(arriving, sizes)
-            received = torch.empty(int(arriving.sum()), dtype=torch.uint8)
-            dist.all_to_all_single(received, torch.cat(pickled), arriving.tolist(), sizes.tolist())
+        dist.all_to_all_single(arriving, sizes)
+        received = torch.empty(int(arriving.sum()), dtype=torch.uint8)
+        dist.all_to_all_single(received, torch.cat(pickled), arriving.tolist(), sizes.tolist())
         return [pickle.loads(part.numpy().tobytes()) for part in received.split(arriving.tolist())]
 
     def wait(self):
@@ -109,22 +102,7 @@ class World:
         another.
         """
         if self.size > 1:
-            with self.waiting():
-                monitored_barrier(NO_LIMIT)
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the seconds of a block that waits for other ranks."""
-        start = time.perf_counter()
-        yield
-        self.seconds_waited += time.perf_counter() - start
-
-    def take_wait(self) -> float:
-        """Return the seconds that a rank waited since the last call, averaged over all ranks."""
-        waited, self.seconds_waited = self.seconds_waited, 0.0
-        mean = self.sum(waited)[0] / self.size
-        self.seconds_waited = 0.0  # without this sum's time
-        return mean
+            monitored_barrier(NO_LIMIT)
 
     def run_on_all_ranks(self, work: Callable[[], Value]) -> Value:
         """Call work on every rank, and raise the first error from any rank on all ranks.

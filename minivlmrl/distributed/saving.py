@@ -1,46 +1,135 @@
-"""Save a model, which may be sharded."""
+"""Save a model, which may be sharded, as a folder in Hugging Face's format."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+
+import torch
+from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
+from torch import Tensor
 
 from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
 from minivlmrl.errors import phase
-from minivlmrl.model import checkpoint
+from minivlmrl.files import INDEX, INFERENCE_CONFIG, replacing, save_tensors
+from minivlmrl.json_files import write_json
+from minivlmrl.model.checkpoint import check_finite, file_weights, unused_tensors, write_settings
 from minivlmrl.model.decoder import VisionLanguageModel
+from minivlmrl.model.plain_weights import Stacked, Weight, gather_full_tensor, has_adapters
+
+MAX_SHARD_SIZE = 5 * 10**9  # maximum bytes in one weights file
 
 
-def gather_and_save_model(
+def save_model(
     folder: str | Path,
     model: VisionLanguageModel,
     processor: Processor,
-    world: World,
+    world: World | None = None,
     base: str | None = None,
-    more: Callable[[Path], None] | None = None,
+    write_more_files: Callable[[Path], None] | None = None,
     merge: bool = True,
+    max_shard_size: int = MAX_SHARD_SIZE,
 ):
-    """Save a model with its processor as model.checkpoint.save_model does. All ranks must call it.
+    """Save a model and its processor as a folder that transformers and vLLM can load.
 
-    Rank 0 writes the files, and an error on rank 0 is raised on all ranks.
+    Adapters are merged into the weights, and also written to the subfolder adapter/ in PEFT's format. The folder is
+    replaced atomically. Weights are saved in model.save_dtype, if that is set.
+
+    All ranks must call this function. They gather the tensors of one file after the other, because the full model may
+    not fit into rank 0's memory. Rank 0 writes the files, and an error on rank 0 is raised on all ranks.
 
     Args:
-        merge: False saves only a model's adapters, see model.checkpoint.save_adapter.
+        world: the ranks; None is a single process.
+        base: the base model's folder or repository, for PEFT's adapter_config.json.
+        write_more_files: function that writes additional files into the new folder.
+        merge: False saves only the adapters. The folder is replaced as a whole then, too, so that no older merged
+            weights stay beside a newer adapter.
+        max_shard_size: maximum size for one weights file, in bytes.
     """
-    with phase("save"):
-        if not merge:
-            reshard(model)
-            write = checkpoint.adapter_writer(model, base)
-            assert write is not None  # validation rejects `save: adapter` without adapters
-            save = partial(checkpoint.save_adapter, folder, processor, write, more)
-            world.run_on_rank_zero(save)
-            return
-        if model.sharding is None:
-            save = partial(checkpoint.save_model, folder, model, processor, base, more)
-            world.run_on_rank_zero(save)
-            return
-        # imported here, because most runs are not sharded
-        from minivlmrl.distributed.save_sharded import save_sharded
+    world = world or World()
+    with phase("save"), ExitStack() as saving:
+        reshard(model)
+        write_adapter = adapter_writer(model, base)
+        weights = file_weights(model) if merge else {}
+        unused = (world.run_on_rank_zero(lambda: unused_tensors(model)) if merge else None) or {}
+        # all ranks divide the tensors among files as rank 0 does, because only rank 0 has the unused tensors
+        files = world.gather_objects(divide(model, weights, unused, max_shard_size))[0]
+        # ranks other than 0 write nothing
+        new_folder = world.run_on_rank_zero(lambda: saving.enter_context(replacing(folder))) or Path(folder)
 
-        save_sharded(folder, model, processor, world, base, more)
+        def write_tensors(file: str, tensors: dict[str, Tensor]):
+            for name in tensors.keys() & weights.keys():
+                check_finite(name, tensors[name], folder)
+            save_tensors(tensors, new_folder / file)
+
+        def finish():
+            write_other_files(new_folder, model, processor, files if merge else None, write_adapter)
+            if write_more_files is not None:
+                write_more_files(new_folder)
+            # the folder is closed in this function, so that an error is raised on all ranks
+            saving.pop_all().close()
+
+        for file, names in files.filename_to_tensors.items():
+            tensors = {}
+            for name in names:
+                if name in weights:
+                    weight = gather_full_tensor(weights[name])  # by all ranks
+                    if world.is_main:
+                        tensors[name] = weight.to(model.save_dtype or weight.dtype).cpu().contiguous()
+                elif world.is_main:
+                    tensors[name] = unused[name]
+            world.run_on_rank_zero(partial(write_tensors, file, tensors))
+        world.run_on_rank_zero(finish)
+
+
+def adapter_writer(model: VisionLanguageModel, base: str | None) -> Callable[[Path], None] | None:
+    """Return a function that writes a model's adapters as a PEFT folder; None if the model has no adapters."""
+    if not has_adapters(model):
+        return None
+    # imported here, because few runs have adapters
+    from minivlmrl.model.peft import gather_adapter
+
+    return gather_adapter(model, base)
+
+
+def divide(
+    model: VisionLanguageModel, weights: Mapping[str, Weight], unused: Mapping[str, Tensor], max_shard_size: int
+) -> StateDictSplit:
+    """Assign each weight in a model, and each unused tensor, to a file of max_shard_size bytes."""
+    shapes = {}
+    for name, weight in weights.items():
+        shape = on_meta(weight)
+        shapes[name] = shape.to(model.save_dtype or shape.dtype)
+    shapes |= {name: on_meta(tensor) for name, tensor in unused.items()}
+    return split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size)
+
+
+def write_other_files(
+    folder: Path,
+    model: VisionLanguageModel,
+    processor: Processor,
+    files: StateDictSplit | None,
+    write_adapter: Callable[[Path], None] | None,
+):
+    """Write the settings of a model, the index of its files and its adapter, or only its adapter without `files`."""
+    settings = processor.tokenizer.files.get(INFERENCE_CONFIG)
+    if files is not None:
+        write_settings(folder, model, processor)
+        if files.is_sharded:
+            index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
+            write_json(folder / INDEX, index)
+    elif settings is not None:
+        (folder / INFERENCE_CONFIG).write_bytes(settings)
+    if write_adapter is not None:
+        write_adapter(folder / "adapter")
+        if settings is not None:
+            (folder / "adapter" / INFERENCE_CONFIG).write_bytes(settings)
+
+
+def on_meta(weight: Weight) -> Tensor:
+    """Create a tensor on the meta device, with a weight's shape and dtype."""
+    if isinstance(weight, Stacked):
+        return weight.stack(on_meta)
+    return torch.empty(weight.shape, dtype=weight.dtype, device="meta")

@@ -8,7 +8,7 @@ import torch
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.process_group import World
-from minivlmrl.distributed.saving import gather_and_save_model
+from minivlmrl.distributed.saving import save_model
 from minivlmrl.distributed.weights import recompute_blocks, reshard
 from minivlmrl.files import save_tensors
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -40,7 +40,7 @@ def save_value_model(
     def write_head(new_folder: Path):
         save_tensors(head, new_folder / HEAD_FILE)
 
-    gather_and_save_model(folder, model.backbone, processor, world, base, write_head, merge)
+    save_model(folder, model.backbone, processor, world, base, write_head, merge)
 
 
 def load_critic(

@@ -68,17 +68,6 @@ def reshard(module: nn.Module):
         unit.reshard()
 
 
-def reshard_interrupted(module: nn.Module):
-    """Free a sharded module's gathered weights after an error within its forward pass.
-
-    FSDP ignores `reshard` while a unit that stays gathered is in a forward pass, which an error does not end.
-    After this call, the weights can be saved, but the module must not be used any more.
-    """
-    for unit in units(module):
-        unit.set_reshard_after_forward(True, recurse=False)
-        unit.reshard()
-
-
 @dataclass
 class Communication:
     """Settings for when an FSDP unit gathers weights and reduces gradients, see begin_micro_batch."""

@@ -14,9 +14,9 @@ model's config.json names the feature:
 | memory.py | the GPU memory that a run needs | `python -m minivlmrl memory` |
 | parity/ | mistakes in a loss, or in a step of any trainer | `python -m minivlmrl parity` |
 | reward_model.py | a stage for reward models, and their reward | `stages` and `rewards: {reward_model: 1}` |
-| replay/ | a step of a run, or the whole run, again | `python -m minivlmrl replay` |
+| replay.py | a step of a run again | `python -m minivlmrl replay` |
 | tensorboard.py, weights_and_biases.py | trackers of metrics | `report_to` |
-| trl.py, trl_inputs.py | our loss and our input check in TRL's trainers | your own script |
+| trl_inputs.py | our input check in TRL's trainers | your own script |
 | video_files.py | the frames of video files | a row with a video file |
 | vllm.py | rollouts from vLLM's logits | `sampling.engine: vllm` |
 """

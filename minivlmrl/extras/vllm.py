@@ -30,7 +30,7 @@ from torch import Tensor
 
 # The engine must run in this process, because this process has the policy's weights.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # otherwise vLLM binds the trainer's threads to cores
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # so that vLLM does not bind our threads to cores
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
@@ -56,7 +56,7 @@ from minivlmrl.model.plain_weights import gather_full_tensor
 # vllm.LLM options that a recipe cannot change
 FIXED_OPTIONS = {
     "mm_device_do_normalize": False,  # minivlmrl's patches are already normalised
-    "limit_mm_per_prompt": {"video": 0},  # otherwise vLLM profiles the longest possible video
+    "limit_mm_per_prompt": {"video": 0},  # so that vLLM does not profile the longest video
     "mm_processor_cache_gb": 0,
     # Without async_scheduling and enable_chunked_prefill, each token is sampled exactly once.
     "async_scheduling": False,
@@ -264,11 +264,7 @@ class VLLMSampler(Sampler):
         return groups
 
     def make_input(self, prompt: Prompt) -> dict:
-        """Convert a prompt to an input for vLLM, bypassing vLLM's tokenizer and image processor.
-
-        Raises:
-            ValueError: if the prompt contains a video or is too long for max_model_len.
-        """
+        """Convert a prompt to an input for vLLM, bypassing vLLM's tokenizer and image processor."""
         engine = import_module("vllm.inputs.engine")
         inputs = import_module("vllm.multimodal.inputs")
         ids = prompt.input_ids
@@ -318,11 +314,9 @@ class VLLMSampler(Sampler):
     ):
         """Compare vLLM's log-probabilities of the first rollout with the policy's.
 
-        If the policy or vLLM computes in 16 bits, the root mean square of the differences in each group must be at most
-        0.5 nats. Otherwise no difference may exceed 1e-3 nats. Both bounds are multiplied by max_logp_mismatch.
-
-        Raises:
-            ValueError: if a group exceeds the bound.
+        The log-probabilities of the same token may differ by at most 1e-3 nats. In 16 bits, single tokens differ more:
+        there, the root mean square over all completions of a prompt may be at most 0.5 nats. Both bounds are multiplied
+        by max_logp_mismatch.
         """
         if self.is_verified:
             return
@@ -368,11 +362,7 @@ def engine_dtype(sampling: SamplingOptions, policy_dtype: torch.dtype) -> torch.
 
 
 def start_engine(model: VisionLanguageModel, processor: Processor, options: dict, world: World):
-    """Start a vllm.LLM in this process, without the policy's weights.
-
-    Raises:
-        ValueError: if vLLM rejects an option.
-    """
+    """Start a vllm.LLM in this process, without the policy's weights."""
     v1 = import_module("vllm.v1.sample.logits_processor")
     v2 = import_module("vllm.v1.worker.gpu.sample.logits_processor")
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")

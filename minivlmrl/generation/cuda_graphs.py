@@ -8,21 +8,17 @@ is finished. A new graph is captured only when the buffers have to grow.
 
 The random numbers are the same as without a graph. The last bits of logits differ from those without a graph, because
 the sums also include masked keys.
-
-With a graph, q, k and v are computed as one product instead of three; see StaticDecodeAttention.project.
 """
 
-from collections.abc import Sequence
 from functools import cache
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from minivlmrl.generation.generate import Decode
 from minivlmrl.kernels.decode_attention import decode_attention, fits
 from minivlmrl.model.attention import DecodeAttention
-from minivlmrl.model.decoder import SelfAttention, VisionLanguageModel
 
 HEADROOM = 2**30  # free bytes in GPU memory that a capture may request from the driver
 # Initial size of the key and value buffers, in tokens per completion. The size is doubled when the buffers are full.
@@ -42,8 +38,6 @@ class StaticDecodeAttention(DecodeAttention):
         self.capacity = capacity
         self.num_row_keys = min(KEYS, capacity)
         self.row_bias = F.pad(self.row_bias, (0, capacity - self.num_row_keys))
-        # layer index -> weight and bias of q, k and v together; a graph reads them at fixed addresses
-        self.joined: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def select(self, unfinished: Tensor) -> None:
         """Keep all rows in the batch, because a graph also computes the finished rows."""
@@ -58,15 +52,6 @@ class StaticDecodeAttention(DecodeAttention):
             for layer in self.row_kv:
                 layer[:] = [F.pad(x, (0, 0, 0, self.num_row_keys - x.shape[2])) for x in layer]
 
-    def project(self, layer: SelfAttention, x: Tensor) -> Sequence[Tensor]:
-        """Compute q, k and v as one product, whose weight is concatenated once per rollout."""
-        if not is_joinable(layer):
-            return super().project(layer, x)
-        if layer.index not in self.joined:
-            self.joined[layer.index] = join_projections(layer)
-        widths = [y.out_features for y in (layer.q_proj, layer.k_proj, layer.v_proj)]
-        return F.linear(x, *self.joined[layer.index]).split(widths, dim=-1)
-
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not fits(q):
             return super().__call__(layer_index, q, k, v)
@@ -75,33 +60,6 @@ class StaticDecodeAttention(DecodeAttention):
         row_k, row_v = self.row_kv[layer_index]
         row_bias = self.row_bias[:, 0, 0]
         return decode_attention(q, prompt_k, prompt_v, self.prompt_bias, row_k, row_v, row_bias)
-
-
-def joinable_layers(model: VisionLanguageModel) -> list[SelfAttention]:
-    """Return the attention layers whose q, k and v StaticDecodeAttention computes as one product."""
-    # subclasses, such as Qwen3.5's, have another formula and call their three linear layers
-    layers = [layer for layer in model.model.modules() if type(layer) is SelfAttention]
-    return [layer for layer in layers if is_joinable(layer)]
-
-
-def is_joinable(layer: SelfAttention) -> bool:
-    """Return False if an adapter or a packed weight has replaced one of the linear layers."""
-    return all(type(x) is nn.Linear for x in (layer.q_proj, layer.k_proj, layer.v_proj))
-
-
-def join_projections(layer: SelfAttention) -> tuple[Tensor, Tensor | None]:
-    """Concatenate the weights of q, k and v, and their biases, if they have any."""
-    projections = layer.q_proj, layer.k_proj, layer.v_proj
-    weights: list[Tensor] = [x.weight for x in projections]
-    biases: list[Tensor] = [x.bias for x in projections if x.bias is not None]
-    return torch.cat(weights), torch.cat(biases) if biases else None
-
-
-def joined_bytes(model: VisionLanguageModel, dtype: torch.dtype) -> int:
-    """Return the size in bytes of all weights that join_projections copies."""
-    layers = joinable_layers(model)
-    projections = [x for layer in layers for x in (layer.q_proj, layer.k_proj, layer.v_proj)]
-    return sum(p.numel() for x in projections for p in x.parameters()) * dtype.itemsize
 
 
 class CapturedDecode(Decode):

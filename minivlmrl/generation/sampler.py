@@ -216,8 +216,8 @@ def find_engine(sampling: SamplingOptions) -> type[Sampler]:
 def check_groups(completions: Sequence[Sequence[Completion]], num_prompts: int, num_generations: int):
     """Raise ValueError unless an engine has sampled num_generations completions for each prompt.
 
-    A wrong number of completions would mix the rewards of different prompts, and NaN as a log-probability would hide
-    that the engine and the trainer differ.
+    With a wrong number of completions, prompts would get the rewards of other prompts. With NaN as log-probabilities,
+    no check could find that the engine computes another policy than the trainer.
     """
     lengths = [len(group) for group in completions]
     if lengths != [num_generations] * num_prompts:

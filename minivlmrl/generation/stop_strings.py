@@ -11,16 +11,15 @@ from torch import Tensor
 
 from minivlmrl.data.tokenizer import Tokenizer
 
-# Byte-level BPE represents each byte by one character. A byte that is a printable Latin-1 character is represented by
-# this character. The remaining bytes are represented by the characters from code point 256 on.
+# Byte-level BPE represents each byte by one character: the byte's own character in Latin-1 if it is printable, and for
+# all other bytes, in order, the characters from code point 256 on.
 PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
 UNPRINTABLE = [byte for byte in range(256) if byte not in PRINTABLE]
 BYTES = {
     **{chr(byte): byte for byte in PRINTABLE},
     **{chr(code): byte for code, byte in enumerate(UNPRINTABLE, start=256)},
 }
-# Byte that represents an id without a token. This byte does not occur in UTF-8, so a stop string cannot match across
-# it.
+# Byte that stands for an id without a token. UTF-8 does not use this byte, so no stop string matches such an id.
 NO_TEXT = b"\xff"
 
 

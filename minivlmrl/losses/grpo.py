@@ -166,8 +166,8 @@ def clipped(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor, 
     return -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages), metrics
 
 
-# For each loss_type, a function that computes the loss of each token, (B, T), and metrics. The function gets a
-# TermInputs, and the keyword arguments term_options of grpo_loss.
+# {loss_type: function that returns the loss of each token, (B, T), and a dictionary of metrics}. Each function takes a
+# TermInputs and options of its own, such as delta, which callers pass to grpo_loss as further keyword arguments.
 TERMS: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
     "grpo": clipped,
     "dapo": clipped,
@@ -267,7 +267,7 @@ def mean_metric(x: Tensor, mask: Tensor) -> Tensor:
 
 def check_bounds(epsilon_low: float, epsilon_high: float, beta: float):
     """Raise ValueError if a grpo_loss option has an impossible value."""
-    if not 0 <= epsilon_low <= epsilon_high:  # this also rejects NaN
+    if not 0 <= epsilon_low <= epsilon_high:  # NaN is rejected, too
         raise ValueError(
             f"epsilon_low is {epsilon_low}, but it must be between 0 and epsilon_high, which is {epsilon_high}"
         )

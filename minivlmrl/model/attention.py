@@ -147,15 +147,7 @@ def visible(layout: GroupLayout) -> Tensor:
     return (group == group[:, None]) & prompt_or_row & (index <= index[:, None])
 
 
-class PlainProjections:
-    """Base class for attention objects, in which q, k and v are three products."""
-
-    def project(self, layer, x: Tensor) -> Sequence[Tensor]:
-        """Compute q (N, H * D), k and v (N, K * D) from x (N, hidden_size) with a SelfAttention layer's weights."""
-        return layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)
-
-
-class GroupAttention(PlainProjections):
+class GroupAttention:
     """Attention for training, scoring and prefill, with two attention calls per prompt length.
 
     Args:
@@ -187,7 +179,7 @@ class GroupAttention(PlainProjections):
         return out if layout.in_order else Reorder.apply(out, layout.inverse)
 
 
-class DecodeAttention(PlainProjections):
+class DecodeAttention:
     """Attention for decoding steps, with a KV cache that stores each prompt once per group.
 
     The new token of each row attends to the prompt and to the earlier tokens of its completion.

@@ -1,16 +1,14 @@
-"""Load and save models and processors as folders in Hugging Face's format."""
+"""Load models and processors from folders in Hugging Face's format; distributed/saving.py saves them."""
 
 import json
 import re
-import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -21,26 +19,16 @@ from minivlmrl.data.image_settings import image_settings, read_image_processor, 
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.tokenizer import Tokenizer, load_tokenizer
 from minivlmrl.errors import check_field, error_context
-from minivlmrl.files import INDEX, INFERENCE_CONFIG, check_model_folder, replacing, save_tensors, weight_files
+from minivlmrl.files import INFERENCE_CONFIG, check_model_folder, weight_files
 from minivlmrl.json_files import check_downloaded, read_json, write_json
 from minivlmrl.model import config_json
 from minivlmrl.model.build import PATCHES, assign, default_template, model_from_config
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import CONTROL_TOKENS, FAMILIES, family_of, hub_name, module_name
-from minivlmrl.model.plain_weights import (
-    Sharded,
-    Stacked,
-    Weight,
-    base_weights,
-    gather_full_tensor,
-    has_adapters,
-    plain_name,
-    plain_weights,
-)
+from minivlmrl.model.plain_weights import Sharded, Weight, base_weights, plain_name, plain_weights
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
-MAX_SHARD_SIZE = 5 * 10**9  # maximum bytes in one weights file
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # files besides the weights that a saved checkpoint copies unchanged from the loaded folder
 CARRIED = re.compile(
@@ -270,112 +258,6 @@ def carried_files(folder: Path) -> dict[str, bytes]:
                 )
             files[file.name] = file.read_bytes()
     return files
-
-
-def save_model(
-    folder: str | Path,
-    model: VisionLanguageModel,
-    processor: Processor,
-    base: str | None = None,
-    write_more_files: Callable[[Path], None] | None = None,
-    max_shard_size: int = MAX_SHARD_SIZE,
-):
-    """Save a model and its processor as a folder that transformers and vLLM can load.
-
-    Adapters are merged into the weights, and also written to the subfolder adapter/ in PEFT's format. The folder is
-    replaced atomically. For a model that is sharded or trained by several ranks, use gather_and_save_model in
-    distributed/saving.py. Weights are saved in model.save_dtype, if that is set.
-
-    Args:
-        base: the base model's folder or repository, for PEFT's adapter_config.json.
-        write_more_files: function that writes additional files into the new folder.
-        max_shard_size: maximum size for one weights file, in bytes.
-    """
-    weights = file_weights(model)
-    write_adapter = adapter_writer(model, base)
-    unused = unused_tensors(model)
-    files = split_weights(model, weights, unused, max_shard_size)
-    with replacing(folder) as new_folder:
-        for file, names in files.filename_to_tensors.items():
-            tensors = {}
-            for name in names:
-                if name in weights:
-                    tensors[name] = full_weight(model, weights[name]).cpu().contiguous()
-                    check_finite(name, tensors[name], folder)
-                else:
-                    tensors[name] = unused[name]
-            save_tensors(tensors, new_folder / file)
-        write_settings(new_folder, model, processor)
-        write_index(new_folder, files)
-        write_extras(new_folder, write_adapter, write_more_files)
-
-
-def save_adapter(
-    folder: str | Path,
-    processor: Processor,
-    write_adapter: Callable[[Path], None],
-    write_more_files: Callable[[Path], None] | None = None,
-):
-    """Save only a model's adapter, which adapter_writer returned, in the subfolder adapter/."""
-    # The folder is replaced as a whole, so that no older merged weights stay beside a newer adapter.
-    with replacing(folder) as new_folder:
-        if INFERENCE_CONFIG in processor.tokenizer.files:
-            (new_folder / INFERENCE_CONFIG).write_bytes(processor.tokenizer.files[INFERENCE_CONFIG])
-        write_extras(new_folder, write_adapter, write_more_files)
-
-
-def adapter_writer(model: VisionLanguageModel, base: str | None) -> Callable[[Path], None] | None:
-    """Return a function that writes a model's adapters as a PEFT folder; None if the model has no adapters."""
-    if not has_adapters(model):
-        return None
-    # imported here, because few runs have adapters
-    from minivlmrl.model.peft import gather_adapter
-
-    return gather_adapter(model, base)
-
-
-def write_index(folder: Path, files: StateDictSplit):
-    """Write the index that maps each tensor to its file, if there are several weights files."""
-    if files.is_sharded:
-        index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
-        write_json(folder / INDEX, index)
-
-
-def write_extras(
-    folder: Path, write_adapter: Callable[[Path], None] | None, write_more_files: Callable[[Path], None] | None
-):
-    """Write the adapter to the subfolder adapter/, then add the caller's files to the folder."""
-    if write_adapter is not None:
-        write_adapter(folder / "adapter")
-        if (folder / INFERENCE_CONFIG).exists():
-            shutil.copy(folder / INFERENCE_CONFIG, folder / "adapter")
-    if write_more_files is not None:
-        write_more_files(folder)
-
-
-def full_weight(model: VisionLanguageModel, weight: Weight) -> Tensor:
-    """Compute a model's full weight in the dtype in which the model is saved."""
-    full = gather_full_tensor(weight)
-    return full.to(model.save_dtype or full.dtype)
-
-
-def split_weights(
-    model: VisionLanguageModel, weights: Mapping[str, Weight], unused: Mapping[str, Tensor], max_shard_size: int
-) -> StateDictSplit:
-    """Assign each weight in a model, and each unused tensor, to a file of max_shard_size bytes."""
-    shapes = {}
-    for name, weight in weights.items():
-        shape = on_meta(weight)
-        shapes[name] = shape.to(model.save_dtype or shape.dtype)
-    shapes |= {name: on_meta(tensor) for name, tensor in unused.items()}
-    return split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size)
-
-
-def on_meta(weight: Weight) -> Tensor:
-    """Create a tensor on the meta device, with a weight's shape and dtype."""
-    if isinstance(weight, Stacked):
-        return weight.stack(on_meta)
-    return torch.empty(weight.shape, dtype=weight.dtype, device="meta")
 
 
 def file_weights(model: VisionLanguageModel) -> dict[str, Weight]:

@@ -148,7 +148,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         # q is (N, H, D): tokens, heads; k and v are (N, K, D)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in attention.project(self, x))
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj))
         q = apply_rotary(self.q_norm(q), cos, sin)
         k = apply_rotary(self.k_norm(k), cos, sin)
         return self.o_proj(attention(self.index, q, k, v).flatten(1))

@@ -148,8 +148,7 @@ class VisionTower(nn.Module):
 
     The forward of every tower has the same arguments and results as VisionTransformer.forward. With DeepStack, the
     result is (M, (1 + k) * out_hidden_size): the merged tokens, then those of each of k levels. model/config_json.py
-    checks that out_hidden_size is the decoder's hidden_size. Modules that work on merged tokens have "merger" in their
-    names, see model/flops.py. A tower may also have
+    checks that out_hidden_size is the decoder's hidden_size. A tower may also have
     - pos_embed: nn.Embedding with learned positions, which model/build.py initialises with the
       standard deviation config.initializer_range instead of that of a matrix;
     - deepstack_merger_list: further mergers, which model.freeze and adapter.target count to the
@@ -159,7 +158,7 @@ class VisionTower(nn.Module):
     """
 
     config: VisionConfig
-    patch_embed: "PatchEmbed"  # patches -> embeddings; model/flops.py counts its products
+    patch_embed: "PatchEmbed"  # patches -> embeddings
     # units for sharding (distributed/fsdp.py) and activation checkpointing; their number scales initial weights
     # (model/build.py)
     blocks: nn.ModuleList

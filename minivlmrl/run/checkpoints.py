@@ -6,8 +6,8 @@ output_dir/states/000120/    checkpoint after 120 optimizer steps in all stages
     complete.json            checksums of the other files; written last
 
 Checkpoints are saved between rollouts, so they do not contain rollouts. Checkpoints do not contain the state of a
-random generator either, because every random choice depends only on a key. The folder is called 000120.partial until
-all its files have been written.
+random generator either, because every random choice depends only on a key. While a checkpoint is written, the name of
+its folder ends with .partial.
 """
 
 import re
@@ -27,8 +27,8 @@ from minivlmrl.config.loading import flat
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.download import find_folder
 from minivlmrl.distributed.process_group import World
-from minivlmrl.distributed.weights import reshard, reshard_interrupted
-from minivlmrl.errors import error_context, is_out_of_memory, phase
+from minivlmrl.distributed.weights import reshard
+from minivlmrl.errors import error_context, phase
 from minivlmrl.files import digest, flush_file, weight_files
 from minivlmrl.json_files import json_text, parse_json, read_json, write_json
 from minivlmrl.model.plain_weights import plain_name, shared_base
@@ -42,7 +42,6 @@ from minivlmrl.run.trainer_state import RUN, TrainerState, read_trainer_state
 from minivlmrl.trainers.base import Trainer
 
 COMPLETE = "complete.json"
-UPDATING = "optimizer", "metrics"  # phases in which the optimizer may have updated some weights
 NUM_KEPT_STATES = 2  # checkpoints that a run keeps: two, in case the newest is damaged
 # stage options that determine how many rows the stage takes from its dataset at a time
 DRAW_SIZES = "prompts_per_step", "steps_per_generation", "num_mini_batches"
@@ -168,48 +167,20 @@ class CheckpointManager:
 
     @contextmanager
     def saved_on_error(self, progress: TrainerState, log: MetricsLog) -> Iterator[None]:
-        """Save a checkpoint after an error or a signal, and add a note about it to the error."""
+        """Save a checkpoint after a signal or a failed reward, and note at any error from where the run continues."""
         try:
             yield
         except Exception as error:
             if progress.steps and self.stage:  # a stage has begun since the resume
-                error.add_note(self.save_after(error, progress, log))
+                # Only these two errors are raised on all ranks and between two updates of the weights.
+                if self.can_save and isinstance(error, RewardFailed | Preempted):
+                    folder = self.ensure_saved(progress, log)
+                    error.add_note(f"the steps before this are saved in {folder}: continue with --resume=auto")
+                elif older := state_folders(self.folder):
+                    error.add_note(f"--resume=auto continues from {older[-1]}")
+                else:
+                    error.add_note("no checkpoint was saved yet: start the run again")
             raise
-
-    def save_after(self, error: Exception, progress: TrainerState, log: MetricsLog) -> str:
-        """Save a checkpoint after an error if possible, and state from where the run continues.
-
-        The weights are those of the last completed step, because only the optimizer changes them.
-        """
-        stage = progress.stages[progress.stage]
-        is_saved = self.saved_steps == progress.steps
-        # all ranks must save together, which an error on a single rank prevents
-        if self.world.size > 1 and not isinstance(error, RewardFailed | Preempted):
-            reason = "the other ranks cannot save with this rank"
-        elif isinstance(error.__cause__, FloatingPointError):
-            reason = "the model has diverged"
-        elif getattr(error, "phase", getattr(error.__cause__, "phase", "")) in UPDATING:
-            reason = f"the update of {stage} step {progress.step} was interrupted"
-        elif not self.can_save:
-            reason = "the rollout of the last step is still in use"
-        elif not is_saved and self.stage != stage:
-            reason = f"{stage} has not begun"
-        else:
-            try:
-                if not is_saved:
-                    self.optimizer.zero_grad()
-                    for module in self.trainer.modules().values():
-                        reshard_interrupted(module)
-                folder = self.ensure_saved(progress, log)
-                return f"the steps before this are saved in {folder}: continue with --resume=auto"
-            except Exception as failure:
-                reason = str(failure)
-                if is_out_of_memory(failure):
-                    reason = "saving needs more memory, too"
-        older = state_folders(self.folder)
-        if not older:
-            return f"no checkpoint was saved, because {reason}: start the run again"
-        return f"no newer checkpoint was saved, because {reason}: --resume=auto continues from {older[-1]}"
 
     def to_resume(self) -> TrainerState:
         """Return the checkpoint's TrainerState to resume, or a new one for a new run.

@@ -32,7 +32,7 @@ def load_datasets(
     world: World | None = None,
     reads: Collection[str] | None = None,
 ) -> dict[str, Dataset]:
-    """Open one dataset per stage, and "eval" if the recipe has held-out rows.
+    """Open a dataset for each training stage, and one with the name "eval" if the recipe has held-out rows.
 
     All ranks read the rows, but only rank 0 checks that the rows' images and videos exist. An
     error on rank 0 is raised on all ranks.

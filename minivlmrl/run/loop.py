@@ -127,7 +127,6 @@ def train_stage(
     optimizer = build_optimizer(trainer.trained, config, trainer.run.optimizer)
     with phase("load"):
         checkpoints.restore(trainer, optimizer)
-        state.kept = trainer.on_stage_begin(batches, results.held_out, state.kept)
     for callback in callbacks:
         callback.on_stage_begin(trainer, optimizer, state)
     log.stage(trainer, state.step, state.seconds.get(stage, 0.0))
@@ -146,13 +145,12 @@ def train_stage(
             raise ValueError(
                 f"{stage} step {number}: {error}. The run stopped before this update; try a lower {stage}.learning_rate"
             ) from error
-        with phase("metrics"):
-            check_mismatch(trainer.run, metrics)
-            values = log.step(number, metrics, step)
-            for callback in callbacks:
-                callback.on_step_end(trainer, step, number, values)
-            trainer.world.wait()  # for the page of rank 0
-            log.mark()
+        check_mismatch(trainer.run, metrics)
+        values = log.step(number, metrics, step)
+        for callback in callbacks:
+            callback.on_step_end(trainer, step, number, values)
+        trainer.world.wait()  # for the page of rank 0
+        log.mark()
         state.advance(stage, batches.draws, log.seconds)
         checkpoints.after_step(state, log, step.ends_rollout)
     state.seconds[stage] = log.end_stage()
@@ -179,7 +177,6 @@ def optimizer_step(trainer: Trainer, step: Step, optimizer: Optimizer, number: i
     with trainer.phase("optimizer"):
         optimizer.step()
         optimizer.zero_grad()
-        trainer.after_step(number + 1)
     return metrics | step.metrics | {"grad_norm": grad_norm, "learning_rate": rate}
 
 

@@ -95,16 +95,7 @@ class MetricsLog(ExitStack):
         self.last_seconds = seconds
         # the times of evaluations and other work before the first step are discarded
         trainer.timer.take()
-        self.world.seconds_waited = 0.0
         self.timings = deque(maxlen=SPEED_EVERY)  # timings of the last steps
-        self.peak = None  # FLOPs per second of a GPU in 16 bits, if they are known
-        if self.world.device.type == "cuda":
-            # imported here, because only a GPU has a known peak
-            from minivlmrl.model.flops import batch_flops, flops_by_input, peak_flops
-
-            model = trainer.run.model
-            self.peak = peak_flops(self.world.device, model.compute_dtype or model.dtype)
-            self.flops_of = partial(batch_flops, flops_by_input(trainer.trained, trainer.policy.config))
         self.mark()
 
     def mark(self):
@@ -130,41 +121,28 @@ class MetricsLog(ExitStack):
         """Log an optimizer step, and return its metrics."""
         self.steps += 1
         phases = self.trainer.timer.take()
-        seconds_waited = self.world.take_wait()
         if self.files:
-            self.write_step(number, metrics, step, phases, seconds_waited)
+            self.write_step(number, metrics, step, phases)
         self.world.wait()  # for the trackers of rank 0
         self.completions.step(self.trainer, step, number)
         return metrics
 
-    def write_step(self, number: int, metrics: dict, step: Step, phases: dict[str, float], waited: float):
+    def write_step(self, number: int, metrics: dict, step: Step, phases: dict[str, float]):
         """Write a step's metrics and its times in seconds, send them to the trackers, and print them."""
         line = {"stage": self.name, "step": number}
         seconds = self.seconds
         self.write(METRICS, line | metrics)
         self.track({name: value for name, value in metrics.items() if math.isfinite(value)})
         step_time = seconds - self.last_seconds
-        timing = {"seconds": seconds} | self.speed(step, step_time, phases) | memory_use()
-        if self.world.size > 1:
-            timing["wait_share"] = waited / step_time
+        num_tokens = sum(len(batch.group.input_ids) for batch in step.micro_batches)
+        speed = {"step_time": step_time, "phases": phases, "tokens_per_second": num_tokens / step_time}
+        timing = {"seconds": seconds} | speed | memory_use()
         self.write(TIMINGS, line | timing)
         self.last_seconds = seconds
         self.show(number, metrics, step_time)
         self.timings.append(timing)
         if (number + 1) % SPEED_EVERY == 0:
             tqdm.write(f"speed, {self.name} {number + 1}: {describe_speed(self.timings)}")
-
-    def speed(self, step: Step, step_time: float, phases: dict[str, float]) -> dict:
-        """Return a step's times, and the share of the GPU's peak that training reaches.
-
-        The share is the model FLOPs utilisation (MFU) of the forward and backward passes.
-        """
-        num_tokens = sum(len(batch.group.input_ids) for batch in step.micro_batches)
-        speed = {"step_time": step_time, "phases": phases, "tokens_per_second": num_tokens / step_time}
-        if self.peak is not None:
-            flops = sum(self.flops_of(batch.group) for batch in step.micro_batches)
-            speed["mfu"] = flops / ((phases["forward"] + phases["backward"]) * self.peak)
-        return speed
 
     def warn(self, stage: str, step: int, warning: str, steps_done: int):
         """Append a warning to warnings.jsonl, and print it with the number of steps done."""
@@ -200,7 +178,6 @@ class MetricsLog(ExitStack):
             seconds: duration of the evaluation, which does not count as training time.
         """
         self.begin_time += seconds
-        self.world.seconds_waited = 0.0  # waiting in the evaluation, which is not part of a step
         if not self.files:
             return
         line = {"stage": stage, "step": steps_done}
@@ -322,8 +299,6 @@ def describe_speed(timings: Sequence[dict]) -> str:
     if phases:
         text += f" ({', '.join(f'{name} {value:.2f}' for name, value in phases.items())})"
     text += f", {mean(timing['tokens_per_second'] for timing in timings):,.0f} tokens/s"
-    if all("mfu" in timing for timing in timings):
-        text += f", MFU {mean(timing['mfu'] for timing in timings):.0%}"
     allocated, reserved, free = (last.get(f"{kind}_memory_gib") for kind in ("allocated", "reserved", "free"))
     if None not in (allocated, reserved, free):
         text += f"; GPU memory: {allocated:.1f} GiB allocated, {reserved:.1f} reserved, {free:.1f} free"

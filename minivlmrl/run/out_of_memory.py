@@ -1,16 +1,11 @@
 """Report that memory ran out: one sentence with the phase, the longest row and the option to change.
 
-The blocks of `minivlmrl.errors.phase` and `Trainer.phase` mark a run's phases. If memory runs out,
-CheckpointManager.saved_on_error saves a training state, from which --resume=auto continues.
+The blocks of `minivlmrl.errors.phase` and `Trainer.phase` mark a run's phases.
 """
 
-import gc
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-import torch
 
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.processor import encode_answer
@@ -37,58 +32,43 @@ class Situation:
     state: TrainerState | None = None  # None before the model is loaded
     trainer: Trainer | None = None  # the current stage's trainer, None between two stages
 
-    @property
-    def stage(self) -> str | None:
-        if self.state is None or self.state.stage >= len(self.state.stages):
-            return None
-        return self.state.stages[self.state.stage]
-
 
 @contextmanager
 def reporting_out_of_memory(situation: Situation) -> Iterator[None]:
-    """Convert an out-of-memory error of the block to an OutOfMemory, and free the activations."""
+    """Convert an out-of-memory error of the block to an OutOfMemory."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        message = describe(situation, error)
-        # The traceback is cleared, because its frames hold the activations, and saving needs memory.
-        traceback.clear_frames(error.__traceback__)
-        gc.collect()
-        torch.cuda.empty_cache()
-        raise OutOfMemory(message) from error
+        raise OutOfMemory(describe(situation, error)) from error
 
 
 def describe(situation: Situation, error: BaseException) -> str:
     """Describe an out-of-memory error: step, phase, PyTorch's sizes, longest row and the option to change."""
     phase = getattr(error, "phase", "step")
-    stage, state = situation.stage, situation.state
-    where = "" if stage is None or state is None else f"{stage} step {state.step}, "
+    state, trainer = situation.state, situation.trainer
+    stage, where = None, ""
+    if state is not None and state.stage < len(state.stages):
+        stage = state.stages[state.stage]
+        where = f"{stage} step {state.step}, "
     reason = shortened(str(error).partition("\n")[0])
     parts = [f"{where}phase {phase}: memory ran out{f' ({reason:.400})' if reason else ''}"]
-    row = longest_row(situation.trainer, rows_of(situation, error))
-    if row:
-        parts.append(f"the longest row is {row}")
+    # the rows of the phase, or else of the training step
+    rows = getattr(error, "rows", ())
+    if trainer is not None:
+        if not rows and getattr(error, "phase", "load") not in OTHER_PHASES:
+            rows = trainer.rows
+        if rows:
+            parts.append(f"the longest row is {longest_row(trainer, rows)}")
     options = cures(situation.config, stage, phase, situation.gpus)
     cure = options[0] if options else "--data.max_pixels, a smaller model or a larger GPU"
     parts.append(f"lower the memory of this phase with {cure}")
     return "; ".join(parts)
 
 
-def rows_of(situation: Situation, error: BaseException) -> Sequence[Row]:
-    """Return the rows on which memory ran out: those of the phase, or else of the training step."""
-    rows = getattr(error, "rows", ())
-    trainer = situation.trainer
-    if rows or trainer is None or getattr(error, "phase", "load") in OTHER_PHASES:
-        return rows
-    return trainer.rows
-
-
-def longest_row(trainer: Trainer | None, rows: Sequence[Row]) -> str:
-    """Name the row with the longest prompt and answers, and its token count; "" if unknown."""
-    if trainer is None or not rows:
-        return ""
+def longest_row(trainer: Trainer, rows: Sequence[Row]) -> str:
+    """Name the row with the longest prompt and answers, and its token count."""
     lengths = []
     for row in rows:
         length = len(row.prompt(trainer.processor).input_ids)

@@ -216,7 +216,7 @@ def unused_options(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Ite
     for name in unnamed_stages(config):
         section = getattr(config, name)
         changed = [f"{name}.{option}" for option in vars(section) if is_set(option, section)]
-        if "reward_model" in config.rewards:  # this reward loads the model from that path
+        if "reward_model" in config.rewards:  # the reward reward_model loads this model
             changed = [option for option in changed if option != "reward_model.path"]
         if changed:
             yield changed, f"`stages` does not include {name}"

@@ -9,7 +9,7 @@ from minivlmrl.config.loading import to_yaml
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
-from minivlmrl.distributed.saving import gather_and_save_model
+from minivlmrl.distributed.saving import save_model
 from minivlmrl.errors import phase
 from minivlmrl.json_files import write_json
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -183,7 +183,7 @@ class Results:
                     print(note, flush=True)
         if trainer is None or not trainer.trains_policy:
             base = self.config.model.path
-            gather_and_save_model(self.folder / "checkpoint", self.model, self.processor, self.world, base)
+            save_model(self.folder / "checkpoint", self.model, self.processor, self.world, base)
 
 
 def print_table(results: dict, num_rows: int, chance: float | None, chance_name: str):

@@ -25,8 +25,6 @@ class TrainerState:
     draws: Annotated[int, ">= 0"] = 0  # batches of rows that the current stage has taken
     # number of rows in the current stage's dataset; 0 before the stage begins
     rows: Annotated[int, ">= 0"] = 0
-    # trainer state that is not in tensors; None before the stage begins
-    kept: dict[str, list[float]] | None = None
     # metrics from the evaluations between stages, by the evaluation's name
     results: dict[str, dict[str, float]] = field(default_factory=dict)
     best: float | None = None  # best value of best_metric so far; eval/loss is negated
@@ -45,7 +43,6 @@ class TrainerState:
         self.step = 0
         self.draws = 0
         self.rows = 0
-        self.kept = None
 
     def check_rows(self, rows: int):
         """Raise ValueError if the number of rows has changed, because their order depends on it."""

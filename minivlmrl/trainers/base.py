@@ -16,7 +16,7 @@ from minivlmrl.config.options import RunConfig, TrainingOptions
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.distributed.saving import gather_and_save_model
+from minivlmrl.distributed.saving import save_model
 from minivlmrl.errors import phase
 from minivlmrl.losses.advantages import combine
 from minivlmrl.losses.grpo import LossNormalizer
@@ -128,7 +128,8 @@ class Step:
     # True for the last step on a rollout; checkpoints are saved only after such a step
     ends_rollout: bool = True
     rollout: Rollout | None = None  # the rollout that this step trains on
-    groups: Sequence[list[Sample]] = ()  # this rank's groups of the rollout that this step trains on, on any rank
+    # the groups that this rank has sampled, and on which this or another rank trains in this step
+    groups: Sequence[list[Sample]] = ()
 
 
 class Trainer:
@@ -184,18 +185,6 @@ class Trainer:
         """Return True if the stage needs a reference model with these options."""
         return False
 
-    def on_stage_begin(self, batches, held_out, saved_state: dict | None) -> dict[str, list[float]]:
-        """Prepare the stage before its first optimizer step.
-
-        Args:
-            batches: the stage's training rows.
-            held_out: held-out rows for evaluation; None if there are none.
-            saved_state: values that this method returned before the run was resumed; None if the stage starts.
-        Returns:
-            Values that are saved in every checkpoint of the stage.
-        """
-        return {}
-
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         """Yield the optimizer steps to make on each batch of rows."""
         raise NotImplementedError
@@ -242,15 +231,10 @@ class Trainer:
             modules["reference"] = self.reference.model
         return modules
 
-    def after_step(self, steps: int):
-        """Update a reference model that follows the policy, after the stage has made `steps` optimizer steps."""
-        if self.reference is not None:
-            self.reference.after_step(steps)
-
     def save(self, folder: Path, merge: bool = True):
         """Save the trained weights, or only the adapters if `merge` is False; all ranks must call this method."""
         base = self.run.model.path
-        gather_and_save_model(folder / "checkpoint", self.policy, self.processor, self.world, base, None, merge)
+        save_model(folder / "checkpoint", self.policy, self.processor, self.world, base, merge=merge)
 
     def evaluate(self, rows) -> dict[str, float]:
         """Compute metrics on held-out rows without sampling, for example their loss."""

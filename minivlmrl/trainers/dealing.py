@@ -29,8 +29,7 @@ class Group:
     def of(cls, samples: Sequence[Sample]) -> "Group":
         completions = [sample.completion for sample in samples]
         for completion in completions:
-            # The reward has been computed, so the environment is no longer needed. The environment is removed, because
-            # it may not be picklable.
+            # The environment may not be picklable, and has already given its reward.
             completion.environment = None
         row = samples[0].row
         return cls(row.index, row.key, completions, torch.stack([sample.rewards for sample in samples]))

@@ -172,7 +172,8 @@ class GRPOTrainer(RolloutTrainer):
     def micro_batches(self, groups: Sequence[list[Sample]], advantages: Tensor) -> list[GRPOBatch]:
         """Pack the micro-batches of one step, which trains on `groups`; `advantages` are those of all ranks' samples.
 
-        All values that stay fixed while the rollout is trained on are computed here once.
+        Several optimizer steps may train on these micro-batches. What does not change between the steps, such as the
+        log-probabilities of the old policy, is computed here once.
         """
         config = self.config
         normalizer = self.count_tokens(groups)

@@ -44,7 +44,8 @@ class OfflineTrainer(Trainer):
 
     batch_type: type[MicroBatch] = AnswerBatch
     answers = ("completion",)  # Row fields that contain the answers
-    # slice of the answers in a micro-batch whose tokens LossNormalizer.tokens counts; by default all
+    # Rows of a micro-batch, one for each answer, whose tokens are counted for the divisor of the loss. By default, the
+    # tokens of all rows are counted.
     counted_rows = slice(None)
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:

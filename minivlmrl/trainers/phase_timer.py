@@ -9,7 +9,7 @@ import torch
 class PhaseTimer:
     """Measure consecutive phases, without waiting for the GPU when a phase ends.
 
-    On a GPU, a CUDA event marks the beginning of a phase, because the GPU runs behind the host.
+    On a GPU, a CUDA event marks the beginning of a phase, because the host only queues work that the GPU does later.
     """
 
     def __init__(self, device: torch.device):

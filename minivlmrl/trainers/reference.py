@@ -31,31 +31,19 @@ MATCHING_FIELDS = [
 class Reference:
     """Reference model without gradients: either a copy of the policy or a model from a folder.
 
-    If the policy has adapters, only its trained parameters are copied. If sync_ref_model is set, the reference moves
-    towards the policy (TR-DPO, arXiv 2404.09656). For adapters, the matrices A and B are averaged separately.
-
-    Source: SyncRefModelCallback in TRL 1.16.
+    If the policy has adapters, only its trained parameters are copied.
     """
 
     def __init__(self, policy: VisionLanguageModel, config: ReferenceOptions, processor: Processor, world: World):
         self.policy = policy
-        self.config = config
-        # a reference that follows the policy must be as precise as the policy's parameters
-        in_compute_dtype = not config.sync_ref_model
         if config.path is not None:
             check_compatible(policy, config.path)
-            model = load_reference(config.path, policy, processor, world, in_compute_dtype)
-            if config.sync_ref_model and shapes(model) != shapes(policy):
-                raise ValueError(
-                    f"reference.sync_ref_model is set, but the parameters of the model in {config.path} differ from "
-                    "the policy's in name or shape, so the reference cannot be moved towards the policy; remove "
-                    "reference.sync_ref_model or reference.path"
-                )
+            model = load_reference(config.path, policy, processor, world)
         elif has_adapters(policy):
             trained = [name for name, p in policy.named_parameters() if p.requires_grad]
             model = SwappedParameters(policy, trained)
         else:
-            model = copy_model(policy, in_compute_dtype)
+            model = copy_model(policy, in_compute_dtype=True)
         self.model = model.requires_grad_(False)
 
     @torch.no_grad()
@@ -65,20 +53,6 @@ class Reference:
             logps, _ = per_token_logps(model, group, temperature)
             reshard(model)
         return group.pad(logps)
-
-    @torch.no_grad()
-    def after_step(self, steps: int):
-        """Move the reference towards the policy once every ref_model_sync_steps optimizer steps."""
-        config = self.config
-        if not config.sync_ref_model or steps % config.ref_model_sync_steps:
-            return
-        reshard(self.policy)
-        reshard(self.model)
-        policy_parameters = self.policy.parameters()
-        if isinstance(self.model, SwappedParameters):
-            policy_parameters = self.model.originals()
-        for parameter, target in zip(self.model.parameters(), policy_parameters, strict=True):
-            parameter.lerp_(target, config.ref_model_mixup_alpha)
 
 
 class SwappedParameters(nn.Module):
@@ -131,10 +105,6 @@ def swapped_in(
         model.exchange()
 
 
-def shapes(model: nn.Module) -> dict[str, torch.Size]:
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
-
-
 def check_compatible(policy: VisionLanguageModel, path: str):
     """Raise ValueError if the model in a folder has other inputs or outputs than the policy."""
     file = find_folder(path) / "config.json"
@@ -145,10 +115,8 @@ def check_compatible(policy: VisionLanguageModel, path: str):
         check_field(value == expected, f"{file}: {name}", value, f"{expected!r}, as in the policy")
 
 
-def load_reference(
-    path: str, policy: VisionLanguageModel, processor: Processor, world: World, in_compute_dtype: bool
-) -> VisionLanguageModel:
-    """Load a reference from a folder, sharded like the policy, in the dtype of its computations or its parameters."""
+def load_reference(path: str, policy: VisionLanguageModel, processor: Processor, world: World) -> VisionLanguageModel:
+    """Load a reference from a folder, sharded like the policy, in the dtype in which it computes."""
     ids = processor.tokenizer.backend.get_vocab()
     other_ids = load_tokenizer(find_folder(path) / "tokenizer.json").backend.get_vocab()
     differing = [token for token in ids if other_ids.get(token) != ids[token]]
@@ -159,5 +127,5 @@ def load_reference(
             f"{differing[0]!r}; use a model with the policy's tokenizer"
         )
     sharding = policy.sharding
-    dtype = sharding.compute_dtype if sharding and in_compute_dtype else policy.lm_head.weight.dtype
+    dtype = sharding.compute_dtype if sharding else policy.lm_head.weight.dtype
     return load_model(path, dtype, world.device, sharding)

@@ -39,7 +39,8 @@ def find_trainer(stage: str, config) -> type[Trainer]:
 def find_trainers(config) -> dict[str, type[Trainer]]:
     """Check a recipe, and return each stage's trainer class."""
     trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
-    # A recipe without stages may still need a reference model, so its reference options are not reported as unused.
+    # For a recipe without stages, it is not known whether a stage would use the section `reference`, so the options of
+    # this section are not reported as unused.
     references = [cls.has_reference(getattr(config, name)) for name, cls in trainers.items()]
     check_dtypes(config)
     check_effects(config, has_reference=any(references) or not trainers)

@@ -124,7 +124,8 @@ class RolloutTrainer(Trainer):
             for number, (micro_batches, groups) in enumerate(all_passes, start=1):
                 ends_rollout = number == len(all_passes)
                 trained = [batch.samples for batch in micro_batches if isinstance(batch, SampledBatch)]
-                self.rows = [sample.row for sample in chain(*trained)] or rows  # those that this rank was dealt
+                # the rows on which this rank trains in this step; other ranks may have sampled their completions
+                self.rows = [sample.row for sample in chain(*trained)] or rows
                 yield Step(micro_batches, rollout.metrics, ends_rollout, rollout, groups)
                 self.reward_log.trainer_state.global_step += 1
 

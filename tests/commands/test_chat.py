@@ -18,11 +18,12 @@ from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import load_image
 from minivlmrl.data.messages import conversation
 from minivlmrl.data.tokenizer import train_tokenizer
+from minivlmrl.distributed.saving import save_model
 from minivlmrl.extras.agents import tool_sampler
 from minivlmrl.generation import sampler
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.build import random_model
-from minivlmrl.model.checkpoint import load_model, load_processor, save_model
+from minivlmrl.model.checkpoint import load_model, load_processor
 from tests.helpers import tiny
 from tests.helpers.children import exit_code, fork
 from tests.helpers.links import ROOT

@@ -15,7 +15,7 @@ from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import load_config, to_yaml
 from minivlmrl.config.options import GRPOOptions, RunConfig, SFTOptions
 from minivlmrl.config.types import Finite
-from minivlmrl.extras.replay.again import run_config
+from minivlmrl.extras.replay import run_config
 from tests.helpers.links import ROOT
 
 

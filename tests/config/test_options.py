@@ -42,7 +42,6 @@ STAGE_OPTIONS = {
     "max_steps": 2, "prompts_per_step": 2, "learning_rate": 1e-3, "lr_scheduler_type": "cosine", "min_lr_ratio": 0.5,
     "warmup_steps": 2, "adam_beta2": 0.5,
 }  # fmt: skip
-MOVING = ["--reference.sync_ref_model", "--reference.ref_model_sync_steps=1"]
 
 
 def changed(base, **sections):
@@ -71,9 +70,6 @@ OPTIONS = [
     *changed([*SFT, "--adapter.r=4"], adapter={"r": 2, "alpha": 8, "target": "merger", "dropout": 0.3}),
     *changed([*SFT, "--sft.learning_rate=3e-2"], optimizer={"weight_decay": 1.0}),
     *changed([*SFT, "--optimizer.max_grad_norm=1e9", "--sft.max_steps=3"], optimizer={"max_grad_norm": 0.01}),
-    ("reference", "{sync_ref_model: true, ref_model_sync_steps: 1}", DPO),
-    *changed([*DPO, *MOVING], reference={"ref_model_mixup_alpha": 0.1}),
-    *changed([*DPO, *MOVING, "--dpo.max_steps=3"], reference={"ref_model_sync_steps": 2}),
     *changed(DPO, dpo={
         "loss_type": "[sigmoid, sft]", "beta": 0.5, "label_smoothing": 0.2, "reference_free": "true",
         "use_weighting": "true",
@@ -176,7 +172,7 @@ output_dir num_threads save resume check_memory report_minutes timeout max_rewar
 model.compute_dtype model.activation_checkpointing adapter.path data.max_prompt_tokens data.image_workers
 data.train_answers data.skip_unreadable sharding.enabled sharding.replicas sharding.cpu_offload sharding.once_per_step
 rollout.gather_weights sampling.max_batch_tokens sampling.cuda_graph sampling.environment sampling.history
-sampling.engine sampling.vllm dpo.precompute_ref_log_probs reward_model.path ppo.critic_path reference.path
+sampling.engine sampling.vllm reward_model.path ppo.critic_path reference.path
 """
 
 
@@ -204,7 +200,7 @@ def run_outputs(home, own):
                 patch.setattr("minivlmrl.run.results.evaluate", lambda *_: {})
             leave_out(patch)
             for module in ("trainers.base", "distributed.value_models", "run.results"):
-                patch.setattr(f"minivlmrl.{module}.gather_and_save_model", note_save)
+                patch.setattr(f"minivlmrl.{module}.save_model", note_save)
             folder = home / "option"
             shutil.rmtree(folder, ignore_errors=True)
             outputs = {"error": b""}
@@ -232,7 +228,7 @@ def run_metrics(run_outputs):
     return run_metrics
 
 
-def note_save(folder, *_):
+def note_save(folder, *_, **__):
     """Append a line to a file instead of saving a model's weights."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "saves").open("a") as file:
@@ -313,7 +309,7 @@ def test_options_that_change_the_output_files(run_outputs, lively, home, name, v
 
 def test_every_option_is_tested():
     """Every option has a row above, or its name is in ELSEWHERE."""
-    names = {"rewards.letters": "rewards", "reference": "reference.sync_ref_model"}
+    names = {"rewards.letters": "rewards"}
     tested = {names.get(name, name) for name, *_ in (*OPTIONS, *ENUMERATIONS, *OUTPUTS)}
     tested |= {f"{stage}.{name}" for stage in STAGES for name in STAGE_OPTIONS}
     assert {option.path for option in options_of(RunConfig)} == tested | {*ELSEWHERE.split()}

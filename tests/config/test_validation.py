@@ -24,8 +24,6 @@ SHARDED = {"sharding.enabled": True}
 VLLM = {"sampling.engine": "vllm"}
 GREEDY = {"sampling.temperature": 0.0}
 KL = {"grpo.beta": 0.1}
-BOTH = {"stages": ["dpo", "grpo"], "grpo.beta": 0.1, "reference.path": "folder"}
-MOVING = {"reference.sync_ref_model": True}
 # option, value, recipes in which the option has no effect, and recipes in which it has one
 CASES = [
     ("eval_steps", 2, [FILES], [{}, FILES | {"data.eval_file": "rows.jsonl"}]),
@@ -48,10 +46,6 @@ CASES = [
     ("rollout.max_logp_mismatch", 0.1, [ADAPTER | {"adapter.dropout": 0.1}],
      [{}, VLLM]),
     ("reference.path", "folder", [{}], [KL, {"stages": ["dpo"]}]),
-    ("reference.sync_ref_model", True, [{}], [KL, {"stages": []}]),
-    ("reference.ref_model_mixup_alpha", 0.5, [KL], [KL | MOVING]),
-    ("reference.ref_model_sync_steps", 2, [KL], [KL | MOVING]),
-    ("dpo.precompute_ref_log_probs", True, [{"dpo.reference_free": True}, BOTH], [{}]),
     ("dpo.f_divergence_type", "js_divergence", [{"dpo.loss_type": ["sft"]}], [{}]),
     ("dpo.f_alpha_divergence_coef", 0.9, [{}], [{"dpo.f_divergence_type": "alpha_divergence"}]),
     ("reward_model.path", "folder", [{"stages": ["reward_model"]}], [{"rewards": {"reward_model": 1.0}}]),

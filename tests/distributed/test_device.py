@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.distributed import device as device_file
 from minivlmrl.distributed.device import describe_device, find_device
 from minivlmrl.distributed.process_group import World
+from minivlmrl.kernels import verdicts
 from minivlmrl.run import preflight
 
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 06:54:38 UTC 2025"
@@ -62,7 +62,7 @@ def test_the_cpu_is_used_only_if_there_is_no_gpu(gpus, monkeypatch):
 def test_the_first_line_describes_the_gpu(gpus, monkeypatch, capsys, line, driver):
     """In WSL there is no /proc/driver/nvidia/version."""
     gpus(1)
-    monkeypatch.setattr(device_file, "driver_version", lambda: line)
+    monkeypatch.setattr(verdicts, "driver_version", lambda: line)
     monkeypatch.setattr(preflight, "backend_for", lambda tensor, kernel: "triton")
     monkeypatch.setattr(torch, "empty", lambda *given, **options: None)
     preflight.describe_hardware(RunConfig(), World(device=torch.device("cuda:0")))

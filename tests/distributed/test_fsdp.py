@@ -16,13 +16,12 @@ from minivlmrl.config.options import LoRAOptions, ShardingOptions
 from minivlmrl.distributed import fsdp
 from minivlmrl.distributed.fsdp import Sharding
 from minivlmrl.distributed.process_group import World
-from minivlmrl.distributed.save_sharded import save_sharded
-from minivlmrl.distributed.saving import gather_and_save_model
+from minivlmrl.distributed.saving import save_model
 from minivlmrl.distributed.weights import copy_model, is_sharded, recompute_blocks, reshard, rollout_weights, units
 from minivlmrl.files import weight_files
 from minivlmrl.model import lora
 from minivlmrl.model.build import random_model
-from minivlmrl.model.checkpoint import load_model, load_processor, read_tensors, save_model
+from minivlmrl.model.checkpoint import load_model, load_processor, read_tensors
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import adapter_parameters, inject_adapters
 from minivlmrl.run.setup import build_model
@@ -61,9 +60,9 @@ def load_and_save(folder: Path, overrides: list[str], world) -> dict:
     model, processor = build_model(load_config(folder / "recipe.yaml", overrides), world)
     twin = copy_model(model)
     output = folder / f"saved {' '.join(overrides)}".replace("/", "_")
-    save_sharded(output, model, processor, world, max_shard_size=100_000)
+    save_model(output, model, processor, world, max_shard_size=100_000)
     with pytest.raises(OSError) as failed:
-        save_sharded(folder / "in the way" / "checkpoint", model, processor, world)
+        save_model(folder / "in the way" / "checkpoint", model, processor, world)
     with rollout_weights(model, gather_weights=True) as plain:
         whole = {name: p.clone() for name, p in plain.named_parameters()}
     return {
@@ -300,7 +299,7 @@ def test_a_checkpoint_has_the_dtype_of_its_folder(alone, folder, tmp_path, shard
             for parameter in model.parameters():
                 parameter.mul_(1.001)  # a value that bfloat16 rounds
         for trained in (model, copy_model(model)):  # a critic may be a copy
-            gather_and_save_model(tmp_path / "out", trained, processor, ONE)
+            save_model(tmp_path / "out", trained, processor, ONE)
             saved = dict(chain(*map(read_tensors, weight_files(tmp_path / "out"))))
             assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == expected
             dtype = getattr(torch, expected)

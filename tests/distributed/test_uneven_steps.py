@@ -39,7 +39,7 @@ OFFLINE = {
 RESAMPLED = ["--grpo.max_num_gen_batches=3", "--sampling.max_new_tokens=2"]
 RECIPES = {  # two steps with six micro-batches on each of 4 ranks, or three on each of 8
     **OFFLINE,
-    "dpo precomputed": [*OFFLINE["dpo"], "--dpo.loss_type=[sigmoid, sft]", "--dpo.precompute_ref_log_probs=true"],
+    "dpo of two": [*OFFLINE["dpo"], "--dpo.loss_type=[sigmoid, sft]"],
     "grpo": GRPO,
     "reference": [*REFERENCE, *GRPO, "--grpo.num_iterations=1"],
     "resampled": [*GRPO, *RESAMPLED, "--grpo.num_generations=2", "--grpo.steps_per_generation=2"],
@@ -65,7 +65,7 @@ WAYS = {
 }  # fmt: skip
 CASES = [
     *(("grpo", way) for way in WAYS), ("sft", "sharded"), ("sft", "once"), ("sft", "replicas"),
-    ("dpo", "replicated"), ("dpo precomputed", "sharded"), ("reward_model", "sharded"), ("resampled", "sharded"),
+    ("dpo", "replicated"), ("dpo of two", "sharded"), ("reward_model", "sharded"), ("resampled", "sharded"),
     ("rloo", "sharded"), ("reward model", "layer by layer"),
     ("tools", "sharded"), ("Qwen3.5", "layer by layer"), ("two at a time", "layer by layer"), ("ppo", "sharded"),
     ("reference", "once, replicas"), ("experts", "replicas"), ("experts", "once, replicas"), ("experts", "once"),

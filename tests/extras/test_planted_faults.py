@@ -3,16 +3,11 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import PIL.Image
 import pytest
-import torch
 
-from minivlmrl.data.rows import Completion
 from minivlmrl.extras.check import command as check
-from minivlmrl.generation.sampler import Sampler
-from minivlmrl.tasks.shapes import Shapes, tagged_answer
 from tests.helpers.runs import LETTERS, metrics, read_lines, write_lines
 
 
@@ -78,26 +73,13 @@ FAULTS = {
         ["--sampling.temperature=0.001", "--sampling.top_k=1"],
         run=("the same text is sampled repeatedly", "set them to 1.0")),
     "a large learning rate": Fault(
-        ["--grpo.learning_rate=1e6"], check=("grpo.learning_rate is 1e+06, but a rate above 0.01", "Lower it"),
-        run=("are zero", "lower grpo.learning_rate")),
-    "max_new_tokens too small": Fault(
-        ["--sampling.max_new_tokens=1", "--sampling.stop_token_ids=[1]"],
-        check=("100% of 24 completions are truncated", "Raise this limit, or ask for shorter answers")),
+        ["--grpo.learning_rate=1e6"], run=("are zero", "lower grpo.learning_rate")),
     "rows without pictures": Fault(
         change={"image": None}, check=("has an image or a video", "Call the column with the images image or images")),
-    "a template without the form that a reward asks for": Fault(
-        ["--rewards={format: 1, accuracy: 1}"],
-        check=("no prompt mentions them and no completion", "Describe the format in data.prompt_template")),
     "a reward that always says 1": Fault(
         ["--rewards={one.py:one: 1}"],
         check=("Reward one.py:one is 1 for every text that was tried", "reads the completions"),
         run=("one.py:one is 1", "Compare completions.jsonl")),
-    "no prompt is of the right difficulty": Fault(
-        ["--rewards={accuracy: 1}"],
-        check=("groups have the same reward for all 3 completions", "Use easier or harder prompts")),
-    "answers are looked for where there are none": Fault(
-        ["--rewards={accuracy: 1}"],
-        check=("have no answer that data.answer_format (tags) can find", "Set data.answer_format")),
     "all rows have one solution": Fault(
         change={"solution": "cat"},
         check=("Always answering '<think>hm</think><answer>cat</answer>' scores 1.00", "Balance the solutions")),
@@ -226,24 +208,3 @@ def test_a_run_reports_the_fault(name, run, plant, capsys):
     written = metrics(folder, "warnings.jsonl")
     # steps in files count from 0
     assert said in [f"step {line['step'] + 1}: {line['warning']}" for line in written]
-
-
-@pytest.mark.parametrize("number_of_shuffled", [0, 2, 8])
-def test_check_reports_shuffled_solutions(number_of_shuffled, home, plant, monkeypatch, capsys):
-    """A model that knows the answers is right; if all rows are shuffled, its answers fit other rows."""
-    labels = [Shapes(8, "own")[i].columns["solution"] for i in range(8)]
-
-    def knows(sampler, prompts, count, keys):
-        ids = [torch.tensor(sampler.processor.tokenizer.encode(tagged_answer(label))) for label in labels]
-        return [[Completion(one, torch.zeros(len(one)), True)] * count for one in ids]
-
-    monkeypatch.setattr(Sampler, "__call__", knows)
-    options = plant({})
-    n = number_of_shuffled
-    solutions = labels[1:n] + labels[:1] + labels[n:] if n else labels
-    lines = [line | {"solution": label} for line, label in zip(read_lines(Path("rows.jsonl")), solutions, strict=True)]
-    write_lines(Path("rows.jsonl"), lines)
-    check.main([str(home / "recipe.yaml"), *options, "--rewards={accuracy: 1}"])
-    out = capsys.readouterr().out
-    assert ("Check that the solutions are not shuffled" in out) == (n == 8)
-    assert ("The completions of 2 of 8 rows agree on an answer" in out) == (n == 2)

@@ -6,7 +6,7 @@ import pytest
 
 from minivlmrl.__main__ import main
 from minivlmrl.config.import_utils import load_name, run_file
-from minivlmrl.extras.replay.command import compare
+from minivlmrl.extras.replay import compare
 from tests.helpers.runs import read_lines, write_lines
 
 LOUD = ["--rewards={letters: 1.0}", "--log_completions=1", "--data.eval_rows=1", "--num_threads=1"]

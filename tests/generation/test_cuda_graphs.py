@@ -10,15 +10,9 @@ from minivlmrl.config.options import LoRAOptions
 from minivlmrl.data.rows import uniform_numbers
 from minivlmrl.distributed.weights import recompute_blocks
 from minivlmrl.generation import cuda_graphs
-from minivlmrl.generation.cuda_graphs import (
-    CapturedDecode,
-    StaticDecodeAttention,
-    join_projections,
-    joinable_layers,
-    joined_bytes,
-)
+from minivlmrl.generation.cuda_graphs import CapturedDecode, StaticDecodeAttention
 from minivlmrl.generation.generate import sample_by_uniforms
-from minivlmrl.kernels import backend, decode_attention
+from minivlmrl.kernels import backend, decode_attention, verdicts
 from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.model.lora import adapter_parameters, init_adapters, inject_adapters, quantize_base
 from tests.helpers import tiny
@@ -94,15 +88,6 @@ def test_other_models_and_layers(change):
     assert_same(*both(model, 3, 2))
 
 
-@pytest.mark.parametrize(("model_type", "layers"), [("qwen2_5_vl", 3), ("qwen3_vl", 3), ("qwen3_5", 0)])
-def test_the_memory_of_joined_projections(model_type, layers):
-    """The weights of q, k and v are joined, except in Qwen3.5."""
-    model = tiny.model(model_type=model_type)
-    joined = [x for layer in joinable_layers(model) for x in join_projections(layer) if x is not None]
-    assert len(joinable_layers(model)) == layers
-    assert joined_bytes(model, torch.float32) == sum(x.nbytes for x in joined)
-
-
 def on_card(model, stop=(), tokens=20, count=4, generations=3, decode=None, before=lambda: None, **setting):
     """Sample on the pretended GPU, after a call of `before`. Return the completions and the GPU."""
     with PretendCuda() as gpu, torch.inference_mode():
@@ -144,7 +129,7 @@ def test_kernels_are_checked_before_a_graph_is_captured(monkeypatch):
         return dict.fromkeys(kernels, "it is a stand-in")  # so torch computes
 
     monkeypatch.setattr(decode_attention, "TILE_DTYPES", (torch.float32,))  # the simulated GPU has no 16-bit kernels
-    monkeypatch.setattr(backend, "rejected_kernels", reject)
+    monkeypatch.setattr(verdicts, "rejected_kernels", reject)
     monkeypatch.setattr(backend, "INSTALLED", True)
     monkeypatch.setattr(backend, "_compiler_obstacle", lambda: None)
     monkeypatch.setattr(backend, "_warn", lambda message: None)

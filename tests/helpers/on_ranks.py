@@ -130,7 +130,6 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: process_group.Worl
     optimizer = build_optimizer(trainer.trained, settings, config.optimizer)
     batches = Batches(uneven(stage), trainer)
     held_out = [Uneven()[i] for i in range(num_held_out)]
-    trainer.on_stage_begin(batches, held_out, None)
     steps = trainer.steps(batches)
     for number in range(settings.max_steps):
         result.lines.append(loop.optimizer_step(trainer, next(steps), optimizer, number))

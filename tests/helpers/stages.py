@@ -84,7 +84,6 @@ class Stage:
             rows = Shapes(8, "rows")
         self.batches = Batches(rows, self.trainer)
         self.optimizer = build_optimizer(self.trainer.trained, self.config, config.optimizer)
-        self.kept = self.trainer.on_stage_begin(self.batches, held_out, None)
         self.work = self.trainer.steps(self.batches)
         self.step = None
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from minivlmrl.kernels import backend
+from minivlmrl.kernels import backend, verdicts
 from minivlmrl.kernels.backend import INSTALLED, INTERPRETED, KERNELS
 from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
 from tests.helpers.interpreter import run_interpreted
@@ -31,7 +31,7 @@ class OnGPU:
 def plain(monkeypatch):
     """Unset MINIVLMRL_KERNELS, and pretend that Triton can compile and that the GPU is an H200 with right kernels."""
     monkeypatch.delenv("MINIVLMRL_KERNELS", raising=False)
-    monkeypatch.setattr(backend, "rejected_kernels", lambda index, kernels: {})
+    monkeypatch.setattr(verdicts, "rejected_kernels", lambda index, kernels: {})
     monkeypatch.setattr(backend, "INSTALLED", True)
     monkeypatch.setattr(backend, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

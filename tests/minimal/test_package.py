@@ -13,13 +13,14 @@ from minivlmrl.data.messages import conversation
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion
 from minivlmrl.distributed.process_group import World
+from minivlmrl.distributed.saving import save_model
 from minivlmrl.generation.generate import generate, make_token_sampler
 from minivlmrl.losses.advantages import group_advantages
 from minivlmrl.losses.grpo import grpo_loss
 from minivlmrl.losses.preference import dpo_loss
 from minivlmrl.losses.sft import sft_loss
 from minivlmrl.model import config_json
-from minivlmrl.model.checkpoint import load_model, load_processor, save_model
+from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 from minivlmrl.model.rope import get_rope_index

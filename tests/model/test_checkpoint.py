@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minivlmrl.config.options import LoRAOptions
+from minivlmrl.distributed.saving import save_model
 from minivlmrl.extras.families.qwen3_5 import CentredRMSNorm, GatedDeltaNet
 from minivlmrl.files import INDEX
 from minivlmrl.model import build, checkpoint
 from minivlmrl.model.build import random_model
-from minivlmrl.model.checkpoint import load_model, load_processor, save_model
+from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.model.lora import inject_adapters
 from minivlmrl.tasks import shapes

@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from minivlmrl.distributed.saving import save_model
 from minivlmrl.errors import mistake
-from minivlmrl.model.checkpoint import load_model, save_model
+from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.lora import adapters
 from minivlmrl.model.peft import adapter_options, gather_adapter, load_adapter
 from tests.helpers import tiny

@@ -7,11 +7,11 @@ from safetensors.torch import load_file, save_file
 from minivlmrl.config.options import ShardingOptions
 from minivlmrl.data.rows import Prompt
 from minivlmrl.distributed.fsdp import Sharding
+from minivlmrl.distributed.saving import save_model
 from minivlmrl.distributed.value_models import save_value_model
 from minivlmrl.distributed.weights import copy_model
 from minivlmrl.extras.reward_model import last_token_scores, pack_with_last_token
 from minivlmrl.model.attention import GroupAttention
-from minivlmrl.model.checkpoint import save_model
 from minivlmrl.model.logprobs import completion_states
 from minivlmrl.model.value_head import ValueModel, load_value_model
 from tests.helpers import tiny

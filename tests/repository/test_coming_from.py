@@ -14,9 +14,9 @@ from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import options_of
+from minivlmrl.distributed.saving import save_model
 from minivlmrl.losses.grpo import grpo_loss
 from minivlmrl.model.build import random_model
-from minivlmrl.model.checkpoint import save_model
 from minivlmrl.tasks import shapes
 from minivlmrl.trainers.functions import loss_arguments
 from tests.helpers.links import ROOT, blocks, rows_of
@@ -77,7 +77,7 @@ def test_options_exist():
     named = set(re.findall(r"`(\w+\.\w+)`", PAGE.replace(tinker, "")))
     ours = {name for name in named if name.partition(".")[0] in sections}
     ours |= {name for theirs, cell, _ in tables for name in names_here(theirs, cell)}
-    assert len(ours) > 90 and ours <= known
+    assert len(ours) > 80 and ours <= known
 
 
 @pytest.mark.parametrize("row", rows_of(PAGE, "From TRL"), ids=lambda row: row[0])

@@ -20,9 +20,9 @@ from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig, TrainingOptions
 from minivlmrl.config.parsing import options_of
+from minivlmrl.distributed.saving import save_model
 from minivlmrl.losses.preference import DPO_LOSSES
 from minivlmrl.model.build import random_model
-from minivlmrl.model.checkpoint import save_model
 from minivlmrl.rewards.registry import REWARDS, get_reward
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.tasks import shapes

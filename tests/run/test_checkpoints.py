@@ -32,7 +32,6 @@ from minivlmrl.run.lock import locked
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.signals import PREEMPTED
 from minivlmrl.run.trainer_state import TrainerState
-from minivlmrl.trainers import dpo as dpo_file
 from tests.helpers import tiny
 from tests.helpers.children import fork_processes
 from tests.helpers.on_ranks import ONE, eager
@@ -108,7 +107,6 @@ PLACES = {
     "before the rename": (Path, "rename", {"before": kill}),
     "between the rename and the cleanup": (resume_file, "flush_file", {"after": kill}),
     "in the cleanup": (shutil, "rmtree", {"before": kill}),
-    "in the precomputing": (dpo_file, "pair_key", {"before": kill}),
     "while resuming": (resume_file.CheckpointManager, "restore", {"after": kill}),
 }
 
@@ -171,8 +169,8 @@ KILLS = {
         ("between the rename and the cleanup", 4), ("while resuming", 1), ("in backward", 3), ("before the rename", 1),
         ("in the cleanup", 2),
     ]),
-    "dpo": (["--dpo.precompute_ref_log_probs=true", *DROPOUT, "--optimizer.name=torch.optim:NAdam"], [
-        ("in the precomputing", 2), ("when metrics are written", 3), ("in backward", 3),
+    "dpo": ([*DROPOUT, "--optimizer.name=torch.optim:NAdam"], [
+        ("when metrics are written", 3), ("in backward", 3),
     ]),
     "sft, grpo": (["--sft.max_steps=1", "--sampling.environment=tests.helpers.on_ranks:Eye", "--sampling.history=1",
                    "--sampling.max_new_tokens=20", "--grpo.max_steps=8", "--log_completions=1"], [
@@ -203,7 +201,6 @@ def test_a_killed_and_resumed_run_gives_the_same_result(recipe, uninterrupted, t
 def test_resuming_with_another_number_of_ranks(recipe, uninterrupted, tmp_path, stages, attempts):
     """A run is killed in the middle of a rollout. Two ranks shard the weights; other numbers replicate them."""
     options = [f"--stages=[{stages}]", "--model.dtype=float64", "--data.eval_rows=1"]
-    options += ["--dpo.precompute_ref_log_probs=true"] * (stages == "dpo")
     for ranks, steps in attempts:
         more = [f"--sharding.enabled={str(ranks == 2).lower()}", "--checkpoint_steps=1", "--resume=auto"]
         die = "when metrics are written"

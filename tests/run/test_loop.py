@@ -58,7 +58,7 @@ def test_the_files_and_metrics_of_a_run(run, capsys):
 
 def test_the_metrics_of_the_other_stages(run, plain):
     """Only dpo and reward_model, which can compare two answers, report eval/pair_accuracy."""
-    options = "--ppo.kl_coef=0.1", "--data.eval_rows=5", "--dpo.precompute_ref_log_probs=true"
+    options = "--ppo.kl_coef=0.1", "--data.eval_rows=5"
     folder = run("--stages=[sft, dpo, reward_model, ppo]", *options)
     _, dpo, reward_model, ppo = (line for line in metrics(folder) if line["step"] == 1)
     common = {"stage", "step", "loss", "grad_norm", "learning_rate"}

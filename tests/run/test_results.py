@@ -78,7 +78,7 @@ def test_evaluations_and_weights_are_written(results, monkeypatch, capsys):
 
 def test_the_second_rank_writes_nothing(results, monkeypatch):
     # all ranks call this function
-    monkeypatch.setattr(file, "gather_and_save_model", lambda *_: None)
+    monkeypatch.setattr(file, "save_model", lambda *_: None)
     found = results(world=SECOND_RANK)
     found.write()
     assert not found.folder.exists()

@@ -1,15 +1,14 @@
-"""Test the reference model: a copy of the policy, updates, a model from a folder, or none."""
+"""Test the reference model: a copy of the policy, a model from a folder, or none."""
 
 import json
 import shutil
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from minivlmrl.distributed.saving import save_model
 from minivlmrl.model.build import random_model
-from minivlmrl.model.checkpoint import save_model
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.tasks import shapes
 from tests.helpers import tiny
@@ -46,31 +45,6 @@ def test_it_scores_at_the_temperature_of_the_draws(stage):
         with torch.no_grad():
             logps, _ = per_token_logps(run.trainer.reference.model, batch.group, 0.7)
         torch.testing.assert_close(batch.ref_per_token_logps, batch.group.pad(logps), rtol=1e-12, atol=1e-12)
-
-
-def of_trl(path, name):
-    """Import a TRL function only when a test needs it, because the import takes seconds."""
-    return getattr(pytest.importorskip(path, reason="oracle missing: pip install trl==1.16.0"), name)
-
-
-@pytest.mark.parametrize("name, form", [*((name, "all") for name in WEIGHTS), ("dpo", "adapters")])
-def test_updates_match_trls_callback(stage, name, form):
-    """The reference equals TRL's SyncRefModelCallback on the same parameters, after steps 2 and 4."""
-    callback = of_trl("trl.trainer.callbacks", "SyncRefModelCallback")
-    names = ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")
-    values = dict(zip(names, (True, 0.3, 2), strict=True))
-    moving = [f"--reference.{option}={json.dumps(value)}" for option, value in values.items()]
-    run = stage(name, *moving, *FORMS[form], f"--{name}.{WEIGHTS[name]}=0.1")
-    policy = torch.nn.ParameterList(p for p in run.model.parameters() if p.requires_grad)
-    theirs = torch.nn.ParameterList(p.detach().clone() for p in policy)
-    callback = type("", (callback,), {"sync_target_model": staticmethod(callback._sync_target_model)})(theirs, None)
-    for number in range(1, 5):
-        run.go()
-        state = SimpleNamespace(global_step=number)
-        callback.on_step_end(SimpleNamespace(**values), state, None, model=policy)
-        ours = list(run.trainer.reference.model.parameters())
-        torch.testing.assert_close(ours, list(theirs), rtol=1e-14, atol=1e-16)
-    assert max((a - b).abs().max() for a, b in zip(theirs, policy, strict=True)) > 1e-4
 
 
 @pytest.fixture
@@ -126,9 +100,7 @@ def test_a_folder_that_does_not_fit_is_refused(stage, other, home):
     with pytest.raises(ValueError, match=r"other/config\.json: vocab_size is 400, but it must be 360, as in the"):
         stage("dpo", option)
     shutil.rmtree(folder)
-    _, option = other(num_hidden_layers=3)
-    with pytest.raises(ValueError, match=r"sync_ref_model is set, but the parameters .*other differ from the policy's"):
-        stage("dpo", option, "--reference.sync_ref_model")
+    _, option = other()
     content = json.loads((folder / "tokenizer.json").read_text())
     words = content["model"]["vocab"]
     words["a"], words["b"] = words["b"], words["a"]
@@ -139,10 +111,7 @@ def test_a_folder_that_does_not_fit_is_refused(stage, other, home):
 
 @pytest.mark.parametrize("form", ["adapters", "path"])
 def test_a_resumed_run_has_the_same_reference(run, checkpoint, form, plain, lively):
-    """A run resumed from a checkpoint between two reference updates continues exactly."""
-    moving = ["sync_ref_model", "ref_model_sync_steps=2", "ref_model_mixup_alpha=0.5"]
-    options = [f"--reference.{option}" for option in moving]
-    options += [f"--reference.path={checkpoint}"] if form == "path" else FORMS[form]
+    options = [f"--reference.path={checkpoint}"] if form == "path" else [*FORMS[form]]
     options += ["--stages=[dpo]", "--dpo.max_steps=5", "--checkpoint_steps=3"]
     straight = run(*options, name="straight")
     resumed = run(*options, f"--resume={straight / 'states' / '000003'}", name="resumed")

@@ -64,9 +64,6 @@ def get_environment(name: str) -> Callable[[], Environment]:
 
     The name refers to a class, a function, or a list of functions. Functions become the tools of a stateless
     environment. Arguments of a class are written in parentheses, for example "my_tools.py:Turn(step=45)".
-
-    Raises:
-        ValueError: if the name cannot be resolved, or the object is not a valid environment.
     """
     kind, options = resolve_object("sampling.environment", name, {})
     with error_context(f"sampling.environment {name}"):
@@ -94,11 +91,7 @@ class Stateless:
 
 
 def class_of(functions: Callable | list[Callable]) -> type[Environment]:
-    """Create an environment class whose tools are the given function or functions.
-
-    Raises:
-        ValueError: if an object is not a function.
-    """
+    """Create an environment class whose tools are the given function or functions."""
     listed = functions if isinstance(functions, list) else [functions]
     members = {}
     for function in listed:
@@ -140,8 +133,6 @@ def environment_reward(
         environments: each completion's environment, or None.
         turn_texts: the turn texts for each completion.
         columns: the data set's columns, which are ignored.
-    Raises:
-        ValueError: if a list has another length.
     """
     rewards = []
     for environment, texts in zip(environments, turn_texts, strict=True):
@@ -161,15 +152,7 @@ def environment_reward(
 
 
 def check_reward(name: str | None, rewards: Iterable[str]):
-    """Check that the recipe uses the reward "environment" if and only if the environment has the method get_reward.
-
-    Args:
-        name: environment name, or None.
-        rewards: reward names in the recipe.
-    Raises:
-        ValueError: if the environment has a method get_reward that the recipe does not use, or if the recipe uses
-            get_reward, but the environment does not have this method.
-    """
+    """Check that the recipe uses the reward "environment" if and only if the environment has the method get_reward."""
     has_reward = name is not None and hasattr(get_environment(name)(), "get_reward")
     if has_reward and "environment" not in rewards:
         raise ValueError(
@@ -184,11 +167,7 @@ def check_reward(name: str | None, rewards: Iterable[str]):
 
 
 def settings_of(environment: Environment) -> Settings:
-    """Return an environment's settings: its attributes, or else the default values.
-
-    Raises:
-        ValueError: if an attribute has an invalid value.
-    """
+    """Return an environment's settings: its attributes, or else the default values."""
     values = {}
     for field in fields(Settings):
         if hasattr(environment, field.name):
@@ -209,11 +188,7 @@ def tools_of(environment: Environment) -> dict[str, Callable]:
 
 
 def arguments_of(tool: Callable) -> type:
-    """Create a dataclass with a tool's arguments, so that `build` can validate a call.
-
-    Raises:
-        ValueError: if an argument does not have a type hint, or has one that JSON cannot represent.
-    """
+    """Create a dataclass with a tool's arguments, so that `build` can validate a call."""
     arguments = []
     with error_context(f"tool {tool.__name__}"):
         hints = typing.get_type_hints(tool, include_extras=True)

@@ -32,9 +32,6 @@ def json_schema(tool: Callable) -> dict:
     """Return a tool's JSON schema.
 
     The schema is generated from the tool's signature, type hints and Google-style docstring.
-
-    Raises:
-        ValueError: if JSON cannot represent an argument's type.
     """
     hints = typing.get_type_hints(tool, include_extras=True)
     parameters = inspect.signature(tool).parameters
@@ -76,11 +73,7 @@ def add_descriptions(properties: dict[str, dict], section: str):
 
 
 def type_schema(hint) -> dict:
-    """Return a type hint's JSON schema.
-
-    Raises:
-        ValueError: if JSON cannot represent values of this type.
-    """
+    """Return a type hint's JSON schema."""
     origin = typing.get_origin(hint)
     inside = typing.get_args(hint)
     if hint is Any:

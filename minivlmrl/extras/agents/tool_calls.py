@@ -41,15 +41,10 @@ FAILURES = Exception, SystemExit, Overtime
 
 
 def find_calls(text: str, tools: Collection[str], ended: bool) -> list[Call]:
-    """Find the tool calls in the text that the policy wrote since the last tool result.
+    """Find the calls of these tools in the text that the policy wrote since the last tool result.
 
-    A call in tags is found as soon as its tag is closed. Calls in Qwen's format are found only
-    when the turn has ended, because one turn may contain several calls in this format.
-
-    Args:
-        text: text since the last tool result.
-        tools: tool names.
-        ended: whether the turn has ended.
+    A call in tags is found as soon as its tag is closed. Calls in Qwen's format are found only when the turn has ended,
+    because one turn may contain several calls in this format.
 
     Returns:
         The calls in text order. If a call is in tags, it is the only one in the list.
@@ -75,11 +70,8 @@ def answer_call(
     a text part "error: ...", which the model reads.
 
     Args:
-        tools: the environment's tools by name.
-        name: tool name, or "" for a call in Qwen's format.
-        inside: text between the tags.
+        name, inside: the call, see Call.
         processor: processor that will encode the images in the result.
-        settings: the environment's settings, with its limits.
 
     Returns:
         The message parts, the images with their grids, and whether the call succeeded.
@@ -131,11 +123,7 @@ def grid_of(image: Image, image_processor: ImageProcessor) -> tuple[int, int, in
 
 
 def begin(make: Callable[[], Environment], columns: dict) -> Environment:
-    """Construct an environment, and call its `reset` with a row's columns.
-
-    Raises:
-        ValueError: `reset` exceeded max_tool_seconds, or returned a value.
-    """
+    """Construct an environment, and call its `reset` with a row's columns."""
     environment = make()
     text = call_method(environment, "reset", **columns)
     if text is not None:
@@ -146,22 +134,14 @@ def begin(make: Callable[[], Environment], columns: dict) -> Environment:
 
 
 def begin_with_row(name: str, row: Row) -> Environment:
-    """Construct the environment `name`, and call its `reset` with a data set row.
-
-    Raises:
-        ValueError: if `reset` failed, see `begin`. The message contains the row's location.
-    """
+    """Construct the environment `name`, and call its `reset` with a data set row."""
     columns = {"images": [*row.images], "extents": [x.size for x in row.images]}
     with error_context(f"{row.where or 'the first row'}: sampling.environment {name}"):
         return begin(get_environment(name), row.columns | columns | {"prompt": row.messages})
 
 
 def call_method(environment: Environment, name: str, /, *arguments, **columns):
-    """Call an environment method that is not a tool, for example `reset` or `observe`.
-
-    Raises:
-        ValueError: the method exceeded max_tool_seconds.
-    """
+    """Call an environment method that is not a tool, for example `reset` or `observe`."""
     try:
         with time_limit(settings_of(environment).max_tool_seconds):
             return getattr(environment, name)(*arguments, **columns)
@@ -170,11 +150,7 @@ def call_method(environment: Environment, name: str, /, *arguments, **columns):
 
 
 def call(tools: dict[str, Callable], name: str, inside: str):
-    """Parse and validate a call's arguments, run the tool, and return its result.
-
-    Raises:
-        ValueError: if the arguments do not match the tool's type hints.
-    """
+    """Parse and validate a call's arguments, run the tool, and return its result."""
     if name:
         arguments = read_values(name, inside, tools)
     else:
@@ -185,11 +161,7 @@ def call(tools: dict[str, Callable], name: str, inside: str):
 
 
 def strict_json(text: str):
-    """Parse JSON in a call.
-
-    Raises:
-        ValueError: the text is not JSON, or is nested too deep.
-    """
+    """Parse JSON in a call."""
     return parse_json(text, json.JSONDecoder(parse_constant=refuse_constant).decode)
 
 
@@ -199,13 +171,10 @@ def refuse_constant(name: str):
 
 
 def check_values(value, name: str):
-    """Check that all numbers in the arguments are finite, and that no text contains half of a surrogate pair.
+    """Refuse a number that is not finite and half of a surrogate pair in the arguments of a call.
 
     JSON can contain such values, as 1e999 and "\\ud800", and an argument that is not JSON can be "nan". An environment
     that computes with such a number, or shows such a text to the model, would fail later, where the error ends the run.
-
-    Raises:
-        ValueError: a number is not finite, or a text contains half of a surrogate pair.
     """
     if isinstance(value, dict):
         for key, item in value.items():
@@ -242,11 +211,7 @@ def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
 
 
 def read_call(inside: str, tools: dict[str, Callable]) -> tuple[str, dict]:
-    """Parse a call in Qwen's <tool_call> format into the tool's name and its arguments.
-
-    Raises:
-        ValueError: if the text is not a valid call, or there is no tool with this name.
-    """
+    """Parse a call in Qwen's <tool_call> format into the tool's name and its arguments."""
     written_call = read_parameters(inside, tools) or strict_json(inside)
     if not isinstance(written_call, dict) or not isinstance(written_call.get("name"), str):
         raise ValueError('a tool call must have the form {"name": ..., "arguments": {...}}')

@@ -36,7 +36,10 @@ class ToolProcessor(Processor):
                     if part.get("text") != ""
                 ]
             if continues and is_trained(turn) != is_trained(joined[-1]):
-                raise ValueError("the turns around the result of a tool in tags are one turn, but only one has a loss")
+                raise ValueError(
+                    "the result of a tool that is called in tags is part of an assistant turn, but only one of the "
+                    "assistant turns before and after the result has a loss; give both a loss or none"
+                )
             if is_answered or continues:
                 joined[-1] = joined[-1] | {"content": [*content_parts(joined[-1]), *parts]}
             else:

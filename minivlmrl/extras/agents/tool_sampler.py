@@ -65,10 +65,8 @@ class ToolEpisode:
         """Append a sampled token, and execute the tool calls that the token completes.
 
         Args:
-            token: the sampled token's id.
             turn_ends: whether the token is a stop token.
             text_ends: whether the token completes a stop string.
-            sampler: the sampler, with its options and processor.
 
         Returns:
             True if the completion ends with this token. The limit max_new_tokens is not considered.
@@ -110,14 +108,11 @@ class ToolEpisode:
         """Execute tool calls, and append their results to the completion.
 
         Args:
-            calls: the tool calls.
             turn_ended: whether the policy ended its turn, see encode_answers.
             tokens_left: number of tokens that may still be added to the completion.
-            processor: processor that encodes the results.
 
         Returns:
-            True if the completion ends, because the environment is done or the results are longer than `tokens_left`
-            allows.
+            True if the completion ends, because the environment is done or the results have too many tokens.
         """
         answers, pictures = self.call_tools(calls, processor)
         if self.done:
@@ -230,11 +225,11 @@ class AnswerSpan:
 class AnswerAttention(DecodeAttention):
     """Attention for a forward pass over tool results, which are packed into one sequence.
 
-    A result's tokens attend to their row's prompt, to the row's earlier tokens, and causally to each other. The keys
-    and values of the result are added to the row's KV cache.
+    The tokens of a result attend to the prompt and the earlier tokens of the result's row, and causally to each other.
+    The keys and values of a result are appended to the KV cache of the decode steps.
 
     Args:
-        decoding: attention in the decode steps, whose KV cache is extended.
+        decoding: the attention of the decode steps.
         rows: each result's row index in the decoding batch.
         lengths: number of tokens of each result.
     """
@@ -292,7 +287,6 @@ def extend(row_cache: Tensor, prompts: Tensor, new: Tensor, span: AnswerSpan) ->
         row_cache: (R, K, C, D), cache for the rows' own tokens, modified in place.
         prompts: (B, K, P, D), cache for the prompts.
         new: (tokens, K, D), keys or values for all packed results.
-        span: the result's position.
 
     Returns:
         (1, K, prompt_length + end, D), the prompt's keys or values, followed by those of the
@@ -330,17 +324,9 @@ class ReadingDecode(Decode):
         index: Tensor,
         answers: list[Prompt],
     ) -> Tensor:
-        """Run the model on the tool results of some rows.
+        """Run the model on the tool results of some rows, and return the logits (len(rows), V) after each result.
 
-        Args:
-            model: the policy.
-            attention: attention in the decode steps, whose KV cache is extended.
-            rows: decoding-batch indices of the rows that have a tool result.
-            index: `rows` as a tensor.
-            answers: the tool result for each of these rows.
-
-        Returns:
-            (len(rows), V), the logits of the token that follows each result.
+        `rows` are indices in the decoding batch, and `index` is the same as a tensor.
         """
         batch = pack(answers, [[] for _ in answers], model.config, attention.device)
         lengths = batch.layout.prompt_lengths
@@ -349,7 +335,8 @@ class ReadingDecode(Decode):
         batch.position_ids += start.repeat_interleave(repeats)
         answer_attention = AnswerAttention(attention, rows, lengths)
         hidden = model(batch, answer_attention, batch.layout.last_index)
-        # `start` is computed again, because an image has fewer positions than tokens.
+        # A decode step computes a row's next position as start + newest. An image has fewer positions than tokens, so
+        # that `start` must shrink by the difference.
         last_positions = [x.max() for x in batch.position_ids.split(lengths, dim=1)]
         attention.start[index] = torch.stack(last_positions) - attention.newest[index]
         row_of_token = attention.rows[index].repeat_interleave(repeats)
@@ -394,11 +381,7 @@ AnyEpisode = TypeVar("AnyEpisode", bound=ToolEpisode)
 
 
 def find_environment(sampler: Sampler) -> Callable[[], Environment]:
-    """Return the constructor for the environment that a sampler's options name.
-
-    Raises:
-        ValueError: if sampling.environment is not set, or rollout.gather_weights is false.
-    """
+    """Return the constructor for the environment that a sampler's options name."""
     name = sampler.sampling.environment
     if name is None:
         raise ValueError("sampling.environment is not set, but a sampler with tools needs an environment")
@@ -419,22 +402,9 @@ def begin_episodes(
     prompts: Iterable[Prompt],
     num_generations: int,
 ) -> list[AnyEpisode]:
-    """Create one episode for each completion.
+    """Create one episode for each completion, in the order of the prompts.
 
     Each episode has its own environment, which is reset with the prompt's row.
-
-    Args:
-        make_episode: constructor for an episode from the environment, the prompt and its row.
-        make_environment: environment constructor.
-        sampler: the sampler, with its options and processor.
-        prompts: the prompts.
-        num_generations: number of completions per prompt.
-
-    Returns:
-        The episodes of all completions, `num_generations` for each prompt, in order.
-
-    Raises:
-        ValueError: if a prompt does not have a row, or `reset` failed.
     """
     episodes = []
     for prompt in prompts:
@@ -462,7 +432,7 @@ def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
     images = list(row.images)  # may decode image files, because images are loaded lazily
     space = row.columns.get("box_space") or processor.box_space
     patch_size = processor.image_processor.patch_size
-    # image grids; videos are excluded, because their second_per_grid_ts is not 0
+    # patch grids of the images; the seconds between two time steps (second_per_grid_ts) are 0 for an image
     grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()
     extents = []
     for image, (_, rows, columns) in zip(images, grids, strict=True):
@@ -474,18 +444,9 @@ def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
 def step_episodes(
     episodes: Sequence[ToolEpisode], sampler: Sampler, rows: Tensor, ids: Tensor, turn_ends: Tensor, text_ends: Tensor
 ) -> Tensor:
-    """Append one sampled token to each row's episode.
+    """Append one sampled token to each row's episode; return True (r,) where the row's completion is finished.
 
-    Args:
-        episodes: the episodes of all rows.
-        sampler: the sampler, with its options and processor.
-        rows: (r,), each token's episode index.
-        ids: (r,), the sampled token ids.
-        turn_ends: (r,) bool, True where the token is a stop token.
-        text_ends: (r,) bool, True where the token completes a stop string.
-
-    Returns:
-        (r,) bool, True where the row's completion is finished.
+    `rows` (r,) are the episode indices of the tokens; see ToolEpisode.step for `turn_ends` and `text_ends`.
     """
     sampled = (x.tolist() for x in (rows, ids, turn_ends, text_ends))
     ends = []

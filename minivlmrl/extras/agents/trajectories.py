@@ -41,22 +41,14 @@ VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", IMAGE, VIDEO)
 
 
 def find_sampler(name: str, history: int | None) -> type[Sampler]:
-    """Return the sampler class for an environment: TrajectorySampler or ToolSampler.
-
-    See has_windows for the arguments.
-    """
+    """Return the sampler class for an environment: TrajectorySampler or ToolSampler."""
     return TrajectorySampler if has_windows(name, history) else ToolSampler
 
 
 def has_windows(name: str, history: int | None) -> bool:
     """Return whether each turn has its own context window, which makes completions trajectories.
 
-    Args:
-        name: environment name.
-        history: the option sampling.history, the number of rounds whose images are shown.
-
-    Raises:
-        ValueError: if the environment has a method `observe`, and `history` is set as well.
+    `history` is the option sampling.history, the number of rounds whose images are shown.
     """
     observes = hasattr(get_environment(name)(), "observe")
     if observes and history is not None:
@@ -197,12 +189,7 @@ class TrajectorySampler(Sampler):
         return step_episodes(self.episodes, self, rows, ids, turn_ends, text_ends)
 
     def window(self, episode: Episode) -> Prompt:
-        """Build a trajectory's next context window.
-
-        Raises:
-            ValueError: if the window and max_new_tokens together exceed the model's max_position_embeddings. The
-                message contains the row's location.
-        """
+        """Build a trajectory's next context window."""
         row = episode.row
         name = f"{row.where or f'row {row.index}'}: turn {len(episode.turns)}"
         with error_context(name):
@@ -226,9 +213,6 @@ def observed_window(episode: Episode, processor: Processor) -> Prompt:
     """Build a context window from the messages that the environment's `observe(rounds)` returns.
 
     Each round is a tuple of the text that the policy generated and the message parts of the tool results.
-
-    Raises:
-        ValueError: if `observe` failed, or did not return a valid list of messages.
     """
     rounds = [(past.text, past.parts) for past in episode.rounds]
     messages = call_method(episode.environment, "observe", rounds)

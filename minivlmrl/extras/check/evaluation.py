@@ -20,15 +20,7 @@ NUM_DECODED = 1000  # largest number of dataset rows whose images are decoded an
 
 
 def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor: Processor) -> Iterator[str]:
-    """Check the held-out rows, if there are any.
-
-    Args:
-        datasets: by stage, and "eval" for the held-out rows.
-
-    Yields:
-        A message for each problem: a single row, empty solutions, solutions that are nearly all equal, and images in
-        training rows.
-    """
+    """Check the held-out rows, if there are any; `datasets` has them as "eval", and the rows of each stage."""
     held_out = datasets.get("eval")
     if held_out is None:
         return

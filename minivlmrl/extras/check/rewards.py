@@ -51,18 +51,14 @@ class Trial:
     processor: Processor
     max_new_tokens: int = 64  # token count of the longest text that the model may write
 
-    def reward_arguments(self, texts: Iterable[str]) -> dict[str, list]:
-        """Collect the reward arguments for one text per row, as if the model wrote it."""
+    def score_texts(self, texts: Iterable[str]) -> Tensor:
+        """Compute the rewards (n, K) for one text per row, as if the model had generated it."""
         prompts = [row.prompt(self.processor) for row in self.rows]
         groups = []
         for text in texts:
             ids = [*self.processor.tokenizer.encode(text), self.processor.stop_token_ids[0]]
             groups.append([Completion(torch.tensor(ids), torch.zeros(len(ids)), True)])
-        return recipe_columns(self.rows, prompts, groups, self.processor)
-
-    def score_texts(self, texts: Iterable[str]) -> Tensor:
-        """Compute the rewards (n, K) for one text per row, as if the model had generated it."""
-        return call_rewards(self.rewards, self.reward_arguments(texts))
+        return call_rewards(self.rewards, recipe_columns(self.rows, prompts, groups, self.processor))
 
     def score_answers(self, answers: Iterable[str]) -> Tensor:
         """Compute the rewards (n, K) for one answer per row, in data.answer_format's format."""
@@ -124,10 +120,7 @@ def check_contradictions(
 
     An answer contradicts a solution if a reward that reads the solution gives less than half its highest value. A
     rejected answer contradicts it by scoring higher than the chosen answer, and an answer with the label false by
-    getting more than half the highest value.
-
-    Args:
-        trainer: the stage's class, which names the fields with answers.
+    getting more than half the highest value. `trainer` is the class of the stage, which names the fields with answers.
     """
     names = trainer.answers
     # Embedded tasks are not compared, because they may teach only a format, with wrong answers.
@@ -162,11 +155,7 @@ def answer_text(row: Row, name: str) -> str:
 
 
 def unparsed_boxes(rewards: list[Reward], texts: Sequence[str], processor: Processor) -> Iterator[str]:
-    """Check that the box rewards can parse the boxes in the answers.
-
-    Args:
-        texts: decoded completions or demonstrations.
-    """
+    """Check that the box rewards can parse the boxes in the answers."""
     box_rewards = ("iou", "acc_0_5", "giou", "box_format")
     names = [reward.name for reward in rewards if reward.name in box_rewards]
     unparsed = []
@@ -185,9 +174,7 @@ def unparsed_boxes(rewards: list[Reward], texts: Sequence[str], processor: Proce
 def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[str]:
     """Check that right answers score higher than texts that do not depend on the image.
 
-    Args:
-        trial: rewards and rows to test.
-        solutions: right answers to each row in the whole dataset.
+    In this function and those that it calls, `solutions` has the right answers to each row of the whole dataset.
     """
     rows = trial.rows
     has_solutions = any(row.columns.get("solution") is not None for row in rows)
@@ -229,11 +216,11 @@ def longest_text(trial: Trial) -> str:
 def check_totals(names: Sequence[str], totals: Sequence[float], has_solutions: bool) -> Iterator[str]:
     """Check that right answers have the highest total reward.
 
+    If the rows have no solutions, the right answers are unknown, and are compared only with the empty text.
+
     Args:
         names: name of each text without an answer, of which the first is the empty text.
         totals: mean total reward for each of these texts, then for the right answers.
-        has_solutions: whether the rows have solutions. If not, the right answers are unknown, so they are compared only
-            with the empty text.
     """
     *others, right_mean = totals
     if right_mean <= others[0]:
@@ -252,12 +239,7 @@ def check_totals(names: Sequence[str], totals: Sequence[float], has_solutions: b
 
 
 def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) -> Iterator[str]:
-    """Check that each reward gives the same values when it is called again.
-
-    Args:
-        text_lists: lists with n texts.
-        values: (number of lists, n, K) rewards for these texts.
-    """
+    """Check that the rewards (number of lists, n, K) for lists of n texts are the same when they are computed again."""
     again = torch.stack([trial.score_texts(texts) for texts in text_lists])
     differs = ~torch.isclose(values, again, rtol=NOISE, atol=NOISE, equal_nan=True)
     for k, reward in enumerate(trial.rewards):
@@ -300,10 +282,6 @@ def check_empty(trial: Trial, solutions: Sequence[Sequence[str]], rows_name: str
     """Check for rows with an empty solution for which a reward returns NaN or 0.
 
     Box rewards do score an empty solution, because an image may contain no object.
-
-    Args:
-        solutions: right answers to each row in the whole dataset.
-        rows_name: the rows' name in the message.
     """
     num_empty = sum(not any(text.strip() for text in texts) for texts in solutions)
     if not num_empty:
@@ -323,9 +301,6 @@ def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Itera
 
     Two names are reported only if a reward gives less for one name where the other is the solution. Names with digits
     are skipped, because 1-5 and 15 are different answers.
-
-    Args:
-        solutions: right answers to each row in the whole dataset.
     """
     solution_counts = count_answers(solutions)
     names = defaultdict(list)  # letters of a label -> solutions with these letters, frequent first
@@ -357,12 +332,7 @@ def check_constant(
 
     Only rewards that read a column of the dataset are considered. The expected reward for the constant answer is the
     average of its mean rewards on those rows of the trial where it is right and where it is wrong, weighted by this
-    solution's frequency in the whole dataset.
-
-    Args:
-        solutions: right answers to each row in the whole dataset.
-        right_values: (n, K) rewards for the right answers.
-        of_rows: words that name the rows in the message.
+    solution's frequency in the whole dataset. `right_values` are the rewards (n, K) for the right answers.
     """
     reads_none = torch.tensor([not reward.columns for reward in trial.rewards])
 
@@ -388,11 +358,7 @@ def check_constant(
 
 
 def check_same(reward: Reward, means: list[float]) -> Iterator[str]:
-    """Check whether a reward that reads no column gives every text the same score, which is not 0.
-
-    Args:
-        means: mean reward for each text in REWARD_HACK_PROBES, then for right answers.
-    """
+    """Check whether a reward that reads no column gives every text the same mean, which is not 0."""
     if means[0] != 0 and len(set(means)) == 1:
         yield (
             f"Reward {reward.name} is {means[0]:.3g} for every text that was tried, even for an "
@@ -401,11 +367,7 @@ def check_same(reward: Reward, means: list[float]) -> Iterator[str]:
 
 
 def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
-    """Check whether a reward that reads a column scores a text without an answer highly.
-
-    Args:
-        means: mean reward for each text in REWARD_HACK_PROBES, then for right answers.
-    """
+    """Check whether a reward that reads a column has a high mean for a text in REWARD_HACK_PROBES."""
     for (name, text), mean in zip(REWARD_HACK_PROBES.items(), means, strict=False):
         if mean > 0.3:
             yield (
@@ -415,12 +377,7 @@ def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
 
 
 def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
-    """Check whether a text that lists the solutions of all rows scores as high as a right answer.
-
-    Args:
-        trial: a single reward, and rows.
-        right_mean: mean reward for right answers.
-    """
+    """Check whether a text that lists the solutions of all rows scores as high as a right answer, for one reward."""
     labels = sorted({texts[0] for texts in solutions_of(trial.rows)})
     if len(labels) == 1 or any(parse_boxes(label) for label in labels):
         return
@@ -437,10 +394,7 @@ def check_cache(trial: Trial) -> Iterator[str]:
     """Check whether a reward caches its value for a text, and returns it for a row to which the text is wrong.
 
     Each text is scored for its own row and then for a row with another solution, and an equivalent text is scored for
-    the same rows in the other order.
-
-    Args:
-        trial: a single reward, and rows.
+    the same rows in the other order. The trial has a single reward.
     """
     if trial.processor.answer_format == "whole":  # in which no two texts are equivalent
         return

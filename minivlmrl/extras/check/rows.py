@@ -28,15 +28,7 @@ def without_media(rows: Dataset) -> Iterator[Row]:
 
 
 def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], processor: Processor) -> Iterator[str]:
-    """Check the rows on which one stage trains.
-
-    Args:
-        all_rows: the stage's dataset.
-        names: row fields that hold answers to train on, for example "chosen" and "rejected".
-
-    Yields:
-        A message for each problem, with its cause and a fix.
-    """
+    """Check the rows on which one stage trains; `names` are the Row fields with answers, such as "chosen"."""
     yield from check_conversations(all_rows, config.data.system_prompt)
     yield from check_twice(all_rows)
     rows = sample_rows(all_rows)

@@ -95,7 +95,7 @@ def choose_experts(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 def place_experts(layer: DecoderLayer, config: ModelConfig, index: int):
-    """Replace a decoder layer's MLP by experts, if the config has experts in this layer."""
+    """Replace the MLP of a decoder layer by a mixture of experts, if config.json gives this layer experts."""
     if config.experts is not None and config.experts.has_experts(index):
         layer.mlp = Experts(config.hidden_size, config.experts, index)
 

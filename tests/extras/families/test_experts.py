@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.diagnostics.memory import MemoryEstimator
+from minivlmrl.distributed.saving import save_model
 from minivlmrl.extras.families.experts import Experts, split_experts
 from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 from minivlmrl.model import config_json
-from minivlmrl.model.checkpoint import load_model, save_model
+from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.families.registry import hub_name
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import adapters, init_adapters, inject_adapters, quantize_base

@@ -11,12 +11,13 @@ from minivlmrl.commands import merge
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.data.rows import uniform_numbers
 from minivlmrl.diagnostics.memory import BatchShape, MemoryEstimator
+from minivlmrl.distributed.saving import save_model
 from minivlmrl.files import weight_files
 from minivlmrl.generation.generate import Decode, generate, make_token_sampler, prefill, sample_by_uniforms
 from minivlmrl.model import config_json
 from minivlmrl.model.attention import GroupAttention, GroupLayout, visible
 from minivlmrl.model.build import random_model
-from minivlmrl.model.checkpoint import load_model, save_model
+from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import init_adapters, inject_adapters

@@ -12,10 +12,10 @@ import trl
 from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from minivlmrl.distributed.saving import save_model
 from minivlmrl.extras.parity.step import read
 from minivlmrl.extras.parity.trl_steps import dpo_steps, grpo_steps, sft_steps
 from minivlmrl.model.build import random_model
-from minivlmrl.model.checkpoint import save_model
 from minivlmrl.tasks import shapes
 from tests.helpers import tiny
 from tests.helpers.talk import assistant, user

@@ -1,14 +1,17 @@
-"""Repeat a run, or one of its steps: `python -m minivlmrl replay RUN --step 73 --prompt 4`.
+"""Repeat a step of a run: `python -m minivlmrl replay RUN --step 73 --prompt 4`.
 
 RUN is a run's folder, or a recipe. Training resumes from the last checkpoint of the run before
 the step, or starts from step 0, and continues up to the step. Nothing is written to RUN. The random numbers for a
 completion depend only on its prompt's key, so a replayed step must agree with completions.jsonl and metrics.jsonl to
-the last bit. With --all, the whole run is repeated in RUN.again, and every file is compared; see docs/metrics.md.
+the last bit.
 """
 
 import argparse
+import shutil
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,19 +19,18 @@ from tempfile import TemporaryDirectory
 import torch
 from torch.optim import Optimizer
 
+from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.messages import text_of
 from minivlmrl.data.processor import encode_answer
 from minivlmrl.data.rows import Completion, Row
 from minivlmrl.distributed import process_group
-from minivlmrl.extras.replay.again import run_config, train_again
-from minivlmrl.extras.replay.whole_run import repeat_run
 from minivlmrl.json_files import json_text, parse_json, read_lines
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack_turns
 from minivlmrl.run import loop
-from minivlmrl.run.callbacks import Callback
+from minivlmrl.run.callbacks import Callback, default_callbacks
 from minivlmrl.run.checkpoints import COMPLETE, state_folders
 from minivlmrl.run.metrics import METRICS
 from minivlmrl.run.rollout_log import LogLine, groups
@@ -41,11 +43,6 @@ def build_parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser("python -m minivlmrl replay", description=__doc__, allow_abbrev=False)
     p.add_argument("run", help="folder of a run, or a recipe with options --section.name=value")
     p.add_argument("--recipe", help="recipe (default: config.yaml of the run, if it names no Python code)")
-    p.add_argument("--all", action="store_true", help="repeat the whole run in RUN.again and compare all files")
-    p.add_argument(
-        "--state",
-        help="with --all: saved state to start from, such as 000120; it is trusted, and only later steps are repeated",
-    )
     p.add_argument("--stage", help="stage of the step (default: the last stage)")
     p.add_argument("--step", type=int, default=0, help="number of the step in its stage, from 0")
     p.add_argument("--prompt", type=int, default=0, help="number of the prompt to print, from 0")
@@ -53,21 +50,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    """Repeat a run or a step, and return the exit status, see `repeat_run` and `repeat_step`."""
-    options, overrides = build_parser().parse_known_args(arguments)
-    folder = Path(options.run)
-    if options.all and not folder.is_dir():
-        raise ValueError(f"--all repeats a finished run, but {folder} is not the folder of a run")
-    if options.all:
-        return repeat_run(folder, options.recipe, options.state, overrides)
-    if options.state:
-        raise ValueError(f"--state={options.state} needs --all, which repeats all later steps")
-    return repeat_step(folder, options, overrides)
-
-
-def repeat_step(folder: Path, options: argparse.Namespace, overrides: list[str]) -> int:
     """Replay a step and print one of its groups; return 1 if the step differs from the logs."""
-    number = options.step
+    options, overrides = build_parser().parse_known_args(arguments)
+    folder, number = Path(options.run), options.step
     for override in overrides:
         if folder.is_dir() and not override.startswith("--num_threads="):
             raise ValueError(
@@ -93,6 +78,14 @@ def repeat_step(folder: Path, options: argparse.Namespace, overrides: list[str])
     if not same:
         print(f"The logs of the run do not contain this step: {log_end(folder / METRICS)}.")
     return int(not all(same.values()))
+
+
+def run_config(folder: Path, recipe: str | None, overrides: list[str]) -> RunConfig:
+    """Load the options of a run from its config.yaml, or from `recipe`; `folder` may itself be a recipe."""
+    if not folder.is_dir():  # a recipe, whose output_dir may contain another run
+        return load_config(folder, ["--resume=never", *overrides])
+    asked_for = None if recipe else overrides
+    return load_config(recipe or folder / "config.yaml", [f"--output_dir={folder}", *overrides], asked_for)
 
 
 class Reached(Exception):
@@ -122,9 +115,6 @@ def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimize
         config: the run's options.
         stage: the step's stage.
         number: step number in its stage, from 0.
-
-    Raises:
-        ValueError: the run has no such stage or step.
     """
     if stage not in config.stage_names:
         raise ValueError(
@@ -148,11 +138,16 @@ def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimize
 
     data = replace(config.data, eval_rows=0)
     with TemporaryDirectory() as scratch:
+        reward_model = Path(config.output_dir) / "reward_model"
+        if state and reward_model.is_dir():
+            shutil.copytree(reward_model, Path(scratch) / "reward_model")
+        config = replace(
+            config, output_dir=scratch, resume=str(state) if state else "never", report_to=[],
+            eval_steps=0, save_steps=0, best_metric=None, data=data,
+        )  # fmt: skip
         try:
-            folder = Path(scratch) / "run"
-            stop = StopBefore(stage, number)
-            other_options = {"eval_steps": 0, "save_steps": 0, "best_metric": None, "data": data}
-            exit_code = train_again(config, state, folder, stop, **other_options)
+            with redirect_stdout(sys.stderr):
+                exit_code = loop.run_training(config, [*default_callbacks(config), StopBefore(stage, number)])
         except Reached as reached:
             return reached.args
     if exit_code:
