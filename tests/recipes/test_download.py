@@ -12,51 +12,17 @@ import pytest
 
 from recipes import download
 from tests.helpers.runs import write_lines
-from tests.helpers.serving import Quiet, serve
 
 file = io.BytesIO()
 PIL.Image.new("RGB", (9, 9), "red").save(file, "png")
 PNG = file.getvalue()
 
 
-@pytest.fixture
-def server():
-    asked = []
-
-    class Server(Quiet):
-        def do_GET(self):
-            asked.append(self.path)
-            self.send_response(404 if "missing" in self.path else 200)
-            self.send_header("Content-Length", str(len(PNG) + ("cut" in self.path)))
-            self.end_headers()
-            self.wfile.write(PNG)
-
-    with serve(Server) as (_, url):
-        yield url, asked
-
-
-def test_rows_name_files_afterwards_and_nothing_is_asked_twice(server, tmp_path, capsys):
-    url, asked = server
-    turn = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"{url}/b.jpg?x=1"}}]}
-    rows = [{"image": f"{url}/a.png", "problem": f"What is {url}?\u2028\x85"}, {"prompt": [turn]}]
-    rows += [{"image": f"{url}/{name}.png"} for name in ("missing", "cut")] + [{"image": "there.png"}]
-    write_lines(tmp_path / "rows.jsonl", rows)
-    text = (tmp_path / "rows.jsonl").read_text().replace("\\u2028", "\u2028")  # as json.dumps(ensure_ascii=False) does
-    (tmp_path / "rows.jsonl").write_text(text)
-    for _ in range(2):
-        assert download.main([str(tmp_path / "rows.jsonl")]) == 1
-        assert "rows.local.jsonl: 2 rows are left out" in capsys.readouterr().out
-    first, second, last = map(json.loads, (tmp_path / "rows.local.jsonl").read_text().strip("\n").split("\n"))
-    assert last == rows[-1] and first["problem"] == rows[0]["problem"]
-    for path in (first["image"], second["prompt"][0]["content"][0]["image_url"]["url"]):
-        assert (tmp_path / path).read_bytes() == PNG
-    assert asked == ["/a.png", "/b.jpg?x=1", *["/missing.png", "/cut.png"] * 2]
-
-
 @contextmanager
 def answering(answer):
-    """Serve the same bytes to every request, which need not be HTTP, and close the connection."""
+    """Serve answer(path), which need not be HTTP, and close the connection; yield the address and the asked paths."""
     listener = socket.create_server(("127.0.0.1", 0))
+    asked = []
 
     def work():
         while True:
@@ -65,17 +31,41 @@ def answering(answer):
             except OSError:
                 return  # the listener was closed
             with connection:
-                connection.recv(2**16)
-                connection.sendall(answer)
+                asked.append(connection.recv(2**16).split()[1].decode())
+                connection.sendall(answer(asked[-1]))
 
     Thread(target=work, daemon=True).start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}", asked
     listener.shutdown(socket.SHUT_RDWR)
     listener.close()
 
 
 def http(body, head=b"200 OK", *headers):
     return b"\r\n".join((b"HTTP/1.1 " + head, *headers, b"", body))
+
+
+def png(path):
+    """Answer with an image, an error for a path with "missing", or too few bytes for a path with "cut"."""
+    length = len(PNG) + ("cut" in path)
+    return http(PNG, b"404 Gone" if "missing" in path else b"200 OK", b"Content-Length: %d" % length)
+
+
+def test_rows_name_files_afterwards_and_nothing_is_asked_twice(tmp_path, capsys):
+    with answering(png) as (url, asked):
+        turn = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"{url}/b.jpg?x=1"}}]}
+        rows = [{"image": f"{url}/a.png", "problem": f"What is {url}?\u2028\x85"}, {"prompt": [turn]}]
+        rows += [{"image": f"{url}/{name}.png"} for name in ("missing", "cut")] + [{"image": "there.png"}]
+        write_lines(tmp_path / "rows.jsonl", rows)
+        text = (tmp_path / "rows.jsonl").read_text().replace("\\u2028", "\u2028")  # as with ensure_ascii=False
+        (tmp_path / "rows.jsonl").write_text(text)
+        for _ in range(2):
+            assert download.main([str(tmp_path / "rows.jsonl")]) == 1
+            assert "rows.local.jsonl: 2 rows are left out" in capsys.readouterr().out
+    first, second, last = map(json.loads, (tmp_path / "rows.local.jsonl").read_text().strip("\n").split("\n"))
+    assert last == rows[-1] and first["problem"] == rows[0]["problem"]
+    for path in (first["image"], second["prompt"][0]["content"][0]["image_url"]["url"]):
+        assert (tmp_path / path).read_bytes() == PNG
+    assert asked == ["/a.png", "/b.jpg?x=1", *["/missing.png", "/cut.png"] * 2]
 
 
 HOSTILE = {
@@ -94,7 +84,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("answer", HOSTILE)
 def test_no_answer_ends_the_download(tmp_path, capsys, answer):
-    with answering(HOSTILE[answer]) as url:
+    with answering(lambda path: HOSTILE[answer]) as (url, _):
         write_lines(tmp_path / "rows.jsonl", [{"image": f"{url}/a.png"}, {"image": "there.png"}])
         status = download.main([str(tmp_path / "rows.jsonl")])
     assert status == 1 and capsys.readouterr().out.endswith("rows.local.jsonl: 1 rows are left out\n")
@@ -112,13 +102,12 @@ def test_no_line_ends_the_download(tmp_path, capsys, line):
     assert "rows.jsonl:1: left out (" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "limit, value, says", [("LARGEST", 9, "over 9 bytes"), ("LONGEST", -1, "took over -1 seconds")]
-)
-def test_a_slow_or_large_download_ends(server, monkeypatch, limit, value, says):
-    url, _ = server
+@pytest.mark.parametrize("limit, value, says", [
+    ("LARGEST", 9, "over 9 bytes"), ("LONGEST", -1, "took over -1 seconds")
+])  # fmt: skip
+def test_a_slow_or_large_download_ends(monkeypatch, limit, value, says):
     monkeypatch.setattr(download, limit, value)
-    with pytest.raises(ValueError, match=says):
+    with answering(png) as (url, _), pytest.raises(ValueError, match=says):
         download.read(f"{url}/a.png")
 
 
