@@ -59,6 +59,7 @@ def test_links_lead_somewhere(page):
     """Files and titles in links exist. If a link's text is code, the file defines this name."""
     text = PAGES[page]
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)  # code such as f["x"](y) is no link
+    assert not re.search(r"(?m)^#+\d", prose), "a line that begins with an issue number becomes a title"
     for target in re.findall(r"\]\(([^)\s]+)\)", prose) + re.findall(r"(?m)^\[\w+\]: (\S+)$", text):
         if target.startswith(OTHER_SITES):
             continue
