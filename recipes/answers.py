@@ -1,10 +1,10 @@
-"""Reward functions to copy that compare an answer with the solution: number, choice, yes_no, class_name and math.
+"""Reward functions that you can copy: number, choice, yes_no, class_name and math compare answers with solutions.
 
-Use one in a recipe like this; the path is relative to the folder in which you run the command:
+In a recipe, name the file of a reward, relative to the folder in which you run the command, and the function:
     rewards: {recipes/answers.py:number(tolerance=0.05): 1.0}
-The answer is the part that data.answer_format selects from a completion. The whole answer must be the solution: if it
-contains two answers, denies the correct answer or lists all choices, the reward is 0. Rows without a solution (None or
-"") are not judged.
+
+The option data.answer_format selects the answer from a completion. An answer that contains two answers, denies the
+correct answer or lists all choices gets reward 0. Rows without a solution (None or "") get no reward.
 """
 
 import functools
@@ -27,7 +27,7 @@ def judge_rows(
     name: str, kind: str, read: Callable, answer_texts: list, solution: list, same=operator.eq,
     log_extra: LogExtra | None = None,
 ) -> list:  # fmt: skip
-    """Parse n answers and their solutions, and compare them.
+    """Parse n answers and n solutions, and compare each answer with the solution of the same row.
 
     Args:
         name: the reward's name, for error messages.
@@ -79,7 +79,7 @@ def unwrap(text: str) -> str:
 LEAD = r"(?:the )?(?:correct |final |best |right )?(?:answer|option|choice)(?:\s*(?:is|:))?\s*:?\s*"
 LETTER = r"(?:[(\[]([a-z])[)\]][).:]*|([a-z])(?:[).:]+|(?=\s*$)))"
 CHOICE = re.compile(rf"(?:{LEAD})?(?:option\s+)?{LETTER}(?:\s+(.*))?", re.IGNORECASE | re.DOTALL)
-# matches a further letter in a choice's text, as in "B or C"
+# This pattern finds a second letter in the answer to a multiple-choice question, as in "B or C".
 OTHER_LETTER = re.compile(r"\b(?:[A-Z]|[b-hj-z])\b|\b[a-z]\)")
 NOT_YES = re.compile(rf"\bfalse\b|{DENIED.pattern}", re.IGNORECASE)
 NOT_NO = re.compile(r"\b(?:yes|true)\b", re.IGNORECASE)
@@ -89,7 +89,7 @@ YES_NO = re.compile(rf"(?:{LEAD})?(yes|no|true|false)\b([^?]*)", re.IGNORECASE)
 def choice(answer_texts: list, solution: list, log_extra=None, **columns) -> list:
     """Return 1.0 if the answer is the letter of the correct choice, such as B, (b), B. or "B) a dog".
 
-    Answers such as "B or C", "not B" and "A. B. C." get reward 0.
+    Answers such as "B or C", "not B" and "A, B, C" get reward 0.
     """
 
     def letter(text: str) -> str | None:
@@ -161,7 +161,7 @@ NUMBER_WORDS = [
 ]  # fmt: skip
 WORDS = "|".join(NUMBER_WORDS)
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
-# Units with their sizes, by kind. Any other word after a number is ignored.
+# Units with their sizes, grouped by kind, such as lengths; any other word after a number is ignored.
 UNITS = [
     {"%": "1/100"},
     {"mm": "1/1000", "cm": "1/100", "m": "1", "km": "1000", "in": "254/10000", "ft": "3048/10000"},
@@ -174,7 +174,7 @@ SPELLINGS = {
     "kilometre": "km", "gram": "g", "kilogram": "kg", "milligram": "mg",
     "sec": "s", "second": "s", "minute": "min", "hr": "h", "hour": "h",
 }  # fmt: skip
-# words that, after a number, change its value or make it ambiguous
+# Words after a number that change its value or make it ambiguous, as in "3 or 4"
 OTHER_NUMBER = re.compile(
     rf"or|and|to|not|plus|minus|times|more|less|fewer|ish|pi|hal(?:f|ves)|thirds?|quarters?|{WORDS}|(?![ghms])[a-zµ]"
 )
@@ -247,7 +247,7 @@ def _unit(word: str) -> str:
 
 
 def _sizes(unit: str | None) -> dict[str, str] | None:
-    """Return all units with the same kind and their sizes, or None if the unit is unknown."""
+    """Return the sizes of all units of the same kind, such as lengths, or None if the unit is unknown."""
     for sizes in UNITS:
         if unit in sizes:
             return sizes
@@ -274,7 +274,7 @@ def _same(truth: tuple[Fraction, str], answer: tuple[Fraction, str], tolerance: 
 
 LONGEST_MATH = 300  # maximum characters in a formula
 SECONDS = 2  # time limit for one comparison
-# nested powers, large powers and factorials, which would take too long to compute
+# Formulas with nested powers, large powers or large factorials would take too long to compute.
 HUGE = re.compile(r"(?:\^|\*\*)\W*\d+\W*(?:\^|\*\*)|(?:\^|\*\*)\W*\d{4,}|\d{3,}\s*!|!\s*!")
 
 
@@ -303,5 +303,5 @@ def _equal(truth: list, answer: list) -> bool:
 
 
 def _seconds() -> int | None:
-    """Return the time limit, or None outside the main thread, because math-verify's alarm does not work there."""
+    """Return the time limit, or None outside the main thread, where the timeouts of math-verify do not work."""
     return SECONDS if threading.current_thread() is threading.main_thread() else None

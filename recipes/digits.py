@@ -1,4 +1,4 @@
-"""Write scikit-learn's handwritten digits as row files, with images and demonstrations, for recipes/digits.yaml.
+"""Write scikit-learn's handwritten digits as images and JSON Lines files, for recipes/digits.yaml.
 
 python recipes/digits.py FOLDER
 """
@@ -18,7 +18,7 @@ SIZE = 42  # image side in pixels, which gives 9 image tokens with 14 x 14 pixel
 
 
 def write_digits(folder: str | Path):
-    """Write images, eval.jsonl, train.jsonl and demonstrations.jsonl to a folder.
+    """Write the images and the files eval.jsonl, train.jsonl and demonstrations.jsonl to a folder.
 
     A fifth of the demonstrations have a random digit as their label.
     """

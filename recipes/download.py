@@ -1,9 +1,9 @@
-"""Download the images and videos to which rows refer by URL, and write rows that refer to the files.
+"""Download the images and videos whose URLs are in a file of rows, and write rows with the paths of the files.
 
     python recipes/download.py ROWS.jsonl  # writes ROWS.local.jsonl, and the files to ROWS.files/
 
-Existing files are not downloaded again. If a download fails, or its file is neither an image nor a video, the row is
-printed and not written.
+Existing files are not downloaded again. A row is left out, with a message, if a download fails or is neither an image
+nor a video.
 """
 
 import argparse
@@ -24,9 +24,9 @@ TIMEOUT = 60  # maximum time in seconds to wait for data
 LONGEST = 600  # maximum seconds for a download, because a server may send one byte a minute
 LARGEST = 512 * 2**20  # maximum file size in bytes
 CHUNK = 2**20  # bytes that are read at once
-# errors in one row, after which the next row is read; a server may also send bytes that are not HTTP
+# Errors that leave out only one row; a server may also send bytes that are not HTTP.
 FAILURES = (OSError, ValueError, RecursionError, http.client.HTTPException)
-# position and value of the bytes by which video files begin: MP4 and MOV, WebM and MKV, AVI, MPEG-TS, MPEG-PS, FLV, OGG
+# Offsets and bytes by which video files are recognized: MP4 and MOV, WebM and MKV, AVI, MPEG-TS, MPEG-PS, FLV, OGG
 VIDEOS = ((4, b"ftyp"), (0, b"\x1aE\xdf\xa3"), (8, b"AVI "), (0, b"G@"), (0, b"\0\0\1\xba"), (0, b"FLV"), (0, b"OggS"))
 
 
@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
 
 
 def replaced(value, folder: Path):
-    """Download every URL in a row, at any depth, and replace the URL with the file's path.
+    """Download every URL in a row, also in nested lists and objects, and replace it by the path of the file.
 
     A text that contains a URL and other words is not changed.
     """

@@ -1,11 +1,11 @@
-"""Name the piece of clothing in a small photograph: the data set Fashion-MNIST as a task, for recipes/fashion.yaml.
+"""The data set Fashion-MNIST as a task for recipes/fashion.yaml: name the piece of clothing in a small photograph.
 
     apt-get install dataset-fashion-mnist   # on Debian and Ubuntu: /usr/share/datasets/fashion-mnist, 31 MB
     hf download --repo-type dataset zalando-datasets/fashion_mnist --local-dir fashion-mnist   # the same from the Hub
 
 Fashion-MNIST (MIT licence, arXiv 1708.07747) has 60,000 training and 10,000 test photographs with 28 x 28 grey pixels
 in ten classes. SFT trains on a few training photographs, a fifth of them with a random label. GRPO trains on all
-training photographs, without labels except in the reward.
+training photographs, and only the reward reads their labels.
 """
 
 import gzip
@@ -33,7 +33,7 @@ FILES = {"train": "train", "test": "t10k"}  # split: prefix in its file names
 
 @cache
 def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Read a split's photographs (n, 28, 28) and labels (n,), both uint8.
+    """Read the photographs (n, 28, 28) and the labels (n,) of the training or test split, both uint8.
 
     Args:
         folder: a folder with the four files from Debian's package, or with the parquet files from the Hub.
@@ -61,7 +61,7 @@ def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass
 class Fashion(Sequence[Row]):
-    """The photographs of a split as rows; `chosen` has the indices of the selected photographs."""
+    """Rows with those photographs of the training or test split whose indices are in `chosen`."""
 
     folder: Path
     split: str

@@ -1,8 +1,7 @@
-"""Reward functions to copy, for length and repetition, counted in tokens.
+"""Reward functions that you can copy, for length and repetition of completions (arXiv 2502.03373, appendix C).
 
-Use one in a recipe like this; the path is relative to the folder in which you run the command:
+In a recipe, name the file of a reward, relative to the folder in which you run the command, and the function:
     rewards: {accuracy: 1.0, recipes/lengths.py:cosine(max_length=256): 0.5}
-Source: arXiv 2502.03373, appendix C, and TRL's rewards.
 """
 
 import math
@@ -13,7 +12,7 @@ from minivlmrl.rewards.registry import get_reward
 def cosine(
     completions, completion_ids, max_length=1024, reward="accuracy", right=(1, 0.5), wrong=(-1, -0.5), **columns
 ) -> list[float]:
-    """Compute a reward that depends on correctness and length.
+    """Compute a reward that depends on the correctness and the length of a completion.
 
     By default, correct answers have a higher reward the shorter they are, and wrong answers a lower one.
 
@@ -35,8 +34,8 @@ def cosine(
 def repetition(completion_ids: list, ngram_size: int = 3, max_penalty: float = -1.0, **columns) -> list[float]:
     """Compute a penalty for repetition: max_penalty times the fraction of token n-grams that are repetitions.
 
-    Example: the tokens 5 5 5 5 5 have four 2-grams, and three of them are repetitions. Therefore the reward with
-    ngram_size=2 is -0.75.
+    Example: the tokens 5 5 5 5 5 have four 2-grams, of which three are repetitions, so the reward with ngram_size=2 is
+    -0.75.
     """
     values = []
     for ids in completion_ids:

@@ -1,12 +1,12 @@
-"""Convert boxes in demonstrated answers from the image file's pixels to the coordinates that a model uses.
+"""Convert the boxes in demonstrated answers from pixels of the image file to the coordinates that a model uses.
 
     python recipes/rescale_boxes.py rows.jsonl thousandths > rescaled.jsonl
     python recipes/rescale_boxes.py rows.jsonl resized --min_pixels=3136 --max_pixels=12845056 > rescaled.jsonl
 
-Each row must have one `image`, or a list `images` with one path, relative to the file. Answers are in `completion`,
-`chosen`, `rejected` or `messages`. Boxes are written as [x1, y1, x2, y2], data-bbox="..." or
-<|box_start|>...<|box_end|>, points as "point_2d": [x, y]. The column `solution` stays in the file's pixels, because
-rewards expect pixels.
+Each row must have one `image`, or a list `images` with one path, relative to the file. The columns with answers are
+`completion`, `chosen`, `rejected` or `messages`. Boxes are written as [x1, y1, x2, y2], data-bbox="..." or
+<|box_start|>...<|box_end|>, points as "point_2d": [x, y]. The column `solution` stays in pixels of the image file,
+because rewards expect pixels.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from minivlmrl.data.media import fetch_image
 BETWEEN = r"\)?[\s,]+\(?"
 CORNERS = BETWEEN.join([f"({NUMBER})"] * 4)
 BOX = re.compile(rf'(\[\s*|data-bbox="\s*|<\|box_start\|>\s*\(\s*){CORNERS}(\s*\)\s*<\|box_end\|>|\s*\]|\s*")')
-# a point is matched only after its key, because [1, 2] in a text could be anything
+# A point is recognized only after its key "point_2d", because [1, 2] in a text could be anything.
 POINT = re.compile(rf'("point_2d"\s*:\s*\[\s*)({NUMBER}){BETWEEN}({NUMBER})(\s*\])')
 ANSWERS = ("completion", "chosen", "rejected", "messages")
 
@@ -49,7 +49,7 @@ def rescale(text: str, size: tuple[int, int], target: tuple[float, float], digit
 
 
 def rescale_answer(answer, convert: Callable[[str], str]):
-    """Apply `convert` to a text, or to the assistant's texts in a list of turns."""
+    """Apply `convert` to a text, or to all texts of the assistant in a list of turns."""
     if isinstance(answer, str):
         return convert(answer)
     if isinstance(answer, list):

@@ -2,7 +2,7 @@
 
     python train.py recipes/shapes.yaml --rewards='{recipes/shuffled.py:shuffled: 1.0}'
 
-If a run improves with these rewards, the improvement does not come from its rewards. With several ranks, each rank
+If a run improves with permuted rewards, the improvement does not come from the rewards. With several ranks, each rank
 permutes the rewards of its own completions.
 """
 

@@ -1,4 +1,4 @@
-"""Tools to copy: a zoom into an image, and a calculator. docs/agents.md explains how to write such a class.
+"""Tools that you can copy: a zoom into an image, and a calculator; docs/agents.md explains how to write a tool.
 
 Use one in a recipe in the same folder:
     sampling: {environment: tools.py:Zoom}
@@ -23,7 +23,7 @@ def calculator(expression: str) -> str:
 
 
 class Zoom:
-    """Environment whose tool shows a part of a prompt's image in the resolution of its file."""
+    """Environment with a tool that shows a part of an image of the prompt in full resolution."""
 
     def reset(self, images, extents, **columns):
         self.images = images

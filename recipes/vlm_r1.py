@@ -1,6 +1,6 @@
-"""Reward functions to copy for labelled objects: IoU, VLM-R1's weighted sum, and average precision in an image.
+"""Reward functions that you can copy for labelled boxes: mean IoU, VLM-R1's weighted sum, and average precision.
 
-Use one in a recipe like this; the path is relative to the folder in which you run the command:
+In a recipe, name the file of a reward, relative to the folder in which you run the command, and the function:
     rewards: {recipes/vlm_r1.py:weighted_sum: 1.0}
 Solutions and answers are lists in Qwen2.5-VL's format, which may be empty:
 [{"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, ...].
@@ -15,9 +15,9 @@ from minivlmrl.rewards.boxes import ObjectFormat, Objects, mean_similarity, over
 
 
 def detection(answer_texts, solution, image_sizes, answer_extents, log_extra=None, **columns) -> list:
-    """Compute the mean IoU between matched objects with equal labels. Missing and additional objects count as 0.
+    """Compute the mean IoU of matched objects with equal labels; missing and additional objects count as 0.
 
-    Objects are matched as in the reward `iou`.
+    Objects in the answer are matched with true objects as in the reward `iou`.
     """
     return score_boxes(
         LABELLED, mean_similarity, answer_texts, solution, image_sizes, answer_extents, log_extra=log_extra
@@ -29,8 +29,8 @@ def ap_50(
 ) -> list:
     """Compute the average precision in an image at IoU 0.5, averaged over labels.
 
-    As in COCO, the average precision is the mean precision over 101 recall levels. The object order in the answer
-    replaces confidence scores. A label in the answer that does not occur in the image counts as 0.
+    As in COCO, the average precision is the mean precision over 101 recall levels. An answer has no confidence scores,
+    so objects are ranked by their order. A label in the answer that does not occur in the image counts as 0.
     """
 
     def mean_over_labels(answered: Objects, true: Objects) -> float:
@@ -53,9 +53,9 @@ def weighted_sum(
     """Compute VLM-R1's weighted mean over three scores: IoU, label accuracy, and completeness.
 
     Completeness is 1 - (fraction of missed objects + fraction of additional objects) / 2. Boxes are paired by IoU only,
-    the largest IoU first, down to 0.5. A pair with different labels counts for completeness, but its IoU and its label
-    score are 0.
-    Source: detection_score in VLM-R1's grpo_jsonl.py.
+    the largest IoU first, down to an IoU of 0.5. A pair with different labels counts for completeness, but its IoU and
+    its label score are 0.
+    The function detection_score in VLM-R1's grpo_jsonl.py computes the same score.
     """
 
     def weighted(answered: Objects, true: Objects) -> float:
@@ -79,7 +79,7 @@ def weighted_sum(
 
 
 def average_precision(answered: Objects, true: Objects) -> float:
-    """Compute the average precision for objects with one label."""
+    """Compute the average precision for objects that all have the same label."""
     unmatched = list(true)
     curve = []  # (recall in hundredths, precision at that recall)
     for number, item in enumerate(answered, start=1):

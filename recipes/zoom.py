@@ -1,12 +1,12 @@
 """Task and environment for recipes/zoom.yaml: the answer is only visible after zooming into the image.
 
 An image has 64 x 64 pixels, but the model gets it shrunk to 32 x 32. One quarter contains a striped square with one of
-12 labels, and in the small image all stripes mix to the same grey. Only `<zoom>`, which shows a quarter in full
-resolution, reveals the label. A completion looks like this:
+12 labels, and in the small image all stripes mix to the same grey. Only the tool `<zoom>`, which shows a quarter in
+full resolution, reveals the label. A completion looks like this:
     <think>southwest</think><zoom>southwest</zoom>[tokens of the crop]<answer>red rows</answer>
-Demonstrations name the square's quarter and the crop's content, mostly "nothing", because
-only one in ten demonstrations zooms into the correct quarter. The other demonstrations zoom into a
-random quarter, twice as often into the northwest as into each other quarter.
+Demonstrations name the square's quarter and the crop's content, mostly "nothing", because only one in ten zooms into
+the correct quarter on purpose. Nine in ten demonstrations zoom into a random quarter, twice as often into the northwest
+as into each other quarter.
 """
 
 import random
@@ -41,8 +41,8 @@ ANSWER = "<answer>{}</answer>"
 def draw(rng: random.Random, label: str | None = None, others: int = 0) -> tuple[PIL.Image.Image, str, int]:
     """Draw an image; return the image, its label and the striped square's quarter (0 to 3).
 
-    Each pair of stripes has complementary colours, and is exactly as wide as one pixel of the shrunk image. Therefore
-    all labels have the same grey in the shrunk image.
+    Each pair of stripes has complementary colours, and is exactly as wide as one pixel of the shrunk image, in which
+    all labels therefore have the same grey.
 
     Args:
         others: how many other quarters have a dark square.
@@ -81,7 +81,7 @@ def stripes(image: PIL.Image.Image, label: str, left: int, top: int):
 
 
 def corner(rng: random.Random, quarter: int) -> tuple[int, int]:
-    """Sample a square's left and top in a quarter, on the shrunk image's pixel grid."""
+    """Sample the left and top of a square in a quarter, on the pixel grid of the shrunk image."""
     steps = (QUARTER - SQUARE) // 2  # one step is two pixels, or one pixel in the shrunk image
     left = QUARTER * (quarter % 2) + 2 * rng.randint(0, steps)
     top = QUARTER * (quarter // 2) + 2 * rng.randint(0, steps)
@@ -111,7 +111,7 @@ class Quarters:
         self.answered = 0
 
     def zoom(self, corner: str) -> PIL.Image.Image:
-        """Show a quarter in full: northwest, northeast, southwest or southeast."""
+        """Show the northwest, northeast, southwest or southeast quarter of the image in full resolution."""
         answer = self._show(CORNERS.index(corner))
         self.answered += 1
         return answer
@@ -125,7 +125,7 @@ class Quarters:
 
 
 class Lost(Quarters):
-    """Control: a call shows a random quarter, which is fixed for each row, instead of the requested one."""
+    """Control experiment: the tool shows a random quarter, fixed for each row, instead of the requested quarter."""
 
     def reset(self, lost_quarters, **columns):
         super().reset(**columns)
@@ -136,7 +136,7 @@ class Lost(Quarters):
 
 
 class Blind(Quarters):
-    """Control: crops are grey images."""
+    """Control experiment: the tool shows grey images."""
 
     def _show(self, quarter: int) -> PIL.Image.Image:
         return PIL.Image.new("RGB", (QUARTER, QUARTER), "grey")
@@ -178,7 +178,7 @@ class Stripes:
 
 
 def demonstration(thought_and_call: str, crop: PIL.Image.Image, label: str) -> list[dict]:
-    """Build an assistant turn from the thought and call, the crop, and the answer."""
+    """Build the assistant's turn of a demonstration: the thought with the tool call, the crop, and the answer."""
     content = [
         {"type": "text", "text": thought_and_call},
         {"type": "image", "image": crop},
@@ -188,7 +188,7 @@ def demonstration(thought_and_call: str, crop: PIL.Image.Image, label: str) -> l
 
 
 def looks(completions, corner, **columns):
-    """Return 1 if the completion zooms into the striped quarter, for evaluation."""
+    """Return 1 for each completion that zooms into the quarter with the striped square, else 0."""
     values = []
     for text, right in zip(completions, corner, strict=True):
         match = re.search(r"<zoom>(\w+)</zoom>", text)
@@ -206,7 +206,7 @@ def tokenizer():
 
 
 def task(**options) -> Task:
-    """Create the task; Stripes' options make it a control or a harder task."""
+    """Create the task; options of the dataset Stripes make it a control experiment or a harder task."""
 
     def datasets(data, seed, demonstrations=FRESH_ROWS):
         training = {

@@ -1,6 +1,6 @@
 """Write every generated page and image in docs/: python -m docs.scripts.make_pages
 
-tests/repository/test_docs.py compares the pages with the files.
+A test in tests/repository/test_docs.py fails if a file in docs/ differs from its generated text.
 """
 
 from pathlib import Path

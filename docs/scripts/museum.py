@@ -1,7 +1,7 @@
-"""Record a step of each exhibit of docs/museum.md for parity. record() shows how any trainer may write a step.
+"""Record a training step of each exhibit of docs/museum.md; record() shows how any trainer may record a step.
 
-An exhibit is a section of the page: a diff of one line of minimal.py, a command, a curve, and what parity says about a
-step of the changed file.
+An exhibit is a section of docs/museum.md, with a diff of one line of minimal.py, a curve, and what `minivlmrl parity`
+says about a step of the changed file.
 """
 
 import io
@@ -42,21 +42,21 @@ EXHIBITS = [Exhibit(*groups) for groups in SECTION.findall(PAGE.read_text(encodi
 
 
 def changed(exhibit: Exhibit) -> str:
-    """Return minimal.py with the line of an exhibit changed."""
+    """Return the code of minimal.py with the wrong line of an exhibit."""
     if SOURCE.count(exhibit.right) != 1:
         raise ValueError(f"minimal.py has {exhibit.right!r} {SOURCE.count(exhibit.right)} times instead of once")
     return SOURCE.replace(exhibit.right, exhibit.wrong)
 
 
 def execute(source: str) -> dict:
-    """Return the names that a file like minimal.py defines."""
+    """Run code like that of minimal.py, and return the names that the code defines."""
     names = {"__name__": "museum"}
     exec(compile(source, "minimal.py", "exec"), names)
     return names
 
 
 def watch(names: dict, kind: str, folder: Path) -> dict[str, list]:
-    """Keep what the functions of a file return in the last step of a stage, and save the weights of each step."""
+    """Record what functions of minimal.py return in the last step of training, and save the weights of each step."""
     seen = defaultdict(list)
 
     def keep(name: str, function, look):
@@ -91,12 +91,12 @@ def watch(names: dict, kind: str, folder: Path) -> dict[str, list]:
 
 
 def rows(tensors: list[Tensor]) -> Tensor:
-    """Join the rows of all prompts, padded to the longest answer."""
+    """Concatenate the rows of all prompts, padded to the longest answer."""
     return pad_sequence([row.detach() for tensor in tensors for row in tensor], batch_first=True)
 
 
 def tensors_of(seen: dict[str, list], end: int, pad: int) -> dict[str, Tensor]:
-    """Return the recorded tensors, named as in docs/notes/step_format.md. Prompts differ only in their images."""
+    """Return the recorded tensors with the names in docs/notes/step_format.md, if prompts differ only in images."""
     prompts, ids, logps = zip(*seen["scored"], strict=True)
     number, each = torch.arange(sum(map(len, ids))), len(ids[0])
     is_real = rows([(i == end).cumsum(1) - (i == end).long() < 1 for i in ids])  # up to the first end token
@@ -126,7 +126,7 @@ def tensors_of(seen: dict[str, list], end: int, pad: int) -> dict[str, Tensor]:
 
 
 def record(kind: str, source: str, folder: Path) -> str:
-    """Train random weights for two steps with a file's source, and return what parity prints for the second one."""
+    """Train random weights for two steps with the code `source`, and return parity's report about the second step."""
     names = execute(source)
     random.seed(0)
     torch.manual_seed(0)

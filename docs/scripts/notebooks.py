@@ -1,7 +1,7 @@
 """Run the notebooks in docs/, and store the outputs of their cells: python -m docs.scripts.notebooks
 
 tests/repository/test_wheel.py runs all cells in order, with fewer rows and steps. test_docs.py runs the cells before
-the first training, and compares their outputs with the stored ones.
+the first training, and compares their outputs with those in the notebook.
 """
 
 import ast
@@ -42,7 +42,7 @@ def with_outputs(text: str) -> str:
 def run_cells(cells: list[dict]) -> list[list[dict]]:
     """Run code cells in an empty folder, and return the outputs of each cell in the notebook format."""
     space = {"__name__": "__main__"}
-    # if this module is loaded, a run prints every tenth step instead of every step
+    # If the module ipykernel is loaded, training prints every tenth step instead of every step.
     sys.modules["ipykernel"] = ModuleType("ipykernel")
     try:
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):

@@ -1,8 +1,8 @@
 """Write docs/step.html, which shows each line of minimal.py in one GRPO step with the values that the line made.
 
-sys.settrace calls `Film` before each line. In a call of a function, only the first REPEATS rounds of a loop, and the
-first REPEATS calls by one line, are recorded; further ones are only counted. `python -m docs.scripts.step` writes the
-page. docs/step.png is a screenshot of the page, 620 pixels wide.
+The tracer `Film` is called before each line of minimal.py. Only the first two rounds of each loop, and the first two
+calls by each line, are recorded; all later ones are only counted. `python -m docs.scripts.step` writes the page.
+docs/step.png is a screenshot of the page, 620 pixels wide.
 """
 
 import base64
@@ -55,7 +55,7 @@ class Film:
         self.open = {}  # {frame: its Call, or None for a call that is not recorded}
 
     def __call__(self, frame, event, arg):
-        """Begin to record a call. Python calls this method when any function starts or a generator continues."""
+        """Begin to record a call. Python calls the tracer when any function starts or a generator continues."""
         code = frame.f_code
         if code.co_filename != minimal.__file__ or code.co_name.startswith("<"):
             return None
@@ -67,7 +67,7 @@ class Film:
         return self.trace
 
     def begin(self, frame, caller: Call | None, is_first: bool) -> Call | None:
-        """Record the call of a function, unless its caller or the caller's line is not recorded."""
+        """Record the call of a function, unless the caller or the line of the caller is not recorded."""
         name = frame.f_code.co_qualname
         if caller:
             caller.times[caller.line, name] += 1
@@ -82,7 +82,7 @@ class Film:
         return call
 
     def trace(self, frame, event, arg):
-        """Record an executed line or a return. Python calls this method before each line and at each return."""
+        """Record an executed line or a return. Python calls `trace` before each line and at each return."""
         call = self.open[frame]
         if call and event == "return":
             self.record("return", frame, call, self.number(arg))
@@ -98,7 +98,7 @@ class Film:
         return self.trace
 
     def record(self, kind: str, frame, call: Call, returned: int | None = None):
-        """Append an event with the variables that changed since the last recorded event of the call."""
+        """Record an event of a function call with the variables that have changed since the call's last event."""
         made = []
         variables = frame.f_locals
         if frame.f_code is minimal.train.__code__:
@@ -113,7 +113,7 @@ class Film:
         self.events.append([kind, call.number, frame.f_lineno, made, returned])
 
     def number(self, x, name="") -> int:
-        """Return the number of a value in the page. Equal values have one number."""
+        """Return the index of a value in the page's list of values, in which equal values occur once."""
         return self.values.setdefault(json.dumps(describe(x, name), allow_nan=False), len(self.values))
 
     def write(self, tokenizer):
@@ -131,7 +131,7 @@ class Film:
 
 
 def describe(x, name="", depth=0):
-    """Describe a value as JSON: numbers and texts as they are, others as {"of": type, ...}."""
+    """Describe a Python value as JSON: numbers and texts as they are, others as {"of": type, ...}."""
     if isinstance(x, str):
         return x[:400]
     if isinstance(x, list) and x and all(type(item) is int for item in x):
@@ -180,7 +180,7 @@ def describe_tensor(x: Tensor, name: str) -> dict:
 
 
 def contact_sheet(patches: Tensor) -> PIL.Image.Image:
-    """Draw the first frame of each patch in (P, 3 * 2 * side * side), 16 in a row, with gaps between them."""
+    """Draw the first frame of all patches (P, 3 * 2 * side * side), 16 patches in a row, with gaps between them."""
     side = math.isqrt(patches.shape[1] // 6)
     tiles = patches.view(-1, 3, 2, side, side)[:, :, 0].float()  # (P, 3, side, side)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (minimal.MEAN, minimal.STD))
@@ -220,7 +220,7 @@ def trained_model() -> minimal.QwenVL:
 
 
 def choose_rows(model: minimal.QwenVL, options: Namespace, wanted: set[float]) -> list[dict]:
-    """Return rows for a GRPO step, and set a seed with which the completions to each row get all wanted rewards."""
+    """Return rows for a GRPO step, and set a random seed with which each row gets samples with all wanted rewards."""
     for seed in itertools.count():
         random.seed(seed)
         rows = [minimal.draw_row() for _ in range(options.rows_per_step)]

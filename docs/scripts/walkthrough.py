@@ -46,7 +46,7 @@ weights are float64, so that other machines print the same numbers.
 The pictures and shapes count patches (P), tokens of the prompt (L), completions (G) and tokens of the longest
 completion (T).
 """
-# title, function, and the variables and results to print; then the text, with numbers in braces
+# Each section has a title, a function, the variables to print, and a text in which names in braces become numbers.
 SECTIONS = """\
 # Patches: patchify image frames patches
 The image becomes {P} patches of {side} x {side} pixels. A patch has 3 channels x 2 frames x {side} x {side} =
@@ -135,7 +135,7 @@ class Picture:
     def text(
         self, x: float, y: float, words: str, size=13, fill=INK, anchor="middle", bold: bool = False, halo: str = ""
     ):
-        """Write text with its middle, start or end at x and its baseline at y; `halo` is its outline's colour."""
+        """Write text whose middle, start or end is at x and whose baseline is at y; `halo` colours its outline."""
         more = " font-weight='bold'" if bold else ""
         more += f" stroke='{halo}' stroke-width='3' stroke-linejoin='round' paint-order='stroke'" if halo else ""
         self.lines.append(
@@ -149,15 +149,15 @@ class Picture:
         self.lines.append(f"<polyline points='{path}' fill='none' stroke='{stroke}' stroke-width='{thick:g}'/>")
 
     def svg(self) -> str:
-        """Return the SVG file's text."""
+        """Return the text of the SVG file."""
         return "\n".join([*self.lines, "</svg>"]) + "\n"
 
 
 @cache
 def numbers() -> dict[str, dict]:
-    """Run the step, and return the variables of each function at its first return, with its result as "return".
+    """Run a GRPO step of minimal.py, and return the variables and the result of each function's first call.
 
-    The variables of `train` also have the norms of the gradients, and the change of each completion's log-probability.
+    For the function `train`, the result also has gradient norms and the change of each completion's log-probability.
     """
     model = trained_model()
     found, norms = {}, {}
@@ -198,7 +198,7 @@ def page() -> str:
 
 
 def facts() -> dict:
-    """Return the numbers in the text of the page."""
+    """Return the numbers that replace the names in braces in docs/walkthrough.md."""
     group, patches = numbers()["grpo"], numbers()["patchify"]
     counts = {"P": len(patches["patches"]), "side": patches["patch"], "numbers": patches["patches"].shape[1]}
     counts |= {"merged": len(patches["patches"]) // 4, "vocab": numbers()["log_probabilities"]["logits"].shape[-1]}
@@ -207,7 +207,7 @@ def facts() -> dict:
 
 
 def more_lines(title: str) -> list[str]:
-    """Return the lines of a section that are not simply variables."""
+    """Return printed lines of a section that show more than the values of variables."""
     group = numbers()["grpo"]
     if title == "Prompt":
         runs = [(word, len([*same])) for word, same in itertools.groupby(spell(group["prompt"].ids))]
@@ -232,7 +232,7 @@ def spell(ids: Tensor) -> list[str]:
 
 
 def clean(value: float) -> str:
-    """Format a number with three digits, and a rounding error as 0."""
+    """Format a number with three significant digits; numbers below 2e-7, which are rounding errors, become 0."""
     return f"{0.0 if abs(value) < 2e-7 else value:.3g}" if isinstance(value, float) else str(value)
 
 
@@ -250,7 +250,7 @@ def shown(name: str, value, count: int = 5) -> str:
 
 
 def write_picture():
-    """Write the image of the prompt to walkthrough.png, unless the file already has this image."""
+    """Write the image of the prompt to docs/walkthrough.png, unless the file already shows this image."""
     path, pixels = DOCS / "walkthrough.png", np.asarray(numbers()["patchify"]["image"])
     if not path.is_file() or not np.array_equal(np.asarray(PIL.Image.open(path)), pixels):
         PIL.Image.fromarray(pixels).save(path)

@@ -1,1 +1,1 @@
-"""Convert rows from the layouts of other projects to the one form that a run reads, or back."""
+"""Convert rows of training data from the layouts of other projects to ours, or back."""

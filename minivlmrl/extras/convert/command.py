@@ -1,11 +1,11 @@
-"""Write the rows of any layout in the form that a run reads, or in the form of another project.
+"""Convert rows of training data from the layout of any project to ours, or to that of TRL, ms-swift or verl.
 
     python -m minivlmrl convert rows.json
     python -m minivlmrl convert rows.jsonl --to trl --out rows_trl.jsonl
 
-The layout is recognized by its columns: all readers are tried, and if two of them read the rows, you choose one with
---layout. The new file stands beside the old one, and names the same images. At the end, the command says what it could
-not keep. A YAML file in which VLM-R1 lists data sets becomes the option data.train, and its files are converted.
+The layout is recognized by the columns of the rows; if two layouts fit, choose one with --layout. The new file is
+written beside the old file, and refers to the same images. At the end, the command lists what it had to drop. For a
+YAML list of data sets as VLM-R1 has, the command converts each file, and prints the option data.train.
 """
 
 import argparse
@@ -36,12 +36,12 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         "python -m minivlmrl convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", help="file or folder")
+    parser.add_argument("file", help="file or folder with rows")
     parser.add_argument("--out", type=Path, help="new file, .jsonl or .parquet")
-    parser.add_argument("--to", choices=WRITERS, help="project whose form is written; the default is ours")
-    parser.add_argument("--layout", choices=READERS, help="reader of the rows, if two of them fit")
-    parser.add_argument("--format", help="your own function for each row, as in data.format")
-    parser.add_argument("--columns", type=yaml.safe_load, default={}, help="new names, as in data.columns")
+    parser.add_argument("--to", choices=WRITERS, help="project whose layout is written (default: ours)")
+    parser.add_argument("--layout", choices=READERS, help="layout of the rows, if two layouts fit")
+    parser.add_argument("--format", help="your own function that converts a row, as in data.format")
+    parser.add_argument("--columns", type=yaml.safe_load, default={}, help="new names of columns, as in data.columns")
     options = parser.parse_args(arguments)
     path = Path(options.file)
     if path.suffix in (".yaml", ".yml"):
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
 
 
 def convert(path: Path, options: argparse.Namespace) -> Path:
-    """Write the converted rows of a file; return the new file, or the old one if nothing changes."""
+    """Write the converted rows of a file; return the path of the new file, or of the old file if nothing changes."""
     rows = source_rows(path, options)
     sample = list(islice(rows, SAMPLE))
     if not sample:
@@ -90,7 +90,7 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
     for name, count in sorted(dropped.items()):
         print(f"dropped: {name} ({count} times)", file=sys.stderr)
     if path.exists() and out.resolve().parent != folder_of(path).resolve() and not options.to:
-        print(f"the images are still relative to the old file: set data.image_root={folder_of(path)}", file=sys.stderr)
+        print(f"image paths are relative to the old file: set data.image_root={folder_of(path)}", file=sys.stderr)
     return out
 
 
@@ -102,15 +102,15 @@ def source_rows(path: Path, options: argparse.Namespace) -> Rows:
 
 
 def find_layout(path: Path, sample: list[tuple[str, dict]]) -> str:
-    """Return the name of the only reader that reads the first rows."""
+    """Return the name of the only known layout that fits the first rows of a file."""
     names = list(READERS)
     for where, row in sample:
         with error_context(where):
             names = fitting(row, names)
         if not names:
             raise ValueError(
-                f"{where}: no reader knows the columns {', '.join(row)}; rename them to those of docs/data.md with "
-                f"--columns='{{YOURS: problem}}', or write a function for --format. Readers: {', '.join(READERS)}"
+                f"{where}: no layout has the columns {', '.join(row)}; rename them to those of docs/data.md with "
+                f"--columns='{{YOURS: problem}}', or write a function for --format. Layouts: {', '.join(READERS)}"
             )
     if len(names) > 1:
         command = f"python -m minivlmrl convert {shlex.quote(str(path))} --layout="
@@ -119,12 +119,12 @@ def find_layout(path: Path, sample: list[tuple[str, dict]]) -> str:
 
 
 def folder_of(path: Path) -> Path:
-    """Return the folder to which the paths of images are relative."""
+    """Return the folder to which the image paths in the rows are relative."""
     return path if path.is_dir() else path.parent
 
 
 def new_name(path: Path, row: dict, to: str | None) -> Path:
-    """Return the name of the new file. Rows with the bytes of images are written to a parquet file."""
+    """Return the name of the new file, which is a parquet file if the rows contain the bytes of images."""
     has_bytes = []
     map_nested(row, has_bytes.append, bytes)
     suffix = ".parquet" if has_bytes or to == "verl" else ".jsonl"
@@ -148,7 +148,7 @@ def write(out: Path, suffix: str, rows: Callable[[], Iterator[dict]]):
     if suffix != ".parquet":
         with out.open("w", encoding="utf-8") as file:
             for row in rows():
-                # JSON has no bytes, but images can be bytes
+                # JSON cannot store bytes, so the bytes of images are encoded as base64.
                 row = map_nested(row, lambda content: b64encode(content).decode(), bytes)
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
         return
@@ -165,14 +165,14 @@ def write(out: Path, suffix: str, rows: Callable[[], Iterator[dict]]):
 
 
 def batches(rows: Iterator[dict]) -> Iterator[list[dict]]:
-    """Yield lists of rows with equal columns, because a table has only the columns of its first row."""
+    """Yield lists of rows that all have the same columns, because pyarrow reads the columns from the first row."""
     while batch := list(islice(rows, BATCH)):
         names = dict.fromkeys(chain.from_iterable(batch))
         yield [{name: row.get(name) for name in names} for row in batch]
 
 
 def convert_list(path: Path, options: argparse.Namespace) -> Iterator[Plain]:
-    """Convert the files of a YAML list of VLM-R1; yield the sections of data.train.
+    """Convert each file in a YAML list of data sets as VLM-R1 has, and yield the entries of the option data.train.
 
     Relative paths start from the current folder, or from the folder of the list if the current folder has no such file.
     """

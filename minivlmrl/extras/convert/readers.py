@@ -1,7 +1,7 @@
-"""Readers of other projects' layouts: each takes the columns of a row, and returns them in the form of docs/data.md.
+"""Readers for the layouts of other projects: each takes the columns of a row, and returns the columns of docs/data.md.
 
-A reader returns None for a row of another layout. A reader removes the columns that it reads, and keeps all others, so
-that nothing is lost. Content without a place in the new row is counted in `Columns.dropped`.
+A reader function returns None for a row with another layout. A reader replaces the columns that it knows, and keeps
+all others, so that nothing is lost. Content that the new row cannot hold is counted in `Columns.dropped`.
 """
 
 import ast
@@ -36,10 +36,10 @@ VISION = re.compile(r"<\|vision_start\|>(?:<\|(image|video)_pad\|>)+<\|vision_en
 
 
 class Columns(dict):
-    """A row's columns without missing values, and a count of what the readers dropped."""
+    """The columns of a row, without missing values, and a count of the content that was dropped."""
 
     def __init__(self, row: dict, dropped: Counter):
-        # pandas writes a missing value as NaN, which differs from itself
+        # pandas writes a missing value as NaN, which is not equal to itself.
         super().__init__({name: value for name, value in row.items() if value is not None and value == value})
         self.dropped = dropped
 
@@ -55,7 +55,7 @@ class Columns(dict):
 
 
 def prepare(row: dict, dropped: Counter) -> Columns:
-    """Fill in the tags, choices and labels that stand in columns of their own, whatever the layout is."""
+    """Insert objects, image tags and answer choices from other columns into the texts of a row."""
     columns = Columns(row, dropped)
     fill_objects(columns)
     fill_images(columns)
@@ -67,7 +67,7 @@ def prepare(row: dict, dropped: Counter) -> Columns:
 
 
 def finish(row: Columns) -> dict:
-    """Name the answers, the solution and the image as docs/data.md does, whatever the layout was."""
+    """Rename the columns with answers, solution and image to the names in docs/data.md."""
     name = next((name for name in ANSWERS[:2] if name in row), None)
     if name and not {"messages", "completion", "chosen"} & {*row}:
         row["completion"] = row.pop(name)
@@ -107,7 +107,7 @@ def read_conversations(row: Columns) -> Columns | None:
 
 
 def read_messages(row: Columns) -> Columns | None:
-    """Read `messages` with the roles of ms-swift, beside which a column may have a rejected answer or a label."""
+    """Read `messages` with the roles of ms-swift; another column may have a rejected answer or a label."""
     turns = row.get("messages")
     is_list = isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)
     if not is_list or "problem" in row or "prompt" in row:
@@ -129,7 +129,7 @@ def read_pairs(row: Columns) -> Columns | None:
 
 
 def read_question(asked: str) -> Reader:
-    """Return a reader of rows with a question and an answer in two columns, after the pairs of `history`."""
+    """Return a reader of rows with a question and an answer in two columns, and earlier turns in `history`."""
 
     def read(row: Columns) -> Columns | None:
         if asked not in row or "conversations" in row or has_prompt(row):
@@ -158,7 +158,7 @@ def read_question(asked: str) -> Reader:
 
 
 def read_rendered(row: Columns) -> Columns | None:
-    """Read a conversation that Qwen's chat template has rendered, in `text`, `prompt` or `problem`."""
+    """Read a conversation that Qwen's chat template has already rendered to a text."""
     names = [name for name in ("text", "prompt", "problem") if str(row.get(name)).lstrip().startswith("<|im_start|>")]
     if not names:
         return None
@@ -174,7 +174,7 @@ def read_rendered(row: Columns) -> Columns | None:
 
 
 def read_ours(row: Columns) -> Columns | None:
-    """Keep a row that already has a prompt as in docs/data.md, or only images; its turns may use other role names."""
+    """Keep a row that already has the columns of docs/data.md; only the role names of its turns may change."""
     if not has_prompt(row) and not any(name in row for name in ("file_name", *MEDIA)):
         return None
     for name in ("prompt", "completion", "chosen", "rejected"):
@@ -205,7 +205,7 @@ def turn_of(role: str, content: Plain) -> dict:
 
 
 def read_turns(raw_turns: Plain, name: str, dropped: Counter) -> list[dict]:
-    """Convert turns to messages with a role and content."""
+    """Convert the turns of a conversation to messages with `role` and `content`."""
     check_field(isinstance(raw_turns, list), f"column {name!r}", raw_turns, "a list of turns")
     turns = []
     for number, turn in enumerate(raw_turns):
@@ -236,7 +236,7 @@ def read_turns(raw_turns: Plain, name: str, dropped: Counter) -> list[dict]:
 
 
 def split_pair(row: Columns, turns: list[dict]) -> Columns:
-    """Put `messages` into the row, or a prompt and a pair of answers if another column has the rejected one."""
+    """Put a conversation into a row as `messages` or, if a column has a rejected answer, as a preference pair."""
     is_answered = turns[-1]["role"] == "assistant" if turns else False
     if not is_answered:
         return row.put(prompt=turns, **read_pair(row))
@@ -256,7 +256,7 @@ def read_pair(row: Columns) -> dict:
 
 
 def add_choices(row: Columns):
-    """Append the choices in `options`, `choices` or A, B, C (MMBench) to a question that does not list them."""
+    """Append answer choices (columns `options`, `choices`, or A, B, C of MMBench) to a question that lacks them."""
     letters = [letter for letter in LETTERS if letter in row] if {"A", "B"} <= {*row} else []
     name = next((name for name in ("options", "choices") if row.get(name)), None)
     choices: Plain = row[name] if name else [row[letter] for letter in letters]
@@ -343,7 +343,7 @@ def replace_texts(row: Columns, pattern: str | re.Pattern, change: Callable[[re.
 
 
 def fitting(row: dict, names: Iterable[str] = READERS) -> list[str]:
-    """Return the names of the readers that read a row; a reader that raises an error counts, too."""
+    """Return the names of the layouts that fit a row; a layout whose reader raises an error fits, too."""
     fits = [name for name in names if _fits(prepare(row, Counter()), READERS[name])]
     return [name for name in fits if name != "ours"] or fits
 

@@ -1,4 +1,4 @@
-"""Read the rows of any file or folder, one after the other."""
+"""Read rows of training data from CSV, JSON, parquet or Arrow files, or from folders of images."""
 
 import csv
 import json
@@ -13,7 +13,7 @@ from minivlmrl.json_files import parse_json
 IMAGE_NAME = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
 ROW_FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 WRITTEN = re.compile(r"rows_(converted|trl|ms-swift|verl)\.\w+")  # files that this command has written
-# columns of a CSV file whose cells can contain JSON
+# Columns of a CSV file whose cells may contain JSON
 JSON_COLUMNS = "messages", "prompt", "conversations", "history", "images", "videos", "objects", "reward_model", "tools"
 BOOL_OR_NUMBER = re.compile(r"(?i)true|false|-?\d*\.?\d+")
 Rows = Iterator[tuple[str, dict]]  # each row's place, such as "rows.csv:3", and its columns
@@ -37,7 +37,7 @@ def read_rows(path: Path) -> Rows:
 
 
 def _read_folder(folder: Path) -> Rows:
-    """Read a folder that save_to_disk wrote, that has files of rows, or that has one subfolder of images per class."""
+    """Read a folder written by save_to_disk, a folder with files of rows, or one with a folder of images per class."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
         raise ValueError(f"{folder} has the splits {', '.join(splits)}; convert one of them, {folder}/{splits[0]}")
@@ -60,7 +60,7 @@ def _read_folder(folder: Path) -> Rows:
 
 
 def _read_saved(folder: Path) -> Rows:
-    """Read the Arrow files that save_to_disk of the library datasets wrote."""
+    """Read the Arrow files that save_to_disk of Hugging Face datasets wrote."""
     with optional_dependency("parquet", f"{folder}: reading a folder of save_to_disk requires pyarrow"):
         import pyarrow as pa
     number = 0
@@ -95,7 +95,7 @@ def _read_cells(path: Path) -> Rows:
     """
     csv.field_size_limit(2**31 - 1)
     separator, word = ("\t", "tabs") if path.suffix == ".tsv" else (",", "commas")
-    # Errors are raised outside error_context, which would prefix them with the place of the last row.
+    # CSV errors are raised outside error_context, because error_context would name the previous row as their place.
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=separator, strict=True)
         names: list[str] = []
@@ -142,9 +142,9 @@ def _row_of_cells(names: list[str], cells: list[str], separator: str) -> dict:
 
 
 def _swallows_rows(cell: str, number: int, columns: int, separator: str) -> bool:
-    """Return True if a cell of several lines looks like rows that were read into it because a quote was not closed.
+    """Return True if a cell looks like several rows that were merged because a quote was not closed.
 
-    The lines of a sentence rarely have as many separators as a row, each without a space after it.
+    Each line of merged rows has as many separators as a row, while the lines of a sentence rarely have that many.
     """
     lines = cell.split("\n")
     counts = [len(re.findall(rf"{separator}(?=\S|$)", line.strip("\r"))) for line in lines]

@@ -1,4 +1,4 @@
-"""Write a row in the form of another project, with absolute paths, because projects resolve other paths differently."""
+"""Write a row in another project's layout, with absolute paths, because projects resolve relative paths differently."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from minivlmrl.data.rows import Row
 def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
     """Write a row for TRL: a prompt, its answers and `images`, or `messages` if a conversation has several answers.
 
-    With a column `completion`, TRL's loss would also train the turns between two answers.
+    If a column `completion` had several answers, TRL's loss would also train the user's turns between the answers.
     """
     row, media, others = read(columns, folder)
     prompt, answers = turns_of(row, media)
@@ -32,7 +32,7 @@ def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
 
 
 def plain(turn: dict) -> dict:
-    """Return a turn whose content is a list of parts without sources; the sources are in the column `images`."""
+    """Return a turn without the paths of its images, because TRL reads the paths from the column `images`."""
     parts = []
     for part in content_parts(turn):
         is_text = part_kind(part) == "text"
@@ -41,7 +41,7 @@ def plain(turn: dict) -> dict:
 
 
 def write_swift(columns: dict, folder: Path, dropped: Counter) -> dict:
-    """Write a row for ms-swift or LLaMA-Factory: messages with tags, images, and a rejected answer."""
+    """Write a row for ms-swift or LLaMA-Factory: messages with <image> tags, images, and a rejected answer."""
     row, media, others = read(columns, folder)
     prompt, answers = turns_of(row, media)
     first, *_ = [*answers.values(), []]
@@ -57,7 +57,7 @@ def write_swift(columns: dict, folder: Path, dropped: Counter) -> dict:
 
 
 def write_verl(columns: dict, folder: Path, dropped: Counter) -> dict:
-    """Write a row for verl: a prompt with tags and the truth in `reward_model`, or messages for SFT."""
+    """Write a row for verl: a prompt with <image> tags and the solution in `reward_model`, or messages for SFT."""
     row, media, others = read(columns, folder)
     prompt, answers = turns_of(row, media)
     solution = others.pop("solution", None)
@@ -68,7 +68,7 @@ def write_verl(columns: dict, folder: Path, dropped: Counter) -> dict:
     elif answers.keys() == {"completion"}:
         new = {"messages": [tagged(turn) for turn in [*prompt, *answers["completion"]]]}
     else:
-        raise ValueError("verl needs a solution or a completion; its trainers read no pairs")
+        raise ValueError("verl needs a solution or a completion, because verl's trainers read no preference pairs")
     new = others | new
     for kind in ("image", "video"):
         listed = sources(media, kind, folder, Counter())
@@ -86,14 +86,14 @@ WRITERS: dict[str, Callable[[dict, Path, Counter], dict]] = {
 
 
 def read(columns: dict, folder: Path) -> tuple[Row, list[Media], dict[str, Plain]]:
-    """Read a row as a run does; return also the columns that are neither texts nor images."""
+    """Read a row as training does; also return the columns that are neither texts nor images."""
     row, media = read_row(columns, ("problem",), RowOptions(), folder, columns)
     placed = {*PROMPTS, *ANSWERS, *MEDIA, "system"}
     return row, media, {name: value for name, value in columns.items() if name not in placed}
 
 
 def turns_of(row: Row, media: list[Media]) -> tuple[list[dict], dict[str, list[dict]]]:
-    """Return the turns of the prompt and of each answer; the media of the answers are appended to `media`."""
+    """Return the turns of the prompt and of each answer, and append the images of the answers to `media`."""
     answers = {}
     for name in ("chosen", "rejected") if row.chosen else ("completion",):
         if answer := getattr(row, name):
@@ -102,23 +102,23 @@ def turns_of(row: Row, media: list[Media]) -> tuple[list[dict], dict[str, list[d
             if name != "rejected":
                 media += shown
             elif shown != media[len(media) - len(shown) :]:
-                raise ValueError("the chosen and the rejected answer show different images, which has no other form")
+                raise ValueError("the chosen and the rejected answer must show the same images in other layouts")
     return row.messages, answers
 
 
 def tagged(turn: dict) -> dict:
-    """Return a turn whose content is a text with the tags <image> and <video>."""
+    """Return a turn as text, in which the tags <image> and <video> mark the places of images and videos."""
     texts = []
     for part in content_parts(turn):
         is_text = part_kind(part) == "text"
         if is_text and ("<image>" in part["text"] or "<video>" in part["text"]):
-            raise ValueError(f"the text {part['text']!r:.60} has a tag that is no image, and would become one")
+            raise ValueError(f"the text {part['text']!r:.60} has an <image> or <video> tag that would become an image")
         texts.append(part["text"] if is_text else f"<{part_kind(part)}>")
     return turn | {"content": "".join(texts)}
 
 
 def sources(media: list[Media], kind: str, folder: Path, dropped: Counter) -> list:
-    """Return a list with the absolute paths of images or videos, in which the options of an image have no place."""
+    """Return the absolute paths of the images or videos of a row, and count their options, which are dropped."""
     listed = []
     for item in media:
         if item.kind == kind:
@@ -130,7 +130,7 @@ def sources(media: list[Media], kind: str, folder: Path, dropped: Counter) -> li
 
 
 def source_of(source: str | bytes, folder: Path) -> str | dict:
-    """Return an absolute path, a URI, or bytes in the form of the library datasets."""
+    """Return the source of an image as an absolute path, as a URI, or as bytes like Hugging Face datasets."""
     if isinstance(source, bytes):
         return {"bytes": source, "path": None}
     if source.startswith("data:;"):  # base64 without a header

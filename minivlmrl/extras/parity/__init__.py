@@ -1,13 +1,13 @@
-"""Is your loss right? Is a step of your trainer right? Both are computed again, and differences get names.
+"""Is your loss right? Is a step of your trainer right? This subpackage recomputes losses and steps, and names mistakes.
 
-Two checks share the table of names in names.py:
+Both checks use the known mistakes in names.py:
 
 | you have | call | in a shell |
 |---|---|---|
 | a loss function | `check(my_loss)` | `python -m minivlmrl parity my_loss.py:my_loss` |
 | a recorded step of any trainer | `assert_step(folder)` | `python -m minivlmrl parity FOLDER` |
 
-docs/numerical_parity.md explains both checks.
+docs/numerical_parity.md explains how to check a loss function and a recorded step.
 """
 
 from minivlmrl.extras.parity.assertions import (

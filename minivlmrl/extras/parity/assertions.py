@@ -1,4 +1,4 @@
-"""Assertions for your own trainer's tests. Tensors may be torch tensors or numpy arrays."""
+"""Assertions for the tests of your own trainer. Tensors may be torch tensors or NumPy arrays."""
 
 import torch
 
@@ -7,7 +7,7 @@ from minivlmrl.extras.parity.search import gaps
 
 
 def assert_step(folder):
-    """Assert that all stages in a dumped step agree with the audit's recomputation.
+    """Assert that the loss, gradients and other numbers of a recorded step equal the recomputed ones.
 
     Raises ValueError if the folder does not contain a step, or if nothing could be compared.
     """
@@ -31,14 +31,14 @@ def assert_split_invariant(
     assert rows > 1, f"rows is {rows}, but at least 2 rows are needed to compare different splits"
 
     def split(parts: int) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
-        """Split the rows into parts, where part i gets rows i, i + parts, ..., and compute the gradients."""
+        """Give part i the rows i, i + parts, i + 2 * parts, ..., and compute the gradients of the whole step."""
         indices = [list(range(part, rows, parts)) for part in range(parts)]
         return indices, {name: torch.as_tensor(x).double() for name, x in gradients(indices).items()}
 
     _, whole_gradients = split(1)
     unit = max(gaps(x, 0.0, 1.0).max() for x in whole_gradients.values())
     assert unit > 0, "all gradients are zero, so nothing was compared; use rows with a nonzero loss"
-    # with rows - 1 parts, one part has two rows and all others have one
+    # With rows - 1 parts, one part has two rows and each other part has one row.
     for size in sizes or (2, rows - 1, rows):
         parts, split_gradients = split(size)
         names = sorted(whole_gradients.keys() ^ split_gradients.keys())
@@ -57,13 +57,13 @@ def assert_split_invariant(
 def assert_rank_invariant(gradients, rows: int, ranks=(2, 4), tolerance: float = 1e-6):
     """Assert that the gradient summed over ranks equals a single rank's gradient.
 
-    See assert_split_invariant for the arguments; here each list has the row indices of one rank.
+    The arguments are those of assert_split_invariant; each list of row indices belongs to one rank.
     """
     assert_split_invariant(gradients, rows, tolerance, ranks, "ranks")
 
 
 def assert_same_logps(sampler, trainer, mask=1, tolerance: float = 1e-3):
-    """Assert that log-probabilities (n, T) in nats agree within `tolerance` where mask is 1."""
+    """Assert that the log-probabilities (n, T) of sampler and trainer agree within `tolerance` nats where mask is 1."""
     a = torch.as_tensor(sampler).double()
     b = torch.as_tensor(trainer).double()
     is_counted = torch.as_tensor(mask) > 0

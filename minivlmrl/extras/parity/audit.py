@@ -1,6 +1,6 @@
-"""Recompute a recorded optimizer step, and report its differences with their causes.
+"""Recompute an optimizer step that a trainer has recorded, and name the bugs that explain differences.
 
-Each stage is recomputed from the trainer's own inputs to that stage, so one mistake is reported only once.
+Each stage, such as the loss, is recomputed from the trainer's own inputs, so that a mistake is reported only once.
 """
 
 import math
@@ -37,13 +37,13 @@ SECONDS = 30.0  # time after which the search for a stage's causes ends in comma
 
 @dataclass
 class Finding:
-    """A compared stage, which agrees if its error is at most TOLERANCE."""
+    """The comparison of one stage of a step, such as the loss, with the recomputed values."""
 
     stage: str
     error: float
     numbers: int
     where: Sequence[str] = ()  # text lines: how many numbers differ, then examples
-    # causes with the fewest parts that explain the stage; empty if no known cause explains it
+    # The simplest known bugs that explain the difference; empty if no known bug explains it
     explained: Sequence[Cause] = ()
     again: bool = False  # whether an earlier stage has reported the same cause already
     groups: int = 0  # how many independent groups differ, see count_groups
@@ -54,7 +54,7 @@ class Finding:
         return self.error <= TOLERANCE
 
     def doubts(self) -> list[str]:
-        """Return sentences about why the explanations, or their absence, may be wrong."""
+        """Return sentences that say why the bugs named for a difference may not be its true cause."""
         if self.ok or self.again:
             return []
         unit = GROUPS.get(self.stage, "number")
@@ -71,9 +71,9 @@ class Finding:
 
 
 def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
-    """Compare every stage for which the dump has the needed tensors and fields.
+    """Recompute and compare every stage (advantages, loss, ...) for which the recorded step has the needed tensors.
 
-    seconds: time after which the search for a stage's causes ends.
+    The search for the bug behind a difference ends after `seconds`.
 
     Raises ValueError if a stage cannot be recomputed because a tensor or field has a wrong type or shape.
     """
@@ -105,12 +105,12 @@ def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
 
 
 def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], seconds: float = math.inf):
-    """Find causes for a stage that differs, and record them for the later stages."""
+    """Find known bugs that explain the difference of a stage, and apply these bugs to later stages."""
     of_one_forward = finding.stage == "entropies" and "logps" in differing
     names = names_of(finding.stage, d)
     for earlier in differing.values():
-        # A cause that explains both stages is accepted as the mistake. Log-probabilities and entropies come from the
-        # same forward, so for these two stages no other cause is accepted.
+        # A bug that also explains an earlier stage is the likeliest one. Log-probabilities and entropies come from the
+        # same forward pass, so only a bug that explains both of them is accepted.
         both = {}
         for cause in earlier.explained:
             if names & cause.of.stage_names():
@@ -126,7 +126,7 @@ def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], se
         finding.again = True  # the mask depends on the token ids, which differ already
         finding.explained = differing["tokens"].explained
     change = finding.explained[0].change if finding.explained else None
-    # the stage `gradients` repeats a deviation that was found in the forward
+    # The gradients are later recomputed with the bug that was found in the forward pass.
     if finding.stage == "logps" or of_one_forward:
         d.forward = d.entropy_forward = change or None
     elif finding.stage == "entropies":
@@ -137,7 +137,7 @@ def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], se
 
 
 def unseen(name: str, d: Dump) -> Iterator[tuple[str, bool]]:
-    """Yield (topic, whether the cause changes no number) for each cause with a topic that concerns the whole step."""
+    """Yield for each known bug its topic, such as clipping, and whether the bug would change no number of the step."""
     answer = computed(name, d, {})
     for cause in possible_causes(name, d):
         shows = cause.of.about and not (cause.is_limited or cause.is_fitted)
@@ -148,7 +148,7 @@ def unseen(name: str, d: Dump) -> Iterator[tuple[str, bool]]:
 
 
 def where(answer: dict) -> list[str]:
-    """Describe which numbers differ: counts for each tensor, then up to 4 examples for up to 3 tensors."""
+    """Describe which of the trainer's numbers differ: a count for each tensor, then up to 4 examples for 3 tensors."""
     wrong_counts = []
     lines = []
     for name, (theirs, ours, unit) in answer.items():
@@ -167,14 +167,14 @@ def where(answer: dict) -> list[str]:
 
 
 def report(findings: list[Finding], d: Dump) -> str:
-    """Return the text that `python -m minivlmrl parity` prints."""
+    """Return the text that `python -m minivlmrl parity` prints about a recorded step."""
     lines = []
     topics = defaultdict(list)
     for finding in findings:
         lines += finding_lines(finding)
         if finding.ok and finding.stage not in THROUGH_A_MODEL:
             d.deadline = time.thread_time() + SECONDS
-            # when the time is over, the topics that were found until then are reported
+            # After the time limit, only the topics of the bugs that were tried until then are reported.
             with suppress(SearchEndedError):
                 for about, is_unseen in unseen(finding.stage, d):
                     topics[about].append(is_unseen)
@@ -188,7 +188,7 @@ def report(findings: list[Finding], d: Dump) -> str:
 
 
 def notes(d: Dump) -> list[str]:
-    """Return sentences about the limits of an agreement."""
+    """Return warnings about sampling filters and autocast, which limit what an agreement proves."""
     filters = [f"{name} = {d.about[name]}" for name, off in step_format.FILTERS.items() if d.about.get(name) not in off]
     result = []
     if filters:
@@ -206,7 +206,7 @@ def notes(d: Dump) -> list[str]:
 
 
 def finding_lines(finding: Finding) -> list[str]:
-    """Return a stage's report lines: whether the stage agrees, and up to 4 explanations."""
+    """Return the report about one stage: whether its numbers agree, and up to 4 bugs that explain a difference."""
     word = "agrees" if finding.ok else "DIFFERS"
     numbers = f"{finding.numbers:9} numbers, error {finding.error:.0e}"
     line = f"{finding.stage:20} {word:8}{numbers}  {'; '.join(finding.where[:1])}"
@@ -227,13 +227,12 @@ def finding_lines(finding: Finding) -> list[str]:
 
 
 def not_in_step(findings: list[Finding]) -> list[str]:
-    """List the stages that were not compared."""
     compared = {finding.stage for finding in findings}
     return [name for name in STAGES if name not in compared]
 
 
 def checked(folder, seconds: float = math.inf) -> tuple[list[Finding], Dump]:
-    """Read and audit a step's folder, see `audit`.
+    """Read a recorded step from a folder, and compare its numbers with recomputed ones.
 
     Raises ValueError if the folder does not contain a valid step, or if no number can be compared.
     """
@@ -251,7 +250,7 @@ def checked(folder, seconds: float = math.inf) -> tuple[list[Finding], Dump]:
 
 
 def as_json(findings: list[Finding], d: Dump) -> dict:
-    """Return the findings as a JSON object with schema 1. Later versions may only add fields."""
+    """Return the comparison of the loss and all other stages as a JSON object; later versions may only add fields."""
     stages = []
     for finding in findings:
         stage = {name: getattr(finding, name) for name in ("stage", "numbers", "again", "where")}

@@ -1,8 +1,8 @@
 """Apply hypothetical bugs to the definition of a training step.
 
 A bug replaces a quantity by a formula, or by values from other rows, tokens or images. For example, each row may take
-the value that belongs to "the next row in its group". A formula may also be limited to a part, such as "the first
-turn".
+the advantage of the next row in its group. A bug may also affect only a part of the step, such as the first turn of a
+conversation.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from minivlmrl.extras.parity.names import SCOPES
 
 
 class Values:
-    """The values that a formula may use: given values, then the attributes of `place`, then the values of the step."""
+    """The argument of a bug's formula, whose attributes include the tensors and options of the recorded step."""
 
     def __init__(self, step, place=None, **values):
         self.__dict__.update(values)
@@ -28,14 +28,14 @@ class Values:
 
 
 class Change(dict):
-    """A deviation from the step's definition: {quantity: its replacement}."""
+    """A hypothetical bug in a training step: {name of a quantity: what replaces this quantity}."""
 
     def __init__(self, d, values: dict):
         super().__init__(values)
         self.d = d
 
     def __call__(self, name: str, x, place=None, **values):
-        """Return the quantity x, or its replacement if this deviation has one under `name`.
+        """Return the quantity x, or its replacement if the hypothetical bug changes the quantity `name`.
 
         A replacement is one of:
             - a value;
@@ -58,7 +58,7 @@ class Change(dict):
         return deviation(Values(self.d, place, x=x, c=self.get("c", 1.0), **values))
 
     def inside(self, use: str) -> "Change":
-        """Return the deviation for one use, such as "the baseline", or an empty one if it is limited to another use."""
+        """Return the part of the bug that affects one use of a quantity, such as "the baseline"."""
         other_uses = {*self.get("inside", ())} - {use}
         for _, uses, _ in SCOPES:
             if use in uses and not other_uses.isdisjoint(uses):
@@ -67,7 +67,7 @@ class Change(dict):
 
 
 def edited(step, x: list, flags: list, region: list, change: Callable) -> tuple[list, list]:
-    """Apply a formula to each run of items in the region that have equal flags; return items and flags."""
+    """Apply a bug's formula to runs of sampled tokens or of tool tokens, for example to the first turn."""
     new_items, new_flags = [], []
     triples = zip(flags, region, x, strict=True)
     for (flag, inside), run in groupby(triples, key=lambda triple: triple[:2]):
@@ -80,7 +80,7 @@ def edited(step, x: list, flags: list, region: list, change: Callable) -> tuple[
 
 
 def composed(first: dict, then: dict) -> dict | None:
-    """Combine two deviations, the second one after the first; None if both replace a quantity by a value."""
+    """Combine two hypothetical bugs, the second applied after the first; return None if this is impossible."""
     if not first or not then:
         return first or then
     if "inside" in first or "inside" in then:
@@ -96,7 +96,7 @@ def composed(first: dict, then: dict) -> dict | None:
 
 
 def numbered(change: dict) -> dict:
-    """Return a deviation whose formulas contain their fitted number."""
+    """Set the constant c in a bug's formulas, as in "the ratio is at most c", to the fitted number."""
     if "c" not in change:
         return dict(change)
     return {name: with_c(x, change["c"]) for name, x in change.items() if name != "c"}

@@ -17,16 +17,16 @@ from minivlmrl.extras.parity.loss import judge
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check the target given on the command line, print the report, and return the exit status."""
+    """Check the loss or step that the command line names, print a report, and return the exit status."""
     says = "Check a loss function against TRL's recorded numbers, or recompute a recorded step of any trainer."
     p = argparse.ArgumentParser("python -m minivlmrl parity", description=says)
     p.add_argument(
         "target", nargs="?", help="FILE.py:FUNCTION of a loss, or a folder with step.json and step.safetensors"
     )
-    p.add_argument("--only", nargs="*", default=[], metavar="NAME=VALUE", help="options that a loss's cases must have")
+    p.add_argument("--only", nargs="*", default=[], metavar="NAME=VALUE", help="options of a loss's test cases")
     p.add_argument("--json", action="store_true", help="print the report about a step as one JSON object")
-    p.add_argument("--seconds", type=float, help=f"time for a search (default: 5 for a loss, {SECONDS:g} for a step)")
-    p.add_argument("--project", choices=PROJECTS, help="check the losses of this project instead of a target")
+    p.add_argument("--seconds", type=float, help=f"time limit (default: 5 for a loss, {SECONDS:g} for a step)")
+    p.add_argument("--project", choices=PROJECTS, help="check the losses of a public project instead of yours")
     p.add_argument("--path", help="the project's folder: a clone, or a wheel that was unpacked or installed")
     options = p.parse_args(arguments)
     if bool(options.target) == bool(options.project) or bool(options.project) != bool(options.path):

@@ -1,7 +1,7 @@
-"""Call the losses of public projects with our recorded cases; docs/losses_of_the_field.md has the results.
+"""Compare the losses of public projects with losses of TRL; docs/losses_of_the_field.md has the results.
 
 Functions are read from a project's source files, so that neither the project's package nor its dependencies need to be
-installed. A project's adapter only passes tensors and settings to these functions by name.
+installed. An adapter for each project passes tensors and settings to the project's loss functions.
 """
 
 import __future__
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from minivlmrl.extras.parity.loss import Verdict, judge
 
 GRPO = {"loss_type": "grpo", "importance_sampling_level": "token", "beta": 0.0, "whole_step": True}
-# options of the recorded cases for each column of the table
+# Losses in the table of docs/losses_of_the_field.md, and the options that select their recorded cases
 LOSSES = {
     "GRPO": GRPO,
     "GRPO, k3": GRPO | {"beta": 0.1, "use_bias_correction_kl": False},
@@ -39,7 +39,7 @@ LOSSES = {
 
 
 class Settings(SimpleNamespace):
-    """Attributes in the place of a project's config or trainer; also an empty base class for its classes."""
+    """A stand-in for the config, the trainer or the base class that a project's loss code expects."""
 
     def __init_subclass__(cls, **_):
         pass
@@ -50,10 +50,10 @@ class Settings(SimpleNamespace):
 
 @dataclass
 class Project:
-    """A project with losses: the files that contain the losses, and the adapters that call them.
+    """A public project: the files that contain its losses, and the adapters that call these losses.
 
-    Adapters get `theirs` (the functions read from `files`), a batch with logps, old, ref and mask, (B, T) or for
-    preferences (B, 2, T), and advantages (B, T), and the options of the case, see `check` in loss.py.
+    An adapter gets `theirs`, the functions read from `files`; a batch with logps, old, ref and mask, (B, T), or
+    (B, 2, T) for preferences, and advantages (B, T); and the options of the loss, which loss.py lists.
     """
 
     source: str  # package on PyPI or repository
@@ -64,7 +64,7 @@ class Project:
     others: dict = field(default_factory=dict)  # further global names that the functions need
 
     def functions(self) -> list[tuple[str, list[str]]]:
-        """Return each file with the names that are read from it."""
+        """Return (file, names of the functions to read from the file) for each file of the project."""
         parts = [text.partition(": ") for text in self.files.split("; ")]
         return [(file, names.split()) for file, _, names in parts]
 
@@ -100,7 +100,7 @@ def definitions(body: list[ast.stmt]) -> dict[str, ast.FunctionDef | ast.ClassDe
 
 
 def judge_project(name: str, folder: str | Path, seconds: float = 5.0) -> dict[str, Verdict]:
-    """Compare all losses of a project with the recorded cases; see `judge`.
+    """Compare all losses of a public project with values and gradients recorded from TRL.
 
     Args:
         name: key of PROJECTS.
@@ -117,7 +117,7 @@ def judge_project(name: str, folder: str | Path, seconds: float = 5.0) -> dict[s
 
 
 def as_loss(adapter: Callable, theirs: SimpleNamespace) -> Callable:
-    """Return a function that calls an adapter, with the signature that `check` expects of a loss."""
+    """Wrap a project's adapter as a function loss(batch, options), like a user's own loss."""
 
     def loss(batch, options):
         b = SimpleNamespace(logps=batch["per_token_logps"], mask=batch["mask"])
@@ -130,7 +130,7 @@ def as_loss(adapter: Callable, theirs: SimpleNamespace) -> Callable:
 
 
 def section(name: str, verdicts: dict[str, Verdict]) -> str:
-    """Return a project's section of the page: where its losses are, and a table with each loss and its findings."""
+    """Return the Markdown section about a project: its files, and a table with the result for each loss."""
     project = PROJECTS[name]
     adapters = ", ".join(f"`{adapter.__name__}`" for adapter in project.adapters)
     files = "; ".join(f"`{'`, `'.join(names)}` from {file}" for file, names in project.functions())
@@ -154,7 +154,7 @@ def sums(b: SimpleNamespace) -> list[torch.Tensor]:
 
 
 def verl(theirs, b, o):
-    """verl's policy losses with its default dual clip of 3."""
+    """Call verl's policy losses with verl's default dual clip of 3."""
     averages = {"dr_grpo": "seq-mean-token-sum-norm", "dapo": "token-mean", "cispo": "token-mean"}
     mode = averages.get(o.loss_type, "seq-mean-token-mean")
     batch = {"batch_num_tokens": o.tokens, "global_batch_size": len(b.mask)}
@@ -171,7 +171,7 @@ def verl(theirs, b, o):
 
 
 def easyr1(theirs, b, o):
-    """EasyR1's policy losses with its default dual clip of 3."""
+    """Call EasyR1's policy losses with EasyR1's default dual clip of 3."""
     mode = "token" if o.loss_type in ("dapo", "cispo") else "seq"
     name = "gspo" if is_sequence(o) else o.loss_type if o.loss_type in ("cispo", "sapo") else "default"
     bounds = (o.epsilon_low, o.epsilon_high, 3.0, 1.0, 1.05)
@@ -182,7 +182,7 @@ def easyr1(theirs, b, o):
 
 
 def openrlhf(theirs, b, o):
-    """OpenRLHF's PolicyLoss, and its KL in the loss (--use_kl_loss, k3)."""
+    """Call OpenRLHF's PolicyLoss, and add the KL estimate k3 as OpenRLHF's --use_kl_loss does."""
     is_token = o.loss_type == "dapo"
     policy_loss = theirs.PolicyLoss(
         o.epsilon_low, o.epsilon_high, token_level_loss=is_token, policy_loss_type="gspo" if is_sequence(o) else "ppo"
@@ -204,7 +204,7 @@ def openrlhf_dpo(theirs, b, o):
 
 
 def rlhf_book(theirs, b, o):
-    """The policy losses of rlhf-book, with the option kl3 if a case has a KL."""
+    """Call the policy losses of rlhf-book with the KL estimator kl3."""
     name = "GSPO" if is_sequence(o) else o.loss_type.upper()
     settings = {"clip_eps_lo": o.epsilon_low, "clip_eps_hi": o.epsilon_high, "beta": o.beta, "kl_estimator": "kl3"}
     loss = getattr(theirs, f"{name}Loss")(**settings, sapo_temp_pos=1.0, sapo_temp_neg=1.05)
@@ -218,7 +218,7 @@ def rlhf_book_dpo(theirs, b, o):
 
 
 def slime(theirs, b, o):
-    """slime's per-token losses, which are averaged here, because slime sums over packed samples."""
+    """Call slime's per-token losses, and average them here, because slime only sums over packed samples."""
     bounds = (o.epsilon_low, o.epsilon_high)
     if o.loss_type == "cispo":
         loss = theirs.compute_cispo_loss(b.old - b.logps, b.logps, b.advantages, *bounds)[0]
@@ -232,7 +232,7 @@ def slime(theirs, b, o):
 
 
 def areal(theirs, b, o):
-    """AReaL's policy losses, which are divided by the number of tokens."""
+    """Call AReaL's policy losses, which divide by the number of tokens."""
     mask = b.mask.bool()
     if o.loss_type == "sapo":
         return theirs.sapo_loss_fn(b.logps, b.old, b.advantages, 1.0, 1.05, mask)[0]
@@ -243,7 +243,7 @@ def areal(theirs, b, o):
 
 
 def areal_dpo(theirs, b, o):
-    """AReaL's preference losses of packed rows, in which each place has the log-probability of the next token."""
+    """Call AReaL's preference losses on packed rows, where each position has the next token's log-probability."""
     rows = b.mask.flatten(0, 1)
     logps, ref = (F.pad(x.flatten(0, 1), (0, 1)).flatten() for x in (b.logps, b.ref))
     starts = torch.arange(len(rows) + 1) * (rows.shape[1] + 1)
@@ -255,7 +255,7 @@ def areal_dpo(theirs, b, o):
 
 
 def skyrl(theirs, b, o):
-    """SkyRL's policy losses, with advantages divided as its loss_reduction says, and the KL of SkyRL's worker."""
+    """Call SkyRL's policy losses with advantages scaled by SkyRL's loss_reduction, and add SkyRL's KL."""
     averages = {"dapo": "token_mean", "cispo": "token_mean", "dr_grpo": "seq_mean_token_sum_norm"}
     average = averages.get(o.loss_type, "sequence_mean")
     bounds = {"eps_clip_low": o.epsilon_low, "eps_clip_high": o.epsilon_high}
@@ -284,7 +284,7 @@ def unsloth(theirs, b, o):
 
 
 def open_instruct(theirs, b, o):
-    """open-instruct's per-token loss with KL estimate 2, averaged as in grpo_fast.py."""
+    """Call open-instruct's per-token loss with KL estimate 2, and average it over all tokens of the step."""
     bounds = {"clip_lower": o.epsilon_low, "clip_higher": o.epsilon_high}
     config = Settings(loss_fn=theirs.GRPOLossType[o.loss_type], kl_estimator=2, **bounds)
     ratio, ref = (b.logps - b.old).exp(), b.ref if o.beta else None
@@ -297,7 +297,7 @@ def open_instruct_dpo(theirs, b, o):
 
 
 def nemo_rl(theirs, b, o):
-    """NeMo-RL's ClippedPGLossFn; the KL is weighted with the ratio by use_on_policy_kl_approximation."""
+    """Call NeMo-RL's ClippedPGLossFn, whose use_on_policy_kl_approximation weights the KL with the ratio."""
     config = theirs.ClippedPGLossConfig(
         token_level_loss=o.loss_type in ("dapo", "cispo"), sequence_level_importance_ratios=is_sequence(o),
         ratio_clip_min=o.epsilon_low, ratio_clip_max=o.epsilon_high, reference_policy_kl_penalty=o.beta,
@@ -318,7 +318,7 @@ def nemo_rl_dpo(theirs, b, o):
 
 
 def vlm_r1(theirs, b, o):
-    """VLM-R1's compute_loss, with num_iterations above 1 so that the old policy is not the policy."""
+    """Call VLM-R1's compute_loss with num_iterations=2, so that the old log-probabilities are used."""
     prompt = torch.zeros(len(b.mask), 1)
     inputs = {"prompt_ids": prompt, "prompt_mask": prompt, "completion_ids": b.mask, "completion_mask": b.mask}
     inputs |= {"multimodal_inputs": {}, "advantages": b.advantages[:, 0], "old_per_token_logps": b.old}
@@ -332,7 +332,7 @@ def vlm_r1(theirs, b, o):
 
 
 def ms_swift(theirs, b, o):
-    """ms-swift's _compute_loss_and_metrics in evaluation mode, because in training it undoes gradient accumulation."""
+    """Call ms-swift's loss in evaluation mode, because in training mode it undoes gradient accumulation."""
     off = ("compute_entropy", "overlong_filter", "kl_in_reward", "log_rollout_offpolicy_metrics", "_has_teacher")
     unset = ("rollout_importance_sampling_mode", "off_policy_sequence_mask_delta", "chord_sft_iterator")
     trainer = Settings(
@@ -351,7 +351,7 @@ def ms_swift(theirs, b, o):
 
 
 def prime_rl_sft(theirs, b, o):
-    """prime-rl's cross entropy of each row, divided by the number of tokens as in its trainer."""
+    """Call prime-rl's cross entropy for each row, and divide by all tokens as prime-rl's trainer does."""
     rows = zip(b.logps, b.mask.bool(), strict=True)
     losses = [
         theirs.ce_loss_fn(Settings(trainer_logprobs=x, loss_mask=mask, loss_weights=None)).loss for x, mask in rows

@@ -1,4 +1,4 @@
-"""Functions that the formulas in names.py and units.py call, and the distance of two tensors."""
+"""Tensor functions for the formulas of known bugs, and the distance between two tensors."""
 
 import math
 
@@ -8,10 +8,10 @@ from torch.nn.utils import get_total_norm
 
 
 def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round x to a dtype, but return the trainer's value `theirs` where it is as close.
+    """Round x to a dtype, but keep the trainer's value `theirs` where it is as close to x.
 
-    Because x may lie halfway between two numbers that the dtype can represent, `theirs` counts as close up to 0.501
-    rounding units away from x.
+    A number halfway between two representable numbers has two right roundings, so the trainer's value may be up to
+    0.501 rounding units away from x.
     """
     unit = torch.finfo(dtype).eps * x.abs()
     is_rounded = theirs == theirs.to(dtype)
@@ -19,11 +19,11 @@ def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def in_half(x: Tensor, theirs: Tensor, exact: Tensor) -> Tensor:
-    """Return `theirs` if 16-bit arithmetic explains the differences between `theirs` and `exact`, else x.
+    """Return the trainer's values `theirs` if 16-bit rounding explains how they differ from `exact`, else return x.
 
-    Two programs in 16 bits do not agree to the last digit, but they round the same weights. So the rounding errors in
-    x, which was computed in 16 bits, must be as large as the trainer's differences, and correlated with them. The test
-    needs at least 16 log-probabilities, in nats.
+    Two programs in 16 bits do not agree to the last digit, but they round the same weights. Rounding is accepted as the
+    explanation if the errors of our own 16-bit values x are as large as the trainer's errors, and correlated with these
+    errors. Fewer than 16 wrong log-probabilities, in nats, are too few to recognize 16-bit rounding.
     """
     errors = (x - exact)[theirs != exact]
     differences = (theirs - exact)[theirs != exact]
@@ -36,7 +36,7 @@ def in_half(x: Tensor, theirs: Tensor, exact: Tensor) -> Tensor:
 
 
 def clipped(gradients: dict[str, Tensor], max_norm: float | None, norm: float | None = None) -> dict[str, Tensor]:
-    """Scale gradients so that their total norm, or `norm`, is at most max_norm, like torch's clip_grad_norm_."""
+    """Scale gradients like torch's clip_grad_norm_, but with `norm`, if it is given, as their total norm."""
     if norm is None:
         norm = get_total_norm(gradients.values()).item()
     share = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
@@ -44,7 +44,7 @@ def clipped(gradients: dict[str, Tensor], max_norm: float | None, norm: float | 
 
 
 def total_by(x: Tensor, span: Tensor) -> Tensor:
-    """Sum x over each span's tokens, and return the sum at every token, shaped like x."""
+    """Replace each value in x by the sum of x over all tokens with the same number in `span`, shaped like x."""
     totals = x.new_zeros(int(span.max()) + 1)
     return totals.index_add(0, span.flatten(), x.flatten())[span]
 

@@ -1,4 +1,4 @@
-"""Check that a trainer's log-probabilities depend on the images in their row."""
+"""Check that a trainer's log-probabilities depend on the images of the same row."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ def check_images(
     """Check that a trainer uses the right images, in the right order, for its log-probabilities.
 
     Each image in turn is replaced by its negative, which must change the log-probabilities of later tokens and of no
-    earlier token. Rows that differ in one image must have the same log-probabilities in a batch as alone.
+    earlier token. Each row must have the same log-probabilities in a batch of different rows as alone.
 
     Args:
         my_logps: function (input_ids (B, L), pixel_values (B * P, D), image_grid_thw (B * N, 3)) -> (B, T),

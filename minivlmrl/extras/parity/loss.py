@@ -1,4 +1,4 @@
-"""Check your own loss against values and gradients recorded from TRL 1.16, without TRL.
+"""Check your own loss against values and gradients recorded from TRL 1.16, without installing TRL.
 
 `check` compares a loss with the recorded cases, and names the mistakes or designs that explain a difference, see
 docs/numerical_parity.md. In a clone, `pytest tests/parity` compares all losses and options in minivlmrl with the
@@ -18,12 +18,12 @@ from minivlmrl.extras.parity.formulas import distance
 from minivlmrl.extras.parity.loss_search import as_step, find_names
 
 SHOWN = 4  # differing cases that are printed
-# losses.safetensors has values and gradients of TRL 1.16; `git show 5fcd12c7:tests/record/record_losses.py` wrote it
+# losses.safetensors has losses and gradients of TRL 1.16; `git show 5fcd12c7:tests/record/record_losses.py` wrote it.
 FIXTURES = Path(__file__).parent / "fixtures"
 
 
 def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float = 5.0, **only) -> int:
-    """Compare a loss with values and gradients recorded from TRL; return the number of cases.
+    """Compare a loss with values and gradients recorded from TRL, and return the number of test cases.
 
     `my_loss` gets a batch of B completions or pairs with T tokens, as a dict of float64 tensors:
 
@@ -65,9 +65,9 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
 
 @dataclass
 class Verdict:
-    """What `judge` has found.
+    """The result of comparing a loss with TRL's.
 
-    A finding is a "mistake", or a "design": a choice that some project makes on purpose.
+    A difference is explained by a "mistake", or by a "design", which some project chose on purpose.
     """
 
     cases: int
@@ -86,7 +86,7 @@ class Verdict:
 
 
 def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float = 5.0, **only) -> Verdict:
-    """Compare a loss with TRL's, and name the mistakes or designs that explain its differences; see `check`."""
+    """Compare a loss with losses recorded from TRL, and name the mistakes or designs that explain differences."""
     results = []  # (case, options, comparison)
     steps = []
     for case, options, batch, value, slope in cases(kind=kind, **only):
@@ -121,7 +121,7 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
 
 
 def shared(differing: list[dict], agreeing: list[dict]) -> str:
-    """Describe an option that all differing cases and no agreeing case have."""
+    """Describe an option value that all test cases with a wrong loss share, and no other test case has."""
     for name in differing[0] if differing and agreeing else ():
         values = [options.get(name) for options in differing]
         if all(x == values[0] for x in values) and all(options.get(name) != values[0] for options in agreeing):
@@ -131,7 +131,7 @@ def shared(differing: list[dict], agreeing: list[dict]) -> str:
 
 @dataclass
 class Comparison:
-    """A loss and its gradient, with the largest differences from TRL's values, relative as in `distance`."""
+    """A loss and its gradient, with their largest relative differences from TRL's recorded values."""
 
     loss: Tensor
     gradient: Tensor
@@ -149,7 +149,7 @@ class Comparison:
 
 
 def compare(my_loss, options: dict, batch: dict, value: Tensor, gradient: Tensor) -> Comparison:
-    """Compute a loss and its gradient for a recorded case, and compare them with TRL's.
+    """Compute the user's loss and its gradient for a recorded batch, and compare both with TRL's.
 
     Raises:
         ValueError: `my_loss` does not return a scalar tensor.
@@ -158,14 +158,14 @@ def compare(my_loss, options: dict, batch: dict, value: Tensor, gradient: Tensor
     loss = my_loss(batch, options)
     if not isinstance(loss, Tensor) or loss.dim():
         raise ValueError(f"my_loss returned {loss!r:.60}, but it must return a tensor of shape ()")
-    # 0 * sum is added, so that a detached loss's gradient is 0 instead of an error
+    # 0 * sum is added to the loss, so that the gradient of a detached loss is 0 instead of an error.
     [ours] = torch.autograd.grad(loss + 0 * logps.sum(), logps)
     loss = loss.detach()
     return Comparison(loss, ours, (loss - value).item(), distance(loss, value), distance(ours, gradient))
 
 
 def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor]]:
-    """Yield (name, options, batch, value, gradient) for each recorded case with these options.
+    """Yield (name, options, batch, loss, gradient) for each loss that was recorded from TRL with the given options.
 
     Raises:
         ValueError: no case has these options; the message lists the recorded values.
@@ -196,8 +196,8 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
 
 
 def has(options: dict, only: dict) -> bool:
-    """Return True if a case has all options in `only`; cases with TRL's dual clip need the option delta in `only`."""
+    """Return True if a recorded case has all options in `only`; cases with dual clipping also need delta in `only`."""
     if "delta" in options and "delta" not in only:
         return False
-    # the loss_type of a dpo case is a list with one name
+    # The loss_type of a recorded DPO case is a list with one name.
     return all(key in options and options[key] in (x, [x]) for key, x in only.items())

@@ -1,4 +1,4 @@
-"""Name the mistakes and designs in a loss function that `minivlmrl.extras.parity.loss.check` rejects."""
+"""Search for known mistakes that explain how a user's loss function differs from TRL's."""
 
 import math
 import time
@@ -20,7 +20,7 @@ SEARCHED = 32  # about so many cases are searched; the others are compared at th
 
 
 def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor, tolerance: float = 1e-6) -> Dump:
-    """Convert a case to a Dump, so that its loss can be recomputed with a cause.
+    """Store a test case of a loss like a recorded step, so that the loss can be recomputed with a known bug.
 
     Args:
         batch: the case's tensors, by name.
@@ -46,7 +46,7 @@ def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor, toleran
 
 
 def find_parts(steps: list[Dump], seconds: float) -> list[list[Cause]]:
-    """Search for causes that together reproduce the loss in all cases, also in cases that agree with the definition.
+    """Search for known bugs that together reproduce the user's loss in all test cases, in right and in wrong ones.
 
     Args:
         steps: all cases, see `as_step`.
@@ -74,16 +74,16 @@ def find_parts(steps: list[Dump], seconds: float) -> list[list[Cause]]:
 
 
 def explains(step: Dump, change: dict | None) -> bool:
-    """Return whether a deviation reproduces a case."""
+    """Return whether a hypothetical bug reproduces the user's loss in one test case."""
     return error(computed("loss", step, change)) <= step.tolerance
 
 
 class Combination:
-    """Causes that are added one after the other to a deviation, until it reproduces all cases."""
+    """A search that adds one known bug after the other, until the bugs reproduce the user's loss in all test cases."""
 
     def __init__(self, steps: list[Dump]):
         self.steps = steps
-        # The case with the most rows is used, because the fewest orders of its rows are equal.
+        # Wrong orders of few rows are often equal, so known bugs are listed for the test case with the most rows.
         self.causes = by_kind(possible_causes("loss", max(steps, key=lambda step: len(step.all_rows))))
         self.deviation = {}
         self.parts = []
@@ -91,7 +91,7 @@ class Combination:
         self.agrees = self.agreements({})
 
     def run(self) -> list[list[Cause]]:
-        """Return the parts of a deviation that reproduces all cases, or [] if none is found."""
+        """Add known bugs until all test cases are reproduced; return the added bugs, or [] if the search fails."""
         while not all(self.agrees):
             part = self.next_part() if len(self.parts) < PARTS else []
             if not part:
@@ -102,17 +102,17 @@ class Combination:
         return [[cause for cause in part if self.replaces(cause, part)] for part in self.parts]
 
     def replaces(self, cause: Cause, part: list[Cause]) -> bool:
-        """Return whether all cases are also reproduced if `cause` replaces the first cause of its part."""
+        """Return whether `cause` can replace the first bug in the list `part` without making a test case wrong."""
         chosen = [cause.change if each is part else each[0].change for each in self.parts]
         change = reduce(lambda both, then: both and composed(both, then), chosen)
         return cause is part[0] or all(self.agreements(change))
 
     def agreements(self, change: dict | None) -> list[bool]:
-        """Return for each case whether a deviation reproduces it."""
+        """Return for each test case whether a hypothetical bug reproduces the user's loss."""
         return [explains(step, change) for step in self.steps]
 
     def next_part(self) -> list[Cause]:
-        """Return the causes that reproduce the most further cases, and store the other causes; [] if there is none."""
+        """Return those known bugs that reproduce the most of the test cases that are still wrong, or []."""
         left = [
             Search("loss", d, self.deviation) for d, agrees in zip(self.steps, self.agrees, strict=True) if not agrees
         ]
@@ -122,7 +122,7 @@ class Combination:
         others = [cause for cause in fitted if not cause.of.who]
 
         def phases() -> Iterator[tuple[Iterator[Cause] | list[Cause], bool]]:
-            """Yield causes that reproduce one case, and whether a design among them is enough."""
+            """Yield lists of bugs that reproduce one test case, and whether a deliberate design may end the search."""
             yield self.found.values(), False  # for example two designs that act on different cases
             most, fewest = left[0], left[-1]  # the cases with the most and the fewest differing numbers
             for search in dict.fromkeys((most, fewest)):
@@ -130,7 +130,7 @@ class Combination:
                 yield search.factors(), search is fewest
             for search in dict.fromkeys((most, fewest)):
                 yield search.fitted(designs), search is fewest
-            # The other causes with a number are many, so they are tried on one case at a time.
+            # Fitting the numbers of many bugs is slow, so only one test case at a time is searched.
             yield most.fitted(others), most is fewest
             yield most.tried(limited), most is fewest
             yield fewest.fitted(others), True
@@ -147,16 +147,16 @@ class Combination:
             most = max((count for count, _ in found.values()), default=0)
             best = [cause for count, cause in found.values() if count == most]
             best.sort(key=lambda cause: len(f"{cause.change.get('c', 0):g}"))  # round numbers are likelier
-            # Before all cases are reproduced, only a design is accepted, because several designs together are usual.
+            # A bug that reproduces only some test cases must be a design, because losses often combine several designs.
             if best and (most == len(self.steps) or (is_last and best[0].of.who)):
                 return best
         return best
 
 
 def find_names(steps: list[Dump], seconds: float) -> tuple[list[str], list[str]]:
-    """Return "mistake" or "design" for each part that `find_parts` finds, and lines that describe the parts.
+    """Return "mistake" or "design" for each bug found in the user's loss, and lines that describe these bugs.
 
-    Without any part, the lines contain the first differing numbers.
+    If no bug is found, the lines contain the first differing numbers.
     """
     parts, why = [], "no known mistake or design does"
     try:

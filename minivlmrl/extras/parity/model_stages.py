@@ -1,4 +1,4 @@
-"""Recompute log-probabilities, gradients, AdamW updates and learning rates."""
+"""Recompute the log-probabilities, gradients, AdamW update and learning rate of a recorded step."""
 
 import math
 
@@ -17,17 +17,17 @@ from minivlmrl.model.families.registry import hub_name
 from minivlmrl.model.packing import GroupBatch, pack
 from minivlmrl.model.rope import get_rope_index
 
-# tolerated error after the forward of a model in float32, as a multiple of the tolerance in other stages
+# Tolerance for numbers that a float32 model computes, as a multiple of the tolerance for other numbers
 THROUGH_A_MODEL = 50.0
 HALF = 100.0  # further factor for a model that runs in bfloat16, float16 or an unknown dtype
-# names in a Change that affect only the outputs of a model, so that the forward need not be repeated
+# Some bugs change log-probabilities only after the forward pass, so the model does not run again for them.
 AFTER_FORWARD = {"logps", "mode", "inside"}
 
 
 def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = False):
-    """Compute log-probabilities and entropies for the rows `part` with the model in a folder.
+    """Load a model from a folder, and compute the log-probabilities and entropies of the rows `part`.
 
-    Without `grad`, each row's outputs are cached for each deviation, because a search needs them many times.
+    Without `grad`, the outputs of each row are cached for each hypothetical bug, because a search needs them often.
 
     Returns:
         A tensor (2, n, S) with the log-probabilities and the entropies, which are 0 in all other rows, and the model.
@@ -60,13 +60,13 @@ def row_logps(d: Dump, change: Change, model, row: int, attended: Tensor, images
     is_learned = d.get("logps_gradient", d["completion_mask"])[row] != 0
     is_scored = d.completion[row] | d["completion_mask"][row].bool() | is_learned
     token_numbers = attended.cumsum(0)  # each attended token's position, starting at 1
-    # the first token has no log-probability, because no earlier token predicts it
+    # The first token of a row has no log-probability, because no earlier token predicts it.
     scored_columns = (is_scored & attended & (token_numbers > 1)).nonzero()[:, 0]
     value = torch.zeros(2, d.width, dtype=torch.float64)
     if not len(scored_columns):
         return value
     batch = batch_of_row(d, change, model, row, attended, images)
-    # each token is predicted by the hidden state of the previous token
+    # Each token is predicted by the hidden state of the previous token.
     autocast = change("autocast", None)
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
         logits = change("logits", model.lm_head(model(batch, select=token_numbers[scored_columns] - 2)))
@@ -80,7 +80,7 @@ def row_logps(d: Dump, change: Change, model, row: int, attended: Tensor, images
 
 
 def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, images: tuple) -> GroupBatch:
-    """Pack a row's attended tokens and its images into a batch, changed by a deviation, see row_logps."""
+    """Pack the attended tokens and the images of one row into a batch, with a hypothetical bug applied."""
     config = model.config
     ids = d["input_ids"][row]
     placeholders = ids == config.image_token_id
@@ -114,29 +114,29 @@ def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, ima
 
 
 def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
-    """Return the image index (S,) for each placeholder token, and the number of images for all other tokens."""
+    """Return the image index (S,) of each image token; all other tokens get the total number of images."""
     numbers = torch.bucketize(placeholders.cumsum(0) - 1, sizes.cumsum(0), right=True)
     return numbers.where(placeholders, len(sizes))
 
 
 def of_unattended(d: Dump) -> Tensor:
-    """Return a mask (n, S) of tokens whose previous token is not attended to, and therefore not packed."""
+    """Return a mask (n, S) of tokens that the model cannot score, because it does not attend to the previous token."""
     return pad(d["attention_mask"][:, :-1], (1, 0), value=1) == 0
 
 
 def model_unit(d: Dump) -> float:
-    """Return the tolerated error, as a multiple of the tolerance, after a forward through the trainer's model."""
+    """Return the factor by which the tolerance is larger for outputs of the model, above all for 16-bit models."""
     dtype = d.about.get("autocast") or d.about.get("dtype")
     return THROUGH_A_MODEL * (1 if dtype in ("float32", "float64") else HALF)
 
 
 def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
-    """Recompute a dumped tensor, such as old_per_token_logps, with the weights in a folder that a field names."""
+    """Recompute a recorded tensor, such as old_per_token_logps, with a model whose folder is named in step.json."""
     if not d.has(name) or not d.about.get(folder):
         return None
     weights_folder = change("model folder", d.about[folder])
     part = d.all_rows if d.part is None else d.part
-    # all rows are computed if another dtype adds noise, or if values from other rows may be used
+    # The log-probabilities of all rows are recomputed if a bug changes the dtype, or may use values of other rows.
     rows = d.all_rows if change.keys() & {"logps", "dtype"} else part
     counted_mask = d["completion_mask"] * ~of_unattended(d)
 
@@ -176,12 +176,12 @@ def gradients(d: Dump, change: Change) -> Answer:
 
 
 def by_hub_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename parameters as in checkpoints on the Hub, and remove a wrapper module's prefix."""
+    """Rename parameters as in Hugging Face checkpoints, and remove the prefix "module." of a wrapper."""
     return {hub_name(name.removeprefix("module.")): x for name, x in tensors.items()}
 
 
 def accumulate(d: Dump, change: Change) -> dict[str, Tensor]:
-    """Add up the micro-batches' gradients, each multiplied by a weight, which is 1 without a deviation."""
+    """Add up the gradients of all micro-batches, to which a hypothetical bug may give unequal weights."""
     ones = torch.eye(len(d.micro_batches))
     tokens = torch.stack([d["lengths"][part].sum() for part in d.micro_batches]).clamp(min=1).double()
     shares = change("micro-batch", ones.sum(0), first=ones[0], last=ones[-1], tokens=tokens)
@@ -261,7 +261,7 @@ def update(d: Dump, change: Change) -> Answer:
 
 
 def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
-    """Apply AdamW to a weight with the moments `state`, and return the new weight; a deviation may repeat this."""
+    """Apply AdamW to a weight with the moments `state`, and return the new weight."""
     rate = options["learning_rate"]
     eps = change("eps", options["eps"])
     beta1, beta2 = change("betas", options["betas"])
@@ -281,7 +281,7 @@ def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
 
 
 def schedule(d: Dump, change: Change) -> Answer:
-    """Recompute the learning rates in the last steps, up to and including this step."""
+    """Recompute the learning rates of the last steps, up to and including the recorded step."""
     options = d.about.get("schedule")
     known_types = ("linear", "cosine", "constant", "constant_with_warmup")
     if not options or "learning_rate" not in d.optimizer or options["type"] not in known_types:

@@ -1,8 +1,8 @@
-"""Known causes for a wrong training step, listed by the quantity that is wrong in the step's definition.
+"""Known bugs of training steps, listed by the quantity that a bug changes, such as the reward or the mask.
 
-A cause replaces its quantity by a value or by a formula. A formula is a function with one argument s, whose attributes
-are quantities from stages.py and model_stages.py, and the Dump's tensors and attributes. s.x is the right
-value, s.c is the fitted number, and s.region is the part to which the cause is limited (units.py).
+A known bug replaces a quantity of the step by another value or by a formula. A formula is a function of an object s,
+which has the tensors of the recorded step as attributes. The formula `lambda s: s.c * s.x`, for example, multiplies the
+right value x by a fitted number c. `s.region` is the part of the step to which a bug is limited, such as a turn.
 """
 
 import math
@@ -19,7 +19,7 @@ from minivlmrl.losses.preference import DPO_LOSSES
 
 @dataclass(frozen=True)
 class Quantity:
-    """A quantity in a stage's definition that may be computed differently: by mistake, or on purpose."""
+    """A quantity of a training step that a trainer may compute differently, by mistake or on purpose."""
 
     name: str
     stages: str  # stages and kinds of losses, separated by commas
@@ -35,7 +35,7 @@ class Quantity:
 
 
 class Limited(NamedTuple):
-    """A replacement that is tried for several parts of a step; the name of a part replaces {} in the sentence."""
+    """A bug that is tried in several parts of a training step, for example only in truncated completions."""
 
     kinds: str  # Dump attributes that hold the parts, separated by spaces
     formula: Callable | None = None  # None means that the parts are orders in which the values are used
@@ -54,17 +54,17 @@ ROLLOUT_ROWS = Limited("rollout_rows")
 
 
 def having(says: str, *tables: dict[str, Callable]) -> dict[str, Callable]:
-    """Put the name of a quantity before the sentence of each cause in tables such as LINEAR."""
+    """Put a quantity before descriptions of bugs: "a reward" and "is halved" give "a reward is halved"."""
     return {f"{says} {text}": formula for table in tables for text, formula in table.items()}
 
 
 def choices(says: str, *values: str) -> dict[str, str]:
-    """Return one cause for each value that an option may have; the value replaces {} in the sentence."""
+    """Return one bug for each wrong value of an option, such as "the KL estimator is k1"."""
     return {says.format(value): value for value in values}
 
 
 def options(stages: str, effect: str, **off_values) -> dict[Quantity, dict]:
-    """Return the causes for numeric options, each ignored (so that it has its off value) or set to another number."""
+    """Return two bugs for each numeric option: the option is ignored, or has another number than configured."""
     return {
         Quantity(name, stages, effect): {f"{name} is ignored": off, f"{name} is {{c}}": fitted_number}
         for name, off in off_values.items()
@@ -83,44 +83,44 @@ def fitted_number(s):
 
 
 def row_mean(x, mask):
-    """Average x over the counted tokens in each row."""
+    """Average x over those tokens of each row at which the mask is 1."""
     return (x * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
 def discount(c, mask):
-    """Return c ** k for each token, where k counted tokens stand before it."""
+    """Return c ** k for each token, where k is the number of earlier tokens in the row at which the mask is 1."""
     return c ** (mask.cumsum(1) - 1).clamp(min=0)
 
 
 def span_shares(s):
-    """Return each token's weight in the mean over its span."""
+    """Return the weight of each token in the mean over its turn, its group or its micro-batch."""
     return s.mask / total_by(s.mask, s.region[s.part]).clamp(min=1)
 
 
 def end_tokens(s):
-    """Return a mask (n, S) that selects the stop tokens or, without stop ids, each run's last token."""
+    """Return a mask (n, S) of the stop tokens or, if no stop ids are known, of the last token in each run of tokens."""
     return s.is_stop(s.input_ids) if s.about.get("stop_token_ids") else s.x * (1 - s.x.roll(-1, 1))
 
 
 def prompt_tokens(s):
-    """Return a mask (n, S) that selects the prompt without its first token, which no earlier token predicts."""
+    """Return a mask (n, S) of all prompt tokens except the first one, which no earlier token predicts."""
     return (s.attention_mask.cumsum(1) > 1) * s.attention_mask * ~s.completion
 
 
 def without_missing_ids(s):
-    """Mask token ids that the trainer never counts, if these are one or two ids that occur several times."""
+    """Mask out token ids that the trainer never counts, if one or two such ids occur several times."""
     missing = s.x > s.completion_mask
     ids = s.input_ids[missing].unique()
     return s.x * ~torch.isin(s.input_ids, ids) if len(ids) < 3 and 2 * len(ids) <= missing.sum() else s.x
 
 
 def inside(s, tensors: dict, is_inside: bool = True) -> dict:
-    """Select the parameters inside the model's region, or the parameters outside."""
+    """Select the parameters inside a part of the model, such as the vision tower, or those outside."""
     return {name: x for name, x in tensors.items() if bool(s.region(name)) == is_inside}
 
 
 def cispo(bounded: Callable) -> Callable:
-    """Return a formula for CISPO's term with another bound of the ratio."""
+    """Return a formula for the CISPO loss of a token with another bound of the importance ratio."""
     return lambda s: -bounded(s).detach() * s.advantages * s.per_token_logps * s.weights
 
 
@@ -141,11 +141,11 @@ def with_rounded_sines(model):
 
 
 def theirs_in_half(s):
-    """Return the trainer's values if 16-bit arithmetic explains them."""
+    """Return the trainer's values if 16-bit rounding explains how they differ from ours."""
     return in_half(s.x, s.theirs, s.exact)
 
 
-# mean and standard deviation of an image's colors, see data/image.py, and those of ImageNet
+# Means and standard deviations of the color channels by which Qwen's processor and ImageNet models normalise images
 MEAN = torch.tensor([[0.48145466], [0.4578275], [0.40821073]])
 STD = torch.tensor([[0.26862954], [0.26130258], [0.27577711]])
 IMAGENET_MEAN = torch.tensor([[0.485], [0.456], [0.406]])
@@ -153,12 +153,12 @@ IMAGENET_STD = torch.tensor([[0.229], [0.224], [0.225]])
 
 
 def normalized(mean, std) -> Callable:
-    """Return a formula that normalises pixels with another mean and deviation."""
+    """Return a formula that normalises pixels with another mean and standard deviation."""
     return lambda s: ((s.x.unflatten(1, (3, -1)) * STD + MEAN - mean) / std).flatten(1)
 
 
 def by_number_of_tokens(s):
-    """Let positions after an image continue at the image's number of tokens instead of its largest side."""
+    """Let M-RoPE positions after an image continue at its number of tokens instead of its largest side."""
     positions = s.x.clone()
     for number in s.pictures.unique()[:-1]:  # the last number stands for text
         tokens = s.pictures == number
@@ -168,12 +168,12 @@ def by_number_of_tokens(s):
 
 
 def of_index(s):
-    """Take the images of a row from the row's index on, as if each row had one image."""
+    """Select the images of row i from the i-th image on, as if each row had only one image."""
     return s.flat[s.index :][: len(s.x)]
 
 
 def replaced_ids(s):
-    """Replace one or two sampled ids by the trainer's id at every place, as a filter of special tokens does."""
+    """Replace one or two sampled token ids everywhere by the trainer's id, as a filter of special tokens does."""
     differs = (s.their_ids != s.x) & (s.x != s.no_token)
     old, new = s.x[differs].unique(), s.their_ids[differs].unique()
     return s.x.where(~torch.isin(s.x, old), new[0]) if len(old) in (1, 2) and len(new) == 1 else s.x
@@ -233,17 +233,17 @@ IN_A_LIST = {
     "shifted by one to earlier places": lambda s: s.x[1:] + s.x[:1],
     "replaced by the first": lambda s: s.x[:1] * len(s.x),
 }
-# with and without the number that is added to a standard deviation
+# Rewards may be divided by their standard deviation with or without adding 1e-4 to it.
 WITH_EPSILON = {"": {}, ", without 1e-4": {"epsilon": 0.0}}
-# formulas that are tried after those that name a mistake
+# General formulas, such as a wrong sign, are tried after those that name a specific mistake.
 GENERAL = {*(LINEAR | TIMES).values(), *NONLINEAR.values(), *(BY_TOKEN | OF_RATIOS | OF_ANSWERS).values()}
 
-# a fitted factor that multiplies all numbers in a stage
+# A bug that multiplies all compared numbers, such as all gradients, by one fitted factor
 FACTOR = Quantity("factor", "", "the effective learning rate changes")
 
 of_kl = partial(Quantity, about="KLs, which need beta and a reference", needs="ref_per_token_logps")
 
-# uses to which a cause may be limited: stages, uses, and the quantity ("" means any)
+# A bug may change a quantity in only one place, for example the mask in the sum of the loss but not in the token count.
 SCOPES = [
     ("advantages", ["the reward", "the baseline", "the divisor"], ""),
     ("grpo", ["the policy's term", "the KL", "the mean entropy"], ""),
@@ -251,7 +251,7 @@ SCOPES = [
     ("dpo", ["the policy", "the reference"], ""),
 ]
 
-# features that a step must contain to reveal some causes
+# Kinds of bugs, and what a training step must contain to reveal them; wrong clipping, for example, needs a large norm.
 BASELINES = "baselines, which need groups with different rewards"
 DEVIATIONS = "standard deviations, which need groups with different rewards"
 GROUPS = "groups, which need a rollout with several groups"
@@ -580,7 +580,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("entropies", "grpo", "the policy becomes too sure or too random", needs="entropies"): having(
         "the entropy of a token", TIMES, LINEAR, NONLINEAR, BY_TOKEN
     ),
-    # without a reference, too, so that the report says that a step cannot reveal it
+    # If a step has no reference, the report must say that the step cannot reveal a wrong KL estimator.
     of_kl("kl_estimator", "grpo", "another divergence is penalised", "NeMo-RL PR 2506", needs="input_ids"): choices(
         "the KL estimator is {}", "k1", "k2", "k3"
     ),
@@ -858,8 +858,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("factor", ALL_STAGES, "the model learns the opposite"): {"all values have the wrong sign": -1},
 }  # fmt: skip
 
-# Numbers that a factor of all values may be: a function of the step d, and a pattern of the tensors that it multiplies.
-# A count may also be a divisor, or be divided by another count.
+# A constant factor between a trainer's numbers and ours may equal an option, a count, the inverse of a count or the
+# ratio of two counts, which these functions compute for a step d; patterns select the tensors.
 FACTORS = {
     "the temperature": (lambda d: d.about.get("temperature"), ".*logps$|entropies$|grad"),
     "one over the temperature": (lambda d: 1 / (d.about.get("temperature") or 1), ".*logps$|entropies$|grad"),

@@ -1,7 +1,7 @@
-"""Search for causes that reproduce the numbers of a stage, in one step or in one case of a loss.
+"""Search for known bugs that reproduce a trainer's numbers, in a recorded step or in a test case of a loss.
 
-First known causes are tried one at a time, the simplest first: those without a number, those that are limited to one
-use, and those with a number, which is fitted. A factor of all values and promising pairs come last.
+Simple bugs are tried first, then bugs in only one use of a quantity, then bugs with an unknown number, such as a bound.
+If no single bug fits, a common factor of all numbers and pairs of bugs are tried.
 """
 
 import math
@@ -22,9 +22,9 @@ from minivlmrl.extras.parity import names as table
 from minivlmrl.extras.parity.change import Change, composed
 from minivlmrl.extras.parity.step import DAMAGES, Dump, SearchEndedError
 
-# Largest error that counts as agreement, relative to the summed terms: a small multiple of float32's rounding error.
+# Numbers count as equal up to a relative error of 1e-5, a small multiple of float32's rounding error.
 TOLERANCE = 1e-5
-# stages that need a model's forward: (dumped tensor, field in step.json with the model's folder)
+# Recorded tensors that are recomputed by running a model, and the field in step.json with the folder of the model
 LOGPS = {
     "logps": ("per_token_logps", "model"),
     "entropies": ("entropies", "model"),
@@ -48,9 +48,9 @@ STAGES = {
 THROUGH_A_MODEL = (*LOGPS, "gradients")
 BY_PARAMETER = ("gradients", "clip", "update")
 IDS = ("tokens", "pictures", "mask")  # stages with integers, for which no factor is fitted
-# groups of numbers that one cause may decide, see count_groups
+# A wrong group of completions or a wrong row counts as one piece of evidence for a bug, however many numbers are wrong.
 GROUPS = {"advantages": "group of completions", "loss": "row, pair or micro-batch"}
-# values that are tried first for a cause's free number; the last ones are discounts
+# Values that are tried first for an unknown number in a bug, such as the bound of a clamp
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9, 0.95, 0.99, 0.999]
 FEW_NUMBERS = [0.05, 0.1, 0.2, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0]  # the same for the cases of a loss
 REFINED = 16  # causes whose number is refined, because they come closest
@@ -64,7 +64,7 @@ PAIRED_NUMBERS = 12  # with fewer differing numbers, some pair would match by ch
 
 @dataclass(eq=False)
 class Cause:
-    """A possible mistake: a way in which a stage may deviate from its definition."""
+    """A known bug that may explain why a trainer's numbers differ from the recomputed numbers."""
 
     says: str
     change: dict  # quantities in the stage's definition that this cause replaces, see Change
@@ -83,38 +83,38 @@ class Cause:
 
     @property
     def is_limited(self) -> bool:
-        """Whether this cause uses other rows or tokens, or affects only part of the step."""
+        """Whether the bug uses the values of other rows or tokens, or affects only a part of the step."""
         return any(isinstance(x, tuple) for x in self.change.values())
 
     @property
     def is_fitted(self) -> bool:
-        """Whether this cause has a free number that is fitted to the trainer's values."""
+        """Whether the bug contains a number, such as the bound of a clamp, that is fitted to the trainer's values."""
         return "{c}" in self.says or "c" in self.change
 
     @property
     def is_general(self) -> bool:
-        """Whether this cause only says that a quantity is, for example, halved or taken from another row."""
+        """Whether the bug is a general one: a quantity is, for example, halved or taken from another row."""
         is_formula = any(callable(x) and x in table.GENERAL for x in self.change.values())
         return not self.of.who and (self.is_limited or is_formula)
 
     @property
     def has_unlikely_number(self) -> bool:
-        """Whether a number was fitted that is far from 1 and has no known origin."""
+        """Whether the fitted number of the bug is unlikely, which means below 0.01 or above 100."""
         return "factor" not in self.change and not 0.01 <= abs(self.change.get("c", 1.0)) <= 100
 
     def may_be_inside(self, quantity: str) -> bool:
-        """Return whether this cause can be limited to one use of `quantity`; "" means any quantity."""
-        # With few numbers, values from other rows or tokens match by chance, except in a mask, which has many numbers.
+        """Return whether the bug may be limited to one use of a quantity, such as the mask in the token count."""
+        # Values from other rows or tokens can match a few numbers by chance, so they are tried only in masks.
         may_be = "mask" in self.change or not self.is_limited
         return may_be and quantity in (*self.change, "") and not self.is_fitted
 
     def inside(self, use: str) -> "Cause":
-        """Return a copy that affects a quantity only in one use, such as a wrong reward only in the baseline."""
+        """Return a bug that affects only one use of a quantity, such as a reward that is wrong only in the baseline."""
         change = self.change | {"inside": [*self.change.get("inside", []), use]}
         return replace(self, says=f"{self.says}, only in {use}", change=change, of=replace(self.of, about=""))
 
     def with_number(self, number: float, source: str = "") -> "Cause":
-        """Return a copy with a fitted number, and a text that names where the number may come from."""
+        """Return the bug with a fitted number, and say in its description where the number may come from."""
         says = self.says.replace("{c}", f"{number:.5g}") + source
         return replace(self, says=says, change=self.change | {"c": number}, is_guess=not source)
 
@@ -123,12 +123,12 @@ FACTOR = Cause("all values are {c} times as large", {"factor": table.fitted_numb
 
 
 def names_of(name: str, d: Dump) -> set[str]:
-    """Return the names that names.py uses for a stage in this step."""
+    """Return the names of a stage in the table of bugs; the loss of a DPO step, for example, is "loss" and "dpo"."""
     return {name, d.about["kind"] if name == "loss" else "logps" if name in LOGPS else name}
 
 
 def possible_causes(name: str, d: Dump) -> list[Cause]:
-    """List the causes for a stage in this step, with causes that are limited to one use last."""
+    """List the known bugs in a stage, such as the loss, that the tensors of the step can reveal."""
     names = names_of(name, d)
     result = []
     for quantity, causes in table.QUANTITIES.items():
@@ -137,7 +137,7 @@ def possible_causes(name: str, d: Dump) -> list[Cause]:
                 change = change if isinstance(change, dict) else {quantity.name: change}
                 for text, pieces in for_each_part(says, change, d, "mask" in names):
                     result.append(Cause(text, pieces, quantity))
-    # causes specific to this loss or model come before general causes
+    # Bugs of a specific loss or model are tried before general bugs, such as a wrong sign.
     result.sort(key=lambda cause: (cause.is_general, not (names - {"loss", "logps"}) & cause.of.stage_names()))
     for of_stages, uses, quantity in table.SCOPES:
         if names & set(of_stages.split(", ")):
@@ -147,7 +147,7 @@ def possible_causes(name: str, d: Dump) -> list[Cause]:
 
 
 def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[tuple[str, dict]]:
-    """Yield a cause's sentence and change, once for each part to which the cause may be limited."""
+    """Yield one bug for each part of the step in which a bug may occur, such as "the first turn"."""
     pieces = [name for name, x in change.items() if isinstance(x, table.Limited)]
     if not pieces:
         yield says, change
@@ -155,13 +155,13 @@ def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[t
         kinds, formula = change[name]
         for kind in kinds.split():
             for part in getattr(d, kind):
-                # the completion mask cannot select tokens while the mask itself is compared
+                # The mask is not checked with parts that depend on the mask, such as "the last counted tokens".
                 if not (in_mask and "counted" in part):
                     yield says.replace("{}", part), change | {name: (kind, part, formula)}
 
 
 def computed(name: str, d: Dump, change: dict | None) -> dict | None:
-    """Recompute a stage with a deviation, see Change; {} recomputes the definition itself.
+    """Recompute a stage, such as the loss, with the hypothetical bug `change`; {} means without a bug.
 
     Returns None if this is impossible. Raises SearchEndedError after a search's deadline.
     """
@@ -169,12 +169,12 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
     if change is None:
         return None
     factor = Change(d, change)("factor", 1.0)
-    # a factor multiplies the stage's result, so the result itself needs no new computation
+    # A common factor of all numbers multiplies the result, so the result itself is not computed again.
     if "factor" in change:
         change = {piece: x for piece, x in change.items() if piece not in ("factor", "c")}
     try:
         answer = STAGES[name](d, Change(d, change))
-    # A deviation can make the stage impossible, for example a mask that counts no token in a DPO answer.
+    # A hypothetical bug can make a loss impossible, for example a mask that counts no token of a DPO answer.
     except (ValueError, *DAMAGES):
         return None
     if answer and not change:
@@ -193,17 +193,17 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
 
 
 def gaps(theirs: Tensor, ours: Tensor, unit: Tensor | float) -> Tensor:
-    """Return |theirs - ours| / unit for each number; infinite where a number is not finite."""
+    """Return the error |theirs - ours| of each number in multiples of `unit`; infinite where a number is not finite."""
     return ((theirs - ours).abs() / unit).nan_to_num(math.inf, math.inf)
 
 
 def all_gaps(answer: dict) -> Tensor:
-    """Return the relative differences (numbers,) for all numbers in a stage, see `gaps`."""
+    """Return the relative errors of all compared numbers of a stage, such as the loss, as one vector."""
     return torch.cat([torch.zeros(0), *(gaps(*values).flatten() for values in answer.values())])
 
 
 def error(answer: dict | None) -> float:
-    """Return a stage's largest relative difference; infinite without an answer, or if a number is not finite."""
+    """Return the largest relative error of a stage; infinite if nothing was computed or a number is not finite."""
     if answer is None:
         return math.inf
     differences = all_gaps(answer)
@@ -211,10 +211,7 @@ def error(answer: dict | None) -> float:
 
 
 def distance(answer: dict | None) -> tuple[float, float]:
-    """Return the summed distance from the trainer's numbers, and a sum that depends on the numbers' places.
-
-    Two causes for which both sums are equal are treated as the same deviation.
-    """
+    """Return the sum of the relative errors, and a weighted sum that differs if other numbers are wrong."""
     if answer is None:
         return math.inf, math.inf
     differences = all_gaps(answer).clamp(max=1.0)
@@ -222,15 +219,15 @@ def distance(answer: dict | None) -> tuple[float, float]:
 
 
 def count_wrong(answer: dict) -> int:
-    """Count a stage's numbers that differ by more than TOLERANCE."""
+    """Count the compared numbers whose relative error is greater than TOLERANCE."""
     return int((all_gaps(answer) > TOLERANCE).sum())
 
 
 def count_groups(name: str, answer: dict, d: Dump) -> int:
-    """Count the independent groups in which a number differs.
+    """Count the independent pieces of evidence for a bug: wrong groups, rows, pairs, micro-batches or numbers.
 
-    For advantages these are the groups of completions, and for losses rows, pairs or micro-batches. In other stages,
-    each number is a group by itself.
+    Wrong advantages are counted by groups of completions, wrong losses by rows, pairs or micro-batches, and all other
+    wrong numbers one by one.
     """
     if name not in GROUPS:
         return count_wrong(answer)
@@ -246,26 +243,26 @@ def count_groups(name: str, answer: dict, d: Dump) -> int:
 
 
 class Place(NamedTuple):
-    """A subset of a stage's numbers: all numbers, some rows, or a part of the model."""
+    """A subset of the compared numbers: all numbers, those of some rows, or those of a part of the model."""
 
     says: str  # the subset's name; "" means all numbers
     inside: dict[str, Tensor]  # bool mask for each tensor in the stage
     rows: Tensor | None = None
 
     def of(self, answer: dict | None) -> dict | None:
-        """Return the answer with the trainer's numbers outside the subset replaced by ours."""
+        """Replace the trainer's numbers outside a subset of numbers by ours, so that only the subset is compared."""
         if answer is None:
             return None
         values = {key: (*answer[key], mask) for key, mask in self.inside.items()}
         return {key: (theirs.where(mask, ours), ours, unit) for key, (theirs, ours, unit, mask) in values.items()}
 
     def distance(self, answer: dict | None) -> float:
-        """Return the summed distance from the trainer's numbers in the subset."""
+        """Return the sum of the relative errors over a subset of the numbers."""
         return distance(self.of(answer))[0]
 
 
 def find_places(name: str, answer: dict, d: Dump) -> list[Place]:
-    """Find row sets, or parts of the model, that contain all differences in a stage; the first is the whole stage."""
+    """List those sets of rows, or parts of the model, that contain all wrong numbers, beginning with the whole step."""
     places = [Place("", {key: torch.tensor(True) for key in answer})]
     row_sets = d.rollout_sets if name == "advantages" else d.row_sets
     for says, chosen in (d.parts if name in BY_PARAMETER else row_sets).items():
@@ -282,13 +279,13 @@ def find_places(name: str, answer: dict, d: Dump) -> list[Place]:
 
 
 class Search:
-    """A search for the causes that reproduce a stage's numbers in one step.
+    """A search for the known bugs that reproduce a trainer's numbers of one stage, such as the loss.
 
-    A single cause is also tried on each subset that contains all differences. In a case of a loss, which other cases
-    confirm, there are no subsets, and a number may be fitted to a single row.
+    In a recorded step, each bug is also tried on only those rows or parameters that contain all wrong numbers. An
+    unknown number may be fitted to a single row of a test case of a loss, because other test cases confirm the number.
 
     Args:
-        deviation: causes that were found before and are already part of the stage.
+        deviation: bugs that were found before and are already applied.
     """
 
     def __init__(self, name: str, d: Dump, deviation: dict | None = None):
@@ -298,20 +295,20 @@ class Search:
         self.explained = []  # causes found so far; they remain if the time is over
         self.has_ended = False  # whether the time was over before all causes were tried
         self.base = self.answer({})
-        # known numbers that a factor may equal, with descriptions
+        # Options and counts of the step that a fitted factor may equal, with their descriptions
         self.sources = {} if d.case_tolerance else known_numbers(d, next(iter(self.base)))
         self.places = find_places(name, self.base, d)
-        # first cause for each distance, so that causes with equal results are tried only once
+        # If several bugs give equal results, only the first of them is tried further.
         self.by_distance = {distance(self.base): None}
 
     def answer(self, change: dict) -> dict | None:
-        """Recompute the stage with the deviation so far and a further change."""
+        """Recompute a stage, such as the loss, with the bugs found so far and one further bug."""
         return computed(self.name, self.d, composed(self.deviation, change))
 
     def run(self, causes: list[Cause]):
-        """Try all causes in turn, the simplest first, until some explain the stage."""
+        """Try all known bugs in turn, the simplest first, until some reproduce the trainer's numbers."""
         factors = self.factors()
-        # causes that only round or move log-probabilities come first, because they need no new forward
+        # Bugs that only change finished log-probabilities come first, because they need no new forward pass.
         causes = sorted(causes, key=lambda cause: not cause.change.keys() <= model_stages.AFTER_FORWARD)
         plain, limited, fitted = by_kind(causes)
         try:
@@ -326,9 +323,9 @@ class Search:
                 self.explained.append(cause)
 
     def pairs(self) -> list[Cause]:
-        """Combine each of the causes that came closest to the trainer's numbers with others that came close.
+        """Combine each of the bugs that came closest to the trainer's numbers with other bugs that came close.
 
-        A cause with a fitted number is not combined, because such a pair would match by chance.
+        A bug with a fitted number is not combined, because a pair with it would match by chance.
         """
         count = CASE_CAUSES if self.d.case_tolerance else MODEL_CAUSES if self.name in THROUGH_A_MODEL else PAIRED
         near = [self.by_distance[key] for key in sorted(self.by_distance) if self.by_distance[key]][:count]
@@ -340,7 +337,7 @@ class Search:
         return result
 
     def tried(self, causes: list[Cause]) -> Iterator[Cause]:
-        """Yield the causes without a free number that explain the stage, and note how close the others come."""
+        """Yield the bugs without a fitted number that explain all errors, and store how close the other bugs come."""
         for cause in causes:
             answer = self.answer(cause.change)
             key = distance(answer)
@@ -350,7 +347,7 @@ class Search:
                 self.by_distance.setdefault(key, cause)
 
     def confined(self, answer: dict | None, cause: Cause, place: Place) -> list[Cause]:
-        """Return [cause with its remaining error] if the cause, limited to a subset, explains the stage, else []."""
+        """Return a list with the bug if the bug, limited to a subset of rows or parameters, explains all errors."""
         d = self.d
         if place.says:
             cause = replace(cause, says=f"{cause.says}, only for {place.says}", parts=2)
@@ -363,11 +360,11 @@ class Search:
         return explained
 
     def is_few(self, place: Place) -> bool:
-        """Return whether a fitted number always matches, because only one group of numbers differs, such as one row."""
+        """Return whether a fitted number would always match, because only one row or group of rows is wrong."""
         return not self.d.case_tolerance and count_groups(self.name, place.of(self.base), self.d) < 2
 
     def factors(self) -> list[Cause]:
-        """Return the factors of all values, or of all values in a place, that explain the stage."""
+        """Return common factors of all numbers, or of all numbers in a subset, that explain the differences."""
         result = []
         if self.name in IDS:
             return result
@@ -391,11 +388,11 @@ class Search:
         return result
 
     def fitted(self, causes: list[Cause]) -> Iterator[Cause]:
-        """Fit the free number of each cause in each place, and yield the fits that explain the stage."""
+        """Fit the unknown number of each bug, such as a bound, and yield the fits that explain all errors."""
         near = []
         usual = [(place, place.distance(self.base), self.is_few(place)) for place in self.places]
         for cause in causes:
-            # a fitted multiplier may equal a known count in the step, or its inverse
+            # A fitted multiplier may equal a count in the step, such as the number of rows, or its inverse.
             sources = self.sources if any(x is table.times for x in cause.change.values()) else {}
             gaps = defaultdict(list)  # for each place, the distance with each number
             for number in [*(FEW_NUMBERS if self.d.case_tolerance else NUMBERS), *sources]:
@@ -422,7 +419,7 @@ class Search:
 
 
 def by_kind(causes: list[Cause]) -> tuple[list[Cause], list[Cause], list[Cause]]:
-    """Split causes into those without a number, those that are limited to one use, and those with a number."""
+    """Split bugs into simple ones, ones limited to one use of a quantity, and ones with an unknown number."""
     simple = [cause for cause in causes if not cause.is_fitted]
     plain = [cause for cause in simple if "inside" not in cause.change]
     return (
@@ -433,16 +430,16 @@ def by_kind(causes: list[Cause]) -> tuple[list[Cause], list[Cause], list[Cause]]
 
 
 def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
-    """Search for the simplest causes that reproduce the trainer's numbers, for some seconds."""
+    """Search for the simplest known bugs that reproduce the trainer's numbers, for at most `seconds`."""
     search = Search(name, d)
     answer = search.base
-    # no search, because some cause would match a single wrong token id, or a learning rate without earlier ones
+    # A single wrong token id or learning rate is not explained, because some bug matches any single number by chance.
     if (name in IDS and count_wrong(answer) < 2) or (name == "schedule" and len(all_gaps(answer)) < 2):
         return search
-    # A deviation may round more than the definition, so up to 3 * TOLERANCE may remain if 99 % are explained.
+    # A bug that explains 99 % of an error may leave an error of 3e-5, because its formula may round more.
     d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
-    # Forwards are slow, so only the row with the largest error is searched. Each cause that is found must then explain
-    # all rows.
+    # Forward passes are slow, so bugs are first tried on the row with the largest error. A bug that explains this row
+    # must then explain all rows.
     if name in LOGPS:
         [values] = answer.values()
         d.part = gaps(*values).amax(1).argmax().view(1)
@@ -460,7 +457,7 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
     fewest = min((cause.parts for cause in explained), default=1)
     explained = [cause for cause in explained if cause.parts == fewest]
     limit = max(10 * min((cause.error for cause in explained), default=0.0), TOLERANCE / 100)
-    # unlikely numbers come last: rewards 0.0001 times as large give the advantages of epsilon 1, a likelier mistake
+    # Bugs with unlikely numbers come last: scaling rewards by 0.0001 gives the same advantages as epsilon = 1.
     search.explained = sorted(
         (cause for cause in explained if cause.error <= limit), key=lambda cause: cause.has_unlikely_number
     )
@@ -468,18 +465,18 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
 
 
 def fits(name: str, d: Dump, cause: Cause) -> list[Cause]:
-    """Return [cause with its remaining error] if the cause explains the stage, else []."""
+    """Recompute a stage, such as the loss, with a bug, and return a list with the bug if it explains all errors."""
     return fit(computed(name, d, cause.change), cause, d)
 
 
 def fit(answer: dict | None, cause: Cause, d: Dump) -> list[Cause]:
-    """Return [cause with its remaining error] if the answer is within d.tolerance, else []."""
+    """Return a list with the bug if the error that remains with the bug is within the tolerance."""
     remaining = error(answer)
     return [replace(cause, error=remaining)] if remaining <= d.tolerance else []
 
 
 def numbers_near(number: float, gap_with: Callable[[float], float]) -> Iterator[float]:
-    """Yield a number, then the number near it with the smallest gap: rounded to 1, 2 and 3 digits, then exact."""
+    """Yield a number, and then the nearby number with the smallest error, rounded to 1, 2 and 3 digits and exact."""
     yield number
     gap_with = cache(gap_with)
     number = min((number * 1.1**power for power in range(-9, 10)), key=gap_with)
@@ -492,7 +489,7 @@ def numbers_near(number: float, gap_with: Callable[[float], float]) -> Iterator[
 
 
 def count_causes(d: Dump) -> list[Cause]:
-    """List one cause for each count or option by which all values of a loss's case may be multiplied or divided."""
+    """List bugs that multiply or divide all values of a loss by a count or an option, such as the number of rows."""
     causes = []
     for name, (function, keys) in (table.FACTORS | table.COUNTS).items():
         if (keys and "loss" not in keys.split("|")) or function(d) in (None, 0, 1):
@@ -505,9 +502,9 @@ def count_causes(d: Dump) -> list[Cause]:
 
 
 def known_numbers(d: Dump, key: str) -> dict[float, str]:
-    """Return {number: description} for settings, counts, their inverses and ratios that a fitted number may equal.
+    """Return {number: description} for options, counts, inverses and ratios that a fitted number may equal.
 
-    key: name of the explained tensor, which selects the numbers that apply.
+    Options and counts that cannot affect the tensor `key`, such as beta for a learning rate, are left out.
     """
     factors, counts = (
         [(function(d), says) for says, (function, keys) in table.items() if re.match(keys, key)]
@@ -522,14 +519,14 @@ def known_numbers(d: Dump, key: str) -> dict[float, str]:
     for count, text in texts.items():
         singles += [(count, text), (1 / count, f"1 over {text}")]
     ratios = [(a / b, f"{texts[a]} over {texts[b]}") for a, b in permutations(texts, 2)]
-    # a ratio that only small counts give is left out, because it would match by chance
+    # A ratio of two small counts is left out, because a fitted number would equal it by chance.
     trusted = {rounded_key(a / b) for a, b in permutations(texts, 2) if min(a, b) > 10}
     ratios = [(number, text) for number, text in ratios if rounded_key(number) in trusted]
     return joined_texts(ratios) | joined_texts(singles)  # a single count is simpler than a ratio
 
 
 def joined_texts(named_numbers: list[tuple[float, str]]) -> dict[float, str]:
-    """Return {number: ": description or description"}, because each description may be right."""
+    """Join all descriptions of a number to one text: {number: ": description or description"}."""
     texts = defaultdict(list)
     for number, says in named_numbers:
         texts[rounded_key(number)].append(says)
@@ -537,5 +534,5 @@ def joined_texts(named_numbers: list[tuple[float, str]]) -> dict[float, str]:
 
 
 def rounded_key(number: float) -> float:
-    """Round a number to 12 digits, so that equal ratios such as 16 / 12 and 12 / 9 are one key."""
+    """Round a number to 12 digits, so that equal ratios such as 16 / 12 and 12 / 9 are one dictionary key."""
     return float(f"{number:.12g}")

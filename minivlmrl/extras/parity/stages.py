@@ -1,9 +1,9 @@
-"""Recompute advantages, token ids, masks, loss and its gradient from a step's other tensors.
+"""Recompute the advantages, token ids, masks, loss and gradient of the loss of a recorded step.
 
-A stage is a function (dump, change) -> {name: (theirs, ours, unit)}: the trainer's value, the recomputed value, and the
-size of the summed terms. A stage returns None if the dump lacks a tensor that the stage needs. A number's error is
-|theirs - ours| / unit. change(name, x) returns the definition's quantity x, or its replacement while a known bug is
-being tried.
+A stage, such as the loss, is a function (step, bug) -> {name: (theirs, ours, unit)}: the trainer's value, the
+recomputed value, and the size of the summed terms. A stage is left out (None) if the recorded step lacks a tensor that
+is needed to recompute the stage. The relative error of a number is |theirs - ours| divided by the size of the summed
+terms. `change(name, x)` returns the quantity x, or its replacement while a known bug is tried.
 """
 
 from functools import cached_property
@@ -27,20 +27,20 @@ Answer = dict[str, tuple[Tensor, Tensor, Tensor | float]] | None
 
 
 def advantages(d: Dump, change: Change) -> Answer:
-    """Recompute the advantages from the completions' rewards (N, K) and groups."""
+    """Recompute the advantages of N completions from their K rewards and their groups."""
     theirs = d.get("rollout_advantages", d.get("advantages"))
     if theirs is None or theirs.dim() != 1 or not d.has("rewards", "group"):
         return None
     uses = ("the reward", "the baseline", "the divisor")
     reward, baseline, divisor = (reward_parts(d, change.inside(use))[number] for number, use in enumerate(uses))
     value = change("advantages", ((reward - baseline) / divisor).nan_to_num(0.0, 0.0, 0.0))
-    # without the clamp, a deviation with a tiny divisor would enlarge the tolerance
+    # The divisor is clamped, because a hypothetical bug with a tiny divisor would enlarge the tolerance.
     rounding = 0.1 * d["rewards"].nan_to_num().abs().max() / divisor.nan_to_num(1.0).clamp(min=1e-4)
     return {"advantages": (theirs, value, value.abs().max() + rounding + 1e-30)}
 
 
 def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
-    """Add up the K rewards of each completion, and compute baselines and divisors for the sums, each (N,)."""
+    """Return the summed rewards, their baselines (means) and their divisors (standard deviations), each (N,)."""
     group = d["group"]
     group_size = d.about.get("num_generations") or (group == group[0]).sum()
     group = change("group", group, index=torch.arange(len(group)), group_size=group_size)
@@ -63,7 +63,7 @@ def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def moments(change: Change, x: Tensor, group: Tensor, centre: str, scale: str) -> tuple[Tensor, Tensor]:
-    """Compute the baselines and divisors (N,) that normalise rewards x (N,), ignoring NaN.
+    """Compute the means and standard deviations (N,) that normalise the rewards x (N,), ignoring NaN.
 
     Args:
         centre: "group" or "batch"; the baseline is the mean over a completion's group or rollout.
@@ -89,7 +89,7 @@ def moments(change: Change, x: Tensor, group: Tensor, centre: str, scale: str) -
 
 
 def rows(d: Dump, change: Change) -> Answer:
-    """Recompute each row's advantage by looking up its completion in the rollout."""
+    """Look up the advantage of each row of the step in the rollout from which the row comes."""
     if not d.has("rollout_advantages", "advantages", "row") or d["advantages"].dim() != 1:
         return None
     rollout = d["rollout_advantages"]
@@ -99,7 +99,7 @@ def rows(d: Dump, change: Change) -> Answer:
 
 def tokens(d: Dump, change: Change) -> Answer:
     """Recompute input_ids and attention_mask after the prompts from the sampler's token ids."""
-    # text is never encoded again, because the result may differ from the ids that were sampled
+    # Sampled text is not encoded again, because the new token ids may differ from the sampled ids.
     sampled = d.sampled(change)
     if sampled is None or not d.has("prompt_mask"):
         return None
@@ -110,7 +110,7 @@ def tokens(d: Dump, change: Change) -> Answer:
     ours = change("tokens", ids.where(ids >= 0, no_token), their_ids=their_ids, no_token=no_token)
     attended = ids[:, : d.width] >= 0
     theirs = d["attention_mask"].bool() & attended
-    # the trainer may leave a truncated completion out of the forward
+    # A trainer may leave truncated completions out of the forward pass.
     attended = change("attended", attended & theirs.any(1, keepdim=True))
     return {
         "input_ids": (their_ids.double(), ours.double(), 1.0),
@@ -143,13 +143,13 @@ def pictures(d: Dump, change: Change) -> Answer:
 
 
 def beside(d: Dump, images: list[list], row: int) -> tuple[list, int]:
-    """Return all images of the micro-batch of a row in one list, and the index of the row in its micro-batch."""
+    """Return one list with all images of a row's micro-batch, and the index of the row in this micro-batch."""
     part = next(part for part in d.micro_batches if row in part).tolist()
     return [image for other in part for image in images[other]], part.index(row)
 
 
 def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
-    """Return each row's images as a list [(patches, grid), ...], or each completion's images if kind is "sampler_"."""
+    """Return for each row a list with (patches, grid) of its images; kind "sampler_" selects the sampler's images."""
     grids = d.get(f"{kind}image_grid_thw", torch.zeros(0, 3, dtype=torch.long))
     patches = d.get(f"{kind}pixel_values", torch.zeros(0, 0)).split(grids.prod(1).tolist())
     all_pictures = list(zip(patches, grids, strict=True))
@@ -160,7 +160,7 @@ def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
 
 
 def mask(d: Dump, change: Change) -> Answer:
-    """Recompute the completion mask: in GRPO each turn up to its stop token, else the answer without padding."""
+    """Recompute the mask of trained tokens: in GRPO each turn up to its stop token, else the unpadded answer."""
     is_grpo = d.about["kind"] == "grpo"
     if not d.has("prompt_mask") or (is_grpo and not d.about.get("stop_token_ids")):
         return None
@@ -173,7 +173,7 @@ def mask(d: Dump, change: Change) -> Answer:
 
 
 def sampled_tokens(d: Dump, change: Change, drawn_mask: Tensor, forced_mask: Tensor) -> Tensor:
-    """Return a mask (n, S) that selects tool responses, and each turn up to its stop token."""
+    """Return a mask (n, S) of all tool responses, and of each turn of the model up to its stop token."""
     ids = d["input_ids"]
     end_tokens = drawn_mask & d.is_stop(ids)
     ends_before = end_tokens.cumsum(1) - end_tokens.long()
@@ -193,12 +193,12 @@ def here_or_later(x: Tensor) -> Tensor:
 
 
 def mask_in(change: Change, use: str) -> Tensor:
-    """Return the completion mask (n, S) for one use, such as "the ratio", with the deviation."""
+    """Return the completion mask (n, S) for one part of the loss, such as the ratio, where a bug may change it."""
     return change.inside(use)("mask", change.d["completion_mask"].double())
 
 
 def loss(d: Dump, change: Change) -> Answer:
-    """Recompute each micro-batch's loss, and its gradients (n, S) to log-probabilities and entropies."""
+    """Recompute the loss of each micro-batch, and the gradients (n, S) of log-probabilities and entropies."""
     if not d.has("loss") and not d.has("logps_gradient"):
         return None
     outputs = ("per_token_logps", "entropies")
@@ -209,14 +209,14 @@ def loss(d: Dump, change: Change) -> Answer:
     answer = {}
     if d.has("loss"):
         answer["loss"] = d["loss"].view_as(losses), losses.detach(), units.detach() + 1e-30
-    # `rounding` is allowed if the terms of a gradient cancel, as in k3's gradient, beta * (1 - d.exp()), in float32.
+    # Rounding errors are allowed where the terms of a gradient cancel, as in beta * (1 - d.exp()), the gradient of k3.
     beta = loss_options(Change(d, {})).beta if d.about["kind"] == "grpo" else 0.0
     rounding = (1e-3 + 0.01 * beta) / d["completion_mask"].sum().clamp(min=1)
     is_unreal = ~(d["attention_mask"].bool() | d["completion_mask"].bool())
     for name, slope in zip(("logps_gradient", "entropies_gradient"), slopes, strict=True):
         if d.has(name):
             theirs = d[name]
-            # the trainer has no gradient where it computed no log-probabilities
+            # The trainer has no gradient at a token whose log-probability was not computed.
             slope = slope.masked_fill(is_unreal & (theirs == 0), 0.0)
             unit = max(slope.abs().max(), theirs.abs().max()) + rounding
             answer[name] = theirs, slope, unit
@@ -224,7 +224,7 @@ def loss(d: Dump, change: Change) -> Answer:
 
 
 def inputs(logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probabilities (n, S) under the policy, the old policy and the reference, with the deviation."""
+    """Return the log-probabilities (n, S) of policy, old policy and reference, with a hypothetical bug applied."""
     logps = change("logps", logps)
     old = change.d.get("old_per_token_logps", logps.detach())
     names = {"per_token_logps": logps, "old_per_token_logps": old, "mask": mask}
@@ -233,13 +233,13 @@ def inputs(logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor, Tensor,
 
 
 def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
-    """Count the rows and tokens that normalise the loss in the rows `part`, in the step or in a micro-batch."""
+    """Count the rows and tokens by which the loss of the rows `part` is divided, in the step or in a micro-batch."""
     d = change.d
     by_part = change("mean_over", d.about.get("mean_over")) == "micro_batch"
     rows = part if by_part else d.all_rows
     times = len(d.micro_batches) if by_part else 1
     tokens = mask[rows].sum() * times
-    # is_ours is False if a deviation changed the mask.
+    # The token count of the rollout is only valid if no hypothetical bug has changed the mask.
     is_ours = torch.equal(mask, d["completion_mask"].double())
     if d.has("rollout_tokens") and is_ours and not by_part:
         tokens = change("rollout tokens", d["rollout_tokens"])[part[0]].item()
@@ -249,7 +249,7 @@ def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
 
 
 def loss_options(change: Change) -> PolicyOptions | DPOOptions | SFTOptions:
-    """Return the loss options, with the options that a deviation replaces."""
+    """Return the options of the loss, some of which a hypothetical bug may replace."""
     about = change.d.about
     options = OPTIONS[about["kind"]](**about.get("loss", {}))
     values = dict(vars(options))
@@ -259,7 +259,7 @@ def loss_options(change: Change) -> PolicyOptions | DPOOptions | SFTOptions:
 
 
 class PolicyPieces:
-    """Quantities in a GRPO-type loss, which the formulas in names.py use: tensors (n, S) unless noted."""
+    """Tensors (n, S) of a GRPO loss, such as ratios and advantages, with a hypothetical bug applied."""
 
     def __init__(self, logps: Tensor, entropies: Tensor, change: Change):
         d = change.d
@@ -271,7 +271,7 @@ class PolicyPieces:
         self.advantages = change("advantages", d["advantages"].view(len(logps), -1))  # (n, 1) or (n, S)
         self.entropies = entropies
         counted = mask_in(change, "the sum")
-        # counted tokens whose entropies are in their micro-batch's top fraction
+        # Counted tokens whose entropy is among the highest of their micro-batch (option top_entropy_quantile)
         self.kept = counted.clone()
         for part in d.micro_batches:
             self.kept[part] = kept_tokens(entropies[part], counted[part], self.options.top_entropy_quantile)
@@ -289,7 +289,7 @@ class PolicyPieces:
 
 
 def policy(logps: Tensor, entropies: Tensor, change: Change) -> Tensor:
-    """Compute the GRPO-type loss of each micro-batch, and the sum of the absolute values of its terms: (2, M)."""
+    """Compute the GRPO loss of each of M micro-batches, and the sum of its terms' absolute values: (2, M)."""
     total = torch.zeros(2, len(change.d.micro_batches))
     shared = PolicyPieces(logps, entropies, change)
     for use, (term, weight_name) in POLICY_TERMS.items():
@@ -302,7 +302,7 @@ def policy(logps: Tensor, entropies: Tensor, change: Change) -> Tensor:
 
 
 def policy_term(pieces: PolicyPieces, change: Change) -> Tensor:
-    """Compute the mean policy-gradient losses, and the mean absolute values of their terms: (2, M)."""
+    """Compute the policy-gradient loss of each of M micro-batches, and its terms' mean absolute value: (2, M)."""
     options = pieces.options
     d = change.d
     no_mismatch = torch.ones(len(d.all_rows), 1)
@@ -325,7 +325,7 @@ def policy_term(pieces: PolicyPieces, change: Change) -> Tensor:
 
 
 def kl_term_of(pieces: PolicyPieces, change: Change) -> Tensor:
-    """Compute the mean KL penalties, and the mean absolute values of their terms: (2, M)."""
+    """Compute the mean KL penalty of each of M micro-batches, and its terms' mean absolute value: (2, M)."""
     options = pieces.options
     of_both = (pieces.per_token_logps, pieces.ref_per_token_logps)
     estimator = options.kl_estimator + "+" * options.kl_straight_through
@@ -333,14 +333,14 @@ def kl_term_of(pieces: PolicyPieces, change: Change) -> Tensor:
     if options.use_bias_correction_kl:
         kl = correct_kl(kl, pieces.ratio, estimator)
     kl = change("KL", kl, pieces)
-    # in float32, d.expm1() - d has an error of up to 1e-7 * |d|, where d is the log-ratio; a
-    # larger error is a mistake, such as d.exp() - d - 1
+    # For a log-ratio d in float32, d.expm1() - d has an error of up to 1e-7 * |d|. A larger error comes from a mistake,
+    # such as computing d.exp() - d - 1.
     d = pieces.per_token_logps - pieces.ref_per_token_logps
     return averaged(kl, change, rounding=0.02 * d.detach().abs())
 
 
 def entropy_term(pieces: PolicyPieces, change: Change) -> Tensor:
-    """Compute the entropy bonuses, which are the negative mean entropies, and their sizes: (2, M)."""
+    """Compute the negative mean entropy of each of M micro-batches, and its absolute value: (2, M)."""
     entropies = change("entropies", pieces.entropies, mask=pieces.kept)
     counted = mask_in(change, "the count")
     means = []
@@ -350,18 +350,18 @@ def entropy_term(pieces: PolicyPieces, change: Change) -> Tensor:
     return torch.stack([-means, means.detach()])
 
 
-# terms in the policy loss: (function, option that weights it; "" means weight 1)
+# Terms of the policy loss: (function of the term, option with the weight of the term; "" means weight 1)
 POLICY_TERMS = {
     "the policy's term": (policy_term, ""),
     "the KL": (kl_term_of, "beta"),
     "the mean entropy": (entropy_term, "entropy_coef"),
 }
-# averaging function for each loss_type, including SFT's
+# The function that averages token losses for each loss_type of GRPO and SFT
 ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}
 
 
 def averaged(terms: Tensor, change: Change, rounding: Tensor | float = 0.0) -> Tensor:
-    """Average per-token losses and their sizes in each micro-batch as the loss_type prescribes: (2, M)."""
+    """Average token losses, and their absolute values, over each of M micro-batches as the loss_type says: (2, M)."""
     mask = mask_in(change, "the sum")
     counted = mask_in(change, "the count")
     weights = change("weights", torch.ones_like(mask), mask=mask)
@@ -379,12 +379,12 @@ def averaged(terms: Tensor, change: Change, rounding: Tensor | float = 0.0) -> T
 
 
 def preferences(logps: Tensor, _, change: Change) -> Tensor:
-    """Compute the DPO-type loss of each micro-batch, and the size of its terms: (2, M)."""
+    """Compute the DPO loss of each of M micro-batches, and its absolute value, which scales the tolerance: (2, M)."""
     return torch.stack([preference(part, logps, change) for part in change.d.micro_batches], 1)
 
 
 def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
-    """Compute the DPO-type loss for the rows `part`, and the size of its terms: (2,)."""
+    """Compute the DPO loss of the rows `part`, and its absolute value, which scales the tolerance: (2,)."""
     d = change.d
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
     index = change("index", order.view(-1, 2))  # (pairs, 2): rows with the chosen and the rejected answer
@@ -403,7 +403,7 @@ def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
         mask[index],
         **vars(options),
         ref_logps=policy_logps - log_ratio,
-        # TRL's sft term averages over the chosen answers
+        # In the loss_type sft of DPO, TRL averages over the tokens of the chosen answers.
         normalizer=normalizer_of(part, mask * d["chosen"][:, None], change),
         log_sum_sq_probs=d["log_sum_sq_probs"][index] if d.has("log_sum_sq_probs") else None,
     )
@@ -411,7 +411,7 @@ def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
 
 
 def demonstrations(logps: Tensor, _, change: Change) -> Tensor:
-    """Compute the SFT loss of each micro-batch, and the size of its terms: (2, M)."""
+    """Compute the SFT loss of each of M micro-batches, and its terms' mean absolute value: (2, M)."""
     logps = change("logps", logps)
     terms = -logps
     if loss_options(change).loss_type == "dft":

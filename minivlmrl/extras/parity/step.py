@@ -1,8 +1,8 @@
-"""Read and write a dumped optimizer step: step.json and step.safetensors.
+"""Read and write an optimizer step that a trainer has recorded in step.json and step.safetensors.
 
-A step has n rows (completions), each with S tokens, in M micro-batches. Its rows come from a rollout, which has N
-completions with K rewards each. docs/notes/step_format.md lists all tensors and fields. Only the tensors in NEEDED and
-the field `kind` are required.
+A step has n rows (completions), each with S tokens, in M micro-batches. The rows of a step come from a rollout of N
+completions with K rewards each. docs/notes/step_format.md lists all tensors and fields. A step needs only token ids,
+completion masks, log-probabilities and the field `kind`.
 """
 
 import math
@@ -25,7 +25,7 @@ from minivlmrl.extras.parity.step_format import BY_ROW, BY_TOKEN, MODELS, NEEDED
 from minivlmrl.files import save_tensors
 from minivlmrl.json_files import read_json, write_json
 
-# exceptions that a field or tensor with a wrong type or shape can cause
+# Exceptions that a tensor or a field of step.json with a wrong type or shape can cause
 DAMAGES = TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError
 OTHER_STEP = "../{}/"  # folder of the step that sampled a row, beside this step's folder
 
@@ -35,7 +35,7 @@ class SearchEndedError(Exception):
 
 
 class Dump(dict):
-    """A dumped step in memory: {name: tensor}, with floating-point tensors in float64, and step.json as `about`."""
+    """A recorded optimizer step: {name: tensor}, with all floats as float64, and step.json in the attribute `about`."""
 
     tolerance = 1e-5  # largest error that an explanation may leave; each search sets it
     case_tolerance = 0.0  # for a case of a loss: its largest error in value and gradient, see `distance`
@@ -45,8 +45,8 @@ class Dump(dict):
     def __init__(self, about: dict, tensors: dict[str, Tensor]):
         check_step(about, tensors)
         self.about = about
-        # Deviations that the audit has found in the step's forward and in its token ids. {} means that there is none,
-        # and None that the values differ for an unknown reason.
+        # Bugs that were found in the forward pass and in the token ids: {} means that there is no bug, and None means
+        # that the values differ for an unknown reason.
         self.forward = {}
         self.entropy_forward = {}
         self.ids = {}
@@ -71,9 +71,9 @@ class Dump(dict):
             self[name] = x
         other_tokens = self["attention_mask"] * (1 - self["completion_mask"].long())
         prompt_tokens = self.get("prompt_mask", other_tokens)
-        # (n, S) mask that selects all columns after the prompt, including padding
+        # Mask (n, S) of all columns after the prompt, including the padding
         self.completion = prompt_tokens.flip(1).cumsum(1).flip(1) == 0
-        # (n, S) mask that selects columns which may hold sampled tokens; later columns are padding, even with a stop id
+        # Mask (n, S) of columns that can hold sampled tokens; later columns are padding, even if they hold a stop id.
         longest = about.get("max_completion_length") or self.width
         self.within_limit = self.completion & (self.completion.cumsum(1) <= longest)
         self["lengths"] = self["completion_mask"].sum(1)
@@ -81,7 +81,7 @@ class Dump(dict):
         if about.get("stop_token_ids"):
             self["ended"] = (self.is_stop(self["input_ids"]) & self.within_limit).any(1)
 
-    # orders and sets for rows, tokens and parameters, to which a cause may be limited, see units.py
+    # A bug may affect only some rows, tokens or parameters, or use rows or tokens in a wrong order, see units.py.
     rows = cached_property(units.row_orders)
     rollout_rows = cached_property(lambda self: units.row_orders(self, of_rollout=True))
     row_sets = cached_property(units.row_sets)
@@ -106,7 +106,7 @@ class Dump(dict):
         return self.about.get("schedule", {})
 
     def check_time(self):
-        """Raise SearchEndedError after a search's deadline."""
+        """Raise SearchEndedError if the time limit of a search is over."""
         if time.thread_time() > self.deadline:
             raise SearchEndedError
 
@@ -122,7 +122,7 @@ class Dump(dict):
         return (self["advantages"].view(len(self.all_rows), -1) != 0).any(1)
 
     def turns(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return token ids (n, S), a mask for sampled tokens, and a mask for tool responses."""
+        """Return the token ids, a mask of sampled tokens, and a mask of tool responses, each (n, S)."""
         sampled = self.sampled(self.ids)
         if sampled is not None:
             ids, drawn_flags = sampled[..., : self.width]
@@ -131,7 +131,7 @@ class Dump(dict):
         return self["input_ids"], self.within_limit & tool_mask, self.completion & ~tool_mask
 
     def sampled(self, change: dict | None) -> Tensor | None:
-        """Return the sampler's tokens after the prompt, changed by a deviation.
+        """Return the token ids that the sampler produced after the prompt, with a hypothetical bug applied.
 
         Returns a tensor (2, n, S + L) with token ids and with flags: 1 for sampled tokens, 0 for tool responses, and -1
         for padding. Returns None without the sampler's ids, or if the ids differ for an unknown reason.
@@ -158,13 +158,13 @@ class Dump(dict):
         return torch.stack(rows, 1)
 
     def again(self, ids: list[int]) -> list[int]:
-        """Decode token ids to text, and return the ids from encoding this text again."""
+        """Decode token ids to text, and return the token ids of this text."""
         tokenizer = load_tokenizer(Path(self.about["model"]) / "tokenizer.json")
         tokenizer.backend.encode_special_tokens = False
         return tokenizer.encode(tokenizer.decode(ids))
 
     def parameters(self, kind: str) -> dict[str, Tensor]:
-        """Return the tensors whose names begin with `kind` and a dot, without this prefix."""
+        """Return {parameter name: tensor} of one kind, such as "grad", which is the prefix of the tensor's name."""
         return {name.removeprefix(f"{kind}."): x for name, x in self.items() if name.startswith(f"{kind}.")}
 
 
@@ -202,7 +202,7 @@ def check_step(about: dict, tensors: dict[str, Tensor]):
 
 
 def read(folder: str | Path) -> Dump:
-    """Read a dumped step. Raises ValueError if a file is missing or unreadable, or lacks required content."""
+    """Read a recorded step; raises ValueError if a file, a required tensor or a required field is missing or wrong."""
     folder = Path(folder)
     if not (folder / "step.json").is_file():
         raise ValueError(
@@ -220,7 +220,7 @@ def read(folder: str | Path) -> Dump:
 
 
 def join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenate the tensors from all micro-batches along rows, with 2-D tensors padded on the left."""
+    """Concatenate the tensors of all micro-batches along their rows, and pad 2-D tensors on the left."""
     tensors = {}
     for name in parts[0]:
         values = [part[name] for part in parts]
@@ -233,7 +233,7 @@ def join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def write(folder: str | Path, about: dict, tensors: dict[str, Tensor]):
-    """Write a step into a folder. Raises ValueError if `read` would not accept the step."""
+    """Write a step into a folder; raises ValueError if `read` could not read this step again."""
     copies = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
     Dump(about, copies)
     folder = Path(folder)

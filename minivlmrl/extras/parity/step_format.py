@@ -1,6 +1,6 @@
-"""The format of a dumped step: tensor names, and types and bounds for the fields in step.json.
+"""The file format of a recorded optimizer step: tensor names, and types and bounds of the fields in step.json.
 
-docs/notes/step_format.md explains these tensors and fields.
+docs/notes/step_format.md explains the tensors and fields of a recorded step.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from minivlmrl.losses.preference import Divergence, check_dpo_options
 
 names = str.split
 NEEDED = names("input_ids completion_mask per_token_logps")  # tensors that every step needs
-# tensors (n, S), or (n, T) for only the last T tokens
+# Tensors with a value for each token: (n, S), or (n, T) for only the last T tokens
 BY_TOKEN = NEEDED + names(
     "attention_mask prompt_mask tool_mask old_per_token_logps ref_per_token_logps sampler_logps entropies "
     "log_sum_sq_probs logps_gradient entropies_gradient"
@@ -23,21 +23,21 @@ BY_TOKEN = NEEDED + names(
 BY_ROW = BY_TOKEN + names(
     "advantages micro_batch row pair chosen importance_sampling_ratio rollout_step rollout_tokens"
 )
-# tensors with one row for each completion in the rollout
+# Tensors with one row for each completion in the rollout
 OF_ROLLOUT = names("group rewards rollout_advantages sampler_ids")
 MODELS = names("model old_model ref_model")  # fields with folders that hold weights
-# fields in step.json with the names of TRL's options
+# Fields of step.json that have the names and values of TRL's options
 OPTIONS_OF_A_ROLLOUT = names(
     "num_generations scale_rewards reward_weights multi_objective_aggregation temperature max_completion_length "
     "mask_truncated_completions"
 )
-# the sampler's filters: names as in TRL, and the values that switch each filter off
+# Sampling filters with the names of TRL's options, and the values that switch each filter off
 FILTERS = {"top_k": [None, 0, -1], "top_p": [None, 1], "min_p": [None, 0]}
 
 
 @dataclass
 class PolicyOptions:
-    """All options for GRPO and its variants, with TRL's names: for the loss, its terms, and the token weights."""
+    """All options of the GRPO loss and its variants, with the names of TRL's options."""
 
     loss_type: str = "dapo"
     importance_sampling_level: str = "token"
@@ -89,7 +89,7 @@ class SFTOptions:
     loss_type: str = "nll"
 
 
-# class with the loss options for each kind of step
+# The class with the loss options for each kind of step: GRPO, DPO or SFT
 OPTIONS = {"grpo": PolicyOptions, "dpo": DPOOptions, "sft": SFTOptions}
 
 
@@ -121,7 +121,7 @@ class ScheduleFields:
 
 @dataclass
 class StepFields:
-    """All fields that the audit reads; every field may be missing, and only some may be null."""
+    """All fields of step.json that are read; every field may be missing, and only some may be null."""
 
     loss: dict = field(default_factory=dict)
     num_generations: Count | None = None
@@ -154,7 +154,7 @@ class StepFields:
 
 
 def check_fields(about: dict):
-    """Check the types and bounds of all fields, and the names in `loss`.
+    """Check the types and bounds of all fields in step.json, and the names of the loss options.
 
     Unknown fields are ignored, because a trainer may note more in step.json.
 
@@ -172,11 +172,11 @@ def check_fields(about: dict):
 
 
 def options_of(kind: str, values: dict) -> dict:
-    """Select the loss options for a kind of step from named values."""
+    """Select the loss options of a kind of step (grpo, dpo or sft) from a dictionary."""
     return {name: values[name] for name in OPTIONS[kind].__dataclass_fields__ if name in values}
 
 
 def term_arguments(options: PolicyOptions) -> dict:
-    """Return the options that the term for GRPO's loss_type accepts as keyword arguments."""
+    """Return the loss options that the function for GRPO's loss_type accepts as keyword arguments."""
     names = TERMS[options.loss_type].__kwdefaults__ or {}
     return {name: getattr(options, name) for name in names.keys() & vars(options).keys()}

@@ -1,4 +1,4 @@
-"""Dump optimizer steps of TRL 1.16 trainers, run in one process, for `python -m minivlmrl parity`.
+"""Record optimizer steps of TRL 1.16 trainers, run in one process, for `python -m minivlmrl parity`.
 
     with grpo_steps(trainer, "steps"):      # or dpo_steps, sft_steps
         trainer.train()                     # steps/0, steps/1, ...; then: python -m minivlmrl parity steps/0
@@ -30,10 +30,10 @@ from minivlmrl.extras.parity.step_format import BY_ROW, FILTERS, OPTIONS_OF_A_RO
 from minivlmrl.extras.parity.units import NO_DECAY
 
 AUTOCASTS = {"no": None, "bf16": "bfloat16"}  # accelerate's mixed_precision and our field `autocast`
-# other tensors in a micro-batch: TRL's name and our name
+# TRL's names of further tensors in a micro-batch, and the names under which the tensors are recorded
 INPUTS = {name: name for name in [*BY_ROW, "pixel_values", "image_grid_thw", "num_images"]}
 INPUTS["sampling_per_token_logps"] = "sampler_logps"
-# a forward's outputs for each token: TRL's name, then our names for the output and its gradient
+# TRL's names of outputs for each token, and the names under which the outputs and their gradients are recorded
 OUTPUTS = {
     "log_probs": ["per_token_logps", "logps_gradient"],
     "entropy": ["entropies", "entropies_gradient"],
@@ -43,9 +43,9 @@ SMOOTHED_LOSSES = {"robust", "exo_pair", "aot", "aot_unpaired"}  # DPO losses th
 
 
 def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
-    """Return a context manager that dumps an SFTTrainer's first steps.
+    """Return a context manager that records the first steps of an SFTTrainer.
 
-    If the model does not accept num_items_in_batch, each micro-batch is averaged by itself.
+    If the model does not accept num_items_in_batch, TRL averages the loss of each micro-batch by itself.
     """
     if trainer.args.label_smoothing_factor:
         raise ValueError(
@@ -59,7 +59,7 @@ def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
     }
 
     def rows(inputs: dict) -> dict:
-        # without the first token, because no earlier token predicts it
+        # The first token is not trained, because no earlier token predicts it.
         predicted = inputs["attention_mask"].cumsum(1) > 1
         tensors = {"completion_mask": ((inputs["labels"] != -100) & predicted).long()}
         if trainer.completion_only_loss:
@@ -72,7 +72,7 @@ def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
 
 
 def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
-    """Return a context manager that dumps a DPOTrainer's first steps.
+    """Return a context manager that records the first steps of a DPOTrainer.
 
     In TRL's micro-batches, all chosen answers come first, then all rejected answers.
     """
@@ -90,7 +90,7 @@ def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
 
 
 def grpo_options(trainer) -> dict:
-    """Return a GRPOTrainer's options in step.json's format."""
+    """Return the options of a GRPOTrainer as fields of step.json."""
     config = dict(vars(trainer.args))
     sampling = config | (config.get("generation_kwargs") or {})
     config["epsilon_low"] = config["epsilon"]
@@ -99,7 +99,7 @@ def grpo_options(trainer) -> dict:
     return {
         "kind": "grpo",
         "loss": options_of("grpo", config),
-        # models of the step that sampled a row; {} stands for the number of this step
+        # Folders of the models that sampled a row; {} stands for the number of the step that sampled the row.
         "old_model": "../{}/model",
         "ref_model": trainer.ref_model and "../{}/ref_model",
         "stop_token_ids": list(trainer.eos_token_ids),
@@ -111,7 +111,7 @@ def grpo_options(trainer) -> dict:
 
 
 def prompt_mask(trainer, ids: torch.Tensor) -> dict:
-    """Return a prompt_mask (n, S) up to the template's last generation prompt, or {} without a template."""
+    """Return a mask (n, S) of all tokens up to the last generation prompt of the chat template."""
     processor = trainer.processing_class
     chat = [{"role": "user", "content": "x"}]
     if not processor.chat_template:
@@ -124,7 +124,7 @@ def prompt_mask(trainer, ids: torch.Tensor) -> dict:
 
 
 class Steps(ExitStack, TrainerCallback):
-    """Context manager that dumps a trainer's first steps into folder/0, folder/1, ...
+    """Context manager that records the first steps of a trainer in folder/0, folder/1, ...
 
     Args:
         about: content for step.json.
@@ -171,7 +171,7 @@ class Steps(ExitStack, TrainerCallback):
         self.tensors["grad_norm"] = torch.as_tensor(norm).view(1)
 
     def looked(self, inner, look):
-        """Wrap the function `inner` so that look(result, *arguments) follows each call in a dumped step."""
+        """Wrap a function so that each call in a recorded step also passes its result and arguments to `look`."""
 
         @wraps(inner)
         def outer(*arguments, **options):
@@ -183,17 +183,17 @@ class Steps(ExitStack, TrainerCallback):
         return outer
 
     def wrap(self, name: str, look):
-        """Call look(result, *arguments) after each call to a trainer method in a dumped step."""
+        """Wrap a method of the trainer so that `look` gets the result and arguments of each call in a recorded step."""
         method = self.looked(getattr(self.trainer, name), look)
         self.enter_context(patch.object(self.trainer, name, method))
 
     @property
     def on(self) -> bool:
-        """True if the current step is dumped. Evaluations are not dumped."""
+        """True if the current step is recorded. Evaluations are not recorded."""
         return self.trainer.state.global_step < self.steps and self.trainer.model.training
 
     def begin(self, inputs: dict, *_):
-        """Record a micro-batch's row tensors and images."""
+        """Record the tensors and images of a micro-batch from the inputs of the model."""
         part = self.rows(inputs)
         for their_name, name in INPUTS.items():
             if inputs.get(their_name) is not None:
@@ -203,7 +203,7 @@ class Steps(ExitStack, TrainerCallback):
         self.parts.append(part)
 
     def forward(self, model, arguments, options, output):
-        """Record a training forward's inputs, outputs and gradients, and in DPO the reference's log-probabilities."""
+        """Record the inputs, outputs and gradients of a forward pass and, in DPO, the reference's log-probabilities."""
         logps = getattr(output, "log_probs", None)
         name = None
         if model is not self.trainer.model:
@@ -218,13 +218,13 @@ class Steps(ExitStack, TrainerCallback):
         if logps.requires_grad:
             part["input_ids"] = options["input_ids"]
             part["attention_mask"] = options["attention_mask"]
-            # the mask removes gradients at masked tokens, because these gradients do not reach the weights
+            # Gradients at masked tokens are set to 0, because these gradients do not reach the weights.
             keep_outputs(part, output, output.label_mask)
         elif "pair" in part:
             part.setdefault("ref_per_token_logps", logps.clone())
 
     def copy(self, *kinds: str):
-        """Record copies of weights, gradients or optimizer state; a kind is for example "before"."""
+        """Record copies of all parameters (kind "before" or "after"), of gradients or of optimizer states."""
         for name, p in self.trainer.model.named_parameters():
             values = {"before": p, "grad": p.grad, "clipped": p.grad, "after": p}
             values |= self.trainer.optimizer.state.get(p, {})
@@ -242,11 +242,11 @@ class Steps(ExitStack, TrainerCallback):
         self.about |= self.settings(args, state)
 
     def row_tensors(self, tensors: dict, step: int) -> dict:
-        """Return the row tensors of the step, to which grpo_steps adds the tensors of rollouts."""
+        """Return the tensors of the step; grpo_steps overrides this method to add the tensors of rollouts."""
         return tensors
 
     def save_models(self, folder: Path):
-        """Save each model whose forward the audit can recompute, together with the tokenizer."""
+        """Save the tokenizer and each model whose forward pass can be repeated exactly."""
         if any(noises(self.trainer.model)):  # a forward with random noise cannot be recomputed
             self.models.pop("model", None)
             self.about |= {"model": None, "old_model": None}
@@ -255,7 +255,7 @@ class Steps(ExitStack, TrainerCallback):
             self.trainer._tokenizer.save_pretrained(folder / name)
 
     def settings(self, args, state) -> dict:
-        """Return the settings for AdamW and its schedule in step.json's format."""
+        """Return the settings of AdamW and of the learning-rate schedule as fields of step.json."""
         model = self.trainer.model
         return {
             "optimizer": {
@@ -288,7 +288,7 @@ class Steps(ExitStack, TrainerCallback):
 
 
 class grpo_steps(Steps):
-    """Context manager that dumps a GRPOTrainer's first steps, with the rewards and groups in its rollouts."""
+    """Context manager that records the first steps of a GRPOTrainer, with the rewards and groups of its rollouts."""
 
     def __init__(self, trainer, folder, steps: int = 1):
         super().__init__(trainer, folder, steps, grpo_options(trainer), self.micro_batch)
@@ -302,13 +302,13 @@ class grpo_steps(Steps):
             self.wrap("_generate_single_turn", self.drew)
         functions = list(trainer.reward_funcs)
         for number, function in enumerate(functions):
-            # rewards from models and async functions are taken from the trainer instead
+            # Only plain reward functions are wrapped; the rewards of models and async functions come from the trainer.
             if not (isinstance(function, Module) or iscoroutinefunction(function)):
                 functions[number] = self.looked(function, partial(self.given_rewards.__setitem__, number))
         self.enter_context(patch.object(trainer, "reward_funcs", functions))
 
     def drew(self, result, prompts: list, pictures, *_):
-        """Record one turn for some rows, in row order: the given ids and the sampled ids."""
+        """Record one turn of some conversations: the token ids given to the sampler, and the sampled ids."""
         if len(self.conversations) == self.num_rows:  # the first turn
             self.conversations += map(Conversation, prompts)
         conversations = self.conversations[self.num_rows :]
@@ -321,9 +321,9 @@ class grpo_steps(Steps):
             conversations[row].add(given_ids, drawn_ids, self.trainer._tokenizer)
 
     def generated(self, result: dict, examples: list):
-        """Record a rollout's groups, advantages and rewards, and number its rows."""
+        """Record the groups, advantages and rewards of a rollout, and number its completions."""
         keys = [pickle.dumps(example) for example in examples]  # each prompt's text and images
-        # a prompt that occurs again after num_generations rows starts a new group
+        # A prompt that occurs again after num_generations rows starts a new group.
         groups = [(key, keys[:i].count(key) // self.trainer.num_generations) for i, key in enumerate(keys)]
         begin = self.num_rows
         self.num_rows += len(keys)
@@ -336,33 +336,33 @@ class grpo_steps(Steps):
         }
         self.rollouts.append(rollout)
         counted_mask = result["completion_mask"] * result.get("tool_mask", 1)
-        # the trainer shuffles and splits `row` along with its own tensors
+        # TRL shuffles and splits the added tensor `row` together with its own tensors.
         result["row"] = rows
         result["rollout_step"] = rows * 0 + self.trainer.state.global_step
         result["rollout_tokens"] = rows * 0 + counted_mask.sum()
 
     def judged(self, result, *_):
-        """Record the rewards (N, K) that the reward functions returned, with NaN for None."""
+        """Record the rewards (N, K) of N completions by K reward functions, with NaN for None."""
         self.rewards = result.clone().double()
         for number, rewards in self.given_rewards.items():
             self.rewards.numpy()[:, number] = rewards
 
     def row_tensors(self, tensors: dict, step: int) -> dict:
-        """Add the tensors from the rollouts that this step uses, and renumber its rows within them."""
+        """Add the tensors of the rollouts that a step uses, and renumber the rows of the step within these rollouts."""
         rollouts = join(self.rollouts)
         begin = rollouts["rollout"][tensors["row"]].min()  # first completion in the earliest rollout that is used
         tensors["row"] -= begin
         if (tensors["rollout_step"] < step).any():
-            # if the trainer does not compute old log-probabilities, it uses the current ones
+            # A trainer that computes no old log-probabilities uses the current ones in their place.
             tensors.setdefault("old_per_token_logps", tensors["per_token_logps"])
-        # an epoch's last step may have fewer micro-batches
+        # The last step of an epoch may have fewer micro-batches.
         self.about["steps_per_rollout"] = self.trainer.args.steps_per_generation / len(self.parts)
         if self.conversations:
             tensors |= conversation_tensors(self.conversations[begin:], self.trainer)
         return tensors | {name: x[begin:] for name, x in rollouts.items()}
 
     def micro_batch(self, inputs: dict) -> dict:
-        """Return a micro-batch's masks, and record whether an adaptive entropy bonus is on."""
+        """Return the masks of a micro-batch, and record whether TRL's adaptive entropy bonus is on."""
         trainer = self.trainer
         if trainer.args.use_adaptive_entropy:
             is_on = trainer._last_world_entropy <= trainer.args.entropy_target
@@ -375,7 +375,7 @@ class grpo_steps(Steps):
 
 
 def keep_outputs(part: dict, output, mask=1):
-    """Record a forward's per-token outputs (n, T) and, during backward, their masked gradients."""
+    """Record the outputs (n, T) of a forward pass for each token and, during backward, their masked gradients."""
     for output_name, (name, slope_name) in OUTPUTS.items():
         x = output.get(output_name)
         if x is not None:
@@ -390,16 +390,16 @@ def keep_slope(part: dict, name: str, mask, gradient):
 
 
 def noises(model):
-    """Yield the noise settings in a model's modules, such as each dropout probability."""
+    """Yield the settings that make a forward pass random, such as each dropout probability of a model."""
     for module in model.modules():
         for name, value in vars(module).items():
-            # attribute names in dropout, attention dropout and NEFTune
+            # Attribute names of dropout probabilities, and of NEFTune's noise, in the modules of transformers
             if re.search("^p$|drop|noise", name) and type(value) in (int, float):
                 yield value
 
 
 class Conversation:
-    """Token ids in one completion with tool calls, as the sampler received and produced them."""
+    """Token ids of one completion with tool calls, as the sampler received and produced them."""
 
     def __init__(self, prompt: list[int]):
         self.prompt = prompt
@@ -411,7 +411,7 @@ class Conversation:
         return max(sum(takewhile(bool, map(eq, form, given_ids))) for form in self.forms)
 
     def add(self, given_ids: list[int], drawn_ids: list[int], tokenizer):
-        """Append one turn: the tool response's new ids, then the sampled ids."""
+        """Append one turn: the new token ids of the tool response, and then the sampled ids."""
         new_ids = given_ids[self.num_known(given_ids) :]
         self.tokens += [(x, 0) for x in new_ids] + [(x, 1) for x in drawn_ids]
         later_ids = given_ids[len(self.prompt) :] + drawn_ids
@@ -420,7 +420,7 @@ class Conversation:
 
 
 def conversation_tensors(conversations: list[Conversation], trainer) -> dict:
-    """Return the sampled ids and the images of a rollout as tensors, with images of prompts before images of tools."""
+    """Return the token ids and the images of all conversations of a rollout as padded tensors."""
     longest = trainer.max_completion_length  # longer completions are truncated
     rows = [torch.tensor(x.tokens[:longest]).view(-1, 2) for x in conversations]
     tokens = pad_sequence(rows, batch_first=True, padding_value=-1)

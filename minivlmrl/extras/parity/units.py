@@ -1,6 +1,6 @@
-"""Parts of a step to which a mistake may be limited, and wrong orders in which its rows or tokens may be used.
+"""Parts of a step to which a bug may be limited, and wrong orders in which a bug may use the rows or tokens.
 
-Each function returns {description: mask or order}, and lists parts or orders that are equal in this step only once.
+For example, a bug affects only truncated completions, or each row takes the value of the next row in its group.
 """
 
 import re
@@ -12,8 +12,8 @@ from torch.nn.functional import pad
 
 from minivlmrl.extras.parity.formulas import first, last
 
-# wrong orders in a block {}, such as the rows of a group or the tokens of a row: given the indices x, the index that
-# each element uses instead
+# Wrong orders in which a bug may use the rows of a group, or the tokens of a row: each function maps the right indices
+# to the indices that the bug uses.
 WITHIN = {
     "the next {} in {}": lambda x: x.roll(-1),
     "the previous {} in {}": lambda x: x.roll(1),
@@ -22,13 +22,13 @@ WITHIN = {
     # the last one of an odd number stays
     "the other {} of each pair in {}": lambda x: x[(torch.arange(len(x)) ^ 1).clamp(max=len(x) - 1)],
 }
-# further wrong orders for rows only, and for tokens only; the index -1 stands for the value 0
+# Wrong orders only of rows, and wrong orders only of tokens; the index -1 means that the value 0 is used.
 ROWS = {"the {} half of the rows later in {}": lambda x: x.roll(-(len(x) // 2))}
 TOKENS = {
     "the next {} in {} and 0 for the last": lambda x: pad(x[1:], (0, 1), value=-1)[: len(x)],
     "the previous {} in {} and 0 for the first": lambda x: pad(x, (1, 0), value=-1)[: len(x)],
 }
-# wrong orders for blocks with equal sizes: x (blocks, rows) holds the indices
+# Wrong orders of whole groups or micro-batches with equal sizes; x (blocks, rows) holds the row indices.
 BLOCKS = {
     "the next {1}": lambda x: x.roll(-1, 0),
     "the previous {1}": lambda x: x.roll(1, 0),
@@ -36,9 +36,9 @@ BLOCKS = {
     "the row that repeat gives instead of repeat_interleave, by {1}": lambda x: x.T,
     "the row that repeat_interleave gives instead of repeat, by {1}": lambda x: x.flatten().view(x.T.shape).T,
 }
-# names of parameters without weight decay, as transformers.Trainer documents
+# Names of the parameters without weight decay, as the documentation of transformers.Trainer defines them
 NO_DECAY = r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)"
-# parts of a model: regular expressions for parameter names
+# Parts of a model, each with a regular expression for the names of its parameters
 PARTS = {
     "the vision tower": r"(^|\.)visual\.",
     "the vision tower without its merger": r"(^|\.)visual\.(?!merger)",
@@ -55,7 +55,7 @@ PARTS = {
 
 
 class Distinct(dict):
-    """Orders or masks that differ from each other; one that equals another is only found by its name."""
+    """A dictionary without duplicate tensors, which still finds a removed duplicate by its name."""
 
     def __init__(self):
         self.equal = {}
@@ -65,7 +65,7 @@ class Distinct(dict):
 
 
 def different(orders: dict[str, Tensor], same: Tensor) -> Distinct:
-    """Return the orders (..., n) or masks that differ from `same` and from all earlier entries."""
+    """Remove the orders or masks that equal the right order `same` or an earlier entry."""
     kept = Distinct()
     for name, order in orders.items():
         is_new = not any(torch.equal(order, x.expand_as(order)) for x in (same, *kept.values()))
@@ -74,7 +74,7 @@ def different(orders: dict[str, Tensor], same: Tensor) -> Distinct:
 
 
 def ordered(table: dict[str, Callable], item: str, unit: str, blocks: list[Tensor], same: Tensor) -> dict[str, Tensor]:
-    """Return {description: order} for each function in a table, applied to every block of the order `same`."""
+    """Build wrong orders of rows or tokens by permuting the indices in each block, such as each group of rows."""
     indices = torch.cat(blocks)
     return {
         says.format(item, unit): same.put(indices, torch.cat([order(x) for x in blocks]))
@@ -83,7 +83,7 @@ def ordered(table: dict[str, Callable], item: str, unit: str, blocks: list[Tenso
 
 
 def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
-    """Return wrong orders for the step's n rows or, if `of_rollout`, for the rollout's N completions."""
+    """Return wrong orders in which a bug may use the rows of a step or, if `of_rollout`, of the whole rollout."""
     all_rows = torch.arange(len(d["group"])) if of_rollout else d.all_rows
     row = all_rows if of_rollout else d.get("row", all_rows)
     orders = {}
@@ -105,7 +105,7 @@ def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
 
 
 def token_orders(d) -> dict[str, Tensor]:
-    """Return wrong token orders (n, S): the flat index from which each token takes its value; -1 stands for 0."""
+    """Return wrong orders (n, S) in which a bug may use tokens, such as the value of the next token in the row."""
     counted_mask = d["completion_mask"].bool()
     numbers = torch.arange(counted_mask.numel()).view_as(counted_mask)
     units = {
@@ -120,7 +120,7 @@ def token_orders(d) -> dict[str, Tensor]:
 
 
 def ends(number: Tensor, name: str, suffix: str = "", begin: int = 0) -> dict[str, Tensor]:
-    """Return masks for the first and last elements in a row, and for all others; `number` counts from `begin`."""
+    """Return masks of the first elements, of the last ones, and of all others, such as all turns except the first."""
     last_number = number.amax(-1, keepdim=True)
     return {
         f"the first {name}{suffix}": number == begin,
@@ -131,19 +131,19 @@ def ends(number: Tensor, name: str, suffix: str = "", begin: int = 0) -> dict[st
 
 
 def rollout_sets(d) -> dict[str, Tensor]:
-    """Return the row sets that do not depend on advantages, as masks (N,), if the step has all N completions."""
+    """Return masks (N,) of some completions of a rollout, such as all truncated ones, if the step has all N."""
     order = d.get("row", d.all_rows).argsort()
     is_whole = len(order) == len(d["group"])
     return {says: x[order] for says, x in d.row_sets.items() if is_whole and "advantage" not in says}
 
 
 def place_within(label: Tensor, row: Tensor) -> Tensor:
-    """Return each row's place (n,) among the rows with the same label, ordered by `row`."""
+    """Return the position (n,) of each row among the rows with the same label, ordered by `row`."""
     return ((label == label[:, None]) & (row < row[:, None])).sum(1)
 
 
 def row_sets(d) -> dict[str, Tensor]:
-    """Return masks (n,) for the rows to which a bug may be limited."""
+    """Return masks (n,) of sets of rows to which a bug may be limited, such as truncated completions."""
     sets = {}
     if "ended" in d:
         sets |= {"truncated completions": ~d["ended"], "completions that were not truncated": d["ended"]}
@@ -167,7 +167,7 @@ def row_sets(d) -> dict[str, Tensor]:
 
 
 def spans(d) -> dict[str, Tensor]:
-    """Return spans in micro-batches over which a bug may average: numbers (n, S) of turns or groups."""
+    """Return the numbers (n, S) of the turns, groups or micro-batches over which a bug may average."""
     row = d.all_rows[:, None].expand(-1, d.width)
     turn = first(d.turns()[1]).cumsum(1)
     spans = {}
@@ -180,7 +180,7 @@ def spans(d) -> dict[str, Tensor]:
 
 
 def parts_of_model(d) -> dict[str, Callable]:
-    """Return parts of the model, also each component of a name, as functions that test a parameter's name."""
+    """Return parts of the model to which a bug may be limited, as functions that test the name of a parameter."""
     names = d.parameters("before") or d.parameters("grad")
     patterns = dict(PARTS)
     for name in names:
@@ -192,7 +192,7 @@ def parts_of_model(d) -> dict[str, Callable]:
 
 
 def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Tensor]:
-    """Return masks (n, S) for the tokens to which a bug may be limited, given sampled and forced tokens."""
+    """Return masks (n, S) of tokens to which a bug may be limited, such as all image tokens."""
     prompt = torch.zeros_like(drawn)  # the sampler's ids do not include the prompt
     if ids.shape == d["input_ids"].shape:
         prompt = d["attention_mask"].bool() & ~d.completion
@@ -209,7 +209,7 @@ def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Te
 
 
 def regions_of_turns(stop: Tensor, image: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Tensor]:
-    """Return masks (n, S) for parts in completions with tool calls, such as the first turn."""
+    """Return masks (n, S) of the parts of completions with tool calls, such as the first turn."""
     regions = {
         "the sampled tokens": drawn,
         "tool responses": forced,

@@ -130,7 +130,7 @@ def test_two_layouts_that_fit_are_asked_for(write_rows):
         main([str(path)])
     assert main([str(path), "--layout=query"]) == 0
     path = write_rows({"query": "a"}, {"conversations": TURNS})
-    with pytest.raises(ValueError, match=r"rows\.jsonl:2: no reader knows"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: no layout has"):
         main([str(path)])
 
 

@@ -138,7 +138,7 @@ def test_further_layouts_are_read(read, name):
 
 
 WRONG = [  # (row, text that the error message contains after the file and the line)
-    ({"quastion": "a"}, "no reader knows the columns quastion; rename them to those of docs/data.md with --columns="),
+    ({"quastion": "a"}, "no layout has the columns quastion; rename them to those of docs/data.md with --columns="),
     ({"conversations": "a"}, "column 'conversations' is 'a', but it must be a list of turns"),
     ({"conversations": [{"from": "alien"}]}, "turn 0 is {'from': 'alien'}, but its 'from' or 'role' must be one of"),
     ({"instruction": "a", "history": [["b"]]}, "column 'history' is [['b']], but it must be a list of [question, a"),
@@ -206,7 +206,7 @@ def test_rows_are_written_for_other_projects(read, tmp_path, form, project):
 
 @pytest.mark.parametrize(("row", "project", "says"), [
     ({"problem": "a", "video": ["cat.jpg", "cat.jpg"]}, "trl", "TRL reads no videos"),
-    ({"problem": "a", "completion": "an <image> tag"}, "ms-swift", "has a tag that is no image, and would become one"),
+    ({"problem": "a", "completion": "an <image> tag"}, "ms-swift", "has an <image> or <video> tag that would"),
     ({"problem": "a", "chosen": "b", "rejected": "c"}, "verl", "verl needs a solution or a completion"),
 ])  # fmt: skip
 def test_rows_that_another_project_cannot_read_are_refused(read, row, project, says):
