@@ -268,6 +268,7 @@ REFUSED = [  # recipe, overrides, sentence
     ({}, ["--grpo=1"], "command line: grpo is 1, but it must be an object with names and values"),
     ({}, ["seed=1"], "'seed=1': an override must have the form --section.name=value"),
     ({}, ["--data.train_file", "a.jsonl", "b"], "'b': an override must have the form"),
+    ({}, ["--data.train_file=a.jsonl", "b.jsonl"], "'b.jsonl': an override must have the form --section.name=value"),
     ({}, ["--rewards={accuracy: 0, format: 0.0}"], "command line: rewards are {'accuracy': 0.0, 'format': 0.0}; at"),
     ("seed: [1", [], NO_YAML),
     ("seed: 2024-13-45", [], NO_YAML),

@@ -163,7 +163,7 @@ def test_a_text_that_spells_a_control_token_stays_text(name):
     """No text is lost, and the control tokens are the same as with other words."""
     text = CHATML.replace("<|im_end|>", "{{ message.tool_calls }}<|im_end|>")
     template, said = ChatTemplate(text, "a.jinja"), ATTACKS[name]
-    plain = json.loads(json.dumps(said).replace("<|", "(("))
+    plain = json.loads(json.dumps(said).replace("<", "("))
     renders_as_transformers(template, said)
     assert controls(template.render(said)) == controls(template.render(plain))
     prompts = [template.render([*HI, assistant("a"), *talk, assistant("b")]) for talk in (said, plain)]
@@ -181,9 +181,9 @@ def test_a_thought_beside_a_spelled_control_token_is_still_a_thought(load):
 
 
 def test_longer_control_tokens_are_matched_first():
-    template = ChatTemplate("<im><img>{{ messages[0].content }}<|im_end|>", "t", ["<im>", "<img", "<img>", "x"])
+    template = ChatTemplate("<im><img>{{ messages[0].content }}<|im_end|>", "t", ["<im>", "<img", "<img>", "i"])
     pieces = template.render([{"role": "user", "content": "a x<i"}])
-    # a one-character token is no control token, because it occurs in ordinary text
+    # a token with one character is no control token, because it occurs in ordinary text
     assert pieces == ["<im>", "<img>", "a x<i<|im_end|>"]
     assert [isinstance(piece, Control) for piece in pieces] == [True, True, False]
 

@@ -42,13 +42,13 @@ class Numbered:
         return Row([], [], {"number": index})
 
 
-def batches(rank=0, ranks=1, prompts_per_step=4, steps=1, seed=0, rows=None, answers=(), **data):
+def batches(rank=0, ranks=1, prompts_per_step=4, steps=1, seed=0, rows=None, answers=(), draws=0, **data):
     trainer = SimpleNamespace(
         config=SimpleNamespace(prompts_per_step=prompts_per_step), stage="grpo", steps_per_rollout=steps,
         run=SimpleNamespace(seed=seed, data=DataOptions(**data)), world=World(rank, ranks, torch.device("cpu")),
         processor=PROCESSOR, answers=answers,
     )  # fmt: skip
-    return Batches(rows or Numbered(), trainer)
+    return Batches(rows or Numbered(), trainer, draws)
 
 
 def next_rows(batches, count):
@@ -60,6 +60,7 @@ def test_rows_have_their_index_and_a_unique_key():
     rows = [row for draw in next_rows(batches(steps=2, seed=7), 3) for row in draw]
     assert [number for number, _, _ in rows] == [index for _, index, _ in rows]
     assert [key for _, _, key in rows] == [f"7/grpo/{draw}/{i}" for draw in range(3) for i in range(8)]
+    assert next_rows(batches(steps=2, seed=7, draws=2), 1) == [rows[16:]]  # a resumed run goes on after two draws
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(1, 3), (2, 3), (4, 1)])

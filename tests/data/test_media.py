@@ -101,8 +101,9 @@ def test_media_that_are_refused(folder, columns, sentence):
         [name] = columns
         with pytest.raises(ValueError, match=sentence):
             read(folder, {**row, "image": "red.png"})
-        kept = read(folder, {**row, "image": "red.png"}, columns={name: name})
-        assert kept.columns[name] == columns[name] and len(kept.images) == 1
+        for new in (name, "kept"):
+            kept = read(folder, {**row, "image": "red.png"}, columns={name: new})
+            assert kept.columns[new] == columns[name] and len(kept.images) == 1
 
 
 def test_a_part_may_have_size_options_for_the_image_of_a_column(folder):

@@ -4,6 +4,7 @@ import io
 import sys
 import tempfile
 import wave
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,13 @@ def test_patches_equal_transformers_video_processor_bit_for_bit():
         )
         assert list(image_grid_thw) == grid and seconds == 0.5
         assert digest(pixel_values) == expected, (frames.shape, options, bounds)
+
+
+def test_a_patch_has_the_mean_time_of_its_frames():
+    """The last of three frames is a temporal patch of its own."""
+    processor = replace(PROCESSOR, videos="a family that writes times")
+    size = {"resized_height": 28, "resized_width": 28}
+    assert Video(pictures(moving(3)), 2.0).patches(processor, **size)[2] == [0.25, 1.0]
 
 
 def test_all_frames_of_a_list_are_used(tmp_path):

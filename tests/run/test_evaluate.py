@@ -42,7 +42,7 @@ def test_by_default_the_rewards_of_the_recipe_judge(rewards, evaluated):
     assert run.eval_rewards == ["iou"]
 
 
-SAMPLING = SamplingOptions(0.7, 20, None, 5, 0.9, 0.1, 1.3, stop_strings=["</answer>"])
+SAMPLING = SamplingOptions(0.7, 20, None, 5, 0.9, 0.1, 1.3, stop_strings=["</answer>"], max_batch_tokens=20_000)
 
 
 @pytest.fixture
@@ -91,6 +91,8 @@ def test_metrics_that_no_row_provides_are_not_reported(scripted):
         "eval/iou_greedy": 0.5, "eval/box_format_sampled": 1.0,
     }  # fmt: skip
     assert evaluate(None, None, rows, config(REWARDS[:1], SAMPLING), ONE) == {"eval/iou_greedy": 0.5}
+    # only a format in the second place has no greedy metric
+    assert "eval/acc_0_5_greedy" in evaluate(None, None, ROWS, config(["iou", "acc_0_5"], SAMPLING), ONE)
 
 
 @pytest.fixture(scope="module")
