@@ -34,8 +34,6 @@ EIGHT_BITS = "--optimizer.name=adamw_8bit"
 REFERENCE = ["--stages=[grpo]", "--grpo.beta=0.1", "--grpo.num_iterations=2"]
 TOOLS = [*REFERENCE, "--sampling.environment=tests.helpers.on_ranks:Eye", "--sampling.max_new_tokens=30"]
 SHORT_HISTORY = [*TOOLS, "--sampling.history=1", "--grpo.loss_type=grpo", "--grpo.max_tokens_per_micro_batch=150"]
-QWEN3 = ["--model.config=FOLDER/qwen3_vl.json"]
-TWO_AT_A_TIME = [*REFERENCE, "--grpo.micro_batch_size=2"]
 SHARDED = ["--sharding.enabled=true"]
 ONE_BY_ONE = [*SHARDED, "--rollout.gather_weights=false", "--model.activation_checkpointing=true"]
 SAME_BY_CHANCE = {"rollout/logp_mismatch", "rollout/logp_mismatch_rms"}  # these metrics measure rounding differences

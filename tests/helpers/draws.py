@@ -36,28 +36,21 @@ def options(**values):
     return SamplingOptions(**{"max_new_tokens": 12} | values)
 
 
-def with_extra_ends(sample_token, on_tokens):
-    """Return a token sampler that also ends a row if `on_tokens` returns True for it."""
-
-    def sample_and_end(logits, rows, counts):
-        ids, logps, ends = sample_token(logits, rows, counts)
-        extra_ends = on_tokens(rows, ids)
-        return ids, logps, ends if extra_ends is None else ends | extra_ends
-
-    return sample_and_end
-
-
-def sample(model, rows, num_generations, sampling, stop=STOP, draw=None, wrap=None, decode=None):
-    """Generate like Sampler; draw(probabilities, rows, step) samples ids, and `wrap` replaces the token sampler."""
+def sample(model, rows, num_generations, sampling, stop=STOP, draw=None, decode=None):
+    """Generate like Sampler; draw(probabilities, rows, step) samples ids."""
     device = model.lm_head.weight.device
     filters = None
     if getattr(sampling, "filtered", False):
         filters = Filters(sampling, [row.input_ids for row in rows], num_generations)
     sample_token = make_token_sampler(sampling.temperature, stop, draw, filters, device)
-    if filters:
-        sample_token = with_extra_ends(sample_token, filters.add_seen)
-    sample_token = wrap(sample_token) if wrap else sample_token
-    groups = generate(model, rows, num_generations, sampling.max_new_tokens, sample_token, decode)
+
+    def sample_and_remember(logits, rows, counts):
+        ids, logps, ends = sample_token(logits, rows, counts)
+        if filters:
+            filters.add_seen(rows, ids)
+        return ids, logps, ends
+
+    groups = generate(model, rows, num_generations, sampling.max_new_tokens, sample_and_remember, decode)
     if filters:
         filters.record_masks(itertools.chain(*groups))
     return groups

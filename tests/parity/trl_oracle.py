@@ -22,7 +22,6 @@ from transformers import TrainingArguments
 
 from tests.parity.compare import FAMILIES
 
-VERSION = trl.__version__
 Loss = tuple[Tensor, dict[str, float]]  # a loss and TRL's metrics
 PROMPT = 2  # tokens before an answer; their log-probabilities have no effect
 
