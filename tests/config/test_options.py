@@ -276,6 +276,7 @@ def test_no_dead_option(run_metrics, lively, home, name, value, base):
     assert differ(run_metrics(*base), run_metrics(*base, changed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "values", "base"), ENUMERATIONS, ids=[name for name, _, _ in ENUMERATIONS])
 def test_no_two_values_give_the_same_run(run_metrics, lively, name, values, base):
     for one, other in itertools.combinations(values, 2):
