@@ -15,9 +15,10 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from minivlmrl.data.boxes import NUMBER, SPACES, Box, extent
+from minivlmrl.data.boxes import NUMBER, SPACES, Box
 from minivlmrl.data.image import smart_resize
 from minivlmrl.data.media import fetch_image
+from minivlmrl.rewards.columns import extent
 
 BETWEEN = r"\)?[\s,]+\(?"
 CORNERS = BETWEEN.join([f"({NUMBER})"] * 4)

@@ -11,7 +11,7 @@ from itertools import product
 
 from minivlmrl.data import boxes
 from minivlmrl.data.boxes import Box
-from minivlmrl.rewards.boxes import ObjectFormat, Objects, mean_similarity, overlap, score_boxes
+from minivlmrl.rewards.boxes import Objects, mean_similarity, overlap, score_boxes
 
 
 def detection(answer_texts, solution, image_sizes, answer_extents, log_extra=None, **columns) -> list:
@@ -20,7 +20,7 @@ def detection(answer_texts, solution, image_sizes, answer_extents, log_extra=Non
     Objects in the answer are matched with true objects as in the reward `iou`.
     """
     return score_boxes(
-        LABELLED, mean_similarity, answer_texts, solution, image_sizes, answer_extents, log_extra=log_extra
+        mean_similarity, answer_texts, solution, image_sizes, answer_extents, log_extra, read_objects, WRONG
     )
 
 
@@ -43,7 +43,7 @@ def ap_50(
         return total / len(labels)
 
     return score_boxes(
-        LABELLED, mean_over_labels, answer_texts, solution, image_sizes, answer_extents, log_extra=log_extra
+        mean_over_labels, answer_texts, solution, image_sizes, answer_extents, log_extra, read_objects, WRONG
     )
 
 
@@ -75,7 +75,7 @@ def weighted_sum(
         scores = sum(right_ious) / len(true), len(right_ious) / len(true), complete
         return sum(weight * score for weight, score in zip(weights, scores, strict=True)) / sum(weights)
 
-    return score_boxes(LABELLED, weighted, answer_texts, solution, image_sizes, answer_extents, log_extra=log_extra)
+    return score_boxes(weighted, answer_texts, solution, image_sizes, answer_extents, log_extra, read_objects, WRONG)
 
 
 def average_precision(answered: Objects, true: Objects) -> float:
@@ -107,4 +107,3 @@ def read_objects(text: str, extent: tuple[float, float]) -> Objects:
 
 
 WRONG = 'contains no objects; it must be a list of {"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, or []'
-LABELLED = ObjectFormat(read_objects, WRONG)

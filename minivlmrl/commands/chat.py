@@ -1,6 +1,6 @@
 """Send a model one prompt, and print the answer while it is generated.
 
-python -m minivlmrl chat --model FOLDER --image cat.jpg --prompt "How many cats?" --temperature 0
+python -m minivlmrl chat --model FOLDER --image cat.jpg --prompt "How many cats?" --sampling.temperature=0
 """
 
 import argparse
@@ -14,8 +14,7 @@ from torch import Tensor
 
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import as_overrides, load_config
-from minivlmrl.config.options import DataOptions, RunConfig, SamplingOptions
-from minivlmrl.config.parsing import options_of
+from minivlmrl.config.options import DataOptions, RunConfig
 from minivlmrl.config.types import Plain
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.file_dataset import load_videos
@@ -27,7 +26,6 @@ from minivlmrl.data.video import load_video
 from minivlmrl.distributed import process_group
 from minivlmrl.files import INFERENCE_CONFIG
 from minivlmrl.generation.environments import make_sampler
-from minivlmrl.generation.sampler import ENGINES
 from minivlmrl.generation.stop_strings import token_bytes
 from minivlmrl.model.checkpoint import read_config
 from minivlmrl.model.peft import adapter_options, base_model, find_adapter, is_adapter_folder
@@ -55,7 +53,10 @@ def main(arguments: list[str]):
     [[completion]] = sampler([prompt], 1, [f"ask/{options.seed}"])
     stream.end()
     if not completion.stopped:
-        print(f"(the answer was cut off after {len(completion.ids)} tokens; raise --max_new_tokens)", file=sys.stderr)
+        print(
+            f"(the answer was cut off after {len(completion.ids)} tokens; raise --sampling.max_new_tokens)",
+            file=sys.stderr,
+        )
     process_group.shutdown(world)
 
 
@@ -70,12 +71,9 @@ def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunCo
     folder = find_adapter(options.model) if is_adapter else find_folder(path)
     model = {"path": path, "dtype": dtype}
     fields: dict[str, Plain] = {"stages": [], "sampling": {}, "model": model}
-    for name, value in vars(options).items():
-        if name.startswith("sampling.") and value is not None:
-            overrides = [f"--{name}={value}", *overrides]
     recipe = folder / INFERENCE_CONFIG
     if recipe.is_file():
-        config = load_config(recipe, [*as_overrides(fields), *overrides], asked_for=overrides)
+        config = load_config(recipe, [*as_overrides(fields), *overrides], is_found=True)
         text = f"{config.data.prompt_template!r:.80}"
         print(f"prompt template of {recipe}: {text}", file=sys.stderr)
     else:
@@ -120,11 +118,11 @@ class Stream:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser, with one argument for each sampling option."""
+    """Build the parser; unknown arguments are recipe options."""
     parser = argparse.ArgumentParser(
         "python -m minivlmrl chat",
         description=str(__doc__).splitlines()[0],
-        epilog="--section.name=value sets any other option, such as --model.dtype=bfloat16",
+        epilog="--section.name=value sets an option of a recipe, as in --sampling.temperature=0",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -135,10 +133,4 @@ def build_parser() -> argparse.ArgumentParser:
     add("--video", **media_option, help="video file; repeat the option for several videos")
     add("--system", help="system message; defaults to that of the model's run or chat template")
     add("--seed", type=int, default=0, help="random seed of the answer; defaults to 0")
-    group = parser.add_argument_group("sampling", SamplingOptions.__doc__)
-    for option in options_of(SamplingOptions):
-        # Sampling engine options are left out, because chat always uses the native engine.
-        if option.name not in ("engine", *ENGINES):
-            help_text = option.comment.replace("%", "%%")
-            group.add_argument(f"--{option.name}", dest=f"sampling.{option.name}", help=help_text)
     return parser

@@ -127,13 +127,13 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
     if not with_rewards:
         fields["data.eval_rewards"] = ["accuracy", "format"]
     overridden = ["--adapter={}", *overrides, *as_overrides(fields)]
-    asked_for = None if options.recipe else overrides
+    is_found = options.recipe is None
     # The recipe is first loaded without rewards, so that code that will not run need not be named.
-    config = load_config(recipe, ["--rewards={}", *overridden], asked_for)
+    config = load_config(recipe, ["--rewards={}", *overridden], is_found)
     if config.rewards:
         config.data.eval_rewards = list(config.rewards)
     elif config.data.eval_rewards is None:
-        config = load_config(recipe, overridden, asked_for)
+        config = load_config(recipe, overridden, is_found)
     if is_adapter:
         config.adapter = adapter_options(options.model, trained_quantization(found_recipe))
     return config

@@ -54,7 +54,7 @@ def _source_file(path: str) -> str:
 
 
 def recipes_folder() -> Path:
-    """Return the folder `recipes`: beside the package in a clone, inside the package in a wheel."""
+    """Return the folder `recipes`, which a clone has beside the package, and an installed wheel inside the package."""
     inside = PACKAGE / "recipes"
     return inside if (inside / "shapes.yaml").is_file() else PACKAGE.parent / "recipes"
 

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import re
-import typing
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import field
@@ -14,16 +13,7 @@ import yaml
 
 from minivlmrl.config.import_utils import find_stage, recipes_folder, split_options
 from minivlmrl.config.options import DPOOptions, ImageOptions, RunConfig, VideoOptions
-from minivlmrl.config.parsing import (
-    ChangeText,
-    Reader,
-    TypeHint,
-    build,
-    check_values,
-    options_of,
-    parse_yaml,
-    read_value,
-)
+from minivlmrl.config.parsing import ChangeText, TypeHint, build, check_values, options_of, parse_yaml, read_value
 from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
 from minivlmrl.errors import did_you_mean, error_context
 from minivlmrl.json_files import json_text
@@ -48,32 +38,29 @@ INFERENCE_OPTIONS = {
 TEXTS = {str, FilePath, RecipePath, Code}  # types of fields whose values are texts
 
 
-def load_config(recipe: str | Path, overrides: Sequence[str] = (), asked_for: Sequence[str] | None = None) -> RunConfig:
+def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: bool = False) -> RunConfig:
     """Load a recipe, which is a YAML file with RunConfig fields and sections for custom stages.
 
     Args:
         recipe: recipe path, or a recipe's name in the folder `recipes`.
         overrides: such as "--seed=1" or "--grpo.learning_rate=1e-4", or an option and its value as two texts, "--seed",
             "1". Values are parsed as YAML.
-        asked_for: for a recipe of unknown origin, the overrides that the user typed. Code in the recipe runs only if
-            one of these overrides sets an option for code to the same name; otherwise the recipe is refused before any
-            code has been run. None means that the user chose the recipe, so that all its code may run.
+        is_found: whether the recipe was found beside a model, so that the user may not know the recipe. Then only the
+            overrides may name code, and a recipe that names code is refused before any code has been run.
     """
     overrides = _join_values(overrides)
     path = _find_recipe(recipe)
     with error_context(recipe):
         values = parse_yaml(path.read_bytes()) or {}
-    resolver = Resolver(path.parent, _named_texts(overrides))
+    resolver = Resolver(path, {override.removeprefix("--").partition("=")[0] for override in overrides}, is_found)
     recipe_stages = _stages(values, recipe) if isinstance(values, dict) else []
     stages = recipe_stages
     for override in overrides:
         if override.startswith("--stages="):
             value = _override_value(override.removeprefix("--stages="), "stages", list[Code])
             stages = _stages({"stages": value}, "command line")
-    files = [resolver(Code, stage) for stage in dict.fromkeys(stages) if ":" in stage]
-    if asked_for is not None:
-        resolver.named = _named_texts(_join_values(asked_for))
-        resolver.check_named(recipe)
+    files = [resolver(Code, stage, "stages") for stage in dict.fromkeys(stages) if ":" in stage]
+    resolver.check()
     config_class = _with_sections(tuple(find_stage(file) for file in files))
     unused_sections = []
     if any(":" in stage for stage in set(recipe_stages) - set(stages)):
@@ -89,8 +76,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), asked_for: Se
         # the recipe is checked without overrides, so that an error in the recipe is reported with the recipe's name
         _build_run(config_class, values, recipe)
         raise
-    if asked_for is not None:
-        resolver.check_named(recipe)
+    resolver.check()
     config.recipe = str(recipe)
     config.unused_sections = unused_sections
     config.names_of_files = {file: find_stage(file).stage for file in files}
@@ -157,68 +143,50 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
     return dataclasses.make_dataclass("RunConfig", fields, bases=(RunConfig,))
 
 
-def _named_texts(overrides: Sequence[str]) -> set[str]:
-    """Return the texts that overrides give to options for files and code, because only these texts name something."""
-    hints = {option.path: option.hint for option in options_of(RunConfig)}
-    values = {}
-    for override in overrides:
-        with suppress(ValueError):  # reported when the option is set
-            values = _apply(override, values, hints)
-    texts = set()
-
-    def add(hint: TypeHint, text: str) -> str:
-        texts.add(text)
-        return text
-
-    sections = typing.get_type_hints(RunConfig, include_extras=True)
-    for name in values.keys() & sections.keys():
-        with suppress(ValueError):
-            Reader(json=False, change_text=add).read(sections[name], values[name], name)
-    return texts
-
-
 class Resolver:
-    """Makes a recipe's paths absolute and collects the names of its code.
+    """Makes the paths of a recipe absolute, and collects the code that a recipe found beside a model names.
 
-    A field's type determines which folder its path is relative to. Repository ids, and paths
-    that do not exist, are not changed.
+    The type of a field says to which folder its path is relative. Repository ids, and paths that do not exist, are not
+    changed.
 
     Args:
-        beside: recipe folder.
-        named: texts that the command line names. Their files are searched first in the working directory and then
-            beside the recipe.
+        recipe: path of the recipe.
+        typed: options of the command line, such as "grpo.beta" or "grpo". Their files are searched first in the working
+            directory and then beside the recipe, and those of other options the other way round.
+        is_found: see load_config.
     """
 
-    def __init__(self, beside: Path, named: Collection[str]):
-        self.beside = beside
-        self.named = named
-        self.code: dict[str, str] = {}  # {name of code with an absolute path: as it was written}
+    def __init__(self, recipe: Path, typed: Collection[str], is_found: bool):
+        self.recipe = recipe
+        self.typed = typed
+        self.is_found = is_found
+        self.unknown: list[str] = []  # code that only a recipe that was found names
 
-    def __call__(self, hint: TypeHint, text: str) -> str:
+    def check(self):
+        """Raise ValueError if a recipe that was found beside a model names code that the command line does not name."""
+        if self.unknown:
+            raise ValueError(
+                f"{self.recipe} was found automatically and would run the code {self.unknown[0]}; read the code, "
+                f"then pass --recipe={self.recipe} to allow it"
+            )
+
+    def __call__(self, hint: TypeHint, text: str, path: str) -> str:
+        is_typed = any(path == option or path.startswith(f"{option}.") for option in self.typed)
         if hint in (Code, RewardName):
-            located = self._code(text, hint is RewardName)
-            self.code[located] = text
+            located = self._code(text, hint is RewardName, is_typed)
+            name, options = split_options(located)
+            # A name without a colon belongs to minivlmrl. A quoted text in the options counts as code, because it could
+            # be a URL, a file or a name of code.
+            if self.is_found and not is_typed and (":" in name or re.search("['\"]", options)):
+                self.unknown.append(located)
             return located
         if hint is RecipePath:
-            return self._find(text, text)
+            return self._find(text, is_typed)
         if hint is FilePath and os.path.exists(text):
             return str(Path(text).resolve())
         return text
 
-    def check_named(self, recipe: str | Path):
-        """Raise ValueError if a recipe of unknown origin names code that the command line does not name."""
-        for located, text in self.code.items():
-            name, options = split_options(located)
-            # A name without a colon belongs to minivlmrl. A quoted text in the options counts as code, because it could
-            # be a URL, a file or a name of code.
-            is_harmless = ":" not in name and not re.search("['\"]", options)
-            if not is_harmless and text not in self.named:
-                raise ValueError(
-                    f"{recipe} was found automatically and would run the code {located}; read the code, "
-                    f"then pass --recipe={recipe} to allow it"
-                )
-
-    def _code(self, text: str, short: bool) -> str:
+    def _code(self, text: str, short: bool, is_typed: bool) -> str:
         """Make the path in "file.py:name" absolute.
 
         With `short`, the working directory is removed, because a reward's name is also the name of its metrics.
@@ -227,15 +195,16 @@ class Resolver:
         if not match:
             return text
         file, name = match.groups()
-        path = self._find(file, text)
+        path = self._find(file, is_typed)
         if short and not os.path.isabs(file):
             for home in (os.getcwd(), recipes_folder().parent):
                 path = path.removeprefix(os.path.join(home, ""))
         return path + name
 
-    def _find(self, file: str, text: str) -> str:
-        """Find the file that a text names, beside the recipe, in the working directory, or in the folder `recipes`."""
-        folders = [Path(), self.beside] if text in self.named else [self.beside, Path()]
+    def _find(self, file: str, is_typed: bool) -> str:
+        """Find a file beside the recipe, in the working directory, or in the folder `recipes`."""
+        beside = self.recipe.parent
+        folders = [Path(), beside] if is_typed else [beside, Path()]
         # a copy of a built-in recipe names files that are beside the original, such as shapes_model.json
         ours = [recipes_folder().parent, recipes_folder()]
         existing = [folder for folder in folders + ours if os.path.exists(folder / file)]

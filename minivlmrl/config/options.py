@@ -40,9 +40,9 @@ class ModelOptions:
     # dtype of the weights in checkpoint/; None is the dtype of the folder `path`, or `dtype` if the model began with
     # random weights
     save_dtype: Dtype | None = None
-    # parts that are not trained; `vision` does not include the merger
+    # parts of the model that are not trained; `vision` is the vision tower without its merger
     freeze: list[Part] = field(default_factory=list)
-    # keep only each block's input and recompute its activations in the backward pass
+    # store only the input of each transformer block, and compute the block's activations again in the backward pass
     activation_checkpointing: bool = False
 
 
@@ -118,8 +118,6 @@ class RowOptions:
     # without {problem} is for rows that have no question
     prompt_template: str = "{problem}"
     system_prompt: str | None = None  # None uses the chat template's default
-    # answers in a conversation that are trained: all, or only the last, whose prompt is all earlier turns
-    train_answers: Literal["all", "last"] = "all"
     # library whose filter resizes images: pil, or torch as transformers' fast processor does; None follows the
     # processor settings in the model folder
     resize_backend: Literal["pil", "torch"] | None = None
@@ -135,7 +133,7 @@ class FileOptions:
     """One file in data.train."""
 
     file: FilePath  # see data/row_files.py
-    # number of times that an epoch contains each row; with 0.5 it contains every second row
+    # number of times that an epoch contains each row; with 0.5, an epoch contains every second row
     weight: Annotated[float, "(0, 1000]"] = 1.0
     sampling: str = "all"  # rows that are used: all, first:N, end:N or random:N; N may end with %
     # folder that relative image paths start from; None is data.image_root
@@ -157,8 +155,8 @@ class DataOptions(RowOptions):
     files: dict[str, FilePath] = field(default_factory=dict)  # files by stage: {sft: rows.jsonl}
     # held-out rows: problem or prompt, image(s), and solution, or chosen and rejected
     eval_file: FilePath | None = None
-    # maximum number of tokens in a prompt, together with its longest answer in stages that train on given answers;
-    # longer training rows are left out. None keeps all rows
+    # leave out training rows whose prompt has more tokens; a stage that trains on given answers counts the prompt
+    # together with its longest answer. None keeps all rows
     max_prompt_tokens: Annotated[int, ">= 1"] | None = None
     eval_rows: Annotated[int, ">= 0"] = 256  # maximum number of rows to evaluate; 0 for none
     # also evaluate with gray images and with other rows' images, see docs/metrics.md
@@ -167,12 +165,12 @@ class DataOptions(RowOptions):
     min_pixels: MinPixels | None = None
     # upper bound on the area of an image in pixels; None follows the processor settings
     max_pixels: Count | None = None
-    # threads that prepare prompts while a step computes; 0 prepares them between steps
+    # threads that prepare prompts while a step computes; with 0, prompts are prepared between steps
     image_workers: Annotated[int, "[0, 64]"] = 2
     skip_unreadable: bool = False  # skip training rows whose image cannot be read, and count them
     # variables for the chat template, such as {enable_thinking: false}
     chat_template_kwargs: dict = field(default_factory=dict)
-    # units of the coordinates in answers; None follows the model family's convention
+    # units of the box coordinates in answers; None follows the convention of the model family
     box_space: Literal["original", "resized", "thousandths", "unit"] | None = None
     # part of a completion that is the answer: the text in <answer> tags, the whole text, or the last line of the text
     answer_format: Literal["tags", "whole", "last_line"] = "tags"
@@ -263,7 +261,7 @@ class RolloutOptions:
     # largest allowed difference, in nats, between sampler and trainer log-probabilities for
     # a token. In 16 bits, the root mean square over all tokens may be at most a tenth of this value
     max_logp_mismatch: Annotated[float, "(0, inf]; .inf disables the check"] = 1.0
-    # gather all weights before a rollout; False gathers the weights layer by layer in each forward
+    # gather all sharded weights before a rollout; False gathers the weights layer by layer in each forward pass
     gather_weights: bool = True
 
 
@@ -353,7 +351,8 @@ class DPOOptions(TrainingOptions):
 class RewardModelOptions(TrainingOptions):
     """Options for training a reward model on pairs."""
 
-    center_rewards_coefficient: Finite | None = None  # weight of (chosen + rejected)^2
+    # weight of the squared sum of a pair's two scores in the loss, which centers the scores at 0
+    center_rewards_coefficient: Finite | None = None
     # model folder that the reward `reward_model` uses; None uses the model that this stage trained
     path: FilePath | None = None
 
@@ -365,14 +364,14 @@ class GRPOOptions(TrainingOptions):
     num_generations: Annotated[int, ">= 2"] = 8  # G, completions per prompt (the group)
     steps_per_generation: Annotated[int, ">= 1"] = 1  # optimizer steps per pass over a rollout
     num_iterations: Annotated[int, ">= 1"] = 1  # passes over each rollout
-    # maximum number of tokens per forward and backward pass, where a prompt counts once; a group may be split. None
-    # sets no limit
+    # maximum number of tokens in a forward and backward pass. A prompt with several completions counts once, and its
+    # completions may be split over passes. None sets no limit
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
     # dynamic sampling: resample groups with equal rewards, up to this many batches; 1 disables it
     max_num_gen_batches: Annotated[int, ">= 1"] = 1
 
-    # function that computes advantages, see ADVANTAGES; or your own function, as file.py:name. None is rloo with
-    # loss_type rloo, gdpo with normalize_then_sum, and otherwise grpo
+    # function that turns rewards into advantages: a name in losses/advantages.py, or your own function as file.py:name.
+    # None chooses rloo for loss_type rloo, gdpo for multi_objective_aggregation normalize_then_sum, and otherwise grpo
     advantages: Literal["grpo", "gdpo", "rloo"] | Code | None = None
     # which standard deviation of rewards divides the advantages
     scale_rewards: Literal["group", "batch", "none"] = "group"
@@ -389,8 +388,8 @@ class GRPOOptions(TrainingOptions):
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"  # sequence: GSPO
     # the ratio is clipped to [1 - epsilon_low, 1 + epsilon_high]
     epsilon_low: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2
-    epsilon_high: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2  # see epsilon_low
-    beta: Annotated[float, "[0, inf)"] = 0.0  # KL weight; 0 needs no reference model
+    epsilon_high: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2  # upper clip range, see epsilon_low
+    beta: Annotated[float, "[0, inf)"] = 0.0  # weight of the KL penalty; 0 needs no reference model
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # KL estimator, see kl_term
     # multiply the KL by the policy ratio, which makes its gradient unbiased
     use_bias_correction_kl: bool = True
@@ -399,7 +398,7 @@ class GRPOOptions(TrainingOptions):
     entropy_coef: Finite = 0.0  # entropy bonus weight
     # correction for the mismatch between sampler and trainer, see rollout_importance_ratio
     rollout_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = None
-    # lower and upper bound on the ratio
+    # lower and upper bound on the ratio that rollout_correction truncates or masks
     rollout_correction_bounds: tuple[CorrectionBound, CorrectionBound] = (None, 3.0)
 
     def __post_init__(self):
@@ -428,13 +427,13 @@ class PPOOptions(TrainingOptions):
     num_ppo_epochs: Annotated[int, ">= 1"] = 4  # passes over each rollout
     # maximum number of tokens per forward and backward pass, where a prompt counts once; None sets no limit
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
-    # clip range: the ratio is clipped to 1 +- cliprange, and a value to its old value +- cliprange
+    # clip range: the policy ratio is clipped to 1 +- cliprange, and a critic's value to its old value +- cliprange
     cliprange: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2
-    vf_coef: Annotated[float, "[0, inf)"] = 0.1  # value loss weight
-    critic: Literal["shared", "separate"] = "shared"  # value head on the policy, or own model
+    vf_coef: Annotated[float, "[0, inf)"] = 0.1  # weight of the critic's loss
+    critic: Literal["shared", "separate"] = "shared"  # shared: value head on the policy; separate: own model
     # checkpoint (critic or reward model) that initialises a separate critic; None copies the policy
     critic_path: FilePath | None = None
-    kl_coef: Annotated[float, "[0, inf)"] = 0.05  # KL weight; 0 needs no reference
+    kl_coef: Annotated[float, "[0, inf)"] = 0.05  # weight of the KL penalty; 0 needs no reference model
     kl_estimator: Literal["k1", "k3"] = "k1"  # KL estimator, see token_rewards
     # penalty that is subtracted from the score of a completion without an end token, as in TRL; None disables it
     missing_eos_penalty: Finite | None = None
@@ -458,8 +457,8 @@ class RunConfig:
     num_threads: Annotated[int, "[1, 4096]"] | None = None
     # minutes between saved training states, from which `resume` continues; a state is also saved after each stage
     checkpoint_minutes: Annotated[float, "[0, inf)"] = 10.0
-    # also save a state every N steps; if this and checkpoint_minutes are 0, a state is saved only after a signal such
-    # as SIGTERM
+    # also save a training state every N steps; if checkpoint_steps and checkpoint_minutes are 0, a state is saved only
+    # after a signal such as SIGTERM
     checkpoint_steps: Annotated[int, ">= 0"] = 0
     # "auto" continues from the newest state in output_dir, if output_dir has a state; the path of a state continues
     # from this state; "never" deletes the states in output_dir and starts again
@@ -493,7 +492,7 @@ class RunConfig:
     sharding: ShardingOptions = field(default_factory=ShardingOptions)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
-    # reward names and weights: {accuracy: 1.0}
+    # rewards whose weighted sum GRPO and PPO maximize: {name of a reward: its weight}, such as {accuracy: 1.0}
     rewards: Weights = field(default_factory=lambda: {RewardName("format"): 0.5, RewardName("accuracy"): 1.0})
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     reference: ReferenceOptions = field(default_factory=ReferenceOptions)
@@ -523,8 +522,8 @@ class RunConfig:
     def eval_rewards(self) -> list[RewardName]:
         """The rewards of the evaluation: data.eval_rewards, or else the recipe's rewards.
 
-        The recipe's rewards are ordered by weight, the largest first, and formats come last.
-        The reward model is left out, because it can only score training rows. If no reward is left, answers are
+        The recipe's rewards are ordered by weight, the largest first, and formats come last. The reward `reward_model`
+        is left out, because a reward model can only score training rows. If no other reward remains, answers are
         evaluated with accuracy and format.
         """
         if self.data.eval_rewards is not None:

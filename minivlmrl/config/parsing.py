@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import yaml
 from yaml.composer import ComposerError
@@ -28,7 +28,7 @@ class Dataclass(Protocol):
 
 T = TypeVar("T", bound=Dataclass)
 TypeHint = Any  # such as list[int] or int | None; Python has no type for type hints before PEP 747
-ChangeText = Callable[[TypeHint, str], str]
+ChangeText = Callable[[TypeHint, str, str], str]
 # {option in TRL or transformers: the same option's name in minivlmrl}
 TRL_ALIASES = {
     "lr": "STAGE.learning_rate",
@@ -95,12 +95,7 @@ def build(
         json, change_text: see Reader.
     """
     with error_context(where):
-        try:
-            return Reader(json, change_text).read_section(cls, values, prefix.rstrip("."))
-        except UnknownKey as error:
-            section, prefix, key = error.args
-            meant = _suggestion(cls, section, prefix, key)
-            raise ValueError(f"unknown key {prefix}{key}; {meant}") from None
+        return Reader(json, change_text, cls).read_section(cls, values, prefix.rstrip("."))
 
 
 def check_values(cls: type[Dataclass], values: Mapping[str, Plain], where: str) -> dict[str, Plain]:
@@ -116,10 +111,6 @@ def read_value(hint: TypeHint, value: Plain, name: str, json: bool) -> Any:
     return Reader(json).read(hint, value, name)
 
 
-class UnknownKey(ValueError):
-    """An unknown key in a recipe; its arguments are (dataclass of the section, prefix of the section, key)."""
-
-
 class Reader:
     """Walks over a value together with its type hint, checks the value and converts it.
 
@@ -131,13 +122,15 @@ class Reader:
         json: True for JSON files, which programs write. Then unknown keys are ignored and texts are not converted.
             False for recipes, in which a float may be written as "1e-4" (which YAML reads as text), and a list with one
             text as a text.
-        change_text: function that is called with (type, text) for each key or value whose type is
-            a text type from config/types.py. Its result replaces the text.
+        change_text: function that is called with (type, text, path of the field) for each key or value whose type is a
+            text type from config/types.py. Its result replaces the text. Dots in a key are slashes in the path.
+        root: dataclass of the whole file; an error about an unknown key suggests its options.
     """
 
-    def __init__(self, json: bool, change_text: ChangeText | None = None):
+    def __init__(self, json: bool, change_text: ChangeText | None = None, root: type | None = None):
         self.json = json
         self.change_text = change_text
+        self.root = root
 
     def read(self, hint: TypeHint, value: Plain, name: str) -> Any:
         """Read a value; `name` is the field's path for error messages, such as "grpo.beta"."""
@@ -174,7 +167,7 @@ class Reader:
                 value = float(value)
         is_valid = hint is Any or type(value) is plain
         check_field(is_valid, name, value, f"of type {type_text(plain)}")
-        return self._changed(hint, value)
+        return self._changed(hint, value, name)
 
     def read_section(self, cls: type[T], values: Plain, name: str) -> T:
         """Read a dataclass from a section of a file; `name` is "" for the whole file."""
@@ -184,7 +177,8 @@ class Reader:
         fields = {field.name: field for field in dataclasses.fields(cls)}
         unknown = [key for key in values if key not in fields]
         if unknown and not self.json:
-            raise UnknownKey(cls, prefix, str(unknown[0]))
+            meant = _suggestion(self.root or cls, cls, prefix, str(unknown[0]))
+            raise ValueError(f"unknown key {prefix}{unknown[0]}; {meant}")
         read = {}
         for key, field in fields.items():
             if key in values:
@@ -217,7 +211,7 @@ class Reader:
         for key, item in value.items():
             if item is None and ":" in str(key) and not self.json:
                 raise ValueError(f"{name}: {key} has no value; write a space after the colon, as in {{accuracy: 1.0}}")
-            key = self._changed(key_hint, key)
+            key = self._changed(key_hint, key, f"{name}.{str(key).replace('.', '/')}")
             read[key] = self.read(item_hint, item, f"{name}.{key}")
         return read
 
@@ -235,10 +229,10 @@ class Reader:
         items = zip(inside, value, strict=True)
         return tuple(self.read(item_hint, item, name) for item_hint, item in items)
 
-    def _changed(self, hint: TypeHint, value: Plain) -> Plain:
+    def _changed(self, hint: TypeHint, value: Plain, path: str) -> Plain:
         """Apply change_text to a value whose type is a text type from config/types.py."""
         if self.change_text and hasattr(hint, "__supertype__") and isinstance(value, str):
-            return self.change_text(hint, value)
+            return self.change_text(hint, value, path)
         return value
 
 
@@ -258,23 +252,14 @@ def _suggestion(root: type, section: type, prefix: str, key: str) -> str:
     return did_you_mean(key, names, prefix, count=3, cutoff=0.0).removeprefix("; ")
 
 
-@dataclasses.dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """A recipe option: a dataclass field that is not a section."""
 
     path: str  # name on the command line, such as "seed" or "grpo.beta"
+    name: str  # name in its section
     hint: TypeHint
-    field: dataclasses.Field
+    default: Plain
     declared_in: type  # dataclass that declares the field; it may be a base class
-
-    @property
-    def name(self) -> str:
-        return self.field.name
-
-    @property
-    def default(self) -> Plain:
-        factory = self.field.default_factory
-        return self.field.default if factory is dataclasses.MISSING else factory()
 
     @property
     def comment(self) -> str:
@@ -290,8 +275,9 @@ def options_of(cls: type, prefix: str = "") -> Iterator[Option]:
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             yield from options_of(hint, f"{prefix}{field.name}.")
         else:
-            classes = (part for part in cls.__mro__ if field.name in inspect.get_annotations(part))
-            yield Option(prefix + field.name, hint, field, next(classes))
+            declared_in = next(part for part in cls.__mro__ if field.name in inspect.get_annotations(part))
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            yield Option(prefix + field.name, field.name, hint, default, declared_in)
 
 
 @functools.cache

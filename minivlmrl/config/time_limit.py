@@ -44,9 +44,9 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def shorten_limits(seconds: float):
-    """Limit the rest of the running call, and every later call, to this time.
+    """Limit the rest of a running `time_limit` block, and every later block, to this time.
 
-    A signal handler calls this function, so that a run that must stop does not wait for a reward that hangs.
+    A signal handler calls shorten_limits, so that a run that must stop does not wait for a reward that hangs.
     """
     global longest
     longest = seconds

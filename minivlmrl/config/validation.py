@@ -37,7 +37,7 @@ RULES: list[Rule] = [
     ("eval_steps best_metric data.eval_rows data.eval_without_images data.eval_rewards",
      "there are no rows to evaluate unless data.eval_file or data.task is set",
      lambda r, _: not (r.data.eval_file or r.data.task)),
-    ("data.image_root data.format data.columns data.train_answers data.skip_unreadable data.eval_file",
+    ("data.image_root data.format data.columns data.skip_unreadable data.eval_file",
      "data.task generates all rows, so no file is read", lambda r, _: r.data.task),
     ("num_logged_prompts", "completions are only logged if log_completions is above 0",
      lambda r, _: not r.log_completions),

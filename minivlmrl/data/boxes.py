@@ -14,8 +14,6 @@ from typing import TypeVar
 import numpy as np
 
 from minivlmrl.config.types import Plain
-from minivlmrl.data.processor import Processor
-from minivlmrl.data.rows import Prompt, Row
 from minivlmrl.errors import optional_dependency
 from minivlmrl.json_files import unique_keys
 
@@ -32,57 +30,6 @@ GROUPS = re.compile(rf"{FOUR}|{GROUP}(?:\s*(?:,\s*)?{GROUP})*", re.ASCII)
 KEYS = ("bbox_2d", "bbox", "Position")  # keys under which a JSON object can hold its box
 QWEN2 = re.compile(r"<\|object_ref_start\|>[^<]*<\|object_ref_end\|>|<\|box_start\|>|<\|box_end\|>")
 FENCED = re.compile(r"```(?:json)?\s(.*)```", re.DOTALL)
-
-
-def extent(space: str, original: tuple[int, int], resized: tuple[int, int]) -> tuple[float, float]:
-    """Return the width and height of the whole image in the units of a coordinate space.
-
-    Args:
-        space: "original" (the file's pixels), "resized" (pixels in the model's input image, as in Qwen2.5-VL),
-            "thousandths" (0 to 1000, as in Qwen2-VL and Qwen3-VL) or "unit" (0 to 1).
-        original: the file's width and height in pixels.
-        resized: width and height of the model's input image in pixels.
-    """
-    extents = {"original": original, "resized": resized, "thousandths": (1000, 1000), "unit": (1, 1)}
-    if space not in extents:
-        raise ValueError(f"the coordinate space of a box is {space!r}, but it must be one of {', '.join(extents)}")
-    return extents[space]
-
-
-def box_columns(
-    rows: Sequence[Row], prompts: Sequence[Prompt], processor: Processor, num_generations: int
-) -> dict[str, list]:
-    """Compute the columns image_sizes and answer_extents that box rewards receive.
-
-    The extent of an answer is the image's width and height in the units of the answer's boxes. The units come from the
-    row's column box_space, or else from the processor's box_space.
-
-    Args:
-        rows: one row per prompt.
-        prompts: the rows' prompts.
-        processor: the model's processor.
-        num_generations: completions per prompt.
-
-    Returns:
-        {column: one value per completion}. A value is the first image's (width, height), in pixels of the file or in
-        the answer's coordinates; None without an image.
-    """
-    image_sizes = []
-    answer_extents = []
-    patch_size = processor.image_processor.patch_size
-    for row, prompt in zip(rows, prompts, strict=True):
-        image_size = None
-        answer_extent = None
-        if row.images:
-            _, height, width = prompt.image_grid_thw[prompt.second_per_grid_ts == 0][0].tolist()
-            # LazyImages recorded the size when the prompt was computed, so that the image is not loaded again here
-            image_size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
-            box_space = row.columns.get("box_space") or processor.box_space
-            resized_size = width * patch_size, height * patch_size
-            answer_extent = extent(box_space, image_size, resized_size)
-        image_sizes += [image_size] * num_generations
-        answer_extents += [answer_extent] * num_generations
-    return {"image_sizes": image_sizes, "answer_extents": answer_extents}
 
 
 @dataclass(frozen=True)
@@ -136,37 +83,13 @@ def iou(a: Box, b: Box) -> float:
     Example: (0, 0, 2, 2) and (1, 0, 3, 2) share an area of 2 out of 6, so the result is 1/3.
     Source: Jaccard's index; torchvision's box_iou.
     """
-    intersection, union = _areas(a, b)
-    return intersection / union if a.valid and b.valid else 0.0
-
-
-def giou(a: Box, b: Box) -> float:
-    """Compute the generalised IoU, -1 to 1; -1 if a box is invalid.
-
-    The generalised IoU is the IoU minus a penalty: the fraction of the smallest box around both boxes that neither box
-    covers.
-
-    Example: the boxes (0, 0, 1, 1) and (2, 0, 3, 1) do not overlap, and leave 1/3 of the box around them empty, so the
-    result is 0 - 1/3.
-    Source: Rezatofighi et al. 2019, algorithm 1 (arXiv 1902.09630); torchvision's generalized_box_iou.
-    """
     if not (a.valid and b.valid):
-        return -1.0
-    width = max(a.x2, b.x2) - min(a.x1, b.x1)
-    height = max(a.y2, b.y2) - min(a.y1, b.y1)
-    area_around = width * height
-    intersection, union = _areas(a, b)
-    empty_area = max(0.0, area_around - union)  # rounding errors can make it negative
-    return intersection / union - empty_area / area_around
-
-
-def _areas(a: Box, b: Box) -> tuple[float, float]:
-    """Compute the intersection area and the union area."""
+        return 0.0
     assert a.extent == b.extent, "the boxes have different extents; convert one box with Box.to"
     width = min(a.x2, b.x2) - max(a.x1, b.x1)
     height = min(a.y2, b.y2) - max(a.y1, b.y1)
     intersection = max(0.0, width) * max(0.0, height)
-    return intersection, a.area + (b.area - intersection)  # in this order, rounding cannot make the union smaller
+    return intersection / (a.area + (b.area - intersection))  # in this order, rounding cannot make the union smaller
 
 
 def match(
@@ -227,41 +150,29 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
 
     Source: the key "bbox_2d" is from Qwen2.5-VL's cookbook.
     """
-    return parse(text, KEYS, 4, GROUPS)
-
-
-def parse(text: str, keys: Sequence[str], count: int, plain: re.Pattern) -> list[tuple]:
-    """Parse groups of `count` numbers from JSON or plain text; return [] if a group is invalid.
-
-    Args:
-        text: text to parse, see parse_boxes.
-        keys: keys under which a JSON object can hold the numbers.
-        count: numbers per group.
-        plain: pattern that matches a whole text in the plain-text format.
-    """
     text = unfenced(QWEN2.sub(" ", text))
     try:
-        number_groups = _groups_in_json(text, keys)
+        groups = _groups_in_json(text)
     except (ValueError, RecursionError):
-        numbers = [float(n) for n in re.findall(NUMBER, text)] if plain.fullmatch(text) else []
-        number_groups = [numbers[i : i + count] for i in range(0, len(numbers), count)]
-    for group in number_groups:
-        is_list = isinstance(group, list) and len(group) == count
+        numbers = [float(n) for n in re.findall(NUMBER, text)] if GROUPS.fullmatch(text) else []
+        groups = [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
+    for group in groups:
+        is_list = isinstance(group, list) and len(group) == 4
         if not is_list or not all(isinstance(number, float) and math.isfinite(number) for number in group):
             return []
-    return list(map(tuple, number_groups))
+    return list(map(tuple, groups))
 
 
-def _groups_in_json(text: str, keys: Sequence[str]) -> list[Plain]:
+def _groups_in_json(text: str) -> list[Plain]:
     """Return a JSON text's items; raise ValueError or RecursionError if it is not JSON."""
     if '"' not in text:
         text = text.replace("'", '"')  # Python writes single quotes
     value = json.loads(text, parse_int=float, object_pairs_hook=unique_keys)
     is_several = isinstance(value, list) and all(isinstance(item, list | dict) for item in value)
     items = value if is_several else [value]
-    return [value_of(item, keys) if isinstance(item, dict) else item for item in items]
+    return [value_of(item) if isinstance(item, dict) else item for item in items]
 
 
-def value_of(item: dict, keys: Sequence[str] = KEYS) -> Plain:
-    """Return the value of the first key in `keys` that a JSON object has, or None."""
-    return next((item[key] for key in keys if key in item), None)
+def value_of(item: dict) -> Plain:
+    """Return the value of the first key in KEYS that a JSON object has, or None."""
+    return next((item[key] for key in KEYS if key in item), None)

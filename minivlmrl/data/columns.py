@@ -59,6 +59,7 @@ OTHER_TAG = re.compile(r"<\s*image[ _-]?(\d*)\s*>", re.IGNORECASE)  # MMMU's <im
 FOREIGN_ROLES = {"human", "gpt", "chatgpt", "bing", "model", "tool_call", "tool_response", "function_call",
                  "observation", "function", "developer"}  # fmt: skip
 COLUMN_TYPES = {  # {column: its values' type and bounds}
+    "system": str,
     "margin": Annotated[float, "(-inf, inf)"],  # how much better `chosen` is than `rejected`
     "label": bool,  # for KTO: True if the completion is a good answer
 }
@@ -77,7 +78,7 @@ def find_format(name: str) -> Callable[[dict], dict]:
 def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
     """Rename all columns in `renamed` at once, so that the order does not matter and two names can be swapped.
 
-    NaN, with which pandas writes a missing value, becomes None.
+    NaN becomes None, because pandas writes NaN for a missing value.
     """
     row = {name: value if value == value else None for name, value in row.items()}  # NaN differs from itself
     renamed = {theirs: ours for theirs, ours in renamed.items() if theirs != ours and row.get(theirs) is not None}
@@ -113,33 +114,31 @@ def check_columns(columns: dict, required: Sequence[str], known: Collection[str]
                 f"column {name!r} with {value!r:.60} would say {MEANINGS[name]} in other projects, but nothing here "
                 f"follows it. Remove the column, or keep it for a reward with data.columns: {{{name}: {name}}}"
             )
-        if name in COLUMN_TYPES and (name != "label" or name in required):  # others use `label` for something else
+        if name in COLUMN_TYPES and (name != "label" or name in required):  # `label` has other meanings, too
             read_value(COLUMN_TYPES[name], value, f"column {name!r}", json=True)
         if name == "solution" and str(value).count("<answer>") > 1:
             check_field(False, "column 'solution'", value, "a text with at most one <answer> tag")
-    if reason := find_layout({name: value for name, value in given.items() if value not in ("", [])}, known):
-        raise ForeignLayoutError(reason)
+    check_layout({name: value for name, value in given.items() if value not in ("", [])}, known)
 
 
-def find_layout(columns: dict[str, Plain], known: Collection[str]) -> str | None:
-    """Return why the columns, turns or tags of a row belong to another project's layout; None if they do not."""
+def check_layout(columns: dict[str, Plain], known: Collection[str]):
+    """Raise ForeignLayoutError if the columns, turns or tags of a row belong to another project's layout."""
     foreign = BESIDE if columns.keys() & PROMPTS else BESIDE + LAYOUTS
     for name in (*foreign, *(["A"] if "B" in columns else [])):
         if name in columns and name not in known:
-            return f"column {name!r} belongs to the layout of another project"
+            raise ForeignLayoutError(f"column {name!r} belongs to the layout of another project")
     texts = {name: columns[name] for name in TEXTS if name in columns}
     for name, value in texts.items():
         for turn in [value] if isinstance(value, dict) else value if isinstance(value, list) else ():
             if isinstance(turn, dict) and ("from" in turn or str(turn.get("role")) in FOREIGN_ROLES):
-                return f"column {name!r} has a turn of another project, {turn!r:.60}"
+                raise ForeignLayoutError(f"column {name!r} has a turn of another project, {turn!r:.60}")
         if isinstance(value, str) and RENDERED.match(value):
-            return f"column {name!r} is a conversation that a chat template has already rendered"
+            raise ForeignLayoutError(f"column {name!r} is a conversation that a chat template has already rendered")
     all_text = repr(texts)
     if columns.get("objects") and (tag := re.search("<ref-object>|<bbox>", all_text)):
-        return f"the texts contain {tag[0]}, which ms-swift replaces by `objects`"
+        raise ForeignLayoutError(f"the texts contain {tag[0]}, which ms-swift replaces by `objects`")
     has_media = any(name in columns for name in MEDIA)
     if not has_media and re.search("<img>.*?</img>", all_text):
-        return "the texts contain <img>, with which Qwen-VL names its images"
+        raise ForeignLayoutError("the texts contain <img>, with which Qwen-VL names its images")
     if has_media and "<image>" not in all_text and (tag := OTHER_TAG.search(all_text)):
-        return f"the texts contain {tag[0]}, but the place of an image is <image>"
-    return None
+        raise ForeignLayoutError(f"the texts contain {tag[0]}, but the place of an image is <image>")

@@ -2,8 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from os.path import getsize, isfile
 from pathlib import Path
@@ -27,7 +26,7 @@ from minivlmrl.files import digest
 class FileDataset(FileRows):
     """A file's or dataset folder's rows.
 
-    All rows are validated when the dataset is created. Each row is read again from the file when the row is used.
+    Creating a FileDataset checks every row of the file. A row is read from the file again whenever the row is used.
 
     Args:
         path: file or folder with the rows.
@@ -129,18 +128,29 @@ class FileDataset(FileRows):
         return count_words(self.counts, self.size)
 
     def outline(self, index: int) -> Row:
-        row, media = self.read(index)
-        with readable_image(row.where):
-            row.images = [self._header(item.sources[0]) for item in media if item.kind == "image"]
-            for part in answer_image_parts(row):
-                part["image"] = self._header(part["image"].sources[0])
-        row.videos = load_videos(media, self.folder, outline_video)
-        return row
+        return self._open(index, read_header, outline_video)
 
-    def _header(self, source: Source) -> PIL.Image.Image:
-        """Open an image file to read the image's size; the returned image cannot be decoded."""
-        with open_image(source, self.folder) as image:
-            return image
+    def __getitem__(self, index: int) -> Row:
+        return self._open(range(self.size)[index], fetch_image, load_video)
+
+    def _open(self, index: int, load_image: Callable[..., PIL.Image.Image], load_video: Callable[..., Video]) -> Row:
+        """Read a row, with functions that load its images and videos when they are used."""
+        row, media = self.read(index)
+
+        def load(item: Media) -> PIL.Image.Image:
+            try:
+                return load_image(item.sources[0], self.folder)
+            except ValueError as error:
+                raise ValueError(
+                    f"{row.where}: {error}; replace the file or remove the row, or leave out such rows in "
+                    "training with data.skip_unreadable=true"
+                ) from error
+
+        row.images = LazyImages([partial(load, item) for item in media if item.kind == "image"])
+        row.videos = load_videos(media, self.folder, load_video)
+        for part in answer_image_parts(row):
+            part["image"] = partial(load, part["image"])
+        return row
 
     def content(self, index: int) -> str:
         row, media = self.read(index)
@@ -149,28 +159,11 @@ class FileDataset(FileRows):
             hashed_parts.append(Path(path) if path else source)
         return digest(hashed_parts)
 
-    def __getitem__(self, index: int) -> Row:
-        row, media = self.read(range(self.size)[index])
-        row.images = LazyImages([self._decoder(row, item) for item in media if item.kind == "image"])
-        row.videos = load_videos(media, self.folder, load_video)
-        for part in answer_image_parts(row):
-            part["image"] = self._decoder(row, part["image"])
-        return row
-
-    def _decoder(self, row: Row, item: Media) -> Callable[[], PIL.Image.Image]:
-        """Return a function that decodes an image of a row."""
-
-        def decode() -> PIL.Image.Image:
-            with readable_image(row.where):
-                return fetch_image(item.sources[0], self.folder)
-
-        return decode
-
 
 class LazyImages(Sequence):
     """A row's images. Each access decodes the image again, which saves memory."""
 
-    def __init__(self, decoders: list[Callable]):
+    def __init__(self, decoders: Sequence[Callable[[], PIL.Image.Image]]):
         self.decoders = decoders
         self.sizes = {}  # {index: (width, height)} for the images decoded so far
 
@@ -183,16 +176,10 @@ class LazyImages(Sequence):
         return image
 
 
-@contextmanager
-def readable_image(where: str) -> Iterator[None]:
-    """If an image cannot be read, add the row's place `where` and advice to the ValueError."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(
-            f"{where}: {error}; replace the file or remove the row, or leave out such rows in "
-            "training with data.skip_unreadable=true"
-        ) from error
+def read_header(source: Source, folder: Path) -> PIL.Image.Image:
+    """Open an image file to read the image's size; the returned image cannot be decoded."""
+    with open_image(source, folder) as image:
+        return image
 
 
 def load_videos(media: list[Media], folder: Path, load: Callable[..., Video]) -> list[VideoFile]:

@@ -8,20 +8,16 @@ import hashlib
 import json
 import re
 import sys
-from bisect import bisect
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from copy import copy
 from functools import cached_property
-from itertools import accumulate, pairwise, takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 import jinja2
 import jinja2.meta
-from jinja2 import nodes
-from jinja2.ext import Extension, LoopControlExtension
-from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.ext import LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minivlmrl.config.types import Plain
@@ -35,15 +31,7 @@ from minivlmrl.data.chat_template import (
     join_flagged,
     join_text,
 )
-from minivlmrl.data.messages import (
-    check_messages,
-    content_parts,
-    is_trained,
-    part_kind,
-    parts_of,
-    shown_parts_of,
-    text_of,
-)
+from minivlmrl.data.messages import check_messages, content_parts, is_trained, part_kind, shown_parts_of, text_of
 from minivlmrl.data.rendered_texts import find_missing_text
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS, STRUCTURE
 from minivlmrl.errors import did_you_mean, error_context
@@ -51,12 +39,11 @@ from minivlmrl.json_files import parse_json, read_json
 
 # files that can hold a template, in the order that transformers' processor uses
 FILES = ("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json")
-# sha256 of Qwen's template for Qwen2-VL and Qwen2.5-VL, and of TRL's variant with {% generation %}
+# sha256 of Qwen's template for Qwen2-VL and Qwen2.5-VL, and of TRL's variant for training, which renders the same
 PUBLISHED = (
     "a0bc6f6fc7a29a80017a433e8f03a1cc1236e838a944a2d034295a60c4f2fddb",
     "31c85932a6d8826f0fe8d52b81767eba6b869128b0a7c7503d1e7baaad4e8043",
 )
-GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")  # tag in TRL's training templates
 # code in a template that takes the thought out of the text of an answer
 THOUGHT_SPLIT = re.compile(r"(split|partition)\(\s*['\"]</think>")
 # Tags for thoughts and tools. Answers contain tags as text, so a text may write tags even if they are special tokens
@@ -149,7 +136,7 @@ class ChatTemplate:
             ValueError: the template cannot render the messages, or does not render an image, a video or a message text.
                 Only the thoughts in assistant turns may be missing.
         """
-        conversation, mark = self._checked(messages)
+        conversation, mark = self._marked(messages)
         pieces = join_text(self._cut(self._lay_out(conversation, True), mark))
         shown_kinds = ["image" if piece is IMAGE else "video" for piece in pieces if piece is IMAGE or piece is VIDEO]
         message_kinds = [part_kind(part) for part in shown_parts_of(messages)]
@@ -164,8 +151,7 @@ class ChatTemplate:
     def render_completion(self, messages: list[dict], turns: list[dict]) -> list[tuple[str, bool]]:
         """Render the turns that follow a prompt, like chat_template.render_completion.
 
-        An assistant turn's text begins after the generation prompt, and ends with <|im_end|>. If the template has
-        {% generation %} blocks, the assistant writes only the text in them.
+        An assistant turn's text begins after the generation prompt, and ends with <|im_end|>.
 
         Args:
             turns: the completion's turns.
@@ -175,13 +161,12 @@ class ChatTemplate:
 
         Raises:
             RewrittenTurnsError: the template renders a turn differently if more turns follow.
-            ValueError: the template does not end assistant turns with <|im_end|> and a line break, does not render a
-                text, or has no {% generation %} block around the text of an assistant turn although it has the tag.
+            ValueError: the template does not end assistant turns with <|im_end|> and a line break, or does not render a
+                text.
         """
-        conversation, mark = self._checked([*messages, *turns])
-        text, block_ends = self._lay_out_blocks(conversation, mark)
+        conversation, mark = self._marked([*messages, *turns])
+        text = self._lay_out(conversation, False)
         flagged = []
-        is_in_block = False  # whether a block contains any text of an assistant turn
         end = None  # the previous assistant turn's end
         for turn_number in range(len(messages), len(conversation)):
             if conversation[turn_number]["role"] != "assistant":
@@ -196,41 +181,19 @@ class ChatTemplate:
                     "break; replace the template with the chat_template.jinja of the original Qwen model"
                 )
             end = turn_end - 1  # the model does not write the line break
-            cuts = [start, *(x for x in block_ends if start < x < end), end]
-            for left, right in pairwise(cuts):
-                is_written = bisect(block_ends, left) % 2 == 1
-                is_in_block |= is_written and left < right
-                is_written &= is_trained([*messages, *turns][turn_number])
-                flagged += [(piece, is_written) for piece in self._cut(text[left:right], mark)]
-        if not is_in_block:
-            raise self._error(
-                "the answer is outside of all {% generation %} blocks, so no token would be "
-                "trained; put a block around the text of assistant turns, or remove the tag"
-            )
+            is_written = is_trained([*messages, *turns][turn_number])
+            flagged += [(piece, is_written) for piece in self._cut(text[start:end], mark)]
         self._check_texts([*messages, *turns], text.replace(mark, ""), len(messages))
         return join_flagged(flagged)
-
-    def _lay_out_blocks(self, messages: list[dict], mark: str) -> tuple[str, list[int]]:
-        """Render a conversation; return the text and where {% generation %} blocks begin and end in turn."""
-        if not GENERATION.search(self.text):  # then the whole text is a block
-            text = self._lay_out(messages, False)
-            return text, [0, len(text)]
-        block_mark = chr(ord(mark) + 1)  # occurs in no message, see _checked
-        pieces = self._lay_out(messages, False, block_mark).split(block_mark)
-        return "".join(pieces), list(accumulate(map(len, pieces[:-1])))
 
     def _check_texts(self, messages: list[dict], rendered: str, history: int):
         """Raise ValueError if the template has not rendered a text, see find_missing_text."""
         missing = find_missing_text(messages, rendered, history)
         if missing is None:
             return
-        answers = [text_of(message) for message in messages if message["role"] == "assistant"]
         advice = "Use a template that renders every text unchanged, or remove this text from the row"
-        if any(answer.count("</think>") > 1 for answer in answers):
-            advice = (
-                "An answer has several thoughts, and the template may keep only one. Join the "
-                "thoughts, or write the later ones without <think> and </think>"
-            )
+        if any(text_of(message).count("</think>") > 1 for message in messages):
+            advice = "The template may keep only one of several thoughts, so join the thoughts of this answer"
         raise self._error(f"the template does not render {missing}. {advice}")
 
     def _length(self, text: str, messages: list[dict], add_generation_prompt: bool) -> int:
@@ -257,7 +220,7 @@ class ChatTemplate:
         return tag + thought if tag and "</think>" not in thought else ""
 
     def declaring(self, tools: list[dict]) -> "ChatTemplate":
-        """Return a copy of the template that declares `tools` in prompts."""
+        """Return a copy of this chat template, which lists the schemas in `tools` in the prompts that it renders."""
         if "in tools" not in self.text:
             raise self._error(
                 "the template cannot render tools; set declare_tools = False in the class of the environment"
@@ -266,19 +229,13 @@ class ChatTemplate:
         template.tools = tools
         return template
 
-    def _checked(self, messages: list[dict]) -> tuple[list[dict], str]:
-        """Return messages as plain data in which a mark breaks up the names of control tokens, and the mark.
+    def _marked(self, messages: list[dict]) -> tuple[list[dict], str]:
+        """Return messages as plain data, with a mark in each name of a control token, and the mark.
 
-        The mark is a character that `_cut` removes after rendering. The mark and the next character occur in no
-        message.
+        With the mark, only the template can write control tokens into the rendered conversation; `_cut` removes the
+        mark afterwards. The mark and the next character of Unicode occur in no message.
         """
         check_messages(messages)
-        used_kinds = {part_kind(part) for part in parts_of(messages)}
-        if any(message.get("tool_calls") for message in messages):
-            used_kinds.add("tool_call")
-        for kind, spelled in (("image", IMAGE), ("video", VIDEO), ("tool_call", "tool_calls")):
-            if kind in used_kinds and spelled not in self.text:
-                raise self._error(f"the template cannot render {kind}s; use another template")
         messages = _as_json(messages)
         if "reasoning_content" in self.text and not THOUGHT_SPLIT.search(self.text):
             # Qwen3.8's template would write an empty thought before a thought that stands in the text
@@ -289,58 +246,22 @@ class ChatTemplate:
         # The mark is a rare Chinese character, because templates, JSON and repr leave letters as they are.
         letters = map(chr, range(0x20000, sys.maxunicode))
         mark = next(a for a, b in pairwise(letters) if a not in all_text and b not in all_text)
-        return [self._break_up(message, mark) for message in messages], mark
+        return _as_json(messages, lambda text: self.spelled.sub(rf"\g<0>{mark}", text)), mark
 
-    def _break_up(self, value: Plain, mark: str, is_text: bool = False) -> Plain:
-        """Insert a mark into all names of control tokens in a message.
-
-        With the mark, only the template can write control tokens into the rendered conversation. A name may contain
-        whitespace or continue in the next text (`is_text`), because a template may remove whitespace and join texts.
-        """
-        if isinstance(value, dict):
-            broken = {}
-            for key, item in value.items():
-                is_text = key in ("text", "content", "reasoning_content")
-                broken[self._break_up(key, mark)] = self._break_up(item, mark, is_text)
-            return broken
-        if isinstance(value, list):
-            return [self._break_up(item, mark) for item in value]
-        if not isinstance(value, str):
-            return value
-        value = self.spelled.sub(rf"\g<0>{mark}", value)
-        if is_text and self._ends_within_control(value):
-            end = len(value.rstrip())
-            value = f"{value[:end]}{mark}{value[end:]}"
-        return value
-
-    def _ends_within_control(self, text: str) -> bool:
-        """Return True if a text, ignoring whitespace, ends with the beginning of a control token."""
-        text = "".join(text.split())
-        return any(text.endswith(name[:length]) for name in self.controls for length in range(1, len(name)))
-
-    def _lay_out(self, messages: list[dict], add_generation_prompt: bool, block_mark: str = "") -> str:
-        """Render messages; `block_mark` is written where {% generation %} blocks begin and end."""
+    def _lay_out(self, messages: list[dict], add_generation_prompt: bool) -> str:
         try:
             return self.template.render(
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
                 tools=self.tools,
                 documents=None,
-                block_mark=block_mark,
                 **self.token_names,
             )
         except Exception as error:  # a template is a program, which can raise any exception
-            if messages and messages[0]["role"] == "system":
-                # if the system message is not the reason, rendering without the system message raises another error
-                self._lay_out(messages[1:], add_generation_prompt)
-                raise self._error(
-                    f"the template does not support system messages ({error}); remove "
-                    "data.system_prompt, or the system turns of the rows"
-                ) from error
             raise self._error(error) from error
 
     def _cut(self, text: str, mark: str) -> list[str]:
-        """Split a text at control tokens, and remove the mark of `_break_up` from the pieces."""
+        """Split a rendered text at its control tokens, and remove the mark of `_marked` from the pieces."""
         pieces = self.control.split(text)
         return [self.controls.get(piece) or piece.replace(mark, "") for piece in pieces]
 
@@ -375,11 +296,15 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
 
 
 def _spelled(name: str) -> str:
-    """Return a regular expression for the first character of a control token, if the other characters follow."""
-    # whitespace may separate the characters of a control token, see _break_up
-    separator = "" if re.search(r"\s", name) else r"\s*"
-    others = separator.join(map(re.escape, name[1:]))
-    return f"{re.escape(name[0])}(?={separator}{others})"
+    """Return a pattern for the first character of a control token, if the rest follows or the text ends before it.
+
+    Whitespace may separate the characters, and the next text may continue the name, because a template may remove
+    whitespace and join texts.
+    """
+    others = [re.escape(character) for character in name[1:]]
+    endings = [*([*others[:length], "$"] for length in range(len(others))), others]
+    patterns = [r"\s*".join(["", *ending]) for ending in endings]
+    return f"{re.escape(name[0])}(?={'|'.join(patterns)})"
 
 
 def _with_thought_apart(message: dict) -> dict:
@@ -404,13 +329,15 @@ def _parse_arguments(messages: list[dict]):
                 function["arguments"] = parse_json(function["arguments"])
 
 
-def _as_json(value: Plain) -> Plain:
-    """Copy a value as plain JSON types, because a template could escape the sandbox through other objects."""
+def _as_json(value: Plain, change: Callable[[str], str] = str) -> Plain:
+    """Copy a value as plain JSON types, with changed texts; a template could escape the sandbox through other types."""
     if isinstance(value, dict):
-        return {key: _as_json(item) for key, item in value.items() if item is not None}
+        return {change(key): _as_json(item, change) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [_as_json(item) for item in value]
-    return value if isinstance(value, str | int | float | None) else f"<{type(value).__name__}>"
+        return [_as_json(item, change) for item in value]
+    if isinstance(value, str):
+        return change(value)
+    return value if isinstance(value, int | float | None) else f"<{type(value).__name__}>"
 
 
 def _template_in(path: Path) -> str | None:
@@ -428,50 +355,23 @@ def _template_in(path: Path) -> str | None:
     return text
 
 
-def _to_json(
-    value,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Convert a value to JSON, with the arguments of transformers' filter tojson and no others."""
-    if indent is not None and not (isinstance(indent, int) and 0 <= indent <= 16):
-        raise jinja2.TemplateError(f"tojson: indent is {indent!r:.40}, but it must be 0 to 16")
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-class GenerationTag(Extension):
-    """TRL's tag {% generation %} around the assistant's text; it writes block_mark at both ends of a block."""
-
-    tags = {"generation"}  # noqa: RUF012  (Jinja declares it as a set)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("_surround", [nodes.ContextReference()])
-        return nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-    def _surround(self, context: Context, caller: Callable[[], str]) -> str:
-        mark = context.get("block_mark", "")
-        return f"{mark}{caller()}{mark}"
-
-
 def environment() -> ImmutableSandboxedEnvironment:
     """Build a Jinja sandbox like the sandbox of transformers' apply_chat_template.
 
-    Whitespace rules, functions, {% break %} and {% generation %} are the same as in transformers. The sandbox blocks
-    access to Python internals and files, and range() over more than 100,000 items. The sandbox does not limit time or
-    memory (for example {{ 'x' * 10**9 }}), so only use templates from authors whom you trust.
+    Whitespace rules, functions and {% break %} are the same as in transformers; {% generation %} is refused. The
+    sandbox blocks access to Python internals and files, and range() over more than 100,000 items. The sandbox does not
+    limit time or memory (for example {{ 'x' * 10**9 }}), so only use templates from authors whom you trust.
     """
 
     def fail(message: str):
         raise jinja2.TemplateError(message)
 
-    sandbox = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, GenerationTag]
-    )
+    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+        options = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators, "sort_keys": sort_keys}
+        return json.dumps(value, **options)
+
+    sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension])
     # The filter tojson is replaced, because jinja2's filter escapes <, > and & for HTML.
-    sandbox.filters["tojson"] = _to_json
+    sandbox.filters["tojson"] = to_json
     sandbox.globals["raise_exception"] = fail
     return sandbox

@@ -5,8 +5,9 @@ bit, to those that transformers' image processors compute.
 
 Example: a 100 x 60 pixel image (width x height) is resized to 112 x 56, multiples of 28, and cut into an 8 x 4 patch
 grid, whose 3 colours x 2 equal frames x 14 x 14 values are normalised. Each block of 2 x 2 patches becomes one token,
-so `num_tokens` returns 8. Processor.encode therefore repeats the placeholder <|image_pad|> 8 times in the prompt
-(data/processor.py), and the vision tower computes each placeholder's embedding from four patches (model/vision.py).
+so `num_tokens` returns 8. For an image of 8 tokens, Processor.encode (data/processor.py) writes the placeholder
+<|image_pad|> 8 times into the prompt, and the vision tower (model/vision.py) turns every four patches into one
+placeholder's embedding.
 """
 
 import math
@@ -190,8 +191,8 @@ class ImageProcessor:
     resize: Callable[..., np.ndarray] = resize_frames
     # video rules of a family, such as model/families/qwen3_vl.Videos; None uses the rules in data/video.py
     videos: Any = None
-    # dtype of the patches. It has 16 bits if the model computes in 16 bits and would round the patches anyway, so that
-    # only half the bytes are packed and copied to a GPU.
+    # dtype of the patches: 16 bits if the model computes in 16 bits and would round the patches anyway, so that only
+    # half the bytes are packed and copied to a GPU
     dtype: torch.dtype = torch.float32
 
     @property

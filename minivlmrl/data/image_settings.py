@@ -9,7 +9,7 @@ import numpy as np
 import PIL.Image
 import torch
 
-from minivlmrl.config.options import ImageOptions, RowOptions, VideoOptions
+from minivlmrl.config.options import ImageOptions, VideoOptions
 from minivlmrl.config.parsing import build, check_values
 from minivlmrl.config.types import Count, MinPixels, Plain
 from minivlmrl.data.image import ImageProcessor, look_up, resize_frames, smart_resize
@@ -185,11 +185,6 @@ def write_sampling(options: dict[str, float]) -> dict:
     if "num_frames" in given:
         given["fps"] = None  # the class may have a default, which transformers does not combine with num_frames
     return given and {"do_sample_frames": True, "fps": FPS, **given}
-
-
-def media_options(options: RowOptions) -> dict[str, dict]:
-    """Check and return the options for all images and for all videos in a data file."""
-    return {kind: check_options(kind, getattr(options, kind)) for kind in ("image", "video")}
 
 
 def check_options(kind: str, options: Mapping[str, float | None]) -> dict[str, Plain]:

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from minivlmrl.data.file_rows import FileRows, RowSelection
 from minivlmrl.data.messages import as_turns
 from minivlmrl.data.processor import Processor, images_in
 from minivlmrl.data.rows import Dataset, Prompt, Row
@@ -85,7 +84,7 @@ class Batches(Iterator[list[Row]]):
         except BaseException:  # The process ends, so there is no reason to wait for other rows.
             self.workers.shutdown(wait=False, cancel_futures=True)
             raise
-        self.world.wait()  # for a rank that reads its images slowly
+        self.world.wait()  # so that a rank which reads its images slowly is not taken for a rank that hangs
         self.draws += 1
         return rows
 
@@ -133,25 +132,6 @@ def readable_prompt(row: Row, processor: Processor, answers: Sequence[str]) -> P
     for name in answers:
         images_in(as_turns(getattr(row, name) or []))
     return row.prompt(processor)
-
-
-class ReadableRows(RowSelection):
-    """A dataset in which the next readable row replaces each unreadable row, as in Batches.
-
-    Args:
-        rows: the dataset.
-        use: function that takes a row, and raises ValueError if the row is unreadable.
-    """
-
-    def __init__(self, rows: FileRows, use: Callable[[Row], Any]):
-        super().__init__([rows], [(0, index) for index in range(len(rows))])
-        self.use = use
-        self.failures: dict[int, ValueError] = {}  # {index of an unreadable row: its error}
-
-    def __getitem__(self, index: int) -> Row:
-        row, _, failures = next_readable(self.parts[0], index, self.use)
-        self.failures |= failures
-        return row
 
 
 def next_readable(

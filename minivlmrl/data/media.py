@@ -19,7 +19,7 @@ from minivlmrl.config.options import RowOptions
 from minivlmrl.config.types import Plain
 from minivlmrl.data.columns import MEDIA, TEXTS
 from minivlmrl.data.image import load_image
-from minivlmrl.data.image_settings import check_options, media_options
+from minivlmrl.data.image_settings import check_options
 from minivlmrl.data.messages import (
     BASE64,
     ENCODED,
@@ -57,8 +57,8 @@ SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start",
 # Image formats that are not allowed, because reading them has side effects: Pillow runs Ghostscript for EPS, opens the
 # files that an IPTC file names, and calls Windows functions for WMF.
 PROGRAMS = "EPS", "IPTC", "WMF"
-# Larger images are not decoded, because a file with a few kilobytes can declare any size. This is also Pillow's own
-# limit; an image of this size takes half a GiB as RGB.
+# Maximum number of pixels of an image. A file of a few kilobytes can declare any size. Pillow has the same limit, at
+# which an RGB image takes half a GiB.
 MAX_IMAGE_PIXELS = 178_956_970
 
 EMPTY = (None, "")  # entries that stand for no image or video
@@ -115,7 +115,7 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
     text = str(source)
     name = text if len(text) <= 200 else f"{text[:60]}... ({len(text)} characters)"
     if text.startswith("data:"):
-        # decoded here instead of by urllib, because urllib ignores invalid characters
+        # data URIs are decoded without urllib, because urllib ignores invalid characters
         with error_context(f"{name}: the data is not valid base64"):
             return name, io.BytesIO(base64.b64decode("".join(text.partition(",")[2].split()), validate=True))
     if text.startswith(("http://", "https://")):
@@ -126,7 +126,7 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
     if text.startswith("file://"):
         text = url2pathname(text.removeprefix("file://").removeprefix("localhost"))
     path = Path(folder or "", text)
-    # pipes and devices are not allowed, because reading from them may never end
+    # a pipe or a device is refused, because reading from a pipe or a device may never end
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise ValueError(f"{path} is a pipe or a device; use a regular file instead")
     return str(path) if len(str(path)) <= 400 else name, path
@@ -137,7 +137,7 @@ class Media:
     """Source and options of one image or video in a row."""
 
     kind: str  # "image" or "video"
-    # a path, a data URI or bytes; for a video, it can also be a list with each frame's source
+    # path, data URI or bytes of the file; for a video also a list that has the source of each frame
     source: str | bytes | list[str]
     options: dict[str, float]  # see ImageOptions and VideoOptions
 
@@ -191,9 +191,9 @@ def place_media(
     if not shown_parts_of(turns):  # if there are image or video parts, <image> is ordinary text
         turns = add_placeholders(turns, counts)
     kinds = [(part, part_kind(part)) for part in shown_parts_of(turns)]
-    check_counts([kind for part, kind in kinds if kind and not _source_keys(part, kind)], counts)
+    check_counts([kind for part, kind in kinds if kind and not source_keys(part, kind)], counts)
     next_media = {kind: iter(row_media.get(kind, ())) for kind in KINDS}
-    common_options = media_options(options)
+    common_options = {"image": options.image, "video": options.video}
     messages = []
     media = []
     for number, turn in enumerate(turns):
@@ -297,7 +297,8 @@ def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str
                 yield source, join(folder, source)
 
 
-def _source_keys(part: dict, kind: str) -> list[str]:
+def source_keys(part: dict, kind: str) -> list[str]:
+    """Return the keys under which a part has the source of its image or video."""
     return [name for name in SOURCES[kind] if part.get(name) is not None]
 
 
@@ -307,12 +308,12 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
         entry = {"base64": entry}  # MMBench's data files contain base64 text without a data URI's header
     if not isinstance(entry, dict) or "bytes" in entry:
         entry = {kind: entry}
-    names = _source_keys(entry, kind)
+    names = source_keys(entry, kind)
     if len(names) > 1:
         raise ValueError(f"the {kind} has both {names[0]!r} and {names[1]!r}; use only one of them")
     options = check_options(kind, _without(entry, ("type", "text", "index", *SOURCES[kind])))
     if not names and next_media is not None:
-        listed = next(next_media)  # check_counts has counted them
+        listed = next(next_media)  # check_counts has found as many entries as parts
         return Media(kind, listed.source, listed.options | options)
     source: Plain = entry[names[0]] if names else None
     if names == ["base64"]:

@@ -202,7 +202,15 @@ def check_turns(turns: list[dict], is_prompt: bool = False):
     for number, turn in enumerate(turns):
         name = f"message {number}"
         check_keys(turn, TURN_KEYS[turn["role"]], f"{name} of the role {turn['role']}")
-        _check_loss(turn, name, is_prompt)
+        flags = {key: turn[key] for key in LOSS_KEYS if turn.get(key) is not None}
+        is_mixed = any(flags.values()) and not all(flags.values())
+        if is_mixed or any(flag not in (False, True) for flag in flags.values()):
+            raise ValueError(f"{name}: {flags} must be true, 1, false or 0, and must not contradict each other")
+        if any(flags.values()) and (turn["role"] != "assistant" or is_prompt):
+            raise ValueError(
+                f"{name}: {flags} asks for a loss on this turn, but only assistant turns in the answer are trained; "
+                "remove the key, or move the turn into the answer"
+            )
         if encoded := ENCODED.match(text_of(turn)):
             raise ValueError(
                 f"a text seems to contain an image that the model would not see: {encoded[0]!r:.60}. Write it as a "
@@ -221,21 +229,6 @@ def check_turns(turns: list[dict], is_prompt: bool = False):
             check_keys(call.get("function") or {}, ("name", "arguments"), f"the function of a tool call of {name}")
     if any(first >= second for first, second in pairwise(indices)):
         raise ValueError(f"the parts show the images {indices}, but each image must be shown once, in order")
-
-
-def _check_loss(turn: dict, name: str, is_prompt: bool):
-    """Raise ValueError if the LOSS_KEYS of a turn contradict each other, or ask for a loss where none is computed."""
-    flags = {key: turn[key] for key in LOSS_KEYS if turn.get(key) is not None}
-    for key, value in flags.items():
-        if value not in (False, True):
-            raise ValueError(f"{name}: {key!r} is {value!r:.40}, but it must be true, 1, false or 0")
-    if len(set(flags.values())) > 1:
-        raise ValueError(f"{name}: {flags} contradict each other; keep one of them")
-    if any(flags.values()) and (turn["role"] != "assistant" or is_prompt):
-        raise ValueError(
-            f"{name}: {flags} asks for a loss on this turn, but only assistant turns in the answer are trained; remove "
-            "the key, or move the turn into the answer"
-        )
 
 
 def check_keys(value: dict, known: Iterable[str], name: str):

@@ -12,7 +12,6 @@ from itertools import takewhile
 from pathlib import Path
 
 from minivlmrl.config.options import RowOptions
-from minivlmrl.config.types import Plain
 from minivlmrl.data.columns import ANSWERS, PROMPTS, TEXTS, ForeignLayoutError, check_columns, rename_columns
 from minivlmrl.data.media import Media, check_unread, place_media, read_media
 from minivlmrl.data.messages import (
@@ -99,7 +98,7 @@ def split_answers(columns: dict, options: RowOptions) -> tuple[str, list[dict], 
     Returns:
         The column of the prompt, for error messages; the prompt's turns; and {column: answer}.
     """
-    texts = _read_texts(columns)
+    texts = read_texts(columns)
     prompts = [name for name in texts if name in PROMPTS]
     answers = {name: value for name, value in texts.items() if name in ANSWERS}
     template = options.prompt_template
@@ -122,14 +121,13 @@ def split_answers(columns: dict, options: RowOptions) -> tuple[str, list[dict], 
     prompt = as_turns(texts[place], "user") if prompts else _shared_turns(answers, sorted(columns))
     if not prompts:
         answers |= {name: answers[name][len(prompt) :] for name in ("chosen", "rejected")}
-    if columns.get("system") not in (None, ""):
-        prompt = _add_system(columns["system"], prompt)
-    if options.train_answers == "last":
-        prompt, answers = _keep_last(prompt, answers)
-    for name, answer in answers.items():
-        with error_context(f"column {_column(name, place)!r}"):
-            _check_answer(as_turns(answer))
-    _check_pair([as_turns(answers[name]) for name in ("chosen", "rejected") if name in answers])
+    if system := columns.get("system"):
+        prompt = add_system_prompt(prompt, system)
+        if text_of(prompt[0]) != system:
+            raise ValueError(
+                "column 'system': the turns begin with another system message; remove the column or the system message"
+            )
+    check_answers(answers, place)
     if prompt and prompt[-1]["role"] == "assistant":
         raise ValueError(
             f"column {place!r}: the prompt ends with an assistant turn; move this turn into the column of the answer"
@@ -140,13 +138,12 @@ def split_answers(columns: dict, options: RowOptions) -> tuple[str, list[dict], 
     return place, prompt, answers
 
 
-def _read_texts(columns: dict) -> dict:
-    """Return the columns with texts or turns, and check their turns."""
+def read_texts(columns: dict) -> dict:
+    """Return the columns with a text or turns, and check their turns."""
     texts = {name: columns[name] for name in TEXTS if columns.get(name) is not None}
     for name, value in texts.items():
+        check_field(isinstance(value, TEXTS[name]), f"column {name!r}", value, TYPE_WORDS[TEXTS[name]])
         with error_context(f"column {name!r}"):
-            if not isinstance(value, TEXTS[name]):
-                raise ValueError(f"the value must be {TYPE_WORDS[TEXTS[name]]}, but it is {value!r:.40}")
             check_turns(as_turns(value), name == "prompt")
     return texts
 
@@ -156,56 +153,23 @@ def _column(answer: str, place: str) -> str:
     return place if (answer, place) == ("completion", "messages") else answer
 
 
-def _check_pair(answers: list[list[dict]]):
-    """Raise ValueError if two answers are equal, even if their texts are divided into parts differently."""
-    said = [[{**turn, "content": (text_of(turn), shown_parts_of([turn]))} for turn in turns] for turns in answers]
-    if len(said) == 2 and said[0] == said[1]:
-        raise ValueError("the columns 'chosen' and 'rejected' are equal; remove the row")
-
-
-def _check_answer(turns: list[dict]):
-    """Raise ValueError if an answer's assistant turn is empty or blank, or if no turn is trained."""
-    check_ends(turns)
-    for turn in turns:
-        if turn["role"] == "assistant" and not text_of(turn).strip() and not turn.get("tool_calls"):
-            raise ValueError("an answer is empty or blank; add its text or remove the row")
-    if not any(map(is_trained, turns)):
-        raise ValueError(
-            f"every assistant turn of the answer has {' or '.join(LOSS_KEYS)}: false; remove this key from a turn"
-        )
-
-
-def _add_system(text: Plain, prompt: list[dict]) -> list[dict]:
-    """Put the text of the column `system` before a prompt as its system message."""
-    if not isinstance(text, str):
-        raise ValueError(f"column 'system': the value must be text, but it is {text!r:.40}")
-    messages = add_system_prompt(prompt, text)
-    if text_of(messages[0]) != text:
-        raise ValueError(
-            "column 'system': the turns begin with another system message; remove the column or the system message"
-        )
-    return messages
-
-
-def _keep_last(prompt: list[dict], answers: Answers) -> tuple[list[dict], Answers]:
-    """Move the turns before a conversation's last answer into the prompt.
-
-    Raises:
-        ValueError: a pair's answers have different turns before their last answers.
-    """
-    earlier = []  # for each answer, its turns up to the last one that is not the assistant's
-    last = {}
+def check_answers(answers: Answers, place: str):
+    """Raise ValueError if an answer is blank or has no trained turn, or if the answers of a pair are equal."""
+    said = {}  # an answer's turns, with the texts of a turn joined
     for name, answer in answers.items():
         turns = as_turns(answer)
-        end = max((i + 1 for i, turn in enumerate(turns) if turn["role"] != "assistant"), default=0)
-        earlier.append(turns[:end])
-        last[name] = turns[end:] if 0 < end < len(turns) else answer
-    if any(turns != earlier[0] for turns in earlier):
-        raise ValueError(
-            f"data.train_answers is last, but the columns {' and '.join(answers)} have different turns before their "
-            "last answers, so they have no common prompt; set data.train_answers to all, or make these turns equal"
-        )
-    return [*prompt, *earlier[0]] if earlier else prompt, last
+        said[name] = [{**turn, "content": (text_of(turn), shown_parts_of([turn]))} for turn in turns]
+        with error_context(f"column {_column(name, place)!r}"):
+            check_ends(turns)
+            for turn in turns:
+                if turn["role"] == "assistant" and not text_of(turn).strip() and not turn.get("tool_calls"):
+                    raise ValueError("an answer is empty or blank; add its text or remove the row")
+            if not any(map(is_trained, turns)):
+                raise ValueError(
+                    f"every assistant turn of the answer has {' or '.join(LOSS_KEYS)}: false; remove this key"
+                )
+    if "chosen" in said and said["chosen"] == said.get("rejected"):
+        raise ValueError("the columns 'chosen' and 'rejected' are equal; remove the row")
 
 
 def _shared_turns(answers: Answers, columns: list[str]) -> list[dict]:
@@ -230,8 +194,14 @@ def place_answers(
         The prompt's messages, its media in order, and {column: answer}. An image part of an answer contains its Media
         under the key "image".
     """
-    # answers that show images; if there are none, the prompt has all images of the row
-    shown = {name: turns for name, turns in answers.items() if isinstance(turns, list) and _shows_images(turns)}
+    # answers with an image part, or a tag such as <image> outside of assistant turns; if there are none, the prompt has
+    # all images of the row
+    shown = {}
+    for name, turns in answers.items():
+        if isinstance(turns, list):
+            others = [turn for turn in turns if turn["role"] != "assistant"]
+            if shown_parts_of(turns) or any(MARK.search(text_of(turn)) for turn in others):
+                shown[name] = turns
     messages, media, placed = prompt, [], dict(answers)
     for name, turns in (shown or {place: []}).items():
         with error_context(f"column {_column(name, place)!r}"):
@@ -246,9 +216,3 @@ def place_answers(
         if shown:
             placed[name] = answer
     return add_system_prompt(messages, options.system_prompt), media, placed
-
-
-def _shows_images(turns: list[dict]) -> bool:
-    """Return True if an answer has an image or video part, or a tag such as <image> outside of assistant turns."""
-    tags = any(turn["role"] != "assistant" and MARK.search(text_of(turn)) for turn in turns)
-    return tags or bool(shown_parts_of(turns))

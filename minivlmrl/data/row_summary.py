@@ -31,11 +31,6 @@ def counting_processor(processor: Processor) -> Processor:
     return replace(processor, image_processor=PatchCounter(**vars(processor.image_processor)))
 
 
-def outline(rows: Dataset, index: int) -> Row:
-    """Return a row for measuring its prompt; its images and videos need not be readable."""
-    return rows.outline(index) if isinstance(rows, FileRows) else rows[index]
-
-
 def without_rows(rows: Dataset, removed: Collection[int]) -> Dataset:
     """Return a dataset without the rows with these indices."""
     if not removed or not isinstance(rows, FileRows):
@@ -54,7 +49,7 @@ def row_sizes(
     counter = counting_processor(processor)
     for number in numbers:
         try:
-            row = outline(rows, number)
+            row = rows.outline(number) if isinstance(rows, FileRows) else rows[number]
             with error_context(row.where or "row"):
                 if videos or not row.videos:
                     yield row_size(row, number, counter, answers)

@@ -103,7 +103,7 @@ class AllocationTracker(TorchDispatchMode):
 def meta_batch(config: ModelConfig, work: BatchShape, patch_dtype: torch.dtype) -> GroupBatch:
     """Build a batch with the given shape on the meta device.
 
-    Only the ids and the image grids have values, because they decide other tensors' shapes.
+    Only token ids and image grids have values, because the shapes of other tensors depend on these values.
     """
     merge = config.vision_config.spatial_merge_size
     frame_tokens = work.image_tokens // work.frames
@@ -148,11 +148,6 @@ class MemoryEstimator:
             self.config = config
             self.model = FAMILIES[config.model_type].model(config)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self.active_parameters = self.parameters  # parameters used for one token
-        if config.experts is not None:
-            idle_share = 1 - config.experts.num_experts_per_tok / config.experts.num_experts
-            routed = [p for name, p in self.model.named_parameters() if ".mlp.experts." in name]
-            self.active_parameters -= round(idle_share * sum(p.numel() for p in routed))
 
     @classmethod
     def from_folder(cls, path: str, before_ampere: bool = False) -> "MemoryEstimator":
@@ -212,7 +207,7 @@ class MemoryEstimator:
     def tracked(
         self, run: RunConfig, models: TrainedModels, batch: GroupBatch, train: bool
     ) -> Iterator[tuple[TrainedModels, AllocationTracker]]:
-        """Yield copies of the models that compute as in a run, and a tracker of their memory."""
+        """Yield copies of the models with the run's dtype, recomputation and dropout, and a tracker of their memory."""
         models = copy.deepcopy(models)
         if run.model.compute_dtype:
             models.to(DTYPES[run.model.compute_dtype])
@@ -272,7 +267,7 @@ class MemoryQuestion:
     stage: str
     estimator: MemoryEstimator
     gpus: int = 1
-    # sizes of the largest training rows, the largest first; further prompts of a batch count like the last row
+    # sizes of the largest training rows, the largest first; a batch with more prompts repeats the last size
     rows: Sequence[RowSize] = TYPICAL_ROWS
     # sizes of the largest held-out rows; empty if the run has no evaluations
     held_out: Sequence[RowSize] = TYPICAL_ROWS
@@ -477,7 +472,7 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
     gradients = bytes_of(trained) * question.share
     if question.gpus > 1 and not run.uses_fsdp:
         gradients *= 2  # because the ranks sum a copy of the gradients
-    # weights are gathered, and their gradients take as many bytes
+    # the gradients of gathered weights take as many bytes as the gathered weights
     gathered = 2 * sum(gathered_bytes(question, backbone) for backbone in models.backbones)
     if run.sharding.once_per_step:
         # With once_per_step, all weights stay gathered, and gradients are added up in float32 or wider. In addition,
@@ -506,7 +501,7 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
     run, models = question.run, question.models
     policy = models.policy
     weights = bytes_of([*policy.parameters(), *policy.buffers()])
-    # With adapters, a second model shares the base weights and needs only its own adapters.
+    # With adapters, a second model, such as the reference, shares the base weights and adds only its own adapters.
     adapters = bytes_of(adapter_parameters(policy))
     optimizer = build_optimizer(models, question.options, run.optimizer)
     begin_state(optimizer, trained_parameters(models))
@@ -541,11 +536,6 @@ def reference_bytes(question: MemoryQuestion) -> int:
 def peak_bytes(phases: dict[str, dict]) -> float:
     """Return the memory in bytes that the largest phase needs, including RESERVE."""
     return RESERVE + max(sum(items.values()) for items in phases.values())
-
-
-def largest_phase(phases: dict[str, dict]) -> str:
-    """Return the name of the phase that needs most memory."""
-    return max(phases, key=lambda name: sum(phases[name].values()))
 
 
 def state_bytes(question: MemoryQuestion) -> int:

@@ -1,6 +1,7 @@
 """Check before a run that it fits on the GPUs and on the disk, and name the options that help."""
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,6 @@ from minivlmrl.diagnostics.memory import (
     MemoryQuestion,
     bytes_of,
     estimate_phases,
-    largest_phase,
     peak_bytes,
     state_bytes,
 )
@@ -91,7 +91,7 @@ def refusal(question: MemoryQuestion, available: float) -> str:
     """Say that a stage does not fit into a GPU's `available` bytes, with its largest row and the options that help."""
     stage, gpus = question.stage, question.gpus
     phases = estimate_phases(question)
-    phase = largest_phase(phases)
+    phase = max(phases, key=lambda name: sum(phases[name].values()))
     items = phases[phase]
     is_stored = max(items, key=lambda name: items[name]) in STORED
     ways = cures(question.run, stage, "weights" if is_stored else MEASURED[phase], gpus)
@@ -99,15 +99,34 @@ def refusal(question: MemoryQuestion, available: float) -> str:
     row_text = f"prompts of {row.prompt_tokens:,} tokens are assumed"
     if row.where:
         row_text = f"the largest row is {row.where}, with a prompt of {row.prompt_tokens:,} tokens"
+    fits = ""
     if row.media:
         row_text += f", of which {row.image_tokens:,} show {row.media}"
-        ways.append(f"a lower data.{'video.' if row.has_videos else ''}max_pixels")
+        if pixels := fitting_pixels(question, available):
+            option = f"--data.video={{max_pixels: {pixels}}}" if row.has_videos else f"--data.max_pixels={pixels}"
+            fits = f"The stage fits with {option}. "
     return (
         f"{stage} needs about {peak_bytes(phases) / GB:.1f} GB on {f'each of {gpus} GPUs' if gpus > 1 else 'the GPU'} "
         f"(phase {phase}), but only {available / GB:.1f} GB are free; {row_text}. "
-        f"Try {', then '.join([*ways, 'a larger GPU, more GPUs or a smaller model'])}. "
+        f"{fits}Try {', then '.join([*ways, 'a larger GPU, more GPUs or a smaller model'])}. "
         "docs/memory.md explains these options; --check_memory=false skips this check."
     )
+
+
+def fitting_pixels(question: MemoryQuestion, available: float) -> int:
+    """Return the largest max_pixels, in 1/32 of the largest image, with which a stage fits; 0 if no image size fits."""
+    vision = question.estimator.config.vision_config
+
+    def smaller(rows: Sequence[RowSize], tokens: int) -> list[RowSize]:
+        return [replace(row, image_tokens=min(row.image_tokens, row.frames * tokens)) for row in rows]
+
+    fits, too_large = 0, max(row.image_tokens // row.frames for row in (*question.rows, *question.held_out))
+    for _ in range(5):
+        tokens = (fits + too_large) // 2  # per image or pair of frames
+        rows, held_out = smaller(question.rows, tokens), smaller(question.held_out, tokens)
+        is_enough = peak_bytes(estimate_phases(replace(question, rows=rows, held_out=held_out))) <= available
+        fits, too_large = (tokens, too_large) if is_enough else (fits, tokens)
+    return fits * (vision.patch_size * vision.spatial_merge_size) ** 2
 
 
 def written_bytes(question: MemoryQuestion) -> dict[str, float]:

@@ -9,18 +9,14 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from itertools import compress
-from pathlib import Path
 
 import torch
 from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.json_files import read_lines
 from minivlmrl.rewards.registry import training_rewards
 from minivlmrl.run.callbacks import Callback
-from minivlmrl.run.evaluate import IMAGE_ABLATIONS, metric_name
-from minivlmrl.run.metrics import EVALUATIONS, MetricsLog
-from minivlmrl.run.rollout_log import LogLine
+from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Rollout, Step, Trainer
 
@@ -30,12 +26,10 @@ BASELINE_ROLLOUTS = 50
 
 
 class TrainingWarnings(Callback):
-    """Checks each step and evaluation; writes warnings to warnings.jsonl and to the terminal."""
+    """Checks each step; writes warnings to warnings.jsonl and to the terminal."""
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         self.log = log
-        self.evaluations = Path(config.output_dir, EVALUATIONS)
-        self.eval_reward = config.eval_rewards[0]
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
         self.rules = WarningRules(trainer, optimizer)
@@ -46,12 +40,6 @@ class TrainingWarnings(Callback):
         if self.log.world.is_main:
             for warning in self.rules.step(values, step.rollout):
                 self.log.warn(trainer.stage, number, warning, number + 1)
-
-    def on_evaluation(self, stage: str, steps_done: int, num_rows: int):
-        if self.log.world.is_main:
-            warning = ignores_images(read_lines(self.evaluations, LogLine), num_rows, self.eval_reward)
-            if warning:
-                self.log.warn(stage, steps_done, warning, steps_done)
 
     def state_dict(self) -> dict[str, str]:
         return {"warnings": self.rules.state()}
@@ -210,43 +198,8 @@ class WarningRules:
                 names.append(name)
         if not names:
             return
-        if all("visual" in name for name in names):
-            sentence = (
-                f"The vision tower ({names[0]} and others) has never had a gradient, because no "
-                "row had an image. Check the image column, or set model.freeze=[vision, merger]."
-            )
-        else:
-            sentence = (
-                f"{len(names)} trainable parameters, for example {names[0]}, have never had a "
-                "gradient. Add them to model.freeze."
-            )
-        yield "untouched", sentence
-
-
-def ignores_images(evaluations: list[dict], rows: int, reward: str) -> str | None:
-    """Return a warning if held-out accuracy rises while the benefit of seeing the image shrinks.
-
-    The benefit is the reward with the true image, minus the reward with a gray image or with another row's image,
-    whichever is higher. A change counts if it exceeds 1 / sqrt(rows), which is two standard errors of an accuracy of
-    0.5.
-    """
-    sampled = metric_name(reward, "sampled")
-    gray, swapped = (metric_name(reward, way) for way in IMAGE_ABLATIONS)
-
-    def image_benefit(line: dict) -> float:
-        return line[sampled] - max(line[gray], line[swapped])
-
-    if gray not in evaluations[-1]:
-        return None
-    lines = [line for line in evaluations if gray in line]
-    best_line = max(lines, key=image_benefit)
-    last_line = lines[-1]
-    rise = last_line[sampled] - best_line[sampled]
-    loss = image_benefit(best_line) - image_benefit(last_line)
-    if min(rise, loss) <= 1 / math.sqrt(rows):
-        return None
-    return (
-        f"On held-out rows, {sampled} rose from {best_line[sampled]:.3g} to {last_line[sampled]:.3g}, but images now "
-        f"add only {image_benefit(last_line):.3g} (best: {image_benefit(best_line):.3g}). The text of the prompts may "
-        "reveal the answers, so use rows that cannot be answered without the image."
-    )
+        yield (
+            "untouched",
+            f"{len(names)} trainable parameters, for example {names[0]}, have never had a gradient. Add them to "
+            "model.freeze; parameters of the vision tower have no gradient if no row has an image.",
+        )

@@ -68,9 +68,11 @@ def main(arguments: list[str]):
 
 
 def parameters_text(costs: MemoryEstimator) -> str:
-    text = f"{costs.parameters:,} parameters"
-    if costs.active_parameters < costs.parameters:
-        text += f", {costs.active_parameters:,} active per token"
+    text, experts = f"{costs.parameters:,} parameters", costs.config.experts
+    if experts is not None:
+        idle_share = 1 - experts.num_experts_per_tok / experts.num_experts
+        routed = sum(p.numel() for name, p in costs.model.named_parameters() if ".mlp.experts." in name)
+        text += f", {costs.parameters - round(idle_share * routed):,} active per token"
     return text
 
 

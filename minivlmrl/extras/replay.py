@@ -84,8 +84,8 @@ def run_config(folder: Path, recipe: str | None, overrides: list[str]) -> RunCon
     """Load the options of a run from its config.yaml, or from `recipe`; `folder` may itself be a recipe."""
     if not folder.is_dir():  # a recipe, whose output_dir may contain another run
         return load_config(folder, ["--resume=never", *overrides])
-    asked_for = None if recipe else overrides
-    return load_config(recipe or folder / "config.yaml", [f"--output_dir={folder}", *overrides], asked_for)
+    overrides = [f"--output_dir={folder}", *overrides]
+    return load_config(recipe or folder / "config.yaml", overrides, is_found=recipe is None)
 
 
 class Reached(Exception):

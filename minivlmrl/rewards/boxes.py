@@ -10,7 +10,6 @@ and extra boxes both lower the reward.
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from minivlmrl.data import boxes
@@ -21,6 +20,9 @@ Extents = list[tuple[float, float] | None]
 Objects = list[tuple[str, Box]]  # (label, box); the label is "" if labels are not compared
 NO_IMAGE = "the row has no image"
 NO_BOX = "no box was found in the answer"
+NO_SOLUTION_BOX = (
+    "is not a box; the solution must be [x1, y1, x2, y2] with x2 > x1 and y2 > y1, a list of boxes, or [] for no object"
+)
 NO_OBJECT = "the object is not in the image, so the answer should be [] or None"
 
 
@@ -46,7 +48,7 @@ def mean_iou(
     Returns:
         n numbers, or None for a row without an image or without a solution.
     """
-    return score_boxes(BOXES, mean_similarity, answer_texts, solution, image_sizes, answer_extents, log_extra=log_extra)
+    return score_boxes(mean_similarity, answer_texts, solution, image_sizes, answer_extents, log_extra)
 
 
 def acc_0_5(answer_texts, solution, image_sizes, answer_extents, log_extra=None, **columns) -> list:
@@ -62,25 +64,7 @@ def acc_0_5(answer_texts, solution, image_sizes, answer_extents, log_extra=None,
         values = similarities(predicted, true)
         return sum(value >= 0.5 for value in values) / len(values)
 
-    return score_boxes(BOXES, share_of_hits, answer_texts, solution, image_sizes, answer_extents, log_extra=log_extra)
-
-
-def mean_giou(answer_texts, solution, image_sizes, answer_extents, log_extra=None, **columns) -> list:
-    """Compute the mean generalised IoU over matched boxes; missing and extra boxes count as -1.
-
-    Boxes are matched by their generalised IoU. The arguments and exceptions are the same as in mean_iou.
-
-    Example: a box of the right size gives -1/3 if the gap between this box and the true box is as wide as the box. A
-    box around the whole image gives more, namely the area of the true box divided by the image area. A policy that is
-    trained only with mean_giou therefore learns large boxes first.
-    """
-
-    def measure(predicted: Objects, true: Objects) -> float:
-        return mean_similarity(predicted, true, lambda a, b: boxes.giou(a[1], b[1]), missing=-1.0)
-
-    return score_boxes(
-        BOXES, measure, answer_texts, solution, image_sizes, answer_extents, missing=-1.0, log_extra=log_extra
-    )
+    return score_boxes(share_of_hits, answer_texts, solution, image_sizes, answer_extents, log_extra)
 
 
 def box_format(completions: list[str], answer_extents: Extents, log_extra: LogExtra | None = None, **columns) -> list:
@@ -122,47 +106,45 @@ def overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:
     return boxes.iou(a[1], b[1]) if a[0] == b[0] else 0.0
 
 
-def similarities(predicted: Objects, true: Objects, similarity: Callable = overlap, missing=0.0) -> list[float]:
-    """Match predicted with true objects; return the similarity of each pair, and `missing` for unmatched objects."""
-    pairs = boxes.match(predicted, true, similarity)
+def similarities(predicted: Objects, true: Objects) -> list[float]:
+    """Match predicted with true objects; return the IoU of each pair, and 0 for each unmatched object."""
+    pairs = boxes.match(predicted, true, overlap)
     num_unmatched = max(len(predicted), len(true)) - len(pairs)
-    return [similarity(predicted[i], true[j]) for i, j in pairs] + [missing] * num_unmatched
+    return [overlap(predicted[i], true[j]) for i, j in pairs] + [0.0] * num_unmatched
 
 
-def mean_similarity(predicted: Objects, true: Objects, similarity: Callable = overlap, missing=0.0) -> float:
+def mean_similarity(predicted: Objects, true: Objects) -> float:
     """Compute the mean value in `similarities`."""
-    values = similarities(predicted, true, similarity, missing)
+    values = similarities(predicted, true)
     return sum(values) / len(values)
 
 
-@dataclass
-class ObjectFormat:
-    """The form of objects in a solution and in an answer."""
-
-    # (text, (width, height) of the image in the units of the coordinates in this text) -> objects
-    read: Callable[[str, tuple], Objects]
-    requirement: str  # end of the error message about a solution without objects
+def read_boxes(text: str, extent: tuple[float, float]) -> Objects:
+    """Parse the boxes in the last <answer> tags of a text, or else in the whole text, in the units of `extent`."""
+    return [("", Box(*four, extent)) for four in boxes.parse_boxes(find_answer(text) or text)]
 
 
 def score_boxes(
-    form: ObjectFormat,
     measure: Callable[[Objects, Objects], float],
     answer_texts: list,
     solutions: list,
     image_sizes: Extents,
     answer_extents: Extents,
-    missing=0.0,
     log_extra: LogExtra | None = None,
+    read: Callable[[str, tuple], Objects] = read_boxes,
+    requirement: str = NO_SOLUTION_BOX,
 ) -> list:
     """Compute n rewards by comparing the objects in n answers with the solutions' objects.
 
     Answers, solutions, sizes, extents and returned values are described in mean_iou.
 
     Args:
-        form: the form of solutions and answers.
-        measure: function that computes a reward from an answer's objects and the true objects.
-        missing: reward for an answer without objects.
+        measure: function that computes a reward from an answer's objects and the true objects; an answer without
+            objects gets 0.
         log_extra: function that logs the reasons for rewards below 1.
+        read: function that parses the objects in a solution or an answer, whose coordinates have the units of
+            (width, height) of the image.
+        requirement: end of the error message about a solution without objects.
     """
     scored = []  # each answer's (reward, reason)
     rows = zip(answer_texts, solutions, image_sizes, answer_extents, strict=True)
@@ -174,15 +156,15 @@ def score_boxes(
         truth = find_answer(text) or text
         if not text.strip() or boxes.says_none(truth):
             denies = boxes.says_none(answer or "")
-            scored.append((1.0, None) if denies else (missing, NO_OBJECT))
+            scored.append((1.0, None) if denies else (0.0, NO_OBJECT))
             continue
         # an invalid solution is an error, because no answer could ever get a reward for it
-        true = form.read(truth, size)
+        true = read(truth, size)
         if not true or not all(box.valid for _, box in true):
-            raise ValueError(f"solution {solution!r:.300} {form.requirement}")
-        predicted = [(label, box.to(size)) for label, box in form.read(answer or "", extent)]
+            raise ValueError(f"solution {solution!r:.300} {requirement}")
+        predicted = [(label, box.to(size)) for label, box in read(answer or "", extent)]
         if not predicted:
-            scored.append((missing, NO_ANSWER if answer is None else NO_BOX))
+            scored.append((0.0, NO_ANSWER if answer is None else NO_BOX))
             continue
         value = measure(predicted, true)
         found = f"the answer has {box_texts(predicted)}, the solution {box_texts(true)}"
@@ -216,12 +198,3 @@ def box_texts(objects: Objects) -> str:
         texts.append(f"{label:.40} [{coordinates}]".strip())
     others = f" and {len(objects) - 3} more" if len(objects) > 3 else ""
     return ", ".join(texts) + others
-
-
-def read_boxes(text: str, extent: tuple[float, float]) -> Objects:
-    """Parse the boxes in the last <answer> tags of a text, or else in the whole text, in the units of `extent`."""
-    return [("", Box(*four, extent)) for four in boxes.parse_boxes(find_answer(text) or text)]
-
-
-NEEDED = "the solution must be [x1, y1, x2, y2] with x2 > x1 and y2 > y1,"
-BOXES = ObjectFormat(read_boxes, f"is not a box; {NEEDED} a list of boxes, or [] for no object")

@@ -7,35 +7,76 @@ import torch
 from torch import Tensor
 
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.rows import Completion, Row
+from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.rewards.text import find_answer
+
+Size = tuple[float, float]
 
 
 def reward_columns(
-    rows: Sequence[Row], completions: Sequence[Sequence[Completion]], processor: Processor
+    rows: Sequence[Row], prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], processor: Processor
 ) -> dict[str, list]:
-    """Collect the arguments for reward functions from B rows with G completions each.
+    """Collect the arguments of reward functions from B rows with G completions each.
 
     Returns:
         {name: n = B * G values}. If a row lacks a column, its completions' values are None. `completions` has the texts
-        of the assistant's turns. The values of `answer_texts` are the answers in these texts, see find_answer.
+        of the assistant's turns, `answer_texts` the answers in these texts, see find_answer, and `turn_texts` a list of
+        texts for each completion: those of all turns of a trajectory, or the single text of another completion.
+        `image_sizes` and `answer_extents` are described in image_extents.
     """
-    flat_completions = []
-    row_of_each = []
-    for row, group in zip(rows, completions, strict=True):
-        flat_completions += group
+    flat, row_of_each, extents = [], [], []
+    for row, prompt, group in zip(rows, prompts, completions, strict=True):
+        flat += group
         row_of_each += [row] * len(group)
+        extents += [image_extents(row, prompt, processor)] * len(group)
     columns = {}
     for name in sorted(set().union(*(row.columns for row in rows))):
         columns[name] = [row.columns.get(name) for row in row_of_each]
-    texts = [processor.decode_assistant_turn(completion) for completion in flat_completions]
-    columns["prompts"] = [row.messages for row in row_of_each]
-    columns["images"] = [row.images for row in row_of_each]
-    columns["row_names"] = [row.where or f"row {row.index}" for row in row_of_each]
-    columns["completion_ids"] = [completion.ids.tolist() for completion in flat_completions]
-    columns["completions"] = texts
-    columns["answer_texts"] = [find_answer(text, processor.answer_format) for text in texts]
-    return columns
+    texts = [processor.decode_assistant_turn(completion) for completion in flat]
+    return columns | {
+        "prompts": [row.messages for row in row_of_each],
+        "images": [row.images for row in row_of_each],
+        "row_names": [row.where or f"row {row.index}" for row in row_of_each],
+        "completion_ids": [completion.ids.tolist() for completion in flat],
+        "completions": texts,
+        "answer_texts": [find_answer(text, processor.answer_format) for text in texts],
+        "turn_texts": [[processor.decode_assistant_turn(turn) for turn in c.turns or [c]] for c in flat],
+        "environments": [completion.environment for completion in flat],
+        "extras": [completion.extra for completion in flat],
+        "image_sizes": [size for size, _ in extents],
+        "answer_extents": [extent for _, extent in extents],
+    }
+
+
+def image_extents(row: Row, prompt: Prompt, processor: Processor) -> tuple[Size | None, Size | None]:
+    """Return the (width, height) of a row's first image, in pixels of the file and in the units of an answer's boxes.
+
+    The units come from the row's column box_space, or else from the processor's box_space. A row without an image has
+    two None.
+    """
+    if not row.images:
+        return None, None
+    patch_size = processor.image_processor.patch_size
+    _, height, width = prompt.image_grid_thw[prompt.second_per_grid_ts == 0][0].tolist()
+    # LazyImages recorded the size when the prompt was computed, so that the image is not loaded again here
+    size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
+    space = row.columns.get("box_space") or processor.box_space
+    return size, extent(space, size, (width * patch_size, height * patch_size))
+
+
+def extent(space: str, original: Size, resized: Size) -> Size:
+    """Return the width and height of the whole image in the units of a coordinate space.
+
+    Args:
+        space: "original" (the file's pixels), "resized" (pixels in the model's input image, as in Qwen2.5-VL),
+            "thousandths" (0 to 1000, as in Qwen2-VL and Qwen3-VL) or "unit" (0 to 1).
+        original: the file's width and height in pixels.
+        resized: width and height of the model's input image in pixels.
+    """
+    extents = {"original": original, "resized": resized, "thousandths": (1000, 1000), "unit": (1, 1)}
+    if space not in extents:
+        raise ValueError(f"the coordinate space of a box is {space!r}, but it must be one of {', '.join(extents)}")
+    return extents[space]
 
 
 def call_rewards(rewards: Sequence[Callable], columns: dict[str, list]) -> Tensor:

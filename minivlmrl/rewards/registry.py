@@ -5,44 +5,37 @@ follow in brackets, as in "mine.py:near(tolerance=0.05)". Error messages contain
 failed.
 """
 
-import asyncio
 import dis
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, compress
-from threading import Thread
+from itertools import compress
+from types import SimpleNamespace
 from typing import Any
-
-import torch
 
 from minivlmrl.config.import_utils import resolve_object, with_options
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.time_limit import Overtime, time_limit
-from minivlmrl.data.boxes import box_columns
 from minivlmrl.data.messages import text_of
 from minivlmrl.data.rows import REWARD_ARGUMENTS
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import error_context
-from minivlmrl.rewards.columns import reward_columns
 
 REWARDS: dict[str, str | Callable] = {  # name: "module:function", or the function itself
     "format": "minivlmrl.rewards.text:tag_format",
     "accuracy": "minivlmrl.rewards.text:accuracy",
     "iou": "minivlmrl.rewards.boxes:mean_iou",
     "acc_0_5": "minivlmrl.rewards.boxes:acc_0_5",
-    "giou": "minivlmrl.rewards.boxes:mean_giou",
     "box_format": "minivlmrl.rewards.boxes:box_format",
     "reward_model": "minivlmrl.extras.reward_model:reward_model",
     "environment": "minivlmrl.extras.agents.environment:environment_reward",
 }
 # rewards that raise ValueError for a solution that no answer can equal, and that read no other column
-COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5", "giou")
+COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5")
 MAX_FLOAT32 = 3.4e38
 # names of the metrics that every optimizer step has; rewards may not log metrics with these names
 STEP_METRICS = {"stage", "step", "loss", "entropy", "kl", "grad_norm", "learning_rate"}
@@ -72,22 +65,11 @@ def last_turn(prompt: Text | list[dict]) -> Text:
     return Text("".join(map(text_of, prompt[-1:])), "user") if isinstance(prompt, list) else prompt
 
 
-@dataclass
-class StageProgress:
-    """The stage's progress in optimizer steps, with the field names in TRL's trainer_state."""
-
-    global_step: int = 0
-    max_steps: int = 0
-
-
 class RewardLog:
-    """The two objects that reward functions receive as TRL's arguments `trainer_state` and `log_metric`.
-
-    `trainer_state` contains the stage's progress, and `log_metric` records a metric.
-    """
+    """The arguments `trainer_state` and `log_metric` of reward functions, as in TRL, for one stage."""
 
     def __init__(self, global_step: int = 0, max_steps: int = 0):
-        self.trainer_state = StageProgress(global_step, max_steps)
+        self.trainer_state = SimpleNamespace(global_step=global_step, max_steps=max_steps)  # optimizer steps
         self.metrics: dict[str, list[float]] = {}  # values from the current rollout on this rank
 
     def log_metric(self, name: str, value: float):
@@ -180,14 +162,15 @@ class Reward:
         try:
             with nullcontext() if self.max_seconds is None else time_limit(self.max_seconds):
                 try:
-                    values = call_function(self.function, columns | callbacks)
+                    values = self.function(**columns | callbacks)
                 except Exception as error:
                     found = self._find_failure(columns, callbacks)
                     raise RewardFailed(f"{found}: {type(error).__name__}: {error}") from error
         except Overtime as error:
+            prefix = rows[0] and f"{rows[0]}: "
             raise RewardFailed(
-                f"{rows_prefix(rows)}reward {self.name}, for {len(texts)} completions: {error}; "
-                "make it faster, or increase max_reward_seconds"
+                f"{prefix}reward {self.name}, for {len(texts)} completions from this row on: {error}; make it faster, "
+                "or increase max_reward_seconds"
             ) from error
         return checked_values(self.name, values, texts, [row and f"{row}: " for row in rows])
 
@@ -198,16 +181,10 @@ class Reward:
         for i, (row, text) in enumerate(zip(rows, columns["completions"], strict=True)):
             try:
                 one = {name: [values[i]] for name, values in columns.items()}
-                call_function(self.function, one | callbacks)
+                self.function(**one | callbacks)
             except Exception:
                 return f"{row and f'{row}: '}reward {self.name}, for the completion {text!r:.80}"
         return f"reward {self.name}, for {len(rows)} completions together"
-
-
-def rows_prefix(names: Iterable[str]) -> str:
-    """Return the beginning of an error message about rows, such as "a:1: " or "a:1 and 2 other rows: "."""
-    first, *others = [*dict.fromkeys(names)] or [""]
-    return f"{first}{f' and {len(others)} other rows' if others else ''}: " if first else ""
 
 
 def get_reward(name: str) -> Reward:
@@ -231,20 +208,6 @@ def held_out_rewards(run: RunConfig) -> list[Reward]:
 def required_columns(rewards: Iterable[Reward]) -> list[str]:
     """Return the sorted column names that these rewards require."""
     return sorted(set().union(*(reward.columns for reward in rewards)))
-
-
-def recipe_columns(rows, prompts, completions, processor) -> dict[str, list]:
-    """Collect all reward-function arguments, see reward_columns and box_columns.
-
-    The column turn_texts has a list of texts for each completion. The list contains the texts of all turns in a
-    trajectory, or the single text of another completion.
-    """
-    columns = reward_columns(rows, completions, processor)
-    flat = list(chain(*completions))
-    columns["environments"] = [completion.environment for completion in flat]
-    columns["extras"] = [completion.extra for completion in flat]
-    columns["turn_texts"] = [[processor.decode_assistant_turn(turn) for turn in c.turns or [c]] for c in flat]
-    return columns | box_columns(rows, prompts, processor, len(completions[0]))
 
 
 def checked_values(name: str, values, completions: list[str], prefixes: list[str]) -> list[float]:
@@ -282,9 +245,9 @@ def plain_value(value: Any) -> float | str | None:
 def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
     """Log a value for each completion, as TRL's log_extra(column, values) does.
 
-    The column "why" has the reasons for a reward's values. Reasons are logged as {name of the reward: reason}, because
-    several rewards give reasons; None and "" are left out. Values other than numbers, str and None are logged as
-    str(value), because the log is JSON.
+    Several rewards may explain a completion, so the column "why" is logged as {name of a reward: its reason}, without
+    reasons that are None or "". Values other than numbers, str and None are logged as str(value), because the log is
+    JSON.
     """
     for extra, value in zip(extras, map(plain_value, values), strict=True):
         is_json = value is None or isinstance(value, str | int | float)
@@ -293,27 +256,3 @@ def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
             extra[column] = value
         elif value not in (None, ""):
             extra.setdefault("why", {})[reward_name] = value
-
-
-def call_function(function: Callable, columns: dict[str, list]) -> list:
-    values = function(**columns)
-    return _run_in_thread(values) if inspect.iscoroutine(values) else values
-
-
-def _run_in_thread(coroutine: Coroutine) -> list:
-    """Run a coroutine in a thread, because a notebook already runs an event loop in this thread."""
-    future = Future()
-    # a new thread begins with the first GPU of the machine, so it must select this rank's GPU
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-    def run():
-        try:
-            if device is not None:
-                torch.cuda.set_device(device)
-            future.set_result(asyncio.run(coroutine))
-        except BaseException as error:
-            future.set_exception(error)
-
-    # a daemon thread does not keep the process alive if the coroutine never ends
-    Thread(target=run, daemon=True).start()
-    return future.result()

@@ -17,8 +17,8 @@ from minivlmrl.errors import phase
 from minivlmrl.generation.environments import make_sampler
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.decoder import VisionLanguageModel
-from minivlmrl.rewards.columns import call_rewards
-from minivlmrl.rewards.registry import Reward, held_out_rewards, recipe_columns, required_columns
+from minivlmrl.rewards.columns import call_rewards, reward_columns
+from minivlmrl.rewards.registry import Reward, held_out_rewards, required_columns
 from minivlmrl.run.metrics import progress_bar
 from minivlmrl.trainers.offline import split
 
@@ -166,6 +166,6 @@ def generate_and_score(
     prompts = [row.prompt(sample.processor) for row in rows]
     sample.world.wait()  # for a rank that reads its images slowly
     completions = sample(prompts, count, [row.key for row in rows])
-    columns = recipe_columns(rows, prompts, completions, sample.processor)
+    columns = reward_columns(rows, prompts, completions, sample.processor)
     rewards = [reward.on(sample.world) for reward in rewards]
     return call_rewards(rewards, columns), completions

@@ -13,7 +13,7 @@ import torch
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.validation import is_set, unnamed_stages
 from minivlmrl.data.file_rows import FileRows
-from minivlmrl.data.loader import ReadableRows
+from minivlmrl.data.loader import next_readable
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import long_rows
 from minivlmrl.data.rows import Dataset
@@ -54,9 +54,8 @@ def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Da
             no_columns = {}
         else:
             continue
-        if stage != "eval" and config.data.skip_unreadable and isinstance(rows, FileRows):
-            rows = ReadableRows(rows, lambda row: list(row.images))
-        row = rows[0]
+        skips = stage != "eval" and config.data.skip_unreadable
+        row, _, _ = next_readable(rows, 0, lambda row: list(row.images), skips)
         size = row.images[0].size if row.images else None
         columns = {
             **no_columns,

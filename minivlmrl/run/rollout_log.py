@@ -35,11 +35,12 @@ import PIL.Image
 from tokenizers.decoders import DecodeStream
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.data.boxes import Box, box_columns, parse_boxes
+from minivlmrl.data.boxes import Box, parse_boxes
 from minivlmrl.data.messages import content_parts
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion
 from minivlmrl.distributed.process_group import World
+from minivlmrl.rewards.columns import image_extents
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.trainers.base import Sample, SampledBatch, Step, Trainer
 
@@ -163,9 +164,7 @@ def describe_group(trainer: Trainer, group: list[Sample], advantages: list[float
     row = group[0].row
     processor = trainer.processor
     totals = trainer.total_rewards(group).tolist()
-    columns = box_columns([row], [group[0].prompt], processor, 1)
-    [image_size] = columns["image_sizes"]
-    [answer_extent] = columns["answer_extents"]
+    image_size, answer_extent = image_extents(row, group[0].prompt, processor)
     solution = row.columns.get("solution")
     solution_text = solution if isinstance(solution, str) else json.dumps(solution)
     true_boxes = boxes(solution_text, image_size)

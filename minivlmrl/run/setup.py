@@ -12,7 +12,7 @@ import torch
 from minivlmrl.config.loading import inference_yaml
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.file_rows import FileRows
-from minivlmrl.data.image_settings import RESIZE, media_options
+from minivlmrl.data.image_settings import RESIZE
 from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import long_rows, summary, without_rows
@@ -204,7 +204,7 @@ def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
         answer_format=data.answer_format,
         box_space=data.box_space or processor.box_space,
         end_token_ids=[*processor.end_token_ids, *(config.sampling.stop_token_ids or ())],
-        sizes=media_options(data),
+        sizes={"image": data.image, "video": data.video},
     )
     return prepare_tools(processor, config.sampling.environment)
 

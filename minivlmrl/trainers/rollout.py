@@ -36,8 +36,8 @@ from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import GroupBatch, pack_turns
 from minivlmrl.model.trainable import trained_parameters
-from minivlmrl.rewards.columns import call_rewards
-from minivlmrl.rewards.registry import RewardLog, recipe_columns, training_rewards
+from minivlmrl.rewards.columns import call_rewards, reward_columns
+from minivlmrl.rewards.registry import RewardLog, training_rewards
 from minivlmrl.trainers.base import MicroBatch, Rollout, Sample, SampledBatch, Step, Trainer
 from minivlmrl.trainers.rollout_metrics import completion_metrics, logged_metrics, reward_metrics
 
@@ -171,7 +171,7 @@ class RolloutTrainer(Trainer):
         self, rows: Sequence[Row], prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
     ) -> dict[str, list]:
         """Collect the columns that are passed to reward functions as keyword arguments."""
-        columns = recipe_columns(rows, prompts, completions, self.processor)
+        columns = reward_columns(rows, prompts, completions, self.processor)
         if self.reward_model is not None:
             columns["reward_model_scores"] = self.reward_model(prompts, completions)
         return columns

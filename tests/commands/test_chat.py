@@ -1,6 +1,5 @@
 """Test `python -m minivlmrl chat`, which prints completions as a run's sampler generates them."""
 
-import dataclasses
 import json
 import os
 import shutil
@@ -29,6 +28,7 @@ from tests.helpers.children import exit_code, fork
 from tests.helpers.links import ROOT
 from tests.helpers.stages import ONE
 
+LENGTH, TEMPERATURE = "--sampling.max_new_tokens", "--sampling.temperature"
 TEXT = ["How many cats are there on the mat? naïve café 猫が好き 🐈"] * 3
 
 
@@ -84,7 +84,7 @@ def test_images_text_system_and_size_reach_the_model(folder, ask):
     for expected, arguments in cases:
         prompt = expected.get("prompt", "How many cats?")
         text, cut = sample_text(folder, max_new_tokens=30, temperature=0.3, **expected)
-        status, out, err = ask(*arguments, "--max_new_tokens", 30, "--temperature", 0.3, prompt=prompt)
+        status, out, err = ask(*arguments, LENGTH, 30, TEMPERATURE, 0.3, prompt=prompt)
         assert (status, out, bool(err)) == (0, text + "\n", cut)
         answers.append(text)
     assert len(set(answers)) == len(cases)
@@ -98,13 +98,13 @@ def test_prompts_are_formatted_as_in_training(folder, ask, published, tmp_path):
     )
     for system, more in (("Be brief.", []), ("Go.", ["--system", "Go."])):
         text, _ = sample_text(folder, prompt="Look. How many cats? Now.", system=system, max_new_tokens=12)
-        status, out, err = ask("--model", copy, "--max_new_tokens", 12, *more)
+        status, out, err = ask("--model", copy, LENGTH, 12, *more)
         assert (status, out) == (0, text + "\n")
         assert f"prompt template of {copy / 'minivlmrl.yaml'}: 'Look. {{problem}} Now.'" in err
     (copy / "chat_template.jinja").write_text(published("qwen3_5_nothink"))
     for value in (True, False):
         (copy / "minivlmrl.yaml").write_text(f"data: {{chat_template_kwargs: {{enable_thinking: {value}}}}}")
-        assert ask("--model", copy, "--max_new_tokens", 2)[1].startswith("<think>\n") is value
+        assert ask("--model", copy, LENGTH, 2)[1].startswith("<think>\n") is value
 
 
 def test_code_that_a_found_recipe_names_is_refused(folder, ask, tmp_path):
@@ -131,31 +131,13 @@ def test_images_and_videos_have_the_sizes_of_training(folder, tmp_path, options)
     assert torch.equal(shown.second_per_grid_ts, trained.second_per_grid_ts)
 
 
-def test_every_sampling_option_exists_and_has_help(folder):
-    """All options except `engine` and `vllm` exist, because chat runs the model itself."""
-    given = {
-        "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "max_new_tokens": 30,
-        "stop_token_ids": [5, 6], "stop_strings": ["a b", "%"],
-        "max_batch_tokens": 500, "cuda_graph": "never",
-        "environment": f"{ROOT}/recipes/tools.py:calculator", "history": 2,
-    }  # fmt: skip
-    assert given.keys() | {"engine", "vllm"} == {field.name for field in dataclasses.fields(SamplingOptions)}
-    words = ["--model", str(folder / "checkpoint"), "--prompt", "p"]
-    for name, value in given.items():
-        words += [f"--{name}", json.dumps(value)]
-    parse = command.build_parser().parse_args
-    assert command.inference_config(parse(words), []).sampling == SamplingOptions(**given)
-    assert command.inference_config(parse(words[:4]), []).sampling == SamplingOptions()
-    assert "tokens that are as likely as the k-th" in " ".join(command.build_parser().format_help().split())
-
-
 def test_a_folder_s_generation_config_is_not_read(folder, ask, tmp_path):
     """The temperature in this file would make sampling nearly greedy. Only command-line options set the sampling."""
     copy = shutil.copytree(folder / "checkpoint", tmp_path / "copy")
     (copy / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 1e-6}))
     plain = sample_text(folder, max_new_tokens=9)
     greedy = sample_text(folder, max_new_tokens=9, temperature=1e-6)
-    assert ask("--model", copy, "--max_new_tokens", 9)[1] == plain[0] + "\n" != greedy[0] + "\n"
+    assert ask("--model", copy, LENGTH, 9)[1] == plain[0] + "\n" != greedy[0] + "\n"
 
 
 @pytest.mark.parametrize("text", ["猫🐈x", "\ufffd"])
@@ -175,7 +157,7 @@ def test_a_character_is_printed_with_its_last_byte(capsys, text):
 
 @pytest.mark.parametrize("arguments, message", [
     (["--image", "missing.png"], "missing.png"),
-    (["--temperature", "-1"], "temperature is -1.0, but it must be in [0, inf)"),
+    ([TEMPERATURE, "-1"], "sampling.temperature is -1.0, but it must be in [0, inf)"),
     (["--prompt", "<image>"], "the prompt has 1 image placeholder(s), but 0 image(s) were given; the prompt must "
      "have one placeholder for each image\n"),
 ], ids=str)  # fmt: skip
@@ -216,5 +198,5 @@ def test_a_tool_is_called(ask, monkeypatch):
     calls = iter([[("calculator", "1 + 1")]])
     monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"<calculator></calculator>")
     monkeypatch.setattr(tool_sampler, "find_calls", lambda *_: next(calls, []))
-    status, out, _ = ask("--environment", f"{ROOT}/recipes/tools.py:calculator", "--max_new_tokens", "40")
+    status, out, _ = ask("--sampling.environment", f"{ROOT}/recipes/tools.py:calculator", LENGTH, "40")
     assert status == 0 and out.count("<result>2</result>") == 1

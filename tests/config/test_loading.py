@@ -169,10 +169,10 @@ def test_a_fault_of_a_found_recipe_is_reported_with_its_name(tmp_path, write):
     """The message names the file, unless an override replaces the wrong value or is wrong itself."""
     recipe = write({"sampling": {"top_k": "many"}}, "minivlmrl.yaml")
     with pytest.raises(ValueError, match=r"^.*minivlmrl\.yaml: sampling\.top_k is 'many', but it must be of type int"):
-        load_config(recipe, ["--seed=1"], asked_for=[])
-    assert load_config(recipe, ["--sampling.top_k=3"], asked_for=[]).sampling.top_k == 3
+        load_config(recipe, ["--seed=1"], is_found=True)
+    assert load_config(recipe, ["--sampling.top_k=3"], is_found=True).sampling.top_k == 3
     with pytest.raises(ValueError, match=r"^command line: sampling\.top_k is 'few'"):
-        load_config(write({}, "minivlmrl.yaml"), ["--sampling.top_k=few"], asked_for=[])
+        load_config(write({}, "minivlmrl.yaml"), ["--sampling.top_k=few"], is_found=True)
 
 
 def test_code_of_a_found_recipe_may_run_if_it_is_named(tmp_path, write, monkeypatch):
@@ -183,11 +183,11 @@ def test_code_of_a_found_recipe_may_run_if_it_is_named(tmp_path, write, monkeypa
     )
     recipe = write({"stages": ["own.py:Mine"], "data": {"task": "own.py:f"}, "mine": {"max_steps": 1}})
     named = ["--stages=own.py:Mine", f"--data.task={tmp_path}/own.py:f"]
-    assert load_config(recipe, named, named).mine == load_config(recipe).mine == SFTOptions(1)
+    assert load_config(recipe, named, is_found=True).mine == load_config(recipe).mine == SFTOptions(1)
     with pytest.raises(ValueError, match=r"would run the code .*own\.py:f; read the code"):
-        load_config(recipe, named[:1], named[:1])
+        load_config(recipe, named[:1], is_found=True)
     numbers = ["--rewards={number(tolerance=0.05): 1.0, point(within=.1): 1}", "--data.task=shapes(pairs=8)"]
-    load_config("shapes.yaml", numbers, [])
+    load_config("shapes.yaml", numbers, is_found=True)
 
 
 AGAIN = """

@@ -170,7 +170,7 @@ OUTPUTS = [
 ELSEWHERE = """
 output_dir num_threads save resume check_memory report_minutes timeout max_reward_seconds model.path model.save_dtype
 model.compute_dtype model.activation_checkpointing adapter.path data.max_prompt_tokens data.image_workers
-data.train_answers data.skip_unreadable sharding.enabled sharding.replicas sharding.cpu_offload sharding.once_per_step
+data.skip_unreadable sharding.enabled sharding.replicas sharding.cpu_offload sharding.once_per_step
 rollout.gather_weights sampling.max_batch_tokens sampling.cuda_graph sampling.environment sampling.history
 sampling.engine sampling.vllm reward_model.path ppo.critic_path reference.path
 """

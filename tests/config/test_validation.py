@@ -35,7 +35,7 @@ CASES = [
     }.items()),
     *((f"data.{name}", value, [{}], [FILES]) for name, value in {
         "image_root": "folder", "format": "my_format.py:read", "columns": {"label": "solution"},
-        "train_answers": "last", "skip_unreadable": True, "eval_file": "rows.jsonl",
+        "skip_unreadable": True, "eval_file": "rows.jsonl",
     }.items()),
     *((f"data.{name}", value, [FILES], [{}]) for name, value in {
         "eval_rows": 3, "eval_without_images": True, "eval_rewards": ["iou"],

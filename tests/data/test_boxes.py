@@ -9,8 +9,9 @@ from functools import partial
 
 import pytest
 
-from minivlmrl.data.boxes import SPACES, Box, extent, giou, iou, match, parse_boxes
+from minivlmrl.data.boxes import SPACES, Box, iou, match, parse_boxes
 from minivlmrl.data.image import smart_resize
+from minivlmrl.rewards.columns import extent
 
 IMAGE = (100.0, 80.0)
 
@@ -36,31 +37,27 @@ def area(left, top, right, bottom):
     return (right - left) * (bottom - top)
 
 
-def torchvision_iou_giou(a, b):
-    """Return torchvision's box_iou and generalized_box_iou for one pair."""
+def torchvision_iou(a, b):
+    """Return torchvision's box_iou for one pair."""
     corners = list(zip(a, b, strict=True))
     left, top = (max(pair) for pair in corners[:2])
     right, bottom = (min(pair) for pair in corners[2:])
     inter = max(right - left, 0) * max(bottom - top, 0)
-    union = area(*a) + area(*b) - inter
-    hull = area(*map(min, corners[:2]), *map(max, corners[2:]))
-    return inter / union, inter / union - (hull - union) / hull
+    return inter / (area(*a) + area(*b) - inter)
 
 
 def test_overlap_of_ten_thousand_pairs_against_torchvisions_formulas():
     degenerates = equals = 0
     for a, b in random_pairs():
         got = iou(box(*a), box(*b))
-        got_giou = giou(box(*a), box(*b))
-        assert (got, got_giou) == pytest.approx((iou(box(*b), box(*a)), giou(box(*b), box(*a))), abs=1e-14)
+        assert got == pytest.approx(iou(box(*b), box(*a)), abs=1e-14)
         if any(x2 <= x1 or y2 <= y1 for x1, y1, x2, y2 in (a, b)):
             degenerates += 1
-            assert (got, got_giou) == (0, -1)
+            assert got == 0
             continue
-        assert (got, got_giou) == pytest.approx(torchvision_iou_giou(a, b), rel=1e-12, abs=1e-13)
-        assert 0 <= got <= 1 and -1 <= got_giou <= got
+        assert got == pytest.approx(torchvision_iou(a, b), rel=1e-12, abs=1e-13) and 0 <= got <= 1
         equals += a == b
-        assert a != b or (got, got_giou) == (1, 1)
+        assert a != b or got == 1
     assert 1000 <= degenerates <= 5000 and equals > 5
 
 
@@ -72,7 +69,7 @@ def test_boxes_that_are_not_finite_overlap_nothing(corner, number):
     absurd = box(*numbers)
     assert not absurd.valid
     for other in (absurd, box(1, 2, 5, 6)):
-        assert (iou(absurd, other), giou(absurd, other), giou(other, absurd)) == (0, -1, -1)
+        assert iou(absurd, other) == iou(other, absurd) == 0
 
 
 @pytest.mark.parametrize(("numbers", "valid", "inside"), [
@@ -108,12 +105,11 @@ def test_round_trip_of_a_thousand_sizes(space):
             assert abs(Fraction(getattr(returned, name)) - before) <= before / 2**51
 
 
-@pytest.mark.parametrize("similarity", [iou, giou])
-def test_match_takes_the_largest_sum(similarity, scipy):
+def test_match_takes_the_largest_sum(scipy):
     """The best matching does not contain the pair with the largest overlap, and the third box stays unmatched."""
     said = [box(0, 0, 10, 10), box(0, 0, 2, 10), box(90, 70, 95, 75)]
     truth = [box(0, 0, 6, 10), box(5, 0, 10, 10)]
-    assert match(said, truth, similarity) == match(truth, said, similarity) == [(0, 1), (1, 0)]
+    assert match(said, truth, iou) == match(truth, said, iou) == [(0, 1), (1, 0)]
 
 
 def test_several_boxes_need_scipy_and_one_does_not(monkeypatch):

@@ -89,31 +89,6 @@ def as_parts(turns):
     ]
 
 
-DIALOGUE = [user("one"), assistant("two"), user("three"), assistant("four"), assistant("five")]
-
-
-@pytest.mark.parametrize("row", [
-    {"messages": DIALOGUE}, {"prompt": DIALOGUE[:1], "completion": DIALOGUE[1:]},
-    {"prompt": "one", "completion": DIALOGUE[1:]}, {"prompt": DIALOGUE[:3], "completion": DIALOGUE[3:]},
-    {"prompt": "one", "chosen": DIALOGUE[1:], "rejected": [*DIALOGUE[1:3], assistant("no")]},
-    {"chosen": DIALOGUE, "rejected": [*DIALOGUE[:3], assistant("no")]},
-])  # fmt: skip
-def test_the_last_answer_follows_a_prompt_with_the_turns_before_it(write_rows, row):
-    found = FileDataset(write_rows(row), train_answers="last")[0]
-    assert found.messages == as_parts(DIALOGUE[:3])
-    assert (found.chosen if "chosen" in row else found.completion) == DIALOGUE[3:]
-    assert found.rejected == ([assistant("no")] if "chosen" in row else None)
-    single = FileDataset(write_rows({"prompt": "one", "completion": "two"}), train_answers="last")[0]
-    assert (single.messages, single.completion) == (as_parts(DIALOGUE[:1]), "two")
-
-
-def test_images_before_the_last_answer_are_in_its_prompt(write_rows):
-    turns = [user("<image>one"), assistant("No."), user("<image>two"), assistant("four")]
-    found = FileDataset(write_rows({"messages": turns, "images": ["red.png", "blue.png"]}), train_answers="last")[0]
-    assert [image.getpixel((0, 0)) for image in found.images] == [(255, 0, 0), (0, 0, 255)]
-    assert [text_of(turn) for turn in found.messages] == ["one", "No.", "two"]
-
-
 @pytest.mark.parametrize("key", ["tool_calls", "reasoning_content"])
 def test_a_pair_may_differ_in_a_call_or_a_thought_only(write_rows, key):
     says = {"tool_calls": lambda text: [{"function": {"name": text}}]}.get(key, str)
@@ -128,8 +103,8 @@ HI = user("hi")
 YES = assistant("yes")
 
 MISTAKES = [  # a row, and how the sentence goes on after the place
-    ({"problem": 3}, "column 'problem': the value must be text, but it is 3"),
-    ({"prompt": 3}, "column 'prompt': the value must be text or a list of turns, but it is 3"),
+    ({"problem": 3}, "column 'problem' is 3, but it must be text"),
+    ({"prompt": 3}, "column 'prompt' is 3, but it must be text or a list of turns"),
     ({"problem": " " * 2**21}, "column 'problem': message 0 has more than 1048576 characters of text; shorten"),
     ({"problem": "a", "completions": ["b"]}, "column 'completions' is .* must be renamed with data.columns, because"),
     ({"prompt": [{"role": "alien", "content": "hi"}]},
@@ -153,11 +128,11 @@ MISTAKES = [  # a row, and how the sentence goes on after the place
     ({"prompt": [user([{"type": "image", "image": 3}])]},
      "column 'prompt': message 0: each image must be a path or data URI"),
     ({"problem": "a", "margin": True}, "column 'margin' is True, but it must be of type float"),
-    ({"system": 3, "problem": "a"}, "column 'system': the value must be text, but it is 3"),
+    ({"system": 3, "problem": "a"}, "column 'system' is 3, but it must be of type str"),
     ({"system": "a", "prompt": [system("b"), HI]}, "column 'system': the turns begin with another system message"),
     ({"prompt": [HI, YES | {"loss": 1}, HI]}, "column 'prompt': message 1: {'loss': 1} asks for a"),
     # an answer
-    ({"problem": "a", "rejected": 3}, "column 'rejected': the value must be text or a list of turns, but it is 3"),
+    ({"problem": "a", "rejected": 3}, "column 'rejected' is 3, but it must be text or a list of turns"),
     ({"problem": "a", "completion": []}, "column 'completion': there must be at least one turn, and the roles must"),
     ({"problem": "a", "chosen": [HI, YES]},
      "column 'chosen': the turns of an answer must begin and end with an assistant turn, but their roles are ['u"),
@@ -178,8 +153,8 @@ MISTAKES = [  # a row, and how the sentence goes on after the place
          "the parts show the images [1, 0], but each image must be shown once, in order"),
     ]),
     *(({"messages": [HI, turn]}, f".*{message}") for turn, message in [
-        (YES | {"weight": 0.5}, "message 1: 'weight' is 0.5, but it must be true, 1, false or 0"),
-        (YES | {"loss": True, "weight": 0}, "message 1: {'loss': True, 'weight': 0} contradict each other"),
+        (YES | {"weight": 0.5}, "message 1: {'weight': 0.5} must be true, 1, false or 0"),
+        (YES | {"loss": True, "weight": 0}, "message 1: {'loss': True, 'weight': 0} must be true, 1, false or 0"),
         (YES | {"refusal": "no"}, "message 1 of the role assistant has the key 'refusal' with 'no'"),
         (YES | {"train": False}, "every assistant turn of the answer has loss or loss_mask or weight or train: false"),
         (YES | {"tool_calls": [{"function": {"name": "a", "output": "b"}}]}, "the function of a tool call of message"),

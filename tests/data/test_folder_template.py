@@ -5,7 +5,6 @@ import itertools
 import json
 import re
 
-import jinja2
 import pytest
 
 from minivlmrl.data.chat_template import Control, render, render_completion
@@ -31,10 +30,10 @@ TOOL_TALK = [*HI, CALL, {"role": "tool", "content": "4"}, assistant("four"), {"r
 
 
 def test_tojson_takes_no_other_arguments():
-    """A template cannot choose a class for json.dumps, or an indentation that fills the memory."""
+    """A template cannot choose a class for json.dumps."""
     assert environment().from_string("{{ x | tojson(indent=1) }}").render(x=["ä"]) == '[\n "ä"\n]'
-    for argument in ("default=x", "cls=x", "skipkeys=true", "indent=10**9", "indent='x'"):
-        with pytest.raises((TypeError, jinja2.TemplateError), match=r"tojson: indent|unexpected keyword"):
+    for argument in ("default=x", "cls=x", "skipkeys=true"):
+        with pytest.raises(TypeError, match="unexpected keyword"):
             environment().from_string("{{ x | tojson(" + argument + ") }}").render(x=["ä"])
 
 
@@ -279,18 +278,18 @@ def test_a_turn_is_trained_up_to_its_closing_token():
     assert bracketed(ChatTemplate(CHATML, "t").render_completion(HI, turns)) == expected
 
 
+ONE_TEXT = "{{ messages[0].content[0].text }}"
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}hi"
 TWO_THOUGHTS = "<think>a</think>{}<think>c</think>four"
-SEVERAL = ".* render message 1 completely: .*An answer has several thoughts.* Join the thoughts, or write"
+SEVERAL = ".* render message 1 completely: .*The template may keep only one of several thoughts"
 FAILS = "the template fails in line "
 # a template's text or its name in TRL, a prompt, an answer or None, and the sentence
 REFUSED = [
-    (NO_SYSTEM, SYSTEM_TALK[:2], None, r"the template does not support .*no system.*remove data\.system_prompt"),
-    ("{{ raise_exception('no') }}", SYSTEM_TALK[:2], None, FAILS),  # the system message is not the reason
-    ("{{ messages[0].content + '!' }}", user({"type": "image"}), None, "the template cannot render images"),
-    ("{{ messages[0].content + '!' }}", user({"video": "a.mp4"}), None, "the template cannot render videos"),
-    (CHATML, [*HI, CALL], None, "the template cannot render tool_calls"),
-    (CHATML, [*HI, CALL], "a", "the template cannot render tool_calls"),
+    (NO_SYSTEM, SYSTEM_TALK[:2], None, FAILS + r"\?: TemplateError: no system"),
+    (ONE_TEXT, user({"type": "image"}), None, r"the template renders .* \[\], but the messages contain \['image'\]"),
+    (ONE_TEXT, user({"video": "a.mp4"}), None, r"the template renders .* \[\], but the messages contain \['video'\]"),
+    (CHATML, [*HI, CALL], None, "the template does not render message 1 completely: the tool call with 'add'"),
+    (CHATML, [*HI, CALL], "a", "the template does not render message 1 completely: the tool call with 'add'"),
     (CHATML.replace("<|im_end|>", ""), HI, "a",
      "SFT and training on pairs require a template that .*; replace the template with the"),
     (TEXTS.replace("CONTENT", "{{ content.split('</think>')[-1] }}") + GENERATION, HI, HM,
@@ -300,7 +299,7 @@ REFUSED = [
     ("qwen3", HI, f"<think>\nhm\n</think>\n\n{HM}", "the template renders the first 2 messages .* only appends .*, or "
      "remove the thoughts from the answer if the prompt has none"),
     ("\n{% if %}", HI, None, f"{FAILS}2: TemplateSyntaxError: Expected an expression"),
-    ("\n{% generation %}a", HI, None, f"{FAILS}2: .*'endgeneration'"),
+    ("\n{% generation %}a{% endgeneration %}", HI, None, f"{FAILS}2: .*unknown tag 'generation'"),
     ("{{ ''.__class__.__mro__ }}", HI, None, FAILS + r"\?: SecurityError"),
     ("{% include '/etc/passwd' %}", HI, None, FAILS + r"\?: TypeError: no loader"),
     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", HI, None, FAILS + r"\?: RecursionError"),
@@ -414,17 +413,19 @@ ANSWERED = [
 
 
 @pytest.mark.parametrize("name", [f"qwen{name}_training" for name in TRAINING])
-def test_trained_text_is_that_of_return_assistant_tokens_mask(load, transformers, name):
+def test_trained_text_is_that_of_return_assistant_tokens_mask(published, transformers, name):
     """transformers' mask also has the prompt's end, such as <think>, and the newline after <|im_end|>."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    template = load(name)
+    training = published(name)
+    blocks = {"generation": "if true", "endgeneration": "endif"}
+    template = ChatTemplate(re.sub("(?<=[ -])(end)?generation(?= )", lambda tag: blocks[tag[0]], training), name)
     turns = ANSWERED
     if name in ("qwen3_training", "qwen3_5_think_training", "qwen3_6_training", "qwen3_8_training"):
         thoughts = {0: "easy", 4: "also\n easy"}
         turns = [turn | {"reasoning_content": thoughts[i]} if i in thoughts else turn for i, turn in enumerate(turns)]
     (rendered,), (spans,) = render_jinja_template(
-        [HI + turns], chat_template=template.text, return_assistant_tokens_mask=True
+        [HI + turns], chat_template=training, return_assistant_tokens_mask=True
     )
     expected = []
     for (start, end), number in zip(spans, (0, 2, 4), strict=True):
@@ -436,27 +437,3 @@ def test_trained_text_is_that_of_return_assistant_tokens_mask(load, transformers
     assert written == "".join(expected)
     whole = "".join(template.render(HI)) + "".join(piece for piece, _ in flagged)
     assert whole + "\n" == rendered
-
-
-PARTIAL = CHATML.replace("{{ message.content | trim }}", (
-    "{% set parts = message.content.split(' ') %}{{ parts[0] }}"
-    "{% if message.role == 'assistant' %}{%- generation -%}{{ parts[1] }}{% endgeneration %}{{ parts[2] }}"
-    "{% generation %}{{ parts[3] }}{%- endgeneration %}{% endif %}"
-))  # fmt: skip
-
-
-def test_only_the_text_in_generation_blocks_is_trained(transformers):
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    template, turns = ChatTemplate(PARTIAL, "t"), [assistant("a b c d"), *HI, assistant("e <|im_end|>  ")]
-    flagged = template.render_completion(HI, turns)
-    end, start = "<|im_end|>", "<|im_start|>"
-    between = f"{end}\n{start}user\nhi{end}\n{start}assistant\ne"
-    assert bracketed(flagged) == f"a[b]c[d]{between}[{end}]{end}"
-    (rendered,), (spans,) = render_jinja_template(
-        [HI + turns], chat_template=PARTIAL, return_assistant_tokens_mask=True
-    )
-    theirs = "".join(rendered[start:end] for start, end in spans)
-    assert theirs == "".join(piece for piece, is_written in flagged if is_written) == "bd<|im_end|>"
-    with pytest.raises(ValueError, match=r"t: chat template: the answer is outside of all {% generation %} blocks"):
-        template.render_completion(HI, [assistant("a  c ")])

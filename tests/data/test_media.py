@@ -15,7 +15,6 @@ import torch
 
 from minivlmrl.config.options import RowOptions
 from minivlmrl.data import file_dataset
-from minivlmrl.data.boxes import box_columns
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor, load_image
 from minivlmrl.data.image_settings import check_options
@@ -23,6 +22,7 @@ from minivlmrl.data.media import fetch_image
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.read_row import read_row
 from minivlmrl.data.video import load_video
+from minivlmrl.rewards.columns import image_extents
 from minivlmrl.tasks import shapes
 from tests.helpers import tiny
 from tests.helpers.runs import write_lines
@@ -166,7 +166,7 @@ def test_at_most_two_images_are_decoded_at_a_time(folder, monkeypatch):
     monkeypatch.undo()
     loaded = [load_image(folder / f"{name}.png") for name in COLORS]
     assert torch.equal(prompts[2].pixel_values, PROCESSOR(rows[2].messages, loaded).pixel_values)
-    assert box_columns(rows[:1], prompts[:1], PROCESSOR, 1)["image_sizes"] == [(56, 28)] and len(alive) == 9
+    assert image_extents(rows[0], prompts[0], PROCESSOR)[0] == (56, 28) and len(alive) == 9
 
 
 def test_options_of_media():

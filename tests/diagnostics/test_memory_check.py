@@ -39,8 +39,8 @@ def refusal_of(options, home, free, monkeypatch, check=None):
 
 
 LARGE = {
-    "image": ({"image": "large.png"}, r"an image of 2000 x 1500 pixels", "data.max_pixels"),
-    "video": ({"video": ["frame.png"] * 60}, r"a video of 60 frames of 640 x 480", "data.video.max_pixels"),
+    "image": ({"image": "large.png"}, r"an image of 2000 x 1500 pixels", ("--data.max_pixels=", "")),
+    "video": ({"video": ["frame.png"] * 60}, r"a video of 60 frames of 640 x 480", ("--data.video={max_pixels: ", "}")),
 }
 
 
@@ -48,7 +48,7 @@ LARGE = {
 @pytest.mark.usefixtures("cached_activations")
 def test_a_large_row_is_refused_with_a_cure_that_fits(kind, checkpoint, home, tmp_path, monkeypatch):
     """The message names the row, and options with which the run fits."""
-    columns, media, option = LARGE[kind]
+    columns, media, (option, end) = LARGE[kind]
     PIL.Image.new("L", (2000, 1500)).save(tmp_path / "large.png")
     PIL.Image.new("L", (640, 480)).save(tmp_path / "frame.png")
     small = {"problem": "a", "solution": "b"}
@@ -65,8 +65,10 @@ def test_a_large_row_is_refused_with_a_cure_that_fits(kind, checkpoint, home, tm
     message = refusal_of(files, home, free, monkeypatch)
     assert f"needs about {needed:.1f} GB" in message
     assert re.search(rf"rows\.jsonl:2, with a prompt of [\d,]+ tokens, of which [\d,]+ show {media}", message)
-    *cures, smaller, _ = re.search(r"Try (.*)\. docs/", message)[1].split(", then ")
-    assert smaller == f"a lower {option}"
+    pixels = re.search(rf"The stage fits with {re.escape(option)}(\d+){end}\. ", message)[1]
+    assert refusal_of([*files, f"{option}{pixels}{end}"], home, free, monkeypatch) is None
+    assert refusal_of([*files, f"{option}{2 * int(pixels)}{end}"], home, free, monkeypatch)  # it is not far too small
+    *cures, _ = re.search(r"Try (.*)\. docs/", message)[1].split(", then ")
     assert cures[:2] == ["--model.activation_checkpointing=true", "--grpo.micro_batch_size=1"]
     assert refusal_of([*files, *cures], home, free, monkeypatch) is None
     # without the row, the run fits

@@ -11,12 +11,9 @@ import pytest
 import torch
 
 from minivlmrl.config.options import LoRAOptions, RolloutOptions, RunConfig, SamplingOptions
-from minivlmrl.diagnostics.warnings import BASELINE_ROLLOUTS, WINDOW, TrainingWarnings, WarningRules, ignores_images
+from minivlmrl.diagnostics.warnings import BASELINE_ROLLOUTS, WINDOW, WarningRules
 from minivlmrl.losses.advantages import combine
-from minivlmrl.run.metrics import MetricsLog, check_mismatch
-from minivlmrl.run.trainer_state import TrainerState
-from tests.helpers.runs import metrics
-from tests.helpers.stages import ONE
+from minivlmrl.run.metrics import check_mismatch
 
 HEALTHY = {
     "reward": 0.7, "rewards/format/mean": 0.9, "rewards/format/std": 0.1, "rewards/accuracy/mean": 0.5,
@@ -121,9 +118,7 @@ def test_weights_without_a_gradient_are_reported():
     model = torch.nn.ModuleDict({"visual": torch.nn.Linear(1, 1), "model": torch.nn.Linear(1, 1)})
     rules = make_rules(model=model, state=set(model["model"].parameters()))
     steps = [rules.step(HEALTHY) for _ in range(WINDOW)]
-    assert "no row had an image" in steps[-1][0] and "visual.weight and others" in steps[-1][0]
-    rules = make_rules(model=model, state=set(model["visual"].parameters()))
-    assert "image" not in [rules.step(HEALTHY) for _ in range(WINDOW)][-1][0]
+    assert "2 trainable parameters, for example visual.weight, have never had a gradient" in steps[-1][0]
     model.requires_grad_(False)
     assert list(make_rules(model=model).unused_parameters()) == []
 
@@ -160,54 +155,3 @@ def test_a_policy_must_beat_a_constant_answer(mean, said):
     assert rules.step(HEALTHY, rules.rollout) == [] and len(rules.recent_rewards) == BASELINE_ROLLOUTS
     if said:
         assert "accuracy (0.5) is no better than always answering 'cat' (0.5)" in found[0]
-
-
-WAYS = "sampled", "gray_image", "swapped_image"
-
-
-def image_evaluations(*curves):
-    return [dict(zip((f"eval/iou_{way}" for way in WAYS), values, strict=True)) for values in curves]
-
-
-IGNORING_IMAGES = image_evaluations((0.0, 0.0, 0.0), (0.4, 0.1, 0.1), (0.6, 0.3, 0.4), (0.8, 0.7, 0.75))
-
-
-def test_a_policy_that_ignores_images_is_reported():
-    said = ignores_images(IGNORING_IMAGES, 256, "iou")
-    assert "eval/iou_sampled rose from 0.4 to 0.8, but images now add only 0.05 (best:" in said
-    assert said.endswith("so use rows that cannot be answered without the image.")
-    # older evaluations without images do not matter
-    assert ignores_images([{"eval/iou_sampled": 0.1}, *IGNORING_IMAGES], 256, "iou") == said
-
-
-@pytest.mark.parametrize("healthy", [
-    pytest.param(IGNORING_IMAGES[:2], id="the first evaluations"),
-    pytest.param(image_evaluations((0.4, 0.1, 0.1), (0.9, 0.1, 0.1)), id="only the reward with images rises"),
-    pytest.param(image_evaluations((0.4, 0.1, 0.1), (0.9, 0.59, 0.5)), id="both rise"),
-    pytest.param(image_evaluations((0.4, 0.1, 0.1), (0.42, 0.3, 0.1)), id="the reward does not rise"),
-])  # fmt: skip
-def test_other_curves_give_no_warning_about_images(healthy):
-    assert ignores_images(healthy, 256, "iou") is None
-    assert ignores_images(IGNORING_IMAGES, 9, "iou") is None  # too few rows
-
-
-def warnings_after(folder, *lines):
-    """Return the warnings.jsonl from a run with these evaluations on 256 rows."""
-    config = RunConfig(output_dir=str(folder))
-    log = MetricsLog(config, ONE, TrainerState(0, ["sft", "grpo"], num_log_lines={}))
-    warnings = TrainingWarnings()
-    warnings.on_run_begin(config, log)
-    for stage, step, values in lines:
-        log.evaluation(stage, step, values, 1.0)
-        warnings.on_evaluation(stage, step, 256)
-    return metrics(folder, "warnings.jsonl")
-
-
-def accuracy(sampled, gray):
-    return {f"eval/accuracy_{way}": value for way, value in zip(WAYS, (sampled, gray, 0.0), strict=True)}
-
-
-def test_a_warning_about_evaluations_is_written_and_printed(tmp_path, capsys):
-    [line] = warnings_after(tmp_path, ("grpo", 0, accuracy(0.4, 0.1)), ("grpo", 1, accuracy(0.9, 0.8)))
-    assert (line["stage"], line["step"]) == ("grpo", 1) and "images now add only 0.1 (best: 0.3)" in line["warning"]
-    assert f"step 1: {line['warning']}\n" in capsys.readouterr().err

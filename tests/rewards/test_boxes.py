@@ -7,12 +7,12 @@ import PIL.Image
 import pytest
 import torch
 
-from minivlmrl.data.boxes import box_columns
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.data.video import Video
-from minivlmrl.rewards.boxes import acc_0_5, box_format, mean_giou, mean_iou
+from minivlmrl.rewards.boxes import acc_0_5, box_format, mean_iou
+from minivlmrl.rewards.columns import image_extents
 from minivlmrl.tasks import shapes
 from tests.helpers.score_texts import logged_reasons, score_texts
 from tests.helpers.talk import IMAGE_PART, user
@@ -21,8 +21,8 @@ SIZE = (200, 100)  # the image file's width and height
 EXTENT = (100.0, 50.0)  # the resized image's width and height, which the model sees
 SOLUTION = [40, 20, 80, 60]  # in the file's pixels; RIGHT is the same box in the resized image's pixels
 RIGHT = "20 10 40 30"
-WRONG = "60 10 80 30"  # equal size, with a gap as wide as the box: GIoU is 0 - 400 / 1200
-NAMES = ["iou", "acc_0_5", "giou", "box_format"]
+WRONG = "60 10 80 30"  # equal size, beside the right box
+NAMES = ["iou", "acc_0_5", "box_format"]
 
 
 def columns(solution=SOLUTION, count=1, size=SIZE, extent=EXTENT):
@@ -45,13 +45,13 @@ def approx(*values):
     return pytest.approx(values, abs=1e-6)
 
 
-NOTHING = (0, 0, -1, 0)
-ALL = (1, 1, 1, 1)
-ALL_BUT_FORM = (1, 1, 1, 0)
-BESIDE = (0, 0, -1 / 3, 1)
-BESIDE_BUT_FORM = (0, 0, -1 / 3, 0)
+NOTHING = (0, 0, 0)
+ALL = (1, 1, 1)
+ALL_BUT_FORM = (1, 1, 0)
+BESIDE = (0, 0, 1)
+BESIDE_BUT_FORM = (0, 0, 0)
 
-# {completion: (mean_iou, acc_0_5, mean_giou, box_format)}
+# {completion: (mean_iou, acc_0_5, box_format)}
 HACKS = {
     # correct answers
     say(RIGHT): ALL,
@@ -59,24 +59,24 @@ HACKS = {
     say(js(RIGHT).replace("cat", "[60, 10, 80, 30]")): ALL,  # a box in a label does not count
     say(WRONG): BESIDE,
     # large, small and empty boxes
-    say("0 0 100 50"): (0.08, 0, 0.08, 1),
-    say("-1000 -1000 1000 1000"): (1e-4, 0, 1e-4, 0),
+    say("0 0 100 50"): (0.08, 0, 1),
+    say("-1000 -1000 1000 1000"): (1e-4, 0, 0),
     say("30 20 30 20"): NOTHING,
     # other coordinate orders, or other units
     say("40 30 20 10"): NOTHING,
     say("20 10 20 20"): NOTHING,  # x, y, width, height
-    say("10 20 30 40"): (1 / 7, 0, 1 / 7 - 2 / 9, 1),  # y first
-    say("40 20 80 60"): (0, 0, -1 / 3, 0),  # the file's pixels
-    say("200 200 400 600"): (0, 0, -143800 / 224200, 0),  # thousandths
-    say("0.2 0.2 0.4 0.6"): (0, 0, 400.08 / (39.8 * 29.8) - 1, 1),  # unit
+    say("10 20 30 40"): (1 / 7, 0, 1),  # y first
+    say("40 20 80 60"): (0, 0, 0),  # the file's pixels
+    say("200 200 400 600"): (0, 0, 0),  # thousandths
+    say("0.2 0.2 0.4 0.6"): (0, 0, 1),  # unit
     # answers without numbers
     say("NaN NaN NaN NaN"): NOTHING,
-    say("[]"): (0, 0, -1, 1),  # "no such object"
+    say("[]"): (0, 0, 1),  # "no such object"
     say(f"The cat is at [{RIGHT}]"): NOTHING,
     # answers with several boxes
-    say(js(RIGHT, WRONG)): (0.5, 0.5, 0, 1),
-    say(js(RIGHT, RIGHT)): (0.5, 0.5, 0, 1),
-    say(js(RIGHT, *[WRONG] * 999)): (0.001, 0.001, -0.998, 1),
+    say(js(RIGHT, WRONG)): (0.5, 0.5, 1),
+    say(js(RIGHT, RIGHT)): (0.5, 0.5, 1),
+    say(js(RIGHT, *[WRONG] * 999)): (0.001, 0.001, 1),
     # tags; test_text.py has more
     RIGHT: NOTHING,
     f"<answer>{RIGHT}</answer>": ALL_BUT_FORM,
@@ -100,13 +100,13 @@ FIRST, OTHER = "20 10 40 30", "50 0 60 10"
 
 
 ANSWERS = {  # boxes of the answer, and their rewards
-    "both": ([FIRST, OTHER], (1, 1, 1, 1)),
-    "one": ([OTHER], (0.5, 0.5, 0, 1)),
-    "one twice": ([FIRST, FIRST], (0.5, 0.5, (1 - 7 / 12) / 2, 1)),
-    "both and a third": ([FIRST, OTHER, "0 0 1 1"], (2 / 3, 2 / 3, 1 / 3, 1)),
-    "half of the first, which is an IoU of exactly 0.5": (["20 10 40 20", OTHER], (0.75, 1, 0.75, 1)),
-    "one around both": (["20 0 60 30"], (1 / 6, 0, (1 / 3 - 1) / 2, 1)),
-    "none": ([], (0, 0, -1, 1)),
+    "both": ([FIRST, OTHER], (1, 1, 1)),
+    "one": ([OTHER], (0.5, 0.5, 1)),
+    "one twice": ([FIRST, FIRST], (0.5, 0.5, 1)),
+    "both and a third": ([FIRST, OTHER, "0 0 1 1"], (2 / 3, 2 / 3, 1)),
+    "half of the first, which is an IoU of exactly 0.5": (["20 10 40 20", OTHER], (0.75, 1, 1)),
+    "one around both": (["20 0 60 30"], (1 / 6, 0, 1)),
+    "none": ([], (0, 0, 1)),
 }
 
 
@@ -131,7 +131,7 @@ def test_solutions_in_every_format(solution):
 ], ids=repr)  # fmt: skip
 def test_invalid_solutions_are_reported(solution):
     said = f"solution {solution!r} is not a box; the solution must be [x1, y1, x2, y2]"
-    for name in ("iou", "acc_0_5", "giou"):
+    for name in ("iou", "acc_0_5"):
         with pytest.raises(ValueError, match=f"^reward {name}, for the completion .*{re.escape(said)}"):
             score_texts([name], [say(RIGHT)], columns(solution))
 
@@ -141,18 +141,18 @@ def test_rows_without_an_object(solution):
     for said in ("[]", "None.", "no such object", "```json\n[]\n```"):
         assert rewards(say(said), solution=solution) == ALL
     for said in (RIGHT, "", "null", "none, or [20, 10, 40, 30]", [[20, 10, 40, 30]]):
-        assert rewards(say(said), solution=solution)[:3] == (0, 0, -1)
+        assert rewards(say(said), solution=solution)[:2] == (0, 0)
 
 
 def test_rewards_are_none_without_a_solution_or_size():
     for given in (columns(solution=None), columns(size=None, extent=None)):
-        assert [reward([say(RIGHT)], **given) for reward in (mean_iou, acc_0_5, mean_giou)] == [[None]] * 3
+        assert [reward([say(RIGHT)], **given) for reward in (mean_iou, acc_0_5)] == [[None]] * 2
     assert box_format([say(RIGHT)], **columns(solution=None)) == [1.0]  # the format does not depend on the solution
     assert box_format([say(RIGHT), say("none")], **columns(extent=None, count=2)) == [None, None]
 
 
 BOXES = "the answer has {}, the solution [40, 20, 80, 60], in pixels of the image file"
-# {answer text: (reason for iou, acc_0_5 and giou; reason for box_format)}
+# {answer text: (reason for iou and acc_0_5; reason for box_format)}
 REASONS = {
     RIGHT: (None, None),
     WRONG: (BOXES.format("[120, 20, 160, 60]"), None),
@@ -170,7 +170,7 @@ REASONS = {
 def test_box_rewards_give_a_reason():
     given = columns(count=len(REASONS))
     expected, expected_format = map(list, zip(*REASONS.values(), strict=True))
-    for reward in (mean_iou, acc_0_5, mean_giou):
+    for reward in (mean_iou, acc_0_5):
         rewards, reasons = logged_reasons(reward, answer_texts=list(REASONS), **given)
         assert reasons == expected and [value == 1 for value in rewards] == [reason is None for reason in reasons]
         assert rewards == reward(list(REASONS), **given), "the reasons do not change the rewards"
@@ -202,9 +202,9 @@ def test_each_completion_is_scored_with_its_own_row():
         "answer_extents": [(100, 100), (100, 100), (100, 80)],
     }
     values = score_texts(NAMES, [say("10 10 20 20")] * 3, given)
-    assert values[0].tolist() == [1, 1, 1, 1]
-    assert values[1, 3] == 1
-    assert values[2].tolist() == approx(0, 0, -100 / 225, 1)  # the answer is (5, 5, 10, 10)
+    assert values[0].tolist() == [1, 1, 1]
+    assert values[1, 2] == 1
+    assert values[2].tolist() == approx(0, 0, 1)  # the answer is (5, 5, 10, 10)
 
 
 # columns that box rewards read for each row
@@ -215,9 +215,9 @@ def row(*sizes, **columns):
     return Row([user([IMAGE_PART] * len(images))], images, columns)
 
 
-def required_columns(rows, G=1, **options):
+def extents_of(row, **options):
     processor = Processor(shapes.tokenizer(), ImageProcessor(**options))
-    return box_columns(rows, [r.prompt(processor) for r in rows], processor, G)
+    return image_extents(row, row.prompt(processor), processor)
 
 
 @pytest.mark.parametrize(("options", "seen"), [
@@ -225,20 +225,18 @@ def required_columns(rows, G=1, **options):
     ({"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 2}, (28.0, 28.0)),
 ])  # fmt: skip
 def test_an_answer_counts_in_pixels_of_the_resized_image(options, seen):
-    assert required_columns([row((90, 50))], **options) == {"image_sizes": [(90, 50)], "answer_extents": [seen]}
+    assert extents_of(row((90, 50)), **options) == ((90, 50), seen)
 
 
 def test_a_row_may_have_its_own_box_space():
     spaces = {"original": (90, 50), "resized": (84, 56), "thousandths": (1000, 1000), "unit": (1, 1), None: (84, 56)}
     for space, extent in spaces.items():
-        assert required_columns([row((90, 50), box_space=space)])["answer_extents"] == [extent]
+        assert extents_of(row((90, 50), box_space=space))[1] == extent
 
 
 def test_the_first_image_counts_and_videos_are_ignored():
-    """Both columns are None for a row without images, and equal for all completions of a row."""
+    """Both extents are None for rows without images."""
     rows = [row(box_space="unit"), row((90, 50), (56, 112)), row((90, 50))]
     rows[2].videos = [Video([PIL.Image.new("RGB", (56, 112))] * 2, 2.0)]
     rows[2].messages[0]["content"].insert(0, {"type": "video"})
-    assert required_columns(rows, 2) == {
-        "image_sizes": [None] * 2 + [(90, 50)] * 4, "answer_extents": [None] * 2 + [(84, 56)] * 4,
-    }  # fmt: skip
+    assert [extents_of(row) for row in rows] == [(None, None), *[((90, 50), (84, 56))] * 2]

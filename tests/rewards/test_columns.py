@@ -15,7 +15,7 @@ def test_values_of_a_row_are_repeated_for_each_completion():
     processor = SimpleNamespace(
         decode_assistant_turn=lambda completion: f"{completion.ids.tolist()}", answer_format="whole"
     )
-    columns = reward_columns(rows, completions, processor)
+    columns = reward_columns(rows, [None] * 2, completions, processor)
     assert columns["completions"] == columns["answer_texts"] == ["[3, 7]", "[3, 8]", "[4, 7]", "[4, 8]"]
     assert columns["solution"] == ["x", "x", None, None] and columns["n"] == [None, None, 1, 1]
     assert columns["prompts"] == [["a"], ["a"], ["b"], ["b"]]

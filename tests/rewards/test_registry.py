@@ -1,6 +1,5 @@
 """Test rewards by name: options, arguments, compatibility with TRL, checks of returned values, and errors."""
 
-import asyncio
 import json
 import math
 import os
@@ -79,17 +78,6 @@ def test_a_text_can_be_used_like_messages():
     )
 
 
-def test_an_async_reward_also_where_an_event_loop_runs(monkeypatch):
-    async def slow(completions, **columns):
-        await asyncio.sleep(0.001)
-        return [float(len(text)) for text in completions]
-
-    async def notebook():
-        return ask(monkeypatch, slow, ["two"])
-
-    assert ask(monkeypatch, slow, ["two"]) == asyncio.run(notebook()) == [3.0]
-
-
 def strict(completions, **columns):
     return [{"two": 2}[text] for text in completions]
 
@@ -134,18 +122,13 @@ def test_ctrl_c_during_a_reward(monkeypatch):
         assert ask(monkeypatch, pressed, ["two"]) == [0.0] and stop.is_requested()
 
 
-async def slow_async(completions, **columns):
-    await asyncio.sleep(60)
-
-
 def slow(completions, **columns):
     time.sleep(60)
 
 
-@pytest.mark.parametrize("function", [slow, slow_async])
-def test_a_reward_over_its_time_limit_is_reported(function):
-    reward = file.Reward("own", function, max_seconds=0.05)
-    sentence = r"^a:1 and 1 other rows: reward own, for 3 completions: the call .* 0\.05 seconds; .*max_reward_seconds$"
+def test_a_reward_over_its_time_limit_is_reported():
+    reward = file.Reward("own", slow, max_seconds=0.05)
+    sentence = r"^a:1: reward own, for 3 completions from this row on: the call .* 0\.05 seconds; .*max_reward_seconds$"
     with pytest.raises(file.RewardFailed, match=sentence):
         reward(completions=["two", "five", "six"], row_names=["a:1", "a:1", "a:3"])
 

@@ -54,7 +54,7 @@ def test_rewards_are_tried_before_weights_are_created(run, tmp_path, monkeypatch
 def test_built_in_rewards_are_tried_on_a_row():
     """Box rewards get the image sizes. `reward_model` is tried without loading its model."""
     text = Row([{"role": "user", "content": "?"}], [], {"problem": "?", "solution": "a"})
-    config = RunConfig(rewards={"iou": 1, "giou": 1, "box_format": 1, "reward_model": 1, "accuracy": 1})
+    config = RunConfig(rewards={"iou": 1, "box_format": 1, "reward_model": 1, "accuracy": 1})
     config.data.eval_rewards = ["iou", "format"]
     picture = PIL.Image.new("RGB", (8, 8))
     box, wrong = (Row(text.messages, [picture], {"problem": "?", "solution": x}) for x in ([1, 2, 3, 4], "a"))
@@ -106,7 +106,7 @@ OUTSIDE = r"the solution .* is not a box inside the image of \d+ x \d+ pixels; w
     ("accuracy", "x", {"label": "x"}, NO_TEXT),
     ("accuracy", 2.0, [1, 2], None),
     ("accuracy", "x", "", None),
-    *[(name, [1, 1, 3, 3], bad, says) for name in ("iou", "acc_0_5", "giou") for bad, says in (
+    *[(name, [1, 1, 3, 3], bad, says) for name in ("iou", "acc_0_5") for bad, says in (
         ("cat", NO_BOX), ([9, 9, 9, 9], NO_BOX), ([3, 3, 1, 1], NO_BOX), ([1, 2, 3], NO_BOX),
         ([0, 0, 9, 9], OUTSIDE), ([[1, 2, 3, 4], [-9, 0, 3, 3]], OUTSIDE), ([0.1, 0.1, 0.9, 0.9], OUTSIDE),
         ('{"bbox_2d": [0, 0, 9, 9]}', OUTSIDE), ([0, 0, 4.5, 4], None), ([], None), ("None", None),

@@ -16,7 +16,6 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
-from minivlmrl.data.boxes import extent
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.errors import error_context
@@ -39,6 +38,7 @@ from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.model.attention import DecodeAttention
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.packing import pack
+from minivlmrl.rewards.columns import extent
 
 
 class ToolEpisode:

@@ -8,14 +8,15 @@ written. Nothing is sampled, because a run warns within ten steps about completi
 or do not differ in their rewards.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
-from minivlmrl.data.file_rows import FileRows
-from minivlmrl.data.loader import ReadableRows, readable_prompt
+from minivlmrl.data.file_rows import FileRows, RowSelection
+from minivlmrl.data.loader import next_readable, readable_prompt
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.rows import Dataset
+from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.distributed import process_group
 from minivlmrl.extras.check.evaluation import check_evaluation
 from minivlmrl.extras.check.rewards import (
@@ -87,6 +88,25 @@ def readable_rows(rows: Dataset, processor: Processor, answers: Sequence[str]) -
     if not isinstance(rows, FileRows):
         return rows  # an embedded task's images are all readable
     return ReadableRows(rows, lambda row: readable_prompt(row, processor, answers))
+
+
+class ReadableRows(RowSelection):
+    """A dataset in which the next readable row replaces each unreadable row, as in Batches.
+
+    Args:
+        rows: the dataset.
+        use: function that takes a row, and raises ValueError if the row is unreadable.
+    """
+
+    def __init__(self, rows: FileRows, use: Callable[[Row], Any]):
+        super().__init__([rows], [(0, index) for index in range(len(rows))])
+        self.use = use
+        self.failures: dict[int, ValueError] = {}  # {index of an unreadable row: its error}
+
+    def __getitem__(self, index: int) -> Row:
+        row, _, failures = next_readable(self.parts[0], index, self.use)
+        self.failures |= failures
+        return row
 
 
 def describe_skipped(stage: str, rows: Dataset) -> str:

@@ -19,8 +19,8 @@ from minivlmrl.data.row_summary import FileRows
 from minivlmrl.data.rows import Completion, Dataset, Row
 from minivlmrl.extras.check.rows import sample_rows, solutions_of
 from minivlmrl.losses.advantages import combine
-from minivlmrl.rewards.columns import call_rewards
-from minivlmrl.rewards.registry import Reward, recipe_columns, required_columns, training_rewards
+from minivlmrl.rewards.columns import call_rewards, reward_columns
+from minivlmrl.rewards.registry import Reward, required_columns, training_rewards
 from minivlmrl.rewards.text import find_answer, normalize
 
 ROLLOUT = "<think>{}</think><answer>{}</answer>"
@@ -58,7 +58,7 @@ class Trial:
         for text in texts:
             ids = [*self.processor.tokenizer.encode(text), self.processor.stop_token_ids[0]]
             groups.append([Completion(torch.tensor(ids), torch.zeros(len(ids)), True)])
-        return call_rewards(self.rewards, recipe_columns(self.rows, prompts, groups, self.processor))
+        return call_rewards(self.rewards, reward_columns(self.rows, prompts, groups, self.processor))
 
     def score_answers(self, answers: Iterable[str]) -> Tensor:
         """Compute the rewards (n, K) for one answer per row, in data.answer_format's format."""
@@ -156,7 +156,7 @@ def answer_text(row: Row, name: str) -> str:
 
 def unparsed_boxes(rewards: list[Reward], texts: Sequence[str], processor: Processor) -> Iterator[str]:
     """Check that the box rewards can parse the boxes in the answers."""
-    box_rewards = ("iou", "acc_0_5", "giou", "box_format")
+    box_rewards = ("iou", "acc_0_5", "box_format")
     names = [reward.name for reward in rewards if reward.name in box_rewards]
     unparsed = []
     for text in texts:
