@@ -10,10 +10,12 @@ from minivlmrl.config.options import RunConfig, SamplingOptions
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.weights import is_sharded
+from minivlmrl.generation import stop_strings
 from minivlmrl.generation.cuda_graphs import CapturedDecode
 from minivlmrl.generation.environments import check_environment
 from minivlmrl.generation.generate import Decode
 from minivlmrl.generation.sampler import Sampler
+from minivlmrl.generation.stop_strings import StopStrings
 from minivlmrl.model.families.qwen3_vl import Qwen3VisionTransformer
 from minivlmrl.model.vision import VisionTransformer
 from tests.distributed.test_fsdp import sharded_model
@@ -61,6 +63,15 @@ def test_samples_depend_only_on_keys(sampler, values):
     for stop in values.get("stop_strings", ()):  # more than one completion ends with the string
         assert sum(stop in own.processor.tokenizer.decode(ids[-1:]) for pair in each.values() for ids in pair) > 1
         assert not any(stop in own.processor.tokenizer.decode(ids[:-1]) for pair in each.values() for ids in pair)
+
+
+def test_stop_strings_get_the_prompt_of_each_completion(sampler, monkeypatch):
+    """A stop string may begin in the prompt."""
+    given = []
+    monkeypatch.setattr(stop_strings, "StopStrings", lambda *inputs: given.extend(inputs[2]) or StopStrings(*inputs))
+    sample_pairs(sampler(stop_strings=["a"]))
+    expected = [prompt.input_ids for prompt in prompts(5) for _ in range(2)]
+    assert [ids.tolist() for ids in given] == [ids.tolist() for ids in expected]
 
 
 def test_the_longest_prompt_decides_whether_a_batch_is_too_long(sampler):
