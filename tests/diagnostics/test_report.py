@@ -58,13 +58,6 @@ def test_a_folder_from_somebody_else_cannot_embed_other_files(tmp_path):
     assert not (tmp_path / "report.html").exists()
 
 
-def test_nan_in_metrics_keeps_the_page_readable(tmp_path):
-    """Older runs may have written NaN, which browsers cannot parse."""
-    (tmp_path / "metrics.jsonl").write_text('{"stage": "grpo", "step": 0, "loss": NaN}\n')
-    report.write_page([tmp_path], tmp_path / "report.html")
-    assert '"loss": null' in (tmp_path / "report.html").read_text()
-
-
 def test_a_long_stage_has_a_bounded_number_of_points(tmp_path, monkeypatch):
     """A point is a mean over some steps; for the length range it has the extremes. A short stage has every step."""
     monkeypatch.setattr(report, "POINTS", 3)

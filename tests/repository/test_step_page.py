@@ -3,11 +3,9 @@
 import ast
 import json
 import re
-import sys
 
 import pytest
 
-import minimal
 from docs.scripts import step, walkthrough
 from tests.diagnostics.test_page import browse
 from tests.helpers.links import ROOT
@@ -33,30 +31,6 @@ def test_the_page_shows_the_current_lines_of_minimal():
         page["values"][v]["rows"][0] for *_, made, _ in page["events"] for _, name, v in made if name == "rewards"
     ]
     assert len(rewards) == 4 and all({0.5, 1.5} <= {*group} for group in rewards)
-
-
-def filmed(function, *arguments):
-    """Return the film of a call, and {variable: its values in order}."""
-    film = step.Film()
-    sys.settrace(film)
-    function(*arguments)
-    sys.settrace(None)
-    values = [json.loads(text) for text in film.values]
-    found = {}
-    for *_, made, _ in film.events:
-        for _, name, value in made:
-            found.setdefault(name, []).append(values[value])
-    return film, found
-
-
-def test_a_film_has_two_rounds_of_a_loop_and_counts_the_others():
-    film, values = filmed(minimal.mrope_positions, [1, 1, 9, 9, 9, 9, 1, 1], [(2, 2)], 9)
-    assert values["position"][:2] == [0, 1] and values["axes"][0]["size"] == 3
-    lines = [line for kind, _, line, *_ in film.events if kind == "line"]
-    assert {lines.count(line) for line in set(lines)} == {1, 2}
-    assert set(film.more.values()) == {3, 4}, "five rounds, and six tests of the loop's condition"
-    [kind, _, _, _, returned] = film.events[-1]
-    assert kind == "return" and json.loads([*film.values][returned])["rows"][0] == [0, 1, 2, 2, 2, 2, 4, 5]
 
 
 @pytest.mark.slow
