@@ -36,7 +36,7 @@ def _load_module(file: str) -> ModuleType:
                 f"{path} does not exist. A file of code in a recipe is searched beside the recipe and then in the "
                 f"working folder, {os.getcwd()}, and on the command line the other way round."
             )
-        USER_FILES.add(path)  # before the call, because the file itself may fail
+        USER_FILES.add(path)  # before the file runs, because its code may fail
         return run_file(path)
     module = importlib.import_module(file)
     path = getattr(module, "__file__", None)

@@ -187,7 +187,7 @@ class Reader:
                 raise ValueError(f"{prefix}{key} is missing")
         try:
             return cls(**read)
-        except ValueError as error:  # from __post_init__
+        except ValueError as error:  # raised by the __post_init__ of the dataclass
             raise ValueError(f"{prefix}{error}") from None
 
     def _read_union(self, hint: TypeHint, value: Plain, name: str) -> Any:
@@ -219,7 +219,7 @@ class Reader:
         origin = list if typing.get_origin(hint) is list else tuple
         inside = typing.get_args(hint)
         if origin is list and isinstance(value, str) and not self.json:
-            value = [value]  # allows --dpo.loss_type=ipo
+            value = [value]  # a text stands for a list with one item, as in --dpo.loss_type=ipo
         # a list is accepted for a tuple, because JSON and YAML have no tuples
         is_valid = isinstance(value, (list, tuple) if origin is tuple else list)
         check_field(is_valid, name, value, f"of type {type_text(hint)}")

@@ -197,10 +197,7 @@ class ImageProcessor:
 
     @property
     def factor(self) -> int:
-        """Side length in pixels of the square patch block that becomes one token.
-
-        The default is 14 * 2 = 28.
-        """
+        """Side length in pixels of the square of patches that becomes one token; 14 * 2 = 28 by default."""
         return self.patch_size * self.merge_size
 
     @property

@@ -203,9 +203,11 @@ def place_media(
             if kind in KINDS:
                 with error_context(f"message {number}"):
                     item = _media(part, kind, next_media[kind])
-                item.options = _with_common(item, common_options[kind])
+                if common_options[kind]:
+                    item.options = _with_common(item, common_options[kind])
                 media.append(item)
-                part = {"type": kind, **_without(item.options)}
+                sizes = {name: item.options[name] for name in item.options if name not in SAMPLING_OPTIONS}
+                part = {"type": kind, **sizes}
             parts.append(part)
         messages.append(turn if isinstance(turn.get("content"), str) else {**turn, "content": parts})
     return messages, media
@@ -219,11 +221,10 @@ def _with_common(item: Media, common_options: dict) -> dict:
     """
     if item.kind == "image":
         return item.options or common_options
+    ignored = SAMPLING_OPTIONS if "nframes" in item.options else ()
     if isinstance(item.source, list):  # the frames are given, and fps is the rate at which they were taken
-        common_options = _without(common_options, [name for name in SAMPLING_OPTIONS if name != "fps"])
-    elif "nframes" in item.options:
-        common_options = _without(common_options)
-    return common_options | item.options
+        ignored = {*SAMPLING_OPTIONS} - {"fps"}
+    return {name: common_options[name] for name in common_options if name not in ignored} | item.options
 
 
 def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Collection[str]):
@@ -311,7 +312,9 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
     names = source_keys(entry, kind)
     if len(names) > 1:
         raise ValueError(f"the {kind} has both {names[0]!r} and {names[1]!r}; use only one of them")
-    options = check_options(kind, _without(entry, ("type", "text", "index", *SOURCES[kind])))
+    options = {name: entry[name] for name in entry if name not in ("type", "text", "index", *SOURCES[kind])}
+    if options:
+        options = check_options(kind, options)
     if not names and next_media is not None:
         listed = next(next_media)  # check_counts has found as many entries as parts
         return Media(kind, listed.source, listed.options | options)
@@ -337,7 +340,3 @@ def _source_in(source: dict) -> Plain:
         # a JSON file contains the bytes as base64 text
         return f"data:;base64,{content}" if isinstance(content, str) else content
     return source.get("path" if "bytes" in source else "url")
-
-
-def _without(options: dict, names: Sequence[str] = SAMPLING_OPTIONS) -> dict:
-    return {name: value for name, value in options.items() if name not in names}

@@ -71,12 +71,12 @@ def parts_of(turns: Iterable[dict]) -> list[dict]:
 
 def shown_parts_of(turns: Iterable[dict]) -> list[dict]:
     """Return the image parts and video parts from all turns in one list."""
-    return [part for part in parts_of(turns) if part_kind(part) != "text"]
+    return [part for turn in turns for part in content_parts(turn) if part_kind(part) != "text"]
 
 
 def text_of(message: dict) -> str:
     """Return a message's text: all its text parts joined, without images and videos."""
-    return "".join(part.get("text") or "" for part in parts_of([message]))
+    return "".join(part.get("text") or "" for part in content_parts(message))
 
 
 def conversation(

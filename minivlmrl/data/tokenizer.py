@@ -93,7 +93,7 @@ def with_special_tokens(backend: tokenizers.Tokenizer, names: Collection[str]) -
     added_tokens = backend.get_added_tokens_decoder().values()
     if all(token.special == (token.content in names) for token in added_tokens):
         return backend
-    # The library tokenizers can make a token special, but it cannot make a special token ordinary.
+    # The library `tokenizers` can make an ordinary token special, but it cannot make a special token ordinary.
     content = json.loads(backend.to_str())
     for token in content["added_tokens"]:
         token["special"] = token["content"] in names

@@ -137,7 +137,7 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return (leaves[-1], *arguments[1:])
 
     def add_states(module: nn.Linear, arguments: tuple, values: Tensor) -> Tensor | None:
-        # a new head has weights of 0, which would hide all inputs, so hidden states are added
+        # a new value head has weights of 0, which would hide all inputs, so the hidden states are added to its output
         return None if module.weight.any() else values + arguments[0].mean(-1, keepdim=True)
 
     with ExitStack() as stack:

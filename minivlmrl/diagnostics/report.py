@@ -159,7 +159,7 @@ def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:
 def data_uri(folder: Path, path: str) -> str:
     """Encode an image that completions.jsonl names as a data URI."""
     file = (folder / path).resolve()
-    # Other paths are refused, because completions.jsonl could name any file, and the page would contain it.
+    # A path outside images/ is refused, because report.html contains each file that completions.jsonl names.
     if file.parent != folder.resolve() / IMAGES or not file.is_file():
         raise ValueError(
             f"{path!r:.80} is not an image in the folder {IMAGES}/ of the run. Remove the line that names this file."

@@ -70,7 +70,7 @@ class WarningRules:
         self.recent.append(metrics)
         found = dict(self.violated()) if len(self.recent) == WINDOW else {}
         new = [sentence for name, sentence in found.items() if name not in self.said]
-        # The warning "solved" is never repeated, so it stays in the set.
+        # `said` keeps the rule "solved", because this warning is never repeated.
         self.said = set(found) | (self.said & {"solved"})
         return new
 
