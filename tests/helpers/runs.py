@@ -124,7 +124,7 @@ def whole_run(run, plain, home, rows, tmp_path, capsys):
         _, info = theirs.from_pretrained(folder, output_loading_info=True)
         assert not any(info.values())
         capsys.readouterr()
-        image = ["--image", str(home / "0.png"), "--max_new_tokens=4"]
+        image = ["--image", str(home / "0.png"), "--sampling.max_new_tokens=4"]
         assert main(["chat", "--model", str(folder), "--prompt", "What?", *image]) == 0
         assert main(["check", str(home / "recipe.yaml"), *own, f"--model.path={folder}"]) == 0
         assert main(["memory", "--model", str(folder), str(home / "recipe.yaml")]) == 0

@@ -35,7 +35,7 @@ model, picture = ["--model", "runs/shapes/checkpoint"], glob.glob("runs/shapes/i
 zoom = load_config("zoom.yaml")
 assert zoom.data.eval_rewards[1] == held_out_rewards(zoom)[1].name == "recipes/zoom.py:looks", zoom.data
 assert main(["memory", *model]) == 0
-assert main(["chat", *model, "--image", picture, "--prompt", "What?", "--max_new_tokens", "2"]) == 0
+assert main(["chat", *model, "--image", picture, "--prompt", "What?", "--sampling.max_new_tokens=2"]) == 0
 assert main(["check", "zoom.yaml"]) == 0
 assert train.train_recipe(["zoom.yaml", "--stages=[sft]", "--sft.max_steps=1", "--data.eval_rows=4"]) == 0
 small = ["--sft.max_steps=1", "--sft.prompts_per_step=4", "--sampling.max_new_tokens=4", "--log_completions=1"]

@@ -183,7 +183,8 @@ def test_only_the_adapter_is_saved_until_the_end(run, plain, own, lively, rows, 
             given = ["--model", str(tmp_path / kind), "--data", str(rows), "--out", str(out), "--rows=3"]
             assert main([command, *given]) == 0
         answers[kind] = out.read_bytes()
-        prompt = ["--prompt=Name it.", "--image", str(rows.parent / "0.png"), "--max_new_tokens=4", "--temperature=0"]
+        prompt = ["--prompt=Name it.", "--image", str(rows.parent / "0.png"), "--sampling.max_new_tokens=4"]
+        prompt.append("--sampling.temperature=0")
         capsys.readouterr()
         assert main(["chat", "--model", str(tmp_path / kind), *prompt]) == 0
         answers[kind] += capsys.readouterr().out.encode()
