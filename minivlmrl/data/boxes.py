@@ -160,7 +160,7 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
         is_list = isinstance(group, list) and len(group) == 4
         if not is_list or not all(isinstance(number, float) and math.isfinite(number) for number in group):
             return []
-    return list(map(tuple, groups))
+    return [(x1, y1, x2, y2) for x1, y1, x2, y2 in groups]
 
 
 def _groups_in_json(text: str) -> list[Plain]:
