@@ -149,10 +149,10 @@ class DataOptions(RowOptions):
 
     # "shapes", or "file.py:TASK" relative to the recipe; arguments may follow in parentheses
     task: Code | None = None
-    # training rows: problem or prompt, image(s), and the columns that the stages need
+    # file of training rows; docs/data.md describes the columns
     train_file: FilePath | None = None
     train: list[FileOptions] = field(default_factory=list)  # several files in place of train_file
-    files: dict[str, FilePath] = field(default_factory=dict)  # files by stage: {sft: rows.jsonl}
+    files: dict[str, FilePath] = field(default_factory=dict)  # training rows of single stages: {sft: rows.jsonl}
     # held-out rows: problem or prompt, image(s), and solution, or chosen and rejected
     eval_file: FilePath | None = None
     # leave out training rows whose prompt has more tokens; a stage that trains on given answers counts the prompt
@@ -214,10 +214,10 @@ class SamplingOptions:
     top_k: Annotated[int, ">= 0"] = 0
     # keep only the most likely tokens whose probabilities together reach this value
     top_p: Annotated[float, "(0, 1]"] = 1.0
-    min_p: Annotated[float, "[0, 1]"] = 0.0  # drop tokens less likely than this times the best
+    min_p: Annotated[float, "[0, 1]"] = 0.0  # drop tokens with less than min_p times the largest probability
     # penalty for tokens that occurred before: positive logits are divided by it, negative logits multiplied
     repetition_penalty: Annotated[float, "(0, inf)"] = 1.0
-    # texts that end a completion, which includes the token that completes the text
+    # texts that end a completion; the completion includes the token with which such a text is complete
     stop_strings: list[str] = field(default_factory=list)
     # maximum number of prompt and completion tokens in one sampling batch, where completions
     # count with their full length; None samples all prompts in one batch
@@ -306,7 +306,7 @@ class TrainingOptions:
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # schedule after warmup
     min_lr_ratio: Annotated[float, "[0, 1]"] = 0.0  # final rate as a fraction of learning_rate
     warmup_steps: Annotated[int, ">= 0"] = 0  # steps in which the learning rate rises linearly
-    adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # second-moment decay rate
+    adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # decay rate of AdamW's second moments
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
         """Yield (option, reason) for options in this section that have no effect.
@@ -395,7 +395,7 @@ class GRPOOptions(TrainingOptions):
     use_bias_correction_kl: bool = True
     # fraction of the tokens that are trained on: the tokens with the highest entropy
     top_entropy_quantile: Annotated[float, "(0, 1]"] = 1.0
-    entropy_coef: Finite = 0.0  # entropy bonus weight
+    entropy_coef: Finite = 0.0  # weight of the entropy bonus
     # correction for the mismatch between sampler and trainer, see rollout_importance_ratio
     rollout_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = None
     # lower and upper bound on the ratio that rollout_correction truncates or masks
@@ -482,7 +482,7 @@ class RunConfig:
     # do not start if the model does not fit the GPUs' memory, according to `minivlmrl memory`
     check_memory: bool = True
     # seconds that a rank waits for other ranks in training, where all ranks do the same; sampling, rewards and saving
-    # may take longer on one rank, and the run prints who is waited for
+    # may take longer on one rank
     timeout: Annotated[float, "(0, 1e9)"] = 600.0
     # seconds that one reward call may take for all completions in a batch
     max_reward_seconds: Annotated[float, "(0, 1e9)"] = 1800.0
