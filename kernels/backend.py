@@ -51,7 +51,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # numbers.
 CAPABILITY = (8, 0)
 
-KERNELS = ("window_attention", "decode_attention", "linear_log_softmax", "nf4_unpack")
+KERNELS = ("window_attention", "decode_attention", "selective_log_softmax", "linear_log_softmax", "nf4_unpack")
 
 
 def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:

@@ -1,7 +1,7 @@
 """Log-probabilities for given tokens, and entropies, computed from logits.
 
-linear_log_softmax.py computes the logits from hidden states, piece by piece, and calls the functions in this file for
-each piece. Both passes read the logits once.
+The forward and the backward pass each read the logits once. linear_log_softmax.py computes the logits from hidden
+states and uses the functions in this file.
 
 Derivation. For one row's logits z (V,), chosen token y and temperature T, with top = max_j z_j:
 
@@ -38,7 +38,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minivlmrl.kernels.backend import tl, triton
+from minivlmrl.kernels.backend import backend_for, tl, triton
 
 FLOOR = -126.0  # smallest value to which the difference d' (in base 2) is clamped
 LOG2E = 1 / math.log(2)
@@ -221,7 +221,7 @@ def _differentiate_kernel(
         a += scale * e * (tl.load(entropies + row) - tl.log2(s) * LN2)
         b = scale * e * LN2
         is_needed = is_needed | (e != 0)
-    # The logits of a row without an upstream gradient are not read, because dz is 0 in this row.
+    # If a row has no upstream gradient, its logits are not read, because its dz is 0.
     a = tl.where(is_needed, a, 0.0)
     b = tl.where(is_needed, b, 0.0)
     grad_chosen = tl.where(is_needed, g * k * LN2, 0.0)
@@ -290,3 +290,58 @@ def differentiate_part_(
                 num_warps=BACKWARD_WARPS, enable_fp_fusion=True,
             )  # fmt: skip
     return out
+
+
+class _SelectiveLogSoftmax(torch.autograd.Function):
+    """Compute log-probabilities and entropies, each (N,), from logits z (N, V)."""
+
+    @staticmethod
+    def forward(ctx, z: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        if backend_for(z, "selective_log_softmax") == "triton":
+            logps, *saved = score_part_(z, ids, None, temperature)
+        else:
+            wide = z.to(torch.promote_types(z.dtype, torch.float32), copy=True)
+            logps, *saved = score_rows_(wide, ids, temperature)
+        ctx.save_for_backward(z, ids, *saved)
+        ctx.temperature = temperature
+        return logps, saved[0]
+
+    @staticmethod
+    def backward(ctx, g: Tensor, e: Tensor) -> tuple[Tensor, None, None]:
+        z, ids, *saved = ctx.saved_tensors
+        upstream = select_rows([g, e], slice(None))
+        if backend_for(z, "selective_log_softmax") == "triton":
+            out = torch.empty_like(z)
+            return differentiate_part_(z, ids, saved, upstream, ctx.temperature, out), None, None
+        d = differences_(z.to(g.dtype, copy=True), saved[1], ctx.temperature)
+        dz = differentiate_rows_(d, ids, saved, upstream, ctx.temperature).to(z.dtype)
+        return dz.masked_fill_(~has_gradient(g, e)[:, None], 0.0), None, None
+
+
+def check_temperature(temperature: float):
+    """Raise ValueError unless logits can be divided by the temperature."""
+    if not temperature > 0:
+        raise ValueError(f"the temperature is {temperature}, but it must be greater than 0")
+
+
+def selective_log_softmax(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Compute log-probabilities for given tokens, and entropies, from logits.
+
+    Args:
+        logits: (..., V), in float32, float16, bfloat16, or float64 (only on the torch path).
+        ids: (...) int64, the tokens to score.
+        temperature: logit divisor; must be greater than 0.
+    Returns:
+        The log-probabilities and the entropies under softmax(logits / temperature), both (...), in nats, in float32
+        (float64 for float64 logits). Both are differentiable.
+    Source: TRL's selective_log_softmax and entropy_from_logits, applied to logits / temperature.
+    """
+    if logits.shape[:-1] != ids.shape:
+        raise ValueError(
+            f"ids have the shape {tuple(ids.shape)}, but they must have the shape "
+            f"{tuple(logits.shape[:-1])}, which is the shape of the logits without the last axis"
+        )
+    check_temperature(temperature)
+    rows = logits.reshape(-1, logits.shape[-1]).contiguous()
+    logps, entropies = _SelectiveLogSoftmax.apply(rows, ids.flatten(), temperature)
+    return logps.view(ids.shape), entropies.view(ids.shape)

@@ -20,6 +20,7 @@ from minivlmrl.kernels.backend import INTERPRETED
 from minivlmrl.kernels.decode_attention import decode_attention
 from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
 from minivlmrl.kernels.nf4_unpack import BLOCK, GROUP, nf4_unpack
+from minivlmrl.kernels.selective_log_softmax import selective_log_softmax
 from minivlmrl.kernels.window_attention import Segments, batched_attention, window_attention
 
 # Triton's interpreter multiplies bfloat16 matrices wrongly.
@@ -98,18 +99,26 @@ def exact_scores(logits: Tensor, ids: Tensor) -> Tensor:
     return torch.cat([log_probs.gather(1, ids[:, None])[:, 0], entropies])
 
 
+def check_selective_log_softmax(device: str) -> list[float]:
+    ids = torch.randint(20_000, (32,))
+    return compare(
+        lambda z: torch.cat(selective_log_softmax(z, ids.to(device), TEMPERATURE)),
+        lambda z: exact_scores(z, ids),
+        [3 * torch.randn(32, 20_000).to(DTYPE)],
+        device,
+    )
+
+
 def check_linear_log_softmax(device: str) -> list[float]:
-    """Check linear_log_softmax with one tile of logits, and with several tiles of rows and ids."""
-    errors = []
-    for rows, vocab in ((32, 1_000), (32, 5_000) if INTERPRETED else (2_048, 10_000)):
-        ids = torch.randint(vocab, (rows,))
-        errors += compare(
-            lambda h, w, ids=ids: torch.cat(linear_log_softmax(h, w, ids.to(device), TEMPERATURE)),
-            lambda h, w, ids=ids: exact_scores(h @ w.T, ids),
-            [torch.randn(rows, 64).to(DTYPE), 0.3 * torch.randn(vocab, 64).to(DTYPE)],
-            device,
-        )
-    return errors
+    """Check linear_log_softmax with rows and ids that take several tiles of logits, except in the interpreter."""
+    rows, vocab = (32, 5_000) if INTERPRETED else (2_048, 10_000)
+    ids = torch.randint(vocab, (rows,))
+    return compare(
+        lambda h, w: torch.cat(linear_log_softmax(h, w, ids.to(device), TEMPERATURE)),
+        lambda h, w: exact_scores(h @ w.T, ids),
+        [torch.randn(rows, 64).to(DTYPE), 0.3 * torch.randn(vocab, 64).to(DTYPE)],
+        device,
+    )
 
 
 def check_nf4(device: str) -> list[float]:
@@ -133,6 +142,7 @@ def check_nf4(device: str) -> list[float]:
 CHECKS = {
     "window_attention": check_windows,
     "decode_attention": check_decoding,
+    "selective_log_softmax": check_selective_log_softmax,
     "linear_log_softmax": check_linear_log_softmax,
     "nf4_unpack": check_nf4,
 }

@@ -16,7 +16,7 @@ COMMANDS = {  # name: (module:function, one sentence)
     "generate": ("minivlmrl.commands.evaluate:generate_main", "answer the rows of a file"),
     "convert": ("minivlmrl.extras.convert.command:main", "write rows of other projects in the form that a run reads"),
     "check": ("minivlmrl.extras.check.command:main", "find problems of a recipe before training"),
-    "memory": ("minivlmrl.extras.memory:main", "estimate the GPU memory that a run needs"),
+    "memory": ("minivlmrl.extras.memory.command:main", "estimate the GPU memory that a run needs"),
     "replay": ("minivlmrl.extras.replay:main", "repeat a step of a run, and compare"),
     "parity": ("minivlmrl.extras.parity.command:main", "name the mistakes in a loss or in a step of any trainer"),
 }

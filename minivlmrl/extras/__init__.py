@@ -11,12 +11,12 @@ model's config.json names the feature:
 | families/ | Qwen3.5, and mixtures of experts | `model_type` in config.json |
 | adamw8bit.py | AdamW with moments in 8 bits | `optimizer.name: adamw_8bit` |
 | kto.py | the KTO loss | a stage of your own |
-| memory.py | the GPU memory that a run needs | `python -m minivlmrl memory` |
+| memory/ | the GPU memory and the least seconds that a run needs | `python -m minivlmrl memory` |
 | parity/ | mistakes in a loss, or in a step of any trainer | `python -m minivlmrl parity` |
 | reward_model.py | a stage for reward models, and their reward | `stages` and `rewards: {reward_model: 1}` |
 | replay.py | a step of a run again | `python -m minivlmrl replay` |
 | tensorboard.py, weights_and_biases.py | trackers of metrics | `report_to` |
-| trl_inputs.py | our input check in TRL's trainers | your own script |
+| trl.py, trl_inputs.py | our loss and our input check in TRL's trainers | your own script |
 | video_files.py | the frames of video files | a row with a video file |
 | vllm.py | rollouts from vLLM's logits | `sampling.engine: vllm` |
 """

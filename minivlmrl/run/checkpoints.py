@@ -167,13 +167,17 @@ class CheckpointManager:
 
     @contextmanager
     def saved_on_error(self, progress: TrainerState, log: MetricsLog) -> Iterator[None]:
-        """Save a checkpoint after a signal or a failed reward, and note at any error from where the run continues."""
+        """Save a checkpoint if an error leaves the weights whole, and note at each error where the run continues."""
         try:
             yield
         except Exception as error:
             if progress.steps and self.stage:  # a stage has begun since the resume
-                # Only these two errors are raised on all ranks and between two updates of the weights.
-                if self.can_save and isinstance(error, RewardFailed | Preempted):
+                # The weights are whole, because these errors are raised between two updates. All ranks must save
+                # together, and a row that cannot be read stops only the rank that reads this row.
+                is_between = isinstance(error, RewardFailed | Preempted)
+                if self.world.size == 1 and getattr(error, "phase", "") == "preparation":
+                    is_between = True
+                if self.can_save and is_between:
                     folder = self.ensure_saved(progress, log)
                     error.add_note(f"the steps before this are saved in {folder}: continue with --resume=auto")
                 elif older := state_folders(self.folder):

@@ -12,8 +12,10 @@ import torch
 
 from minivlmrl.__main__ import main as start
 from minivlmrl.config.loading import load_config
+from minivlmrl.data.row_summary import RowSize
 from minivlmrl.diagnostics.memory import GB, MemoryEstimator, MemoryQuestion, estimate_phases, peak_bytes
-from minivlmrl.extras.memory import find_gpu, memory_table
+from minivlmrl.extras.memory.command import find_gpu, least_seconds, memory_table, two_digits
+from minivlmrl.extras.memory.flops import find_card
 from minivlmrl.model import config_json
 from tests.helpers import tiny
 from tests.helpers.hub_configs import real_config
@@ -83,6 +85,20 @@ def test_the_table_of_one_card_equals_the_command(name):
             assert f"{size.strip()} GB" in readme
 
 
+@pytest.mark.slow
+def test_the_seconds_of_one_card_equal_the_command():
+    lines = Path("docs/memory.md").read_text().splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith("| model |"))
+    cards = [find_card(name.strip()) for name in lines[begin].split("|")[2:-1]]
+    for line in lines[begin + 2 : begin + 6]:
+        name, *cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        config = load_config("own_data_one_card.yaml", ["--adapter.quantize=nf4"] if "NF4" in name else [])
+        estimator = estimator_for(f"Qwen2.5-VL-{name[:2]}")
+        question = MemoryQuestion(config, "grpo", estimator, 1, [RowSize(200, 512)], ())
+        for card, text in zip(cards, cells, strict=True):
+            assert text in ("", two_digits(sum(least_seconds(question, card).values()))), (name, card)
+
+
 THOUGHTS = ["--data.chat_template_kwargs.enable_thinking=true", "--sampling.max_new_tokens=2048"]
 BFLOAT16 = ["--model.dtype=bfloat16", "--model.compute_dtype=null"]
 
@@ -106,7 +122,9 @@ def test_the_command(tmp_path, capsys):
     assert "grpo needs about 3.0 GB on the GPU" in shown and "prompts of 36 tokens are assumed" in shown
     start(["memory", "--model", str(tmp_path / "config.json"), "--gpu_memory", "RTX 4090", *small])
     shown = capsys.readouterr().out
-    assert "1 GPUs of 24 GB" in shown
+    assert "1 GPUs of 24 GB" in shown and re.search(
+        r"at least \S+ s for each step \(rollout .*, train .*, optim", shown
+    )
     assert re.search(r"disk: \S+ GB of weights are downloaded to HF_HOME, about 6 GB of wheels", shown)
 
 
@@ -114,20 +132,41 @@ def test_the_command(tmp_path, capsys):
     ("10.5", 10.5), ("A100", 80), ("NVIDIA A100-SXM4-40GB", 40), ("Tesla V100-SXM2-32GB", 32),
 ])  # fmt: skip
 def test_a_card_or_size_is_known(text, size):
-    assert find_gpu(text) == (size * GB, "V100" in text)
+    assert find_gpu(text)[0] == size * GB
 
 
 def test_auto_is_what_is_free_on_the_card(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (15 * GB, 16 * GB))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert find_gpu("auto") == (15 * GB, True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    assert find_gpu("auto") == (15 * GB, find_card("T4"))
 
 
 @pytest.mark.parametrize("text", ["RTX 9", "5080", "nan", "-8"])
 def test_a_card_that_is_not_known_is_no_size(text):
     with pytest.raises(ValueError, match=f"--gpu_memory is '{text}', but it must be GB, auto or one of B200, GH200"):
         find_gpu(text)
+
+
+def test_the_least_seconds_of_a_step_by_hand():
+    """A 3B with 8 prompts of 1,056 tokens and 64 completions of 256 tokens, on an H200 with 989 TFLOP/s and 4.8 TB/s.
+
+    The decoder has 2.77e9 values in matrices, the head .31e9, and the tower .63e9 for 4,096 patches an image.
+    """
+    options = [*BFLOAT16, "--grpo.prompts_per_step=8", "--grpo.beta=0"]
+    estimator = estimator_for("Qwen2.5-VL-3B")
+    question = MemoryQuestion(load_config("own_data.yaml", options), "grpo", estimator, 1, [RowSize(32, 1024)], ())
+    found = least_seconds(question, find_card("H200"))
+    tokens, scored, patches = 8 * (1056 + 8 * 256), 8 * 8 * 256, 8 * 4096
+    # forward, forward again because activations are recomputed, and two products for each in the backward pass
+    train = 8 * (2.77e9 * tokens + 0.31e9 * scored + 0.63e9 * patches) / 9.89e14
+    decode = 256 * (2 * (2.77e9 + 0.31e9) + 36 * 2 * 2 * 256 * (8 * 1056 + 64 * 128)) / 4.8e12
+    prefill = 2 * (2.77e9 * 8 * 1056 + 0.63e9 * patches) / 9.89e14
+    assert found == {
+        "rollout": pytest.approx(decode + prefill, rel=0.03),
+        "train": pytest.approx(train, rel=0.03),
+        "optimizer": pytest.approx(3.75e9 * 2 * (2 * 2 + 3) / 4.8e12, rel=0.03),
+    }
 
 
 @pytest.mark.slow

@@ -515,3 +515,22 @@ def test_a_changed_number_of_rows_is_refused():
         progress.check_rows(9)
     progress.begin_stage(1)
     progress.check_rows(9)
+
+
+def test_the_steps_before_a_damaged_image_are_saved(run, plain, rows, tmp_path):
+    for path in rows.parent.glob("[0-7].png"):
+        shutil.copy(path, tmp_path)
+    shutil.copy(rows, tmp_path)
+    damaged = tmp_path / "5.png"
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[: len(whole) // 2])  # the header with the size can still be read
+    options = [
+        "--data.task=null", f"--data.train_file={tmp_path / rows.name}", f"--data.eval_file={rows}",
+        "--stages=[sft]", "--sft.max_steps=8", "--sft.prompts_per_step=1", "--sft.micro_batch_size=1",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"rows\.jsonl:6: .*5\.png") as caught:
+        run(*options)
+    [folder] = (tmp_path / "run" / "states").iterdir()
+    assert f"the steps before this are saved in {folder}" in "".join(caught.value.__notes__)
+    damaged.write_bytes(whole)
+    run(*options, "--resume=auto")

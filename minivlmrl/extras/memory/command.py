@@ -5,10 +5,12 @@ python -m minivlmrl memory --model FOLDER_OR_REPOSITORY --gpus 8 [RECIPE] [--sec
 
 The model's weights are not read. The recipe's rows are measured if they exist; otherwise, or with --text_tokens or
 --image_tokens, all prompts are assumed to be equal. --gpu_memory is a size in GB, a card such as T4 or 4090, or auto
-for the free memory of this machine's GPU. diagnostics/memory.py explains the estimate.
+for the free memory of this machine's GPU. For a known card, the least seconds of a step are printed, too.
+diagnostics/memory.py explains the estimate.
 """
 
 import argparse
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -23,15 +25,29 @@ from minivlmrl.data.download import SETTINGS, find_folder
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import RowSize
 from minivlmrl.data.rows import Dataset
-from minivlmrl.diagnostics.memory import GB, RESERVE, MemoryEstimator, MemoryQuestion, estimate_phases, peak_bytes
+from minivlmrl.diagnostics.memory import (
+    GB,
+    RESERVE,
+    MemoryEstimator,
+    MemoryQuestion,
+    bytes_of,
+    computed_bytes,
+    estimate_phases,
+    peak_bytes,
+    persistent_items,
+    sampling_batch,
+)
 from minivlmrl.diagnostics.memory_check import measure_datasets, refusal, written_bytes
 from minivlmrl.distributed.process_group import World
+from minivlmrl.extras.memory.flops import CARDS, Card, find_card, flops_by_input
 from minivlmrl.json_files import read_json
-from minivlmrl.kernels.dense_attention import is_before_ampere
 from minivlmrl.model import config_json
 from minivlmrl.model.checkpoint import DTYPES, load_processor
 from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.peft import base_model, is_adapter_folder
+from minivlmrl.model.plain_weights import PackedLinear
+from minivlmrl.model.trainable import trained_parameters
 from minivlmrl.run.datasets import load_datasets
 from minivlmrl.run.setup import adapt_processor, fit_rows
 from minivlmrl.trainers.registry import find_trainers
@@ -47,8 +63,8 @@ def main(arguments: list[str]):
     if name is None:
         raise ValueError(f"{recipe} has no model.path; pass --model with a config.json or a folder")
     name = base_model(name) if is_adapter_folder(name) else name
-    gpu_bytes, before_ampere = find_gpu(options.gpu_memory)
-    costs = MemoryEstimator(model_config(name), before_ampere)
+    gpu_bytes, card = find_gpu(options.gpu_memory)
+    costs = MemoryEstimator(model_config(name), card is not None and card.before_ampere)
     print(f"{name}: {parameters_text(costs)}; {options.gpus} GPUs of {gpu_bytes / GB:g} GB")
     typical = [assumed_row(options)]
     measured = None
@@ -62,6 +78,8 @@ def main(arguments: list[str]):
             question = replace(question, rows=rows, held_out=held_out)
         phases = estimate_phases(question)
         print(f"\n{stage}: {row_text(question.rows[0])}\n{memory_table(phases, gpu_bytes)}")
+        if card is not None:
+            print(f"\n{least_seconds_text(least_seconds(question, card))}")
         print(f"\n{disk_text(question)}")
         if peak_bytes(phases) > gpu_bytes:
             print(f"\n{refusal(question, gpu_bytes)}")
@@ -81,39 +99,83 @@ def row_text(row: RowSize) -> str:
     return f"{name}: {row.text_tokens:,} text tokens and {row.image_tokens:,} image tokens"
 
 
-# {words in the name of a GPU: its memory in GB}; "L40S" comes before "L4"
-CARDS = {
-    "B200": 180, "GH200": 96, "H200": 141, "H100 NVL": 94, "H100": 80, "A100 40GB": 40, "A100": 80, "L40S": 48,
-    "L4": 24, "A40": 48, "A10G": 24, "A10": 24, "RTX PRO 6000": 96, "RTX 6000 Ada": 48, "A6000": 48, "A4000": 16,
-    "RTX 5090 Laptop": 24, "RTX 5090": 32, "RTX 4090 Laptop": 16, "RTX 4090": 24, "RTX 4080": 16, "RTX 3090": 24,
-    "RTX 3060": 12, "T4": 16, "V100 32GB": 32, "V100": 16,
-}  # fmt: skip
-BEFORE_AMPERE = {"T4", "V100 32GB", "V100"}  # cards with a compute capability below 8.0
-VARIANTS = {"Laptop", "Ti", "SUPER", "Max", "D"}  # words in the name of a card with other memory
-
-
-def find_card(name: str) -> str | None:
-    """Return the first name in CARDS whose words all occur in a name such as 4090 or NVIDIA GeForce RTX 4090."""
-    words = {*name.replace("-", " ").split()}
-    for card in CARDS:
-        own = {*card.split()}
-        if words & VARIANTS == own & VARIANTS and own - {"RTX"} <= words:
-            return card
-    return None
-
-
-def find_gpu(text: str) -> tuple[float, bool]:
-    """Return a GPU's memory in bytes and whether it is in BEFORE_AMPERE, for a number of GB, a card or "auto"."""
+def find_gpu(text: str) -> tuple[float, Card | None]:
+    """Return a GPU's memory in bytes and its data sheet, for a number of GB, a card's name, or "auto"."""
     if text == "auto":
         if not torch.cuda.is_available():
             raise ValueError("--gpu_memory auto needs a GPU, but PyTorch finds none; pass its GB or name")
-        return torch.cuda.mem_get_info()[0], is_before_ampere(torch.device("cuda"))
+        return torch.cuda.mem_get_info()[0], find_card(torch.cuda.get_device_name())
     card = find_card(text)
     if card is not None:
-        return CARDS[card] * GB, card in BEFORE_AMPERE
+        return card.memory, card
     if re.fullmatch(r"\d{1,3}(\.\d*)?", text):  # 5080 is a card that is not in CARDS
-        return float(text) * GB, False
+        return float(text) * GB, None
     raise ValueError(f"--gpu_memory is {text!r}, but it must be GB, auto or one of {', '.join(CARDS)}")
+
+
+def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
+    """Return the least seconds of each phase of a step on one GPU, computed from the card's data sheet.
+
+    All prompts count as the longest. Matrix products run at the card's peak rate, and a decode step reads the decoder
+    and the cached keys and values once. Attention, activations, waiting and the host are not counted.
+    """
+    run, config, estimator = question.run, question.options, question.estimator
+    row, model = question.rows[0], question.models.policy
+    samples = question.trainer.samples_completions
+    prompts = config.prompts_per_step / question.gpus
+    answers = config.num_generations if samples else len(question.trainer.answers)
+    length = run.sampling.max_new_tokens if samples or row.answer_tokens is None else row.answer_tokens
+    merged = prompts * row.image_tokens
+    inputs = {
+        "tokens": prompts * (row.prompt_tokens + answers * length), "scored": prompts * answers * length,
+        "patches": merged * estimator.config.vision_config.spatial_merge_size**2, "merged": merged,
+    }  # fmt: skip
+
+    def compute(inputs: dict[str, float], backward: bool) -> float:
+        flops = flops_by_input(model, estimator.config, backward)
+        return sum(flops[name] * count for name, count in inputs.items()) / card.flops
+
+    forward = compute(inputs, backward=False)
+    seconds = {}
+    if samples:
+        work = sampling_batch(question)
+        cached = estimator.keys_and_values(question.dtype, replace(work, completion_tokens=length // 2))
+        step_bytes = decoder_bytes(model, question.dtype) + cached
+        batches = math.ceil(prompts / work.prompts)
+        prefill = compute(inputs | {"tokens": prompts * row.prompt_tokens, "scored": 0.0}, backward=False)
+        seconds["rollout"] = prefill + batches * length * step_bytes / card.bandwidth
+    if question.has_reference:
+        seconds["score"] = forward
+    seconds["train"] = compute(inputs, backward=True) + forward * run.model.activation_checkpointing
+    items = persistent_items(question)
+    # AdamW reads and writes weights and moments, and reads gradients.
+    trained = bytes_of(trained_parameters(question.models))
+    seconds["optimizer"] = (2 * items["optimizer"] + 3 * trained) * question.share / card.bandwidth
+    return seconds
+
+
+def decoder_bytes(model: VisionLanguageModel, dtype: torch.dtype) -> float:
+    """Return the bytes that a decode step reads and writes for the decoder and the head.
+
+    The step reads a packed weight, and writes and reads the 16-bit values to which the weight is unpacked.
+    """
+    read = computed_bytes(model.model.layers, dtype) + model.lm_head.weight.numel() * dtype.itemsize
+    packed = [layer for layer in model.model.layers.modules() if isinstance(layer, PackedLinear)]
+    return read + sum(2 * dtype.itemsize * layer.shape.numel() for layer in packed)
+
+
+def least_seconds_text(seconds: dict[str, float]) -> str:
+    parts = [f"{phase} {two_digits(value)} s" for phase, value in seconds.items()]
+    total = two_digits(sum(seconds.values()))
+    return (
+        f"at least {total} s for each step ({', '.join(parts)}); the steps of a 3B that we measured on an H100 and an "
+        "H200 took 3 times as long"
+    )
+
+
+def two_digits(value: float) -> str:
+    """Round to two significant digits, for example 140 or 0.61."""
+    return f"{float(f'{value:.2g}'):g}"
 
 
 def disk_text(question: MemoryQuestion) -> str:

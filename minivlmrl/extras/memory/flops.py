@@ -1,0 +1,107 @@
+"""Count the floating-point operations (FLOPs) of a model, from which `memory` computes the least seconds of a step.
+
+A token takes 2 FLOPs for each value in a weight matrix in the forward pass. The backward pass takes as many FLOPs for
+the input gradient as the forward pass, and as many for the weight gradient. Attention, recurrence, norms and activation
+functions are not counted, and neither are activations that are computed again in the backward pass.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import nn
+
+from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.plain_weights import PackedLinear
+
+
+class Card(NamedTuple):
+    """A GPU's data sheet."""
+
+    flops: float  # per second, for dense products in bfloat16 with float32 sums
+    bandwidth: float  # of its memory, in bytes per second
+    memory: float  # bytes
+    before_ampere: bool = False  # True for a compute capability below 8.0
+
+
+# The numbers are from NVIDIA's data sheets. Cards before the A100 compute bfloat16 as float32.
+CARDS = {
+    "B200": Card(2.25e15, 8.0e12, 180e9),
+    "GH200": Card(9.89e14, 4.0e12, 96e9),
+    "H200": Card(9.89e14, 4.8e12, 141e9),
+    "H100 PCIe": Card(7.56e14, 2.0e12, 80e9),
+    "H100 NVL": Card(8.35e14, 3.9e12, 94e9),
+    "H100": Card(9.89e14, 3.35e12, 80e9),
+    "A100 40GB": Card(3.12e14, 1.555e12, 40e9),
+    "A100": Card(3.12e14, 2.0e12, 80e9),
+    "L40S": Card(3.62e14, 8.64e11, 48e9),
+    "L4": Card(1.21e14, 3.0e11, 24e9),
+    "A40": Card(1.5e14, 6.96e11, 48e9),
+    "A10G": Card(7.0e13, 6.0e11, 24e9),
+    "A10": Card(1.25e14, 6.0e11, 24e9),
+    "RTX PRO 6000": Card(5.04e14, 1.79e12, 96e9),
+    "RTX 6000 Ada": Card(3.64e14, 9.6e11, 48e9),
+    "A6000": Card(1.55e14, 7.68e11, 48e9),
+    "A4000": Card(7.67e13, 4.48e11, 16e9),
+    "RTX 5090 Laptop": Card(1.14e14, 8.96e11, 24e9),
+    "RTX 5090": Card(2.095e14, 1.79e12, 32e9),
+    "RTX 4090 Laptop": Card(8.6e13, 5.76e11, 16e9),
+    "RTX 4090": Card(1.65e14, 1.01e12, 24e9),
+    "RTX 4080": Card(9.75e13, 7.17e11, 16e9),
+    "RTX 3090": Card(7.1e13, 9.36e11, 24e9),
+    "RTX 3060": Card(2.54e13, 3.6e11, 12e9),
+    "T4": Card(8.1e12, 3.2e11, 16e9, before_ampere=True),
+    "V100 32GB": Card(1.57e13, 9.0e11, 32e9, before_ampere=True),
+    "V100": Card(1.57e13, 9.0e11, 16e9, before_ampere=True),
+}
+VARIANTS = {"Laptop", "Ti", "SUPER", "Max", "D"}  # words in the name of a slower or faster card
+
+
+def find_card(name: str) -> Card | None:
+    """Return the first card in CARDS whose words all occur in a name, such as 4090 or NVIDIA GeForce RTX 4090."""
+    words = {*name.replace("-", " ").split()}
+    for known, card in CARDS.items():
+        own = {*known.split()}
+        is_variant = words & VARIANTS != own & VARIANTS
+        if not is_variant and own - {"RTX"} <= words:
+            return card
+    return None
+
+
+def matrices(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
+    """Yield each weight matrix's name, number of values, and whether it is trained.
+
+    Embeddings are left out, because they are looked up. A tied head counts under its own name.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            yield name, module.shape.numel(), False
+        elif not isinstance(module, nn.Embedding):
+            for parameter in module.parameters(recurse=False):
+                if parameter.dim() > 1:
+                    yield name, parameter.numel(), parameter.requires_grad
+
+
+def flops_by_input(model: nn.Module, config: ModelConfig, backward: bool = True) -> dict[str, float]:
+    """Return the forward and backward FLOPs for each patch, merged patch, token and score.
+
+    Args:
+        model: module with one or more vision-language models, for example policy and value model.
+        backward: False counts the forward pass only.
+    """
+    found = list(matrices(model))
+    trains_merger = any(trained for name, _, trained in found if "visual." in name)
+    trains_tower = any(trained for name, _, trained in found if "visual." in name and "merger" not in name)
+    # The gradient of a matrix's input is needed if a weight before this matrix is trained.
+    has_input_gradient = {"patches": trains_tower, "merged": trains_merger, "tokens": True, "scored": True}
+    flops: dict[str, float] = dict.fromkeys(has_input_gradient, 0.0)
+    for name, size, trained in found:
+        kind = "tokens"
+        if "visual." in name:
+            kind = "merged" if "merger" in name else "patches"
+        elif "lm_head" in name or f"layers.{config.num_hidden_layers - 1}.mlp" in name:
+            kind = "scored"  # the last MLP only computes the tokens whose logits are needed
+        if ".experts." in name and config.experts is not None:
+            size *= config.experts.num_experts_per_tok / config.experts.num_experts
+        passes_back = has_input_gradient[kind] and "patch_embed" not in name  # not to the pixels
+        flops[kind] += 2 * size * (1 + backward * (passes_back + trained))
+    return flops

@@ -1,0 +1,244 @@
+"""TRL's GRPOTrainer with the loss `minivlmrl.grpo_loss`, or with your own loss function.
+
+docs/library.md shows how to use it. TRL is not a dependency of minivlmrl. This module needs TRL 1.10 or newer, because
+older releases divide some losses by other numbers.
+"""
+
+# TRL loads its classes lazily, and its trainer gets attributes at run time, which pyright cannot see.
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+# pyright: reportOptionalMemberAccess=false, reportOperatorIssue=false
+import copy
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivlmrl.losses.grpo import (
+    AVERAGES,
+    TERMS,
+    LossNormalizer,
+    check_bounds,
+    check_known,
+    grpo_loss,
+    importance_ratio,
+)
+from minivlmrl.losses.grpo_variants import mean_entropy, off_policy_mask
+
+INSTALL = 'run `pip install "trl>=1.10"`'
+try:
+    import trl
+except ImportError as error:
+    raise ImportError(
+        f"minivlmrl.extras.trl needs TRL 1.10 or newer, but importing it failed ({error}); {INSTALL}"
+    ) from error
+if tuple(map(int, trl.__version__.split(".")[:2])) < (1, 10):
+    raise ImportError(f"minivlmrl.extras.trl needs TRL 1.10 or newer, but {trl.__version__} is installed; {INSTALL}")
+
+LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]  # grpo_loss's signature
+# for each argument of grpo_loss except kl_estimator, the GRPOConfig field with the same meaning
+CONFIG_NAMES = {
+    "loss_type": "loss_type",
+    "importance_sampling_level": "importance_sampling_level",
+    "epsilon_low": "epsilon",
+    "epsilon_high": "epsilon_high",
+    "beta": "beta",
+    "use_bias_correction_kl": "use_bias_correction_kl",
+}
+# GRPOConfig fields that are keyword arguments for functions in TERMS
+TERM_OPTIONS = (
+    "delta",
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+    "vespo_k_pos",
+    "vespo_lambda_pos",
+    "vespo_k_neg",
+    "vespo_lambda_neg",
+)
+CONFIG_DEFAULTS = {field.name: field.default for field in fields(trl.GRPOConfig)}
+
+
+class GRPOTrainer(trl.GRPOTrainer):
+    """TRL's GRPOTrainer with the loss `minivlmrl.grpo_loss`, or with your own loss function.
+
+    Only `_compute_loss` is replaced: completions, rewards, advantages, the reference model, the optimizer and
+    checkpoints are TRL's. The other arguments are the same as in trl.GRPOTrainer.
+
+    Args:
+        loss: a loss_type for `grpo_loss`, such as "grpo"; or a function with the arguments and results of `grpo_loss`.
+            None means the loss_type in `args`.
+        kl_estimator: KL estimator, see kl_term. `args` has all other loss options.
+    Raises:
+        ValueError: `args` names another loss than `loss`, or has an option that cannot be computed.
+    """
+
+    def __init__(
+        self,
+        model,
+        reward_funcs=None,
+        args: trl.GRPOConfig | None = None,
+        *more_args,
+        loss: str | LossFunction | None = None,
+        kl_estimator: str = "k3",
+        **kwargs,
+    ):
+        if args is None:  # the same folder as in TRL
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = trl.GRPOConfig(f"{name.split('/')[-1]}-GRPO")
+        args = copy.copy(args)
+        if isinstance(loss, str):
+            if args.loss_type not in (CONFIG_DEFAULTS["loss_type"], loss):
+                raise ValueError(f"args.loss_type is {args.loss_type!r}, but loss is {loss!r}; set only one of them")
+            args.loss_type = loss
+        self.loss_options = loss_options(args, kl_estimator)
+        self.loss_function: LossFunction = loss if callable(loss) else grpo_loss
+        # Options at TRL's defaults are left out, because the functions have the same defaults.
+        self.term_options = {
+            name: getattr(args, name) for name in TERM_OPTIONS if getattr(args, name) != CONFIG_DEFAULTS[name]
+        }
+        check_options(args, self.loss_function, self.term_options)
+        super().__init__(model, reward_funcs, args, *more_args, **kwargs)
+
+    def _compute_loss(self, model, inputs: dict[str, Any]) -> Tensor:
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)  # (B, T)
+        logps, entropies, aux_loss = self._score(model, inputs)
+        # number of micro-batches whose gradients are added up
+        parts = self.current_gradient_accumulation_steps if self.model.training else 1
+        normalizer = LossNormalizer(len(mask) * parts, self._tokens(inputs, parts), self.max_completion_length)
+        kept = mask
+        if self.top_entropy_quantile < 1:
+            # TRL's function is used, because it computes the quantile over all processes.
+            kept = mask * self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
+        weights, term_options = self._weights(inputs, logps, mask, kept)
+        loss, metrics = self.loss_function(
+            logps,
+            inputs["advantages"],
+            mask,
+            **self.loss_options,
+            old_per_token_logps=inputs.get("old_per_token_logps"),
+            ref_per_token_logps=inputs.get("ref_per_token_logps"),
+            token_weights=weights,
+            normalizer=normalizer,
+            **term_options,
+        )
+        metrics = {**metrics, "entropy": (entropies * mask).sum() / mask.sum().clamp(min=1)}
+        if self.entropy_coef:
+            # TRL logs a micro-batch's loss before it divides by the number of micro-batches,
+            # unless the loss is divided by the step's tokens
+            by_tokens = AVERAGES.get(self.loss_type) is AVERAGES["dapo"]
+            metrics["policy_loss"] = loss.detach() if by_tokens else loss.detach() * parts
+            if self.model.training:
+                metrics["entropy_coef"] = loss.new_tensor(self.entropy_coef)
+            loss = loss - self.entropy_coef * mean_entropy(entropies, kept, normalizer)
+        if self.aux_loss_enabled:
+            metrics["aux_loss"] = aux_loss.detach()
+            loss = loss + self.router_aux_loss_coef * aux_loss / parts
+        self._log_metrics(metrics)
+        if "clip_ratio/low_mean" in metrics:
+            self._log_clipped_rows(inputs, logps.detach(), mask)
+        return loss
+
+    def _score(self, model, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the log-probabilities and entropies of completions, both (B, T), and the model's auxiliary loss."""
+        score = self._get_per_token_logps_and_entropies
+        arguments = inspect.signature(score).parameters.keys() - {"input_ids", "attention_mask"}
+        return score(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            inputs["completion_ids"].shape[1],
+            compute_entropy=True,
+            compute_aux_loss=self.aux_loss_enabled,
+            # pixel_values, image_grid_thw and other tensors of images
+            **{name: inputs[name] for name in arguments & inputs.keys()},
+        )
+
+    def _tokens(self, inputs: dict[str, Any], parts: int) -> Tensor:
+        """Return the token count by which dapo divides.
+
+        TRL counts the tokens of a whole generation, on which several optimizer steps may train. Gradients are averaged
+        over processes, so each process divides by the mean count per process.
+        """
+        tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+        if self.model.training:
+            tokens = tokens * parts / self.args.steps_per_generation
+        return tokens
+
+    def _weights(
+        self, inputs: dict[str, Any], logps: Tensor, mask: Tensor, kept: Tensor
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        """Return factors for the policy term, or None, and the keyword arguments of the policy term."""
+        weights = None if kept is mask else kept
+        if self.off_policy_mask_threshold is not None:
+            # log-probabilities from vLLM, or from the model before the optimizer steps
+            old_logps = inputs.get("old_per_token_logps", logps.detach())
+            sampling_logps = inputs.get("sampling_per_token_logps", old_logps)
+            near = off_policy_mask(logps, sampling_logps, inputs["advantages"], mask, self.off_policy_mask_threshold)
+            weights = near if weights is None else weights * near
+        if not (self.use_vllm and self.vllm_importance_sampling_correction):
+            return weights, self.term_options
+        ratio = inputs["importance_sampling_ratio"]
+        if self.loss_options["loss_type"] == "vespo":
+            return weights, {**self.term_options, "importance_sampling_ratio": ratio}
+        return ratio if weights is None else weights * ratio, self.term_options
+
+    def _log_metrics(self, metrics: dict[str, Tensor]):
+        """Add the means of metrics over all processes to TRL's log."""
+        mode = "train" if self.model.training else "eval"
+        for name, value in metrics.items():
+            mean = self.accelerator.gather(value.detach()).float().nanmean()
+            self._metrics[mode][name].append(mean.item())
+
+    def _log_clipped_rows(self, inputs: dict[str, Any], logps: Tensor, mask: Tensor):
+        """Log the smallest and largest fraction of clipped tokens in a completion, as TRL does."""
+        mode = "train" if self.model.training else "eval"
+        advantages = inputs["advantages"]
+        if advantages.dim() == 1:
+            advantages = advantages[:, None]
+        old_logps = inputs.get("old_per_token_logps", logps)
+        options = self.loss_options
+        ratio = importance_ratio(logps - old_logps, mask, options["importance_sampling_level"])
+        at_low = (ratio < 1 - options["epsilon_low"]) & (advantages < 0)
+        at_high = (ratio > 1 + options["epsilon_high"]) & (advantages > 0)
+        for name, clipped, extreme in (("low_min", at_low, min), ("high_max", at_high, max)):
+            rows = clipped.float()
+            if rows.shape[1] > 1:
+                rows = (rows * mask).sum(1) / mask.sum(1)  # NaN for a row without tokens
+            gathered = self.accelerator.gather(rows.flatten())
+            fractions = gathered[~gathered.isnan()].tolist()
+            self._metrics[mode][f"clip_ratio/{name}"].append(extreme(fractions, default=math.nan))
+
+
+def loss_options(args: trl.GRPOConfig, kl_estimator: str) -> dict[str, Any]:
+    """Return the grpo_loss options that `args` sets, under the names of their arguments."""
+    options = {name: getattr(args, config_name) for name, config_name in CONFIG_NAMES.items()}
+    if options["epsilon_high"] is None:
+        options["epsilon_high"] = args.epsilon
+    check_bounds(options["epsilon_low"], options["epsilon_high"], options["beta"])
+    return options | {"kl_estimator": kl_estimator}
+
+
+def check_options(args: trl.GRPOConfig, function: LossFunction, term_options: dict[str, Any]):
+    """Raise ValueError if `args` sets an option that the loss does not support."""
+    if args.use_adaptive_entropy:
+        raise ValueError(
+            "use_adaptive_entropy is true, but minivlmrl keeps entropy_coef constant; set "
+            "use_adaptive_entropy to false, or use trl.GRPOTrainer"
+        )
+    if args.use_liger_kernel:
+        raise ValueError("use_liger_kernel is true, but it replaces the loss in some releases of TRL; set it to false")
+    if function is grpo_loss:
+        check_known("loss_type", args.loss_type, AVERAGES)
+        function = TERMS[args.loss_type]
+    accepted = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
+        return
+    for name in term_options:
+        if name not in accepted:
+            raise ValueError(
+                f"{name} is {term_options[name]}, but the loss {function.__name__} has no such "
+                "argument; remove the option"
+            )
