@@ -4,10 +4,10 @@
     python minimal.py FOLDER rows.jsonl        # GRPO on your images, with a Hugging Face folder
     python minimal.py FOLDER rows.jsonl --sft  # rows need "completion"; --dpo: "chosen", "rejected"
 
-A row is {"image": "cat.jpg", "problem": "How many cats are there?", "solution": "2"}. Three ways to
-train are here: SFT (imitate given answers), GRPO (sample several answers to a question, and make
-those with more reward more likely) and DPO (prefer one of two given answers). Read from top to
-bottom; a line above each part says what goes in and what comes out. What is missing here:
+A row is {"image": "cat.jpg", "problem": "How many cats are there?", "solution": "2"}. SFT imitates
+given answers. GRPO samples several answers to a question, and makes those with more reward more
+likely. DPO makes a chosen answer more likely than a rejected one. Read this file from top to
+bottom; the line above each part says what the part takes and returns. What is missing here:
 - all prompts in one packed sequence, and Triton kernels: minivlmrl/model/packing.py, kernels/
 - log-probabilities without storing all logits: kernels/selective_log_softmax.py
 - several GPUs: minivlmrl/distributed/fsdp.py
@@ -54,7 +54,7 @@ STD = np.float32([0.26862954, 0.26130258, 0.27577711])
 
 
 def load_image(file) -> PIL.Image.Image:
-    """Open an image upright and in RGB, on white where it is transparent."""
+    """Open an image in RGB, apply its EXIF rotation, and replace transparency by white."""
     image = file if isinstance(file, PIL.Image.Image) else PIL.Image.open(file)
     image = PIL.ImageOps.exif_transpose(image)
     if image.has_transparency_data:
@@ -64,7 +64,7 @@ def load_image(file) -> PIL.Image.Image:
 
 
 def smart_resize(height, width, factor, min_pixels, max_pixels) -> tuple[int, int]:
-    """Round both sides to multiples of factor, with an area from min_pixels to max_pixels."""
+    """Round height and width to multiples of factor, with min_pixels to max_pixels in all."""
     sides = np.array([height, width])
     rounded = np.round(sides / factor) * factor
     if rounded.prod() > max_pixels:
@@ -77,9 +77,9 @@ def smart_resize(height, width, factor, min_pixels, max_pixels) -> tuple[int, in
 
 
 def patchify(image, patch, merge, min_pixels, max_pixels) -> tuple[Tensor, int, int]:
-    """Return an image's patches (P, 3 * 2 * patch * patch), and their rows h and columns w.
+    """Cut an image into patches (P, 3 * 2 * patch * patch), which lie in h rows and w columns.
 
-    The merge x merge patches that the vision tower merges to one token follow each other in P.
+    Patches that become one image token, merge x merge neighbours, follow each other in the result.
     """
     height, width = smart_resize(image.height, image.width, patch * merge, min_pixels, max_pixels)
     image = image.resize((width, height), PIL.Image.Resampling.BICUBIC)
@@ -87,9 +87,9 @@ def patchify(image, patch, merge, min_pixels, max_pixels) -> tuple[Tensor, int, 
     pixels = (pixels - MEAN) / STD
     frames = np.stack([pixels, pixels])  # a patch covers two frames of a video; here both are equal
     h, w = height // patch, width // patch
-    # axes 0 to 7: frame; block row, row in block, y; block column, column in block, x; channel
+    # The axes of x: frame; block row, row in block, y; block column, column in block, x; channel
     x = frames.reshape(2, h // merge, merge, patch, w // merge, merge, patch, 3)
-    # -> block row, block column, row in block, column in block; channel, frame, y, x
+    # Transposed axes: block row, block column, row in block, column in block; channel, frame, y, x
     patches = x.transpose(1, 4, 2, 5, 7, 0, 3, 6).reshape(h * w, -1)
     return torch.from_numpy(patches), h, w
 
@@ -109,9 +109,9 @@ def to_ids(tokenizer, text) -> list[int]:
 
 
 def render(tokenizer, problem, image_lengths) -> list[int]:
-    r"""Return the ids of a question in Qwen2.5-VL's chat template: (L,).
+    r"""Return the token ids (L,) of a question in the chat template of Qwen2.5-VL.
 
-    An image takes the place of each <image> in the question; without any, images come first. An
+    Each <image> in the question becomes an image; without <image>, the images come first. An
     image of 3 tokens and "What?" give the ids of this text, which is wrapped here:
         <|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n
         <|vision_start|><|image_pad|><|image_pad|><|image_pad|><|vision_end|>What?<|im_end|>\n
@@ -121,9 +121,9 @@ def render(tokenizer, problem, image_lengths) -> list[int]:
         problem = "<image>" * len(image_lengths) + problem
     first, *texts = problem.split("<image>")
     if len(texts) != len(image_lengths):
-        raise ValueError(f"{len(texts)} <image> for {len(image_lengths)} images in {problem!r}")
+        raise ValueError(f"{len(texts)} <image> in {problem!r}, but {len(image_lengths)} images")
     names = "im_start", "im_end", "vision_start", "image_pad", "vision_end"
-    # lists of one id, so that pad * length repeats the id
+    # `pad` is a list with the id of <|image_pad|>, so that pad * length repeats this placeholder.
     start, end, open_image, pad, close_image = ([tokenizer.token_to_id(f"<|{n}|>")] for n in names)
     pieces = [start, "system\nYou are a helpful assistant.", end, "\n", start, f"user\n{first}"]
     for length, text in zip(image_lengths, texts, strict=True):
@@ -138,7 +138,7 @@ def render(tokenizer, problem, image_lengths) -> list[int]:
 def mrope_positions(ids, grids, image_token) -> Tensor:
     """Return each token's position in time, row and column: (3, L) (arXiv 2409.12191, figure 3).
 
-    Text after an image continues one after the image's largest position. Two text tokens, an image
+    The text after an image begins at the image's largest position plus 1. Two text tokens, an image
     of 2 x 3 tokens and one more text token have the positions
         time   0 1 | 2 2 2 2 2 2 | 5
         row    0 1 | 2 2 2 3 3 3 | 5
@@ -195,7 +195,7 @@ def frequencies(count, theta, device) -> Tensor:
 def rotate(x, angles) -> Tensor:
     """Rotate each pair (x_i, x_{i+D/2}) of x (..., L, D) by angles (L, D/2) (arXiv 2104.09864).
 
-    The product of a rotated query and a rotated key depends on the difference of their positions.
+    The dot product of a rotated query and key depends only on the difference of their positions.
     """
     a, b = x.chunk(2, -1)
     cos, sin = angles.cos(), angles.sin()
@@ -232,7 +232,7 @@ class Vision(nn.Module):
         width = config["hidden_size"]
         size = (2, config["patch_size"], config["patch_size"])
         merged = width * config["spatial_merge_size"] ** 2
-        # Only its weight is used: a convolution with kernels as large as a patch is a product.
+        # This Conv3d only holds a weight, because a convolution of one patch is a linear layer.
         self.patch_embed = nn.ModuleDict({"proj": nn.Conv3d(3, width, size, size, bias=False)})
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config["depth"]))
         mlp = [nn.Linear(merged, merged), nn.GELU(), nn.Linear(merged, config["out_hidden_size"])]
@@ -247,7 +247,7 @@ class Vision(nn.Module):
         places = torch.cartesian_prod(torch.arange(h), torch.arange(w)).to(x.device)
         places = places.view(h // merge, merge, w // merge, merge, 2).transpose(1, 2)
         places = places.reshape(h * w, 2)
-        # Half of the angles come from the row, half from the column: (P, 2, D/4) -> (P, D/2)
+        # Half of a patch's rotary angles come from its row, half from its column: (P, D/2)
         count = self.config["hidden_size"] // self.config["num_heads"] // 4
         angles = (places[..., None] * frequencies(count, 10000.0, x.device)).flatten(1)
         # A patch attends to the patches of its window, and in a few blocks to the whole image.
@@ -312,22 +312,22 @@ class QwenVL(nn.Module):
         self.lm_head = nn.Linear(width, config["vocab_size"], bias=False)
 
     def forward(self, ids, positions, cache=None, images=()):
-        """Return the states of tokens ids (n, L) at positions (3, L), and all keys and values.
+        """Return the hidden states of ids (n, L) at positions (3, L), and the new KV cache.
 
-        The tokens follow those in the cache. If there are images, n must be 1.
+        `cache` holds the keys and values of earlier tokens. If there are images, n must be 1.
         """
         x = self.model["embed_tokens"](ids)
         if images:
             tokens = torch.cat([self.visual(*image) for image in images])
             is_image = (ids == self.config["image_token_id"])[..., None]
             x = x.masked_scatter(is_image, tokens.to(x.dtype))
-        # M-RoPE: sections [4, 6, 6] make the axes 0000 111111 222222, so that the first of the D/2
-        # frequencies turn with a token's time, the next ones with its row and its column.
+        # With M-RoPE sections [4, 6, 6], the first 4 rotary frequencies turn with a token's
+        # position in time, the next 6 with its row, and the last 6 with its column.
         sections = torch.tensor(self.config["mrope_section"], device=x.device)
         axis = torch.arange(3, device=x.device).repeat_interleave(sections)
         theta = self.config["rope_theta"]
         angles = positions[axis].T * frequencies(len(axis), theta, x.device)  # (L, D/2)
-        # A token attends to itself and to all tokens before it: 1110 and 1111 for two after two.
+        # The causal mask of 2 new tokens after 2 cached tokens has the rows 1110 and 1111.
         before = cache[0][0].shape[2] if cache else 0
         L = ids.shape[1]
         mask = torch.ones(L, before + L, dtype=torch.bool, device=x.device).tril(before)
@@ -344,7 +344,7 @@ class QwenVL(nn.Module):
 VISION_DEFAULTS = {"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16}
 VISION_DEFAULTS |= {"out_hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2}
 VISION_DEFAULTS |= {"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
-# Beginnings of the control tokens that only `render` may write: im_end, image_pad and so on
+# Prefixes of the control tokens that only the chat template may put into a prompt
 STRUCTURE = ("<|im", "<|vision", "<|video", "<|endoftext")
 
 
@@ -353,7 +353,7 @@ def write(file, values):
 
 
 def read_config(folder) -> dict:
-    """Read config.json, in which transformers 5 has the decoder's values in text_config."""
+    """Read config.json; transformers 5 writes the language model's options to text_config."""
     config = json.loads(Path(folder, "config.json").read_text())
     if config["model_type"] != "qwen2_5_vl":
         raise ValueError(f"{folder} is not a Qwen2.5-VL folder; train.py reads other families")
@@ -367,7 +367,7 @@ def read_config(folder) -> dict:
 
 
 def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
-    """Load a model; its images are resized to at most max_pixels, or to what the folder says."""
+    """Load a model from a Hugging Face folder; max_pixels replaces the folder's image limit."""
     folder = Path(folder)
     config = read_config(folder)
     with torch.device("meta"):  # without memory, because the files have the weights
@@ -390,8 +390,8 @@ def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
     smallest = settings.get("min_pixels") or size["shortest_edge"]
     largest = settings.get("max_pixels") or size["longest_edge"]
     model.pixels = (smallest, max_pixels or largest)
-    # What is marked as special is encoded like ordinary text, if a user writes it; only `render`
-    # writes these ids. Other control tokens, such as <|box_start|>, are tokens in texts, too.
+    # A control token such as <|im_end|> is encoded as ordinary text if a user writes it in a
+    # question. Other added tokens, such as <|box_start|>, keep their ids in such a text.
     tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     for token in tokenizer["added_tokens"]:
         token["special"] = token["content"].startswith(STRUCTURE)
@@ -402,7 +402,7 @@ def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
 
 
 def save(model, folder):
-    """Write a folder that transformers, vLLM and train.py read. The weights keep their dtype."""
+    """Save a model as a folder for transformers, vLLM and train.py. Weights keep their dtype."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for file in model.folder.iterdir():  # settings and files of the tokenizer
@@ -430,8 +430,8 @@ in_bfloat16 = torch.autocast("cuda", torch.bfloat16, enabled=torch.cuda.is_avail
 def sample(model, prompt, G, max_new_tokens) -> tuple[Tensor, Tensor]:
     """Sample G completions of a prompt. Return ids and mask, both (G, T).
 
-    The prompt runs once. The mask is True up to and including the token that ends a completion;
-    what is sampled after it, while others go on, is ignored.
+    The prompt runs once for all completions. The mask is True up to and including the first end
+    token of a completion, because the later tokens of this completion are ignored.
     """
     ends = [model.tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>")]
     ends = torch.tensor(ends, device=prompt.ids.device)
@@ -455,30 +455,30 @@ def sample(model, prompt, G, max_new_tokens) -> tuple[Tensor, Tensor]:
 
 @in_bfloat16
 def log_probabilities(model, prompt, completions) -> Tensor:
-    """Return the log-probability of each token o_t of completions o (G, T), given those before it.
+    """Return the log-probability of each token in completions (G, T), given the tokens before it.
 
-    The prompt and its images run once: its tokens do not see the completions, so that their states
-    are the same for all G. The gradients of the G completions are added up by expand().
+    The prompt runs once for all G completions, because no prompt token attends to a completion.
+    In the backward pass, expand() adds up the gradients of the G completions.
     """
     G, T = completions.shape
     states, cache = model(prompt.ids[None], prompt.positions, images=prompt.images)
     positions = prompt.positions.max() + 1 + torch.arange(T, device=completions.device)
     after, _ = model(completions, positions.expand(3, T), cache)
-    # The state of a token predicts the next one, so the prompt's last state predicts the first.
+    # The last token of the prompt predicts the first token of a completion.
     states = torch.cat([states[:, -1:].expand(G, -1, -1), after[:, :-1]], 1)  # (G, T, E)
     logits = model.lm_head(states)  # (G, T, V)
     return logits.log_softmax(-1).gather(-1, completions[..., None]).squeeze(-1)
 
 
 def decode(model, completions, mask) -> list[str]:
-    """Return the texts of completions, without the tokens that end them."""
+    """Return the texts of completions, without their end-of-sequence tokens."""
     ids = [row[kept].tolist() for row, kept in zip(completions, mask, strict=True)]
     texts = model.tokenizer.decode_batch(ids, skip_special_tokens=False)
     return [text.removesuffix("<|im_end|>").removesuffix("<|endoftext|>") for text in texts]
 
 
 def tokenize_answers(model, texts) -> tuple[Tensor, Tensor]:
-    """Tokenize given answers. Return ids and mask, both (G, T), as `sample` does."""
+    """Tokenize G given answers, pad them, and return their ids and mask, both (G, T)."""
     end = model.tokenizer.token_to_id("<|im_end|>")
     device = model.lm_head.weight.device
     ids = [torch.tensor([*to_ids(model.tokenizer, text), end], device=device) for text in texts]
@@ -498,7 +498,7 @@ ANSWER = re.compile(r"<think>.+?</think>\s*<answer>(.+?)</answer>", re.DOTALL)
 
 
 def reward(text, solution) -> float:
-    """Return 0.5 if the form of a completion is right, and 1.5 if its answer is right, too."""
+    """Return 0.5 for <think>...</think><answer>...</answer>, and 1.5 if the answer is right."""
     match = ANSWER.fullmatch(text.strip())
     if match is None:
         return 0.0
@@ -507,30 +507,30 @@ def reward(text, solution) -> float:
 
 
 def group_advantages(rewards) -> Tensor:
-    """Return (reward - mean) / standard deviation (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
+    """Return (reward - mean) / standard deviation over a group (arXiv 2402.03300, section 4.1.2).
 
-    Rewards 1, 1, 0, 0 have the advantages 0.87, 0.87, -0.87, -0.87. Without 1e-4, equal rewards
-    would have advantages of 0 / 0.
+    Rewards 1, 1, 0, 0 have the advantages 0.87, 0.87, -0.87, -0.87. Without 1e-4 in the divisor,
+    the advantages of equal rewards would be 0 / 0.
     """
     return (rewards - rewards.mean()) / (rewards.std() + 1e-4)
 
 
 def grpo_loss(logps, old_logps, advantages, mask, epsilon=0.2, beta=0.0, ref_logps=None) -> Tensor:
-    """Compute -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A) + beta KL, with r = pi / pi_old.
+    """Compute the loss -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A) + beta KL of GRPO.
 
-    The loss is averaged over the tokens of each completion, and then over completions. pi_old is
-    the policy that sampled the completions. pi_ref is a copy of the policy before training, and the
-    KL keeps pi near pi_ref. Once updates have moved r out of the bounds in the direction that A
-    asks for, the gradient is 0, so that several updates on the same samples stay near pi_old. With
-    one update, as in this file, r is 1 with the gradient of log pi, and nothing is clipped.
-    Source: DeepSeekMath (arXiv 2402.03300), equations 3 and 4.
+    A is the advantage, and r is the ratio pi / pi_old of the current policy to the policy that
+    sampled the completions. The KL keeps the policy near pi_ref, the policy before training.
+    The loss is averaged over the tokens of each completion, and then over completions. Clipping
+    stops the gradient of a token when its ratio r has moved far enough in the direction of A. With
+    one update per sample, as in minimal.py, the ratio r is 1, and nothing is clipped.
+    Equations 3 and 4 of DeepSeekMath (arXiv 2402.03300) define this loss.
     """
     ratio = (logps - old_logps).exp()
     clipped = ratio.clamp(1 - epsilon, 1 + epsilon)
     loss = -torch.min(ratio * advantages[:, None], clipped * advantages[:, None])
     if beta:
-        # pi_ref/pi - log(pi_ref/pi) - 1 estimates KL(pi || pi_ref). It is right on average and
-        # never below 0; Schulman's note "Approximating KL divergence" names it k3.
+        # The estimate k3 of KL(pi || pi_ref), pi_ref/pi - log(pi_ref/pi) - 1, is unbiased and
+        # never negative (John Schulman, "Approximating KL divergence").
         log_ref_ratio = ref_logps - logps
         loss = loss + beta * (log_ref_ratio.expm1() - log_ref_ratio)
     return ((loss * mask).sum(1) / mask.sum(1)).mean()
@@ -540,14 +540,14 @@ def dpo_loss(logps, ref_logps, mask, beta=0.1) -> Tensor:
     """Compute the loss of DPO (arXiv 2305.18290, eq. 7) for a chosen and a rejected answer (2, T).
 
     log(pi / pi_ref) is large for an answer that the model makes more likely than the reference
-    does. The loss is small if this value is larger for the chosen answer than for the rejected one.
+    does. The loss is small if the chosen answer has a larger log(pi / pi_ref) than the rejected.
     """
     chosen, rejected = ((logps - ref_logps) * mask).sum(1)  # log pi / pi_ref of the whole answers
     return -F.logsigmoid(beta * (chosen - rejected))
 
 
 def sft_loss(logps, mask, num_tokens) -> Tensor:
-    """Compute an answer's part of the mean negative log-likelihood over num_tokens tokens."""
+    """Return the summed negative log-likelihood of an answer's tokens, divided by num_tokens."""
     return -(logps * mask).sum() / num_tokens
 
 
@@ -574,7 +574,7 @@ def grpo(model, reference, rows, options):
 
 
 def dpo(model, reference, rows, options):
-    """Prefer the chosen answer to the rejected one, more than the reference does."""
+    """Train the policy to prefer the chosen answer more strongly than the reference does."""
     for row in rows:
         prompt = make_prompt(model, row)
         answers, mask = tokenize_answers(model, [row["chosen"], row["rejected"]])
@@ -586,7 +586,7 @@ def dpo(model, reference, rows, options):
 
 
 def sft(model, reference, rows, options):
-    """Raise the probability of demonstrations."""
+    """Raise the probability of demonstrated answers."""
     answers = [tokenize_answers(model, [row["completion"]]) for row in rows]
     num_tokens = sum(mask.sum() for _, mask in answers)
     for row, (ids, mask) in zip(rows, answers, strict=True):
@@ -596,7 +596,7 @@ def sft(model, reference, rows, options):
 
 
 def train(model, rows, stage, options):
-    """Run optimizer steps. The gradients of the rows of a step add up, one row at a time."""
+    """Run optimizer steps, each of which adds up the gradients of its rows, one after the other."""
     reference = copy.deepcopy(model) if options.beta or stage is dpo else None
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
     order = []
@@ -609,7 +609,7 @@ def train(model, rows, stage, options):
             loss.backward()
             metrics.append(metric.item())
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
-        # The learning rate rises over the warmup, and then falls from 1 to 0.1 of its maximum.
+        # The learning rate rises during the warmup, and then falls to a tenth of its maximum.
         decay = (options.steps - step) / max(1, options.steps - options.warmup)
         factor = min((step + 1) / max(1, options.warmup), 0.1 + 0.9 * decay)
         optimizer.param_groups[0]["lr"] = options.learning_rate * factor
@@ -640,7 +640,7 @@ def tagged(label) -> str:
 
 
 def draw_row(wrong=0.0) -> dict:
-    """Draw an object of random size and place. A share `wrong` of completions has random labels."""
+    """Draw a random object; with probability `wrong`, the demonstrated label is random, too."""
     label = random.choice(LABELS)
     other = random.choice([name for name in LABELS if name != label])
     color, shape = label.split()
@@ -653,7 +653,7 @@ def draw_row(wrong=0.0) -> dict:
     PIL.ImageDraw.Draw(image).polygon(corners, COLORS[color])
     right = tagged(label)
     completion = tagged(random.choice(LABELS)) if random.random() < wrong else right
-    # For DPO, what this model gets wrong: the whole answer, the label alone, or the form.
+    # A rejected answer names another object, names it only in <answer>, or has a wrong form.
     cut = random.randrange(1, len(right))
     wrong_form = right[:cut] + right[cut + 4 :]
     rejected = random.choice([tagged(other), right.replace(label, other), wrong_form])
@@ -662,7 +662,7 @@ def draw_row(wrong=0.0) -> dict:
 
 
 def make_folder(folder):
-    """Write a folder with 0.74 million random weights, and a tokenizer for the task's words."""
+    """Write a Hugging Face folder with 0.74 million random weights and a small tokenizer."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
@@ -698,7 +698,7 @@ def make_folder(folder):
 
 
 def accuracy(model, rows) -> float:
-    """Sample two completions of each row, and return the share of right ones."""
+    """Sample two completions of each row, and return the share of right answers."""
     rewards = []
     for row in rows:
         completions, mask = sample(model, make_prompt(model, row), 2, 20)
@@ -707,7 +707,7 @@ def accuracy(model, rows) -> float:
 
 
 def train_tiny(options) -> QwenVL:
-    """Train random weights: SFT on 96 demonstrations, half of them random, and then GRPO or DPO.
+    """Train a tiny model with SFT on 96 demonstrations, half of them random, and GRPO or DPO.
 
     The demonstrations teach the form of an answer, so that some samples earn a reward.
     """
@@ -727,7 +727,7 @@ def train_tiny(options) -> QwenVL:
 
 
 def read_rows(file, fields) -> list[dict]:
-    """Read JSON Lines. Paths of images are relative to the file."""
+    """Read rows from JSON Lines, in which image paths are relative to the file."""
     rows = []
     for number, line in enumerate(Path(file).read_text("utf-8").split("\n"), 1):
         if not line:
@@ -744,12 +744,12 @@ def read_rows(file, fields) -> list[dict]:
 
 
 def train_folder(options) -> QwenVL:
-    """Train a folder's model on a file of rows, on a GPU if there is one."""
+    """Train the model in a Hugging Face folder on a file of rows, on a GPU if there is one."""
     needed = {grpo: ["solution"], sft: ["completion"], dpo: ["chosen", "rejected"]}
     rows = read_rows(options.rows, ["problem", *needed[options.stage]])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load(options.folder, device, max_pixels=options.max_pixels)
-    # Activation checkpointing: keep each layer's input, and compute the rest again for gradients.
+    # Activation checkpointing keeps only the input of each layer for the backward pass.
     for layer in [*model.visual.blocks, *model.model["layers"]]:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     train(model, rows, options.stage, options)
@@ -759,16 +759,16 @@ def train_folder(options) -> QwenVL:
 def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("folder", nargs="?", help="folder of a Qwen2.5-VL; none trains a tiny one")
+    parser.add_argument("folder", nargs="?", help="Hugging Face folder (default: a tiny model)")
     parser.add_argument("rows", nargs="?", help="JSON Lines file")
     parser.add_argument("--sft", action="store_const", dest="stage", const=sft, default=grpo)
     parser.add_argument("--dpo", action="store_const", dest="stage", const=dpo)
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
     parser.add_argument("--rows_per_step", type=int, default=16)
     parser.add_argument("--learning_rate", type=float, default=1e-6)
-    parser.add_argument("--warmup", type=int, default=10, help="steps in which the rate rises")
-    parser.add_argument("--group", type=int, default=8, help="G, completions of each prompt")
-    parser.add_argument("--beta", type=float, default=0.0, help="weight of the KL; DPO's beta")
+    parser.add_argument("--warmup", type=int, default=10, help="steps of rising learning rate")
+    parser.add_argument("--group", type=int, default=8, help="completions of each prompt")
+    parser.add_argument("--beta", type=float, default=0.0, help="weight of the KL, or DPO's beta")
     parser.add_argument("--max_new_tokens", type=int, default=256)
     parser.add_argument("--max_pixels", type=int, default=401408, help="largest area of an image")
     parser.add_argument("--seed", type=int, default=0)
