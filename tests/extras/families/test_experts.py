@@ -15,7 +15,7 @@ from minivlmrl.config.options import LoRAOptions
 from minivlmrl.diagnostics.memory import MemoryEstimator
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.extras.families.experts import Experts, split_experts
-from minivlmrl.extras.memory import parameters_text
+from minivlmrl.extras.memory.command import parameters_text
 from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 from minivlmrl.model import config_json
 from minivlmrl.model.checkpoint import load_model
