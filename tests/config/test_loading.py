@@ -2,20 +2,26 @@
 
 import dataclasses
 import json
+import math
 import os
 import re
 import shutil
 import typing
+from itertools import chain
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import yaml
 
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import load_config, to_yaml
-from minivlmrl.config.options import GRPOOptions, RunConfig, SFTOptions
+from minivlmrl.config.options import FileOptions, GRPOOptions, RunConfig, SFTOptions, VideoOptions
+from minivlmrl.config.parsing import options_of, read_value
 from minivlmrl.config.types import Finite
+from minivlmrl.extras.agents.environment import Settings
 from minivlmrl.extras.replay import run_config
+from minivlmrl.extras.vllm import VLLMOptions
 from tests.helpers.links import ROOT
 
 
@@ -88,6 +94,50 @@ def test_every_declared_bound_and_choice_holds(write, path, wrong):
         load_config(write(recipe))
 
 
+def example(hint, number):
+    """Build a value of a type, with a number wherever the type contains a float; None if the type has no float."""
+    inside = [part for part in typing.get_args(hint) if part is not type(None)]
+    kind = typing.get_origin(hint)
+    if hint is float:
+        return number
+    if kind in (list, tuple):
+        values = [example(part, number) for part in inside]
+        return None if None in values else values
+    if kind is dict:
+        value = example(inside[1], number)
+        return None if value is None else {"accuracy": value}
+    values = [example(part, number) for part in inside if kind is not typing.Literal]
+    return next((value for value in values if value is not None), None)
+
+
+FLOATS = [  # (path, type) of every float option, also for an environment
+    (option.path, option.hint)
+    for cls in (RunConfig, Settings, FileOptions, VideoOptions)
+    for option in options_of(cls)
+    if example(option.hint, 0.0) is not None
+]
+# options whose infinite value disables a clip or a check
+INFINITE = {
+    "optimizer.max_grad_norm", "rollout.max_logp_mismatch", "grpo.epsilon_low", "grpo.epsilon_high", "ppo.cliprange"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "hint"), FLOATS)
+def test_only_a_few_options_take_an_infinite_number_and_none_takes_nan(path, hint):
+    for number in (math.nan, -math.inf, math.inf):
+        if number == math.inf and path in INFINITE:
+            assert read_value(hint, number, path, json=False) == number
+            continue
+        with pytest.raises(ValueError, match=rf"^{path}(\.accuracy)? is .*(nan|inf).*, but it must be "):
+            read_value(hint, example(hint, number), path, json=False)
+
+
+def test_the_list_of_float_options_is_complete():
+    names = {path for path, _ in FLOATS}
+    assert names > {*INFINITE, "dpo.loss_weights", "sampling.temperature", "dpo.beta", "rewards"}
+    assert "grpo.rollout_correction_bounds" in names
+
+
 @pytest.mark.parametrize("text", ["{problem}", "{problem} Think.", "[a", "3", "yes", "'{problem}'", "null", "a: b"])
 def test_a_field_of_text_takes_the_command_line_as_it_is(recipe, text):
     """YAML reads the text only if the text is null or in quotes."""
@@ -119,6 +169,20 @@ def test_code_lies_beside_the_recipe_or_here(write, tmp_path, monkeypatch, have,
         assert config.rewards == {f"{short}.py:f(of='x/y')": 1.0} and config.data.eval_rewards[0] == f"{short}.py:f"
         assert (config.data.task, config.model.config) == (f"{path}.py:f", f"{path}.json")
         assert config.sampling.environment == f"{path}.py:f(a='../b')"
+
+
+def leaves(hint):
+    """Yield the types in a type hint; a Literal has none, because it lists its values."""
+    if typing.get_origin(hint) is not Literal:
+        yield from chain.from_iterable(map(leaves, typing.get_args(hint))) if typing.get_args(hint) else [hint]
+
+
+def test_only_types_for_code_can_name_code():
+    """Values of any type could name code, so a dataclass reads them, or a chat template in its sandbox."""
+    found = {option.path for option in options_of(RunConfig) if {dict, list, tuple, Any} & {*leaves(option.hint)}}
+    assert found == {"data.image", "data.video", "data.chat_template_kwargs", "sampling.vllm"}
+    types = {leaf for cls in (VideoOptions, VLLMOptions) for option in options_of(cls) for leaf in leaves(option.hint)}
+    assert {leaf for leaf in types if isinstance(leaf, type)} == {int, float, bool, type(None)}
 
 
 EVIL = "from pathlib import Path\n\nPath('ran').touch()\nraise SystemExit\n"

@@ -437,3 +437,18 @@ def test_trained_text_is_that_of_return_assistant_tokens_mask(published, transfo
     assert written == "".join(expected)
     whole = "".join(template.render(HI)) + "".join(piece for piece, _ in flagged)
     assert whole + "\n" == rendered
+
+
+def test_published_templates_lose_no_text(load):
+    """Only earlier turns' thoughts are dropped, in each spelling; Qwen's templates strip texts."""
+    thought = {"role": "assistant", "content": "\n\nfour", "reasoning_content": "hm"}
+    talk = [{"role": "system", "content": " Be brief. "}, *HI, thought, {"role": "user", "content": " And? \n"}]
+    spelled = [*talk[:2], assistant("<think>\nhm\n</think>\n\nfour"), *talk[3:]]
+    for name in (
+        "qwen2_5", "qwen2_5_vl", "qwen3", "qwen3_vl", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8"
+    ):  # fmt: skip
+        for messages in (talk, spelled):
+            load(name).render(messages)
+        if name not in ("qwen2_5_vl", "qwen3_5_nothink"):
+            calls = [TOOL_TALK[0], {**CALL, "content": "I add."}, *TOOL_TALK[2:]]
+            load(name).render(calls)

@@ -367,3 +367,16 @@ def test_the_site_is_built_and_no_link_of_it_is_dead(tmp_path):
     file = (tmp_path / "code" / "minivlmrl" / "losses" / "grpo.py.html").read_text()
     assert "File 17 of 20 of the reading list" in file and 'tests/losses/test_grpo.py.html"' in file
     assert '"code/minivlmrl/losses/grpo.py.html"' in (tmp_path / "search" / "search_index.json").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_names_of_files_and_imports_are_up_to_date(page):
+    """A link to a Python file has the file name as its text, and minivlmrl imports in Python code work."""
+    if page == "docs/changelog.md":  # this page contains old names
+        return
+    text = PAGES[page]
+    for shown, target in re.findall(r"\[`?(\w+\.py)`?\]\(([^)#\s]+)", text):
+        assert target.split("/")[-1] == shown
+    for code in blocks(text, "python"):
+        for line in re.findall(r"(?m)^ *((?:from|import) minivlmrl\b(?!_).*)", code):
+            exec(line)
