@@ -90,12 +90,13 @@ def build(
     Args:
         cls: dataclass to build.
         values: the file's values.
-        where: file name, for error messages.
+        where: file name, or "command line", for error messages.
         prefix: section path in the file with a dot at the end, for error messages.
         json, change_text: see Reader.
     """
     with error_context(where):
-        return Reader(json, change_text, cls).read_section(cls, values, prefix.rstrip("."))
+        dashes = "--" if where == "command line" else ""
+        return Reader(json, change_text, cls, dashes).read_section(cls, values, prefix.rstrip("."))
 
 
 def check_values(cls: type[Dataclass], values: Mapping[str, Plain], where: str) -> dict[str, Plain]:
@@ -125,12 +126,14 @@ class Reader:
         change_text: function that is called with (type, text, path of the field) for each key or value whose type is a
             text type from config/types.py. Its result replaces the text. Dots in a key are slashes in the path.
         root: dataclass of the whole file; an error about an unknown key suggests its options.
+        dashes: "--" if the error suggests options of the command line, otherwise "".
     """
 
-    def __init__(self, json: bool, change_text: ChangeText | None = None, root: type | None = None):
+    def __init__(self, json: bool, change_text: ChangeText | None = None, root: type | None = None, dashes: str = ""):
         self.json = json
         self.change_text = change_text
         self.root = root
+        self.dashes = dashes
 
     def read(self, hint: TypeHint, value: Plain, name: str) -> Any:
         """Read a value; `name` is the field's path for error messages, such as "grpo.beta"."""
@@ -177,7 +180,7 @@ class Reader:
         fields = {field.name: field for field in dataclasses.fields(cls)}
         unknown = [key for key in values if key not in fields]
         if unknown and not self.json:
-            meant = _suggestion(self.root or cls, cls, prefix, str(unknown[0]))
+            meant = _suggestion(self.root or cls, cls, prefix, str(unknown[0]), self.dashes)
             raise ValueError(f"unknown key {prefix}{unknown[0]}; {meant}")
         read = {}
         for key, field in fields.items():
@@ -236,20 +239,23 @@ class Reader:
         return value
 
 
-def _suggestion(root: type, section: type, prefix: str, key: str) -> str:
+def _suggestion(root: type, section: type, prefix: str, key: str, dashes: str) -> str:
     """Suggest the option that TRL calls by this name, the same option in another section, or a similar name."""
     if key in TRL_ALIASES:
-        return f"here this option is {TRL_ALIASES[key]}"
+        return f"here this option is {dashes}{TRL_ALIASES[key].replace(' and ', f' and {dashes}')}"
     paths = [option.path for option in options_of(root)]
+    if "." in key and key in paths:  # a recipe has sections in place of dotted names
+        parent, _, name = key.rpartition(".")
+        return f"write {name} in the section {parent}"
     for words in ([key], key.split("_")):
         elsewhere = []
         for path in paths:
-            if key in (path, path.replace(".", "_")) or path.split(".")[-1] in words:
-                elsewhere.append(path.replace(".", ": "))
+            if key == path.replace(".", "_") or path.split(".")[-1] in words:
+                elsewhere.append(dashes + path)
         if elsewhere:
             return f"here this option is {' or '.join(elsewhere)}"
     names = [field.name for field in dataclasses.fields(section)]
-    return did_you_mean(key, names, prefix, count=3, cutoff=0.0).removeprefix("; ")
+    return did_you_mean(key, names, dashes + prefix, count=3, cutoff=0.0).removeprefix("; ")
 
 
 class Option(NamedTuple):

@@ -327,7 +327,9 @@ def test_recipes_are_found_by_their_names(tmp_path, monkeypatch):
 
 NO_YAML = "FOLDER/recipe.yaml: the text is not valid YAML"
 REFUSED = [  # recipe, overrides, sentence
-    ({}, ["--grpo.betta=1"], "command line: unknown key grpo.betta; did you mean grpo.beta or grpo."),
+    ({}, ["--grpo.betta=1"], "command line: unknown key grpo.betta; did you mean --grpo.beta or --grpo."),
+    ("max_new_tokens: 4", [], "FOLDER/recipe.yaml: unknown key max_new_tokens; here this option is sampling.max_new_"),
+    ("grpo.beta: 4", [], "FOLDER/recipe.yaml: unknown key grpo.beta; write beta in the section grpo"),
     ({}, ["--seed.x=1"], "command line: seed is"),
     ({}, ["--grpo=1"], "command line: grpo is 1, but it must be an object with names and values"),
     ({}, ["seed=1"], "'seed=1': an override must have the form --section.name=value"),
@@ -339,7 +341,7 @@ REFUSED = [  # recipe, overrides, sentence
     ("seed: " + "[" * 2000, [], NO_YAML),
     ("sft: {max_steps: 1}\nsft: {}", [], f"{NO_YAML} (the key 'sft' occurs twice"),  # YAML would take the last value
     ("sft:\n  max_steps: 1\n  max_steps: 2", [], f"{NO_YAML} (the key 'max_steps' occurs twice"),
-    (SECTION, ["--again.shere=1"], "command line: unknown key again.shere; did you mean again.share or "),
+    (SECTION, ["--again.shere=1"], "command line: unknown key again.shere; did you mean --again.share or "),
     (SECTION, ["--again.share=2"], "command line: again.share is 2.0, but it must be in [0, 1]"),
     (SECTION, ["--stages=3"], "command line: stages is 3, but it must be of type list"),
     (SECTION, ["--stages=again.py:Nameless"], "stages: Nameless.stage is 'sft', but a section of this name exists"),

@@ -110,18 +110,19 @@ def test_json_files_may_have_more_keys_and_are_not_converted():
 
 
 @pytest.mark.parametrize(("override", "meant"), [
-    ("grpo.learning_rat=1", "did you mean grpo.learning_rate or grpo.min_lr_ratio or grpo.scale_rewards?"),
-    ("grpo.lr=1", "here this option is STAGE.learning_rate"),
-    ("max_completion_length=9", "here this option is sampling.max_new_tokens"),
-    ("use_vllm=true", "here this option is sampling: vllm"),
-    ("deepspeed=ds.json", "here this option is sharding.enabled"),
-    ("grpo.epsilon=0.1", "here this option is grpo.epsilon_low and grpo.epsilon_high"),
-    ("learning_rate=1", "here this option is sft: learning_rate or dpo: learning_rate or "),
-    ("grpo_learning_rate=1", "here this option is grpo: learning_rate"),
-    ("num_generations=8", "here this option is grpo: num_generations or ppo: num_generations"),
-    ("grpo.save_steps=5", "here this option is save_steps"),
-    ("reward_model_path=x", "here this option is reward_model: path"),
-    ("zzz=1", "did you mean "),
+    ("grpo.learning_rat=1", "did you mean --grpo.learning_rate or --grpo.min_lr_ratio or --grpo.scale_rewards?"),
+    ("grpo.lr=1", "here this option is --STAGE.learning_rate"),
+    ("max_completion_length=9", "here this option is --sampling.max_new_tokens"),
+    ("use_vllm=true", "here this option is --sampling.vllm"),
+    ("deepspeed=ds.json", "here this option is --sharding.enabled"),
+    ("grpo.epsilon=0.1", "here this option is --grpo.epsilon_low and --grpo.epsilon_high"),
+    ("learning_rate=1", "here this option is --sft.learning_rate or --dpo.learning_rate or "),
+    ("grpo_learning_rate=1", "here this option is --grpo.learning_rate"),
+    ("num_generations=8", "here this option is --grpo.num_generations or --ppo.num_generations"),
+    ("grpo.save_steps=5", "here this option is --save_steps"),
+    ("reward_model_path=x", "here this option is --reward_model.path"),
+    ("max_new_tokens=4", "here this option is --sampling.max_new_tokens"),
+    ("zzz=1", "did you mean --"),
 ])  # fmt: skip
 def test_an_unknown_option_gets_a_suggestion(override, meant):
     """Misspelt names, and the names of options in TRL and ms-swift, get a suggestion."""
