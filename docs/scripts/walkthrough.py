@@ -33,12 +33,12 @@ HEAD = """\
 # Walkthrough
 
 What does a GRPO step compute, from an image to the new weights? Each section shows a function of
-[minimal.py](../minimal.py), and the numbers that it computed for one image and one question: for a tensor its shape,
-its dtype and its first values. [Another page](step.html) shows every line of such a step with its tensors:
+[minimal.py](../minimal.py), and the shape, the dtype and the first values of the tensors that the function computed for
+one image and one question. [Another page](step.html) shows every line of such a step with its tensors:
 
 [![Each line of grpo_loss with the tensors that it computed](step.png)](step.html)
 
-The model is the tiny one that `python minimal.py` trains, after 15 SFT steps, so that its completions still differ. Its
+The model is the tiny one that `python minimal.py` trains, after 15 SFT steps, so that its completions still differ. The
 weights are float64, so that other machines print the same numbers.
 
 ![A GRPO step as a flow chart](step.svg)
@@ -59,13 +59,14 @@ another.
 The chat template puts the question into a conversation. A placeholder stands for each of the {merged} image tokens.
 
 # Positions: mrope_positions
-Each token has a position in time, a row and a column. For text, the three count up together. An image has one position
-in time, and its rows and columns count from there. The text after the image continues from the largest position, as
-[this picture](mrope.svg) shows.
+Each token has a position in time, a row and a column. For text, the three positions count up together. All tokens of an
+image have the same position in time, from which their rows and columns count. The text after the image continues from
+the largest position, as [this picture](mrope.svg) shows.
 
 # Vision tower: Vision.forward patches places windows same_window return
-Two blocks turn patches into vectors, in which each patch attends to those of its window, and then to the whole image.
-A small MLP, the merger, turns four patches into one image token, a vector as wide as a word embedding.
+Two blocks turn patches into vectors. In the first block, a patch attends to the patches of its window, and in the
+second to the whole image. A small MLP, the merger, turns four patches into one image token, a vector as wide as a word
+embedding.
 
 ![The image with its patches in their order, and its image tokens by window](walkthrough_patches.svg)
 
@@ -74,30 +75,32 @@ The image tokens replace the embeddings of the placeholders. The layers return a
 keys and values of the prompt for all completions.
 
 # Completions: sample probabilities
-The prompt runs once. Then each round samples one token for each completion, until all have ended. The mask leaves out
-the tokens after the end of a completion. [Section 8](#8-rewards) has the texts of the {G} completions.
+The model computes the prompt once. Then each round samples one token for each completion, until all completions have
+ended. The mask leaves out the tokens after the end of a completion. [Section 8](#8-rewards) has the texts of the {G}
+completions.
 
 # Log-probabilities: log_probabilities states logits return
-The state before a token gives {vocab} logits. The log-probability of the token is its logit minus the logsumexp over
-the logits. In the picture, a darker token had a lower log-probability:
+The hidden state before a token gives {vocab} logits. The log-probability of the token is its logit minus the logsumexp
+over the logits. In the picture, a darker token had a lower log-probability:
 
 ![The completions, token by token, shaded by probability](walkthrough_tokens.svg)
 
 # Rewards: reward
-The reward reads the text of a completion: 0.5 for the form, and 1 more for the right answer, {solution!r}.
+The reward reads the text of a completion: 0.5 for the tags in the right form, and 1 more for the right answer,
+{solution!r}.
 
 # Advantages: group_advantages return
 The advantage is (reward - mean) / (standard deviation + 0.0001) over the group.
 
 # Loss: grpo_loss ratio clipped log_ref_ratio loss
-In the first step, the policy is the model that sampled and the reference: the ratios are 1, and the KL is 0. The
-advantages add up to 0, so [the loss is about 0](faq.md#why-is-my-loss-0). The gradient is not 0: each token contributes
--advantage times the gradient of its log-probability.
+In the first step, the policy, the model that sampled and the reference have the same weights: the ratios are 1, and the
+KL is 0. The advantages add up to 0, so [the loss is about 0](faq.md#why-is-my-loss-0). The gradient of the loss is not
+0: each token contributes -advantage times the gradient of its log-probability.
 
 # Update: train
 The gradient reaches every module, and the vision tower through the image tokens. AdamW changes each weight by about the
-learning rate, {learning_rate:g}. Right answers become more likely, and completions without the form less likely. A
-wrong answer with the form may become more likely, too, because it shares tokens with the right ones.
+learning rate, {learning_rate:g}. Right answers become more likely, and completions without the tags less likely. A
+wrong answer with the tags may become more likely, too, because it shares tokens with the right ones.
 
 ![Gradient norms of the modules, and the change of each completion's log-probability](walkthrough_update.svg)
 """
