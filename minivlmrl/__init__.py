@@ -1,10 +1,9 @@
 """Reinforcement learning for vision-language models, written from scratch in PyTorch.
 
-The names in `__all__` are for use as a library (docs/library.md). Each name is imported when it is first used, so that
-`import minivlmrl` is fast and does not import torch.
+The names in `__all__` are the interface for use as a library, see docs/library.md. Each public name is imported only
+when it is used, so that `import minivlmrl` is fast and does not import torch.
 
-This file sets environment variables that torch reads when torch is imported, or later. Variables that the user has set
-are not changed.
+Importing minivlmrl sets environment variables for torch. Environment variables that the user has set are not changed.
 """
 
 import importlib
@@ -46,11 +45,11 @@ MODULES = {
     "sft_loss": "minivlmrl.losses.sft",
 }
 
-# Threads of GNU OpenMP spin while they wait for each other. With the default spin count, training took up to fifteen
-# times as long when other processes used the same cores.
+# Waiting threads of GNU OpenMP spin. With the default spin count, training was up to fifteen times slower when other
+# processes used the same cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-# Segments of GPU memory may grow, so that rollouts and steps of different lengths do not fragment memory. In WSL, the
-# first allocation could fail (pytorch issue 192330).
+# PyTorch may grow its GPU memory segments, so that steps of different lengths do not fragment memory. WSL is excluded,
+# because the first allocation could fail there (pytorch issue 192330).
 in_wsl = hasattr(os, "uname") and "microsoft" in os.uname().release.lower()
 if not in_wsl and not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

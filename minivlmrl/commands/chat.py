@@ -35,7 +35,7 @@ from minivlmrl.run.setup import build_model
 def main(arguments: list[str]):
     options, overrides = build_parser().parse_known_args(arguments)
     config = inference_config(options, overrides)
-    # Images and videos are read before the weights, so that a mistake is reported at once.
+    # Images and videos are read before the weights are loaded, so that a wrong file name is reported at once.
     row = build_row(options, config.data)
     world = process_group.setup(torch.get_num_threads(), config.timeout, config.uses_fsdp)
     model, processor = build_model(config, world)
@@ -61,9 +61,9 @@ def main(arguments: list[str]):
 
 
 def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunConfig:
-    """Load the prompt settings from the run that trained a model, or the defaults for other models.
+    """Load the prompt settings from the run that trained the model; for other models, use defaults.
 
-    The sampling options are taken only from the command line.
+    Sampling options come only from the command line.
     """
     is_adapter = is_adapter_folder(options.model)
     path = base_model(options.model) if is_adapter else options.model
@@ -95,14 +95,15 @@ def build_row(options: argparse.Namespace, data: DataOptions) -> Row:
 
 
 class Stream:
-    """Prints the tokens of one answer as text while they are sampled.
+    """Prints one answer to the terminal while its tokens are sampled.
 
-    The tokens in `hidden` are not printed. A character with several bytes is printed together with its last byte.
+    The tokens in `hidden` are not printed. A character whose bytes are spread over several tokens is printed with its
+    last byte.
     """
 
     def __init__(self, tokenizer: Tokenizer, hidden: Collection[int]):
         self.tokenizer, self.hidden = tokenizer, hidden
-        # The decoder keeps the first bytes of an incomplete character.
+        # The UTF-8 decoder keeps the bytes of a character until all of them have been sampled.
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, rows: Tensor, ids: Tensor):
@@ -113,12 +114,12 @@ class Stream:
                 print(self.decoder.decode(text), end="", flush=True)
 
     def end(self):
-        """End the line. An incomplete character is printed as the replacement character U+FFFD."""
+        """End the line. If the last character is incomplete, U+FFFD (the replacement character) is printed."""
         print(self.decoder.decode(b"", final=True))
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser; unknown arguments are recipe options."""
+    """Build the argument parser; arguments that the parser does not know are recipe options."""
     parser = argparse.ArgumentParser(
         "python -m minivlmrl chat",
         description=str(__doc__).splitlines()[0],

@@ -1,15 +1,15 @@
-"""Answer the rows of a file, and write a line for each row and a summary; `evaluate` adds rewards.
+"""Answer the rows of a data file, and write one line per row and a summary; the command `evaluate` also scores answers.
 
 python -m minivlmrl evaluate --model RUN/checkpoint --data eval.jsonl  # one greedy answer per row
 python -m minivlmrl evaluate --model FOLDER --data eval.jsonl --recipe RECIPE --num_generations 8
 python -m minivlmrl generate --model FOLDER --data rows.jsonl --out answers.jsonl  # without rewards
 torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                  # on several GPUs
 
-The recipe sets the prompt template, the image size, the stopping rules, data.answer_format and the rewards of
-evaluations; --section.name=value changes any of its options. By default the recipe is config.yaml from the run that
-trained the model. Without config.yaml, the recipe is minivlmrl.yaml beside the weights, or recipes/own_data.yaml with
-{problem} as the prompt template. The recipe's adapter is not loaded, because a run's checkpoint already contains its
-adapter. --model may also be an adapter's folder, which is loaded together with the base model that the folder names.
+A recipe sets the prompt template, the image size, the stopping rules, data.answer_format and the rewards of
+evaluations; --section.name=value changes any of these options. The default recipe is config.yaml from the run that
+trained the model. Without config.yaml, the recipe is minivlmrl.yaml beside the weights, or else recipes/own_data.yaml
+with {problem} as the prompt template. The adapter in the recipe is ignored, because the saved weights of a run contain
+the adapter already. --model may also be an adapter's folder, which names the base model to load.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from minivlmrl.run.setup import build_model
 
 
 def build_parser(name: str) -> argparse.ArgumentParser:
-    """Build the parser; unknown arguments are recipe options."""
+    """Build the argument parser; arguments that the parser does not know are recipe options."""
     parser = argparse.ArgumentParser(
         f"python -m minivlmrl {name}",
         description=str(__doc__).partition("\n\n")[0],
@@ -61,7 +61,7 @@ def build_parser(name: str) -> argparse.ArgumentParser:
 
 
 def answer_file(tool: str, arguments: list[str]):
-    """Run the command `evaluate`, or `generate`, which does not compute rewards."""
+    """Run the command `evaluate`, or the command `generate`, which does not compute rewards."""
     options, overrides = build_parser(tool).parse_known_args(arguments)
     if options.num_generations < 1 or options.rows < 1:
         raise ValueError(
@@ -102,14 +102,15 @@ generate_main = partial(answer_file, "generate")
 
 
 def evaluation_config(options: argparse.Namespace, overrides: list[str], with_rewards: bool) -> RunConfig:
-    """Load the recipe, with the model and the rows on the command line.
+    """Load the recipe, and set its model and data file to those on the command line.
 
-    A recipe that was found beside the model is refused if it names code. Code in a recipe only runs if the user passes
-    the recipe with --recipe.
+    A recipe that was found beside the model, and not named by the user, must not load code from files. The user allows
+    this code by naming the recipe with --recipe.
     """
     is_adapter = is_adapter_folder(options.model)
     found_recipe = find_recipe(find_adapter(options.model) if is_adapter else options.model)
-    # A model without a recipe was not trained with the prompt template in own_data.yaml.
+    # The prompt template of own_data.yaml is replaced, because a model without a recipe was not trained with this
+    # template.
     if not (found_recipe or options.recipe):
         overrides = ["--data.prompt_template={problem}", *overrides]
     recipe = options.recipe or found_recipe or recipes_folder() / "own_data.yaml"
@@ -118,7 +119,7 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
         "data.train_file": options.data,
         "data.eval_file": options.data,
         "data.eval_rows": options.rows,
-        # Training options are cleared, because nothing is trained.
+        # Options that only matter in training are cleared, because an evaluation does not train.
         "model.config": None,
         "data.task": None,
         "data.train": [],
@@ -128,7 +129,7 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
         fields["data.eval_rewards"] = ["accuracy", "format"]
     overridden = ["--adapter={}", *overrides, *as_overrides(fields)]
     is_found = options.recipe is None
-    # The recipe is first loaded without rewards, so that code that will not run need not be named.
+    # Rewards are removed first, so that the user need not name code for rewards that this command does not run.
     config = load_config(recipe, ["--rewards={}", *overridden], is_found)
     if config.rewards:
         config.data.eval_rewards = list(config.rewards)
@@ -140,7 +141,7 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
 
 
 def trained_quantization(recipe: Path | None) -> Literal["nf4"] | None:
-    """Return adapter.quantize of the run that trained an adapter; None if the run is not known."""
+    """Return the option adapter.quantize of the run that trained an adapter, or None if this run is not found."""
     values = parse_yaml(recipe.read_bytes()) if recipe is not None else None
     section = values.get("adapter") if isinstance(values, dict) else None
     is_packed = isinstance(section, dict) and section.get("quantize") == "nf4"
@@ -148,7 +149,8 @@ def trained_quantization(recipe: Path | None) -> Literal["nf4"] | None:
 
 
 def find_recipe(model: str | Path) -> Path | None:
-    """Find config.yaml from the run that trained a model, or minivlmrl.yaml beside its weights."""
+    """Find the recipe of a model: config.yaml of the run that trained the model, or minivlmrl.yaml beside the
+    weights."""
     run_folders = Path(model).absolute().parents[:3]  # RUN is a parent of RUN/best/checkpoint
     recipe_paths = [folder / "config.yaml" for folder in run_folders]
     recipe_paths.append(find_folder(model) / INFERENCE_CONFIG)
@@ -156,11 +158,11 @@ def find_recipe(model: str | Path) -> Path | None:
 
 
 def result_line(processor: Processor, names: Sequence[str], row: Row, completions: list, rewards_of_row: list) -> dict:
-    """Return the line that the results file has for a row."""
+    """Return the line of the results file for one row of the data file."""
     answers = []
     for completion, values in zip(completions, rewards_of_row, strict=True):
         text = processor.decode_assistant_turn(completion)
-        # None is written as null, because JSON does not support NaN.
+        # A missing mean is written as null, because JSON has no NaN.
         scored = [None if math.isnan(value) else value for value in values]
         answers.append(
             {
@@ -175,9 +177,9 @@ def result_line(processor: Processor, names: Sequence[str], row: Row, completion
 
 
 def summarise(lines: list[dict], names: Sequence[str]) -> dict:
-    """Compute the fraction of truncated answers (`cut`) and the mean of each reward.
+    """Compute the fraction `cut` of truncated answers, and the mean of each reward over all rows.
 
-    A row counts for a reward's mean if the reward could score at least one of its answers.
+    The mean of a reward leaves out rows for which the reward could not score any answer.
     """
     cut_flags = [not answer["stopped"] for line in lines for answer in line["answers"]]
     summary: dict[str, float | None] = {"cut": sum(cut_flags) / len(cut_flags)}
@@ -193,7 +195,7 @@ def summarise(lines: list[dict], names: Sequence[str]) -> dict:
 
 
 def write_summary(summary: dict, out: Path):
-    """Write the summary to a file beside the results file, and print it."""
+    """Print the summary, and write the summary to a file beside the results file."""
     path = out.with_suffix(".summary.json")
     write_json(path, summary)
     for name, value in summary.items():

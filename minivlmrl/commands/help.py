@@ -20,8 +20,7 @@ from minivlmrl.errors import did_you_mean
 def print_options(*names: str):
     """Print the options of the named sections, or of all sections if no name is given.
 
-    The section "run" contains the options outside sections. The first name may be a recipe; then sections for stages
-    that the recipe loads from files are listed, too.
+    The first name may be a recipe, whose own stages then have sections, too.
     """
     config_class = RunConfig
     if names and names[0].endswith(".yaml"):
@@ -45,7 +44,8 @@ def print_options(*names: str):
 
 
 def options_by_section(config_class: type[RunConfig] = RunConfig) -> dict[str, list[Option]]:
-    """Return each section's options; "run" contains the options outside sections."""
+    """Return {section: its options}; the section "run" contains options such as seed that stand outside all
+    sections."""
     sections = {}
     for option in options_of(config_class):
         section = option.path.removesuffix(option.name).rstrip(".") or "run"
@@ -54,7 +54,7 @@ def options_by_section(config_class: type[RunConfig] = RunConfig) -> dict[str, l
 
 
 def format_option(option: Option) -> str:
-    """Format an option: its name and default in one line, and below them its type and comment."""
+    """Format one option for the terminal: name and default in a line, type and comment in indented lines."""
     default = yaml.safe_dump(option.default, default_flow_style=True, width=sys.maxsize)
     default = default.removesuffix("\n...\n").strip()
     text = f"{type_text(option.hint)}; {option.comment}"

@@ -1,4 +1,4 @@
-"""Merge an adapter into its base model, and save the result as a Hugging Face model folder."""
+"""Merge a LoRA adapter into its base model, and save the result as a Hugging Face model folder."""
 
 import argparse
 import filecmp

@@ -3,7 +3,7 @@
 python -m minivlmrl report runs/shapes                  # writes runs/shapes/report.html
 python -m minivlmrl report runs/a runs/b --out ab.html  # compares two runs
 
-The command can also be used while a run is training.
+A report can be written while a run is still training.
 """
 
 import argparse

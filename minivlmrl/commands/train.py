@@ -19,7 +19,7 @@ from minivlmrl.run.process import run_rank
 
 
 def main(arguments: list[str]):
-    """Train as one rank, and exit the process; with --help, only print a recipe's options."""
+    """Train in this process, which is one rank, and exit; with --help, only print the options of a recipe."""
     if "--help" in arguments:
         from minivlmrl.commands.help import print_options
 
@@ -29,12 +29,12 @@ def main(arguments: list[str]):
 
 
 def train_recipe(arguments: list[str]) -> int:
-    """Train a command line's recipe, and return run_training's exit code."""
+    """Train the recipe in the command-line arguments, and return an exit code."""
     return run_training(parse_arguments(arguments))
 
 
 def parse_arguments(arguments: list[str]) -> RunConfig:
-    """Load the recipe that the arguments [RECIPE] [--section.name=value ...] describe."""
+    """Load the recipe from command-line arguments of the form [RECIPE] [--section.name=value ...]."""
     if not arguments or arguments[0].startswith("--"):
         arguments = [str(recipes_folder() / "shapes.yaml"), *arguments]
     return load_config(arguments[0], arguments[1:])

@@ -1,7 +1,7 @@
 """Load code that a recipe names as "name", "file.py:name" or "package.module:name".
 
-Options may follow a name: "name(option=1)" is the object `name` with this option bound. An error in the loaded code is
-not converted, because its traceback names the user's line.
+A name may have options: "name(option=1)" binds the value 1 to the parameter `option` of the named function. Errors in
+the user's code are not converted to ValueError, so that their traceback names the user's line.
 """
 
 import ast
@@ -46,7 +46,7 @@ def _load_module(file: str) -> ModuleType:
 
 
 def _source_file(path: str) -> str:
-    """Find a file in the working directory, or else in the folder that contains `recipes`."""
+    """Find a code file in the working directory, or else in the folder that contains the folder `recipes`."""
     for folder in (Path(), recipes_folder().parent):
         if (folder / path).is_file():
             return os.path.abspath(folder / path)
@@ -54,16 +54,16 @@ def _source_file(path: str) -> str:
 
 
 def recipes_folder() -> Path:
-    """Return the folder `recipes`, which a clone has beside the package, and an installed wheel inside the package."""
+    """Return the folder with the built-in recipes: beside the package in a clone, inside the package in a wheel."""
     inside = PACKAGE / "recipes"
     return inside if (inside / "shapes.yaml").is_file() else PACKAGE.parent / "recipes"
 
 
 @functools.cache
 def run_file(path: str) -> ModuleType:
-    """Run a file once as a module, and return the module."""
-    # The name is derived from the path, so that pickle and inspect find the module by the same name on every rank. A
-    # dot in a module name would separate packages.
+    """Execute a Python file once, and return the resulting module."""
+    # The module's name is derived from the path, so that pickle and inspect find the module by the same name on every
+    # rank. Dots are replaced, because a dot in a module name separates packages.
     module = ModuleType(path.removesuffix(".py").replace(".", "%2e"))
     module.__file__ = path
     sys.modules[module.__name__] = module
@@ -78,10 +78,10 @@ def split_options(text: str) -> tuple[str, str]:
 
 
 def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the object that "name(option=value)" names, and its options.
+    """Return the object that a text such as "name(option=value)" names, and a dict of the options in the text.
 
-    Option values are Python literals. Only a name with a colon loads code from outside the
-    table, and config/loading.py rejects such names in recipes of unknown origin.
+    Option values are Python literals. Only a name with a colon loads code from outside the table, so config/loading.py
+    can reject foreign code by the colon.
 
     Args:
         kind: the object's kind for error messages, such as "reward".
@@ -106,7 +106,7 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
 
 
 def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
-    """Return the trainer class that an item in `stages` names.
+    """Return the trainer class that an item in the recipe's list `stages` names.
 
     Args:
         stage: a name in the table, or "file.py:Class".

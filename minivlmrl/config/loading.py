@@ -18,7 +18,7 @@ from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
 from minivlmrl.errors import did_you_mean, error_context
 from minivlmrl.json_files import json_text
 
-# options that change a model's answers, and that no file in an adapter's folder contains
+# options that change a model's answers, and that have to be saved beside an adapter, because PEFT's files lack them
 INFERENCE_OPTIONS = {
     "model": ["dtype", "compute_dtype"],
     "data": [
@@ -39,7 +39,7 @@ TEXTS = {str, FilePath, RecipePath, Code}  # types of fields whose values are te
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: bool = False) -> RunConfig:
-    """Load a recipe, which is a YAML file with RunConfig fields and sections for custom stages.
+    """Load a recipe: a YAML file with the fields of RunConfig, and with sections for the user's own training stages.
 
     Args:
         recipe: recipe path, or a recipe's name in the folder `recipes`.
@@ -73,7 +73,8 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
             overridden = _apply(override, overridden, hints)
         config = _build_run(config_class, overridden, "command line", resolver)
     except ValueError:
-        # the recipe is checked without overrides, so that an error in the recipe is reported with the recipe's name
+        # The recipe is checked without the overrides first, so that an error in the recipe is reported with the
+        # recipe's name.
         _build_run(config_class, values, recipe)
         raise
     resolver.check()
@@ -86,7 +87,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
 def _build_run(
     config_class: type[RunConfig], values: dict, where: str | Path, change_text: ChangeText | None = None
 ) -> RunConfig:
-    """Build a config, and check the rules that the option dataclasses cannot check without further imports."""
+    """Build a RunConfig, and check the rules that involve other modules, such as those for DPO's losses."""
     config = build(config_class, values, str(where), change_text=change_text)
     with error_context(where):
         for name, options_class in (("image", ImageOptions), ("video", VideoOptions)):
@@ -120,14 +121,14 @@ def _find_recipe(recipe: str | Path) -> Path:
 
 
 def _stages(values: dict, where: str | Path) -> list[str]:
-    """Read only the field `stages`, which determines which sections exist."""
+    """Read only the list `stages` of a recipe, because the stages determine which sections a recipe may have."""
     with error_context(where):
         return read_value(list[Code], values.get("stages", []), "stages", json=False)
 
 
 @cache
 def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
-    """Add a section to RunConfig for each custom stage; raise ValueError if the name is taken."""
+    """Add a section to RunConfig for each training stage from a user's file; raise ValueError if its name is taken."""
     if not algorithms:
         return RunConfig
     sections = {}
@@ -144,10 +145,11 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
 
 
 class Resolver:
-    """Makes the paths of a recipe absolute, and collects the code that a recipe found beside a model names.
+    """Makes the paths in a recipe absolute, and lists the code that would run although the user did not name the
+    recipe.
 
-    The type of a field says to which folder its path is relative. Repository ids, and paths that do not exist, are not
-    changed.
+    Paths of the type FilePath are relative to the working directory, and RecipePath or Code to the recipe's folder. Hub
+    repository ids, and paths that do not exist, are not changed.
 
     Args:
         recipe: path of the recipe.
@@ -163,7 +165,8 @@ class Resolver:
         self.unknown: list[str] = []  # code that only a recipe that was found names
 
     def check(self):
-        """Raise ValueError if a recipe that was found beside a model names code that the command line does not name."""
+        """Raise ValueError if a recipe that was found beside a model names code, unless the command line names this
+        code, too."""
         if self.unknown:
             raise ValueError(
                 f"{self.recipe} was found automatically and would run the code {self.unknown[0]}; read the code, "
@@ -175,8 +178,8 @@ class Resolver:
         if hint in (Code, RewardName):
             located = self._code(text, hint is RewardName, is_typed)
             name, options = split_options(located)
-            # A name without a colon belongs to minivlmrl. A quoted text in the options counts as code, because it could
-            # be a URL, a file or a name of code.
+            # A name without a colon is built into minivlmrl. A quoted text in the options counts as code, because the
+            # text could be a URL, a file or the name of a function.
             if self.is_found and not is_typed and (":" in name or re.search("['\"]", options)):
                 self.unknown.append(located)
             return located
@@ -187,9 +190,10 @@ class Resolver:
         return text
 
     def _code(self, text: str, short: bool, is_typed: bool) -> str:
-        """Make the path in "file.py:name" absolute.
+        """Make the file path in a text such as "file.py:name" absolute.
 
-        With `short`, the working directory is removed, because a reward's name is also the name of its metrics.
+        If `short` is true, the path stays relative to the working directory, because a reward's metrics are named after
+        it.
         """
         match = re.match(r"(.*?\.py)(:.*)", text, re.DOTALL)
         if not match:
@@ -205,7 +209,7 @@ class Resolver:
         """Find a file beside the recipe, in the working directory, or in the folder `recipes`."""
         beside = self.recipe.parent
         folders = [Path(), beside] if is_typed else [beside, Path()]
-        # a copy of a built-in recipe names files that are beside the original, such as shapes_model.json
+        # A user's copy of a built-in recipe still names files in the folder `recipes`, such as shapes_model.json.
         ours = [recipes_folder().parent, recipes_folder()]
         existing = [folder for folder in folders + ours if os.path.exists(folder / file)]
         return os.path.abspath((existing or folders)[0] / file)
@@ -226,7 +230,7 @@ def _join_values(arguments: Sequence[str]) -> list[str]:
 
 
 def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
-    """Return a recipe's values after an override such as "--grpo.beta=0.1"."""
+    """Return the recipe's values after an override from the command line such as "--grpo.beta=0.1"."""
     path, separator, text = override.removeprefix("--").partition("=")
     hint = hints.get(path)
     if not separator and hint is bool:  # --dpo.use_weighting
@@ -238,7 +242,8 @@ def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
 
 
 def _override_value(text: str, path: str, hint: TypeHint) -> Plain:
-    """Parse an override's value as YAML; a text field takes other values as they are."""
+    """Parse the value in an override as YAML; for an option of type text, a value that is no YAML text stays
+    unparsed."""
     is_text = any(hint in (text_type, text_type | None) for text_type in TEXTS)
     where = f"command line: quote the value of {path}"
     with suppress(ValueError) if is_text else error_context(where):
@@ -249,17 +254,17 @@ def _override_value(text: str, path: str, hint: TypeHint) -> Plain:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Return the config, with all defaults, as the text of a recipe that repeats the run."""
+    """Return a config with all defaults as YAML text, which can be used as a recipe to repeat the run."""
     return yaml.safe_dump(dataclasses.asdict(config) | {"resume": None}, sort_keys=False)
 
 
 def as_overrides(fields: dict[str, Plain]) -> list[str]:
-    """Return values as overrides: {"grpo.beta": 0.1} -> ["--grpo.beta=0.1"]."""
+    """Convert option values to command-line arguments: {"grpo.beta": 0.1} -> ["--grpo.beta=0.1"]."""
     return [f"--{name}={json_text(value)}" for name, value in fields.items()]
 
 
 def flat(values: dict, prefix: str = "") -> dict[str, Plain]:
-    """Convert nested options to paths: {"grpo": {"beta": 0.1}} -> {"grpo.beta": 0.1}."""
+    """Convert nested options to dotted names: {"grpo": {"beta": 0.1}} -> {"grpo.beta": 0.1}."""
     flat_values = {}
     for name, value in values.items():
         if isinstance(value, dict):
@@ -280,7 +285,7 @@ def inference_yaml(config: RunConfig) -> str:
 
 
 def _replace(values, path: list[str], value):
-    """Return a copy of `values` with a new value at `path`; missing sections are created."""
+    """Return a copy of a nested dict with a new value at a path of keys; missing inner dicts are created."""
     name, *rest = path
     inside = values if isinstance(values, dict) else {}
     return {**inside, name: _replace(inside.get(name), rest, value) if rest else value}

@@ -1,8 +1,9 @@
 """All options that a recipe can set, one dataclass per section.
 
-A recipe is a YAML file with RunConfig's fields. On the command line, `--grpo.beta=0.04` sets one option, and
-`python train.py --help grpo` prints this file's comments. config/validation.py rejects options that have no effect
-because of other options. The section of a stage in your own file is declared in that file.
+A recipe is a YAML file with the fields of the dataclass RunConfig. On the command line, `--grpo.beta=0.04` sets one
+option, and `python train.py --help grpo` prints the comments beside the options of a section. The module
+config/validation.py rejects options that have no effect because of other options. A training stage that you write
+yourself declares its options in its own file.
 """
 
 from collections.abc import Iterator
@@ -35,12 +36,12 @@ class ModelOptions:
     path: FilePath | None = None  # Hugging Face folder or repository id
     config: RecipePath | None = None  # a config.json; its model is initialised with random weights
     dtype: Dtype = "float32"  # dtype of parameters, gradients and AdamW moments
-    # dtype in the forward and backward pass, such as bfloat16; None uses `dtype`
+    # dtype of the forward and backward pass, such as bfloat16; None uses the option `dtype`
     compute_dtype: Dtype | None = None
-    # dtype of the weights in checkpoint/; None is the dtype of the folder `path`, or `dtype` if the model began with
-    # random weights
+    # dtype of the saved weights; None is the dtype of the weights in the folder `path`, or the option `dtype` if
+    # training began with random weights
     save_dtype: Dtype | None = None
-    # parts of the model that are not trained; `vision` is the vision tower without its merger
+    # parts of the model that are not trained; `vision` is the vision tower, but not the merger that projects its output
     freeze: list[Part] = field(default_factory=list)
     # store only the input of each transformer block, and compute the block's activations again in the backward pass
     activation_checkpointing: bool = False
@@ -48,25 +49,28 @@ class ModelOptions:
 
 @dataclass
 class LoRAOptions:
-    """LoRA adapters. With adapters, the base model's weights are frozen."""
+    """LoRA adapters. While adapters are trained, the weights of the base model are frozen."""
 
-    # PEFT folder whose adapters are trained further; r, alpha and target must match that folder
+    # folder of PEFT adapters to train further; r, alpha and target must have the values that the folder was trained
+    # with
     path: FilePath | None = None
     r: Annotated[int, ">= 0"] = 0  # rank of the matrices; 0 trains without adapters
     alpha: Annotated[float, "(0, inf)"] = 32.0  # an adapter's output is scaled by alpha / r
-    # fraction of matrix A's inputs that training sets to 0, see model/lora.py
+    # dropout probability of the inputs of LoRA's matrix A during training, see model/lora.py
     dropout: Annotated[float, "[0, 1)"] = 0.0
-    # layers that get adapters: language, vision, merger, experts (with their routers), or a regex of layer names
+    # layers that get adapters: language (the decoder), vision, merger, experts (with their routers), or a regular
+    # expression for names of layers
     target: list[str] = field(default_factory=lambda: ["language"])
-    # nf4 stores the frozen weights in the decoder, and in all other layers with adapters, in 4 bits per value (QLoRA)
+    # nf4 stores the frozen weights of the decoder, and of all other layers that have adapters, in 4 bits per weight
+    # (QLoRA)
     quantize: Literal["nf4"] | None = None
 
 
 @dataclass
 class ReferenceOptions:
-    """The reference model, to which the KL penalty and DPO compare the policy."""
+    """The frozen reference model in the KL penalty and in DPO's loss."""
 
-    # Hugging Face folder or repository id; None copies the policy when the stage starts
+    # folder or Hub repository id of the reference model; None copies the policy when the stage starts
     path: FilePath | None = None
 
 
@@ -75,9 +79,9 @@ class ReferenceOptions:
 
 @dataclass
 class ImageOptions:
-    """Image size: options that a row may give beside the image, as in qwen-vl-utils."""
+    """Options for the size of images, with the names that qwen-vl-utils uses."""
 
-    # bounds on the area of an image, or of one video frame
+    # bounds on the area of an image, or of one video frame, in pixels
     min_pixels: MinPixels | None = None
     max_pixels: Whole | None = None
     resized_height: Whole | None = None  # fixed size that replaces the file's size
@@ -90,15 +94,15 @@ class ImageOptions:
 
 @dataclass
 class VideoOptions(ImageOptions):
-    """Size and selection of video frames, see data/video.py."""
+    """Options for the size and the selection of video frames, see data/video.py."""
 
     total_pixels: Whole | None = None  # upper bound on the total area of all frames
     fps: Annotated[float, "(0, 1e15)"] | None = None  # sampled frames per second
     nframes: Whole | None = None  # number of sampled frames, in place of fps
-    # bounds on the number of frames that fps samples
+    # bounds on the number of frames that are sampled from a video with the option fps
     min_frames: Whole | None = None
     max_frames: Whole | None = None
-    # first and last second in the sampled part of the video
+    # first and last second of the part of the video from which frames are sampled
     video_start: Annotated[float, "[0, 1e15)"] | None = None
     video_end: Annotated[float, "[0, 1e15)"] | None = None
 
@@ -107,24 +111,24 @@ class VideoOptions(ImageOptions):
 class RowOptions:
     """Options for reading a file's rows."""
 
-    # folder that relative image paths start from; None is the file's folder
+    # folder of relative image paths; None is the folder of the data file
     image_root: FilePath | None = None
-    # your own function, as file.py:name, that gets each row of a file as a dictionary and returns the row's columns,
-    # for a nested format; None reads the form of docs/data.md
+    # your own function for a nested format, as file.py:name: it gets each row of a file as a dictionary and returns the
+    # columns that docs/data.md describes. None reads rows that have these columns already
     format: Code | None = None
-    # new column names: {label: solution} reads the column `label` as `solution`
+    # new names for columns: {label: solution} reads the column `label` as the column `solution`
     columns: dict[str, str] = field(default_factory=dict)
-    # text of the last user turn; {problem} is replaced by the row's question. A template
-    # without {problem} is for rows that have no question
+    # template for the text of the last user turn; {problem} is replaced by the row's question. Rows that have no
+    # question need a template without {problem}
     prompt_template: str = "{problem}"
     system_prompt: str | None = None  # None uses the chat template's default
-    # library whose filter resizes images: pil, or torch as transformers' fast processor does; None follows the
+    # library that resizes images: pil, or torch, which the fast image processors of transformers use; None follows the
     # processor settings in the model folder
     resize_backend: Literal["pil", "torch"] | None = None
-    # options for all images whose row gives no options, such as {resized_height: 384,
-    # resized_width: 384}; see ImageOptions
+    # size of all images whose row does not give a size, such as {resized_height: 384, resized_width: 384}; see
+    # ImageOptions
     image: dict = field(default_factory=dict)
-    # options for all videos whose row does not give the same option, such as {fps: 1}; see VideoOptions
+    # options for videos, such as {fps: 1}; an option that a row gives has priority; see VideoOptions
     video: dict = field(default_factory=dict)
 
 
@@ -133,49 +137,51 @@ class FileOptions:
     """One file in data.train."""
 
     file: FilePath  # see data/row_files.py
-    # number of times that an epoch contains each row; with 0.5, an epoch contains every second row
+    # number of times that each row of this file occurs in an epoch; 0.5 takes every second row
     weight: Annotated[float, "(0, 1000]"] = 1.0
     sampling: str = "all"  # rows that are used: all, first:N, end:N or random:N; N may end with %
-    # folder that relative image paths start from; None is data.image_root
+    # folder of relative image paths in this file; None is data.image_root
     image_root: FilePath | None = None
-    # rewards from the recipe that score this file's rows; an empty list means all
+    # names of the rewards that score rows of this file; an empty list means all rewards of the recipe
     rewards: list[RewardName] = field(default_factory=list)
     prompt_template: str | None = None  # text of the last user turn; None is data.prompt_template
 
 
 @dataclass
 class DataOptions(RowOptions):
-    """Training and evaluation rows: a built-in `task`, or files, see docs/data.md."""
+    """Where training and evaluation rows come from: a built-in `task`, or data files, see docs/data.md."""
 
-    # "shapes", or "file.py:TASK" relative to the recipe; arguments may follow in parentheses
+    # built-in task "shapes", or your own task as "file.py:TASK"; arguments may follow in parentheses
     task: Code | None = None
     # file of training rows; docs/data.md describes the columns
     train_file: FilePath | None = None
     train: list[FileOptions] = field(default_factory=list)  # several files in place of train_file
     files: dict[str, FilePath] = field(default_factory=dict)  # training rows of single stages: {sft: rows.jsonl}
-    # held-out rows: problem or prompt, image(s), and solution, or chosen and rejected
+    # file of held-out rows; docs/data.md describes the columns
     eval_file: FilePath | None = None
-    # leave out training rows whose prompt has more tokens; a stage that trains on given answers counts the prompt
-    # together with its longest answer. None keeps all rows
+    # leave out training rows whose prompt has more tokens than this number; a stage that trains on given answers counts
+    # the prompt together with its longest answer. None keeps all rows
     max_prompt_tokens: Annotated[int, ">= 1"] | None = None
     eval_rows: Annotated[int, ">= 0"] = 256  # maximum number of rows to evaluate; 0 for none
-    # also evaluate with gray images and with other rows' images, see docs/metrics.md
+    # also evaluate with gray images and with the images of other rows, to measure how much answers depend on the image
     eval_without_images: bool = False
-    # lower bound on the area of an image in pixels; None follows the processor settings in the model folder
+    # smallest area of an image, in pixels; None follows the processor settings in the model folder
     min_pixels: MinPixels | None = None
-    # upper bound on the area of an image in pixels; None follows the processor settings
+    # largest area of an image, in pixels; None follows the processor settings
     max_pixels: Count | None = None
-    # threads that prepare prompts while a step computes; with 0, prompts are prepared between steps
+    # number of threads that prepare the next prompts during an optimizer step; with 0, prompts are prepared between
+    # steps
     image_workers: Annotated[int, "[0, 64]"] = 2
     skip_unreadable: bool = False  # skip training rows whose image cannot be read, and count them
     # variables for the chat template, such as {enable_thinking: false}
     chat_template_kwargs: dict = field(default_factory=dict)
-    # units of the box coordinates in answers; None follows the convention of the model family
+    # coordinates of boxes in answers: pixels of the original or of the resized image, thousandths of the image size, or
+    # fractions of it (unit); None follows the convention of the model family
     box_space: Literal["original", "resized", "thousandths", "unit"] | None = None
     # part of a completion that is the answer: the text in <answer> tags, the whole text, or the last line of the text
     answer_format: Literal["tags", "whole", "last_line"] = "tags"
-    # rewards for the evaluation, the first one in most detail; None evaluates
-    # with the recipe's rewards, see RunConfig.eval_rewards
+    # rewards that score evaluations; the first one is reported in most detail. None uses the training rewards, see
+    # RunConfig.eval_rewards
     eval_rewards: list[RewardName] | None = None
 
     def __post_init__(self):
@@ -203,35 +209,36 @@ NO_TRUNCATION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 @dataclass
 class SamplingOptions:
-    """Options for how completions are sampled, and where they end."""
+    """Options for sampling completions, and for the tokens and texts that end a completion."""
 
     temperature: Annotated[float, "[0, inf)"] = 1.0  # divides the logits; 0 takes the most likely token
     max_new_tokens: Annotated[int, "[1, 1048576]"] = 256  # longest completion, in tokens
-    # ids of tokens that end a completion; None means <|im_end|>, <|endoftext|>, and the end tokens of the folder's
-    # generation_config.json
+    # ids of tokens that end a completion; None means <|im_end|>, <|endoftext|>, and the end tokens in
+    # generation_config.json of the model folder
     stop_token_ids: list[Annotated[int, ">= 0"]] | None = None
-    # keep only the k most likely tokens, and tokens that are as likely as the k-th; 0 keeps all
+    # sample only from the k most likely tokens, and from tokens that are as likely as the k-th; 0 keeps all tokens
     top_k: Annotated[int, ">= 0"] = 0
-    # keep only the most likely tokens whose probabilities together reach this value
+    # sample only from the most likely tokens whose probabilities add up to this value (nucleus sampling)
     top_p: Annotated[float, "(0, 1]"] = 1.0
     min_p: Annotated[float, "[0, 1]"] = 0.0  # drop tokens with less than min_p times the largest probability
-    # penalty for tokens that occurred before: positive logits are divided by it, negative logits multiplied
+    # penalty for tokens that occur in the prompt or earlier in the completion: positive logits are divided by the
+    # penalty, negative logits are multiplied by it
     repetition_penalty: Annotated[float, "(0, inf)"] = 1.0
-    # texts that end a completion; the completion includes the token with which such a text is complete
+    # texts that end a completion; a completion includes the token with which one of these texts becomes complete
     stop_strings: list[str] = field(default_factory=list)
-    # maximum number of prompt and completion tokens in one sampling batch, where completions
-    # count with their full length; None samples all prompts in one batch
+    # maximum number of prompt and completion tokens in one sampling batch, where each completion counts as
+    # max_new_tokens; None samples all prompts in one batch
     max_batch_tokens: Annotated[int, ">= 1"] | None = None
-    # environment whose tools a completion may call, as file.py:NAME, see docs/agents.md
+    # environment with tools that the model may call in its completions, as file.py:NAME, see docs/agents.md
     environment: Code | None = None
-    # number of newest rounds whose images the prompt of each turn contains, see docs/agents.md; None includes all
-    # rounds
+    # number of past turns whose images remain in the prompt of the next turn, see docs/agents.md; None keeps the images
+    # of all turns
     history: Annotated[int, ">= 1"] | None = None
     cuda_graph: Literal["auto", "never"] = "auto"  # auto runs decode steps as a CUDA graph on a GPU
-    # model that computes the logits of rollouts: the policy (native), vLLM (docs/notes/vllm.md), or a class in your own
-    # file; filtering and sampling are the same for all engines
+    # engine that computes the logits of rollouts: the trained model itself (native), vLLM (docs/notes/vllm.md), or a
+    # class in your own file
     engine: Literal["native", "vllm"] | Code = "native"
-    # vllm.LLM options, such as dtype and max_model_len
+    # arguments of the class vllm.LLM, such as dtype and max_model_len
     vllm: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -245,23 +252,25 @@ class SamplingOptions:
 
     @property
     def truncates(self) -> bool:
-        """True if a filter removes tokens; training then normalises over the remaining tokens."""
+        """True if sampling removes tokens (top_k, top_p or min_p), so that training normalises over the remaining
+        tokens."""
         return self.temperature > 0 and any(getattr(self, name) != off for name, off in NO_TRUNCATION.items())
 
     @property
     def filtered(self) -> bool:
-        """True if sampling applies a filter from generation/filters.py."""
+        """True if top_k, top_p, min_p or the repetition penalty changes the probabilities before sampling."""
         return self.truncates or self.repetition_penalty != 1
 
 
 @dataclass
 class RolloutOptions:
-    """Options for the checks and the memory of sampling during training."""
+    """Options for sampling during training: a check of log-probabilities, and the gathering of sharded weights."""
 
-    # largest allowed difference, in nats, between sampler and trainer log-probabilities for
-    # a token. In 16 bits, the root mean square over all tokens may be at most a tenth of this value
+    # largest difference, in nats, that the log-probabilities of a token in sampling and in training may have. In 16
+    # bits, the root mean square of the differences over all tokens may be at most a tenth of this value
     max_logp_mismatch: Annotated[float, "(0, inf]; .inf disables the check"] = 1.0
-    # gather all sharded weights before a rollout; False gathers the weights layer by layer in each forward pass
+    # gather all sharded weights before completions are sampled; False gathers the weights layer by layer in each
+    # forward pass
     gather_weights: bool = True
 
 
@@ -270,10 +279,10 @@ class RolloutOptions:
 
 @dataclass
 class OptimizerOptions:
-    """Optimizer options for all stages; each stage has its own learning rate and adam_beta2."""
+    """Optimizer options for all training stages; learning rate and adam_beta2 are set for each stage."""
 
-    # AdamW, AdamW with 8-bit moments, or your own: file.py:name, which is called with (parameters, learning rate,
-    # betas=, weight_decay=) and must keep its whole state in tensors
+    # AdamW, AdamW with 8-bit moments, or your own optimizer as file.py:name, which is called with (parameters, learning
+    # rate, betas=, weight_decay=) and must keep its whole state in tensors
     name: Literal["adamw", "adamw_8bit"] | Code = "adamw"
     weight_decay: Annotated[float, "[0, inf)"] = 0.0  # applied to all weights
     max_grad_norm: Annotated[float, "(0, inf]; .inf does not clip"] = 1.0  # largest gradient norm
@@ -281,14 +290,14 @@ class OptimizerOptions:
 
 @dataclass
 class ShardingOptions:
-    """How weights, gradients and optimizer state are sharded over the ranks with FSDP2."""
+    """Options for sharding weights, gradients and optimizer state over the ranks with FSDP2."""
 
     enabled: bool = False  # False keeps a full copy of the model on each rank
-    # number of full model copies; with one copy per node, weights are gathered within nodes
+    # number of full copies of the model among all ranks; with one copy per node, weights are gathered only within nodes
     replicas: Annotated[int, ">= 1"] = 1
     cpu_offload: bool = False  # keep shards, gradients and optimizer state in CPU memory
-    # gather weights and reduce gradients once per optimizer step, not once per micro-batch; needs memory for all
-    # weights in the layers' dtype, and for all gradients in float32
+    # gather weights and reduce gradients once per optimizer step, not once per micro-batch; each GPU then needs memory
+    # for all weights in the layers' dtype and all gradients in float32
     once_per_step: bool = False
 
 
@@ -297,7 +306,7 @@ class ShardingOptions:
 
 @dataclass
 class TrainingOptions:
-    """Options for every stage: number of steps, batch size and learning rate."""
+    """Options that every training stage has, such as the number of steps, the batch size and the learning rate."""
 
     max_steps: Annotated[int, ">= 0"] = 100  # optimizer steps
     prompts_per_step: Annotated[int, ">= 1"] = 32  # prompts per optimizer step, over all ranks
@@ -309,10 +318,10 @@ class TrainingOptions:
     adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # decay rate of AdamW's second moments
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
-        """Yield (option, reason) for options in this section that have no effect.
+        """Yield (option, reason) for each option of this dataclass that has no effect because of other options.
 
-        config/validation.py rejects an option without effect if its value is not the default. The section for a stage
-        in your own file can extend this method, here for an option `warmdown`:
+        The module config/validation.py raises ValueError if a recipe sets one of the yielded options. The section for a
+        stage in your own file can extend this method, here for an option `warmdown`:
 
             def without_effect(self):
                 yield from super().without_effect()
@@ -332,14 +341,14 @@ class SFTOptions(TrainingOptions):
 
 @dataclass
 class DPOOptions(TrainingOptions):
-    """DPO and the other preference losses on pairs, see dpo_loss."""
+    """Options for DPO and other losses on preference pairs, see dpo_loss."""
 
     loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # keys in DPO_LOSSES
     loss_weights: list[Finite] | None = None  # None is 1 for each; MPO has [0.8, 0.2, 1.0]
     beta: Annotated[float, "(0, inf)"] = 0.1  # scales the log ratios; larger values keep the policy near the reference
-    # assumed fraction of wrong labels, for sigmoid, exo_pair, robust, aot and aot_unpaired
+    # assumed fraction of pairs with swapped labels, for the losses sigmoid, exo_pair, robust, aot and aot_unpaired
     label_smoothing: Finite = 0.0
-    # divergence between policy and reference, see f_score
+    # divergence that keeps the policy near the reference model, see f_score
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
     f_alpha_divergence_coef: Finite = 0.5  # alpha in the alpha divergence
     ld_alpha: Annotated[float, "[0, 1]"] | None = None  # LD-DPO: weight for tokens beyond the shorter answer's length
@@ -351,54 +360,58 @@ class DPOOptions(TrainingOptions):
 class RewardModelOptions(TrainingOptions):
     """Options for training a reward model on pairs."""
 
-    # weight of the squared sum of a pair's two scores in the loss, which centers the scores at 0
+    # weight of a loss term, the squared sum of a pair's two scores, which keeps the mean score near 0
     center_rewards_coefficient: Finite | None = None
-    # model folder that the reward `reward_model` uses; None uses the model that this stage trained
+    # model folder for the reward named `reward_model`; None uses the reward model that this stage has trained
     path: FilePath | None = None
 
 
 @dataclass
 class GRPOOptions(TrainingOptions):
-    """GRPO and its variants: options that select functions in losses/."""
+    """Options for GRPO and its variants, such as GSPO, DAPO and RLOO."""
 
     num_generations: Annotated[int, ">= 2"] = 8  # G, completions per prompt (the group)
     steps_per_generation: Annotated[int, ">= 1"] = 1  # optimizer steps per pass over a rollout
     num_iterations: Annotated[int, ">= 1"] = 1  # passes over each rollout
-    # maximum number of tokens in a forward and backward pass. A prompt with several completions counts once, and its
-    # completions may be split over passes. None sets no limit
+    # maximum number of tokens in a forward and backward pass; the prompt of several completions counts once, and its
+    # completions may be split over several passes. None sets no limit
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
-    # dynamic sampling: resample groups with equal rewards, up to this many batches; 1 disables it
+    # dynamic sampling: replace groups whose rewards are all equal by new groups, from up to this many batches of
+    # prompts; 1 disables dynamic sampling
     max_num_gen_batches: Annotated[int, ">= 1"] = 1
 
-    # function that turns rewards into advantages: a name in losses/advantages.py, or your own function as file.py:name.
-    # None chooses rloo for loss_type rloo, gdpo for multi_objective_aggregation normalize_then_sum, and otherwise grpo
+    # function that computes advantages from rewards: a name in losses/advantages.py, or your own function as
+    # file.py:name. None chooses rloo for loss_type rloo, gdpo for multi_objective_aggregation normalize_then_sum, and
+    # otherwise grpo
     advantages: Literal["grpo", "gdpo", "rloo"] | Code | None = None
-    # which standard deviation of rewards divides the advantages
+    # advantages are divided by the standard deviation of the rewards in the group or in the batch, or are not divided
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    # normalise the weighted sum of the rewards, or each reward before the sum (GDPO)
+    # with several rewards, normalise their weighted sum, or normalise each reward before the sum (GDPO)
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    # DAPO's soft overlong punishment: number of last tokens before max_new_tokens in which the penalty grows; 0
-    # disables the penalty
+    # DAPO's penalty for long completions: the penalty grows over this many tokens before max_new_tokens; 0 disables the
+    # penalty
     soft_punish_cache: Annotated[int, ">= 0"] = 0
-    # exclude truncated completions from the loss (DAPO's overlong filtering)
+    # exclude completions that reach max_new_tokens from the loss (DAPO's overlong filtering)
     mask_truncated_completions: bool = False
 
-    # loss, see grpo_loss; or your own function with grpo_loss's signature, as file.py:name
+    # name of the policy loss, see grpo_loss; or your own function with the same arguments, as file.py:name
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo", "cispo", "sapo", "vespo"] | Code = "dapo"
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"  # sequence: GSPO
-    # the ratio is clipped to [1 - epsilon_low, 1 + epsilon_high]
+    # the ratio of the new to the old policy is clipped to [1 - epsilon_low, 1 + epsilon_high]
     epsilon_low: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2
     epsilon_high: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2  # upper clip range, see epsilon_low
     beta: Annotated[float, "[0, inf)"] = 0.0  # weight of the KL penalty; 0 needs no reference model
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # KL estimator, see kl_term
-    # multiply the KL by the policy ratio, which makes its gradient unbiased
+    # multiply the KL penalty by the ratio of the new to the old policy, which makes the gradient of the penalty
+    # unbiased
     use_bias_correction_kl: bool = True
-    # fraction of the tokens that are trained on: the tokens with the highest entropy
+    # fraction of the completion tokens that are trained on, the tokens with the highest entropy
     top_entropy_quantile: Annotated[float, "(0, 1]"] = 1.0
     entropy_coef: Finite = 0.0  # weight of the entropy bonus
-    # correction for the mismatch between sampler and trainer, see rollout_importance_ratio
+    # importance sampling against differences between the log-probabilities of sampling and of training, see
+    # rollout_importance_ratio
     rollout_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = None
-    # lower and upper bound on the ratio that rollout_correction truncates or masks
+    # lower and upper bound of the importance ratio in rollout_correction
     rollout_correction_bounds: tuple[CorrectionBound, CorrectionBound] = (None, 3.0)
 
     def __post_init__(self):
@@ -410,7 +423,8 @@ class GRPOOptions(TrainingOptions):
 
     @property
     def advantages_name(self) -> str:
-        """Value of `advantages`, or the name that the other options imply if the value is None."""
+        """The value of the option `advantages`, or the value that follows from other options if `advantages` is
+        None."""
         if self.advantages is not None:
             return self.advantages
         if self.loss_type == "rloo":
@@ -425,17 +439,19 @@ class PPOOptions(TrainingOptions):
     num_generations: Annotated[int, ">= 1"] = 1  # completions per prompt
     num_mini_batches: Annotated[int, ">= 1"] = 1  # optimizer steps per pass over a rollout
     num_ppo_epochs: Annotated[int, ">= 1"] = 4  # passes over each rollout
-    # maximum number of tokens per forward and backward pass, where a prompt counts once; None sets no limit
+    # maximum number of tokens per forward and backward pass; the prompt of several completions counts once. None sets
+    # no limit
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
-    # clip range: the policy ratio is clipped to 1 +- cliprange, and a critic's value to its old value +- cliprange
+    # the ratio of the new to the old policy is clipped to 1 +- cliprange, and a critic's value to its old value +-
+    # cliprange
     cliprange: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2
     vf_coef: Annotated[float, "[0, inf)"] = 0.1  # weight of the critic's loss
     critic: Literal["shared", "separate"] = "shared"  # shared: value head on the policy; separate: own model
-    # checkpoint (critic or reward model) that initialises a separate critic; None copies the policy
+    # model folder of a critic or reward model that initialises a separate critic; None copies the policy
     critic_path: FilePath | None = None
     kl_coef: Annotated[float, "[0, inf)"] = 0.05  # weight of the KL penalty; 0 needs no reference model
     kl_estimator: Literal["k1", "k3"] = "k1"  # KL estimator, see token_rewards
-    # penalty that is subtracted from the score of a completion without an end token, as in TRL; None disables it
+    # penalty that is subtracted from the score of a completion without an end token; None disables the penalty
     missing_eos_penalty: Finite | None = None
     gamma: Annotated[float, "[0, 1]"] = 1.0  # discount factor, see gae
     lam: Annotated[float, "[0, 1]"] = 0.95  # lambda of GAE, see gae
@@ -450,41 +466,44 @@ class RunConfig:
 
     seed: int = 0  # seed for weights, data order and sampling
     output_dir: str = "runs/default"  # folder of all files of the run
-    # stages to run, in order; also file.py:Class, whose section has the name Class.stage
+    # names of the training stages, in order; your own stage is file.py:Class, whose option section has the name
+    # Class.stage
     stages: list[Code] = field(default_factory=lambda: [Code("grpo")])
     max_epochs: Annotated[float, "(0, 1e6]"] | None = None  # epochs after which a stage ends
-    # CPU threads per rank; None is the environment variable OMP_NUM_THREADS, or a share of the cores
+    # CPU threads per rank; None takes the environment variable OMP_NUM_THREADS, or an equal share of the cores
     num_threads: Annotated[int, "[1, 4096]"] | None = None
-    # minutes between saved training states, from which `resume` continues; a state is also saved after each stage
+    # minutes between saved training states, from which a run can resume; a training state is also saved after each
+    # stage
     checkpoint_minutes: Annotated[float, "[0, inf)"] = 10.0
-    # also save a training state every N steps; if checkpoint_steps and checkpoint_minutes are 0, a state is saved only
-    # after a signal such as SIGTERM
+    # also save a training state every N steps; if checkpoint_steps and checkpoint_minutes are 0, a training state is
+    # saved only after a signal such as SIGTERM
     checkpoint_steps: Annotated[int, ">= 0"] = 0
-    # "auto" continues from the newest state in output_dir, if output_dir has a state; the path of a state continues
-    # from this state; "never" deletes the states in output_dir and starts again
+    # "auto" resumes from the newest training state in output_dir, if there is one; the path of a training state resumes
+    # from this state; "never" deletes the training states in output_dir and starts again
     resume: str | None = None
     eval_steps: Annotated[int, ">= 0"] = 0  # also evaluate every N steps; 0 only between stages
-    # also write the weights to checkpoint/ every N steps; 0 writes them only after a stage
+    # also write the weights to the folder checkpoint/ every N steps; 0 writes the weights only after a stage
     save_steps: Annotated[int, ">= 0"] = 0
-    # files that save_steps and best_metric write: all weights with the adapter merged, or only the adapter, which needs
-    # far less space; the end of the run always merges
+    # files that save_steps and best_metric write: all weights with the adapter merged, or only the adapter, which is
+    # far smaller; the end of the run always writes merged weights
     save: Literal["merged", "adapter"] = "merged"
     log_completions: Annotated[int, ">= 0"] = 10  # steps between entries in completions.jsonl
-    # number of prompts per entry, the first ones of rank 0; null logs all prompts on all ranks
+    # number of prompts per entry of completions.jsonl, the first prompts of rank 0; null logs all prompts of all ranks
     num_logged_prompts: Annotated[int, ">= 1"] | None = 4
-    # minutes between updates of report.html; 0 writes it only when the run ends
+    # minutes between updates of report.html; 0 writes the report only when the run ends
     report_minutes: Annotated[float, "[0, inf)"] = 1.0
-    # evaluation metric, such as eval/accuracy_greedy; the weights with its best value are saved in best/
+    # evaluation metric, such as eval/accuracy_greedy; the weights with the best value of this metric are saved in the
+    # folder best/
     best_metric: str | None = None
-    # trackers that also receive the metrics, or your own function as file.py:name, which is called with (config, steps,
-    # closing) and returns log(values, steps)
+    # trackers that receive the metrics, or your own function as file.py:name, which is called with (config, steps,
+    # closing) and returns a function log(values, steps)
     report_to: list[Literal["tensorboard", "wandb"] | Code] = field(default_factory=list)
-    # do not start if the model does not fit the GPUs' memory, according to `minivlmrl memory`
+    # refuse to start if the run needs more memory than the GPUs have, according to `minivlmrl memory`
     check_memory: bool = True
-    # seconds that a rank waits for other ranks in training, where all ranks do the same; sampling, rewards and saving
-    # may take longer on one rank
+    # seconds that a rank waits for other ranks in an optimizer step; sampling, rewards and saving may take longer on
+    # one rank
     timeout: Annotated[float, "(0, 1e9)"] = 600.0
-    # seconds that one reward call may take for all completions in a batch
+    # seconds that one call of a reward function may take; a call scores all completions in a batch
     max_reward_seconds: Annotated[float, "(0, 1e9)"] = 1800.0
     model: ModelOptions = field(default_factory=ModelOptions)
     adapter: LoRAOptions = field(default_factory=LoRAOptions)
@@ -503,9 +522,9 @@ class RunConfig:
     ppo: PPOOptions = field(default_factory=PPOOptions)
 
     def __post_init__(self):
-        # fields that load_config sets; they are not options
+        # fields that load_config sets, and that a recipe cannot set
         self.recipe = ""  # recipe path
-        # sections of file stages that an override has removed from `stages`
+        # sections in the recipe for the user's own stages that the command line has removed from `stages`
         self.unused_sections: list[str] = []
         self.names_of_files: dict[str, str] = {}  # "file.py:Class" of `stages` -> Class.stage
         if self.rewards and not any(self.rewards.values()):
@@ -515,16 +534,16 @@ class RunConfig:
 
     @property
     def stage_names(self) -> list[str]:
-        """The names of the stages' sections, such as again for my_stage.py:Again."""
+        """The stages' names, which are also the names of their option sections: `again` for my_stage.py:Again."""
         return [self.names_of_files.get(stage, stage) for stage in self.stages]
 
     @property
     def eval_rewards(self) -> list[RewardName]:
-        """The rewards of the evaluation: data.eval_rewards, or else the recipe's rewards.
+        """The rewards that score evaluations: data.eval_rewards, or else the training rewards.
 
-        The recipe's rewards are ordered by weight, the largest first, and formats come last. The reward `reward_model`
-        is left out, because a reward model can only score training rows. If no other reward remains, answers are
-        evaluated with accuracy and format.
+        Training rewards are ordered by weight, the largest first, and rewards for the format come last. The reward
+        `reward_model` is left out, because a reward model can only score training rows. If `reward_model` is the only
+        training reward, answers are evaluated with the rewards accuracy and format.
         """
         if self.data.eval_rewards is not None:
             return self.data.eval_rewards
@@ -534,5 +553,5 @@ class RunConfig:
 
     @property
     def uses_fsdp(self) -> bool:
-        """True if FSDP2 holds the weights, because of sharding or a separate compute dtype."""
+        """True if the model is wrapped with FSDP2, because weights are sharded or model.compute_dtype is set."""
         return self.sharding.enabled or self.model.compute_dtype is not None

@@ -1,4 +1,4 @@
-"""Read values in recipes and config files by a dataclass's type hints.
+"""Check and convert the values in recipes and config files according to the type hints of dataclasses.
 
 `Reader` walks over a value together with its type hint, checks and converts the value, and lets the caller change texts
 that name files or code. `build` creates a dataclass from the values of a file, and `read_value` reads a single value.
@@ -29,7 +29,7 @@ class Dataclass(Protocol):
 T = TypeVar("T", bound=Dataclass)
 TypeHint = Any  # such as list[int] or int | None; Python has no type for type hints before PEP 747
 ChangeText = Callable[[TypeHint, str, str], str]
-# {option in TRL or transformers: the same option's name in minivlmrl}
+# {name of an option in TRL or transformers: name of the same option in minivlmrl}
 TRL_ALIASES = {
     "lr": "STAGE.learning_rate",
     "num_train_epochs": "max_epochs",
@@ -50,9 +50,9 @@ TRL_ALIASES = {
 
 
 class Loader(yaml.SafeLoader):
-    """Reads YAML like yaml.safe_load, and rejects duplicate keys and aliases.
+    """A YAML loader like yaml.SafeLoader that also rejects duplicate keys and aliases.
 
-    With aliases, a short text can describe a list with more values than a computer can read.
+    Aliases are rejected, because with aliases a short YAML text can describe a list that fills the memory.
     """
 
     def compose_node(self, parent, index):
@@ -85,7 +85,7 @@ def parse_yaml(text: str | bytes) -> Any:
 def build(
     cls: type[T], values: Plain, where: str, prefix: str = "", json: bool = False, change_text: ChangeText | None = None
 ) -> T:
-    """Build a dataclass from a file's values; every key, type and bound is checked.
+    """Build a dataclass from the values in a file, and check every key, type and bound.
 
     Args:
         cls: dataclass to build.
@@ -100,7 +100,7 @@ def build(
 
 
 def check_values(cls: type[Dataclass], values: Mapping[str, Plain], where: str) -> dict[str, Plain]:
-    """Check a file's values as `build` does, and return the values that are not None."""
+    """Check values against the fields of a dataclass, and return those that are not None."""
     if not values:
         return {}
     checked = vars(build(cls, values, where))
@@ -113,7 +113,7 @@ def read_value(hint: TypeHint, value: Plain, name: str, json: bool) -> Any:
 
 
 class Reader:
-    """Walks over a value together with its type hint, checks the value and converts it.
+    """Checks a nested value against a type hint, and converts the value.
 
     Type hints may be int, float, str, bool, dict, X | None, list[X], dict[str, X], tuple[X, ...], tuple[X, X, X],
     dataclasses, Literal["a", "b"], text types from config/types.py, and bounds: Annotated[int, ">= 1"],
@@ -136,10 +136,10 @@ class Reader:
         self.dashes = dashes
 
     def read(self, hint: TypeHint, value: Plain, name: str) -> Any:
-        """Read a value; `name` is the field's path for error messages, such as "grpo.beta"."""
+        """Check and convert a value; errors call the value by `name`, the path of its field, such as "grpo.beta"."""
         origin = typing.get_origin(hint)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            # a caller may already have built a section, also from a subclass of the section's type
+            # a caller may pass a section that is already a dataclass, also of a subclass of the section's type
             return value if isinstance(value, hint) else self.read_section(hint, value, name)
         if origin in (typing.Union, types.UnionType):
             return self._read_union(hint, value, name)
@@ -150,7 +150,7 @@ class Reader:
                 raise _invalid(name, number, bounds_text(bounds))
             return number
         if origin is Literal:
-            # types are compared too, because 1 equals True
+            # types of choices are compared in addition to values, because 1 == True in Python
             choices = [(type(choice), choice) for choice in typing.get_args(hint)]
             if (type(value), value) not in choices:
                 raise _invalid(name, value, type_text(hint))
@@ -173,7 +173,7 @@ class Reader:
         return self._changed(hint, value, name)
 
     def read_section(self, cls: type[T], values: Plain, name: str) -> T:
-        """Read a dataclass from a section of a file; `name` is "" for the whole file."""
+        """Build a dataclass from a section of a file; `name` is the section's path, or "" for the whole file."""
         check_field(isinstance(values, dict), name or "the file", values, "an object with names and values")
         prefix = f"{name}." if name else ""
         hints = typing.get_type_hints(cls, include_extras=True)
@@ -194,7 +194,8 @@ class Reader:
             raise ValueError(f"{prefix}{error}") from None
 
     def _read_union(self, hint: TypeHint, value: Plain, name: str) -> Any:
-        """Read a value by its own type if the union contains it, or by the first type that fits."""
+        """Convert a value for a union of types: keep its own type if the union contains it, or try the types in
+        order."""
         choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
         if type(value) in typing.get_args(hint):  # "7" is text for float | str
             return value
@@ -223,7 +224,7 @@ class Reader:
         inside = typing.get_args(hint)
         if origin is list and isinstance(value, str) and not self.json:
             value = [value]  # a text stands for a list with one item, as in --dpo.loss_type=ipo
-        # a list is accepted for a tuple, because JSON and YAML have no tuples
+        # a list is accepted where the type hint says tuple, because JSON and YAML have no tuples
         is_valid = isinstance(value, (list, tuple) if origin is tuple else list)
         check_field(is_valid, name, value, f"of type {type_text(hint)}")
         if origin is list or ... in inside:
@@ -233,14 +234,16 @@ class Reader:
         return tuple(self.read(item_hint, item, name) for item_hint, item in items)
 
     def _changed(self, hint: TypeHint, value: Plain, path: str) -> Plain:
-        """Apply change_text to a value whose type is a text type from config/types.py."""
+        """Let the caller's function change_text replace a text whose type, such as FilePath, stands in
+        config/types.py."""
         if self.change_text and hasattr(hint, "__supertype__") and isinstance(value, str):
             return self.change_text(hint, value, path)
         return value
 
 
 def _suggestion(root: type, section: type, prefix: str, key: str, dashes: str) -> str:
-    """Suggest the option that TRL calls by this name, the same option in another section, or a similar name."""
+    """Suggest an option in place of an unknown key: the option for TRL's name, the key in another section, or a similar
+    name."""
     if key in TRL_ALIASES:
         return f"here this option is {dashes}{TRL_ALIASES[key].replace(' and ', f' and {dashes}')}"
     paths = [option.path for option in options_of(root)]
@@ -259,7 +262,7 @@ def _suggestion(root: type, section: type, prefix: str, key: str, dashes: str) -
 
 
 class Option(NamedTuple):
-    """A recipe option: a dataclass field that is not a section."""
+    """An option of a recipe: a dataclass field whose value is not itself a section of options."""
 
     path: str  # name on the command line, such as "seed" or "grpo.beta"
     name: str  # name in its section
@@ -269,12 +272,12 @@ class Option(NamedTuple):
 
     @property
     def comment(self) -> str:
-        """The comment on the field in the source code, or ""."""
+        """The comment on the option's field in the source code, or "" without a comment."""
         return _field_comments(self.declared_in).get(self.name, "")
 
 
 def options_of(cls: type, prefix: str = "") -> Iterator[Option]:
-    """Yield the options in a dataclass and its sections."""
+    """Yield the options in a dataclass and in its nested dataclasses, the sections of a recipe."""
     hints = typing.get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
@@ -288,7 +291,7 @@ def options_of(cls: type, prefix: str = "") -> Iterator[Option]:
 
 @functools.cache
 def _field_comments(cls: type) -> dict[str, str]:
-    """Return the comments above and after each field of a dataclass."""
+    """Map the fields of a dataclass to the comments above and after each field in the source code."""
     comments = {}
     above = []  # comment lines since the last field
     name = ""
@@ -331,8 +334,8 @@ def type_text(hint: TypeHint) -> str:
 def within_bounds(number: float, bounds: str) -> bool:
     """Return True if a number is within bounds such as ">= 1", "> 0" or "(0, 1]".
 
-    An infinite number is only within bounds that end with "inf]", such as "(0, inf]". Text after "; " in `bounds` is
-    advice for error messages and is ignored.
+    Infinity is only within bounds that end with "inf]", such as "(0, inf]". In `bounds`, text after "; " is advice for
+    error messages, and does not change the bounds.
     """
     interval = bounds.partition("; ")[0]
     if interval.startswith(">"):
@@ -344,7 +347,8 @@ def within_bounds(number: float, bounds: str) -> bool:
 
 
 def bounds_text(bounds: str) -> str:
-    """Describe bounds, such as ">= 1", "in (0, 1]" or "in (0, inf] (.inf does not clip)"."""
+    """Describe bounds for an error message: "(0, inf]; .inf does not clip" becomes "in (0, inf] (.inf does not
+    clip)"."""
     interval, _, advice = bounds.partition("; ")
     words = interval if interval[0] == ">" else f"in {interval}"
     words = "finite" if interval == "(-inf, inf)" else words

@@ -11,15 +11,17 @@ longest = math.inf  # seconds that every limit has at most, see `shorten_limits`
 
 
 class Overtime(BaseException):
-    """Raised inside code that exceeds its time limit; not a subclass of Exception, which the code may catch."""
+    """Raised in a user's code that exceeds its time limit; a BaseException, so that `except Exception` does not catch
+    it."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise Overtime inside a `with` block that runs longer than `seconds`.
+    """Raise the exception Overtime in a `with` block that runs longer than `seconds`.
 
-    Overtime is raised by SIGALRM, which also interrupts a sleep, a request or a regular expression. There is no limit
-    on Windows and outside the main thread, nor for code that replaces the alarm or is not Python and never returns.
+    The signal SIGALRM raises Overtime, and so also interrupts a sleep, a request or a regular expression. The time
+    limit has no effect on Windows, outside the main thread, in code that replaces SIGALRM's handler, or in C code that
+    never returns.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or not hasattr(signal, "SIGALRM"):
@@ -37,14 +39,15 @@ def time_limit(seconds: float) -> Iterator[None]:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
-        # The timer is cleared again, because the alarm may have interrupted the line that cleared it.
+        # The timer is cleared a second time, because the alarm may have interrupted the line above that clears the
+        # timer.
         signal.setitimer(signal.ITIMER_REAL, 0)
-        # signal.signal returns None if the former handler was not installed from Python.
+        # The former handler is None if C code installed it; signal.signal does not accept None.
         signal.signal(signal.SIGALRM, former or signal.SIG_DFL)
 
 
 def shorten_limits(seconds: float):
-    """Limit the rest of a running `time_limit` block, and every later block, to this time.
+    """Limit the time of a running `time_limit` block from now on, and of every later block, to `seconds`.
 
     A signal handler calls shorten_limits, so that a run that must stop does not wait for a reward that hangs.
     """

@@ -1,8 +1,8 @@
-"""Reject options that have no effect in combination with other options, before the run starts.
+"""Reject recipes that set an option which has no effect because of another option.
 
-RULES lists every option that other options switch off, the reason, and the condition. If an option without effect
-differs from its default, this is an error. The section of a stage, also of a stage in your own file, can check its own
-options in a method, see `TrainingOptions.without_effect`.
+The table RULES lists the options that other options switch off, with the reason and the condition. ValueError is raised
+if such an option differs from its default. Training stages check their own options in the method
+`TrainingOptions.without_effect`, also stages in a user's file.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,8 +11,8 @@ from operator import attrgetter
 from minivlmrl.config.options import NO_TRUNCATION, RunConfig, TrainingOptions
 from minivlmrl.errors import error_context
 
-# (options separated by spaces, why they have no effect, condition). The condition is a function of the run and of
-# whether one of its stages keeps a reference model.
+# (names of options separated by spaces, reason why the options have no effect, condition). The condition is a function
+# of the config and of whether a stage keeps a reference model.
 Rule = tuple[str, str, Callable[[RunConfig, bool], object]]
 
 
@@ -22,7 +22,7 @@ def on_policy(run: RunConfig) -> bool:
 
 
 def own_loss(run: RunConfig) -> bool:
-    """Return True for a loss from a file, which can have any option of the section as argument."""
+    """Return True if the GRPO loss comes from a user's file; the loss may then read any option in the section grpo."""
     return ":" in run.grpo.loss_type
 
 
@@ -113,7 +113,7 @@ RULES: list[Rule] = [
 def check_effects(run: RunConfig, has_reference: bool):
     """Raise ValueError if an option is set that has no effect because of other options.
 
-    Options of stages that the recipe does not name are not checked; run/setup.py prints a note.
+    Options of training stages that the recipe does not run are not checked; run/setup.py prints a note about them.
     """
     unnamed = unnamed_stages(run)
     with error_context(run.recipe or "recipe"):
@@ -134,20 +134,21 @@ def check_dtypes(run: RunConfig):
 
 
 def is_set(option: str, config: RunConfig | TrainingOptions) -> bool:
-    """Return True if an option, such as "beta" or "grpo.beta", differs from its default."""
+    """Return True if the value of an option, such as "grpo.beta", differs from its default."""
     path, _, name = option.rpartition(".")
     section = attrgetter(path)(config) if path else config
     return getattr(section, name) != getattr(type(section)(), name)
 
 
 def unnamed_stages(run: RunConfig) -> list[str]:
-    """Return the names of the sections of stages that are not in `stages`."""
+    """Return the names of the training stages that have options, but that the recipe does not run."""
     sections = [name for name, value in vars(run).items() if isinstance(value, TrainingOptions)]
     return [name for name in sections if name not in run.stage_names]
 
 
 def options_without_effect(run: RunConfig, has_reference: bool) -> Iterator[tuple[str, str]]:
-    """Yield every option that has no effect, even if it has its default value, and the reason."""
+    """Yield (option, reason) for every option that has no effect in this run, also for options with their default
+    value."""
     for options, reason, applies in RULES:
         if applies(run, has_reference):
             yield from ((option, reason) for option in options.split())

@@ -1,4 +1,4 @@
-"""Check in the first step of a stage that every image and every text in the rows reaches the loss."""
+"""Check in the first step of a training stage that the loss depends on every image and every text of the rows."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -22,7 +22,7 @@ from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.trainers.base import MicroBatch, Step, Trainer
 
-# largest relative difference between cached image embeddings and those that the tower computes now
+# largest allowed relative difference between cached image embeddings and newly computed image embeddings
 CACHE_TOLERANCE = 0.05
 ADVICE = (
     "The run continues, but it does not learn from all inputs. Check the trainer, the collator and "
@@ -31,7 +31,7 @@ ADVICE = (
 
 
 class InputCheck(Callback):
-    """Warns if an image or a text in a stage's first optimizer step does not reach the loss.
+    """Warns if the loss in a training stage's first step does not depend on an image or a text of the step's rows.
 
     The check costs less than one optimizer step, and changes neither weights nor random numbers.
     """
@@ -53,9 +53,10 @@ class InputCheck(Callback):
 
 
 def check_inputs(trainer: Trainer, step: Step) -> list[str]:
-    """Return a warning for each kind of input in an optimizer step that does not reach the loss.
+    """Return a warning for each kind of input, such as an image, on which the loss of an optimizer step does not
+    depend.
 
-    Under FSDP the model is not run, and only tokens and images are compared with the rows.
+    Under FSDP the check does not run the model, and only compares tokens and images with those of the rows.
     """
     found: dict[str, list[str]] = {}  # {problem: its rows}
     for batch in step.micro_batches:
@@ -74,7 +75,7 @@ def check_inputs(trainer: Trainer, step: Step) -> list[str]:
 
 @dataclass
 class Part:
-    """A prompt, or a completion after its prompt, in a packed sequence."""
+    """A segment of a packed sequence: a prompt, or one completion of a prompt."""
 
     prompt: Prompt
     is_prompt: bool
@@ -94,10 +95,10 @@ def parts_of(group: GroupBatch) -> Iterator[Part]:
 
 
 def check_gradients(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[Prompt, str]]:
-    """Yield (prompt, problem) for each text and each image without a gradient.
+    """Yield (prompt, problem) for each text and each image at which the gradient of the loss is 0.
 
-    A prompt without any gradient is reported only if it has a given answer, because completions with an advantage of 0
-    have no gradient.
+    A prompt without any gradient is reported only in training on given answers, because sampled completions with an
+    advantage of 0 have no gradient.
     """
     group = batch.group
     at_images, at_inputs = run_loss(trainer, batch)
@@ -108,7 +109,7 @@ def check_gradients(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[Promp
         if part.is_prompt and (trainer.answers or own.nansum()):
             slopes.append(("the text of the prompt", own[~own.isnan()]))
         for position, patches in part.images:
-            # a text after the image has a gradient if a trained token comes after this text
+            # an image has a gradient only if a token after the image is trained on
             if at_texts[position : part.span.stop].nansum():
                 slopes.append(("an image", at_images[list(patches)]))
         for name, values in slopes:
@@ -124,9 +125,9 @@ def check_gradients(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[Promp
 
 
 def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Compute the absolute gradients of the loss at the patches and at the N decoder inputs.
+    """Compute the absolute gradients of the loss with respect to the image patches and to the N input embeddings.
 
-    Gradients are summed over features; the patches of a cached embedding share the embedding's gradient.
+    Gradients are summed over features; patches that are merged into one image token share the gradient of this token.
     """
     name = "pixel_values" if batch.group.vision_embeds is None else "vision_embeds"
     leaves: list[Tensor] = [getattr(batch.group, name).detach().clone().requires_grad_()]
@@ -137,13 +138,14 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return (leaves[-1], *arguments[1:])
 
     def add_states(module: nn.Linear, arguments: tuple, values: Tensor) -> Tensor | None:
-        # a new value head has weights of 0, which would hide all inputs, so the hidden states are added to its output
+        # A new value head has weights of 0, so no input has a gradient. The hidden states are therefore added to its
+        # output.
         return None if module.weight.any() else values + arguments[0].mean(-1, keepdim=True)
 
     with ExitStack() as stack:
         for module in {*trainer.trained.modules(), *trainer.policy.modules()}:
             for weight in module.parameters(recurse=False):
-                # gradients of weights are switched off, because they are not needed and take a third of the time
+                # gradients of the weights are switched off, because the check only needs gradients of the inputs
                 stack.callback(weight.requires_grad_, weight.requires_grad)
                 weight.requires_grad_(False)
             if isinstance(module, TextModel):
@@ -163,7 +165,8 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
 
 
 def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Prompt, str]]:
-    """Encode the rows again; yield (prompt, problem) for each row that differs in a micro-batch."""
+    """Encode the rows again, and yield (prompt, problem) for each row whose tokens or images differ from the
+    micro-batch."""
     answers: dict[int, list[list[int]]] = {}  # {id of a prompt: its answers' ids}
     for part in parts_of(group):
         prompt, row = part.prompt, part.prompt.row
@@ -171,14 +174,14 @@ def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Pro
         if row is None or not row.messages:
             continue  # a trajectory's turn, whose prompt an environment has written
         if not part.is_prompt:
-            # a packed answer lacks its last token, except for a reward model
+            # the last token of an answer is not in the packed sequence, except in training a reward model
             known = answers[id(prompt)]
             if known and ids not in [cut for x in known for cut in (x, x[:-1])]:
                 yield prompt, "the tokens of an answer are not those of its row"
             continue
         given = [encode_answer(trainer.processor, row, getattr(row, x)) for x in trainer.answers]
         answers[id(prompt)] = [turn.ids.tolist() for x in given for turn in x.turns or [x]]
-        # if the chat template rewrites earlier turns, later turns have prompts of their own
+        # if the chat template changes earlier turns, the later turns of a conversation have their own prompts
         fresh = row.prompt(trainer.processor)
         fresh_prompts = [fresh, *(turn.prompt for x in given for turn in x.turns[1:])]
         patches = [number for _, patches in part.images for number in patches]
@@ -195,7 +198,7 @@ def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Pro
 
 
 def check_encoding(trainer: Trainer, row: Row, ids: list[int]) -> Iterator[str]:
-    """Yield a problem if the encoding of a prompt itself changes its text."""
+    """Yield a problem if decoding the tokens of a prompt does not give the text of its row."""
     tokenizer = trainer.processor.tokenizer
     if lacking := find_missing_text(row.messages, tokenizer.decode(ids), len(row.messages)):
         yield f"the tokens of the step do not contain {lacking}"

@@ -1,4 +1,4 @@
-"""Try the largest batches of a stage before its first step, so that memory runs out early."""
+"""Compute the largest batches of a training stage before its first step, so that memory runs out early or never."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -24,9 +24,9 @@ from minivlmrl.trainers.rollout import RolloutTrainer
 def largest_rows(
     question: MemoryQuestion, trainer: Trainer, dataset: Dataset, sizes: Sequence[RowSize], count: int
 ) -> list[Row]:
-    """Return `count` rows, in the order of `sizes`; rows are repeated if there are fewer sizes.
+    """Return the `count` largest rows; rows are repeated if the dataset has fewer.
 
-    Rows whose images cannot be decoded are left out if data.skip_unreadable is set, and otherwise raise ValueError.
+    A row whose image cannot be decoded raises ValueError, or is left out if data.skip_unreadable is set.
     """
     rows = []
     for size in sizes:
@@ -44,7 +44,7 @@ def try_largest_batches(
 ):
     """Sample from the largest batches of a rollout and of an evaluation, and train on the largest micro-batch.
 
-    The weights, the optimizer and the random generators do not change. All gradients are removed.
+    Weights, optimizer state and random generators do not change. All gradients are removed.
 
     Args:
         datasets: each stage's rows by its name, and the held-out rows as "eval".
@@ -57,7 +57,7 @@ def try_largest_batches(
         with phase("load"):
             missing = 0 if optimizer.state else optimizer_bytes
             reserved = torch.empty(missing, dtype=torch.uint8, device=world.device)
-        # tools, and the batches of other engines, are not tried
+        # sampling with tools, and sampling with an engine such as vLLM, is not tried
         has_tools = run.sampling.environment is not None
         if isinstance(trainer, RolloutTrainer) and not has_tools and run.sampling.engine == "native":
             work = sampling_batch(question)
@@ -82,7 +82,7 @@ def try_largest_batches(
 
 
 def try_sampling(sampler: Sampler, rows: Sequence[Row], num_generations: int):
-    """Sample the first tokens of completions, with memory for the keys and values of max_new_tokens tokens."""
+    """Sample one token per completion, but reserve the KV cache for max_new_tokens tokens."""
     if not rows:
         return
     prompts = [row.prompt(sampler.processor) for row in rows]

@@ -1,8 +1,8 @@
-"""Estimate the memory that a run needs on each GPU, phase by phase, before its weights are read.
+"""Estimate the GPU memory that each phase of training needs (sampling, scoring, forward and backward pass).
 
-To count the activations, a forward and a backward pass run on the meta device, where tensors have a shape but no
-values. Weight, gradient and optimizer state sizes follow from the number of parameters and their dtypes, and are
-divided by the number of shards. RESERVE stands for the CUDA context, NCCL's buffers and the gaps between allocations.
+To count the memory of activations, a forward and a backward pass run on the meta device, whose tensors have a shape but
+no values. The sizes of weights, gradients and optimizer state follow from the number of parameters, their dtypes and
+the sharding. The constant RESERVE is the memory for the CUDA context, NCCL's buffers and gaps between allocations.
 """
 
 import copy
@@ -50,15 +50,15 @@ from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.registry import find_trainer
 
 RESERVE = 3 * GB
-# bytes that a decode step needs for each row and each token of the vocabulary: a logit and a probability in float32,
-# the probability as int64, and two copies of the cumulative sum. Filters such as top_p need a sixth more.
+# bytes that sampling needs for each completion and each token of the vocabulary: a logit and a probability in float32,
+# the probability as int64, and two copies of the cumulative sum; filters such as top_p need a sixth more
 DRAW_BYTES = 32
 TYPICAL_ROWS = (RowSize(),)  # row sizes, if the rows are unknown
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Prompt, completion and token counts in a micro-batch or in a sampling batch."""
+    """The numbers of prompts, completions and tokens in a micro-batch or in a sampling batch."""
 
     prompts: int
     num_generations: int  # completions per prompt
@@ -70,11 +70,11 @@ class BatchShape:
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Counts the bytes in the tensors that were created in this context, now and at their peak."""
+    """Context manager that counts the bytes of the tensors created in its block: the current sum and the peak."""
 
     def __init__(self, uncounted: list[Tensor]):
         super().__init__()
-        # storages that are not counted again: storages in `uncounted`, and storages that were already counted
+        # tensor storages that are not counted: those in `uncounted`, and those that were counted before
         self.counted = {tensor.untyped_storage()._cdata for tensor in uncounted}
         self.now = 0
         self.peak = 0
@@ -101,9 +101,9 @@ class AllocationTracker(TorchDispatchMode):
 
 
 def meta_batch(config: ModelConfig, work: BatchShape, patch_dtype: torch.dtype) -> GroupBatch:
-    """Build a batch with the given shape on the meta device.
+    """Build a micro-batch with the given numbers of prompts and tokens on the meta device.
 
-    Only token ids and image grids have values, because the shapes of other tensors depend on these values.
+    Only token ids and image grids have values, because the shapes of activations depend on these values.
     """
     merge = config.vision_config.spatial_merge_size
     frame_tokens = work.image_tokens // work.frames
@@ -123,7 +123,7 @@ def meta_batch(config: ModelConfig, work: BatchShape, patch_dtype: torch.dtype) 
 
 
 class TrainedModels(nn.Module):
-    """The trained models of a stage: the policy, and PPO's critic if it is a separate model."""
+    """The models that a stage trains: the policy, and PPO's critic if the critic is a separate model."""
 
     def __init__(self, policy: VisionLanguageModel, critic: ValueModel | None = None):
         super().__init__()
@@ -151,18 +151,16 @@ class MemoryEstimator:
 
     @classmethod
     def from_folder(cls, path: str, before_ampere: bool = False) -> "MemoryEstimator":
-        """Read the config of a model, without its weights."""
+        """Read only the config of a model folder, not the weights."""
         return cls(read_config(find_folder(path)), before_ampere)
 
     def build(self, run: RunConfig) -> VisionLanguageModel:
-        """Build a run's policy on the meta device."""
         model = copy.deepcopy(self.model).to(DTYPES[run.model.dtype])
         inject_adapters(model, run.adapter)
         select_trained(model, run.model.freeze)
         return model
 
     def build_trained(self, run: RunConfig, stage: str) -> TrainedModels:
-        """Build the trained models of a stage on the meta device."""
         model = self.build(run)
         section = getattr(run, stage)
         if getattr(section, "critic", "shared") == "shared":
@@ -176,9 +174,9 @@ class MemoryEstimator:
         return TrainedModels(model, ValueModel(backbone, run.model.freeze))
 
     def activations(self, run: RunConfig, models: TrainedModels, work: BatchShape, train: bool) -> int:
-        """Return the peak memory in bytes of a forward pass, and of a backward pass with `train`.
+        """Return the peak memory in bytes of a forward pass and, if `train` is true, of a backward pass.
 
-        The result includes neither weights nor gradients.
+        Weights and gradients are not part of this peak.
         """
         batch = meta_batch(self.config, work, patch_dtype(run))
         with self.tracked(run, models, batch, train) as (models, live):
@@ -193,9 +191,9 @@ class MemoryEstimator:
         return live.peak + batch.pixel_values.nbytes
 
     def prefill(self, run: RunConfig, policy: VisionLanguageModel, work: BatchShape) -> int:
-        """Return the peak memory in bytes until a rollout's first token can be sampled.
+        """Return the peak memory in bytes of the prefill, the forward pass over the prompts of a rollout.
 
-        The result includes the rollout's keys and values, but not the weights.
+        The KV cache of the rollout is part of this peak, but the weights are not.
         """
         batch = meta_batch(self.config, replace(work, num_generations=0), patch_dtype(run))
         prompt_index = torch.arange(work.prompts).repeat_interleave(work.num_generations)
@@ -207,7 +205,8 @@ class MemoryEstimator:
     def tracked(
         self, run: RunConfig, models: TrainedModels, batch: GroupBatch, train: bool
     ) -> Iterator[tuple[TrainedModels, AllocationTracker]]:
-        """Yield copies of the models with the run's dtype, recomputation and dropout, and a tracker of their memory."""
+        """Yield copies of the models, with the dtype, the recomputation and the dropout of training, and an
+        AllocationTracker."""
         models = copy.deepcopy(models)
         if run.model.compute_dtype:
             models.to(DTYPES[run.model.compute_dtype])
@@ -219,7 +218,7 @@ class MemoryEstimator:
         fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         gpu_patch = mock.patch.object(dense_attention, "is_before_ampere", lambda device: self.before_ampere)
         dropout_on = dropout(models, run.adapter.dropout if train else 0.0, "memory")
-        # The cache of layouts is cleared, because a layout that an earlier forward pass cached would not be counted.
+        # The cache of packing layouts is emptied first, because tensors that are cached already would not be counted.
         lay_out.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused_patch, gpu_patch, dropout_on, live:
@@ -228,8 +227,8 @@ class MemoryEstimator:
     def keys_and_values(self, dtype: torch.dtype, work: BatchShape) -> int:
         """Return the size in bytes of a rollout's KV cache.
 
-        A prompt's tokens are cached once for all its completions. Instead of keys and
-        values, a recurrent layer caches a state of fixed size for each prompt and each completion.
+        All completions of a prompt share the cached keys and values of the prompt. A recurrent layer caches a state of
+        fixed size for each prompt and each completion, in place of keys and values.
         """
         rows = torch.empty(work.prompts * (1 + work.num_generations), dtype=dtype, device="meta")
         layer_states = family_of(self.model).initial_states(self.model, rows)
@@ -242,14 +241,13 @@ class MemoryEstimator:
 
 
 def drop_gradient(parameter: nn.Parameter):
-    """Free a gradient as soon as it is computed, because gradients are counted separately."""
+    """Free the gradient of a parameter at once, because the memory estimate counts gradients separately."""
     parameter.grad = None
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_options) -> Tensor:
-    # On the meta device, scaled_dot_product_attention would use the unfused formula, which needs more memory than a
-    # GPU's kernels.
-    # In float32, the mask is kept for the backward pass. In 16 bits, a GPU uses no mask; see dense_attention.
+    # On the meta device, PyTorch's scaled_dot_product_attention takes the unfused formula, which needs more memory than
+    # a GPU kernel. In float32, attention keeps the mask for the backward pass; in 16 bits, a GPU uses no mask.
     mask = attn_mask if q.dtype == torch.float32 else None
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(q, k, v, attn_mask=mask)[0]
@@ -261,15 +259,16 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class MemoryQuestion:
-    """The question how much memory a stage of a run needs on each GPU."""
+    """The inputs of a memory estimate: the config, the stage, the model, the number of GPUs and the sizes of the
+    rows."""
 
     run: RunConfig
     stage: str
     estimator: MemoryEstimator
     gpus: int = 1
-    # sizes of the largest training rows, the largest first; a batch with more prompts repeats the last size
+    # sizes of the largest training rows in descending order; a batch with more prompts repeats the last size
     rows: Sequence[RowSize] = TYPICAL_ROWS
-    # sizes of the largest held-out rows; empty if the run has no evaluations
+    # sizes of the largest held-out rows; empty if the recipe has no evaluations
     held_out: Sequence[RowSize] = TYPICAL_ROWS
 
     @property
@@ -295,7 +294,7 @@ class MemoryQuestion:
 
     @property
     def micro_batch_prompts(self) -> int:
-        """The number of prompts of the largest micro-batch on one GPU."""
+        """The number of prompts in the largest micro-batch on one GPU."""
         per_gpu = math.ceil(self.options.prompts_per_step / self.gpus)
         return min(self.options.micro_batch_size, per_gpu)
 
@@ -307,7 +306,7 @@ class MemoryQuestion:
 
 
 def estimate_phases(question: MemoryQuestion) -> dict[str, dict[str, float]]:
-    """Estimate the memory on one GPU in bytes, for each phase of a stage and each item of the phase.
+    """Estimate the memory on one GPU in bytes, as {phase of the stage: {item, such as "weights": bytes}}.
 
     Returns:
         {phase: {item: bytes}}, for example {"train": {"weights": 1e9, "gradients": 1e9}}.
@@ -329,7 +328,6 @@ def estimate_phases(question: MemoryQuestion) -> dict[str, dict[str, float]]:
 
 
 def training_batch(question: MemoryQuestion) -> BatchShape:
-    """Return the shape of the largest micro-batch on one GPU."""
     config = question.options
     prompts = question.micro_batch_prompts
     if not question.trainer.samples_completions:
@@ -339,9 +337,9 @@ def training_batch(question: MemoryQuestion) -> BatchShape:
 
 
 def answers_batch(question: MemoryQuestion, rows: Sequence[RowSize], prompts: int) -> BatchShape:
-    """Return the shape of a micro-batch of given answers.
+    """Return the numbers of prompts and tokens in a micro-batch of given answers.
 
-    Answers of unknown length are assumed to have sampling.max_new_tokens tokens.
+    An answer of unknown length counts as sampling.max_new_tokens tokens.
     """
     lengths = [row.answer_tokens for row in rows if row.answer_tokens is not None]
     longest = max(lengths, default=question.run.sampling.max_new_tokens)
@@ -349,7 +347,7 @@ def answers_batch(question: MemoryQuestion, rows: Sequence[RowSize], prompts: in
 
 
 def sampling_batch(question: MemoryQuestion) -> BatchShape:
-    """Return the shape of the largest sampling batch of a rollout on one GPU."""
+    """Return the numbers of prompts and tokens in the largest sampling batch of a rollout on one GPU."""
     config, sampling = question.options, question.run.sampling
     steps = getattr(config, "steps_per_generation", 1)
     prompts = math.ceil(config.prompts_per_step * steps / question.gpus)
@@ -358,7 +356,7 @@ def sampling_batch(question: MemoryQuestion) -> BatchShape:
 
 
 def evaluation_batch(question: MemoryQuestion) -> BatchShape:
-    """Return the shape of the largest sampling batch of an evaluation on one GPU."""
+    """Return the numbers of prompts and tokens in the largest sampling batch of an evaluation on one GPU."""
     sampling = evaluation_sampling(question.run.sampling)
     return largest_batch(question.held_out, EVALUATION_ROWS, [sampling.max_new_tokens], sampling.max_batch_tokens)
 
@@ -366,9 +364,9 @@ def evaluation_batch(question: MemoryQuestion) -> BatchShape:
 def largest_batch(
     rows: Sequence[RowSize], prompts: int, completions: list[int], max_tokens: int | None, whole: bool = False
 ) -> BatchShape:
-    """Divide the largest rows into batches, and return the shape of the largest batch.
+    """Divide the largest rows into batches, and return the numbers of prompts and tokens in the largest batch.
 
-    All prompts in the returned shape have the mean sizes of the batch's rows.
+    Every prompt of the returned batch counts with the mean size of the batch's rows.
 
     Args:
         completions: token counts of each prompt's completions.
@@ -399,7 +397,7 @@ def largest_batch(
 
 
 def computed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
-    """Return the size of the weights in bytes after a cast to `dtype`; NF4 weights stay packed."""
+    """Return the bytes of a module's weights after a cast to `dtype`; NF4 weights stay in 4 bits."""
     total = 0
     for parameter in module.parameters():
         used_dtype = dtype if parameter.is_floating_point() else parameter.dtype
@@ -408,16 +406,16 @@ def computed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
 
 
 def gathered_bytes(question: MemoryQuestion, model: VisionLanguageModel) -> int:
-    """Return how many bytes of gathered weights FSDP holds at most during a forward pass."""
+    """Return the peak size in bytes of the weights that FSDP gathers during a forward pass."""
     if not question.run.uses_fsdp:
         return 0
     blocks = [computed_bytes(block, question.dtype) for block in model.blocks()]
-    # Two blocks are gathered at a time, because one is gathered while the other is computed.
+    # FSDP holds the weights of two blocks at a time, because it gathers a block while the previous block is computed.
     return computed_bytes(model, question.dtype) - sum(blocks) + 2 * max(blocks)
 
 
 def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: BatchShape) -> dict[str, float]:
-    """Return the size in bytes of each item that is in memory only while completions are sampled."""
+    """Return {item: bytes} for what is in memory only while completions are sampled, such as the KV cache."""
     run, estimator, dtype = question.run, question.estimator, question.dtype
     policy = question.models.policy
     by_layer = run.uses_fsdp and not run.rollout.gather_weights
@@ -428,7 +426,7 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
         prefill = estimator.prefill(run, policy, work)
     rows = work.prompts * work.num_generations
     keys_and_values = estimator.keys_and_values(dtype, work)
-    # The prompts' activations are freed before the first token is sampled, so that only the larger item counts.
+    # The activations of the prompts are freed before the first token is sampled, so the peak is the larger of the two.
     after_prompts = {
         "prompts' forward": max(prefill - keys_and_values, 0),
         "logits": DRAW_BYTES * rows * estimator.config.vocab_size,
@@ -440,14 +438,14 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
         "keys and values": keys_and_values,
         larger: after_prompts[larger],
     }
-    # A vLLM engine uses memory only during rollouts, because it sleeps in the other phases.
+    # vLLM occupies GPU memory only during rollouts, because its engine is put to sleep in the other phases.
     return items | find_engine(sampling).engine_bytes(sampling, estimator.parameters, dtype)
 
 
 def evaluation_items(question: MemoryQuestion) -> dict[str, float]:
-    """Return the size in bytes of each item that is in memory only during an evaluation."""
-    # The answers to held-out rows are sampled first. A stage that trains on given answers then computes their
-    # log-probabilities, and the larger computation counts.
+    """Return {item: bytes} for what is in memory only during an evaluation."""
+    # An evaluation first samples answers to held-out rows. A stage that trains on given answers then computes their
+    # log-probabilities, and the peak is the larger of the two.
     items = rollout_items(question, evaluation_sampling(question.run.sampling), evaluation_batch(question))
     if not question.trainer.answers:
         return items
@@ -456,7 +454,7 @@ def evaluation_items(question: MemoryQuestion) -> dict[str, float]:
 
 
 def score_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
-    """Return the size in bytes of each item of a forward pass without gradients."""
+    """Return {item: bytes} for a forward pass without gradients."""
     run, models = question.run, question.models
     return {
         "gathered": sum(gathered_bytes(question, backbone) for backbone in models.backbones),
@@ -466,17 +464,17 @@ def score_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
 
 
 def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
-    """Return the size in bytes of each item of a forward and backward pass."""
+    """Return {item: bytes} for a forward and backward pass."""
     run, models = question.run, question.models
     trained = trained_parameters(models)
     gradients = bytes_of(trained) * question.share
     if question.gpus > 1 and not run.uses_fsdp:
         gradients *= 2  # because the ranks sum a copy of the gradients
-    # the gradients of gathered weights take as many bytes as the gathered weights
+    # the gradients of gathered weights have the same size in bytes as the gathered weights
     gathered = 2 * sum(gathered_bytes(question, backbone) for backbone in models.backbones)
     if run.sharding.once_per_step:
-        # With once_per_step, all weights stay gathered, and gradients are added up in float32 or wider. In addition,
-        # the gradients of the current blocks exist in the layers' dtype.
+        # With sharding.once_per_step, all weights stay gathered and gradients are added up in float32 or wider, while
+        # the gradients of the current blocks also exist in the layers' dtype.
         weights = sum(computed_bytes(backbone, question.dtype) for backbone in models.backbones)
         gathered = weights + gathered // 2
         for parameter in trained:
@@ -491,17 +489,18 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
 
 
 def logits_bytes(question: MemoryQuestion, work: BatchShape) -> int:
-    """Return the size in bytes of the trainer's logits, which it computes piece by piece."""
+    """Return the peak size in bytes of the logits in training, which are computed in chunks."""
     rows = work.prompts * work.num_generations * work.completion_tokens
     return piece_bytes(rows, question.estimator.config.vocab_size, question.dtype)
 
 
 def persistent_items(question: MemoryQuestion) -> dict[str, int]:
-    """Return the size in bytes of each item that is in memory in all phases, before sharding."""
+    """Return {item: bytes} for what is in memory in all phases, such as the weights, before the division by the number
+    of shards."""
     run, models = question.run, question.models
     policy = models.policy
     weights = bytes_of([*policy.parameters(), *policy.buffers()])
-    # With adapters, a second model, such as the reference, shares the base weights and adds only its own adapters.
+    # With adapters, a second model such as the reference model shares the base weights and adds only its own adapters.
     adapters = bytes_of(adapter_parameters(policy))
     optimizer = build_optimizer(models, question.options, run.optimizer)
     begin_state(optimizer, trained_parameters(models))
@@ -521,9 +520,9 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
 
 
 def reference_bytes(question: MemoryQuestion) -> int:
-    """Return the size of a reference model in bytes, before sharding.
+    """Return the bytes of a reference model, before the division by the number of shards.
 
-    Weights that the reference model shares with the policy are not counted.
+    Base weights that the reference model shares with the policy are not counted.
     """
     run, policy = question.run, question.models.policy
     if run.reference.path is not None:
@@ -534,12 +533,12 @@ def reference_bytes(question: MemoryQuestion) -> int:
 
 
 def peak_bytes(phases: dict[str, dict]) -> float:
-    """Return the memory in bytes that the largest phase needs, including RESERVE."""
+    """Return the bytes that the largest phase of a stage needs, including RESERVE."""
     return RESERVE + max(sum(items.values()) for items in phases.values())
 
 
 def state_bytes(question: MemoryQuestion) -> int:
-    """Return the size of a saved training state on disk in bytes."""
+    """Return the bytes of a saved training state on the disk."""
     items = persistent_items(question)
     adapters = adapter_parameters(question.models.policy)
     items["weights"] = bytes_of(adapters) or items["weights"]

@@ -1,4 +1,4 @@
-"""Check before a run that it fits on the GPUs and on the disk, and name the options that help."""
+"""Check before training that a run fits into GPU memory and on the disk, and name the options that lower its needs."""
 
 import shutil
 from collections.abc import Sequence
@@ -35,14 +35,14 @@ from minivlmrl.trainers.base import Trainer
 
 # {phase in the estimate: phase in a run}
 MEASURED = {"rollout": "sampling", "score": "scoring", "train": "forward", "evaluation": "evaluation"}
-# items of the estimate that do not depend on the rows
+# items of the memory estimate whose size does not depend on the data
 STORED = "weights", "optimizer", "gradients", "reference", "critic", "policy", "gathered"
 
 
 class MemoryCheck(Callback):
     """Raises an error before weights are loaded if a run does not fit on the disk or the GPUs.
 
-    On a GPU, the largest batches are also tried before the first step, because an estimate can be wrong.
+    On a GPU, the largest batches are also computed before the first step, because a memory estimate can be wrong.
     """
 
     estimator: MemoryEstimator | None = None  # None for a model with random weights
@@ -81,14 +81,15 @@ class MemoryCheck(Callback):
 def measure_datasets(
     question: MemoryQuestion, datasets: dict[str, Dataset], processor: Processor
 ) -> tuple[list[RowSize], list[RowSize]]:
-    """Measure a stage's largest training rows, and the largest held-out rows."""
+    """Find the sizes of a stage's largest training rows and of the largest held-out rows."""
     answers = question.trainer.answers
     rows = measure_rows(datasets[question.stage], processor, answers)
     return rows, measure_rows(datasets.get("eval", ()), processor, answers)
 
 
 def refusal(question: MemoryQuestion, available: float) -> str:
-    """Say that a stage does not fit into a GPU's `available` bytes, with its largest row and the options that help."""
+    """Return an error message for a stage that needs more than `available` bytes: its largest row, and options that
+    help."""
     stage, gpus = question.stage, question.gpus
     phases = estimate_phases(question)
     phase = max(phases, key=lambda name: sum(phases[name].values()))
@@ -114,7 +115,7 @@ def refusal(question: MemoryQuestion, available: float) -> str:
 
 
 def fitting_pixels(question: MemoryQuestion, available: float) -> int:
-    """Return the largest max_pixels, in 1/32 of the largest image, with which a stage fits; 0 if no image size fits."""
+    """Return the largest data.max_pixels with which a stage fits into memory, or 0 if no image size is small enough."""
     vision = question.estimator.config.vision_config
 
     def smaller(rows: Sequence[RowSize], tokens: int) -> list[RowSize]:
@@ -130,9 +131,9 @@ def fitting_pixels(question: MemoryQuestion, available: float) -> int:
 
 
 def written_bytes(question: MemoryQuestion) -> dict[str, float]:
-    """Return how many bytes a stage has on the disk at most at one time, by kind of file.
+    """Return {kind of file: bytes} for the files of a stage when they need the most space on the disk.
 
-    Both old and new files count, because a new state or checkpoint is complete before an old one is deleted.
+    Old and new checkpoints both count, because a new checkpoint is complete before an old one is deleted.
     """
     run, estimator = question.run, question.estimator
     sizes = {}
@@ -152,7 +153,7 @@ def written_bytes(question: MemoryQuestion) -> dict[str, float]:
 
 
 def check_disk(question: MemoryQuestion):
-    """Raise ValueError if a run's training states and weights do not fit on the disk.
+    """Raise ValueError if the disk lacks space for the training states and the weights of a run.
 
     Training states and checkpoints that the output folder already contains count as free space, because the run deletes
     them.

@@ -21,13 +21,13 @@ from minivlmrl.trainers.base import Step, Trainer
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_suffix(".html")
 POINTS = 500  # maximum number of curve points in a stage; each is the mean of some steps
-# maximum number of steps whose completions are shown, and of prompts per step, so that the page stays small
+# maximum numbers of steps with completions, and of prompts per step, which keep the page small
 STEPS = 60
 PROMPTS = 4
 
 
 class ReportPage(Callback):
-    """Writes report.html every report_minutes during a run, and at the run's end."""
+    """Callback that writes report.html every report_minutes during training, and at its end."""
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         self.folder = Path(config.output_dir)
@@ -51,12 +51,14 @@ class ReportPage(Callback):
         begin = clock()
         if self.is_main and self.seconds and begin >= self.next_time:
             write_page([self.folder], self.folder / PAGE, self.seconds)
-            # A slow update delays the next one, so that updates take at most about 1 % of the training time.
+            # The time until the next update grows with the duration of an update, so that updates take about 1 % of the
+            # time.
             self.next_time = clock() + max(self.seconds, 100 * (clock() - begin))
 
 
 def write_page(folders: list[Path], out: Path, seconds: float = 0):
-    """Write a page about one or several runs; a browser reloads the page every `seconds`, or never if 0."""
+    """Write an HTML page about one or several runs; a browser reloads the page every `seconds`, or never if `seconds`
+    is 0."""
     runs = [collect_run(folder) | {"reload": seconds} for folder in folders]
     text = json_text(runs).replace("<", "\\u003c")  # the data must not contain </script>
     draft = out.with_suffix(".partial")
@@ -65,7 +67,7 @@ def write_page(folders: list[Path], out: Path, seconds: float = 0):
 
 
 def collect_run(folder: Path) -> dict:
-    """Collect the data of a run for the page. Steps are counted from 1, as in the terminal."""
+    """Collect the data of a run for the page. The page counts steps from 1, as the terminal does."""
     config, summary = folder / RUN_CONFIG, folder / SUMMARY
     metrics = read_lines(folder / METRICS, LogLine)
     evaluations = collect_evaluations(folder, metrics)
@@ -96,7 +98,7 @@ def by_stage(lines: list[dict]) -> dict[str, list[dict]]:
 
 
 def thin_out(metrics: list[dict]) -> dict:
-    """Replace steps by means over several steps, so that each stage has at most POINTS lines."""
+    """Average the metrics over groups of adjacent steps, so that each stage has at most POINTS points on a curve."""
     points = []
     steps_per_point = {}
     for stage, lines in by_stage(metrics).items():
@@ -108,7 +110,8 @@ def thin_out(metrics: list[dict]) -> dict:
 
 
 def join_steps(lines: list[dict]) -> dict:
-    """Compute the mean of each metric over some steps, and the extremes of minima and maxima."""
+    """Average each metric over some steps; for metrics such as min_length or max_length, take the minimum or
+    maximum."""
     joined = {}
     for name in dict.fromkeys(name for line in lines for name in line):
         values = [line[name] for line in lines if line.get(name) is not None]
@@ -123,7 +126,7 @@ def join_steps(lines: list[dict]) -> dict:
 
 
 def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
-    """Read evaluations.jsonl, and count the steps over all stages instead of within each stage."""
+    """Read evaluations.jsonl, and number the steps of all stages consecutively."""
     first_steps = {}  # {stage: total number of steps in all earlier stages}
     for number, line in enumerate(metrics):
         first_steps.setdefault(line["stage"], number)
@@ -135,7 +138,7 @@ def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
 
 
 def collect_completions(folder: Path) -> list[dict]:
-    """Read the first PROMPTS prompts from at most about STEPS logged steps and the last step."""
+    """Read the first PROMPTS prompts of at most about STEPS logged steps from completions.jsonl."""
     lines_of_step = {}  # {(stage, step): lines}
     for line in read_lines(folder / COMPLETIONS, LogLine):
         lines_of_step.setdefault((line["stage"], line["step"]), []).append(line)
@@ -146,7 +149,7 @@ def collect_completions(folder: Path) -> list[dict]:
 
 
 def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:
-    """Return {path: data URI} for all images in prompts and tool results."""
+    """Return {path: image as data URI} for all images in prompts and tool results."""
     paths = set()
     for line in completions:
         paths.update(line["images"])
@@ -157,9 +160,10 @@ def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:
 
 
 def data_uri(folder: Path, path: str) -> str:
-    """Encode an image that completions.jsonl names as a data URI."""
+    """Encode an image whose path stands in completions.jsonl as a data URI."""
     file = (folder / path).resolve()
-    # A path outside images/ is refused, because report.html contains each file that completions.jsonl names.
+    # A path outside the folder images/ is refused, so that a manipulated completions.jsonl cannot copy other files into
+    # the report.
     if file.parent != folder.resolve() / IMAGES or not file.is_file():
         raise ValueError(
             f"{path!r:.80} is not an image in the folder {IMAGES}/ of the run. Remove the line that names this file."

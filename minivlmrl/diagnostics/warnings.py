@@ -1,7 +1,7 @@
-"""Warn about runs that are not learning, with a likely cause and a suggested fix.
+"""Warn if training does not learn, with a likely cause and a suggested fix.
 
-Each rule checks the metrics from the last WINDOW optimizer steps. A warning is repeated only if the condition did not
-hold at a step in between.
+Each warning has a condition on the metrics of the last WINDOW optimizer steps. A warning is printed again only after a
+step at which its condition did not hold.
 """
 
 import json
@@ -21,12 +21,12 @@ from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Rollout, Step, Trainer
 
 WINDOW = 10  # consecutive optimizer steps for which a condition must hold
-# number of rollouts over which rewards are compared with the rewards of a constant answer
+# number of rollouts over which the mean reward is compared with that of a constant answer
 BASELINE_ROLLOUTS = 50
 
 
 class TrainingWarnings(Callback):
-    """Checks each step; writes warnings to warnings.jsonl and to the terminal."""
+    """Callback that checks the metrics after each step, and writes warnings to warnings.jsonl and to the terminal."""
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         self.log = log
@@ -46,7 +46,7 @@ class TrainingWarnings(Callback):
 
 
 class WarningRules:
-    """The rules that check one stage's optimizer steps."""
+    """The conditions for warnings, applied to the metrics of one training stage."""
 
     def __init__(self, trainer: Trainer, optimizer: Optimizer):
         self.trainer, self.optimizer = trainer, optimizer
@@ -54,12 +54,12 @@ class WarningRules:
         self.recent = deque(maxlen=WINDOW)  # the last steps' metrics
         self.said: set[str] = set()  # rules that were violated at the last step
         self.rollout = None
-        # (solutions, rewards) for each of the last rollouts
+        # the pair (solutions, rewards) of each of the last rollouts
         self.recent_rewards = deque(maxlen=BASELINE_ROLLOUTS)
         self.extremes = []  # lowest and highest total reward for any completion so far
 
     def step(self, metrics: dict[str, float], rollout: Rollout | None = None) -> list[str]:
-        """Record an optimizer step's metrics and rollout, and return new warnings."""
+        """Add the metrics and the rollout of an optimizer step, and return the new warnings."""
         if rollout is not None and rollout is not self.rollout:
             self.rollout = rollout
             solutions = [str(sample.row.columns.get("solution")) for [sample, *_] in rollout.groups]
@@ -70,12 +70,13 @@ class WarningRules:
         self.recent.append(metrics)
         found = dict(self.violated()) if len(self.recent) == WINDOW else {}
         new = [sentence for name, sentence in found.items() if name not in self.said]
-        # `said` keeps the rule "solved", because this warning is never repeated.
+        # The warning "solved" stays in the set `said`, because this warning is never repeated.
         self.said = set(found) | (self.said & {"solved"})
         return new
 
     def state(self) -> str:
-        """Return the state of the rules as JSON, so that a resumed run gives the same warnings."""
+        """Return the metrics and warnings so far as JSON for a checkpoint, so that a resumed run gives the same
+        warnings."""
         rewards = [(solutions, rewards.tolist()) for solutions, rewards in self.recent_rewards]
         return json.dumps([list(self.recent), sorted(self.said), rewards, self.extremes])
 
@@ -87,20 +88,21 @@ class WarningRules:
         self.recent_rewards += [(solutions, torch.tensor(values)) for solutions, values in rewards]
 
     def always(self, name: str, holds: Callable[[float], bool]) -> bool:
-        """Return whether each of the last steps has a metric whose value satisfies `holds`."""
+        """Return True if the metric `name` is present and satisfies the condition `holds` at each of the last steps."""
         return all(name in metrics and holds(metrics[name]) for metrics in self.recent)
 
     def mean(self, name: str) -> float:
-        """Return a metric's mean over the last steps, or NaN if a step lacks the metric."""
+        """Return the mean of the metric `name` over the last steps, or NaN if a step lacks the metric."""
         return sum(metrics.get(name, math.nan) for metrics in self.recent) / len(self.recent)
 
     def violated(self) -> Iterator[tuple[str, str]]:
-        """Yield the name and the warning of each rule that the last steps violate."""
+        """Yield (name, text) for each warning whose condition holds at the last steps."""
         stuck = [*self.stuck_rules()]
         reward = self.mean("reward")
         lowest, highest = self.extremes or (0, 0)
         if stuck and lowest < highest and reward >= lowest + 0.9 * (highest - lowest):
-            # A converged run is reported alone, because it would also violate the rules for a run that does not learn.
+            # After convergence, only the warning "solved" is given, because a converged run also looks like one that
+            # does not learn.
             sentence = (
                 f"The mean reward is {reward:.3g}, close to the highest reward of any completion "
                 f"so far ({highest:.3g}). Little is left to learn from these prompts."
@@ -112,7 +114,7 @@ class WarningRules:
         yield from self.unused_parameters()
 
     def stuck_rules(self) -> Iterator[tuple[str, str]]:
-        """Yield the violated rules about a run that does not learn; a converged run violates these rules, too."""
+        """Yield warnings that training does not learn; they also apply to a model that has learned everything."""
         sampling, last = self.run.sampling, self.recent[-1]
         stds = [f"rewards/{name}/std" for name in self.run.rewards]
         if stds and all(self.always(name, lambda std: std == 0) for name in stds):
@@ -140,7 +142,7 @@ class WarningRules:
             )
 
     def unwanted_completions(self) -> Iterator[tuple[str, str]]:
-        """Yield the violated rules about truncated completions, and about formats that never occur."""
+        """Yield warnings about truncated completions, and about answer formats that never occur."""
         if self.always("completions/clipped_ratio", lambda share: share >= 0.9):
             yield (
                 "cut",
@@ -157,10 +159,9 @@ class WarningRules:
                 )
 
     def majority_baseline(self) -> Iterator[tuple[str, str]]:
-        """Yield a warning for each reward that is not higher than that of a constant answer.
+        """Yield a warning for each reward whose mean is no better than always giving the most frequent solution.
 
-        The constant answer is the most frequent solution. Shuffled labels cause the warning, because no policy that
-        learns from them can be better than the constant answer.
+        The warning finds shuffled labels, because a policy that learns from them cannot beat such a constant answer.
         """
         if len(self.recent_rewards) < BASELINE_ROLLOUTS:
             return
@@ -188,8 +189,8 @@ class WarningRules:
     def unused_parameters(self) -> Iterator[tuple[str, str]]:
         """Yield a warning about trainable parameters that have never had a gradient.
 
-        The optimizer has no state for parameters that never had a gradient. Experts are left out, because some of them
-        may have had no token yet.
+        Such parameters are those without optimizer state. Experts of a mixture are left out, because an expert may not
+        have received a token yet.
         """
         names = []
         for name, parameter in self.trainer.trained.named_parameters():

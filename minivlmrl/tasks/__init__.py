@@ -1,1 +1,1 @@
-"""The built-in task, which needs no downloads, and the task registry."""
+"""The built-in task `shapes`, whose images are generated, and the registry for more tasks."""

@@ -1,6 +1,6 @@
-"""Task registry: generated data sets with their own tokenizer, which need no downloads.
+"""Registry of tasks: data sets that are generated, so that nothing is downloaded, each with its own tokenizer.
 
-recipes/fashion.py is an example to copy.
+An example of a user's own task is recipes/fashion.py.
 """
 
 from collections.abc import Callable
@@ -10,13 +10,13 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.errors import check_field, error_context
 
-# training rows per task: so many that no run repeats a row, because rows are generated on demand
+# number of training rows per task, so large that no training repeats a row; rows are only generated when they are read
 FRESH_ROWS = 1_000_000
 
 
 @dataclass(frozen=True)
 class Task:
-    """A generated data set with a tokenizer and a baseline."""
+    """A task: a function that generates rows, a function that trains a tokenizer, and the accuracy of guessing."""
 
     # Function of the recipe's section `data` and a seed. The function returns a dict of training rows, whose keys are
     # those of NEEDS in run/datasets.py, and the held-out rows, which are the same for all seeds. Further parameters are
@@ -27,19 +27,19 @@ class Task:
     chance_name: str  # label for that accuracy in tables
 
 
-# {name: Task, or a Task's "module:NAME"}; scripts may add entries
+# {name of a task: Task, or "module:NAME" of a Task}; a user's script may add entries
 TASKS: dict[str, str | Task] = {"shapes": "minivlmrl.tasks.shapes:TASK"}
 
 
 def get_task(name: str) -> Task:
-    """Return the named task, with its options applied.
+    """Return the task of this name, after binding options such as pairs=8 to its function for rows.
 
     Args:
         name: a key in TASKS, file.py:NAME or package.module:NAME; options may follow, as in shapes(pairs=8).
     Raises:
         ValueError: there is no such task, or the task has no such option.
     """
-    # imported here, because most callers do not look up tasks by name
+    # The import stands in this function, because most callers of the registry do not look up tasks by name.
     from minivlmrl.config.import_utils import resolve_object, with_options
 
     task, options = resolve_object("data.task", name, TASKS)

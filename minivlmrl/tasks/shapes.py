@@ -3,8 +3,8 @@
 A prompt shows one image and asks what the image shows. The answer names one of 12 classes (6 colours x 2 shapes):
 <think>I see green</think><answer>green square</answer>
 
-The demonstrations for SFT are few, and half of them have a random label. Demonstrations teach a model the answer
-format, but the task only roughly, so that reinforcement learning, whose reward is always correct, can improve it.
+There are few demonstrations for SFT, and half of them have a random label. Such demonstrations teach the answer format
+but little about images, so that reinforcement learning has something to improve.
 """
 
 import random
@@ -39,7 +39,7 @@ OBJECT_SIZES = (32, 52)  # smallest and largest object width in pixels
 
 @dataclass
 class Shapes(Sequence[Row]):
-    """Dataset whose images are drawn on demand; a seed and an index determine the image.
+    """Dataset that draws the image of a row when the row is read; a seed and the row's index determine the image.
 
     `solution` and `chosen` are correct in every row, and `rejected` is an answer of make_rejected.
     """
@@ -62,22 +62,23 @@ class Shapes(Sequence[Row]):
         shown_label = rng.choice(LABELS) if rng.random() < self.wrong_labels else label
         messages = conversation(PROBLEM, {"image": 1}, self.prompt_template, self.system_prompt)
         columns = {"problem": PROBLEM, "solution": label}
-        # Rejected answers have a generator of their own, so that images and demonstrations do not depend on them.
+        # Rejected answers have their own random generator, so that images and demonstrations stay the same without
+        # them.
         rejected = make_rejected(label, random.Random(f"shapes/{self.seed}/{index}/rejected"))
         demonstrated = tagged_answer(shown_label) if self.tags else shown_label
         return Row(messages, [image], columns, demonstrated, tagged_answer(label), rejected)
 
 
 def tagged_answer(label: str) -> str:
-    """Return the demonstrated answer for a label, with <think> and <answer> tags."""
+    """Format a label as an answer with <think> and <answer> tags."""
     return f"<think>I see {label.split()[0]}</think><answer>{label}</answer>"
 
 
 def make_rejected(label: str, rng: random.Random) -> str:
-    """Make an answer that is worse than the correct one, in one of four ways.
+    """Make the rejected answer of a preference pair from the correct label.
 
-    The colour is wrong, the shape is wrong, the answer has another colour than the thought, or up to 12 characters are
-    missing. Each kind has probability 1/4; docs/results.md gives the reason.
+    One of four mistakes is made: a wrong colour, a wrong shape, an answer that contradicts the thought, or up to 12
+    missing characters. Each mistake has probability 1/4; docs/results.md gives the reason.
     """
     color, shape = label.split()
     other_color = rng.choice([name for name in COLORS if name != color])
@@ -114,7 +115,7 @@ def draw_picture(label: str, rng: random.Random) -> PIL.Image.Image:
 
 
 def tokenizer() -> Tokenizer:
-    """Train a byte-level BPE tokenizer with about 370 tokens on all task texts."""
+    """Train a byte-level BPE tokenizer with about 370 tokens on all texts that the task contains."""
     texts = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n"]
     return train_tokenizer([*texts, *map(tagged_answer, LABELS)], vocab_size=512)
 
@@ -126,7 +127,7 @@ def datasets(
     wrong_demonstrations: Annotated[float, "[0, 1]"] = 0.5,
     pairs: Annotated[int, ">= 1"] = 1024,
 ) -> tuple[dict[str, Dataset], Dataset]:
-    """Build all stages' training rows, and the held-out rows; see Task.datasets.
+    """Build the training rows of all stages and the held-out rows, as Task.datasets describes.
 
     Args:
         data: the recipe's section `data`.
@@ -140,7 +141,7 @@ def datasets(
             demonstrations,
             f"{seed}/sft",
             wrong_labels=wrong_demonstrations,
-            # the label must stand where the rewards look for the answer
+            # A demonstration puts the label where the rewards look for the answer: in <answer> tags, or alone.
             tags=data.answer_format == "tags",
         ),
         "pairs": rows(pairs, f"{seed}/pairs"),
