@@ -1,4 +1,4 @@
-"""Load tool environments by name, and inspect their tools and settings.
+"""Load the tool environment that a recipe names, and inspect the environment's tools and settings.
 
 See docs/agents.md for an example of an environment.
 """
@@ -19,11 +19,11 @@ from minivlmrl.extras.agents.tool_processor import ToolProcessor
 
 
 class Environment(Protocol):
-    """State for one completion that calls tools.
+    """An environment holds the state of one completion, and has the tools that the completion may call.
 
-    An environment has the method `reset`. All other public methods are tools, except the optional methods `get_reward`
-    and `observe`. An environment may also have an attribute `done`, and attributes that replace the defaults of
-    Settings.
+    Every public method of an environment is a tool, except `reset`, `get_reward` and `observe`, of which only `reset`
+    must exist. An environment may set an attribute `done` to end its completion. Attributes with the names of options
+    in Settings replace the defaults of these options.
     """
 
     def reset(self, **columns) -> None:
@@ -31,7 +31,7 @@ class Environment(Protocol):
 
 
 class RewardingEnvironment(Environment, Protocol):
-    """Interface for an environment that scores its own completion.
+    """Interface of a tool environment that scores its own completion by a method `get_reward`.
 
     A recipe with such an environment must set `rewards: {environment: 1}`.
     """
@@ -39,13 +39,14 @@ class RewardingEnvironment(Environment, Protocol):
     def get_reward(self) -> float | list[float] | None:
         """Return the completion's reward, or a list with one reward for each turn.
 
-        The list may leave out the last turn, whose reward is then 0. None means that the completion cannot be scored.
+        A list of rewards may leave out the last turn, whose reward is then 0. None means that the completion cannot be
+        scored.
         """
 
 
 @dataclass
 class Settings:
-    """Settings of an environment. Attributes of its class with the same names override them."""
+    """Settings of a tool environment, whose class may override a setting by an attribute of that name."""
 
     # whether the system message declares the tools, in the model's chat-template format
     declare_tools: bool = True
@@ -60,10 +61,10 @@ class Settings:
 
 
 def get_environment(name: str) -> Callable[[], Environment]:
-    """Return an environment's constructor, given its name in a recipe.
+    """Return the constructor of the tool environment that a recipe names.
 
-    The name refers to a class, a function, or a list of functions. Functions become the tools of a stateless
-    environment. Arguments of a class are written in parentheses, for example "my_tools.py:Turn(step=45)".
+    The environment's name refers to a Python class, a function, or a list of functions. Arguments of an environment's
+    class follow in parentheses, for example "my_tools.py:Turn(step=45)".
     """
     kind, options = resolve_object("sampling.environment", name, {})
     with error_context(f"sampling.environment {name}"):
@@ -111,7 +112,7 @@ def with_tools(processor: Processor, name: str) -> Processor:
             # The default Qwen2-VL and Qwen2.5-VL template cannot declare tools.
             values = template.token_names if template else {}
             template = ChatTemplate(WITH_TOOLS, name, processor.tokenizer.special_tokens, values)
-            # Exported checkpoints contain these files, so they also contain the new template.
+            # Exported checkpoints contain the tokenizer's files, and must have the template that declares the tools.
             files = processor.tokenizer.files
             files.pop("chat_template.json", None)
             files["chat_template.jinja"] = WITH_TOOLS.encode()
@@ -125,8 +126,8 @@ def environment_reward(
 ) -> list[float | None]:
     """Compute the reward of each completion by calling get_reward of its environment, as TRL does.
 
-    If get_reward returns a list with one number for each turn of a trajectory, the reward is the sum of the list. The
-    list may leave out the last turn, which may call no tool; the reward of this turn is then 0. The reward of a
+    If get_reward returns a list with one number for each turn of a trajectory, the reward is the sum of the list. This
+    list may leave out the last turn of a trajectory, which calls no tool and then has the reward 0. The reward of a
     completion without an environment is None.
 
     Args:
@@ -167,7 +168,7 @@ def check_reward(name: str | None, rewards: Iterable[str]):
 
 
 def settings_of(environment: Environment) -> Settings:
-    """Return an environment's settings: its attributes, or else the default values."""
+    """Return an environment's settings, which are attributes of the environment or else default values."""
     values = {}
     for field in fields(Settings):
         if hasattr(environment, field.name):
@@ -176,10 +177,7 @@ def settings_of(environment: Environment) -> Settings:
 
 
 def tools_of(environment: Environment) -> dict[str, Callable]:
-    """Return an environment's tools as {name: bound method}.
-
-    All public methods are tools, except reset, get_reward and observe.
-    """
+    """Return an environment's tools as {name: bound method}."""
     tools = {}
     for name, _ in inspect.getmembers(type(environment), inspect.isfunction):
         if name not in ("reset", "get_reward", "observe") and name[0] != "_":

@@ -1,4 +1,4 @@
-"""Functions of this folder that the core uses.
+"""Functions for tool environments that the core package imports.
 
 generation/environments.py imports this module only when a recipe sets `sampling.environment`.
 """

@@ -31,7 +31,7 @@ CHOICES = re.compile(r"\s*\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 def json_schema(tool: Callable) -> dict:
     """Return a tool's JSON schema.
 
-    The schema is generated from the tool's signature, type hints and Google-style docstring.
+    The JSON schema of a tool is generated from the tool's signature, type hints and Google-style docstring.
     """
     hints = typing.get_type_hints(tool, include_extras=True)
     parameters = inspect.signature(tool).parameters
@@ -99,8 +99,8 @@ def type_schema(hint) -> dict:
 def union_schema(hints: tuple) -> dict:
     """Return the JSON schema for a union of types.
 
-    If each type's schema is only a type name, the union's schema is a list of type names. Otherwise the union's schema
-    lists the schemas of its types under "anyOf". A union with None is marked as "nullable".
+    If each type's schema is only a type name, the union's schema is a list of type names. The schema of any other union
+    lists the schemas of the types under "anyOf". The schema of a union with None has "nullable": true.
     """
     schemas = [type_schema(hint) for hint in hints if hint is not types.NoneType]
     kinds = sorted({str(schema.get("type")) for schema in schemas})

@@ -1,6 +1,7 @@
 """Parse the tool calls in a completion, execute the tools, and render their results as text.
 
-A call is written either in tags with the tool's name, for example <zoom>1, 2</zoom>, or in Qwen's <tool_call> format.
+A model writes a tool call either in tags with the tool's name, for example <zoom>1, 2</zoom>, or in Qwen's <tool_call>
+format.
 """
 
 import json
@@ -30,21 +31,21 @@ CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{8,}")  # an address in memory, see without_addresses
 
 
-# the tool's name ("" for a call in Qwen's format), and the text between the tags
+# a tool call: the tool's name ("" for a call in Qwen's format), and the text between the tags of the call
 Call = tuple[str, str]
 # an image that a tool returned, and the image_grid_thw that its patches will have
 Picture = tuple[Image, tuple[int, int, int]]
 
 
-# exceptions in a tool that are turned into an error message for the model
+# exceptions of a tool whose message becomes a tool result, which the model reads
 FAILURES = Exception, SystemExit, Overtime
 
 
 def find_calls(text: str, tools: Collection[str], ended: bool) -> list[Call]:
-    """Find the calls of these tools in the text that the policy wrote since the last tool result.
+    """Find the tool calls in the text that the policy wrote since the last tool result.
 
-    A call in tags is found as soon as its tag is closed. Calls in Qwen's format are found only when the turn has ended,
-    because one turn may contain several calls in this format.
+    A tool call in tags is found as soon as the model closes the tag. Tool calls in Qwen's format are found only when
+    the turn has ended, because one turn may contain several of these calls.
 
     Returns:
         The calls in text order. If a call is in tags, it is the only one in the list.
@@ -66,8 +67,8 @@ def answer_call(
 ) -> tuple[list[dict], list[Picture], bool]:
     """Execute one tool call, and return its result's message parts.
 
-    If the tool raises an exception, an argument is invalid, or the result exceeds a limit in `settings`, the result is
-    a text part "error: ...", which the model reads.
+    If a tool raises an exception, an argument of the call is invalid, or the result exceeds a limit in `settings`, the
+    result is a text part "error: ...", which the model reads.
 
     Args:
         name, inside: the call, see Call.
@@ -104,17 +105,14 @@ def check_limits(parts: list[dict], images: list[Image], settings: Settings):
 def without_addresses(text: str) -> str:
     """Replace memory addresses, such as 0x7f3a91c0, by 0x.
 
-    Addresses differ between runs, for example in the stack traces of selenium's errors. The model reads tool errors, so
-    a run with addresses could not be repeated.
+    Memory addresses differ between runs, for example in the stack traces of selenium's errors. The model reads tool
+    errors, so a run whose tool errors contain memory addresses could not be repeated.
     """
     return ADDRESS.sub("0x", text)
 
 
 def grid_of(image: Image, image_processor: ImageProcessor) -> tuple[int, int, int]:
-    """Compute an image's image_grid_thw without computing its patches.
-
-    If the image cannot be decoded, PIL's exception is propagated.
-    """
+    """Compute an image's patch grid, image_grid_thw, without computing the patches."""
     width, height = to_rgb(image).size  # raises an exception if the image cannot be decoded
     height, width = smart_resize(
         height, width, image_processor.factor, image_processor.min_pixels, image_processor.max_pixels
@@ -123,7 +121,7 @@ def grid_of(image: Image, image_processor: ImageProcessor) -> tuple[int, int, in
 
 
 def begin(make: Callable[[], Environment], columns: dict) -> Environment:
-    """Construct an environment, and call its `reset` with a row's columns."""
+    """Construct a tool environment, and call its method `reset` with the columns of a data set row."""
     environment = make()
     text = call_method(environment, "reset", **columns)
     if text is not None:
@@ -171,10 +169,10 @@ def refuse_constant(name: str):
 
 
 def check_values(value, name: str):
-    """Refuse a number that is not finite and half of a surrogate pair in the arguments of a call.
+    """Raise ValueError if an argument of a tool call has a number that is not finite, or half of a surrogate pair.
 
-    JSON can contain such values, as 1e999 and "\\ud800", and an argument that is not JSON can be "nan". An environment
-    that computes with such a number, or shows such a text to the model, would fail later, where the error ends the run.
+    JSON can contain an infinite number as 1e999, and half of a surrogate pair as "\\ud800". A tool environment that
+    computes with an infinite number would fail later, where the error ends the run.
     """
     if isinstance(value, dict):
         for key, item in value.items():
@@ -197,8 +195,8 @@ def check_values(value, name: str):
 def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
     """Parse the text between a tool's tags into {argument name: value}.
 
-    The text contains the arguments in signature order, as JSON values that are separated by commas. If the tool's only
-    argument is a str, or the text is not JSON, the whole text is used as the first argument.
+    The text in a tool call's tags lists the arguments in signature order, as JSON values separated by commas. If a
+    tool's only argument is a str, or the text is not JSON, the whole text is the first argument.
     """
     expected = fields(arguments_of(tools[name]))
     values = [inside.strip()]
@@ -242,9 +240,9 @@ def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
 def read_parameter(hint, text: str):
     """Parse one argument in Qwen3.5's format, where strings are verbatim and other values are JSON.
 
-    If the text is JSON for a value that is not a string and that matches the type hint, this value is returned.
-    Otherwise the text itself is the value. For example, with the hint int | str, the text 7 is a number, while 7.5,
-    seven and "7" (including its quotes) are strings.
+    An argument's text is parsed as JSON if the JSON value is not a string and matches the argument's type hint.
+    Otherwise the text itself is the argument's value. For example, with the hint int | str, the text 7 is a number,
+    while 7.5, seven and "7" (including its quotes) are strings.
     """
     value = text
     with suppress(ValueError):
@@ -261,8 +259,9 @@ def read_parameter(hint, text: str):
 def part(result) -> dict:
     """Convert a tool's result into a message part.
 
-    A PIL image becomes an image part, and a part in TRL's format becomes an image or a text part. Any other object is
-    converted to text with `str`. Lone surrogates are replaced by "?", so that the text can be encoded as UTF-8.
+    A PIL image becomes an image part, and a part in TRL's format becomes an image or a text part. A tool result of any
+    other type is converted to text with `str`. Lone surrogates in a tool result are replaced by "?", because UTF-8
+    cannot encode a lone surrogate.
     """
     kind = part_kind(result)
     shown = result.get("image") if kind == "image" else result
@@ -285,7 +284,7 @@ def valid_text(value: Any) -> Any:
 
 
 def turn_opening(processor: Processor) -> list[str]:
-    """Return the text pieces that the template puts between <|im_end|> and the assistant's turn."""
+    """Return the text pieces that the chat template puts between a user turn's <|im_end|> and the assistant's turn."""
     lay = render if processor.template is None else processor.template.render
     pieces = lay([{"role": "user", "content": "?"}])
     last_end = len(pieces) - pieces[::-1].index(END)

@@ -1,4 +1,4 @@
-"""The processor of a run with an environment, for demonstrations that call tools in tags."""
+"""Format demonstrations in which an assistant calls tools in tags, such as <zoom>1, 2</zoom>."""
 
 import re
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from minivlmrl.data.processor import Processor
 
 @dataclass
 class ToolProcessor(Processor):
-    """A processor for completions that may call the tools with these names."""
+    """Processor of a run in which completions may call the tools whose names are in the field `tools`."""
 
     tools: Sequence[str] = ()
 
     def join_turns(self, turns: list[dict]) -> list[dict]:
-        """Merge the result of each tool that was called in tags into the assistant turn, as environments do.
+        """Insert the result of each tool that an assistant turn calls in tags into this assistant turn.
 
         For example, the result of the call <search>cats</search> is inserted after the call, as <result>...</result>.
         """

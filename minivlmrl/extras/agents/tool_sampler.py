@@ -1,8 +1,8 @@
 """Sample completions that call tools.
 
 When a completion calls a tool, the model reads the tool's result in one forward pass, and decoding continues after the
-result. The samples of a prompt depend only on the prompt's key. Training uses the token ids, positions and patches that
-this module records, so text is not tokenized again.
+result. The random numbers that sample a prompt's completions depend only on the prompt's key. Training uses the token
+ids and patches that were recorded during sampling, so text is not tokenized again.
 """
 
 import re
@@ -42,7 +42,7 @@ from minivlmrl.rewards.columns import extent
 
 
 class ToolEpisode:
-    """State for one completion and its environment during sampling."""
+    """The state of one completion that calls tools, and of its tool environment, during sampling."""
 
     def __init__(self, environment: Environment):
         self.environment = environment
@@ -50,11 +50,12 @@ class ToolEpisode:
         self.settings = settings_of(environment)
         self.num_calls = 0
         self.num_failed = 0
-        # The pattern is longer than each closing tag, so no tag is longer than the pattern's length.
+        # The pattern's length is used as an upper bound for the length of a closing tag, because the pattern contains
+        # all names.
         self.closing_tag = re.compile(f"</({'|'.join(self.tools)})>".encode())
         self.text = b""  # UTF-8 text that the policy generated since the last tool result
         self.ids: list[int] = []  # completion token ids, including tool results
-        # for each id: True if the policy sampled it, False if it belongs to a tool result
+        # for each token id in `ids`: True if the policy sampled the token, False if a tool result contains the token
         self.policy_mask: list[bool] = []
         self.pictures: list[tuple] = []  # images in tool results, as in Completion.pictures
         self.unread: list[Prompt] = []  # the tool result (at most one) that the model must still read
@@ -87,7 +88,7 @@ class ToolEpisode:
     def new_calls(self, new_bytes: bytes, turn_ends: bool, text_ends: bool) -> list[Call]:
         """Append a token's bytes to the text, and return the calls that the token completes.
 
-        After max_tool_calls calls, additional calls are ignored.
+        Tool calls after the first max_tool_calls calls of a completion are ignored.
         """
         searched_from = max(0, len(self.text) - len(self.closing_tag.pattern))
         self.text += new_bytes
@@ -99,7 +100,7 @@ class ToolEpisode:
     def closes_a_call(self, searched_from: int) -> bool:
         """Return whether the text contains a tool's closing tag at or after byte `searched_from`.
 
-        The tag counts only if the text also contains the same tool's opening tag.
+        A tool's closing tag counts only if the text also contains the tool's opening tag.
         """
         closing_tag = self.closing_tag.search(self.text, searched_from)
         return closing_tag is not None and b"<%s>" % closing_tag[1] in self.text
@@ -118,8 +119,8 @@ class ToolEpisode:
         if self.done:
             return True
         ids = encode_answers(answers, pictures, turn_ended, processor)
-        # Results are not truncated, because images cannot be truncated. There must be room for at least one token after
-        # the results.
+        # Tool results are not truncated, because images cannot be truncated. A completion needs room for at least one
+        # token after its tool results.
         self.cut = len(ids) >= tokens_left
         if self.cut:
             return True
@@ -149,7 +150,7 @@ class ToolEpisode:
         return bool(getattr(self.environment, "done", False))
 
     def finish(self, completion: Completion):
-        """Add the tool results, the environment and the call counts to a completion."""
+        """Add the tool results, the tool environment and the number of tool calls to a sampled completion."""
         self.insert_answers(completion)
         completion.stopped &= not self.cut
         completion.environment = self.environment
@@ -158,7 +159,7 @@ class ToolEpisode:
     def insert_answers(self, completion: Completion):
         """Insert tool-result tokens between a completion's sampled tokens.
 
-        Inserted tokens have the log-probability 0, and `policy_mask` is False for them.
+        Tokens of tool results have the log-probability 0, and False in the completion's `policy_mask`.
         """
         policy_mask = torch.tensor(self.policy_mask)
         completion.ids = torch.tensor(self.ids)
@@ -177,8 +178,8 @@ def encode_answers(
 ) -> list[int]:
     """Tokenize tool results.
 
-    If the policy has ended its turn, the results form a user turn, which is followed by the opening for the next
-    assistant turn. Otherwise the results are inserted into the policy's turn.
+    If the policy has ended its turn, the tool results form a user turn, and the next assistant turn is opened.
+    Otherwise the tool results are inserted into the policy's turn.
     """
     grids = [grid for _, grid in pictures]
     opening = turn_opening(processor) if turn_ended else ()
@@ -202,7 +203,7 @@ def as_prompt(ids: list[int], pictures: list[Picture], processor: Processor) -> 
 def copy_on_write(image: Image) -> Image:
     """Return a copy-on-write view of an image.
 
-    The pixels are copied only if a tool writes to them, so several environments can share an image.
+    An image's pixels are copied only if a tool writes to the image, so several environments can share one image.
     """
     image.load()
     image = image._new(image.im)
@@ -212,7 +213,7 @@ def copy_on_write(image: Image) -> Image:
 
 @dataclass
 class AnswerSpan:
-    """Position of a tool result in the packed batch of results, and in the decoding batch."""
+    """The position of a tool result in the packed tokens of all tool results, and in the KV cache of decoding."""
 
     row: int  # row index in the decoding batch
     tokens: slice  # the result's positions in the packed tokens of all results
@@ -225,8 +226,8 @@ class AnswerSpan:
 class AnswerAttention(DecodeAttention):
     """Attention for a forward pass over tool results, which are packed into one sequence.
 
-    The tokens of a result attend to the prompt and the earlier tokens of the result's row, and causally to each other.
-    The keys and values of a result are appended to the KV cache of the decode steps.
+    The tokens of a tool result attend to the prompt, to the completion's earlier tokens, and causally to each other.
+    The keys and values of a tool result are appended to the KV cache of the decode steps.
 
     Args:
         decoding: the attention of the decode steps.
@@ -241,7 +242,8 @@ class AnswerAttention(DecodeAttention):
         self.response_rows = rows
         prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # one length per prompt
         newest = decoding.newest.tolist()  # position of each row's newest token
-        # for recurrent layers: the slice of each result's row, and the slice of its packed tokens
+        # for recurrent layers: the slice of each tool result's row in the batch, and the slice of the result's packed
+        # tokens
         self.spans = []
         tokens_of_rows = [0] * len(newest)
         tokens_before = 0
@@ -265,9 +267,9 @@ class AnswerAttention(DecodeAttention):
         decoding.advance(new_tokens, max(longest - max(newest), 0))
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # (R, K, C, D): rows, key heads, completion tokens, head dimension
+        # cached keys and values of completions (R, K, C, D): rows, key heads, completion tokens, head dimension
         row_k, row_v = self.decoding.row_kv[layer_index]
-        # (B, K, P, D): prompts, key heads, prompt tokens, head dimension
+        # cached keys and values of prompts (B, K, P, D): prompts, key heads, prompt tokens, head dimension
         prompt_k, prompt_v = self.decoding.prompt_kv[layer_index]
         out = []
         for span in self.answer_spans:
@@ -281,7 +283,7 @@ class AnswerAttention(DecodeAttention):
 
 
 def extend(row_cache: Tensor, prompts: Tensor, new: Tensor, span: AnswerSpan) -> Tensor:
-    """Write a tool result's keys (or values) into the row's cache, and return its context.
+    """Write a tool result's keys or values into the KV cache, and return all keys or values that the result attends to.
 
     Args:
         row_cache: (R, K, C, D), cache for the rows' own tokens, modified in place.
@@ -293,13 +295,13 @@ def extend(row_cache: Tensor, prompts: Tensor, new: Tensor, span: AnswerSpan) ->
         row's own tokens up to the result's end.
     """
     row_cache[span.row, :, span.begin : span.end] = new[span.tokens].transpose(0, 1)
-    # (K, P, D): key heads, prompt tokens without padding, head dimension
+    # the prompt's keys or values (K, P, D): key heads, prompt tokens without padding, head dimension
     seen_prompt = prompts[span.prompt, :, : span.prompt_length]
     return torch.cat([seen_prompt, row_cache[span.row, :, : span.end]], dim=1)[None]
 
 
 class ReadingDecode(Decode):
-    """Decode step that also runs a forward pass over the tool results that are still unread."""
+    """Decode step that also runs a forward pass over tool results that the model has not read yet."""
 
     def __init__(self, decode: Decode, sampler: "ToolSampler"):
         self.decode = decode
@@ -335,8 +337,8 @@ class ReadingDecode(Decode):
         batch.position_ids += start.repeat_interleave(repeats)
         answer_attention = AnswerAttention(attention, rows, lengths)
         hidden = model(batch, answer_attention, batch.layout.last_index)
-        # A decode step computes a row's next position as start + newest. An image has fewer positions than tokens, so
-        # that `start` must shrink by the difference.
+        # A decode step computes a row's next position id as start + newest. A tool result with an image has fewer
+        # position ids than tokens, so that `start` must shrink by the difference.
         last_positions = [x.max() for x in batch.position_ids.split(lengths, dim=1)]
         attention.start[index] = torch.stack(last_positions) - attention.newest[index]
         row_of_token = attention.rows[index].repeat_interleave(repeats)
@@ -345,7 +347,7 @@ class ReadingDecode(Decode):
 
 
 class ToolSampler(Sampler):
-    """Sampler for completions that may call tools from `sampling.environment`."""
+    """Sampler for completions that may call the tools of the environment `sampling.environment`."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -375,18 +377,19 @@ class ToolSampler(Sampler):
         return step_episodes(self.episodes, self, rows, ids, turn_ends, text_ends)
 
 
-# The functions below are also used by TrajectorySampler in trajectories.py.
+# The remaining functions of tool_sampler.py are also used by TrajectorySampler in trajectories.py.
 
 AnyEpisode = TypeVar("AnyEpisode", bound=ToolEpisode)
 
 
 def find_environment(sampler: Sampler) -> Callable[[], Environment]:
-    """Return the constructor for the environment that a sampler's options name."""
+    """Return the constructor of the tool environment that the option sampling.environment names."""
     name = sampler.sampling.environment
     if name is None:
         raise ValueError("sampling.environment is not set, but a sampler with tools needs an environment")
     make = get_environment(name)
-    # Ranks read tool results at different steps, so FSDP cannot gather weights layer by layer.
+    # Ranks run forward passes over tool results at different decode steps, so FSDP cannot gather weights layer by
+    # layer.
     if not sampler.gather_weights:
         raise ValueError(
             "rollout.gather_weights is false, which is not supported with sampling.environment; "
@@ -402,9 +405,9 @@ def begin_episodes(
     prompts: Iterable[Prompt],
     num_generations: int,
 ) -> list[AnyEpisode]:
-    """Create one episode for each completion, in the order of the prompts.
+    """Create the sampling state, a ToolEpisode, of each completion, in the order of the prompts.
 
-    Each episode has its own environment, which is reset with the prompt's row.
+    Each completion has its own tool environment, which is reset with the prompt's data set row.
     """
     episodes = []
     for prompt in prompts:
@@ -426,13 +429,14 @@ def begin_episodes(
 def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
     """Return the keyword arguments for the `reset` of an environment.
 
-    The arguments are the row's columns, its images, the prompt's messages, and the extents. The extent of an image is
-    the (width, height) of the coordinate system of the boxes in the image.
+    An environment's `reset` gets the row's columns, images and messages, and an extent for each image. The extent of an
+    image is the width and height of the coordinate system in which the image's boxes are written.
     """
     images = list(row.images)  # may decode image files, because images are loaded lazily
     space = row.columns.get("box_space") or processor.box_space
     patch_size = processor.image_processor.patch_size
-    # patch grids of the images; the seconds between two time steps (second_per_grid_ts) are 0 for an image
+    # patch grids of the prompt's images, without videos; second_per_grid_ts, the seconds between two frames, is 0 for
+    # an image
     grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()
     extents = []
     for image, (_, rows, columns) in zip(images, grids, strict=True):
@@ -444,7 +448,7 @@ def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
 def step_episodes(
     episodes: Sequence[ToolEpisode], sampler: Sampler, rows: Tensor, ids: Tensor, turn_ends: Tensor, text_ends: Tensor
 ) -> Tensor:
-    """Append one sampled token to each row's episode; return True (r,) where the row's completion is finished.
+    """Append one sampled token to each completion of a batch; return (r,): True where the completion is finished.
 
     `rows` (r,) are the episode indices of the tokens; see ToolEpisode.step for `turn_ends` and `text_ends`.
     """

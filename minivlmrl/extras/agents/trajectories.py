@@ -1,10 +1,10 @@
 """Sample trajectories, which are completions of several turns with separate context windows.
 
-A turn's context window is the prompt from which the turn is sampled. The first window is the row's prompt. A later
-window contains the messages that the environment's `observe(rounds)` returns. With sampling.history=K, a later window
-contains all text so far, and the images of the newest K rounds. A round is a turn together with the results of its tool
-calls. A trajectory ends with a turn that does not call a tool, or when the environment sets `done`. A trajectory is one
-Completion and one row of a loss; see docs/agents.md.
+A turn's context window is the prompt from which the turn is sampled. The first window is the row's prompt. The context
+window of a later turn has the messages that the environment's `observe(rounds)` returns. With sampling.history=K, the
+context window of a later turn has all text so far, and the images of the newest K rounds. A round is a turn together
+with the results of its tool calls. A trajectory ends with a turn that does not call a tool, or when the environment
+sets `done`. All turns of a trajectory form one Completion, which is one row of a loss; see docs/agents.md.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def find_sampler(name: str, history: int | None) -> type[Sampler]:
 
 
 def has_windows(name: str, history: int | None) -> bool:
-    """Return whether each turn has its own context window, which makes completions trajectories.
+    """Return whether each turn of a completion is sampled from a prompt of its own, its context window.
 
     `history` is the option sampling.history, the number of rounds whose images are shown.
     """
@@ -61,7 +61,7 @@ def has_windows(name: str, history: int | None) -> bool:
 
 @dataclass
 class Round:
-    """A turn that called tools, together with its calls' results."""
+    """A turn of a completion that called tools, together with the tool results."""
 
     text: str  # text that the policy generated in this turn
     parts: list[dict]  # the tool results' message parts
@@ -72,7 +72,7 @@ class Round:
 class Episode(ToolEpisode):
     """One trajectory's state during sampling.
 
-    Tool results are not inserted into the turn, but become part of the next context window.
+    In a trajectory, tool results are not inserted into the turn that called the tools, but into the next turn's prompt.
     """
 
     def __init__(self, environment: Environment, prompt: Prompt, row: Row):
@@ -87,12 +87,12 @@ class Episode(ToolEpisode):
     def has_next_turn(self) -> bool:
         """Return whether the trajectory has a next turn.
 
-        A next turn follows if the last turn called tools and the environment is not done.
+        A trajectory has a next turn if the last turn called tools and the environment is not done.
         """
         return len(self.rounds) == len(self.turns)
 
     def answer(self, calls: list[Call], turn_ended: bool, tokens_left: int, processor: Processor) -> bool:
-        """Execute tool calls and record the round, unless the environment is done.
+        """Execute a turn's tool calls, and record the turn with its tool results unless the environment is done.
 
         Returns:
             True, because a tool call always ends the turn. The call's results are part of the next context window.
@@ -107,7 +107,7 @@ class Episode(ToolEpisode):
         return True
 
     def finish(self, completion: Completion):
-        """Store a sampled turn, and clear the state for the next turn."""
+        """Store a trajectory's sampled turn, and clear the token ids and text for the next turn."""
         self.turns.append(completion)
         self.ids = []
         self.policy_mask = []
@@ -115,9 +115,10 @@ class Episode(ToolEpisode):
         self.ended = False
 
     def trajectory(self) -> Completion:
-        """Concatenate all turns into one Completion.
+        """Concatenate all turns of a trajectory into one Completion.
 
-        The completion's `pictures`, which are only displayed, are the newest images of all windows after the first.
+        The trajectory's `pictures`, which are only displayed, are the last image of each turn's prompt after the first
+        turn.
         """
         windows = [turn.prompt for turn in self.turns[1:]]
         shown = [window.row.images[-1:] for window in windows if window and window.row]
@@ -135,8 +136,8 @@ class Episode(ToolEpisode):
 class TrajectorySampler(Sampler):
     """Sampler for trajectories.
 
-    A turn's seed is its prompt's key, the completion's index in its group, and the turn number. Sharded weights are
-    gathered once for all turns, because ranks may sample different numbers of turns.
+    The random seed of a turn is the prompt's key, the completion's index in its group, and the turn number. Sharded
+    weights are gathered once for all turns of a trajectory, because ranks may sample different numbers of turns.
     """
 
     def __init__(self, *arguments, **options):
@@ -166,7 +167,7 @@ class TrajectorySampler(Sampler):
     def sample_next_turns(
         self, model: VisionLanguageModel, windows: list[Prompt], num_generations: int, episodes: list[Episode]
     ) -> list[list[Completion]]:
-        """Sample each episode's next turn from its context window."""
+        """Sample the next turn of each trajectory from the trajectory's context window."""
         self.episodes = episodes
         keys = [f"{episode.key}/{len(episode.turns)}" for episode in episodes]
         sample_token = super().token_sampler(windows, num_generations, keys)
@@ -178,7 +179,7 @@ class TrajectorySampler(Sampler):
     def sample_turns(
         self, model: VisionLanguageModel, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
-        """Sample one turn for each episode in `self.episodes`, and store it in the episode."""
+        """Sample one turn for each trajectory in `self.episodes`, and store the turn in the trajectory's Episode."""
         groups = super().generate(model, prompts, num_generations, sample_token)
         for episode, turn in zip(self.episodes, chain(*groups), strict=True):
             episode.finish(turn)
@@ -189,7 +190,7 @@ class TrajectorySampler(Sampler):
         return step_episodes(self.episodes, self, rows, ids, turn_ends, text_ends)
 
     def window(self, episode: Episode) -> Prompt:
-        """Build a trajectory's next context window."""
+        """Build the prompt, called the context window, for the next turn of a trajectory."""
         row = episode.row
         name = f"{row.where or f'row {row.index}'}: turn {len(episode.turns)}"
         with error_context(name):
@@ -212,7 +213,7 @@ class TrajectorySampler(Sampler):
 def observed_window(episode: Episode, processor: Processor) -> Prompt:
     """Build a context window from the messages that the environment's `observe(rounds)` returns.
 
-    Each round is a tuple of the text that the policy generated and the message parts of the tool results.
+    Each of the `rounds` is a tuple of a turn's generated text and the message parts of the turn's tool results.
     """
     rounds = [(past.text, past.parts) for past in episode.rounds]
     messages = call_method(episode.environment, "observe", rounds)
@@ -233,10 +234,10 @@ def observed_window(episode: Episode, processor: Processor) -> Prompt:
 
 
 def history_window(episode: Episode, history: int, processor: Processor) -> Prompt:
-    """Build a context window from all text so far and the images in the newest `history` rounds.
+    """Build a trajectory's next prompt from all text so far and the images in the newest `history` rounds.
 
-    If `history` covers the prompt and all rounds, the window has exactly the tokens that a completion would have at
-    this point if sampling.history was not set.
+    If `history` covers the prompt and all rounds, the next turn's prompt has exactly the tokens that a single growing
+    completion would have without sampling.history.
     """
     shown = [episode.prompt, *(past.answers for past in episode.rounds)]
     written = [*(turn.ids for turn in episode.turns), torch.empty(0, dtype=torch.long)]
@@ -246,7 +247,7 @@ def history_window(episode: Episode, history: int, processor: Processor) -> Prom
     for number, (prompt, turn_ids) in enumerate(zip(shown, written, strict=True)):
         is_new = number >= len(shown) - history
         ids.append(prompt.input_ids if is_new else without_ids(prompt.input_ids, vision_ids))
-        # Image tokens that the policy sampled are removed, because they do not belong to an image.
+        # Image tokens that the policy sampled are removed, because an image token in a prompt must belong to an image.
         ids.append(without_ids(turn_ids, vision_ids))
     newest = shown[-history:]
     seconds = [x.second_per_grid_ts for x in newest if x.second_per_grid_ts is not None]
@@ -262,5 +263,5 @@ def history_window(episode: Episode, history: int, processor: Processor) -> Prom
 
 
 def without_ids(ids: Tensor, excluded: Tensor) -> Tensor:
-    """Return the elements of `ids` that do not occur in `excluded`."""
+    """Return the token ids in `ids` that do not occur in `excluded`."""
     return ids[~torch.isin(ids, excluded)]

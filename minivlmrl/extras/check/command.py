@@ -2,10 +2,10 @@
 
 python -m minivlmrl check RECIPE [--section.name=value ...]
 
-This command reads the rows, and scores right answers and several texts that are no answers, such as an empty text. Each
-problem is printed with its cause and a fix. The exit status is 1 if there is a problem, otherwise 0. No files are
-written. Nothing is sampled, because a run warns within ten steps about completions that are truncated, lack the format,
-or do not differ in their rewards.
+The command `check` reads the rows, and computes the rewards of right answers and of texts that are no answers. Each
+problem is printed with its cause and a fix. The exit status of `check` is 1 if there is a problem, otherwise 0. No
+files are written. `check` samples no completions, because training warns within ten steps about completions that are
+truncated, lack the format, or do not differ in their rewards.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     if not arguments or "--help" in arguments:
         print(__doc__)
         return 0
-    # dict.fromkeys removes duplicate sentences and keeps their order
+    # dict.fromkeys removes duplicate messages and keeps the order of the messages
     sentences = dict.fromkeys(check(load_config(arguments[0], arguments[1:])))
     lines = [f"- {sentence}" for sentence in sentences]
     print("\n".join(lines) or "No problems were found.")
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
 
 
 def check(config: RunConfig) -> Iterator[str]:
-    """Yield a message for each problem of a recipe's options, rows and rewards, with its cause and a fix."""
+    """Yield a message with cause and fix for each problem of a recipe's options, rows and rewards."""
     stages = find_trainers(config)
     world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)
     callbacks = default_callbacks(config)
@@ -76,7 +76,7 @@ def check(config: RunConfig) -> Iterator[str]:
 
 
 def check_trial(trial: Trial, rows: Dataset) -> Iterator[str]:
-    """Check the rewards for a stage that samples completions for some rows."""
+    """Check the rewards of a training stage that samples completions, given the rows with its prompts."""
     if (trial.weights > 0).any():
         solutions = solutions_of(without_media(rows))
         yield from check_rewards(trial, solutions)
@@ -84,14 +84,14 @@ def check_trial(trial: Trial, rows: Dataset) -> Iterator[str]:
 
 
 def readable_rows(rows: Dataset, processor: Processor, answers: Sequence[str]) -> Dataset:
-    """Return the rows that training uses with data.skip_unreadable; `answers` are the Row fields to train on."""
+    """Return a dataset without unreadable rows, which training skips if data.skip_unreadable is true."""
     if not isinstance(rows, FileRows):
         return rows  # an embedded task's images are all readable
     return ReadableRows(rows, lambda row: readable_prompt(row, processor, answers))
 
 
 class ReadableRows(RowSelection):
-    """A dataset in which the next readable row replaces each unreadable row, as in Batches.
+    """A dataset in which each unreadable row is replaced by the next readable row, as in training.
 
     Args:
         rows: the dataset.
@@ -110,7 +110,7 @@ class ReadableRows(RowSelection):
 
 
 def describe_skipped(stage: str, rows: Dataset) -> str:
-    """Describe the unreadable rows among the checked rows, which training skips; return "" if there are none."""
+    """Return a sentence that counts the unreadable rows which training will skip, or "" without unreadable rows."""
     failures = list(rows.failures.values()) if isinstance(rows, ReadableRows) else []
     if not failures:
         return ""

@@ -20,7 +20,7 @@ NUM_DECODED = 1000  # largest number of dataset rows whose images are decoded an
 
 
 def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor: Processor) -> Iterator[str]:
-    """Check the held-out rows, if there are any; `datasets` has them as "eval", and the rows of each stage."""
+    """Check the held-out rows, which are `datasets["eval"]`; `datasets` also has the training rows of each stage."""
     held_out = datasets.get("eval")
     if held_out is None:
         return
@@ -46,7 +46,8 @@ def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor:
 def check_shared_images(stage: str, held_out: Dataset, rows: Dataset) -> Iterator[str]:
     """Check for evaluation images that equal training images pixel by pixel.
 
-    Only data files are checked. preflight.find_mistakes reports rows that have image and prompt in common.
+    Embedded tasks are not checked for shared images. find_mistakes reports evaluation rows that share prompt and images
+    with training rows.
     """
     if not isinstance(held_out, FileRows) or not isinstance(rows, FileRows):
         return

@@ -1,4 +1,4 @@
-"""Check which rewards a recipe gives to right answers, demonstrations, empty texts and exploits."""
+"""Check a recipe's rewards for right answers, demonstrations, empty texts and texts that exploit a reward."""
 
 import json
 import math
@@ -24,8 +24,8 @@ from minivlmrl.rewards.registry import Reward, required_columns, training_reward
 from minivlmrl.rewards.text import find_answer, normalize
 
 ROLLOUT = "<think>{}</think><answer>{}</answer>"
-# {description: text that is not an answer}. If a reward scores such a text highly, the policy would learn to write this
-# text instead of right answers.
+# {description: text that is not an answer}. If a text in REWARD_HACK_PROBES had a high reward, the policy would learn
+# to write the text instead of right answers.
 REWARD_HACK_PROBES = {
     "an empty text": "",
     "empty tags": ROLLOUT.format("", ""),
@@ -43,7 +43,7 @@ MAX_FORMS = 8  # maximum number of elements in a solution that are tried as answ
 
 @dataclass
 class Trial:
-    """K rewards with their weights (K,), and the n rows on which the rewards are tested."""
+    """K reward functions with their weights (K,), and n dataset rows on which the rewards are tested."""
 
     rewards: list[Reward]
     weights: Tensor
@@ -52,7 +52,7 @@ class Trial:
     max_new_tokens: int = 64  # token count of the longest text that the model may write
 
     def score_texts(self, texts: Iterable[str]) -> Tensor:
-        """Compute the rewards (n, K) for one text per row, as if the model had generated it."""
+        """Compute the K rewards (n, K) of one text for each of n rows, as if the model had generated the text."""
         prompts = [row.prompt(self.processor) for row in self.rows]
         groups = []
         for text in texts:
@@ -61,13 +61,13 @@ class Trial:
         return call_rewards(self.rewards, reward_columns(self.rows, prompts, groups, self.processor))
 
     def score_answers(self, answers: Iterable[str]) -> Tensor:
-        """Compute the rewards (n, K) for one answer per row, in data.answer_format's format."""
+        """Compute the K rewards (n, K) of one answer for each of n rows, written in the format data.answer_format."""
         return self.score_texts(format_completion(answer, self.processor) for answer in answers)
 
     def right_answers(self) -> list[str]:
-        """Return the answer to each row that scores highest, among all forms of its solution.
+        """Return a right answer to each row: the text for the row's solution that has the highest total reward.
 
-        Only a solution that is not a text has several forms, see answer_forms.
+        Only a solution that is not a string can be written as several texts, see answer_forms.
         """
         forms = [answer_forms(row) for row in self.rows]
         if all(len(texts) == 1 for texts in forms):
@@ -76,14 +76,14 @@ class Trial:
         return [texts[int(x.argmax())] for texts, x in zip(forms, totals, strict=True)]
 
     def of_forms(self, forms: Sequence[Sequence[str]]) -> tuple[Tensor, ...]:
-        """Compute the rewards (number of texts, K) for several answers to each row."""
+        """For each row, compute the K rewards of several answers, as a tensor (number of answers, K)."""
         rows = [row for row, texts in zip(self.rows, forms, strict=True) for _ in texts]
         values = replace(self, rows=rows).score_answers(chain.from_iterable(forms))
         return values.split([len(texts) for texts in forms])
 
 
 def make_trial(config: RunConfig, all_rows: Dataset, processor: Processor) -> Trial:
-    """Return a Trial with at most 16 rows and all recipe rewards except the reward model."""
+    """Return a Trial with at most 16 dataset rows and all rewards of a recipe except the reward model."""
     rewards = [reward for reward in training_rewards(config) if reward.name != "reward_model"]
     weights = [weight for name, weight in config.rewards.items() if name != "reward_model"]
     rows = [replace(row, key=f"check/{index}") for index, row in enumerate(sample_rows(all_rows))]
@@ -91,7 +91,7 @@ def make_trial(config: RunConfig, all_rows: Dataset, processor: Processor) -> Tr
 
 
 def check_demonstrations(trial: Trial) -> Iterator[str]:
-    """Check that a later stage's rewards are high for SFT's demonstrations."""
+    """Check that the demonstrations on which the stage sft trains have high rewards in a later stage."""
     processor = trial.processor
     texts = [answer_text(row, "completion") for row in trial.rows]
     has_tags = any("<answer>" in text for text in texts)
@@ -116,14 +116,16 @@ def check_demonstrations(trial: Trial) -> Iterator[str]:
 def check_contradictions(
     rewards: Sequence[Reward], all_rows: Dataset, trainer: type, processor: Processor
 ) -> Iterator[str]:
-    """Check that the answers on which a stage trains agree with their rows' solutions.
+    """Check that the answers on which a stage trains agree with the column `solution` of their rows.
 
     An answer contradicts a solution if a reward that reads the solution gives less than half its highest value. A
-    rejected answer contradicts it by scoring higher than the chosen answer, and an answer with the label false by
-    getting more than half the highest value. `trainer` is the class of the stage, which names the fields with answers.
+    rejected answer contradicts a solution if its reward is higher than the chosen answer's. An answer with the label
+    false contradicts a solution if its reward is more than half the highest value. `trainer` is the class of the stage,
+    which names the fields with answers.
     """
     names = trainer.answers
-    # Embedded tasks are not compared, because they may teach only a format, with wrong answers.
+    # Answers of embedded tasks are not compared with solutions, because an embedded task may teach a format with wrong
+    # answers.
     is_compared = names and isinstance(all_rows, FileRows)
     rows = sample_rows(all_rows, NUM_ANSWERS) if is_compared else []
     for reward in rewards if rows else ():
@@ -150,7 +152,7 @@ def check_contradictions(
 
 
 def answer_text(row: Row, name: str) -> str:
-    """Return the text of an answer's last turn, for example of the field completion."""
+    """Return the text of the last assistant turn in a field of a row, for example in the field `completion`."""
     return text_of(as_turns(getattr(row, name) or "")[-1])
 
 
@@ -174,7 +176,7 @@ def unparsed_boxes(rewards: list[Reward], texts: Sequence[str], processor: Proce
 def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[str]:
     """Check that right answers score higher than texts that do not depend on the image.
 
-    In this function and those that it calls, `solutions` has the right answers to each row of the whole dataset.
+    In every function that check_rewards calls, `solutions` has the right answers to each row of the whole dataset.
     """
     rows = trial.rows
     has_solutions = any(row.columns.get("solution") is not None for row in rows)
@@ -208,15 +210,16 @@ def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[
 
 
 def longest_text(trial: Trial) -> str:
-    """Return one word, repeated up to the largest number of tokens that the model may write."""
+    """Return a text that repeats one word until the text has trial.max_new_tokens tokens."""
     ids = trial.processor.tokenizer.encode("answer " * trial.max_new_tokens)
     return trial.processor.tokenizer.decode(ids[: trial.max_new_tokens])
 
 
 def check_totals(names: Sequence[str], totals: Sequence[float], has_solutions: bool) -> Iterator[str]:
-    """Check that right answers have the highest total reward.
+    """Check that right answers have a higher total reward than texts without an answer.
 
-    If the rows have no solutions, the right answers are unknown, and are compared only with the empty text.
+    If the rows have no solutions, right answers are unknown, and their total reward is compared only with the empty
+    text's.
 
     Args:
         names: name of each text without an answer, of which the first is the empty text.
@@ -239,7 +242,7 @@ def check_totals(names: Sequence[str], totals: Sequence[float], has_solutions: b
 
 
 def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) -> Iterator[str]:
-    """Check that the rewards (number of lists, n, K) for lists of n texts are the same when they are computed again."""
+    """Check that rewards are deterministic: compute the rewards of the same texts again, and compare the values."""
     again = torch.stack([trial.score_texts(texts) for texts in text_lists])
     differs = ~torch.isclose(values, again, rtol=NOISE, atol=NOISE, equal_nan=True)
     for k, reward in enumerate(trial.rewards):
@@ -254,9 +257,9 @@ def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) 
 
 
 def check_forms(trial: Trial) -> Iterator[str]:
-    """Check for solutions that are not texts, which a reward compares in the form that Python prints.
+    """Check for solutions that are lists, objects or numbers, which a reward converts to text by Python's `str`.
 
-    For example, accuracy compares the answer cat with the text "['cat', 'kitten']".
+    For example, the reward `accuracy` compares the answer cat with the text "['cat', 'kitten']".
     """
     forms = [answer_forms(row) for row in trial.rows]
     if all(len(texts) == 1 for texts in forms):
@@ -281,7 +284,7 @@ def check_forms(trial: Trial) -> Iterator[str]:
 def check_empty(trial: Trial, solutions: Sequence[Sequence[str]], rows_name: str = "rows") -> Iterator[str]:
     """Check for rows with an empty solution for which a reward returns NaN or 0.
 
-    Box rewards do score an empty solution, because an image may contain no object.
+    Rewards for boxes can give more than 0 for an empty solution, because an image may contain no object.
     """
     num_empty = sum(not any(text.strip() for text in texts) for texts in solutions)
     if not num_empty:
@@ -299,8 +302,8 @@ def check_empty(trial: Trial, solutions: Sequence[Sequence[str]], rows_name: str
 def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[str]:
     """Check for two names of one label, such as "ice cream" and "Ice-Cream".
 
-    Two names are reported only if a reward gives less for one name where the other is the solution. Names with digits
-    are skipped, because 1-5 and 15 are different answers.
+    Two names of a label are reported only if answering with the wrong one of the two names lowers a reward. Labels with
+    digits are skipped, because 1-5 and 15 are different answers.
     """
     solution_counts = count_answers(solutions)
     names = defaultdict(list)  # letters of a label -> solutions with these letters, frequent first
@@ -330,9 +333,9 @@ def check_constant(
 ) -> Iterator[str]:
     """Check whether answering every row with the most frequent solution scores as high as right answers.
 
-    Only rewards that read a column of the dataset are considered. The expected reward for the constant answer is the
-    average of its mean rewards on those rows of the trial where it is right and where it is wrong, weighted by this
-    solution's frequency in the whole dataset. `right_values` are the rewards (n, K) for the right answers.
+    Rewards that read no column of the dataset are ignored. The constant answer's mean reward is measured on rows where
+    the answer is right and on rows where the answer is wrong. The two means are averaged, weighted by the frequency of
+    the solution in the whole dataset. `right_values` are the rewards (n, K) for the right answers.
     """
     reads_none = torch.tensor([not reward.columns for reward in trial.rewards])
 
@@ -341,14 +344,14 @@ def check_constant(
 
     [(solution, num_equal)] = count_answers(solutions).most_common(1)
     right_mean = totals(right_values).nanmean().item()
-    # (n,): the constant answer's total reward on each row in the trial
+    # (n,): for each of n rows, the total reward of the constant answer
     constant = totals(trial.score_answers([solution] * len(trial.rows)))
     is_equal = torch.tensor([solution in truths for truths in solutions_of(trial.rows)])
     frequency = num_equal / len(solutions)
     constant_mean = frequency * constant[is_equal].nanmean().nan_to_num(0.0).item()
     constant_mean += (1 - frequency) * constant[~is_equal].nanmean().nan_to_num(0.0).item()
-    # If the constant answer scores much higher than right answers, the rewards cannot parse the right answers, which is
-    # another problem than unbalanced rows.
+    # If a constant answer has a much higher reward than right answers, the cause is not unbalanced solutions, but
+    # rewards that cannot parse right answers.
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
             f"Always answering {format_completion(solution, trial.processor)!r:.80} scores "
@@ -358,7 +361,7 @@ def check_constant(
 
 
 def check_same(reward: Reward, means: list[float]) -> Iterator[str]:
-    """Check whether a reward that reads no column gives every text the same mean, which is not 0."""
+    """Check whether a reward that reads no dataset column is the same number, other than 0, for every text."""
     if means[0] != 0 and len(set(means)) == 1:
         yield (
             f"Reward {reward.name} is {means[0]:.3g} for every text that was tried, even for an "
@@ -367,7 +370,7 @@ def check_same(reward: Reward, means: list[float]) -> Iterator[str]:
 
 
 def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
-    """Check whether a reward that reads a column has a high mean for a text in REWARD_HACK_PROBES."""
+    """Check whether a reward that reads a dataset column is high for a text that is no answer."""
     for (name, text), mean in zip(REWARD_HACK_PROBES.items(), means, strict=False):
         if mean > 0.3:
             yield (
@@ -377,7 +380,7 @@ def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
 
 
 def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
-    """Check whether a text that lists the solutions of all rows scores as high as a right answer, for one reward."""
+    """Check whether one reward is as high for a list of all rows' solutions as for the right answer."""
     labels = sorted({texts[0] for texts in solutions_of(trial.rows)})
     if len(labels) == 1 or any(parse_boxes(label) for label in labels):
         return
@@ -391,10 +394,10 @@ def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
 
 
 def check_cache(trial: Trial) -> Iterator[str]:
-    """Check whether a reward caches its value for a text, and returns it for a row to which the text is wrong.
+    """Check whether a reward function caches values by text, and so returns a wrong value for another row.
 
-    Each text is scored for its own row and then for a row with another solution, and an equivalent text is scored for
-    the same rows in the other order. The trial has a single reward.
+    Each right answer is scored first for its own row and then for a row with another solution. An equivalent text is
+    scored for the two rows in reverse order. The trial has a single reward.
     """
     if trial.processor.answer_format == "whole":  # in which no two texts are equivalent
         return
@@ -422,7 +425,7 @@ def check_cache(trial: Trial) -> Iterator[str]:
 
 
 def format_completion(answer: str, processor: Processor, thought: str = "hm") -> str:
-    """Return a completion with the answer in data.answer_format's format, such as tags."""
+    """Return a completion that contains an answer in the format data.answer_format, such as tags."""
     answer = find_answer(answer) or answer
     if processor.answer_format == "tags":
         return ROLLOUT.format(thought, answer)
@@ -435,10 +438,10 @@ def count_answers(solutions: Iterable[Sequence[str]]) -> Counter[str]:
 
 
 def answer_forms(row: Row) -> list[str]:
-    """Return the texts that a right answer to a row may be, and last the solution as Python text.
+    """Return all texts that may be a right answer to a row; the last text is `str(solution)`.
 
-    The forms of a list or an object are those of its elements and its JSON, and 3.0 also has the form 3. A text, and a
-    list of numbers such as a box, has only its own form.
+    A solution that is a list of strings can be answered by any element, by all elements or by JSON, and 3.0 also by 3.
+    A solution that is a string, or a list of numbers such as a box, has only one text.
     """
     solution = row.columns.get("solution")
     forms = []

@@ -20,7 +20,7 @@ MAX_MARKUP_TOKENS = 64  # maximum number of tokens that a chat template adds to 
 
 
 def without_media(rows: Dataset) -> Iterator[Row]:
-    """Yield the rows of files without their images, or the first rows of an embedded task with their images."""
+    """Yield a data file's rows without images, or the first rows of an embedded task with their images."""
     if isinstance(rows, FileRows):
         yield from (rows.read(number)[0] for number in range(len(rows)))
     else:
@@ -28,7 +28,7 @@ def without_media(rows: Dataset) -> Iterator[Row]:
 
 
 def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], processor: Processor) -> Iterator[str]:
-    """Check the rows on which one stage trains; `names` are the Row fields with answers, such as "chosen"."""
+    """Check the rows on which one stage trains; `names` are the fields of a row with answers, such as "chosen"."""
     yield from check_conversations(all_rows, config.data.system_prompt)
     yield from check_twice(all_rows)
     rows = sample_rows(all_rows)
@@ -42,7 +42,8 @@ def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], proce
 def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterator[str]:
     """Check for rows with several system messages, and for images that come before the text in only some rows."""
     num_two_systems = 0
-    # {whether the text comes first: number of rows}, for rows with an image at exactly one end
+    # {whether the question's text comes before its image: number of rows}, for questions that begin or end with an
+    # image
     image_orders = Counter()
     for row in without_media(all_rows):
         systems = {text_of(turn) for turn in row.messages if turn["role"] == "system"}
@@ -85,7 +86,7 @@ def check_twice(all_rows: Dataset) -> Iterator[str]:
 
 
 def check_images(rows: Sequence[Row]) -> Iterator[str]:
-    """Check for images that are all the same, or have only one colour."""
+    """Check whether all rows have the same image, or many images have only one colour."""
     shown_bytes = [tuple(image.tobytes() for image in row.images) for row in rows]
     if len(rows) > 3 and all(shown_bytes) and len(set(shown_bytes)) == 1:
         yield ("All rows that were checked have the same image. Check which files the column image or images names.")
@@ -120,9 +121,9 @@ def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
 
 
 def check_questions(rows: Sequence[Row]) -> Iterator[str]:
-    """Check for questions, system messages and earlier turns that contain their solution.
+    """Check for questions, system messages and earlier turns that contain the solution of their row.
 
-    A text that lists all possible answers is allowed.
+    A question that lists all possible answers is allowed.
     """
     answers = []  # for each row, the letters of its right answers
     for row, texts in zip(rows, solutions_of(rows), strict=True):
@@ -156,7 +157,7 @@ def turns_of(turns: Sequence[dict], roles: set[str]) -> list[dict]:
 
 
 def solutions_of(rows: Iterable[Row]) -> list[list[str]]:
-    """Return the right answers to each row: all texts in a solution that is a list, else the solution as a text."""
+    """Return each row's right answers: the elements of a solution that is a list of strings, else `str(solution)`."""
     solutions = []
     for row in rows:
         solution = row.columns.get("solution")
@@ -168,10 +169,7 @@ def solutions_of(rows: Iterable[Row]) -> list[list[str]]:
 
 
 def letters_of(text: str) -> str:
-    """Return only a text's letters and digits, in lower case.
-
-    For example, "Green_Square.png" becomes "greensquarepng", which contains "greensquare".
-    """
+    """Return only a text's letters and digits, in lower case."""
     return re.sub(r"[\W_]", "", text.lower())
 
 
@@ -189,7 +187,8 @@ def check_boxes(rows: Sequence[Row]) -> Iterator[str]:
 def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, processor: Processor) -> Iterator[str]:
     """Check that the answers that a stage trains on end with a stop token and are not too long.
 
-    The length matters only if another stage samples: then an answer should have at most sampling.max_new_tokens tokens.
+    The length of answers is checked only if another stage samples completions of at most sampling.max_new_tokens
+    tokens.
     """
     rows = sample_rows(all_rows)
     stop_ids = config.sampling.stop_token_ids or processor.stop_token_ids
@@ -216,7 +215,7 @@ def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, pr
 
 
 def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: int) -> Iterator[int]:
-    """Yield the token count for each answer that has no images and may exceed `limit`.
+    """Yield the token count of each answer without images that may have more than `limit` tokens.
 
     An answer has at most one token per byte, so short answers are skipped without being tokenized.
     """
@@ -231,7 +230,7 @@ def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: in
 def sample_rows(rows: Sequence, count: int = NUM_ROWS) -> list:
     """Sample at most `count` rows with a fixed seed; return them in the dataset's order.
 
-    A random sample is used instead of every k-th row, because every k-th row may be of one kind.
+    A random sample of rows is used instead of every k-th row, because every k-th row may be of one kind.
     """
     row_indices = random.Random(0).sample(range(len(rows)), min(count, len(rows)))
     return [rows[index] for index in sorted(row_indices)]
