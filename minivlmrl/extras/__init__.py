@@ -1,4 +1,4 @@
-"""Optional features: a copy of the package without extras/ trains all other recipes to the same bytes.
+"""Optional features: without the folder extras/, all recipes that use no optional feature train to the same weights.
 
 The core has the names of these modules in its tables, and imports a module only when a recipe, a command line or a
 model's config.json names the feature:

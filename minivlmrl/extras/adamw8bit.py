@@ -1,12 +1,12 @@
 """AdamW whose two moments are stored in 8 bits per value instead of 32 (arXiv 2110.02861).
 
-Each row of a moment is split into blocks of 256 values. A block stores its scale, which is its largest absolute value
-in float32, and one byte per value. The byte is the index of the nearest of 256 numbers between -1 and 1, which are
-denser near 0. Blocks do not cross rows and FSDP shards weights by rows, so the codes do not depend on the number of
-ranks. bitsandbytes instead splits each flattened tensor into blocks.
+Each row of a moment is split into blocks of 256 values. A block is stored as one float32 scale, its largest absolute
+value, and one byte per value. Each byte is an index into a table of 256 numbers between -1 and 1, which are denser near
+0. FSDP shards weights by rows and no block crosses a row, so the bytes do not depend on the number of ranks.
+bitsandbytes, in contrast, splits each flattened tensor into blocks.
 
-A recipe selects this optimizer with `optimizer: {name: adamw_8bit}`. A modified copy beside the recipe is selected by
-its file and class, for example `my_adamw.py:AdamW8bit`.
+A recipe selects the 8-bit AdamW with `optimizer: {name: adamw_8bit}`. A recipe selects a modified copy of this
+optimizer by file and class, for example `my_adamw.py:AdamW8bit`.
 """
 
 import math
@@ -22,7 +22,7 @@ from minivlmrl.model.nf4 import dequantize, dynamic_code, quantize
 # The moments of vectors, and of tensors with fewer values than SMALLEST, stay in float32.
 SMALLEST = 4096
 PIECE = 2**24  # maximum number of values that are dequantized to float32 at a time
-# for each moment, whether its values can be negative
+# {name of an AdamW moment: whether the moment's values can be negative}
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 
@@ -48,7 +48,7 @@ class AdamW8bit(torch.optim.Optimizer):
     def _update(self, parameter: Tensor, parameter_gradient: Tensor, group: dict):
         """Update a parameter and its optimizer state in place, in row chunks.
 
-        A chunk has at most PIECE values, so that float32 copies of the moments need little memory.
+        A chunk of rows has at most PIECE values, so that float32 copies of the moments need little memory.
         """
         weight = _rows(parameter)
         gradient = _rows(parameter_gradient)
@@ -83,9 +83,9 @@ class AdamW8bit(torch.optim.Optimizer):
         self._write(state, "exp_avg_sq", v)
 
     def _read(self, state: dict[str, Tensor], name: str) -> Tensor:
-        """Return a moment, dequantized if it is stored in 8 bits.
+        """Return a moment of AdamW, dequantized if the moment is stored in 8 bits.
 
-        A float32 moment is returned without a copy, so the caller updates it in place.
+        A moment stored in float32 is returned without a copy, so the caller updates the stored moment in place.
         """
         if f"{name}_scale" not in state:
             return state[name]
@@ -114,7 +114,7 @@ def empty_state(parameter: Tensor) -> dict[str, Tensor]:
     for name in SIGNED:
         state[name] = torch.zeros_like(parameter, dtype=moment_dtype)
         if not is_small:
-            # The scales have one value for each block of GROUP values in a row.
+            # The tensor of scales has one value for each block of GROUP values in a row of the moment.
             block_starts = parameter.flatten(1)[:, ::GROUP]
             state[f"{name}_scale"] = torch.zeros_like(block_starts, dtype=torch.float32)
     return state

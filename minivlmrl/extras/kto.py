@@ -1,4 +1,4 @@
-"""The KTO loss, for a stage of your own; this file imports only torch, so that you can copy it."""
+"""The KTO loss, for your own training stage; you can copy this file, because it imports only torch."""
 
 from typing import Literal, get_args
 
@@ -22,14 +22,14 @@ def kto_loss(
     kl: Tensor | None = None,
     normalizer=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the KTO loss for single answers that are labelled good or bad.
+    """Compute the KTO loss for answers that are labelled good or bad.
 
         kto                 good: 1 - s(beta (u - kl))      bad: 1 - s(beta (kl - u))
         apo_zero_unpaired   good: 1 - s(beta u)             bad: s(beta u)
 
-    Here u is an answer's log-ratio, log pi - log pi_ref, and s is the sigmoid.
+    In the formulas, u is an answer's log-ratio, log pi - log pi_ref, and s is the sigmoid.
 
-    Example: if policy and reference are equal and kl is 0, every answer has the loss 0.5.
+    Example: if policy and reference model are equal and kl is 0, every answer has the KTO loss 0.5.
 
     Args:
         per_token_logps: (B, T), log-probabilities under the policy in nats, with gradient.
@@ -57,7 +57,7 @@ def kto_loss(
     z = beta * torch.where(good, u - zero_point, zero_point - u)
     desirable = u.new_tensor(desirable_weight)
     undesirable = u.new_tensor(undesirable_weight)
-    # s(-z) is used, because 1 - s(z) is 0 in float32 for z = 20
+    # the sigmoid is computed as s(-z) instead of 1 - s(z), which is 0 in float32 for z = 20
     per_answer_loss = torch.where(good, desirable, undesirable) * (-z).sigmoid()
     rewards = beta * u.detach()
     metrics = {"rewards/chosen": rewards[good].mean(), "rewards/rejected": rewards[~good].mean()}

@@ -1,9 +1,8 @@
 """Repeat a step of a run: `python -m minivlmrl replay RUN --step 73 --prompt 4`.
 
-RUN is a run's folder, or a recipe. Training resumes from the last checkpoint of the run before
-the step, or starts from step 0, and continues up to the step. Nothing is written to RUN. The random numbers for a
-completion depend only on its prompt's key, so a replayed step must agree with completions.jsonl and metrics.jsonl to
-the last bit.
+RUN is a run's folder, or a recipe. The command `replay` resumes training from the run's last checkpoint before a step,
+or from step 0, and trains up to the step. Nothing is written to RUN. Random numbers for completions depend only on the
+prompt's key, so a replayed step must agree with completions.jsonl and metrics.jsonl to the last bit.
 """
 
 import argparse
@@ -39,7 +38,7 @@ from minivlmrl.trainers.base import Step, Trainer
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of the command line; unknown arguments are recipe options."""
+    """Build the parser of the command line of `replay`; arguments that the parser does not know are recipe options."""
     p = argparse.ArgumentParser("python -m minivlmrl replay", description=__doc__, allow_abbrev=False)
     p.add_argument("run", help="folder of a run, or a recipe with options --section.name=value")
     p.add_argument("--recipe", help="recipe (default: config.yaml of the run, if it names no Python code)")
@@ -50,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    """Replay a step and print one of its groups; return 1 if the step differs from the logs."""
+    """Replay a training step, and print one prompt with its completions; return 1 if the step differs from the logs."""
     options, overrides = build_parser().parse_known_args(arguments)
     folder, number = Path(options.run), options.step
     for override in overrides:
@@ -64,7 +63,7 @@ def main(arguments: list[str]) -> int:
     trainer, optimizer, step, rows = go_to(config, stage, number)
     print_group(trainer, step, rows, options.prompt)
     metrics = loop.optimizer_step(trainer, step, optimizer, number)
-    # a run logs all ranks' completions if num_logged_prompts is null
+    # if num_logged_prompts is null, a run's log has the completions of all ranks
     parts = trainer.world.gather_objects(list(groups(trainer, step)))
     process_group.shutdown(trainer.world)
     completions = [line for part in parts for line in part]
@@ -81,7 +80,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run_config(folder: Path, recipe: str | None, overrides: list[str]) -> RunConfig:
-    """Load the options of a run from its config.yaml, or from `recipe`; `folder` may itself be a recipe."""
+    """Load the options of the run in `folder`, from its config.yaml or from `recipe`; or load the recipe `folder`."""
     if not folder.is_dir():  # a recipe, whose output_dir may contain another run
         return load_config(folder, ["--resume=never", *overrides])
     overrides = [f"--output_dir={folder}", *overrides]
@@ -89,7 +88,7 @@ def run_config(folder: Path, recipe: str | None, overrides: list[str]) -> RunCon
 
 
 class Reached(Exception):
-    """Exception that ends training just before the requested step; `args` has the trainer, optimizer, Step and rows."""
+    """Exception that ends training just before the step to replay; `args` has the trainer, optimizer, Step and rows."""
 
 
 class StopBefore(Callback):
@@ -107,9 +106,9 @@ class StopBefore(Callback):
 
 
 def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimizer, Step, Sequence[Row]]:
-    """Train up to a step, and return its trainer, optimizer, Step and rows.
+    """Train up to a step, and return the trainer, the optimizer, and the step with its dataset rows.
 
-    A copy of the run is resumed from the last checkpoint before the step.
+    Training resumes from the run's last checkpoint before the step, and writes to a temporary folder.
 
     Args:
         config: the run's options.
@@ -128,7 +127,7 @@ def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimize
     wanted_step = config.stage_names.index(stage), number
     states = [] if config.resume == "never" else state_folders(Path(config.output_dir) / "states")
     for path in states:
-        # An incomplete state is damaged, or is being removed by a run that is still training.
+        # A checkpoint without the file COMPLETE is damaged, or is being removed by a run that is still training.
         if not (path / COMPLETE).is_file():
             continue
         progress = read_trainer_state(path)
@@ -160,10 +159,9 @@ def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimize
 
 @torch.no_grad()
 def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
-    """Print a prompt of a step, and its completions.
+    """Print one prompt of a training step, and the prompt's completions.
 
-    For each completion, print its summed log-probabilities in nats, its answer, and the reasons that rewards give for
-    their values.
+    For each completion, the summed log-probabilities in nats, the answer, and the reasons of the rewards are printed.
     """
     if not 0 <= index < len(rows):
         raise ValueError(f"--prompt {index}: the step has only the prompts 0 to {len(rows) - 1}")
@@ -200,7 +198,7 @@ def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
 
 
 def logps_now(trainer: Trainer, row: Row, completions: list[Completion], temperature: float) -> list[torch.Tensor]:
-    """Return the log-probabilities (T,) of each completion's T tokens before the step."""
+    """Return the log-probabilities (T,) that the policy before the step gives to the T tokens of each completion."""
     policy = trainer.policy
     prompt = row.prompt(trainer.processor)
     group = pack_turns([prompt], [completions], policy.config, trainer.world.device)
@@ -210,7 +208,7 @@ def logps_now(trainer: Trainer, row: Row, completions: list[Completion], tempera
 
 
 def compare_logps(completion: Completion, logps: torch.Tensor) -> dict[str, float]:
-    """Compare the generated tokens' log-probabilities that training and sampling computed."""
+    """Compare the log-probabilities that the training forward pass and sampling computed for generated tokens."""
     trained_logps = logps[completion.policy_mask]
     line = {"tokens": len(trained_logps), "trained": trained_logps.sum().item()}
     if completion.logps is not None:  # None for an answer from the dataset, which was not sampled
@@ -221,7 +219,7 @@ def compare_logps(completion: Completion, logps: torch.Tensor) -> dict[str, floa
 
 
 def compare(folder: Path, stage: str, number: int, completions: list[dict], metrics: dict) -> dict[str, bool]:
-    """Compare the lines that a run logged about a step with the lines of the replayed step.
+    """Compare the log lines that a run wrote about a step with the log lines of the replayed step.
 
     Args:
         folder: the run's folder.
@@ -247,7 +245,7 @@ def compare(folder: Path, stage: str, number: int, completions: list[dict], metr
 
 
 def log_end(path: Path) -> str:
-    """Describe the last line in a run's metrics."""
+    """Describe the last line in a run's log metrics.jsonl."""
     lines = read_lines(path, LogLine)
     if not lines:
         return f"{path.parent} contains no metrics"

@@ -1,7 +1,7 @@
 """Train a reward model (InstructGPT, step 2), and score completions with it.
 
 The reward model is a copy of the policy that learns to rank answers as human annotators do. Later stages and other runs
-can use it as the reward `reward_model`.
+can use a trained reward model as the reward `reward_model`.
 """
 
 from collections.abc import Sequence
@@ -34,16 +34,16 @@ from minivlmrl.model.value_head import (
 from minivlmrl.trainers.functions import loss_arguments
 from minivlmrl.trainers.offline import AnswerBatch, PairTrainer
 
-# name of the reward model's folder in the run's folder, and also of the stage and the reward
+# name of the stage that trains a reward model, of the reward, and of the folder with the reward model
 FOLDER = "reward_model"
 BATCH_SIZE = 16  # prompts in each forward pass that scores completions
 
 
 @dataclass(kw_only=True)
 class RewardBatch(AnswerBatch):
-    """A micro-batch of answer pairs, in which the last token of each answer is scored."""
+    """A micro-batch of answer pairs, in which the reward model scores the last token of each answer."""
 
-    # (R / 2,), by how much each chosen answer should score higher than the rejected answer of its pair
+    # (R / 2,): for each pair of answers, by how much the chosen answer should score higher than the rejected answer
     margin: Tensor
 
 
@@ -99,7 +99,7 @@ class RewardTrainer(PairTrainer):
 def last_windows(
     prompts: Sequence[Prompt], answers: Sequence[Sequence[Completion]]
 ) -> tuple[Sequence[Prompt], Sequence[Sequence[Completion]]]:
-    """Replace each answer with several context windows by its last turn, whose prompt has all earlier turns."""
+    """Replace an answer of several separately tokenized turns by its last turn, whose prompt has all earlier turns."""
     if not any(answer.turns for group in answers for answer in group):
         return prompts, answers
     pairs = [(prompt, answer) for prompt, group in zip(prompts, answers, strict=True) for answer in group]
@@ -110,8 +110,8 @@ def last_windows(
 class RewardModelScores:
     """Callable that scores completions with a reward model.
 
-    The model is loaded from reward_model.path, which defaults to this run's folder. The reward model reads the policy's
-    token ids and patches, so both must have the same tokenizer, model family and patch size.
+    The reward model is loaded from the option reward_model.path, which defaults to the run's own folder. The reward
+    model reads the policy's token ids and patches, so both models must have the same tokenizer, family and patch size.
     """
 
     def __init__(self, run: RunConfig, policy: VisionLanguageModel, processor: Processor, world: World):
@@ -123,7 +123,7 @@ class RewardModelScores:
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> list[float]:
-        """Compute one score for each completion; all ranks must have the same number of prompts."""
+        """Compute one score for each completion; every rank must pass the same number of prompts."""
         scores = []
         config = self.model.backbone.config
         for start in range(0, len(prompts), BATCH_SIZE):
@@ -142,8 +142,9 @@ def pack_with_last_token(
 ) -> GroupBatch:
     """Pack prompts and completions so that each completion's last token has a hidden state.
 
-    `pack` leaves out the last token, because no token follows it. This function therefore repeats the last token, so
-    that `pack` leaves out the repetition. Example: completion a has 3 tokens, and completion b has 2 tokens:
+    `pack` leaves out the last token, because no token follows it. pack_with_last_token therefore repeats the last token
+    of a completion, so that `pack` leaves out the repeated token. Example: completion a has 3 tokens, and completion b
+    has 2 tokens:
         pack                    p0 p1 p2 | a0 a1    | b0
         pack_with_last_token    p0 p1 p2 | a0 a1 a2 | b0 b1     a2 attends to the whole completion a
     """
@@ -164,7 +165,7 @@ def last_token_scores(model: ValueModel, batch: GroupBatch) -> Tensor:
 
 
 def load_scorer(policy: VisionLanguageModel, folder: str | Path, device: torch.device, same_base: bool) -> ValueModel:
-    """Load a value model that scores a policy's completions.
+    """Load a value model, which scores the completions of a policy.
 
     Args:
         same_base: True if the value model consists of adapters on the policy's base weights. Both then share these
@@ -180,12 +181,12 @@ def load_scorer(policy: VisionLanguageModel, folder: str | Path, device: torch.d
 
 
 def reward_model(completions: list[str], reward_model_scores: list[float], **columns) -> list[float]:
-    """Return the reward model's scores, which are unbounded, for the reward `reward_model`."""
+    """Return the scores of the reward model, which are unbounded, as values of the reward `reward_model`."""
     return reward_model_scores
 
 
 def check_stage_order(run: RunConfig, stage: str):
-    """Raise ValueError if a stage starts before the reward model exists, or if the stage samples trajectories."""
+    """Raise ValueError if a stage that needs the reward model starts before it exists, or samples trajectories."""
     if samples_trajectories(run.sampling):
         raise ValueError(
             "the reward reward_model cannot score trajectories, because each turn of a trajectory has its own context "

@@ -1,4 +1,4 @@
-"""The tracker `tensorboard`: write metrics to tensorboard/ in the run's folder."""
+"""The tracker `tensorboard`, which writes a run's metrics for TensorBoard to tensorboard/ in the run's folder."""
 
 import shutil
 from collections.abc import Callable
@@ -11,7 +11,8 @@ from minivlmrl.config.options import RunConfig
 
 
 def tracker(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
-    """Create the tracker. After a resume, TensorBoard hides the old values of the steps that the run repeats.
+    """Create the TensorBoard tracker. After a resume, TensorBoard hides the old values of the steps that the run
+    repeats.
 
     Args:
         steps: optimizer steps that the run has already done.
@@ -23,8 +24,8 @@ def tracker(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
     folder = Path(config.output_dir) / "tensorboard"
     if not steps:
         shutil.rmtree(folder, ignore_errors=True)
-    # Hide the values after the last completed step. The values of an evaluation after this step remain, because the
-    # repeated evaluation gives the same values.
+    # TensorBoard hides the values after the last step before a resume. Values of an evaluation after this step stay
+    # visible, because the repeated evaluation gives the same values.
     writer = closing.enter_context(SummaryWriter(str(folder), purge_step=steps + 1))
 
     def log(values: dict[str, float], steps: int):

@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer with the loss `minivlmrl.grpo_loss`, or with your own loss function.
 
-docs/library.md shows how to use it. TRL is not a dependency of minivlmrl. This module needs TRL 1.10 or newer, because
-older releases divide some losses by other numbers.
+docs/library.md shows how to use this trainer. TRL is not a dependency of minivlmrl. extras/trl.py needs TRL 1.10 or
+newer, because older releases normalise some losses differently.
 """
 
 # TRL loads its classes lazily, and its trainer gets attributes at run time, which pyright cannot see.
@@ -39,7 +39,7 @@ if tuple(map(int, trl.__version__.split(".")[:2])) < (1, 10):
     raise ImportError(f"minivlmrl.extras.trl needs TRL 1.10 or newer, but {trl.__version__} is installed; {INSTALL}")
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]  # grpo_loss's signature
-# for each argument of grpo_loss except kl_estimator, the GRPOConfig field with the same meaning
+# {argument of grpo_loss: the field of TRL's GRPOConfig with the same meaning}, without kl_estimator
 CONFIG_NAMES = {
     "loss_type": "loss_type",
     "importance_sampling_level": "importance_sampling_level",
@@ -48,7 +48,7 @@ CONFIG_NAMES = {
     "beta": "beta",
     "use_bias_correction_kl": "use_bias_correction_kl",
 }
-# GRPOConfig fields that are keyword arguments for functions in TERMS
+# fields of TRL's GRPOConfig that are keyword arguments of the policy losses in TERMS
 TERM_OPTIONS = (
     "delta",
     "sapo_temperature_pos",
@@ -64,8 +64,9 @@ CONFIG_DEFAULTS = {field.name: field.default for field in fields(trl.GRPOConfig)
 class GRPOTrainer(trl.GRPOTrainer):
     """TRL's GRPOTrainer with the loss `minivlmrl.grpo_loss`, or with your own loss function.
 
-    Only `_compute_loss` is replaced: completions, rewards, advantages, the reference model, the optimizer and
-    checkpoints are TRL's. The other arguments are the same as in trl.GRPOTrainer.
+    The class replaces only the method `_compute_loss` of TRL's GRPOTrainer; completions, rewards, advantages, the
+    reference model, the optimizer and checkpoints are TRL's. All arguments except `loss` and `kl_estimator` are the
+    same as in trl.GRPOTrainer.
 
     Args:
         loss: a loss_type for `grpo_loss`, such as "grpo"; or a function with the arguments and results of `grpo_loss`.
@@ -95,7 +96,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             args.loss_type = loss
         self.loss_options = loss_options(args, kl_estimator)
         self.loss_function: LossFunction = loss if callable(loss) else grpo_loss
-        # Options at TRL's defaults are left out, because the functions have the same defaults.
+        # Options that have TRL's default values are left out, because our loss functions have the same defaults.
         self.term_options = {
             name: getattr(args, name) for name in TERM_OPTIONS if getattr(args, name) != CONFIG_DEFAULTS[name]
         }
@@ -110,7 +111,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         normalizer = LossNormalizer(len(mask) * parts, self._tokens(inputs, parts), self.max_completion_length)
         kept = mask
         if self.top_entropy_quantile < 1:
-            # TRL's function is used, because it computes the quantile over all processes.
+            # TRL's get_high_entropy_mask is used, because it computes the entropy quantile over all processes.
             kept = mask * self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
         weights, term_options = self._weights(inputs, logps, mask, kept)
         loss, metrics = self.loss_function(
@@ -152,15 +153,15 @@ class GRPOTrainer(trl.GRPOTrainer):
             inputs["completion_ids"].shape[1],
             compute_entropy=True,
             compute_aux_loss=self.aux_loss_enabled,
-            # pixel_values, image_grid_thw and other tensors of images
+            # the tensors of images, such as pixel_values and image_grid_thw
             **{name: inputs[name] for name in arguments & inputs.keys()},
         )
 
     def _tokens(self, inputs: dict[str, Any], parts: int) -> Tensor:
-        """Return the token count by which dapo divides.
+        """Return the token count by which the loss_type dapo divides the sum of token losses.
 
-        TRL counts the tokens of a whole generation, on which several optimizer steps may train. Gradients are averaged
-        over processes, so each process divides by the mean count per process.
+        TRL counts the tokens of all completions from one generation, on which several optimizer steps may train.
+        Gradients are averaged over processes, so each process divides its loss by the mean token count per process.
         """
         tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
         if self.model.training:
@@ -170,10 +171,10 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _weights(
         self, inputs: dict[str, Any], logps: Tensor, mask: Tensor, kept: Tensor
     ) -> tuple[Tensor | None, dict[str, Any]]:
-        """Return factors for the policy term, or None, and the keyword arguments of the policy term."""
+        """Return the token weights of the policy loss, or None, and further keyword arguments of the policy loss."""
         weights = None if kept is mask else kept
         if self.off_policy_mask_threshold is not None:
-            # log-probabilities from vLLM, or from the model before the optimizer steps
+            # log-probabilities that vLLM computed, or that the model computed before the optimizer steps
             old_logps = inputs.get("old_per_token_logps", logps.detach())
             sampling_logps = inputs.get("sampling_per_token_logps", old_logps)
             near = off_policy_mask(logps, sampling_logps, inputs["advantages"], mask, self.off_policy_mask_threshold)
@@ -213,7 +214,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
 
 def loss_options(args: trl.GRPOConfig, kl_estimator: str) -> dict[str, Any]:
-    """Return the grpo_loss options that `args` sets, under the names of their arguments."""
+    """Convert the loss options of a GRPOConfig to keyword arguments of `grpo_loss`."""
     options = {name: getattr(args, config_name) for name, config_name in CONFIG_NAMES.items()}
     if options["epsilon_high"] is None:
         options["epsilon_high"] = args.epsilon
@@ -222,7 +223,7 @@ def loss_options(args: trl.GRPOConfig, kl_estimator: str) -> dict[str, Any]:
 
 
 def check_options(args: trl.GRPOConfig, function: LossFunction, term_options: dict[str, Any]):
-    """Raise ValueError if `args` sets an option that the loss does not support."""
+    """Raise ValueError if the GRPOConfig `args` sets an option that the loss function does not support."""
     if args.use_adaptive_entropy:
         raise ValueError(
             "use_adaptive_entropy is true, but minivlmrl keeps entropy_coef constant; set "

@@ -1,6 +1,6 @@
 """Check in TRL's trainers that the model's outputs depend on every image of the first step.
 
-docs/library.md shows how to use it. The callback InputCheck also works with transformers' own Trainer.
+docs/library.md shows how to use the check. The callback InputCheck also works with transformers' own Trainer.
 """
 
 import warnings
@@ -19,12 +19,12 @@ except ImportError as error:
         "run `pip install transformers`"
     ) from error
 
-# for images and videos, a model's arguments with patches and grids, and its config's name for the id of their token
+# {kind: (model argument with the patches, model argument with the patch grids, config field with the token id)}
 MEDIA = {
     "image": ("pixel_values", "image_grid_thw", "image_token_id"),
     "video": ("pixel_values_videos", "video_grid_thw", "video_token_id"),
 }
-# outputs of a model from which a loss is computed; the first one that exists is compared
+# names of model outputs from which a loss is computed; InputCheck compares the first of these outputs that exists
 OUTPUTS = ("log_probs", "logits", "loss")
 MOST_IMAGES = 8  # maximum number of images of a row that are made gray, one at a time
 ADVICE = (
@@ -36,12 +36,12 @@ ADVICE = (
 class InputCheck(TrainerCallback):
     """Warn if the outputs of the first step ignore an image or a video, or if a trained parameter gets no gradient.
 
-    Two facts are observed: whether the outputs of the first micro-batch change if an image before a trained token is
-    made gray, and which trained parameters get a gradient. The step's own graph is not touched: gray images are
-    compared in forward passes without gradients, one for each image of a row and one more. With sharded
-    weights, gray images are not compared. Weights and random numbers are not changed.
+    InputCheck tests whether the outputs of the first micro-batch change if an image before a trained token is made
+    gray, and which trained parameters get a gradient. The outputs for gray images are computed in separate forward
+    passes without gradients, one for each image of a row and one more. If the weights are sharded, outputs for gray
+    images are not computed. InputCheck changes no weights and no random numbers of the training.
 
-    The attribute `problems` lists the warnings.
+    The attribute `problems` of InputCheck lists the warnings.
     """
 
     def __init__(self):
@@ -109,8 +109,8 @@ def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str])
     """Return a warning if some images, or some videos, can be made gray without changing the outputs."""
 
     def outputs(**changed: Tensor) -> Tensor:
-        # Random numbers are restored, so that all passes use the same ones, and the step those that it would use
-        # without the callback. Without gradients, checkpointing would warn.
+        # The random state is restored, so that all forward passes and the training step start from the same random
+        # state. Warnings are ignored, because activation checkpointing warns without gradients.
         with torch.no_grad(), torch.random.fork_rng(), warnings.catch_warnings(action="ignore"):
             return text_outputs(model(*args, **kwargs | changed), model, kwargs.get("input_ids"))
 
@@ -134,7 +134,7 @@ def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str])
                 f"the outputs of the model do not change if {len(unseen)} of {len(sizes)} {kind}s of a micro-batch are "
                 f"gray, for example the {kind} with the index {min(unseen)}"
             )
-    # Weights that autocast cached without gradients must not be used in the step.
+    # The cache is cleared, because the training step must not use weights that autocast cached without gradients.
     torch.clear_autocast_cache()
     return problems
 
@@ -152,16 +152,16 @@ def text_outputs(outputs: Any, model: nn.Module, ids: Tensor | None) -> Tensor:
     is_media = torch.zeros_like(ids, dtype=torch.bool)
     for _, _, token in MEDIA.values():
         is_media |= ids == getattr(model.config, token, -1)
-    # TRL may compute the outputs of the last tokens only.
+    # TRL may compute outputs for the last tokens only, so the mask is cut to the length of the outputs.
     is_media = is_media[:, -output.shape[1] :]
     return output.masked_fill(is_media.view(*is_media.shape, *[1] * (output.dim() - 2)), 0)
 
 
 def rounds_of_media(arguments: dict, sizes: list[int], token: int | None) -> list[list[tuple[int, int | None]]]:
-    """Return lists of (image, its row), each with one image or video of each row.
+    """Return lists of tuples (index of an image or video, its row); each list has one image or video of each row.
 
-    Only media before a trained token are returned, because other media do not change the loss. If the token ids do not
-    tell to which rows the media belong, one list has all media, with None as the rows.
+    Images and videos after the last trained token of a row are left out, because they do not change the loss. If the
+    token ids do not tell to which row an image belongs, a single list has all images, with None as their rows.
 
     Args:
         arguments: the model's arguments.

@@ -1,6 +1,7 @@
 """Read the frames of video files with PyAV; videos that are lists of images do not need PyAV.
 
-Frames are selected as in qwen-vl-utils or, if frame_factor is 1, as in transformers' Qwen3VLVideoProcessor.
+Frames are selected as in the package qwen-vl-utils or, for Qwen3-VL (frame_factor 1), as in transformers'
+Qwen3VLVideoProcessor.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ MIN_FRAMES, MAX_FRAMES = 4, 768  # default bounds for the number of sampled fram
 
 
 def load(source: Source, folder, sampling: dict, frame_factor: int, defaults: dict | None) -> Video:
-    """Load a video file's sampled frames, see data/video.load_video."""
+    """Load the sampled frames of a video file; see load_video in data/video.py."""
     name, file = open_source(source, folder)
     try:
         return sample(file, with_defaults(sampling, defaults) | {"frame_factor": frame_factor})
@@ -35,7 +36,7 @@ def load(source: Source, folder, sampling: dict, frame_factor: int, defaults: di
 
 
 def outline(source: Source, folder, sampling: dict, frame_factor: int, defaults: dict | None) -> Video:
-    """Return a video file with blank frames, see data/video.outline_video."""
+    """Return a Video with blank frames of a video file's size and number; see outline_video in data/video.py."""
     name, file = open_source(source, folder)
     with error_context(name), opened_video(file) as (container, stream):
         video_fps = float(stream.average_rate or stream.guessed_rate or 0)
@@ -51,7 +52,7 @@ def with_defaults(sampling: dict, defaults: dict | None) -> dict:
 
 
 def sample(file: Path | io.BytesIO, sampling: dict) -> Video:
-    """Sample the frames of a file in two passes: first count all frames, then decode the sampled frames."""
+    """Sample the frames of a video file in two passes: first count all frames, then decode the sampled frames."""
     with opened_video(file) as (container, stream):
         video_fps = float(stream.average_rate or stream.guessed_rate or 0)
         total_frames = count_frames(container, stream)
@@ -60,8 +61,8 @@ def sample(file: Path | io.BytesIO, sampling: dict) -> Video:
         frames, num_decoded = decode(file, indices)
         if len(frames) == len(indices):
             return Video(frames, fps, [index / video_fps for index in indices])
-        # The file has fewer frames than packets, because frames before the first key frame cannot be decoded. Sample
-        # again from the number of decoded frames.
+        # A video file can have fewer frames than packets, because frames before the first key frame cannot be decoded.
+        # In this case, sample again from the number of decoded frames.
         total_frames = num_decoded
 
 
@@ -78,8 +79,8 @@ def count_frames(container, stream) -> int:
         if packet.pts is not None:
             packet_end = float((packet.pts + (packet.duration or 0)) * packet.time_base)
             end_seconds = max(end_seconds, packet_end)
-    # The duration is checked for Matroska only, because other containers have an index, by which missing packets are
-    # detected.
+    # The duration is checked for Matroska files only, because other video files have an index, which reveals missing
+    # packets.
     claimed_seconds = (container.duration or 0) / 1e6
     missing_seconds = claimed_seconds + (container.start_time or 0) / 1e6 - end_seconds
     if "matroska" in container.format.name and missing_seconds > max(0.5, 0.05 * claimed_seconds):
@@ -91,14 +92,14 @@ def count_frames(container, stream) -> int:
 
 @contextlib.contextmanager
 def opened_video(file: Path | io.BytesIO) -> Iterator[tuple]:
-    """Open a file with PyAV, and yield its container and its best video stream."""
+    """Open a video file with PyAV, and yield PyAV's container and the file's best video stream."""
     with optional_dependency("video", "reading video files requires PyAV"):
         import av
 
-    # Open the file here instead of passing its name, because FFmpeg would open several files for a name like
+    # FFmpeg gets an open file instead of a file name, because FFmpeg would open several files for a name like
     # concat:a|b.
     opened = file.open("rb") if isinstance(file, Path) else io.BytesIO(file.getbuffer())
-    # Forbid all protocols, because FFmpeg would open the files and URLs that a playlist lists.
+    # All protocols of FFmpeg are forbidden, because FFmpeg would open the files and URLs that a playlist lists.
     options = {"protocol_whitelist": "none"}
     with opened, av.open(opened, container_options=options, metadata_errors="replace") as container:
         stream = container.streams.best("video")
@@ -107,7 +108,8 @@ def opened_video(file: Path | io.BytesIO) -> Iterator[tuple]:
         if stream.codec_context is None:
             raise ValueError("FFmpeg cannot decode the format of the video; convert the video")
         check_size(1, stream.codec_context.width, stream.codec_context.height)
-        # FFmpeg also checks every frame, because a frame can declare another size than its stream
+        # with max_pixels, FFmpeg also checks the size of every frame, because a frame can declare another size than the
+        # stream
         stream.codec_context.options = {"max_pixels": str(MAX_IMAGE_PIXELS)}
         yield container, stream
 
@@ -115,7 +117,7 @@ def opened_video(file: Path | io.BytesIO) -> Iterator[tuple]:
 def decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.Image.Image], int]:
     """Decode the frames with the given indices, upright and in RGB, and count all decoded frames.
 
-    There are fewer frames than indices if the file ends early.
+    If a video file ends early, fewer frames than indices are returned.
     """
     frames = []
     num_decoded = 0
@@ -125,7 +127,7 @@ def decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.Im
                 raise ValueError(f"frame {num_decoded} is damaged")
             if num_decoded == indices[len(frames)]:
                 check_size(len(indices), frame.width, frame.height)
-                # phones store unrotated frames, with the angle by which to rotate them
+                # phones store unrotated frames, and the angle by which a player must rotate the frames
                 quarter_turns = round(frame.rotation / 90)
                 if abs(frame.rotation - 90 * quarter_turns) > 1:
                     raise ValueError(
@@ -180,8 +182,8 @@ def sample_indices(
 def smart_nframes(total_frames: int, video_fps: float, frame_factor: int, sampling: dict[str, float]) -> int:
     """Compute how many frames to sample, a multiple of frame_factor.
 
-    Example: 100 frames at 30 frames per second last 3.33 seconds. At 2 sampled frames per second this gives 6.67, which
-    is rounded down to 6 frames.
+    Example: 100 frames at 30 frames per second last 3.33 seconds. Sampling 2 frames per second from 3.33 seconds gives
+    6.67 frames, which are rounded down to 6 frames.
 
     Args:
         sampling: either nframes, the number of frames to sample, or fps, the sampled

@@ -4,11 +4,11 @@
 
 Before each rollout, vLLM receives the policy's weights. vLLM also receives the token ids and image patches that
 minivlmrl has computed for each prompt, so that text is not tokenized and images are not resized or normalised a second
-time. vLLM computes only the logits, and this file samples the tokens. Therefore samples do not depend on the other rows
-in a batch, and in float32 they equal the policy's own samples. To change this engine, copy vllm.py and set
-sampling.engine=my_vllm.py:VLLMSampler.
+time. vLLM computes only the logits, and this file samples the tokens. Therefore a sampled completion does not depend on
+the other rows in a batch, and in float32 it equals a completion that is sampled without vLLM. To change how vLLM is
+used, copy vllm.py and set sampling.engine=my_vllm.py:VLLMSampler.
 
-vLLM is imported inside functions, because the memory estimate must work without it.
+vLLM is imported inside functions, because the memory estimate must work without vLLM.
 
 Dimension letters: r rows in the batch, V vocabulary size.
 """
@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-# The engine must run in this process, because this process has the policy's weights.
+# vLLM must run in the training process, because the training process has the policy's weights.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # so that vLLM does not bind our threads to cores
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -70,8 +70,8 @@ FIXED_OPTIONS = {
 class VLLMOptions:
     """vllm.LLM options that a recipe may set.
 
-    No option here can name a file or code, because a stranger's config.yaml must not load any. Other options of
-    vllm.LLM can, such as worker_cls, trust_remote_code and kv_transfer_config, or contradict FIXED_OPTIONS.
+    An option that names a file or code, such as worker_cls, is left out, because a stranger's config.yaml must not load
+    code. Options of vllm.LLM that contradict FIXED_OPTIONS are left out, too.
     """
 
     block_size: Count | None = None
@@ -94,22 +94,23 @@ class VLLMOptions:
     swap_space: Annotated[float, "[0, inf)"] | None = None
 
 
-# {model: its vllm.LLM}, because all stages of a run share one engine
+# {policy: its vllm.LLM}, because all training stages of a run share one vLLM engine
 STARTED = WeakKeyDictionary()
 
 
 class Sampling:
-    """Sample tokens from vLLM's logits, and record each row's sampled tokens."""
+    """Sample tokens from vLLM's logits, and record the sampled tokens of each completion."""
 
     def __init__(self, sample_token: TokenSampler, num_rows: int):
         self.sample_token = sample_token
-        # one tuple (rows, ids, logps, ends) for each step, see generate.TokenSampler
+        # for each decode step, one tuple of tensors (row indices, token ids, log-probabilities, whether the completion
+        # ends)
         self.steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self.counts = torch.zeros(num_rows, dtype=torch.long)  # each row's token count so far
         self.ended: list[str] = []  # names of the requests that ended in the latest step
 
     def sample(self, logits: Tensor, rows: list[int]) -> Tensor:
-        """Sample the next token for each row in `rows` from logits (r, V).
+        """Sample the next token of r completions, whose indices are `rows`, from logits (r, V).
 
         Returns:
             New logits (r, V): 0 for the sampled token and -inf for all other tokens, so that vLLM selects the sampled
@@ -124,13 +125,14 @@ class Sampling:
 
 
 class TokenChooser:
-    """Logits processor that makes vLLM select the tokens that `Sampling` samples.
+    """A vLLM logits processor that makes vLLM select the tokens which minivlmrl sampled from vLLM's logits.
 
-    vLLM's V1 runner calls update_state, and its V2 runner calls add_request. start_engine makes a subclass that also
-    inherits from both LogitsProcessor classes in vLLM.
+    vLLM's V1 model runner calls the method update_state, and vLLM's V2 model runner calls add_request. start_engine
+    makes a subclass that also inherits from vLLM's two LogitsProcessor classes.
     """
 
-    # `sampling` is a class attribute, because vLLM constructs the object; it is None while vLLM warms up.
+    # `sampling` is a class attribute, because vLLM constructs the logits processor; `sampling` is None while vLLM warms
+    # up.
     sampling: Sampling | None = None
 
     def __init__(self, vllm_config, *_):
@@ -148,9 +150,9 @@ class TokenChooser:
         return True
 
     def apply(self, logits: Tensor, context=None) -> Tensor:
-        """Replace the logits (r, V) for the rows in vLLM's batch.
+        """Replace vLLM's logits (r, V) by logits that select the sampled tokens.
 
-        vLLM's V2 runner passes a context with the slots of the rows, and the V1 runner passes none.
+        vLLM's V2 model runner passes a context with the batch slots of the rows; the V1 model runner passes no context.
         """
         slots = context.idx_mapping_np.tolist() if context else sorted(self.rows)
         rows = [self.rows[slot] for slot in slots]
@@ -161,7 +163,7 @@ class TokenChooser:
 def row_of_request(params, prompt_ids, output_ids) -> int:
     """Return the row index of a request.
 
-    vLLM calls this function when a request enters the batch, and stores the result.
+    vLLM calls row_of_request when a request enters the batch, and stores the returned row index.
     """
     return params.extra_args["row"]
 
@@ -216,19 +218,19 @@ class VLLMSampler(Sampler):
         self.is_verified = False
 
     def __call__(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> list[list[Completion]]:
-        """Load the merged and gathered weights into vLLM, then sample completions.
+        """Load the policy's merged and gathered weights into vLLM, then sample completions.
 
         All ranks must call this method. See Sampler.__call__ for the arguments.
         """
         if self.sleeps:
-            # wake_up allocates the memory into which reload_weights copies the weights
+            # vLLM's wake_up allocates the memory into which reload_weights copies the weights
             self.llm.wake_up(tags=["weights"])
         weights = ((name, gather_full_tensor(x)) for name, x in file_weights(self.model).items())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
-        # The cached image embeddings are invalid, because they were computed with the old weights.
+        # vLLM's cached image embeddings are invalid, because they were computed with the old weights.
         self.llm.llm_engine.reset_encoder_cache()
         completions = super().__call__(prompts, num_generations, keys)
         if self.sleeps:
@@ -264,7 +266,7 @@ class VLLMSampler(Sampler):
         return groups
 
     def make_input(self, prompt: Prompt) -> dict:
-        """Convert a prompt to an input for vLLM, bypassing vLLM's tokenizer and image processor."""
+        """Convert a prompt to an input for vLLM, without vLLM's tokenizer and image processor."""
         engine = import_module("vllm.inputs.engine")
         inputs = import_module("vllm.multimodal.inputs")
         ids = prompt.input_ids
@@ -312,11 +314,11 @@ class VLLMSampler(Sampler):
         completions: Sequence[Sequence[Completion]],
         max_logp_mismatch: float,
     ):
-        """Compare vLLM's log-probabilities of the first rollout with the policy's.
+        """Compare the log-probabilities of the first rollout that vLLM computed with those that the policy computes.
 
-        The log-probabilities of the same token may differ by at most 1e-3 nats. In 16 bits, single tokens differ more:
-        there, the root mean square over all completions of a prompt may be at most 0.5 nats. Both bounds are multiplied
-        by max_logp_mismatch.
+        The two log-probabilities of a token may differ by at most 1e-3 nats in float32. In 16 bits, single tokens
+        differ more, so the root mean square over all completions of a prompt is bounded, by 0.5 nats. The bounds of
+        1e-3 and 0.5 nats are multiplied by the option max_logp_mismatch.
         """
         if self.is_verified:
             return
@@ -349,9 +351,9 @@ def computed_dtype(model: VisionLanguageModel) -> torch.dtype:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Filter vLLM's log: return False for the warning that rotary tables were not loaded.
+    """Filter vLLM's log: return False for vLLM's warning that rotary tables were not loaded.
 
-    The warning is irrelevant, because rotary tables are not weights.
+    vLLM's warning about rotary tables is irrelevant, because rotary tables are not weights.
     """
     return "RotaryEmbedding: Failed to load weights" not in record.getMessage()
 
@@ -387,7 +389,7 @@ def start_engine(model: VisionLanguageModel, processor: Processor, options: dict
             if is_out_of_memory(error):
                 raise
             raise ValueError("sampling.vllm: " + " ".join(str(error).split())) from error
-    # vLLM ends torch's process group together with its own groups, so this process must not.
+    # minivlmrl must not end torch's process group, because vLLM ends it together with vLLM's own process groups.
     world.ends_group = False
     if on_gpu:
         llm.sleep(level=2)

@@ -1,4 +1,4 @@
-"""The tracker `wandb`: send metrics to the project minivlmrl of Weights & Biases.
+"""The tracker `wandb`, which sends a run's metrics to the project minivlmrl of Weights & Biases.
 
 With WANDB_MODE=offline, metrics are written to wandb/ in the run's folder instead. A resumed run appears as a new run.
 """
@@ -14,7 +14,7 @@ from minivlmrl.config.options import RunConfig
 
 
 def tracker(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
-    """Create the tracker; see extras/tensorboard.py for the arguments and the result."""
+    """Create the tracker of Weights & Biases; see extras/tensorboard.py for the arguments and the result."""
     folder = Path(config.output_dir)
     run = init(project="minivlmrl", name=folder.name, dir=str(folder), config=asdict(config))
     closing.callback(run.finish)

@@ -1,8 +1,8 @@
 """Mixtures of experts (MoE), which replace the decoder MLPs in Qwen3-VL-MoE and Qwen3.5-MoE.
 
-A router selects k of E experts, which are small MLPs, for each token. In memory, each expert has ordinary linear
-layers, so that LoRA, NF4, sharding and checkpoints need no code for experts. Files store all experts of a layer in two
-tensors, which are split when a model is loaded, and stacked again when it is saved.
+For each token, a router selects k of E experts, which are small MLPs. In memory, each expert has ordinary linear
+layers, so that LoRA, NF4, sharding and checkpoints need no code for experts. Weight files store all experts of a layer
+in two tensors, which are split when a model is loaded and stacked when a model is saved.
 
 Dimension letters: N tokens, D hidden_size, E experts, k experts per token.
 Source: modeling_qwen3_vl_moe.py and modeling_qwen3_5_moe.py in transformers 5.23.
@@ -41,10 +41,10 @@ class Experts(nn.Module):
             self.shared_expert_gate = nn.Linear(width, 1, bias=False)
 
     def forward(self, x: Tensor, sum_over_ranks: Callable | None = None) -> Tensor:
-        """Compute outputs (N, D) for tokens x (N, D). Each expert runs once, for all its tokens.
+        """Compute outputs (N, D) for tokens x (N, D). Each expert of an MoE layer runs once, for all its tokens.
 
-        Tokens are only reordered, and never accumulated by index. Therefore the forward and the backward pass need no
-        atomic operations and are deterministic.
+        The forward and the backward pass of an MoE layer are deterministic, because tokens are reordered and never
+        accumulated by index, which would need atomic operations.
 
         Args:
             sum_over_ranks: function that sums expert token counts over ranks, if the
@@ -60,7 +60,7 @@ class Experts(nn.Module):
         counts = self.counts(ids)
         used = counts
         if sum_over_ranks is not None and torch.is_grad_enabled():
-            # an expert that has tokens on one rank runs on all ranks, so that all ranks have its gradient
+            # an expert that has tokens on one rank runs on all ranks, so that all ranks have the expert's gradient
             used = sum_over_ranks(counts)
         parts = []
         for expert, tokens, uses in zip(self.experts, copies.split(counts), used, strict=True):
@@ -75,9 +75,9 @@ class Experts(nn.Module):
         return out
 
     def counts(self, ids: Tensor) -> list[int]:
-        """Count each expert's tokens.
+        """Count each expert's tokens in a batch.
 
-        On the meta device, for memory estimates, all tokens count for the first expert.
+        On the meta device, which memory estimates use, all tokens are counted for the first expert.
         """
         if ids.is_meta:
             return [ids.numel()] + [0] * (len(self.experts) - 1)
@@ -100,14 +100,14 @@ def place_experts(layer: DecoderLayer, config: ModelConfig, index: int):
         layer.mlp = Experts(config.hidden_size, config.experts, index)
 
 
-# for each stacked tensor in a file, the weights of an expert that it contains
+# {name of a tensor with all experts of a layer in a weight file: names of the weights of one expert in this tensor}
 FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 
 def split_experts(
     tensors: Iterable[tuple[str, Tensor]], config: ModelConfig, file: Path, *, transposed: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a file, with stacked experts split into the weights of linear layers.
+    """Yield the tensors of a weight file, with the tensors of all experts split into one weight for each linear layer.
 
     Args:
         transposed: whether stacked experts may be transposed, as in Qwen3-VL-MoE on the hub.
@@ -140,19 +140,19 @@ def split_experts(
 
 @dataclass
 class StackedExperts:
-    """The weights of all experts in a layer, which files store as a single tensor."""
+    """The weights of all experts in an MoE layer, which weight files store as a single tensor."""
 
     experts: list[list[Weight]]  # for each expert, the weights that FUSED lists
     transposed: bool
 
     def stack(self, full: Callable[[Weight], Tensor]) -> Tensor:
-        """Build the stacked tensor; `full` computes each weight's full tensor."""
+        """Stack the weights of all experts to one tensor; the function `full` gathers a sharded weight."""
         stacked = torch.stack([torch.cat([*map(full, parts)]) for parts in self.experts])
         return stacked.mT.contiguous() if self.transposed else stacked
 
 
 def stack_experts(weights: dict[str, Weight], config: ModelConfig, *, transposed: bool):
-    """Replace the weights of single experts in a dictionary by StackedExperts, in place."""
+    """Replace the weights of single experts in the dictionary `weights`, in place, by the stacked weights of layers."""
     if config.experts is None:
         return
     for name in list(weights):
@@ -167,7 +167,7 @@ def stack_experts(weights: dict[str, Weight], config: ModelConfig, *, transposed
 
 
 def count_over_ranks(model: nn.Module, sum_counts: Callable):
-    """Set the function with which a sharded model's experts sum token counts over ranks."""
+    """Set the function that MoE layers of a sharded model use to sum the token counts of experts over ranks."""
     for module in model.modules():
         if isinstance(module, Experts):
             module.forward = partial(module.forward, sum_over_ranks=sum_counts)

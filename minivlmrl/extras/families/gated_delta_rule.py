@@ -1,7 +1,7 @@
 """The gated delta rule, Qwen3.5's linear attention.
 
-Each head has a state S (K, V) that predicts a key's value as S^T k. A token first decays the
-state by a, then adds its key's prediction error, and reads the state with its query:
+Each head of this attention has a state, a matrix S (K, V), that predicts the value of a key k as S^T k. A token first
+decays the state by a, then adds its key's prediction error, and reads the state with its query:
 
     S <- a S        u = beta (v - S^T k)        S <- S + k u^T        o = S^T q        a = e^g
 
@@ -9,18 +9,20 @@ Derivation of the chunked form. With G_i = g_1 + ... + g_i inside a chunk and S 
 
     S_i = e^G_i S + sum over j <= i of e^(G_i - G_j) k_j u_j^T
 
-u_i uses the decayed state a S_(i-1), so only j < i occur in it. Inserting S_(i-1) gives a triangular system
+The term u_i uses the decayed state a S_(i-1), so u_i depends only on the tokens j < i. Inserting S_(i-1) gives a
+triangular system
 
     u_i + sum over j < i of L_ij u_j = beta_i (v_i - e^G_i S^T k_i) L_ij = beta_i e^(G_i - G_j) k_i . k_j
 
-S occurs only on the right side. Therefore the system can be solved for all chunks at once,
+S occurs only on the right side. The triangular system can therefore be solved for all chunks at once:
 X = (I + L)^-1 beta V and Y = (I + L)^-1 beta e^G K. Only a few products must then be computed chunk after chunk:
 
     U = X - Y S        O = e^G Q S + M U with M_ij = e^(G_i - G_j) q_i . k_j, j <= i
     S <- e^G_C S + (e^(G_C - G) K)^T U
 
-Example: two tokens with k = q = 1, beta = a = 1/2 and v = 8, 6. Token by token, the first token gives u = 4 and S = 4,
-and the second gives a S = 2, u = 2 and S = 4. As one chunk, L_21 = 1/4 and beta v = 4, 3, so u = 4 and u = 3 - 4/4 = 2.
+Example: two tokens with k = q = 1, beta = a = 1/2 and v = 8, 6. Computed token by token, the first token gives u = 4
+and S = 4, and the second token gives a S = 2, u = 2 and S = 4. Computed as one chunk of two tokens, L_21 = 1/4 and beta
+v = 4, 3, so u = 4 and u = 3 - 4/4 = 2.
 
 Dimension letters: b rows, T tokens per row, H heads, K key dimension, V value dimension, C tokens per chunk.
 Source: Gated Delta Networks (arXiv 2412.06464); the chunked form follows DeltaNet (arXiv
@@ -36,10 +38,7 @@ CHUNK = 64  # tokens in a chunk
 
 
 def by_definition(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the outputs and the last state of `gated_delta_rule` token by token.
-
-    This is the rule's definition, without the chunked form.
-    """
+    """Compute the outputs and the last state of `gated_delta_rule` token by token."""
     outputs = []
     for i in range(q.shape[1]):
         state = state * g[:, i].exp()[..., None, None]
@@ -52,7 +51,7 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, stat
 
 
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute gated linear attention: update the state with each token and read it afterwards.
+    """Compute gated linear attention: each token updates the state S, and then reads the new state.
 
     Args:
         q, k: (b, T, H, K), queries and keys. All tensors are float32, or all are float64.
@@ -89,9 +88,9 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, s
 
 
 def in_chunks(x: Tensor, size: int) -> Tensor:
-    """Divide x's tokens into chunks: (b, T, H, ...) -> (b, H, chunks, size, ...).
+    """Divide the tokens of a tensor x into chunks of `size` tokens: (b, T, H, ...) -> (b, H, chunks, size, ...).
 
-    The last chunk is padded with zeros, which do not change the state.
+    The last chunk is padded with zeros, because a token of zeros does not change the attention's state.
     """
     (b, T) = x.shape[:2]
     filled = torch.cat([x, x.new_zeros(b, -T % size, *x.shape[2:])], dim=1)
@@ -99,7 +98,7 @@ def in_chunks(x: Tensor, size: int) -> Tensor:
 
 
 def solve_chunks(k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, since: Tensor) -> tuple[Tensor, Tensor]:
-    """Solve the triangular systems for all chunks, and return X and Y from the derivation."""
+    """Solve the triangular systems of all chunks, and return X and Y from the derivation in this file's docstring."""
     right = torch.cat([beta * v, beta * since * k], dim=-1)
     lower = beta * (k @ k.mT) * decay  # L in the derivation; solve_triangular ignores its diagonal
     solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)

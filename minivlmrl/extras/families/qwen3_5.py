@@ -1,12 +1,12 @@
 """Qwen3.5, in which three of four decoder layers are recurrent, without a KV cache.
 
 A recurrent layer has a state of fixed size, but no attention mask that could separate the prompts and completions of a
-packed sequence. Therefore `run_recurrent_layer` computes each prompt once, and starts each completion from a copy of
-the state after the prompt, in training and in decoding. This state consists of the recurrent state and the
+packed sequence. Therefore a recurrent layer reads each prompt once, and starts each completion from a copy of the state
+after the prompt, in training and in decoding. The state of a recurrent layer consists of the recurrent matrices and the
 convolution's last inputs.
 
-Every fourth layer has attention, with an output gate and with rotary embeddings on only a part of each head. Norms
-scale by 1 + weight. The vision tower is Qwen3-VL's tower without DeepStack.
+Every fourth decoder layer of Qwen3.5 has attention, with an output gate and with rotary embeddings on a part of each
+head. Norms scale by 1 + weight. The vision tower of Qwen3.5 is Qwen3-VL's tower without DeepStack.
 
 Dimension letters: N tokens in the packed sequence, b rows with T tokens, H heads, V elements of a value, K elements in
 a query or key, W convolution channels, D head_dim.
@@ -48,7 +48,7 @@ class Layer(DecoderLayer):
     """Decoder layer with attention or with a recurrence, depending on config.layer_types."""
 
     norm_type = CentredRMSNorm
-    # __init__ creates the attention itself, after the MLP, because random weights depend on the order of creation
+    # __init__ creates the attention after the MLP, because the values of random weights depend on the order of creation
     attention_type = None
 
     def __init__(self, config: ModelConfig, index: int):
@@ -92,7 +92,7 @@ def apply_partial_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def initial_states(model: VisionLanguageModel, rows: Tensor) -> list[list[Tensor]]:
-    """Return each recurrent layer's initial state for rows (b, ...); see initial_state."""
+    """Return the initial state of each recurrent layer of a model, for a batch of b rows."""
     layers = [module for module in model.modules() if isinstance(module, GatedDeltaNet)]
     return [layer.initial_state(rows) for layer in layers]
 
@@ -100,7 +100,7 @@ def initial_states(model: VisionLanguageModel, rows: Tensor) -> list[list[Tensor
 class GatedDeltaNet(nn.Module):
     """Gated DeltaNet layer, whose recurrent state is one (K, V) matrix per head.
 
-    A causal convolution over the last tokens computes queries, keys and values.
+    A causal convolution over the last tokens computes the layer's queries, keys and values.
     """
 
     resets_itself = True  # build.initialize calls reset_parameters
@@ -128,22 +128,22 @@ class GatedDeltaNet(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self):
-        """Initialise each head's decay, with half-lives from 0.4 to 700 tokens.
+        """Initialise the decay of each head's recurrent state, with half-lives from 0.4 to 700 tokens.
 
-        softplus(dt_bias) is between 0.001 and 0.1.
+        dt_bias is initialised so that softplus(dt_bias) is between 0.001 and 0.1.
         """
         self.dt_bias.data.copy_(torch.logspace(-3, -1, self.v_heads).expm1().log())
         self.A_log.data.copy_(torch.linspace(1, 16, self.v_heads).log())
 
     def forward(self, x: Tensor, attention: Attention) -> Tensor:
-        """Compute outputs from x, both (N, hidden_size); `attention` has the token layout."""
+        """Compute the layer's outputs (N, hidden_size) from x (N, hidden_size), for N tokens of a packed sequence."""
         inputs = [self.in_proj_qkv(x), self.in_proj_b(x), self.in_proj_a(x)]
         out = run_recurrent_layer(attention, self.index, inputs, self.scan)  # (N, H, V)
         gate = F.silu(self.in_proj_z(x)).view_as(out)
         return self.out_proj((self.norm(out) * gate).flatten(1))
 
     def initial_state(self, rows: Tensor) -> list[Tensor]:
-        """Return the state before the first token, which is zero, for each of the rows (b, ...).
+        """Return the layer's state before the first token, which is zero, for each of b rows.
 
         Returns:
             The convolution's last inputs (b, taps - 1, W), and the recurrent states (b, H, K, V) in float32 or wider.
@@ -221,7 +221,7 @@ def run_recurrent_layer(attention: Attention, index: int, inputs: list[Tensor], 
 
 
 def _decode_recurrent_layer(attention: DecodeAttention, index: int, inputs: list[Tensor], scan: Callable) -> Tensor:
-    """Run a recurrent layer over each row's new tokens, and update the stored states."""
+    """Run a recurrent layer over each row's new tokens in a decode step, and update the layer's states in place."""
     results = []
     for rows, tokens in attention.spans:
         state = [stored[rows] for stored in attention.recurrent_state[index]]
@@ -259,7 +259,7 @@ TEXT_DEFAULTS = {
 
 
 def write_config(config: dict) -> dict:
-    """Convert a flat config to a nested config.json, as on the hub."""
+    """Convert a ModelConfig's dictionary to the nested config.json that Qwen3.5 has on the Hugging Face hub."""
     config = qwen3_vl.write_config(config)
     text = config["text_config"]
     text["layer_types"] = list(text["layer_types"])
@@ -280,7 +280,7 @@ SPECS = {
         text=qwen3_vl.TEXT,
         defaults=TEXT_DEFAULTS,
         write=write_config,
-        # prefix of the layer for multi-token prediction, which predicts the token after the next one
+        # "mtp." is the prefix of the layer for multi-token prediction, which predicts the token after the next one
         unused_prefixes=("mtp.",),
         sections={"recurrent": RecurrentConfig},
         initial_states=initial_states,

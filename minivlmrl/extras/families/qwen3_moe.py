@@ -12,7 +12,7 @@ from minivlmrl.model.decoder import DecoderLayer
 from minivlmrl.model.families import qwen3_vl
 from minivlmrl.model.families.registry import ModelSpec
 
-# keys of each family's config.json that describe experts, with transformers' defaults
+# keys of each model family's config.json that describe experts, with transformers' defaults
 QWEN3_VL = {
     "num_experts": 60,
     "num_experts_per_tok": 4,
@@ -44,12 +44,12 @@ class RecurrentExpertsLayer(qwen3_5.Layer):
         place_experts(self, config, index)
 
 
-# matches the layers that adapter.target: experts selects, which are experts and routers
+# matches the names of the layers that adapter.target: experts selects, which are experts and routers
 ROUTED = re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
 
 
 def with_experts(spec: ModelSpec, transposed: bool, **changes) -> ModelSpec:
-    """Return a copy of a dense family's ModelSpec, changed for the MoE variant."""
+    """Return the ModelSpec of a family with experts, made from the ModelSpec of the family with dense MLPs."""
     return replace(
         spec,
         sections={**spec.sections, "experts": ExpertsConfig},

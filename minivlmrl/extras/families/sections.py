@@ -27,7 +27,7 @@ class ExpertsConfig:
         return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
 
     def check(self, config: ModelConfig, transposed: bool):
-        """Raise ValueError if sizes do not fit together; `transposed` is that of the family."""
+        """Raise ValueError if sizes do not fit; `transposed`: whether a weight file may have transposed experts."""
         size, chosen = self.moe_intermediate_size, self.num_experts_per_tok
         check_field(
             chosen <= self.num_experts, "num_experts_per_tok", chosen, f"num_experts ({self.num_experts}) or less"
@@ -52,7 +52,7 @@ class RecurrentConfig:
     linear_conv_kernel_dim: Annotated[int, ">= 2"]  # convolution kernel size, in tokens
 
     def check(self, config: ModelConfig, transposed: bool):
-        """Raise ValueError if sizes do not fit together."""
+        """Raise ValueError if config.json's sizes of recurrent layers do not fit together."""
         types = list(config.layer_types)
         check_field(
             len(types) == config.num_hidden_layers and "full_attention" in types,

@@ -5,8 +5,8 @@ python -m minivlmrl memory --model FOLDER_OR_REPOSITORY --gpus 8 [RECIPE] [--sec
 
 The model's weights are not read. The recipe's rows are measured if they exist; otherwise, or with --text_tokens or
 --image_tokens, all prompts are assumed to be equal. --gpu_memory is a size in GB, a card such as T4 or 4090, or auto
-for the free memory of this machine's GPU. For a known card, the least seconds of a step are printed, too.
-diagnostics/memory.py explains the estimate.
+for the free memory of this machine's GPU. For a known card, `memory` also prints the least seconds that a training step
+can take. diagnostics/memory.py explains the estimate.
 """
 
 import argparse
@@ -114,10 +114,11 @@ def find_gpu(text: str) -> tuple[float, Card | None]:
 
 
 def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
-    """Return the least seconds of each phase of a step on one GPU, computed from the card's data sheet.
+    """Return the least seconds that each phase of a training step takes on one GPU, given the GPU's data sheet.
 
-    All prompts count as the longest. Matrix products run at the card's peak rate, and a decode step reads the decoder
-    and the cached keys and values once. Attention, activations, waiting and the host are not counted.
+    All prompts count as the longest. Matrix products are assumed to run at the GPU's peak rate, and a decode step to
+    read the decoder and the KV cache once. The time of attention, activation functions, waiting and the CPU is not
+    counted.
     """
     run, config, estimator = question.run, question.options, question.estimator
     row, model = question.rows[0], question.models.policy
@@ -148,16 +149,17 @@ def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
         seconds["score"] = forward
     seconds["train"] = compute(inputs, backward=True) + forward * run.model.activation_checkpointing
     items = persistent_items(question)
-    # AdamW reads and writes weights and moments, and reads gradients.
+    # An AdamW step reads and writes weights and moments, and reads gradients.
     trained = bytes_of(trained_parameters(question.models))
     seconds["optimizer"] = (2 * items["optimizer"] + 3 * trained) * question.share / card.bandwidth
     return seconds
 
 
 def decoder_bytes(model: VisionLanguageModel, dtype: torch.dtype) -> float:
-    """Return the bytes that a decode step reads and writes for the decoder and the head.
+    """Return the bytes of the decoder's and the head's weights that a decode step reads and writes.
 
-    The step reads a packed weight, and writes and reads the 16-bit values to which the weight is unpacked.
+    A decode step reads each packed 4-bit weight, and writes and reads the 16-bit values to which the weight is
+    unpacked.
     """
     read = computed_bytes(model.model.layers, dtype) + model.lm_head.weight.numel() * dtype.itemsize
     packed = [layer for layer in model.model.layers.modules() if isinstance(layer, PackedLinear)]
@@ -179,7 +181,7 @@ def two_digits(value: float) -> str:
 
 
 def disk_text(question: MemoryQuestion) -> str:
-    """Describe how much a run downloads and writes, which costs time and space on rented machines."""
+    """Describe how many GB a run downloads and writes, which costs time and disk space on rented machines."""
     weights = question.estimator.parameters * DTYPES[question.estimator.config.torch_dtype].itemsize
     written = ", ".join(f"{size / GB:.2g} GB of {name}" for name, size in written_bytes(question).items())
     advice = (
@@ -192,13 +194,13 @@ def disk_text(question: MemoryQuestion) -> str:
 
 
 def assumed_row(options: argparse.Namespace) -> RowSize:
-    """Return the row size that the command line gives for all rows; the default is RowSize()."""
+    """Return the number of text and image tokens that the command line gives for all rows, or the default."""
     given = {name: getattr(options, name) for name in ("text_tokens", "image_tokens", "frames")}
     return RowSize(**{name: value for name, value in given.items() if value is not None})
 
 
 def open_rows(run: RunConfig, folder: Path) -> tuple[dict[str, Dataset], Processor] | None:
-    """Open a recipe's rows, and the processor that measures them.
+    """Open the dataset of a recipe, and the processor that counts the tokens of a row.
 
     Args:
         folder: the model's folder.
@@ -238,19 +240,19 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def find_settings(name: str | Path) -> Path:
-    """Return the folder of a config.json or of a model, without downloading the model's weights."""
+    """Return the folder that contains a model's config.json; download config and tokenizer, but no weights."""
     path = Path(name)
     return path.parent if path.is_file() else find_folder(path, SETTINGS)
 
 
 def model_config(name: str | Path) -> ModelConfig:
-    """Read a model's config.json, see find_settings."""
+    """Read a model's config.json, given the file, the folder or the repository id of the model."""
     path = Path(name)
     return config_json.from_dict(read_json(path if path.is_file() else find_settings(name) / "config.json"))
 
 
 def memory_table(phases: dict[str, dict], gpu_bytes: float) -> str:
-    """Format the estimate in GB as a Markdown table with a column for each phase."""
+    """Format a memory estimate in GB as a Markdown table with a column for each phase of training."""
     item_names = dict.fromkeys(name for items in phases.values() for name in items)
     lines = [table_row("GB on each GPU", phases), "|---" * (len(phases) + 1) + "|"]
     for name in item_names:

@@ -1,8 +1,8 @@
 """Count the floating-point operations (FLOPs) of a model, from which `memory` computes the least seconds of a step.
 
-A token takes 2 FLOPs for each value in a weight matrix in the forward pass. The backward pass takes as many FLOPs for
-the input gradient as the forward pass, and as many for the weight gradient. Attention, recurrence, norms and activation
-functions are not counted, and neither are activations that are computed again in the backward pass.
+In the forward pass, a token takes 2 FLOPs for each value in a weight matrix. The backward pass takes as many FLOPs as
+the forward pass for the gradients of inputs, and as many again for the gradients of weights. FLOPs of attention,
+recurrence, norms and activation functions are not counted, and no FLOPs of activation checkpointing.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ class Card(NamedTuple):
     before_ampere: bool = False  # True for a compute capability below 8.0
 
 
-# The numbers are from NVIDIA's data sheets. Cards before the A100 compute bfloat16 as float32.
+# The numbers of each GPU in CARDS are from NVIDIA's data sheets. Cards before the A100 compute bfloat16 as float32.
 CARDS = {
     "B200": Card(2.25e15, 8.0e12, 180e9),
     "GH200": Card(9.89e14, 4.0e12, 96e9),
@@ -57,7 +57,7 @@ VARIANTS = {"Laptop", "Ti", "SUPER", "Max", "D"}  # words in the name of a slowe
 
 
 def find_card(name: str) -> Card | None:
-    """Return the first card in CARDS whose words all occur in a name, such as 4090 or NVIDIA GeForce RTX 4090."""
+    """Return the first GPU in CARDS whose name's words all occur in `name`, such as 4090 or NVIDIA GeForce RTX 4090."""
     words = {*name.replace("-", " ").split()}
     for known, card in CARDS.items():
         own = {*known.split()}
@@ -68,9 +68,9 @@ def find_card(name: str) -> Card | None:
 
 
 def matrices(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
-    """Yield each weight matrix's name, number of values, and whether it is trained.
+    """Yield the name of each weight matrix, its number of values, and whether the matrix is trained.
 
-    Embeddings are left out, because they are looked up. A tied head counts under its own name.
+    Embedding matrices are left out, because looking up a row takes no FLOPs. A tied head counts under its own name.
     """
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):
@@ -82,7 +82,7 @@ def matrices(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
 
 
 def flops_by_input(model: nn.Module, config: ModelConfig, backward: bool = True) -> dict[str, float]:
-    """Return the forward and backward FLOPs for each patch, merged patch, token and score.
+    """Return the FLOPs of each image patch, merged patch, token, and token with logits, as a dictionary.
 
     Args:
         model: module with one or more vision-language models, for example policy and value model.
@@ -91,7 +91,7 @@ def flops_by_input(model: nn.Module, config: ModelConfig, backward: bool = True)
     found = list(matrices(model))
     trains_merger = any(trained for name, _, trained in found if "visual." in name)
     trains_tower = any(trained for name, _, trained in found if "visual." in name and "merger" not in name)
-    # The gradient of a matrix's input is needed if a weight before this matrix is trained.
+    # The gradient of a weight matrix's input is needed if a weight of an earlier layer is trained.
     has_input_gradient = {"patches": trains_tower, "merged": trains_merger, "tokens": True, "scored": True}
     flops: dict[str, float] = dict.fromkeys(has_input_gradient, 0.0)
     for name, size, trained in found:
