@@ -59,14 +59,14 @@ another.
 The chat template puts the question into a conversation. A placeholder stands for each of the {merged} image tokens.
 
 # Positions: mrope_positions
-Each token has a position in time, a row and a column. For text, the three positions count up together. All tokens of an
-image have the same position in time, from which their rows and columns count. The text after the image continues from
-the largest position, as [this picture](mrope.svg) shows.
+Each token has a position in time, a row and a column. For text, the three positions are equal, and rise by 1 with each
+token. All tokens of an image have the same position in time, from which their rows and columns count. The text after
+the image continues from the largest position, as [this picture](mrope.svg) shows.
 
 # Vision tower: Vision.forward patches places windows same_window return
-Two blocks turn patches into vectors. In the first block, a patch attends to the patches of its window, and in the
-second to the whole image. A small MLP, the merger, turns four patches into one image token, a vector as wide as a word
-embedding.
+Two blocks turn patches into vectors. In the first block of the vision tower, a patch attends to the patches of its
+window, and in the second to the whole image. A small MLP, the merger, turns four patches into one image token, a vector
+as wide as a word embedding.
 
 ![The image with its patches in their order, and its image tokens by window](walkthrough_patches.svg)
 
