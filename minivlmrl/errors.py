@@ -1,4 +1,4 @@
-"""Functions for error messages: where an error occurred, which value is wrong, and which name was probably meant."""
+"""Functions for error messages, which say where an error occurred, which value is wrong and what was probably meant."""
 
 import difflib
 import os
@@ -11,26 +11,26 @@ from traceback import extract_tb
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent
-# folders with this project's code; kernels and recipes are beside the package in a clone
+# folders with the code of this project; a clone has kernels and recipes beside the package
 OURS = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in (PACKAGE.name, "kernels", "recipes"))
-# files of code that options name, except those of this package; see config/import_utils.py
+# files with a user's code that options of the recipe name, see config/import_utils.py
 USER_FILES: set[str] = set()
 
-# quoted texts of 80 characters or more (apostrophes are no quotes), and words of 500 characters or more
+# quoted texts of at least 80 characters (an apostrophe is no quote), and words of at least 500 characters
 LONG_QUOTES = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}""")
 
-# messages of PyTorch, CUDA and cuBLAS if an allocation fails
+# parts of the messages with which PyTorch, CUDA and cuBLAS report that memory is full
 NO_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory|STATUS_ALLOC_FAILED", re.IGNORECASE)
 
 
 class error_context(AbstractContextManager):
-    """Prefix errors raised in the block with the file, row or field concerned.
+    """Context manager that puts a file, row or field before the message of a ValueError in its block.
 
-    A ValueError that already begins with this prefix does not get the prefix twice. Errors of other types, which users'
-    code may raise, keep their type and get a note.
+    A message that already begins with this place does not get the place twice. Errors of other types, such as those of
+    a user's code, keep their message and get the place as a note.
     """
 
-    # error_context is a class, because a generator is slower, and each of 200,000 rows enters several contexts.
+    # error_context is not a generator, because each of 200,000 rows enters several contexts, and a class is faster.
     def __init__(self, where: str | Path):
         self.where = where
 
@@ -43,10 +43,10 @@ class error_context(AbstractContextManager):
 
 
 def mistake(error: BaseException) -> str | None:
-    """Describe an error in one line if the user can correct it without a traceback, else None.
+    """Return a message of one line for an error that the user can correct without a traceback, otherwise None.
 
-    The user can correct a lack of memory, errors of the system such as a full disk, and errors that a `raise` statement
-    of this package raised. An error in a user's own file needs its traceback.
+    Such errors are a lack of memory, errors of the operating system, and errors from a `raise` statement of this
+    package. Errors in a user's own code are shown with their traceback.
     """
     if is_out_of_memory(error):
         size = f" ({shortened(str(error).splitlines()[0])})" if str(error) else ""  # the first line has it, if known
@@ -71,30 +71,27 @@ def mistake(error: BaseException) -> str | None:
 
 
 def check_field(valid: bool, name: str, value: Any, expected: str):
-    """Raise ValueError with the name, the value and the expected value unless `valid` is true.
-
-    Dataclasses call this function in `__post_init__` for rules about several fields.
-    """
+    """Raise ValueError with the name of a field, its value and what is expected, unless `valid` is true."""
     if not valid:
         raise _invalid(name, value, expected)
 
 
 def _invalid(name: str, value: Any, expected: str) -> ValueError:
-    # reprlib is used, because repr is slow for a long list
+    # reprlib.repr shortens the value, because repr is slow for a long list
     shown = reprlib.repr(value) if isinstance(value, list | dict) else repr(value)
     return ValueError(f"{name} is {shown:.80}, but it must be {expected}")
 
 
 def shortened(error: str | Exception) -> str:
-    """Shorten long quoted texts in an error message, because such texts may be images in base64."""
+    """Shorten long texts in an error message, which may be images in base64."""
     return LONG_QUOTES.sub(lambda quote: f"{quote[0][:80]}...{quote[0][-1]}", str(error))
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return True if an allocation failed, on a GPU or in the memory of the host.
+    """Return True if an error means that GPU memory or host memory is full.
 
-    PyTorch raises OutOfMemoryError for a GPU, and a plain RuntimeError for the host and in CUDA's libraries. The class
-    is compared by name, because this module must not import torch.
+    PyTorch raises OutOfMemoryError for the GPU, but a plain RuntimeError for host memory and in CUDA's libraries.
+    OutOfMemoryError is recognised by its name, because this module must not import torch.
     """
     if not isinstance(error, RuntimeError):
         return isinstance(error, MemoryError)
@@ -102,9 +99,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 class phase(AbstractContextManager):
-    """Mark a block as one phase of a run, such as "forward", for the messages after an error.
+    """Context manager that marks its block as a phase of training, such as "forward", for error messages.
 
-    An error gets the attributes `phase` and `rows` of the innermost block around it.
+    An error in the block gets the attributes `phase` and `rows`, unless an inner block has set them.
 
     Args:
         name: name of the phase, as the message shows it.
@@ -121,7 +118,7 @@ class phase(AbstractContextManager):
 
 @contextmanager
 def optional_dependency(name: str, needed: str) -> Iterator[None]:
-    """Convert an ImportError in the block to a ValueError that explains which extra to install.
+    """Convert an ImportError in the block to a ValueError that says which optional dependencies to install.
 
     Args:
         name: extra of minivlmrl, such as "video".
@@ -134,7 +131,7 @@ def optional_dependency(name: str, needed: str) -> Iterator[None]:
 
 
 def check_extras(target: str, name: str):
-    """Raise ValueError if `target` is in the folder extras/, which a copy of this package may lack.
+    """Raise ValueError if `target` is in the folder extras/ and this copy of the package lacks that folder.
 
     Args:
         target: module, or "module:name", that the core knows by this text alone.
@@ -146,7 +143,8 @@ def check_extras(target: str, name: str):
 
 
 def did_you_mean(name: str, names: Iterable[str], prefix: str = "", count: int = 1, cutoff: float = 0.6) -> str:
-    """Return the end of a message about an unknown name: "; did you mean shapes?", or "".
+    """Return the end of an error message about an unknown name, such as "; did you mean shapes?", or "" if none is
+    similar.
 
     Args:
         name: the unknown name.

@@ -20,12 +20,12 @@ SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # a file name, not 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter/adapter_config.json"  # file of a checkpoint with `save: adapter`
 RUN_CONFIG = "config.yaml"  # file in the folder of a run, with all options of the run
-# file beside a model's weights that contains the options that change the model's answers
+# name of the file beside a model's weights with the options that change the model's answers
 INFERENCE_CONFIG = "minivlmrl.yaml"
 
 
 def _what_to_do(folder: Path) -> str:
-    """Return what to do about a folder that lacks config.json or weights."""
+    """Return advice for the user about a folder that lacks config.json or weights."""
     if (folder / "checkpoint" / "config.json").is_file():
         return "It is the folder of a run; use its folder checkpoint"
     if any(folder.glob("adapter_*")):
@@ -34,7 +34,7 @@ def _what_to_do(folder: Path) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files of a folder: model.safetensors if the file exists, else all shards.
+    """Return the weight files of a model folder: model.safetensors, or else all shards.
 
     Raises:
         ValueError: the folder has no safetensors files, or lacks a shard.
@@ -63,13 +63,13 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_model_folder(folder: Path):
-    """Raise ValueError if a folder without config.json is a run, an adapter or something else."""
+    """Raise ValueError if a folder is not a model folder, with advice if it is the folder of a run or of an adapter."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json. {_what_to_do(folder)}.")
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path):
-    """Write a safetensors file with the usual file mode, because save_file always sets 0600."""
+    """Write a safetensors file with the usual file permissions; the library's save_file always sets 0600."""
     path.touch()
     mode = path.stat().st_mode
     save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 requires this format entry
@@ -90,11 +90,12 @@ def digest(parts: Iterable) -> str:
 
 @contextmanager
 def replacing(folder: str | Path) -> Iterator[Path]:
-    """Yield a new, empty folder, which replaces `folder` when the block ends without an error.
+    """Yield a new, empty folder that replaces `folder` when the block has ended without an error.
 
-    While the block writes files, the new folder is called NAME.partial. Then the old folder becomes NAME.replaced, and
-    the new folder NAME. If the process is killed between the two renames, find_folder and the next save use
-    NAME.replaced. If the disk is full, the old folder is kept. A folder that is not a checkpoint is not overwritten.
+    During the block, the new folder is called NAME.partial. After the block, the old folder is renamed to
+    NAME.replaced, and the new folder to NAME. If the process is killed between the two renames, find_folder and the
+    next save find NAME.replaced. The old folder is kept if the disk is full. Only a folder that contains a checkpoint
+    is replaced.
     """
     folder = Path(folder).resolve()  # resolves symbolic links
     new = Path(f"{folder}.partial")
@@ -130,11 +131,11 @@ def replacing(folder: str | Path) -> Iterator[Path]:
 
 
 def flush_file(path: Path):
-    """Flush a file to disk, or flush the entries of a folder, so that a rename is permanent."""
+    """Flush a file to the disk, or the entries of a folder, so that a rename survives a crash."""
     is_folder = path.is_dir()
     if is_folder and not hasattr(os, "O_DIRECTORY"):
         return  # Windows cannot open a folder
-    # Windows only flushes files that are open for writing
+    # the file is opened for writing, because Windows cannot flush files that are open for reading
     handle = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
     try:
         os.fsync(handle)

@@ -13,7 +13,7 @@ _DECODER = json.JSONDecoder(parse_constant=lambda name: None)
 
 
 def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments):
-    """Parse JSON. NaN and Infinity, which are not JSON but are written by Python, become None.
+    """Parse JSON. NaN and Infinity, which Python writes although JSON does not have them, are read as None.
 
     Args:
         text: JSON, in UTF-8 if it is bytes.
@@ -30,7 +30,7 @@ def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a dict from the pairs of a JSON object; raise ValueError for a repeated key."""
+    """Build a dict from the (key, value) pairs of a JSON object; raise ValueError for a repeated key."""
     content = dict(pairs)
     if len(content) < len(pairs):
         names = [name for name, _ in pairs]
@@ -39,7 +39,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_downloaded(path: Path):
-    """Raise ValueError if a file is a pointer of Git LFS instead of its content."""
+    """Raise ValueError if a file contains only the pointer that Git LFS stores in place of the real file."""
     with path.open("rb") as file:
         is_pointer = file.read(len(LFS)) == LFS
     if is_pointer:
@@ -50,7 +50,7 @@ def check_downloaded(path: Path):
 
 
 def read_json(path: Path) -> dict:
-    """Read a JSON file that contains one object.
+    """Read a JSON file whose content is one object.
 
     Raises:
         ValueError: the file is missing, or does not contain a JSON object.
@@ -68,7 +68,7 @@ def read_json(path: Path) -> dict:
 
 
 def json_text(content, **options) -> str:
-    """Convert a value to standard JSON, in which NaN and infinite numbers become null."""
+    """Convert a value to JSON, with null in place of NaN and infinite numbers."""
     return json.dumps(_DECODER.decode(json.dumps(content)), **options)
 
 
@@ -79,8 +79,8 @@ def write_json(path: Path, content: dict):
 def read_lines(path: Path, form: type) -> list[dict]:
     """Parse the complete lines of a JSON lines file; return [] if the file does not exist.
 
-    A last line without a newline is ignored, because it is incomplete: a run is still writing this line, or the disk
-    was full. An error names the file and the number of the line.
+    The last line is ignored if it has no newline, because a run is still writing this line, or the disk was full. Error
+    messages name the file and the number of the line.
 
     Args:
         form: dataclass with the fields that each line must have.

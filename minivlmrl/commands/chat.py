@@ -61,10 +61,7 @@ def main(arguments: list[str]):
 
 
 def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunConfig:
-    """Load the prompt settings from the run that trained the model; for other models, use defaults.
-
-    Sampling options come only from the command line.
-    """
+    """Load the prompt settings of the run that trained the model, or defaults; sampling options are those typed."""
     is_adapter = is_adapter_folder(options.model)
     path = base_model(options.model) if is_adapter else options.model
     dtype = read_config(find_folder(path)).torch_dtype

@@ -18,10 +18,7 @@ from minivlmrl.errors import did_you_mean
 
 
 def print_options(*names: str):
-    """Print the options of the named sections, or of all sections if no name is given.
-
-    The first name may be a recipe, whose own stages then have sections, too.
-    """
+    """Print the options of the named sections, or of all; the first name may be a recipe with its own stages."""
     config_class = RunConfig
     if names and names[0].endswith(".yaml"):
         config_class = type(load_config(names[0]))

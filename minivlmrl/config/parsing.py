@@ -50,10 +50,7 @@ TRL_ALIASES = {
 
 
 class Loader(yaml.SafeLoader):
-    """A YAML loader like yaml.SafeLoader that also rejects duplicate keys and aliases.
-
-    Aliases are rejected, because with aliases a short YAML text can describe a list that fills the memory.
-    """
+    """A YAML loader that also rejects duplicate keys, and aliases, with which a short text can fill the memory."""
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):

@@ -31,10 +31,7 @@ ADVICE = (
 
 
 class InputCheck(Callback):
-    """Warns if the loss in a training stage's first step does not depend on an image or a text of the step's rows.
-
-    The check costs less than one optimizer step, and changes neither weights nor random numbers.
-    """
+    """Warns if the loss in a training stage's first step does not depend on an image or a text of the step's rows."""
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         self.log = log

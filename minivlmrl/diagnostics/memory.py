@@ -174,10 +174,7 @@ class MemoryEstimator:
         return TrainedModels(model, ValueModel(backbone, run.model.freeze))
 
     def activations(self, run: RunConfig, models: TrainedModels, work: BatchShape, train: bool) -> int:
-        """Return the peak memory in bytes of a forward pass and, if `train` is true, of a backward pass.
-
-        Weights and gradients are not part of this peak.
-        """
+        """Return the peak bytes of a forward and, if `train`, a backward pass, without weights and gradients."""
         batch = meta_batch(self.config, work, patch_dtype(run))
         with self.tracked(run, models, batch, train) as (models, live):
             if train:
@@ -191,10 +188,7 @@ class MemoryEstimator:
         return live.peak + batch.pixel_values.nbytes
 
     def prefill(self, run: RunConfig, policy: VisionLanguageModel, work: BatchShape) -> int:
-        """Return the peak memory in bytes of the prefill, the forward pass over the prompts of a rollout.
-
-        The KV cache of the rollout is part of this peak, but the weights are not.
-        """
+        """Return the peak bytes of a rollout's forward pass over its prompts, with KV cache, without weights."""
         batch = meta_batch(self.config, replace(work, num_generations=0), patch_dtype(run))
         prompt_index = torch.arange(work.prompts).repeat_interleave(work.num_generations)
         with self.tracked(run, TrainedModels(policy), batch, False) as (models, live):
@@ -337,10 +331,7 @@ def training_batch(question: MemoryQuestion) -> BatchShape:
 
 
 def answers_batch(question: MemoryQuestion, rows: Sequence[RowSize], prompts: int) -> BatchShape:
-    """Return the numbers of prompts and tokens in a micro-batch of given answers.
-
-    An answer of unknown length counts as sampling.max_new_tokens tokens.
-    """
+    """Count the tokens in a micro-batch of given answers; sampling.max_new_tokens replaces an unknown length."""
     lengths = [row.answer_tokens for row in rows if row.answer_tokens is not None]
     longest = max(lengths, default=question.run.sampling.max_new_tokens)
     return largest_batch(rows, prompts, [longest] * len(question.trainer.answers), None)
@@ -520,10 +511,7 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
 
 
 def reference_bytes(question: MemoryQuestion) -> int:
-    """Return the bytes of a reference model, before the division by the number of shards.
-
-    Base weights that the reference model shares with the policy are not counted.
-    """
+    """Return the bytes of a reference model before sharding, without base weights that it shares with the policy."""
     run, policy = question.run, question.models.policy
     if run.reference.path is not None:
         return MemoryEstimator.from_folder(run.reference.path).parameters * question.dtype.itemsize

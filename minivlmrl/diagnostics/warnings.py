@@ -159,10 +159,7 @@ class WarningRules:
                 )
 
     def majority_baseline(self) -> Iterator[tuple[str, str]]:
-        """Yield a warning for each reward whose mean is no better than always giving the most frequent solution.
-
-        The warning finds shuffled labels, because a policy that learns from them cannot beat such a constant answer.
-        """
+        """Yield a warning for each reward that does not beat the most frequent solution (shuffled labels)."""
         if len(self.recent_rewards) < BASELINE_ROLLOUTS:
             return
         solutions = [solution for texts, _ in self.recent_rewards for solution in texts]

@@ -1,4 +1,4 @@
-"""Select a rank's device, and describe it."""
+"""Select the device of a rank, and describe the device for the user."""
 
 import os
 import re
@@ -10,10 +10,7 @@ GB = 10**9
 
 
 def find_device(local_rank: int = 0) -> torch.device:
-    """Return a rank's GPU, or the CPU if the machine has no GPU.
-
-    PyTorch itself warns if its wheel has no code for the GPU, and names a wheel that has.
-    """
+    """Return the GPU of a rank, or the CPU if the machine has no GPU."""
     if torch.cuda.is_available():
         num_gpus = torch.cuda.device_count()
         if local_rank >= num_gpus:
@@ -26,8 +23,8 @@ def find_device(local_rank: int = 0) -> torch.device:
         try:
             torch.cuda.init()
         except RuntimeError as error:
-            # The first two messages mean that there is no GPU. The third is that of a forked subprocess, which cannot
-            # initialise CUDA, but whose parent process found no GPU.
+            # The first two messages of PyTorch mean that there is no GPU. The third message comes from a forked
+            # subprocess, which cannot initialise CUDA, and whose parent process found no GPU.
             if not re.search("no NVIDIA driver|No CUDA GPUs|in forked subprocess", str(error)):
                 raise ValueError(
                     f"CUDA cannot use this machine's GPU ({str(error).splitlines()[0]}): update the driver, install a "
@@ -42,12 +39,12 @@ def hides_gpus() -> bool:
 
 
 def describe_device(device: torch.device) -> str:
-    """Describe the CPU's threads, or the GPU's name, compute capability, driver and free memory.
+    """Describe the device: the number of CPU threads, or the GPU's name, compute capability, driver and free memory.
 
-    If there is an NVIDIA driver, but PyTorch is built for CPUs, a note says why the run does not use the GPU.
+    On a machine with an NVIDIA driver and a CPU build of PyTorch, a note says why the run does not use the GPU.
     """
     if device.type != "cuda":
-        # NVIDIA's driver installs nvidia-smi, also on Windows and in WSL
+        # The program nvidia-smi shows that there is an NVIDIA driver, also on Windows and in WSL.
         unused = not torch.backends.cuda.is_built() and not hides_gpus() and shutil.which("nvidia-smi")
         note = ", because this PyTorch is built for CPUs only: see docs/gpu.md" if unused else ""
         return f"CPU (threads: {torch.get_num_threads()}){note}"
@@ -55,7 +52,7 @@ def describe_device(device: torch.device) -> str:
 
     major, minor = torch.cuda.get_device_capability(device)
     free, total = torch.cuda.mem_get_info(device)
-    # the first version number of the line "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65"
+    # finds the driver version in a line such as "NVRM version: NVIDIA UNIX x86_64 Kernel Module 580.65"
     number = re.search(r"\b\d+(\.\d+)+\b", driver_version())
     driver = number.group() if number else "unknown"
     return (

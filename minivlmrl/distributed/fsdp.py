@@ -1,12 +1,12 @@
 """Shard weights, gradients and optimizer state over the ranks with FSDP2.
 
-The models' code does not know about sharding. Each vision block and each decoder layer is an
-FSDP unit, whose weights are gathered when it runs and freed afterwards. If the embedding and the output head are two
-tensors, each is a unit, too. The weights outside of these units form one more unit, the root.
+Models contain no code for sharding. FSDP wraps each vision block and each decoder layer as a unit, whose weights are
+gathered to run it and freed afterwards. If the weights of the embedding and the output head are not tied, each is a
+unit, too. All other weights form one more unit, the root.
 
-All ranks must run the same units in the same order, otherwise they deadlock. Ranks have equal numbers of prompts and
-micro-batches, so that all run the same units. DummyVisionForward runs the vision tower on ranks without images, and
-in_lockstep runs equally many decode steps on all ranks.
+All ranks must run the same units in the same order, because gathering weights waits for all ranks. For this reason, all
+ranks have the same number of prompts and of micro-batches. The class DummyVisionForward runs the vision tower on ranks
+without images, and in_lockstep runs equally many decode steps on all ranks.
 """
 
 from collections.abc import Callable
@@ -39,9 +39,9 @@ from minivlmrl.model.lora import copy_adapter_layout
 
 
 class Sharding:
-    """The device mesh, precision and offloading with which models are sharded.
+    """How models are sharded: device mesh, dtypes and CPU offloading.
 
-    A sharded model has its Sharding as the attribute `sharding`.
+    A sharded model stores its Sharding in the attribute `sharding`.
 
     Args:
         dtype: dtype of the weights that the optimizer updates. Gradients are reduced in this dtype, at least in
@@ -64,7 +64,8 @@ class Sharding:
         self.recompute = recompute
         self.once_per_step = section.once_per_step
         self.compute_dtype = compute_dtype or dtype
-        # Inputs are not cast, so that rotary angles stay float32, and also the inputs of adapters on a 16-bit base.
+        # FSDP does not cast inputs, so that rotary angles stay in float32, and so do inputs of float32 adapters on a
+        # 16-bit model.
         gradient_dtype = torch.promote_types(dtype, torch.float32)
         self.precision = MixedPrecisionPolicy(compute_dtype, gradient_dtype, cast_forward_inputs=False)
         self.offload = OffloadPolicy()
@@ -72,7 +73,7 @@ class Sharding:
             self.offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
 
     def shard(self, model: VisionLanguageModel):
-        """Shard a model in place; it may be on any device, including the meta device."""
+        """Shard a model in place, whose parameters may be on any device, including the meta device."""
         has_packed_weights = not all(p.is_floating_point() for p in model.parameters())
         if has_packed_weights and torch.__version__ < "2.13":  # pytorch issue 177844
             raise ValueError(
@@ -103,20 +104,20 @@ class Sharding:
         if is_untied:
             gather_embedding_and_head(model)
         vision = DummyVisionForward()
-        # the vision tower's hook runs after FSDP's pre-forward hook, which gathers the root
+        # hooks that are added after FSDP's hooks run later, so the root's weights are already gathered
         model.register_forward_pre_hook(vision.before)
         model.model.register_forward_pre_hook(vision.before_decoder)
         model.sharding = self
 
     def shard_head(self, head: nn.Module):
-        """Shard a value head; it computes in its weights' dtype, not in compute_dtype."""
+        """Shard a value head, which computes in the dtype of its weights, not in compute_dtype."""
         self.shard_alone(head, MixedPrecisionPolicy(cast_forward_inputs=False))
 
     def shard_alone(self, module: nn.Module, precision: MixedPrecisionPolicy) -> FSDPModule:
-        """Shard all parameters of a module that are not in a unit yet, as one more unit."""
+        """Wrap all parameters of a module that are in no FSDP unit yet as one more unit."""
         root = self.make_unit(module, precision)
         for unit in units(module):
-            # gradients are summed, because each loss is already divided by the counts of all ranks
+            # FSDP sums gradients without dividing, because each loss is already divided by the counts of all ranks
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             vars(unit)["communication"] = Communication(self.once_per_step)
@@ -124,11 +125,11 @@ class Sharding:
         return root
 
     def make_unit(self, module: nn.Module, precision: MixedPrecisionPolicy) -> FSDPModule:
-        """Make a module an FSDP unit, whose weights are gathered and freed together."""
+        """Wrap a module as an FSDP unit, whose weights are gathered and freed together."""
         return fully_shard(module, mesh=self.mesh, mp_policy=precision, offload_policy=self.offload)
 
     def take_shard(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Copy this rank's rows from a full tensor into a DTensor with a parameter's layout.
+        """Copy the rows of a full tensor that this rank stores into a DTensor that is sharded like a parameter.
 
         Args:
             like: the parameter, whose dtype and sharding the result has.
@@ -136,15 +137,15 @@ class Sharding:
         rows = shard_rows(self.mesh, len(tensor))
         local_rows = tensor[rows].to(self.device, like.dtype, copy=True)
         assert isinstance(like, DTensor)  # because fully_shard turns all parameters into DTensors
-        # the constructor is used, because from_local would move offloaded rows to the GPU
+        # DTensor.from_local is not used, because it would move offloaded rows to the GPU
         return DTensor(local_rows, like._spec, requires_grad=False)
 
     @torch.no_grad()
     def gather(self, model: VisionLanguageModel) -> VisionLanguageModel:
-        """Gather a model's full weights, and return an unsharded model that uses them.
+        """Gather the full weights of a model, and return a model without FSDP that uses these weights.
 
-        The returned model has no FSDP hooks, so that each rank can run it independently and a CUDA graph can capture
-        it. The returned model is valid until the sharded model is resharded.
+        The returned model has no FSDP hooks, so each rank can run it independently, also in a CUDA graph. The returned
+        model can be used until the sharded model is resharded, which frees the weights.
         """
         for unit in units(model):
             unit.unshard()
@@ -172,11 +173,11 @@ class Sharding:
 
 
 def make_mesh(num_shards: int, world: World) -> DeviceMesh:
-    """Arrange the ranks as (replicate, shard), or as (shard,) if there is only one replica."""
+    """Arrange the ranks in a device mesh (replicate, shard), or (shard,) for a single replica."""
     device = world.device.type
     if num_shards == world.size:
         return init_device_mesh(device, (num_shards,), mesh_dim_names=("shard",))
-    # groups are made here, because init_device_mesh would give them torch's timeouts instead of the run's
+    # The groups are created by hand, because init_device_mesh would give them PyTorch's default timeout.
     ranks = torch.arange(world.size).view(-1, num_shards)
     limit = timedelta(seconds=world.timeout)
     groups = []
@@ -187,25 +188,25 @@ def make_mesh(num_shards: int, world: World) -> DeviceMesh:
 
 
 def sharded_blocks(tower: nn.ModuleList) -> list[FSDPModule]:
-    """Return the modules in a vision tower or decoder that FSDP2 shards as separate units."""
+    """Return the blocks of a vision tower or decoder that are FSDP units."""
     return [block for block in tower if isinstance(block, FSDPModule)]
 
 
 def layers_without_experts(model: VisionLanguageModel) -> list[FSDPModule]:
-    """Return the decoder layers in which all parameters have gradients in every micro-batch."""
-    # An expert has no gradient in a micro-batch without tokens for this expert. The vision tower, and the merger in the
-    # root, have none in a micro-batch without images.
+    """Return the decoder layers without experts, in which all parameters have gradients in every micro-batch."""
+    # An expert without tokens has no gradient in a micro-batch. The vision tower and the merger have none without
+    # images.
     experts = model.config.experts
     layers = enumerate(sharded_blocks(model.model.layers))
     return [layer for i, layer in layers if experts is None or not experts.has_experts(i)]
 
 
 def gather_embedding_and_head(model: VisionLanguageModel):
-    """Let each forward pass of a model gather the units of an untied embedding and head.
+    """Add hooks that gather the weights of an untied embedding and output head in each forward pass.
 
-    The weights of embedding and head are used without calling the modules, so that FSDP's hooks do not run, and stay
-    gathered until the end of the backward pass, in which FSDP reduces their gradients, or until `reshard`. One unit for
-    embedding and head would need a float32 buffer for both gradients: 4.4 GB for a 7B model.
+    FSDP's own hooks do not run, because these weights are used without calling their modules. The weights stay gathered
+    until the end of the backward pass, or until `reshard`. As one unit, embedding and head would need a float32 buffer
+    for both gradients: 4.4 GB for a 7B model.
     """
     embedding, head = model.model.embed_tokens, model.lm_head
     assert isinstance(embedding, FSDPModule) and isinstance(head, FSDPModule)
@@ -219,23 +220,23 @@ def gather_embedding_and_head(model: VisionLanguageModel):
     for unit in (embedding, head):
         unit.set_reshard_after_forward(False)  # a decode step calls the embedding's module
         communication_of(unit).all_reduces_once = True
-    # the hooks of embedding and head run after FSDP's pre-forward hook on the root
+    # these hooks are added after FSDP's hooks, so they run after FSDP has gathered the root
     model.register_forward_pre_hook(gather_embedding)
     model.register_forward_hook(gather_head)
 
 
 def sum_counts(counts: list[int]) -> list[int]:
-    """Add up counts over all ranks, on the CPU, so that no rank waits for its GPU."""
+    """Add up integers over all ranks, on the CPU, so that no rank waits for its GPU."""
     total = torch.tensor(counts)
     dist.all_reduce(total)
     return total.tolist()
 
 
 class DummyVisionForward:
-    """Forward hooks that run the vision tower on a black image if only other ranks have images.
+    """Hooks that run the vision tower on a black image if this rank has no image, but another rank has one.
 
-    The black image's output is multiplied by 0. If no rank has images, no rank runs the tower,
-    and AdamW skips its parameters.
+    The output for the black image is multiplied by 0, so that it does not change the result. If no rank has images, the
+    vision tower is not run, and AdamW skips its parameters.
     """
 
     zero: Tensor | None = None  # output for the black image in the current forward pass, times 0
@@ -252,10 +253,10 @@ class DummyVisionForward:
             self.zero = forward_black_image(model.visual, model.config.vision_config, batch.input_ids.device)
 
     def before_decoder(self, decoder: nn.Module, arguments: tuple) -> tuple | None:
-        """Add the output for the black image, which is 0, to the embeddings.
+        """Add the output for the black image, which is 0, to the input of the decoder.
 
-        Without this sum, if embeddings are frozen, only ranks with images would have a gradient for the decoder's
-        input, and they would reduce the gradients of the first layer and the root in another order.
+        With frozen embeddings, the decoder's input would otherwise have a gradient only on ranks with images, and ranks
+        would reduce the gradients of the first layer and of the root in different orders.
         """
         if self.zero is None:
             return None
@@ -266,17 +267,18 @@ class DummyVisionForward:
 
 
 def forward_black_image(tower: nn.Module, config: VisionConfig, device: torch.device) -> Tensor:
-    """Return 0 x the output of a tower for one black image token, so that the tower's backward pass runs."""
+    """Return 0 times the output of a vision tower for a black image of one token, so that its backward pass runs."""
     merge_size = config.spatial_merge_size
     black_patches = torch.zeros(merge_size**2, config.patch_dim, device=device)
     return 0 * tower(black_patches, torch.tensor([[1, merge_size, merge_size]])).sum()
 
 
 def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLanguageModel, world: World) -> Callable:
-    """Wrap sample_token so that all ranks run a sharded decoder equally often.
+    """Wrap the function sample_token so that all ranks run a sharded decoder equally often.
 
-    Completions end at different steps on different ranks. The returned function signals each further decode step to the
-    other ranks. When a rank has finished, it runs the decoder on a dummy token until all ranks have finished.
+    The completions of different ranks have different lengths. Before each further decode step, the returned function
+    signals the other ranks. A rank whose completions have ended runs the decoder on a dummy token until the completions
+    of all ranks have ended.
     """
 
     def sample_together(logits: Tensor, rows: Tensor, counts: Tensor):
@@ -297,7 +299,7 @@ def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLangua
 
 
 def clone_architecture(model: VisionLanguageModel, dtype: torch.dtype) -> VisionLanguageModel:
-    """Build a model with the same layers and adapters, without weights, on the meta device."""
+    """Copy a model's layers and adapters, without their weights, to the meta device."""
     with torch.device("meta"):
         clone = family_of(model).model(model.config).to(dtype)
     copy_adapter_layout(clone, model)

@@ -1,7 +1,8 @@
-"""Split rollouts into micro-batches with a token budget, which bounds the memory of a forward pass.
+"""Split prompts and completions into micro-batches of a limited number of tokens, which bounds the memory of a forward
+pass.
 
-The split changes no completion, because each row has its own random seed. Gradients change only by the order in which
-numbers are added, because losses are divided by the counts of the whole step.
+The split does not change completions, because each row has its own random seed. The split changes gradients only by
+rounding, because each loss is divided by the counts of the whole step.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +20,13 @@ def split_into_micro_batches(
 ) -> list[list[tuple[int, int]]]:
     """Split prompts and their completions into micro-batches.
 
-    With a token limit, prompts are grouped by length. A group that exceeds the limit is divided, and its prompt is
-    recomputed for each part. All ranks get equally many micro-batches, because sharded models must run in step.
+    With a limit on tokens, prompts of similar length come into the same micro-batch. If a prompt with all its
+    completions exceeds the limit, its completions are divided, and each part repeats the prompt. All ranks get the same
+    number of micro-batches, because ranks of a sharded model run together.
 
     Example: for lengths [(10, [5, 5]), (10, [40, 2])] and limits of 9 prompts and 40 tokens, the result is [(0, 0), (0,
-        1)], [(1, 1)], [(1, 0)]. The last micro-batch has 50 tokens, because a completion is never divided.
+        1)], [(1, 1)], [(1, 0)]. The last micro-batch exceeds the limit with 50 tokens, because a single completion is
+        never divided.
 
     Args:
         lengths: for each prompt (its token count, its completions' token counts).
@@ -46,7 +49,8 @@ def split_into_micro_batches(
         group_tokens = prompt_length + sum(completion_lengths)
         if group_tokens > limit:
             rows.sort(key=lambda row: row[1])
-        # a group starts a new micro-batch, unless the current micro-batch has room for the whole group
+        # A prompt with its completions begins a new micro-batch, unless the current micro-batch has room for all of
+        # them.
         is_full = len({i for i, _ in current}) == max_prompts or tokens + group_tokens > limit
         for number, (j, length) in enumerate(rows):
             if number > 0:
@@ -78,10 +82,11 @@ def sample_in_micro_batches(
     sampling: SamplingOptions,
     world: World | None,
 ) -> list[list[Completion]]:
-    """Call sample(prompts, num_generations, keys) on micro-batches, and join the results.
+    """Call the function sample(prompts, num_generations, keys) on micro-batches, and concatenate the completions.
 
-    sampling.max_batch_tokens limits the tokens in a micro-batch, with completions of full length. A micro-batch has at
-    least one prompt with all its completions. Prompts that fit into one micro-batch keep their order.
+    The option sampling.max_batch_tokens limits the tokens in a micro-batch, where completions count with their full
+    length. Every micro-batch has at least one prompt, with all completions of this prompt. If all prompts fit into one
+    micro-batch, they keep their order.
     """
     completions: list = [None] * len(prompts)
     most_new = num_generations * sampling.max_new_tokens

@@ -1,4 +1,4 @@
-"""Connect a run's ranks before slow work begins, so that a wrong network fails early."""
+"""Connect the ranks of a run before slow work begins, so that a wrong network setting fails early."""
 
 import os
 import socket
@@ -13,16 +13,16 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-# seconds within which all ranks must be connected, once all of them have started
+# seconds in which all ranks must connect, after all ranks have started
 CONNECT_SECONDS = 60.0
 
 
 def attempt_store(limit: timedelta) -> Store:
-    """Create the store of rank addresses, separately for each restart by torchrun --max-restarts.
+    """Create the store with the network addresses of the ranks, a new one for each restart by torchrun --max-restarts.
 
-    torchrun (2.13) uses one store for all attempts, in which a restarted rank would find the
-    dead rank's address (pytorch issue 135712). With several hosts one store is used, because not all hosts know the
-    attempt number, see docs/many_gpus.md.
+    In torch 2.13, torchrun uses one store for all restarts, in which a rank finds the addresses of dead processes
+    (pytorch issue 135712). With several hosts, one store serves all restarts, because not all hosts know the number of
+    the restart, see docs/many_gpus.md.
 
     Raises:
         ValueError: rank 0's store cannot be reached.
@@ -42,10 +42,10 @@ def attempt_store(limit: timedelta) -> Store:
 
 
 def connect(store: Store, rank: int, size: int, device: torch.device, limit: timedelta):
-    """Create the process group, and add up a number over all ranks on each network.
+    """Create the process group, and test the network with a sum over all ranks, on CPUs and on GPUs.
 
-    Gloo connects the CPUs of all ranks. NCCL also connects the GPUs; without the sum, NCCL would connect only in the
-    first step, after all weights have been loaded.
+    Gloo connects the CPUs of all ranks. For GPUs, NCCL would otherwise connect only in the first step, after all
+    weights have been loaded.
 
     Args:
         store: the store of rank addresses.
@@ -57,7 +57,7 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
     """
     hosts = wait_for_ranks(store, rank, size, limit)
     has_gpu = device.type == "cuda"
-    # Neither gloo nor NCCL has a limit of its own for connections that a firewall drops.
+    # A timer limits the time to connect, because gloo and NCCL wait forever if a firewall drops packets.
     late = describe(f"no answer within {CONNECT_SECONDS:g} seconds", hosts, rank, has_gpu)
     timer = threading.Timer(CONNECT_SECONDS, end_process, [late])
     timer.daemon = True
@@ -69,7 +69,7 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
             rank=rank,
             world_size=size,
             timeout=limit,
-            # if the device is given, NCCL connects at once and knows which GPU belongs to this rank
+            # with device_id, NCCL connects at once and knows which GPU belongs to this rank
             device_id=device if has_gpu else None,
         )
         for place in dict.fromkeys((torch.device("cpu"), device)):
@@ -84,7 +84,7 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
 
 
 def end_process(message: str):
-    """Print a message and end the process; called by a timer, because Python cannot interrupt gloo and NCCL."""
+    """Print a message and exit; a timer calls this function, because Python cannot interrupt gloo and NCCL."""
     print(message, file=sys.stderr, flush=True)
     os._exit(2)
 
@@ -107,10 +107,10 @@ def wait_for_ranks(store: Store, rank: int, size: int, limit: timedelta) -> list
 
 @contextmanager
 def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
-    """Give up connections that a block opens once the other host has not answered for some seconds.
+    """Close network connections that a block opens, once the other host has not answered for `seconds`.
 
-    Operations of gloo that wait for a dead host then fail. The host of a rank that computes for long is not dead,
-    because its kernel answers. Only Linux has these socket options.
+    Collective operations of gloo that wait for a dead host then fail. A rank that computes for a long time keeps its
+    connection, because the kernel of its host answers. Only Linux has these socket options.
     """
     if sys.platform != "linux":
         yield
@@ -125,7 +125,7 @@ def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
         socket.TCP_USER_TIMEOUT: round(1000 * seconds),  # for data that the other host must confirm
     }
     for number in set(os.listdir("/proc/self/fd")) - before:
-        # files that are not TCP connections do not have these options
+        # OSError is suppressed, because open files that are not TCP connections lack these options
         with suppress(OSError), socket.fromfd(int(number), socket.AF_INET, socket.SOCK_STREAM) as x:
             x.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in options.items():
@@ -133,13 +133,12 @@ def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
 
 
 def describe(problem: str, hosts: list[str], rank: int, has_gpu: bool) -> str:
-    """Describe a network that does not work: the hosts, the interfaces and what to check."""
+    """Return the error message for a network that does not work: hosts, interfaces, and what to check."""
     libraries = ("GLOO", "NCCL") if has_gpu else ("GLOO",)
     variables = [f"{library}_SOCKET_IFNAME" for library in libraries]
     chosen = [f"{name}={os.environ.get(name, 'not set')}" for name in variables]
     interfaces = ", ".join(name for _, name in socket.if_nameindex())
     debug = ", and run with NCCL_DEBUG=INFO to see what NCCL tries" if has_gpu else ""
-    # dict.fromkeys removes duplicate names and keeps their order
     return (
         f"rank {rank} on {hosts[rank]} cannot exchange tensors with the ranks on "
         f"{', '.join(dict.fromkeys(hosts))} ({problem}). {', '.join(chosen)}, and the interfaces of "
@@ -149,6 +148,6 @@ def describe(problem: str, hosts: list[str], rank: int, has_gpu: bool) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return an error message's first line, without the place in gloo's source code."""
+    """Return the first line of an error message, without the position in gloo's source code."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return line.rpartition("] ")[2].rstrip(".")

@@ -19,22 +19,22 @@ from minivlmrl.distributed.device import find_device
 Value = TypeVar("Value")
 
 NO_LIMIT = timedelta(days=30)
-# gloo group in which ranks wait for slow work; None in a single process
+# gloo process group in which ranks wait for slow work; None in a run with a single process
 waiting_group: dist.ProcessGroup | None = None
 
 
 @dataclass
 class World:
-    """Rank, size and device of the processes that torchrun started; World() is a single process."""
+    """Rank, number of ranks and device of this process; World() is a run with a single process."""
 
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
-    # function that long-running work between checkpoints calls. A run sets it to StopSignals.stop_if_preempted, which
-    # stops the work after a signal such as SIGTERM.
+    # function to call regularly in work that takes long. In training, this is StopSignals.stop_if_preempted, which ends
+    # the work after a signal such as SIGTERM.
     stop_if_preempted: Callable[[], None] = lambda: None
     timeout: float = 600.0  # seconds that a collective operation waits for other ranks
-    # False if an inference engine has joined the process group and destroys it itself
+    # False if an engine such as vLLM has joined the process group and will destroy it
     ends_group: bool = True
 
     @property
@@ -42,15 +42,15 @@ class World:
         return self.rank == 0
 
     def share(self, items: Sequence[Value]) -> Sequence[Value]:
-        """Return this rank's contiguous part from a sequence; parts have nearly equal lengths."""
+        """Return a contiguous part of a sequence for this rank; the parts of all ranks have nearly equal lengths."""
         begin = len(items) * self.rank // self.size
         end = len(items) * (self.rank + 1) // self.size
         return items[begin:end]
 
     def shard_evenly(self, items: Sequence[Value]) -> tuple[list[Value], int]:
-        """Return every size-th item, and repeat items so that all ranks have equally many.
+        """Return every N-th item for N ranks, starting at this rank; repeat items so that all ranks have equally many.
 
-        Sharded models need equally many items, because all ranks must run them in step.
+        Equal numbers are needed because all ranks of a sharded model must run it equally often.
 
         Returns:
             this rank's items, and the number of leading items that are not repeats.
@@ -63,13 +63,13 @@ class World:
         """Add up each value over all ranks."""
         if self.size == 1:
             return list(values)
-        # numbers are summed on the CPU, so that no rank waits for its GPU
+        # the sum runs on the CPU, so that no rank waits for its GPU
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total)
         return total.tolist()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Concatenate all ranks' (n, ...) tensors in rank order, to (n * size, ...)."""
+        """Concatenate tensors (n, ...) from all ranks in rank order, to (n * size, ...)."""
         if self.size == 1:
             return tensor
         joined = tensor.new_empty(self.size * len(tensor), *tensor.shape[1:])
@@ -77,7 +77,7 @@ class World:
         return joined
 
     def gather_objects(self, value: Value) -> list[Value]:
-        """Collect one small picklable value from every rank, in rank order."""
+        """Return a list with the value from every rank, in rank order; values are small and picklable."""
         if self.size == 1:
             return [value]
         values = [value] * self.size  # placeholders, which all_gather_object replaces
@@ -85,7 +85,8 @@ class World:
         return values
 
     def exchange(self, values: Sequence[Value]) -> list[Value]:
-        """Send the picklable value values[r] to rank r, and return what the ranks sent to this rank, in rank order."""
+        """Send values[r], which is picklable, to rank r, and return the values that this rank receives, in rank
+        order."""
         pickled = [torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) for value in values]
         sizes = torch.tensor([len(part) for part in pickled])
         arriving = torch.empty_like(sizes)
@@ -95,19 +96,18 @@ class World:
         return [pickle.loads(part.numpy().tobytes()) for part in received.split(arriving.tolist())]
 
     def wait(self):
-        """Wait for all ranks, for any time, unless a rank is lost.
+        """Wait for all ranks without a time limit, unless the process of a rank has ended.
 
-        A collective operation fails if a rank is late by more than `timeout`. The limit suits training, in which all
-        ranks do the same, but not sampling, tools, rewards and saving, which may take much longer on one rank than on
-        another.
+        Collective operations fail if a rank is late by more than `timeout` seconds. This limit suits training steps,
+        but not sampling, tools, rewards and saving, which may take much longer on one rank than on another.
         """
         if self.size > 1:
             monitored_barrier(NO_LIMIT)
 
     def run_on_all_ranks(self, work: Callable[[], Value]) -> Value:
-        """Call work on every rank, and raise the first error from any rank on all ranks.
+        """Call the function `work` on every rank; an error on any rank is raised on all ranks.
 
-        The work may take longer than the process group's timeout.
+        The function may take longer than the timeout of the process group.
 
         Returns:
             the value that `work` returned on this rank.
@@ -125,14 +125,14 @@ class World:
         return future.result()
 
     def run_on_rank_zero(self, work: Callable[[], Value]) -> Value | None:
-        """Call work on rank 0 only, and return None on other ranks.
+        """Call the function `work` on rank 0 and return its result; return None on other ranks.
 
         All ranks must call this method; an error on rank 0 is raised on all ranks.
         """
         return self.run_on_all_ranks(work if self.is_main else lambda: None)
 
     def compute_on_rank_zero(self, work: Callable[[], Value]) -> Value:
-        """Call work on rank 0 only, and return its picklable result on all ranks.
+        """Call the function `work` on rank 0, and return its picklable result on all ranks.
 
         All ranks must call this method; an error on rank 0 is raised on all ranks.
         """
@@ -143,14 +143,11 @@ class World:
         self.sum(0)  # dist.barrier would wait for the GPU, because the group has a device
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]):
-        """Add up all ranks' gradients, in place.
-
-        Gradients are summed, not averaged, because losses are divided by all ranks' counts.
-        """
+        """Add up the gradients of all ranks; the losses are already divided by the counts of all ranks."""
         if self.size == 1:
             return
         num_ranks = self.sum(*(parameter.grad is not None for parameter in parameters))
-        # a parameter that has no gradient on any rank keeps None, as in a single process
+        # if a parameter has no gradient on any rank, its gradient stays None, as in a single process
         trained = [parameter for parameter, n in zip(parameters, num_ranks, strict=True) if n]
         gradients = []
         for parameter in trained:
@@ -169,7 +166,7 @@ class World:
 def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
     """Initialise the process group if torchrun started this process, and select the device.
 
-    The function also sets the number of CPU threads and disables cuDNN's attention.
+    Also set the number of CPU threads, and disable cuDNN's attention.
 
     Args:
         num_threads: this process's CPU threads; None is default_num_threads.
@@ -188,14 +185,15 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
     device = find_device(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # cuDNN's attention can give wrong results with fewer than 8 key heads (pytorch issue 193893)
+    # cuDNN's attention is disabled, because it can give wrong results with fewer than 8 key heads (pytorch issue
+    # 193893)
     torch.backends.cuda.enable_cudnn_sdp(False)
     if size > 1 or sharded:
-        # imported here, because most runs are a single process
+        # The import stands in this function, because most runs have a single process.
         from minivlmrl.distributed.network import attempt_store, connect, ending_with_dead_hosts
 
-        # Gloo transfers CPU tensors, Python objects and offloaded shards. Unless it is given a network interface, it
-        # resolves the host's name, which can fail in a container.
+        # Gloo is the backend for CPU tensors and Python objects. Without a named network interface, gloo looks up the
+        # name of the host, which can fail in a container.
         if local_size == size and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         time_limit = timedelta(seconds=timeout)
@@ -207,7 +205,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
         if size > 1:
             global waiting_group
             with ending_with_dead_hosts(timeout):
-                # new_group returns an int only for ranks that are not members
+                # new_group returns an int only to ranks outside the group, and this group has all ranks
                 waiting_group = dist.new_group(  # pyright: ignore[reportAssignmentType]
                     backend="gloo", timeout=NO_LIMIT
                 )
@@ -215,7 +213,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
 
 
 def monitored_barrier(limit: timedelta):
-    """Wait until all ranks call this function.
+    """Wait until all ranks of the group call this function, at most for `limit`.
 
     Raises:
         RuntimeError: a rank has ended, or a rank is late by more than the limit. On rank 0, the message names a rank
@@ -226,10 +224,9 @@ def monitored_barrier(limit: timedelta):
 
 
 def default_num_threads(local_size: int) -> int:
-    """Return OMP_NUM_THREADS, or an equal share of the cores for each process of this machine.
+    """Return the environment variable OMP_NUM_THREADS, or an equal share of the CPU cores for each process.
 
-    If several processes run and OMP_NUM_THREADS is 1, the variable is ignored, because torchrun sets it to 1 unless the
-    user has set it.
+    With several processes, the value 1 of OMP_NUM_THREADS is ignored, because torchrun sets this value by default.
     """
     requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if requested.isdecimal() and int(requested) > (local_size > 1):
@@ -241,7 +238,7 @@ def default_num_threads(local_size: int) -> int:
 
 
 def shutdown(world: World):
-    """Destroy the process group, if there is one, after all ranks have reached this point."""
+    """Destroy the process group of this run, if there is one, after all ranks have called this function."""
     world.wait()  # for the last work of rank 0
     if dist.is_initialized():
         dist.barrier()  # destroying the group while another rank still uses it can abort that rank

@@ -1,4 +1,4 @@
-"""Save a model, which may be sharded, as a folder in Hugging Face's format."""
+"""Save a model, sharded or not, as a folder in the format of Hugging Face."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -34,11 +34,11 @@ def save_model(
 ):
     """Save a model and its processor as a folder that transformers and vLLM can load.
 
-    Adapters are merged into the weights, and also written to the subfolder adapter/ in PEFT's format. The folder is
-    replaced atomically. Weights are saved in model.save_dtype, if that is set.
+    Adapters are merged into the saved weights, and also saved alone in the subfolder adapter/ in PEFT's format. The
+    folder is replaced atomically. The dtype of saved weights is model.save_dtype, if this attribute is set.
 
-    All ranks must call this function. They gather the tensors of one file after the other, because the full model may
-    not fit into rank 0's memory. Rank 0 writes the files, and an error on rank 0 is raised on all ranks.
+    All ranks must call this function. All ranks gather the tensors of one file at a time, because the full model may
+    not fit into the memory of rank 0. Rank 0 writes the files, and an error of rank 0 is raised on all ranks.
 
     Args:
         world: the ranks; None is a single process.
@@ -54,7 +54,8 @@ def save_model(
         write_adapter = adapter_writer(model, base)
         weights = file_weights(model) if merge else {}
         unused = (world.run_on_rank_zero(lambda: unused_tensors(model)) if merge else None) or {}
-        # all ranks divide the tensors among files as rank 0 does, because only rank 0 has the unused tensors
+        # Rank 0 decides which file a tensor comes into, because only rank 0 has the tensors that the model does not
+        # use.
         files = world.gather_objects(divide(model, weights, unused, max_shard_size))[0]
         # ranks other than 0 write nothing
         new_folder = world.run_on_rank_zero(lambda: saving.enter_context(replacing(folder))) or Path(folder)
@@ -68,7 +69,7 @@ def save_model(
             write_other_files(new_folder, model, processor, files if merge else None, write_adapter)
             if write_more_files is not None:
                 write_more_files(new_folder)
-            # the folder is closed in this function, so that an error is raised on all ranks
+            # The folder is completed in this function, so that an error is raised on all ranks.
             saving.pop_all().close()
 
         for file, names in files.filename_to_tensors.items():
@@ -85,10 +86,10 @@ def save_model(
 
 
 def adapter_writer(model: VisionLanguageModel, base: str | None) -> Callable[[Path], None] | None:
-    """Return a function that writes a model's adapters as a PEFT folder; None if the model has no adapters."""
+    """Return a function that saves the adapters of a model in PEFT's format, or None if the model has no adapters."""
     if not has_adapters(model):
         return None
-    # imported here, because few runs have adapters
+    # The import stands in this function, because few runs have adapters.
     from minivlmrl.model.peft import gather_adapter
 
     return gather_adapter(model, base)
@@ -97,7 +98,8 @@ def adapter_writer(model: VisionLanguageModel, base: str | None) -> Callable[[Pa
 def divide(
     model: VisionLanguageModel, weights: Mapping[str, Weight], unused: Mapping[str, Tensor], max_shard_size: int
 ) -> StateDictSplit:
-    """Assign each weight in a model, and each unused tensor, to a file of max_shard_size bytes."""
+    """Distribute the weights of a model, and tensors of its folder that the model does not use, over files of
+    max_shard_size bytes."""
     shapes = {}
     for name, weight in weights.items():
         shape = on_meta(weight)
@@ -113,7 +115,7 @@ def write_other_files(
     files: StateDictSplit | None,
     write_adapter: Callable[[Path], None] | None,
 ):
-    """Write the settings of a model, the index of its files and its adapter, or only its adapter without `files`."""
+    """Write the config, the index of weight files and the adapter of a model; only the adapter if `files` is empty."""
     settings = processor.tokenizer.files.get(INFERENCE_CONFIG)
     if files is not None:
         write_settings(folder, model, processor)
@@ -129,7 +131,7 @@ def write_other_files(
 
 
 def on_meta(weight: Weight) -> Tensor:
-    """Create a tensor on the meta device, with a weight's shape and dtype."""
+    """Create a tensor on the meta device with the shape and dtype of a weight."""
     if isinstance(weight, Stacked):
         return weight.stack(on_meta)
     return torch.empty(weight.shape, dtype=weight.dtype, device="meta")

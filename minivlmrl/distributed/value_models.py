@@ -1,4 +1,4 @@
-"""Load and save value models (reward models and critics) that run next to a policy."""
+"""Load and save models with a value head (reward models and critics) beside the policy."""
 
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ def save_value_model(
     base: str | None = None,
     merge: bool = True,
 ):
-    """Save a value model in load_value_model's format: a checkpoint plus score.safetensors.
+    """Save a value model: a model folder plus the value head in score.safetensors, as load_value_model reads them.
 
     All ranks must call this.
 
@@ -46,7 +46,7 @@ def save_value_model(
 def load_critic(
     folder: str | Path, policy: VisionLanguageModel, processor: Processor, run: RunConfig, device: torch.device
 ) -> ValueModel:
-    """Load a value model to train as a critic, with the recipe's adapter and freeze options."""
+    """Load a value model for training as a critic, with the options `adapter` and `model.freeze` of the recipe."""
     dtype = policy.lm_head.weight.dtype
     inject = partial(inject_adapters, options=run.adapter)
     critic = load_value_model(folder, dtype, device, policy.sharding, inject)

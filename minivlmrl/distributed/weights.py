@@ -1,7 +1,7 @@
-"""Functions for the weights of a model, sharded or not.
+"""Functions for the weights of a model that may be sharded with FSDP2.
 
-A sharded model has a distributed.fsdp.Sharding as its attribute `sharding`. This file does not import FSDP, so that
-runs without sharding do not load it.
+A sharded model stores an object of the class distributed.fsdp.Sharding in its attribute `sharding`. This module does
+not import FSDP, so that runs without sharding do not load FSDP.
 """
 
 import copy
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-# activation checkpointing, which stores only the inputs of a function and recomputes the rest in the backward pass
+# activation checkpointing: store only the inputs of a function, and run the function again in the backward pass
 compute_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def num_shards(section: ShardingOptions, num_ranks: int) -> int:
-    """Return the number of ranks that share one model's weights."""
+    """Return over how many ranks the weights of a model are sharded; raise ValueError if replicas do not divide the
+    ranks."""
     if num_ranks % section.replicas:
         raise ValueError(
             f"sharding.replicas is {section.replicas}, but the number of ranks, {num_ranks}, is "
@@ -40,12 +41,12 @@ def num_shards(section: ShardingOptions, num_ranks: int) -> int:
 
 
 def is_unit(module: nn.Module) -> "TypeGuard[FSDPModule]":
-    """Return True if a module is an FSDP unit, whose weights are gathered and freed together."""
+    """Return True if FSDP has wrapped this module as a unit, whose weights are gathered and freed together."""
     return hasattr(type(module), "unshard")
 
 
 def units(module: nn.Module) -> "list[FSDPModule]":
-    """Return the FSDP units in a module; the list is empty if the module is not sharded."""
+    """Return all FSDP units in a module; a module that is not sharded has none."""
     return [part for part in module.modules() if is_unit(part)]
 
 
@@ -54,44 +55,40 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def is_part(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Return True if a tensor is a DTensor, which stores only this rank's rows."""
+    """Return True if a tensor is a DTensor, of which this rank stores only some rows."""
     return hasattr(tensor, "device_mesh")
 
 
 def reshard(module: nn.Module):
-    """Free a sharded module's gathered weights.
-
-    Call this function before parameters are changed, because the root unit's weights stay gathered after a forward
-    pass.
-    """
+    """Free the gathered weights of a sharded module, which is necessary before its parameters are changed."""
     for unit in units(module):
         unit.reshard()
 
 
 @dataclass
 class Communication:
-    """Settings for when an FSDP unit gathers weights and reduces gradients, see begin_micro_batch."""
+    """When an FSDP unit gathers its weights and reduces its gradients, see begin_micro_batch."""
 
     once_per_step: bool  # the option sharding.once_per_step
-    # True for vision blocks and decoder layers, whose weights are freed after a forward pass
+    # True for vision blocks and decoder layers, whose gathered weights are freed after their forward pass
     is_block: bool = False
-    # True if the same parameters have gradients in every micro-batch of a step. Only then can the sum over replicas be
-    # postponed, because FSDP keeps one tensor with all gradients until that sum.
+    # True if the same parameters have gradients in every micro-batch of a step. Otherwise the sum over replicas cannot
+    # be postponed, because FSDP sums all gradients of a unit as one tensor.
     all_reduces_once: bool = False
     was_gathered: bool = False  # only a unit that was gathered before can postpone its reduction
 
 
 def communication_of(unit: "FSDPModule") -> Communication:
-    """Return the Communication of an FSDP unit, which distributed.fsdp.Sharding has set."""
+    """Return the Communication settings that the class Sharding has stored in an FSDP unit."""
     return vars(unit)["communication"]
 
 
 def begin_micro_batch(module: nn.Module, is_last: bool):
-    """Postpone a sharded module's communication to the last micro-batch of an optimizer step.
+    """Postpone the communication of a sharded module until the last micro-batch of an optimizer step.
 
-    With sharding.once_per_step, gathered weights are kept, and gradients are added up on each rank. The last
-    micro-batch reduces all gradients, also those of a unit that it does not run, such as the vision tower if no rank
-    has an image. Without the option, only the sum over replicas is postponed.
+    With the option sharding.once_per_step, gathered weights are kept, and each rank adds up its own gradients. The last
+    micro-batch reduces all gradients over the ranks, also those of units without a forward pass in it, such as the
+    vision tower. Without sharding.once_per_step, only the sum of gradients over replicas is postponed.
     """
     for unit in units(module):
         communication = communication_of(unit)
@@ -108,7 +105,7 @@ def begin_micro_batch(module: nn.Module, is_last: bool):
 
 
 def end_micro_batches(module: nn.Module):
-    """Free all gathered weights after the last micro-batch of an optimizer step."""
+    """Free all gathered weights of a module after the last micro-batch of an optimizer step."""
     for unit in units(module):
         if communication_of(unit).once_per_step:
             unit.set_reshard_after_forward(communication_of(unit).is_block, recurse=False)
@@ -116,10 +113,7 @@ def end_micro_batches(module: nn.Module):
 
 
 def shard_rows(mesh: "DeviceMesh", num_rows: int) -> slice:
-    """Return the rows of a sharded tensor that this rank stores.
-
-    The last ranks may have fewer rows than the first, or none.
-    """
+    """Return which rows of a sharded tensor this rank stores; the last ranks may store fewer rows, or none."""
     shards = mesh["shard"]
     rows_per_rank = math.ceil(num_rows / shards.size())
     first_row = shards.get_local_rank() * rows_per_rank
@@ -128,9 +122,10 @@ def shard_rows(mesh: "DeviceMesh", num_rows: int) -> slice:
 
 @contextmanager
 def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterator[VisionLanguageModel]:
-    """Yield the model to sample with, without gradients.
+    """Yield a model for sampling, in a block without gradients.
 
-    On a GPU, the adapters are 16-bit copies (see model/lora.py), unless layers are gathered one at a time.
+    On a GPU, sampling uses 16-bit copies of the adapters (see model/lora.py), unless weights are gathered layer by
+    layer.
 
     Args:
         gather_weights: True gathers a sharded model's full weights on every rank first, so
@@ -142,7 +137,7 @@ def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterato
             yield model
         return
     try:
-        # inference_mode is not used, because tensors that FSDP allocates in inference_mode cannot be trained later
+        # torch.inference_mode is avoided, because tensors that FSDP allocates in it cannot be trained later
         with torch.no_grad():
             if not gather_weights:
                 yield model
@@ -155,10 +150,10 @@ def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterato
 
 
 def adapter_copies(model: VisionLanguageModel) -> AbstractContextManager[list[nn.Parameter]]:
-    """Replace a model's adapters by 16-bit copies in a `with` block, see sampling_copies in model/lora.py."""
+    """Replace the adapters of a model by 16-bit copies in a `with` block, see sampling_copies in model/lora.py."""
     if not has_adapters(model):
         return nullcontext([])
-    # imported here, because few runs have adapters
+    # The import stands in this function, because few runs have adapters.
     from minivlmrl.model.lora import sampling_copies
 
     return sampling_copies(model)
@@ -167,7 +162,7 @@ def adapter_copies(model: VisionLanguageModel) -> AbstractContextManager[list[nn
 def copy_model(model: VisionLanguageModel, in_compute_dtype: bool = False) -> VisionLanguageModel:
     """Copy a model. Each rank copies its own part.
 
-    An unsharded model with adapters shares its base weights with the copy.
+    With adapters and without sharding, the copy shares the base weights of the model.
 
     Args:
         in_compute_dtype: copy a sharded model into the dtype in which it computes.

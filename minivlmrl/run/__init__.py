@@ -1,4 +1,1 @@
-"""Carry out a training run: set it up, run the training loop, evaluate, log and save checkpoints.
-
-The losses and rollouts of each stage are in trainers/.
-"""
+"""Run the training of a recipe: set up the model, train, evaluate, log metrics and save checkpoints."""

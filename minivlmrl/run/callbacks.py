@@ -1,8 +1,8 @@
 """Callbacks add behaviour to the training loop without changing its code.
 
-run/loop.py calls each callback's methods on all ranks, at the moment that the method's name describes. The default
-callbacks check memory, warn if an input does not reach the loss or a run is not learning, and write report.html. To add
-a callback, pass a list: `run_training(config, [*default_callbacks(config), MyCallback()])`.
+The training loop calls each callback's methods on all ranks, at the moment that the method's name describes. The
+default callbacks check memory, warn if an input does not reach the loss or a run is not learning, and write
+report.html. To add a callback, pass a list: `run_training(config, [*default_callbacks(config), MyCallback()])`.
 """
 
 from torch.optim import Optimizer
@@ -19,13 +19,14 @@ from minivlmrl.trainers.base import Step, Trainer
 
 
 class Callback:
-    """Base class for all callbacks. The methods of this class do nothing; a subclass overrides some of them."""
+    """Base class for all callbacks. All methods of the base class do nothing; a subclass overrides those that it
+    needs."""
 
     def on_setup(self, config: RunConfig, world: World):
-        """Called before rows and weights are loaded; may raise ValueError to reject the recipe."""
+        """Called before the rows and the weights are loaded; raise ValueError to reject the recipe."""
 
     def on_rows(self, config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World):
-        """Called after rows and before weights are loaded; may raise ValueError like on_setup.
+        """Called after the rows and before the weights are loaded; raise ValueError to reject the recipe or the rows.
 
         Args:
             datasets: each stage's rows by its name, and the held-out rows as "eval".
@@ -35,32 +36,29 @@ class Callback:
         """Called once before training, after config.yaml and the log files have been created."""
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
-        """Called before a stage starts, or before it resumes if state.step is greater than 0."""
+        """Called before a training stage starts, or resumes from a checkpoint (then state.step is above 0)."""
 
     def on_step_begin(self, trainer: Trainer, optimizer: Optimizer, step: Step, number: int, batches: Batches):
-        """Called before the update in optimizer step `number`, after its rollout was sampled."""
+        """Called in optimizer step `number`, after sampling the completions and before updating the weights."""
 
     def on_step_end(self, trainer: Trainer, step: Step, number: int, values: dict):
-        """Called after optimizer step `number`, with its metrics as metrics.jsonl contains them."""
+        """Called after optimizer step `number`; `values` is the step's line of metrics.jsonl."""
 
     def on_evaluation(self, stage: str, steps_done: int, num_rows: int):
-        """Called after an evaluation on held-out rows has been added to evaluations.jsonl."""
+        """Called after the metrics of held-out rows have been added to evaluations.jsonl."""
 
     def on_run_end(self):
-        """Called when the run ends, also if it ends with an error or a signal."""
+        """Called when the run ends, even if the run ends with an error or a signal."""
 
     def state_dict(self) -> dict[str, str]:
-        """Return texts to save in checkpoints, by name.
-
-        After a resume, on_stage_begin receives these texts in state.logs.
-        """
+        """Return {name: text} to save in checkpoints; after a resume, on_stage_begin finds it in state.logs."""
         return {}
 
 
 def default_callbacks(config: RunConfig) -> list[Callback]:
     """Build the default callbacks: the memory and input checks, the warnings and the report.
 
-    The classes are imported by name, so that modules in run/ do not depend on diagnostics/.
+    The callback classes are named as texts, so that modules in run/ need not import diagnostics/.
     """
     names = ["inputs:InputCheck", "warnings:TrainingWarnings", "report:ReportPage"]
     if config.check_memory and config.model.path:

@@ -1,8 +1,8 @@
 """Write and read the tensors of a checkpoint as safetensors files, which cannot run code.
 
-Each rank writes the rows of its own shards. A checkpoint can be loaded with a different number of
-ranks, because each rank reads only the rows that it needs. For example, the entry "128:policy.model.norm.weight" in a
-file contains rows of policy.model.norm.weight, starting with row 128.
+Each rank writes the rows of the sharded tensors that it stores. The number of ranks may change between saving and
+loading, because each rank reads only the rows that it needs. For example, the entry "128:policy.model.norm.weight" in a
+file holds rows of this weight, from row 128 on.
 """
 
 from collections.abc import Iterator
@@ -19,16 +19,16 @@ from minivlmrl.files import flush_file, save_tensors
 from minivlmrl.model.checkpoint import check_finite
 
 BLOCK = 2**16  # bytes that `sampled_blocks` reads at a time
-# Approximate file size in bytes. GPU tensors are copied to host memory for one file at a time.
+# Approximate size of a checkpoint file in bytes; GPU tensors are copied to host memory for one file at a time.
 FILE_SIZE = 2**30
 
 
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
-    """Yield blocks from weight files, from which a weight fingerprint is computed.
+    """Yield blocks of bytes from weight files, from which the caller computes a hash.
 
-    Files up to 64 MiB are read completely. From larger files, 1,024 evenly spaced blocks are read. The blocks are
-    enough to recognise another model, or the same model after more training, because all blocks then differ. A change
-    of a few bytes between two blocks is not detected.
+    Files up to 64 MiB are read completely. From files above 64 MiB, 1,024 evenly spaced blocks are read. These blocks
+    distinguish two models, or a model before and after training, because training changes all blocks. A change of a few
+    bytes between two blocks is not detected.
     """
     for file in files:
         size = file.stat().st_size
@@ -39,10 +39,7 @@ def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return a view of this rank's rows in a tensor, and the index of the first row.
-
-    A tensor without dimensions counts as one row.
-    """
+    """Return the rows of a tensor that this rank stores, and the index of the first row; a scalar counts as one row."""
     if not is_part(tensor):
         return tensor.detach().reshape(tensor.shape or (1,)), 0
     rows = shard_rows(tensor.device_mesh, len(tensor))
@@ -50,10 +47,10 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def writes(tensor: Tensor, number: int, world: World) -> bool:
-    """Return True if this rank writes its rows in the tensor with this index.
+    """Return True if this rank writes its rows of a tensor to the checkpoint; `number` is the tensor's index.
 
-    Exactly one rank writes each row. The ranks in the first replica write sharded tensors. All ranks hold the other
-    tensors, which are therefore divided among the ranks by their index.
+    Exactly one rank writes each row. Of a sharded tensor, the ranks of the first replica each write their rows. A
+    tensor that is not sharded is the same on all ranks, so its index selects the one rank that writes it.
     """
     if is_part(tensor):
         mesh = tensor.device_mesh
@@ -63,7 +60,7 @@ def writes(tensor: Tensor, number: int, world: World) -> bool:
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> list[str]:
-    """Write this rank's rows from all tensors to files of about FILE_SIZE bytes; return their names."""
+    """Write the tensor rows of this rank to files of about FILE_SIZE bytes; return the names of the files."""
     names = [name for i, name in enumerate(tensors) if writes(tensors[name], i, world)]
     files = []
     content = {}
@@ -82,10 +79,9 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> lis
 
 
 def find_pieces(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
-    """Map the name of each saved tensor to its pieces, as tuples (first row, row count, file).
+    """Map the name of each saved tensor to its saved pieces, as tuples (first row, row count, file).
 
-    The pieces are sorted by the rank that wrote them, and therefore by row. A tensor without dimensions counts as one
-    row.
+    The pieces of a tensor are in the order of their rows. A tensor without dimensions counts as one row.
     """
     pieces = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -98,13 +94,13 @@ def find_pieces(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
 
 
 def read_rows(name: str, pieces: list[tuple[int, int, Path]], start: int, end: int) -> Tensor:
-    """Read the rows `start` to `end` (exclusive) in a tensor from its pieces."""
+    """Read the rows `start` to `end` (exclusive) of a tensor from its saved pieces."""
     parts = []
     for first, num_rows, file in pieces:
         low = max(start, first)
         high = min(end, first + num_rows)
         if low < high:
-            # Open the file anew for each read, because an open file keeps all data that was read from it in memory.
+            # The file is opened for each read, because an open safetensors file keeps all data that was read in memory.
             with safe_open(file, framework="pt") as handle:
                 parts.append(handle.get_slice(f"{first}:{name}")[low - first : high - first])
     return torch.cat(parts)
@@ -112,7 +108,7 @@ def read_rows(name: str, pieces: list[tuple[int, int, Path]], start: int, end: i
 
 @torch.no_grad()
 def read_into(tensor: Tensor, name: str, pieces: list[tuple[int, int, Path]]):
-    """Copy this rank's rows from a saved tensor into `tensor`, of the same shape and dtype."""
+    """Load the rows of a saved tensor that this rank stores into `tensor`, which has the same shape and dtype."""
     saved_rows = sum(num_rows for _, num_rows, _ in pieces)
     tensor_rows = len(tensor) if tensor.dim() else 1
     check_field(saved_rows == tensor_rows, f"the number of rows of {name}", saved_rows, str(tensor_rows))

@@ -1,13 +1,13 @@
-"""Save and load a run's checkpoints, from which a run continues as if it had never stopped.
+"""Save and load checkpoints, from which training continues as if it had never stopped.
 
 output_dir/states/000120/    checkpoint after 120 optimizer steps in all stages
     *.safetensors            weights and optimizer moments, see run/checkpoint_files.py
     run.json                 TrainerState, the run's progress
     complete.json            checksums of the other files; written last
 
-Checkpoints are saved between rollouts, so they do not contain rollouts. Checkpoints do not contain the state of a
-random generator either, because every random choice depends only on a key. While a checkpoint is written, the name of
-its folder ends with .partial.
+A checkpoint contains no completions, because it is saved after all updates on a rollout. A checkpoint contains no state
+of a random generator, because every random choice depends only on a key. An incomplete checkpoint has a folder name
+that ends with .partial.
 """
 
 import re
@@ -43,19 +43,18 @@ from minivlmrl.trainers.base import Trainer
 
 COMPLETE = "complete.json"
 NUM_KEPT_STATES = 2  # checkpoints that a run keeps: two, in case the newest is damaged
-# stage options that determine how many rows the stage takes from its dataset at a time
+# options of a training stage that determine how many rows the stage takes from its dataset at a time
 DRAW_SIZES = "prompts_per_step", "steps_per_generation", "num_mini_batches"
-# Keys in TrainerState.recipe for hashes of files. A recipe contains only the paths of files, so the hashes show whether
-# a file has changed since the checkpoint.
+# Names under which TrainerState.recipe stores hashes of files. The hashes show whether a file has changed since the
+# checkpoint, because a recipe contains only paths.
 BASE = "weights below the adapter"
 ROWS = "rows of data.train_file"
 
 
 def recipe_values(config: RunConfig) -> dict[str, object]:
-    """Return a recipe's options by name, such as "grpo.beta", to compare them at a resume.
+    """Return {option, such as "grpo.beta": value}, to find changed options when a run resumes.
 
-    The result also contains the thread count, a hash of data.train_file and, for a run with adapters, a hash of the
-    base weights.
+    The result also has the thread count, a hash of the training file and, with adapters, a hash of the base weights.
     """
     sections = asdict(config) | {"num_threads": torch.get_num_threads()}
     for name in ("stages", "output_dir", "resume"):
@@ -73,13 +72,10 @@ def recipe_values(config: RunConfig) -> dict[str, object]:
 
 
 def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint by name: weights and optimizer moments.
-
-    A parameter that never had a gradient has no moments.
-    """
+    """Return {name: tensor} of what a checkpoint saves: weights, and moments of parameters that had a gradient."""
     modules = nn.ModuleDict(trainer.modules())
     reshard(modules)
-    # Base weights below adapters are not saved, because setup loads or initialises them again.
+    # The frozen base weights of adapters are not saved, because setup loads or initialises them again.
     base_ids = shared_base(trainer.policy)
     named_tensors = {}
     for name, parameter in modules.named_parameters():
@@ -92,13 +88,14 @@ def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def state_folders(folder: Path) -> list[Path]:
-    """Return all complete checkpoint folders in a folder, the oldest first."""
+    """Return the folders of all complete checkpoints in a folder, the oldest first."""
     folders = [path for path in folder.glob("*") if re.fullmatch(r"[0-9]{6,}", path.name)]
     return sorted(folders, key=lambda path: int(path.name))
 
 
 def check_resume(config: RunConfig) -> list[Path]:
-    """Return the checkpoint folders in output_dir, the oldest first, unless the run may not use them."""
+    """Return the checkpoints in output_dir, the oldest first; raise ValueError if config.resume does not allow their
+    use."""
     folder = Path(config.output_dir) / "states"
     resume = config.resume
     is_allowed = resume in ("auto", "never")
@@ -120,7 +117,7 @@ def check_resume(config: RunConfig) -> list[Path]:
 
 
 class CheckpointManager:
-    """Save and restore the checkpoints of a run, in the folder states/ in its output_dir."""
+    """Saves and loads the checkpoints of a run in the folder states/ of its output_dir."""
 
     def __init__(self, config: RunConfig, world: World, signals: StopSignals, callbacks: Sequence[Callback]):
         self.folder = Path(config.output_dir) / "states"
@@ -136,7 +133,8 @@ class CheckpointManager:
         signals.can_stop = lambda: self.can_save
 
     def after_step(self, progress: TrainerState, log: MetricsLog, ends_rollout: bool):
-        """Save a checkpoint if one is due and the rollout has ended; stop the run after a signal."""
+        """Save a checkpoint after an optimizer step if it is time and no update on the rollout is left; stop after a
+        signal."""
         stage_ends = progress.step == getattr(self.config, self.stage).max_steps
         self.can_save = ends_rollout or stage_ends
         if self.can_save and self.is_due(progress.steps, stage_ends):
@@ -144,7 +142,7 @@ class CheckpointManager:
         self.signals.stop_if_preempted()
 
     def is_due(self, steps: int, stage_ends: bool) -> bool:
-        """Return True on all ranks if checkpoint_minutes or checkpoint_steps require a checkpoint."""
+        """Return True, on all ranks, if the options checkpoint_minutes or checkpoint_steps require a checkpoint now."""
         minutes = self.config.checkpoint_minutes
         every_steps = self.config.checkpoint_steps
         is_late = self.world.is_main and 0 < 60 * minutes <= clock() - self.saved_time
@@ -155,7 +153,7 @@ class CheckpointManager:
         return stage_ends and bool(every_steps or minutes)
 
     def ensure_saved(self, progress: TrainerState, log: MetricsLog) -> Path:
-        """Save a checkpoint for the current step unless it exists, and return its folder."""
+        """Save a checkpoint for the current step, unless there is one already, and return its folder."""
         folder = self.folder / f"{progress.steps:06d}"
         if self.saved_steps != progress.steps:
             progress.num_log_lines = log.lines_to_keep()
@@ -167,13 +165,14 @@ class CheckpointManager:
 
     @contextmanager
     def saved_on_error(self, progress: TrainerState, log: MetricsLog) -> Iterator[None]:
-        """Save a checkpoint if an error leaves the weights whole, and note at each error where the run continues."""
+        """Save a checkpoint if an error in the block leaves the weights intact; add a note to the error on how to
+        continue."""
         try:
             yield
         except Exception as error:
             if progress.steps and self.stage:  # a stage has begun since the resume
-                # The weights are whole, because these errors are raised between two updates. All ranks must save
-                # together, and a row that cannot be read stops only the rank that reads this row.
+                # RewardFailed and Preempted are raised between two updates, so the weights are intact. An unreadable
+                # row is raised on one rank only, but saving needs all ranks.
                 is_between = isinstance(error, RewardFailed | Preempted)
                 if self.world.size == 1 and getattr(error, "phase", "") == "preparation":
                     is_between = True
@@ -187,9 +186,9 @@ class CheckpointManager:
             raise
 
     def to_resume(self) -> TrainerState:
-        """Return the checkpoint's TrainerState to resume, or a new one for a new run.
+        """Return the TrainerState of the checkpoint to resume from, or a new TrainerState for a new run.
 
-        config.resume selects the checkpoint; its folder is stored in `resumed`.
+        The option config.resume selects the checkpoint, whose folder is stored in the attribute `resumed`.
         """
         config = self.config
         new_progress = TrainerState(config.seed, config.stage_names, recipe=recipe_values(config), num_log_lines={})
@@ -215,12 +214,12 @@ class CheckpointManager:
         return progress
 
     def compare(self, progress: TrainerState, recipe: dict[str, object]):
-        """Print the options that changed since the checkpoint, and reject incompatible changes.
+        """Print the options that have changed since the checkpoint; raise ValueError for incompatible changes.
 
-        The method rejects changed base weights of an adapter, and changes that would make the run skip or repeat rows.
+        Incompatible are other base weights for an adapter, and options with which training would skip or repeat rows.
         """
         stage = self.config.stage_names[progress.stage]
-        # A user who names a checkpoint's folder may continue with other rows.
+        # A user who resumes from a named checkpoint folder may continue with other data.
         same_rows = self.config.resume == "auto"
         if not same_rows:
             progress.rows = 0
@@ -246,7 +245,7 @@ class CheckpointManager:
                 print(change, flush=True)
 
     def restore(self, trainer: Trainer, optimizer: Optimizer):
-        """Load the checkpoint to resume, if there is one, into the stage's weights and optimizer."""
+        """Load the weights and the optimizer state of the checkpoint to resume from, if there is one."""
         folder = self.resumed
         self.resumed = None  # only the first stage after a resume starts from the checkpoint
         if folder is not None:
@@ -257,7 +256,7 @@ class CheckpointManager:
         self.stage, self.trainer, self.optimizer = trainer.stage, trainer, optimizer
 
     def read_tensors(self, folder: Path, trainer: Trainer, optimizer: Optimizer):
-        """Copy the tensors of a checkpoint into the weights and the moments of the optimizer."""
+        """Load the tensors of a checkpoint into the weights of the model and the moments of the optimizer."""
         where = f"{folder}: this checkpoint was saved with another model or recipe"
         pieces = find_pieces(folder)
         with_moments = []
@@ -274,13 +273,14 @@ class CheckpointManager:
                 read_into(tensor, name, pieces[name])
 
     def select_checkpoint(self) -> TrainerState | None:
-        """Read the checkpoint that config.resume selects, and delete all newer ones in the run.
+        """Read the checkpoint that config.resume selects, and delete all newer checkpoints of the run.
 
-        `auto` selects the newest checkpoint that is not damaged. For a new run, the method deletes all checkpoints and
-        returns None.
+        `auto` selects the newest checkpoint that is not damaged. For a new run, all checkpoints are deleted, and the
+        result is None.
         """
         resume = self.config.resume
-        # All ranks use rank 0's list, because a shared file system may show other ranks an outdated list.
+        # All ranks use the list of folders of rank 0, because a shared file system may show other ranks an outdated
+        # list.
         folders = self.world.gather_objects(state_folders(self.folder))[0]
         candidates = [] if resume in (None, "never") else [Path(resume)]
         if resume == "auto":
@@ -296,7 +296,7 @@ class CheckpointManager:
                 f"resume is {resume}, but every checkpoint that it selects is damaged; "
                 "--resume=never deletes all checkpoints and starts again"
             )
-        # If there are no folders, the checkpoint is in another output_dir, and this run has saved no checkpoint yet.
+        # Without folders, the checkpoint comes from another output_dir, and this run has not saved a checkpoint yet.
         if folders and progress is not None:
             self.saved_steps = progress.steps
         if self.world.is_main:
@@ -306,9 +306,9 @@ class CheckpointManager:
         return progress
 
     def read(self, folder: Path) -> TrainerState | None:
-        """Read the TrainerState of a checkpoint, and verify the checksums of its files.
+        """Read the TrainerState of a checkpoint, and compare the checkpoint's files with their checksums.
 
-        If the checkpoint is damaged, the method prints the reason and returns None.
+        For a damaged checkpoint, the reason is printed and the result is None.
         """
 
         def check() -> TrainerState:
@@ -328,9 +328,8 @@ class CheckpointManager:
             return None
 
     def save(self, folder: Path, progress: TrainerState):
-        """Write a checkpoint, on all ranks together, and delete old checkpoints.
-
-        The NUM_KEPT_STATES newest checkpoints are kept.
+        """Write a checkpoint, to which every rank contributes, and delete all but the NUM_KEPT_STATES newest
+        checkpoints.
         """
         draft = folder.with_name(folder.name + ".partial")
         with phase("save"):
@@ -371,7 +370,7 @@ class CheckpointManager:
 
 
 def _checksum(path: Path) -> str:
-    """Return a checksum of the contents of a file, or of the names and sizes of the files in a folder."""
+    """Return a hash of a file's contents, or of the names and sizes of the files in a folder."""
     if path.is_dir():
         sizes = sorted((str(file), file.stat().st_size) for file in path.rglob("*"))
         return digest([json_text(sizes)])

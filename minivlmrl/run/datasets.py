@@ -1,4 +1,4 @@
-"""Open a run's datasets: one for each training stage, and one with the held-out rows."""
+"""Open the datasets of a run: the rows of each training stage, and the held-out rows."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -15,7 +15,7 @@ from minivlmrl.rewards.registry import held_out_rewards, required_columns, train
 from minivlmrl.tasks.registry import get_task
 from minivlmrl.trainers.base import Trainer
 
-# {kind of rows that a stage needs: columns that such rows must have in addition to the prompt}
+# {kind of rows, such as preference pairs: columns that rows of this kind need in addition to the prompt}
 NEEDS = {
     "prompts": (),
     "demonstrations": ("completion",),
@@ -32,10 +32,10 @@ def load_datasets(
     world: World | None = None,
     reads: Collection[str] | None = None,
 ) -> dict[str, Dataset]:
-    """Open a dataset for each training stage, and one with the name "eval" if the recipe has held-out rows.
+    """Return {stage: its dataset}; the name "eval" has the held-out rows, if the recipe has any.
 
-    All ranks read the rows, but only rank 0 checks that the rows' images and videos exist. An
-    error on rank 0 is raised on all ranks.
+    All ranks read the rows, but only rank 0 checks that image and video files exist. An error of rank 0 is raised on
+    all ranks.
 
     Args:
         run: the recipe.
@@ -52,7 +52,7 @@ def load_datasets(
 
 
 def columns_read(run: RunConfig, stages: Mapping[str, type[Trainer]]) -> set[str] | None:
-    """Return the columns that the stages, the rewards or the held-out rewards of a recipe read.
+    """Return the columns of the data files that the stages, the rewards or the evaluations of a recipe read.
 
     Returns:
         None if any column may be read, by an environment, by a stage in a file, or by **columns of a reward.
@@ -74,7 +74,7 @@ def _load_datasets(
     checks_files: bool,
     reads: Collection[str] | None,
 ) -> dict[str, Dataset]:
-    """Open all datasets on one rank, see load_datasets and FileDataset."""
+    """Open all datasets on this rank, with the arguments of load_datasets and FileDataset."""
     config = run.data
     open_file = partial(_file_rows, config, checks_files, reads)
     files = config.files
@@ -93,8 +93,8 @@ def _load_datasets(
     for stage, needs in stages.items():
         datasets[stage] = _training_rows(run, files.get(stage), columns[needs], needs == "prompts", open_file)
     if config.eval_file and config.eval_rows:
-        # If all training rows are pairs, held-out rows are pairs, too, and an evaluation compares the log-probabilities
-        # of their answers. Otherwise the policy answers the held-out rows.
+        # If all training rows are preference pairs, held-out rows are pairs too, whose log-probabilities an evaluation
+        # compares. Otherwise, an evaluation samples answers to the held-out rows.
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
         datasets["eval"] = open_file(config.eval_file, eval_columns, config.eval_rows)
@@ -104,7 +104,7 @@ def _load_datasets(
 
 
 def _check_renamed(renamed: Mapping[str, str], datasets: Mapping[str, Dataset]):
-    """Raise ValueError if data.columns renames a column that no file has."""
+    """Raise ValueError if the option data.columns renames a column that no data file has."""
     columns = set()
     for rows in datasets.values():
         for part in getattr(rows, "parts", [rows]):
@@ -119,7 +119,7 @@ def _check_renamed(renamed: Mapping[str, str], datasets: Mapping[str, Dataset]):
 
 
 def load_task(run: RunConfig, stages: Mapping[str, str]) -> dict[str, Dataset]:
-    """Generate the training rows and the held-out rows of the built-in task `data.task`."""
+    """Generate the training and held-out rows of the built-in task that the option data.task names."""
     assert run.data.task is not None
     training, held_out = get_task(run.data.task).datasets(run.data, run.seed)
     datasets = {}
@@ -136,7 +136,7 @@ def load_task(run: RunConfig, stages: Mapping[str, str]) -> dict[str, Dataset]:
 
 
 def check_shares(stage: str, prompts_per_step: int, ranks: int):
-    """Raise ValueError unless a step's prompts can be divided equally among the ranks."""
+    """Raise ValueError if the prompts of an optimizer step cannot be divided equally among the ranks."""
     fits = prompts_per_step % ranks == 0
     name = f"{stage}.prompts_per_step"
     check_field(fits, name, prompts_per_step, f"a multiple of {ranks}, the number of ranks")
@@ -145,7 +145,7 @@ def check_shares(stage: str, prompts_per_step: int, ranks: int):
 def _training_rows(
     run: RunConfig, file: str | None, columns: Sequence[str], is_scored: bool, open_file: Callable[..., FileRows]
 ) -> Dataset:
-    """Open a stage's training rows, from its own file or from the file or files for all stages."""
+    """Open the training rows of a stage: from a file for this stage only, or from the files for all stages."""
     from minivlmrl.data.mixture import mix  # imported here, because tasks do not need it
 
     config = run.data
@@ -163,7 +163,7 @@ def _training_rows(
 
 
 def _columns_of_file(run: RunConfig, section: FileOptions, columns: Sequence[str], is_scored: bool) -> Sequence[str]:
-    """Return the columns that a file in `data.train` needs if it lists its own rewards."""
+    """Return the columns that a file in the list `data.train` needs for its own rewards."""
     for name in section.rewards:
         if name not in run.rewards:
             raise ValueError(
@@ -185,7 +185,7 @@ def _file_rows(
     constants: Mapping[str, list[RewardName]] | None = None,
     **changed_options: str,
 ) -> FileRows:
-    """Open a data file that must have these columns.
+    """Open a data file, and raise ValueError if one of the required columns is missing.
 
     `constants` are additional columns with the same value in all rows, and `changed_options` replace the options of the
     recipe.

@@ -1,4 +1,4 @@
-"""Evaluate a policy: generate sampled and greedy answers to held-out rows, and score them."""
+"""Evaluate a model: sample answers to held-out rows at temperature 1 and greedily, and compute their rewards."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -23,24 +23,24 @@ from minivlmrl.run.metrics import progress_bar
 from minivlmrl.trainers.offline import split
 
 BATCH_SIZE = 64  # largest number of rows that a rank answers at the same time
-# largest number of prompt and completion tokens in a rank's batch, so that an evaluation needs no more memory than a
-# rollout; sampling.max_batch_tokens can be lower
+# largest number of prompt and completion tokens that a rank samples at once in an evaluation; if
+# sampling.max_batch_tokens is lower, that option is the limit
 BATCH_TOKENS = 16384
 
 
 def evaluate(
     model: VisionLanguageModel, processor: Processor, rows: Dataset, config: RunConfig, world: World
 ) -> dict[str, float]:
-    """Answer the held-out rows and return the mean of each reward, by the name of the metric.
+    """Sample answers to the held-out rows, and return {metric, such as eval/accuracy_greedy: mean reward}.
 
-    A metric's name is eval/REWARD_WAY, for example eval/accuracy_greedy. WAY is `sampled` (temperature 1) or `greedy`.
-    With data.eval_without_images, answers are also sampled with gray images (`gray_image`) and with the next row's
-    images (`swapped_image`). Rows that a reward cannot score do not count for its mean, and a metric is missing if the
-    reward cannot score any row.
+    A metric is called eval/REWARD_WAY, where WAY says how the answers were sampled. WAY is `sampled` for temperature 1,
+    or `greedy` for the most likely tokens. With data.eval_without_images, two more values of WAY show how much answers
+    depend on images: `gray_image` for gray images, and `swapped_image` for the images of the next row. The mean leaves
+    out rows that a reward cannot score; if a reward cannot score any row, its metric is missing.
     """
     rewards = held_out_rewards(config)
-    # An evaluation uses only the stopping rules among the recipe's sampling options. Truncation and the repetition
-    # penalty are switched off, so that the metrics of different runs are comparable.
+    # Of the recipe's sampling options, an evaluation uses only those that end completions. Filters such as top_p and
+    # the repetition penalty are switched off, so that the metrics of different runs are comparable.
     sampling = evaluation_sampling(config.sampling, repetition_penalty=1.0, **NO_TRUNCATION)
     ways = [("sampled", 1.0, None), ("greedy", 0.0, None)]
     if config.data.eval_without_images:
@@ -59,7 +59,8 @@ def evaluate(
 
 
 def evaluation_sampling(sampling: SamplingOptions, **changes: float | None) -> SamplingOptions:
-    """Return the sampling options of an evaluation: the native engine, bounded batches, and `changes`."""
+    """Return the sampling options for an evaluation, with `changes` applied: the native engine, and batches of bounded
+    size."""
     max_batch_tokens = min(sampling.max_batch_tokens or BATCH_TOKENS, BATCH_TOKENS)
     changed = {"engine": "native", "max_batch_tokens": max_batch_tokens, **changes}
     return replace(sampling, **changed)
@@ -71,10 +72,10 @@ def metric_name(reward: str, way: str) -> str:
 
 
 def metrics_by_name(rewards: Sequence[Reward], means: dict[str, list]) -> dict[str, float]:
-    """Select metrics from {way of answering: each reward's mean}.
+    """Select the metrics to report from {way of sampling: mean of each reward}.
 
-    The first reward has a metric for each way of answering. All further rewards have the metrics `sampled` and
-    `greedy`, except that a format reward in second place has only the metric `sampled`.
+    The first reward is reported for each way of sampling. Further rewards are reported for `sampled` and `greedy`, and
+    a format reward in second place only for `sampled`.
     """
     values = {metric_name(rewards[0].name, way): mean[0] for way, mean in means.items()}
     for k, reward in enumerate(rewards[1:], start=1):
@@ -85,7 +86,7 @@ def metrics_by_name(rewards: Sequence[Reward], means: dict[str, list]) -> dict[s
 
 
 def check_best_metric(config: RunConfig):
-    """Raise ValueError if best_metric is not the name of an evaluation metric."""
+    """Raise ValueError if the option best_metric does not name an evaluation metric."""
     rewards = config.eval_rewards
     ways = ["sampled", "greedy", *(IMAGE_ABLATIONS if config.data.eval_without_images else ())]
     names = [metric_name(rewards[0], way) for way in ways]
@@ -96,12 +97,12 @@ def check_best_metric(config: RunConfig):
 
 
 def gray_images(row: Row, _rows: Dataset) -> list[PIL.Image.Image]:
-    """Return a plain gray image of the same size for each image in a row."""
+    """Replace each image of a row by a gray image of the same size."""
     return [PIL.Image.new("RGB", image.size, "grey") for image in row.images]
 
 
 def images_of_next_row(row: Row, rows: Dataset) -> list[PIL.Image.Image]:
-    """Return as many images as a row has, taken from the next row that has images."""
+    """Replace the images of a row by images of the next row that has images."""
     for distance in range(1, len(rows) + 1):
         images = rows[(row.index + distance) % len(rows)].images
         if len(images):
@@ -109,7 +110,7 @@ def images_of_next_row(row: Row, rows: Dataset) -> list[PIL.Image.Image]:
     return []
 
 
-# way of answering -> function (row, all rows) that returns images to use instead of the row's own
+# {way of sampling: function (row, all rows) that returns the images to show in place of the row's images}
 IMAGE_ABLATIONS = {"gray_image": gray_images, "swapped_image": images_of_next_row}
 
 
@@ -122,9 +123,10 @@ def generate_for_rows(
     describe: Callable,
     images: Callable[[Row, Dataset], list[PIL.Image.Image]] | None = None,
 ) -> Iterator[list]:
-    """Sample `count` completions for each row, and yield a list of results per batch of rows.
+    """Sample `count` completions for each row, and yield the results of one batch of rows after the other.
 
-    A batch's rows are divided among the ranks. Every rank yields the results for the whole batch, in row order.
+    Each rank answers its share of the rows in a batch. All ranks yield the results of the whole batch, in the order of
+    the rows.
 
     Args:
         key: first part of each row's random key; the row's index is the second part.
@@ -134,7 +136,7 @@ def generate_for_rows(
     """
     world = sample.world
     bar = progress_bar("answers", len(rows), world.is_main, leave=False)
-    # Missing columns are None, because held-out rows may lack columns that a reward needs.
+    # A missing column has the value None, because held-out rows may lack columns that a reward reads.
     no_columns = dict.fromkeys(required_columns(rewards))
     for numbers in split(range(len(rows)), BATCH_SIZE * world.size):
         world.stop_if_preempted()
@@ -152,7 +154,7 @@ def generate_for_rows(
         rewards_of_rows = scores.view(len(batch), count, len(rewards)).tolist()
         described = [describe(*answer) for answer in zip(batch, completions, rewards_of_rows, strict=True)]
         all_ranks = world.gather_objects(described)
-        # Results are interleaved, because rank i % world.size has answered row i of the batch.
+        # Results of the ranks are interleaved, because rank i % world.size has answered row i of the batch.
         in_order = chain.from_iterable(zip(*all_ranks, strict=True))
         yield list(in_order)[: len(numbers)]
         bar.update(len(numbers))
@@ -162,7 +164,7 @@ def generate_for_rows(
 def generate_and_score(
     sample: Sampler, rows: Sequence[Row], count: int, rewards: Sequence[Reward]
 ) -> tuple[Tensor, list[list[Completion]]]:
-    """Return the rewards (rows * count, K) of `count` sampled completions for each row, and each row's completions."""
+    """Return the rewards (rows * count, K) of K reward functions, and for each row its `count` sampled completions."""
     prompts = [row.prompt(sample.processor) for row in rows]
     sample.world.wait()  # for a rank that reads its images slowly
     completions = sample(prompts, count, [row.key for row in rows])

@@ -1,4 +1,4 @@
-"""Lock a run's folder, so that no other run writes into it."""
+"""Lock the output folder of a run, so that no other run writes to the folder."""
 
 import errno
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ NO_LOCKS = errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS  # errors of file systems w
 
 @contextmanager
 def locked(folder: str | Path, world) -> Iterator[None]:
-    """Create a run's folder and lock its file .lock, which all ranks must see.
+    """Create the output folder of a run, and lock the file .lock in the folder, which all ranks must see.
 
     Raises:
         ValueError: on all ranks, because another run holds the lock, or because a rank has another folder of this name.
@@ -56,7 +56,7 @@ def locked(folder: str | Path, world) -> Iterator[None]:
 
 
 def _lock(file: IO):
-    """Lock a file until it is closed; raise BlockingIOError if another process holds the lock."""
+    """Lock an open file until the file is closed; raise BlockingIOError if another process holds the lock."""
     if find_spec("fcntl"):
         import fcntl
 

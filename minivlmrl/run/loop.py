@@ -1,7 +1,7 @@
 """The training loop.
 
-run_training calls train_stages, which calls train_stage for each stage in the recipe. train_stage calls optimizer_step
-for each step.
+The training loop: run_training calls train_stages, which calls train_stage for each stage of the recipe. The function
+train_stage calls optimizer_step for each step.
 """
 
 import math
@@ -57,7 +57,7 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
 def train_stages(
     config: RunConfig, trainers: dict[str, type[Trainer]], signals: StopSignals, callbacks: Sequence[Callback]
 ):
-    """Train a recipe's stages, starting with the first step or from a checkpoint."""
+    """Train the stages of a recipe, from the first step or from a checkpoint."""
     world = signals.world
     situation = Situation(config, world.size)
     with reporting_out_of_memory(situation):
@@ -97,7 +97,7 @@ def train_stages(
 def set_up(
     config: RunConfig, trainers: dict[str, type[Trainer]], world: World, callbacks: Sequence[Callback]
 ) -> tuple[VisionLanguageModel, Processor, dict[str, Dataset]]:
-    """Check the outputs and load the model, its processor and the rows."""
+    """Check the output folder, and load the model, its processor and the rows."""
     check_outputs(config)
     if world.is_main:
         describe_hardware(config, world)
@@ -105,7 +105,7 @@ def set_up(
         callback.on_setup(config, world)
     with phase("load"):
         model, processor, datasets = prepare(config, trainers, world, callbacks)
-    # The folder is checked last, so that a user does not change it only to read about the next mistake.
+    # The output folder is checked last, so that a user first hears about mistakes in the recipe itself.
     check_output_dir(config)
     return model, processor, datasets
 
@@ -119,7 +119,7 @@ def train_stage(
     state: TrainerState,
     callbacks: Sequence[Callback],
 ):
-    """Train one stage, starting with its first step or from a checkpoint."""
+    """Train one stage of a recipe, from its first step or from a checkpoint."""
     stage = trainer.stage
     config = trainer.config
     state.check_rows(len(rows))
@@ -133,8 +133,8 @@ def train_stage(
     steps = trainer.steps(batches)
     for number in range(state.step, config.max_steps):
         try:
-            # Evaluate and save the model after the first `number` steps. The evaluation precedes the next step, so that
-            # a run that is killed meanwhile repeats it after a resume.
+            # Evaluate and save the model after the first `number` steps. The evaluation comes before the next step, so
+            # that a run that is killed during the evaluation repeats it after a resume.
             results.after_step(trainer, number)
             with trainer.phase("preparation"):
                 step = next(steps)
@@ -181,10 +181,10 @@ def optimizer_step(trainer: Trainer, step: Step, optimizer: Optimizer, number: i
 
 
 def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: int) -> dict[str, float]:
-    """Add up the gradients of a step's micro-batches, and return their metrics over all ranks."""
+    """Add up the gradients of the micro-batches of a step, and return the metrics over all ranks."""
     world = trainer.world
     parts = []  # each micro-batch's metrics, and the number of tokens or pairs they are means over
-    # if only the vision tower is trained, a batch of texts has no gradient
+    # if only the vision tower is trained, the loss of a batch without images has no gradient
     trains_texts = not all(is_in_tower(name) for name, p in trainer.trained.named_parameters() if p.requires_grad)
 
     def has_gradient(batch: MicroBatch) -> bool:
@@ -212,5 +212,5 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
 
 
 def num_tokens(batch: MicroBatch) -> int:
-    """Count a micro-batch's tokens; each image patch after merging is one."""
+    """Count the tokens of a micro-batch, including image tokens."""
     return len(batch.group.input_ids)

@@ -1,7 +1,7 @@
 """Log the metrics of a run to JSON-lines files, a progress bar and trackers.
 
-Runs with the same recipe and seed write the same metrics.jsonl. Times and peak memory differ from run to run, so they
-are written to timings.jsonl instead.
+Runs with the same recipe and seed write the same metrics.jsonl. Times and peak memory are written to another file,
+timings.jsonl, because they differ from run to run.
 """
 
 import importlib.util
@@ -35,17 +35,16 @@ METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
 SPEED_EVERY = 10  # steps after which a line about speed and memory is printed
-# functions that merge the values of a step's micro-batches; metrics that are not listed are averaged
+# {metric: function that combines the values of micro-batches}; the mean is taken for all other metrics
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}
-# metrics by name, and the number of tokens or pairs over which they are means
+# ({metric: value}, number of tokens or pairs over which the values are means)
 Means = tuple[dict[str, float], float]
 
 
 class MetricsLog(ExitStack):
-    """Write the log files, the progress bar, completions and trackers, on rank 0 only.
+    """Writes the log files, the completions, the trackers and the progress bar, on rank 0 only.
 
-    The log files of a run that resumes the checkpoint folder `resumed` start with the lines that they had at the
-    checkpoint.
+    When a run resumes from the checkpoint folder `resumed`, its log files begin with the lines up to this checkpoint.
     """
 
     def __init__(self, config: RunConfig, world: World, progress: TrainerState, resumed: Path | None = None):
@@ -56,7 +55,7 @@ class MetricsLog(ExitStack):
         write = partial(self.write, COMPLETIONS)
         self.completions = CompletionsLog(config, world, write, resumed)
         self.files = {}
-        # number of lines in each log file; a resumed run may not write all logs of the checkpoint
+        # {log file: number of lines}, including log files that only the checkpoint has
         self.num_lines = dict(progress.num_log_lines)
         self.trackers = []
         if not world.is_main:
@@ -69,13 +68,13 @@ class MetricsLog(ExitStack):
             self.trackers.append(find_tracker(name)(config, self.steps, self))
 
     def write(self, name: str, line: dict):
-        """Append one JSON line to the log file called `name`."""
+        """Append a line of JSON to the log file called `name`."""
         self.files[name].write(f"{json_text(line)}\n".encode())
         self.files[name].flush()
         self.num_lines[name] += 1
 
     def track(self, values: dict[str, float]):
-        """Send values to the trackers, with the total number of optimizer steps as the x-axis."""
+        """Send metrics to the trackers; the x-axis is the number of optimizer steps over all stages."""
         for log in self.trackers:
             log(values, self.steps)
 
@@ -89,29 +88,29 @@ class MetricsLog(ExitStack):
         self.trainer = trainer
         self.name = trainer.stage
         bar = progress_bar(self.name, trainer.config.max_steps, self.world.is_main, steps_done)
-        # The context closes the bar after an error, so that the message starts on a new line.
+        # The context closes the progress bar after an error, so that the error message starts on a new line.
         self.bar = self.enter_context(bar)
         self.begin_time = time.perf_counter() - seconds
         self.last_seconds = seconds
-        # the times of evaluations and other work before the first step are discarded
+        # The timer is emptied, because times before the first step belong to evaluations and other work.
         trainer.timer.take()
         self.timings = deque(maxlen=SPEED_EVERY)  # timings of the last steps
         self.mark()
 
     def mark(self):
-        """Record the current line counts, after each step and before the first."""
+        """Remember how many lines each log file has; called after each step and before the first."""
         self.lines_at_mark = dict(self.num_lines)
 
     @property
     def seconds(self) -> float:
-        """Seconds since the stage began, not counting evaluations."""
+        """Seconds of training since the stage began, without evaluations."""
         return time.perf_counter() - self.begin_time
 
     def lines_to_keep(self) -> dict[str, int]:
-        """Return the line counts at the last `mark` call, for a checkpoint.
+        """Return {log file: number of lines} at the last call of `mark`, for a checkpoint.
 
-        Lines from later evaluations are left out, because a resumed run repeats these evaluations. The files are
-        flushed to disk, because the checkpoint does not contain their lines.
+        Later lines come from evaluations, which a resumed run repeats. The log files are flushed to disk, because the
+        checkpoint stores only their numbers of lines.
         """
         for file in self.files.values():
             os.fsync(file.fileno())
@@ -128,7 +127,8 @@ class MetricsLog(ExitStack):
         return metrics
 
     def write_step(self, number: int, metrics: dict, step: Step, phases: dict[str, float]):
-        """Write a step's metrics and its times in seconds, send them to the trackers, and print them."""
+        """Write the metrics and the times (in seconds) of an optimizer step to the log files, the trackers and the
+        terminal."""
         line = {"stage": self.name, "step": number}
         seconds = self.seconds
         self.write(METRICS, line | metrics)
@@ -145,14 +145,14 @@ class MetricsLog(ExitStack):
             tqdm.write(f"speed, {self.name} {number + 1}: {describe_speed(self.timings)}")
 
     def warn(self, stage: str, step: int, warning: str, steps_done: int):
-        """Append a warning to warnings.jsonl, and print it with the number of steps done."""
+        """Append a warning to warnings.jsonl, and print the warning with the number of completed steps."""
         self.write(WARNINGS, {"stage": stage, "step": step, "warning": warning})
         tqdm.write(f"step {steps_done}: {warning}", file=sys.stderr)
 
     def show(self, number: int, metrics: dict[str, float], step_time: float):
-        """Advance the progress bar, or print a line for each step if stderr is not a terminal.
+        """Advance the progress bar; if stderr is not a terminal, print a line per step instead.
 
-        In a notebook, only every tenth step is printed, because a notebook keeps all lines.
+        A notebook prints only every tenth step, because it keeps all printed lines.
         """
         names = ["loss", "rewards/accuracies"]
         if "reward" in metrics:
@@ -188,13 +188,13 @@ class MetricsLog(ExitStack):
         tqdm.write(f"held-out, {stage} {steps_done}: {shown} ({seconds:.1f} s)")
 
     def end_stage(self) -> float:
-        """Close the progress bar, and return the seconds since the stage began."""
+        """Close the progress bar, and return the seconds of training since the stage began."""
         self.bar.close()
         return self.seconds
 
 
 def short_names(names: Iterable[str]) -> list[str]:
-    """Remove the file from the metric names of own rewards, unless two metrics would get the same name.
+    """Shorten the metrics of a user's rewards by the file name, unless two metrics would then have the same name.
 
     Example: ["eval/my_rewards.py:brevity_sampled"] -> ["eval/brevity_sampled"]
     """
@@ -204,12 +204,11 @@ def short_names(names: Iterable[str]) -> list[str]:
 
 
 def begin_log(path: Path, progress: TrainerState, resumed: Path | None) -> int:
-    """Create a log file with the lines that it had at a checkpoint, and return their number.
+    """Create a log file that contains only the lines up to the checkpoint, and return the number of these lines.
 
-    If the checkpoint belongs to the same run, the file is truncated in place, so that its lines are not lost if the
-    process is killed meanwhile.
+    If the run resumes its own checkpoint, the file is truncated in place, so that a killed process loses no lines.
     """
-    # a count of None keeps all lines of a log that the checkpoint does not know
+    # If the checkpoint does not know a log file, its count is None, which keeps all lines.
     num_lines = progress.num_log_lines.get(path.name) if resumed else 0
     source = resumed.resolve().parents[1] / path.name if resumed else path.resolve()
     sizes = []
@@ -230,7 +229,7 @@ def begin_log(path: Path, progress: TrainerState, resumed: Path | None) -> int:
 
 
 def progress_bar(name: str, total: int, is_main: bool, initial: int = 0, leave: bool = True) -> tqdm:
-    """Create a progress bar for rank 0; it is disabled if stderr is not a terminal."""
+    """Create a progress bar, which is disabled on other ranks than 0 and if stderr is not a terminal."""
     return tqdm(
         total=total,
         initial=initial,
@@ -243,11 +242,11 @@ def progress_bar(name: str, total: int, is_main: bool, initial: int = 0, leave: 
 
 
 def check_mismatch(run: RunConfig, metrics: dict[str, float]):
-    """Raise ValueError if the sampler and the trainer compute different log-probabilities.
+    """Raise ValueError if sampling and training compute different log-probabilities for the same tokens.
 
-    In float32, the log-probability of no token may differ by more than rollout.max_logp_mismatch. In 16 bits, single
-    tokens' rounding errors can be larger than this bound. In 16 bits, the root mean square of the differences is
-    therefore checked, with a tenth of the bound.
+    In float32, rollout.max_logp_mismatch bounds the difference for each token. In 16 bits, rounding errors of single
+    tokens can exceed this bound. For 16 bits, a tenth of the option therefore bounds the root mean square of the
+    differences over all tokens.
     """
     name = "rollout/logp_mismatch"
     bound = run.rollout.max_logp_mismatch
@@ -264,10 +263,10 @@ def check_mismatch(run: RunConfig, metrics: dict[str, float]):
 
 
 def memory_use() -> dict[str, float]:
-    """Return this process's peak memory in GiB: GPU memory, or host memory without a GPU.
+    """Return the peak memory of this process in GiB: of the GPU, or of the host if there is no GPU.
 
-    On a GPU, the result also has the memory that tensors use now, the memory that PyTorch reserves for them, and the
-    memory that no process uses. On Windows, which does not report host memory, the result is an empty dict.
+    For a GPU, the result also has the memory of tensors now, the memory that PyTorch reserves, and the free memory. The
+    result is empty on Windows, which does not report host memory.
     """
     if torch.cuda.is_available():
         use = {
@@ -287,7 +286,7 @@ def memory_use() -> dict[str, float]:
 
 
 def describe_speed(timings: Sequence[dict]) -> str:
-    """Describe the mean times in some lines of timings.jsonl, and the memory in the last line."""
+    """Format the mean times over several lines of timings.jsonl, and the memory in the last line."""
 
     def mean(values: Iterable[float]) -> float:
         return sum(values) / len(timings)
@@ -306,20 +305,17 @@ def describe_speed(timings: Sequence[dict]) -> str:
 
 
 def to_floats(parts: list[tuple[dict[str, Tensor], float]]) -> list[Means]:
-    """Convert the metrics of all micro-batches from tensors to floats.
-
-    All values are copied to the host in a single transfer, because each transfer waits for the GPU.
-    """
+    """Convert the metrics of micro-batches from tensors to floats, in one transfer from the GPU."""
     values = [value.double() for metrics, _ in parts for value in metrics.values()]
     numbers = iter(torch.stack(values).tolist())
     return [({name: next(numbers) for name in metrics}, weight) for metrics, weight in parts]
 
 
 def merge(parts: list[Means]) -> Means:
-    """Average the metrics of micro-batches or ranks, weighted by their numbers of tokens or pairs.
+    """Average the metrics of micro-batches or of ranks, weighted by their numbers of tokens or pairs.
 
-    Metrics whose names end in _rms are averaged as root mean squares. For the metrics in OVER_STEP, the sum or the
-    maximum is computed instead.
+    Metrics with names that end in _rms are combined as root mean squares. Metrics in the table OVER_STEP are added up,
+    or their maximum is taken.
     """
     total = sum(weight for _, weight in parts)
     merged = {}
@@ -342,9 +338,9 @@ TRACKERS = {
 
 
 def find_tracker(name: str) -> Callable:
-    """Return the tracker called `name`: a function (config, steps, closing) that returns log(values, steps).
+    """Return the tracker called `name`, a function (config, steps, closing) that returns a function log(values, steps).
 
-    Setup calls this function before it loads weights, so that a missing package shows early.
+    A run finds its trackers before the weights are loaded, so that a missing package is reported early.
     """
     with error_context(f"report_to {name}"):
         return with_options(*resolve_object("tracker", name, TRACKERS))

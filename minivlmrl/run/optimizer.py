@@ -18,10 +18,7 @@ from minivlmrl.model.trainable import trained_parameters
 
 
 def adamw(parameters: list, learning_rate: float, **options) -> Optimizer:
-    """Build torch.optim.AdamW with its fused implementation.
-
-    The meta device, which the memory estimate uses, does not support the fused implementation.
-    """
+    """Build torch.optim.AdamW with the fused implementation, which PyTorch lacks on the meta device."""
     return torch.optim.AdamW(parameters, learning_rate, fused=not parameters[0].is_meta, **options)
 
 
@@ -29,14 +26,14 @@ OPTIMIZERS = {"adamw": adamw, "adamw_8bit": "minivlmrl.extras.adamw8bit:AdamW8bi
 
 
 def build_optimizer(model: nn.Module, config: TrainingOptions, section: OptimizerOptions) -> Optimizer:
-    """Build the recipe's optimizer for all model parameters that require gradients."""
-    # Weights are resharded, because gathered parameters are not the shards that are trained.
+    """Build the optimizer that the recipe names for all parameters of a model that require gradients."""
+    # Gathered weights are freed first, because the optimizer holds the shards and not the gathered parameters.
     reshard(model)
     return make_optimizer(trained_parameters(model), config, section)
 
 
 def make_optimizer(parameters: list, config: TrainingOptions, section: OptimizerOptions) -> Optimizer:
-    """Build the recipe's optimizer for a parameter list."""
+    """Build the optimizer that the recipe names for a list of parameters."""
     with error_context(f"optimizer.name {section.name}"):
         factory = with_options(*resolve_object("optimizer", section.name, OPTIMIZERS))
         betas = 0.9, config.adam_beta2
@@ -44,10 +41,10 @@ def make_optimizer(parameters: list, config: TrainingOptions, section: Optimizer
 
 
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
-    """Initialise the optimizer state of parameters by taking a step with gradients of 0.
+    """Create the optimizer state of parameters by a step with gradients of 0.
 
-    The step can change the weights, for example by weight decay, so weights must be loaded after this call.
-    torch.distributed.checkpoint initialises optimizer states in the same way.
+    Load weights only after this step, because weight decay can change them. torch.distributed.checkpoint also
+    initialises optimizer state in this way.
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -56,7 +53,7 @@ def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
 
 
 def check_optimizer(section: OptimizerOptions):
-    """Take a step on two 2 x 2 weights, so that an optimizer fails before the model is loaded."""
+    """Take an optimizer step on two 2 x 2 weights, so that a broken optimizer fails before the model is loaded."""
     weights = [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
     optimizer = make_optimizer(weights, TrainingOptions(), section)
     begin_state(optimizer, weights)
@@ -65,7 +62,8 @@ def check_optimizer(section: OptimizerOptions):
         state |= {f"{i}/{name}": value for name, value in optimizer.state[weight].items()}
     with error_context(f"optimizer.name {section.name}"):
         for group in optimizer.param_groups:
-            # without "lr", the schedule would set a rate that the optimizer does not read
+            # An optimizer without "lr" in its parameter groups is refused, because the schedule could not set its
+            # learning rate.
             check_field("lr" in group, "a parameter group", sorted(group), 'a dictionary with "lr"')
         try:
             save(state)
@@ -79,7 +77,7 @@ def check_optimizer(section: OptimizerOptions):
 def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> float:
     """Sum the gradients over all ranks, clip them, and return their norm before clipping.
 
-    A sharded model's gradients are only clipped, because FSDP has already summed them.
+    With a sharded model, the sum is left out, because FSDP has already summed the gradients.
     """
     if not is_sharded(model):
         world.sum_gradients(trained_parameters(model))
@@ -88,11 +86,11 @@ def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> fl
 
 
 def learning_rate(step: int, config: TrainingOptions) -> float:
-    """Compute the learning rate of a step; the first step has the number 0.
+    """Return the learning rate of an optimizer step; steps are counted from 0.
 
-    The rate rises linearly over warmup_steps, one step earlier than in TRL, so that step 0 does not have a rate of 0.
-    Then the rate decays to min_lr_ratio * learning_rate at max_steps. For example, with a linear schedule,
-    learning_rate 1, warmup_steps 2 and max_steps 6, the rates of the six steps are 0.5, 1, 1, 0.75, 0.5 and 0.25.
+    In the warmup, the learning rate rises linearly; step 0 already has the rate that TRL gives to step 1, not 0. After
+    the warmup, the learning rate decays to min_lr_ratio * learning_rate at max_steps. Example: a linear schedule with
+    learning_rate 1, warmup_steps 2 and max_steps 6 has the rates 0.5, 1, 1, 0.75, 0.5 and 0.25.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps

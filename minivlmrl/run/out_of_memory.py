@@ -1,7 +1,4 @@
-"""Report that memory ran out: one sentence with the phase, the longest row and the option to change.
-
-The blocks of `minivlmrl.errors.phase` and `Trainer.phase` mark a run's phases.
-"""
+"""Turn an out-of-memory error into one sentence: the phase, the longest row and an option to change."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +12,7 @@ from minivlmrl.run.evaluate import evaluation_sampling
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
 
-# phases that do not process the rows of the current training step
+# phases that do not process the rows of the current optimizer step
 OTHER_PHASES = "load", "save", "evaluation"
 
 
@@ -25,7 +22,7 @@ class OutOfMemory(ValueError):
 
 @dataclass
 class Situation:
-    """The position of a run, for the message if memory runs out."""
+    """How far a run has come, for the error message if memory runs out."""
 
     config: RunConfig
     gpus: int  # number of ranks
@@ -35,7 +32,7 @@ class Situation:
 
 @contextmanager
 def reporting_out_of_memory(situation: Situation) -> Iterator[None]:
-    """Convert an out-of-memory error of the block to an OutOfMemory."""
+    """Convert an out-of-memory error in the block to the exception OutOfMemory."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -45,7 +42,7 @@ def reporting_out_of_memory(situation: Situation) -> Iterator[None]:
 
 
 def describe(situation: Situation, error: BaseException) -> str:
-    """Describe an out-of-memory error: step, phase, PyTorch's sizes, longest row and the option to change."""
+    """Format an out-of-memory error: step, phase, PyTorch's sizes, longest row and the option to change."""
     phase = getattr(error, "phase", "step")
     state, trainer = situation.state, situation.trainer
     stage, where = None, ""
@@ -54,7 +51,7 @@ def describe(situation: Situation, error: BaseException) -> str:
         where = f"{stage} step {state.step}, "
     reason = shortened(str(error).partition("\n")[0])
     parts = [f"{where}phase {phase}: memory ran out{f' ({reason:.400})' if reason else ''}"]
-    # the rows of the phase, or else of the training step
+    # the rows that the phase has processed or, if unknown, the rows of the optimizer step
     rows = getattr(error, "rows", ())
     if trainer is not None:
         if not rows and getattr(error, "phase", "load") not in OTHER_PHASES:
@@ -68,7 +65,7 @@ def describe(situation: Situation, error: BaseException) -> str:
 
 
 def longest_row(trainer: Trainer, rows: Sequence[Row]) -> str:
-    """Name the row with the longest prompt and answers, and its token count."""
+    """Return the place of the row whose prompt and answers are longest, and the number of their tokens."""
     lengths = []
     for row in rows:
         length = len(row.prompt(trainer.processor).input_ids)
@@ -85,7 +82,7 @@ def longest_row(trainer: Trainer, rows: Sequence[Row]) -> str:
 # ------------------------------------------------------------------------------- option to change
 WEIGHTS = "sharding", "lora", "nf4", "bfloat16", "8-bit moments"
 TRAINING = "communication", "recomputation", "micro-batch", "sharding", "nf4", "bfloat16"
-# {phase: names in `cures`, the strongest first}; phases that are missing have the names in WEIGHTS
+# {phase: names of options in the function `cures`, the most effective first}; other phases use the list WEIGHTS
 CURES = {
     "sampling": ("sampling batch", "layer by layer", "nf4", "bfloat16"),
     "evaluation": ("sampling batch", "layer by layer", "nf4", "bfloat16"),
@@ -99,7 +96,7 @@ CURES = {
 
 
 def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[str]:
-    """Return the options that lower the memory of a phase and are not set yet, with new values."""
+    """Return command-line options with new values that lower the memory of a phase and that are not set yet."""
     model, adapter = config.model, config.adapter
     has_full_base = adapter.r and adapter.quantize is None
     is_float32 = model.dtype == "float32" and not model.compute_dtype
@@ -120,7 +117,7 @@ def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[s
 
 
 def smaller_sampling_batch(config: RunConfig, phase: str) -> str:
-    """Halve the number of tokens that a phase samples at once; limit it to 16,384 if there was no limit."""
+    """Return the option that halves the tokens sampled at once, or sets a limit of 16,384 if there is none."""
     sampling = evaluation_sampling(config.sampling) if phase == "evaluation" else config.sampling
     tokens, smallest = sampling.max_batch_tokens, 2 * sampling.max_new_tokens
     lower = max(16384, smallest) if tokens is None else tokens // 2
@@ -128,7 +125,7 @@ def smaller_sampling_batch(config: RunConfig, phase: str) -> str:
 
 
 def smaller_micro_batch(config: RunConfig, stage: str) -> str:
-    """Halve a micro-batch's prompts, or bound its tokens if it has a single prompt."""
+    """Return the option that halves the prompts of a micro-batch or, for one prompt, limits the tokens."""
     section = getattr(config, stage)
     if section.micro_batch_size > 1:
         size = min(section.micro_batch_size, section.prompts_per_step) // 2

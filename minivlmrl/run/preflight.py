@@ -1,7 +1,7 @@
-"""Check a recipe before its first step, and print notes about its device, model and options.
+"""Check a recipe before the first optimizer step, and print notes about the device, the model and the options.
 
-The checks call each reward function once, compare the lengths of prompts with the number of positions of the model, and
-look for options that have no effect.
+The checks call each reward function once, compare prompt lengths with the positions of the model, and look for unused
+options.
 """
 
 import math
@@ -38,7 +38,7 @@ TYPICAL_WEIGHT = 0.01  # typical weight magnitude in a model with billions of pa
 
 
 def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Dataset]):
-    """Call all reward functions with a dummy completion, so that errors show before training.
+    """Call all reward functions with an invented completion, so that their errors appear before training.
 
     Args:
         needs: each stage's name -> kind of rows that the stage needs, which is a key in run.datasets.NEEDS.
@@ -47,7 +47,7 @@ def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Da
     for stage, rows in datasets.items():
         if stage == "eval":
             rewards = held_out_rewards(config)
-            # Missing columns are None, because held-out rows may lack columns that a reward needs.
+            # A missing column has the value None, because held-out rows may lack columns that a reward reads.
             no_columns = dict.fromkeys(required_columns(rewards))
         elif needs[stage] == "prompts":
             rewards = training_rewards(config)
@@ -76,10 +76,10 @@ def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Da
 
 
 def check_truths(config: RunConfig, needs: dict[str, str], datasets: dict[str, Dataset]):
-    """Raise ValueError if no answer can equal the solution of a row, for stages that sample answers and for "eval".
+    """Raise ValueError if a row's solution is such that no answer can equal it.
 
-    At most NUM_SOLUTIONS rows are checked, evenly spaced in the dataset; the others raise when they are scored. Boxes
-    are compared with the sizes of NUM_IMAGES images. See try_rewards for the arguments.
+    At most NUM_SOLUTIONS rows of a dataset, evenly spaced, are checked before training; other rows when they are
+    scored. Boxes in solutions are compared with the image sizes of NUM_IMAGES rows. See try_rewards for the arguments.
     """
     for stage, rows in datasets.items():
         sampled = stage == "eval" or needs[stage] == "prompts"
@@ -116,10 +116,11 @@ def check_positions(
     model: VisionLanguageModel,
     processor: Processor,
 ):
-    """Raise ValueError if a prompt with its answer, given or generated, exceeds a limit of the model or engine.
+    """Raise ValueError if a prompt with its given or generated answer has more tokens than the model or the engine
+    allows.
 
-    The model's limit is max_position_embeddings. A sampling engine may have a smaller limit.
-    If max_new_tokens alone reaches the limit, the error names that option instead of a row.
+    The limit of the model is max_position_embeddings. The limit of a sampling engine, such as vLLM, may be smaller. If
+    sampling.max_new_tokens alone reaches the limit, the error names this option and no row.
     """
     max_positions = model.config.max_position_embeddings
     engine_limit = find_engine(config.sampling).most_tokens(config.sampling) or max_positions
@@ -129,7 +130,7 @@ def check_positions(
         num_new = config.sampling.max_new_tokens if is_answered else 0
         most_tokens = max_positions
         bound = f"the model's {max_positions} (max_position_embeddings)"
-        # The limit of the engine does not apply to "eval", because the engine samples only training rollouts.
+        # The limit of the engine is not applied to held-out rows, because the engine samples only training rollouts.
         if needs.get(name) == "prompts" and engine_limit < max_positions:
             most_tokens = engine_limit
             bound = f"the limit of {engine_limit} tokens of sampling.engine"
@@ -153,7 +154,8 @@ def check_positions(
 
 
 def answers_of(config: RunConfig, name: str) -> tuple[str, ...]:
-    """Return the Row fields with the answers on which a stage trains, or which "eval" compares; see run.datasets."""
+    """Return the names of the fields of Row that hold given answers: those to train on, or for "eval", those to
+    compare."""
     trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
     if name in trainers:
         return trainers[name].answers
@@ -161,10 +163,7 @@ def answers_of(config: RunConfig, name: str) -> tuple[str, ...]:
 
 
 def describe_hardware(config: RunConfig, world: World):
-    """Print the device, the number of ranks and the kernels.
-
-    On a GPU, the function checks the kernels (see kernels/verdicts.py), while most memory is still free.
-    """
+    """Print the device, the number of ranks and the kernels, after testing the kernels on a GPU."""
     compute_dtype = config.model.compute_dtype or config.model.dtype
     sample = torch.empty(0, dtype=DTYPES[compute_dtype], device=world.device)
     on_torch = [kernel for kernel in KERNELS if backend_for(sample, kernel) == "torch"]
@@ -175,7 +174,7 @@ def describe_hardware(config: RunConfig, world: World):
 
 
 def describe_model(config: RunConfig, model: VisionLanguageModel):
-    """Print the number of parameters, their dtypes, and which of them are trained."""
+    """Print the number of the model's parameters, their dtypes, and which of them are trained."""
     dtype = config.model.dtype
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     print(
@@ -187,7 +186,7 @@ def describe_model(config: RunConfig, model: VisionLanguageModel):
 
 
 def describe_thought(processor: Processor):
-    """Print the text, such as <think>, with which the prompts of a reasoning model open the answer."""
+    """For a reasoning model, print the text, such as <think>, with which its chat template begins each answer."""
     if not processor.template or "<think>" not in processor.template.text:
         return
     opened = processor.template.opened
@@ -197,10 +196,7 @@ def describe_thought(processor: Processor):
 
 
 def collect_notes(config: RunConfig, trainers: dict[str, type[Trainer]], datasets: dict[str, Dataset]) -> Iterator[str]:
-    """Yield warnings about options that the recipe's stages do not use, and about likely mistakes.
-
-    Options that have no effect in any stage are errors, which config/validation.py raises.
-    """
+    """Yield warnings about options that no stage of the recipe uses, and about likely mistakes."""
     if not config.stages:
         yield "stages is []: nothing is trained; the model is only evaluated and saved"
     for options, reason in unused_options(config, trainers):
@@ -209,7 +205,7 @@ def collect_notes(config: RunConfig, trainers: dict[str, type[Trainer]], dataset
 
 
 def unused_options(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[tuple[list[str], str]]:
-    """Yield options that the stages of the recipe do not read, and the reason."""
+    """Yield (options, reason) for options that no stage of the recipe reads."""
     for name in config.unused_sections:
         yield [name], f"`stages` does not include {name}"
     for name in unnamed_stages(config):
@@ -232,13 +228,13 @@ def unused_options(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Ite
 
 
 def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:
-    """Yield warnings about evaluation rows in the training data, and about lost updates.
+    """Yield warnings about held-out rows that are also training rows, and about updates that rounding loses.
 
-    A 16-bit weight does not change if an update is smaller than half the distance to the next number of the dtype.
+    A 16-bit weight keeps its value if an update is smaller than half the distance to the next 16-bit number.
     """
     dtype = DTYPES[config.model.dtype]
-    # Small updates are not lost with adapters, which are trained in float32, and with adamw_8bit, which uses Kahan
-    # summation.
+    # Adapters do not lose small updates, because they are trained in float32, and adamw_8bit does not, because it uses
+    # Kahan summation.
     rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r
     for stage in config.stage_names:
         held_out = datasets.get("eval", [])
@@ -259,10 +255,10 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
 
 
 def count_trained_on(held_out, rows) -> int:
-    """Count the evaluation rows that have the same prompt and the same images as a training row.
+    """Count the held-out rows whose prompt and images also occur in a training row.
 
-    The image file names may differ. Hashes of prompts and image sizes are compared first,
-    and file contents are compared only if the hashes agree.
+    The image file names may differ. Prompts and image sizes are compared by hash first, and image files only where the
+    hashes agree.
     """
     held_out_hashes = getattr(held_out, "prompt_hashes", ())
     training_hashes = getattr(rows, "prompt_hashes", ())

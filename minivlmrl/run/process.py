@@ -1,4 +1,4 @@
-"""Run a rank's process, and report its errors to torchrun and to the user."""
+"""Run the process of a rank, and report its errors to the user and to torchrun."""
 
 import os
 import re
@@ -19,12 +19,12 @@ from minivlmrl.json_files import write_json
 
 
 def is_first() -> bool:
-    """Return True on rank 0, also before and after torch.distributed is initialised."""
+    """Return True on rank 0, also while torch.distributed is not initialised."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def report_mistake(message: str):
-    """Print a message, and write it to the error file that torchrun reads."""
+    """Print an error message, and write the message to the error file that torchrun reads."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         info = {"py_callstack": message, "timestamp": str(int(time.time()))}
@@ -34,15 +34,12 @@ def report_mistake(message: str):
 
 
 def lost_ranks(error: RuntimeError) -> str:
-    """Describe the rank for which a failed collective operation waited; "" if all ranks answer.
-
-    Rank 0 names a rank that hangs. torchrun's summary names a rank that has ended.
-    """
+    """Describe the rank that made a collective operation fail; return "" if all ranks still answer."""
     try:
         monitored_barrier(timedelta(seconds=3))
         return ""
     except RuntimeError as late:
-        # The rank waits, because torchrun shows the first error, which a rank that failed earlier must report.
+        # This rank waits three seconds, because torchrun shows the first error, which the failed rank must report.
         time.sleep(3)
         named = re.search(r"Ranks? ([\d, ]*\d) failed to pass", f"{error}\n{late}")
     name = f"rank {named[1]}" if named else "a rank"
@@ -53,9 +50,9 @@ def lost_ranks(error: RuntimeError) -> str:
 
 
 def run_rank(work: Callable[[], int]):
-    """Call `work` as one rank, and exit with the code that `work` returns.
+    """Call the function `work` as one rank, and exit the process with the code that `work` returns.
 
-    The exit code is 2 after an error that is one line (see `mistake`), and 1 after a bug.
+    The exit code is 2 after an error that the user can correct (see `mistake`), and 1 after a bug.
     """
 
     @record
@@ -72,7 +69,7 @@ def run_rank(work: Callable[[], int]):
             is_runtime = isinstance(error, RuntimeError)
             if not is_runtime or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise
-            # SIGTERM is ignored: torchrun sends it if a rank has ended, but this rank soon ends anyway.
+            # SIGTERM is ignored, because torchrun sends SIGTERM when another rank has ended, and this rank ends anyway.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             lost = lost_ranks(error)
             if not lost:
@@ -89,6 +86,6 @@ def run_rank(work: Callable[[], int]):
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Python's shutdown is skipped, because a gloo thread that then frees a tensor would abort the process (pytorch pull
-    # request 179291).
+    # os._exit skips Python's shutdown, during which a gloo thread that frees a tensor would abort the process (pytorch
+    # pull request 179291).
     os._exit(code or 0)

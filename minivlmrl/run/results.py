@@ -26,7 +26,8 @@ SUMMARY, BEST = "summary.json", "best"
 
 
 def check_outputs(config: RunConfig):
-    """Raise ValueError if best_metric is unknown, or if restarts by torchrun cannot work."""
+    """Raise ValueError if the option best_metric is unknown, or if torchrun could not restart the run after a
+    failure."""
     check_best_metric(config)
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and config.resume != "auto":
         raise ValueError(
@@ -53,8 +54,8 @@ def check_output_dir(config: RunConfig):
 class Results:
     """Evaluate a run and write its results.
 
-    Metrics from the evaluations before, between and after the stages are added to progress.results. Nothing is
-    evaluated if there are no held-out rows (`held_out` is None).
+    The metrics of evaluations before, between and after the stages are collected in progress.results. Without held-out
+    rows (`held_out` is None), evaluations are left out.
     """
 
     def __init__(
@@ -83,19 +84,13 @@ class Results:
             (self.folder / "config.yaml").write_bytes(text.encode())
 
     def measure(self, name: str, trainer: Trainer | None = None):
-        """Evaluate the model before the first stage or after a stage, and keep the metrics.
-
-        The metrics appear in summary.json and in the table that the run prints at its end.
-        """
+        """Evaluate the model before the first stage or after a stage, and store the metrics for summary.json."""
         if self.held_out is not None:
             steps_done = trainer.config.max_steps if trainer else 0
             self.progress.results[name] = self.evaluate(name, trainer, steps_done)
 
     def after_step(self, trainer: Trainer, steps_done: int):
-        """Evaluate the model every eval_steps steps, and save it every save_steps steps.
-
-        A stage's last step is left to `measure`, which evaluates the model after each stage.
-        """
+        """Evaluate every eval_steps steps, except at a stage's end, and save the weights every save_steps steps."""
         if steps_done == 0:
             return
         config = self.config
@@ -106,11 +101,11 @@ class Results:
             self.save(trainer, self.folder)
 
     def save(self, trainer: Trainer, folder: Path):
-        """Save a trainer's weights before the end of the run; only adapters if `save` says so."""
+        """Save weights during the run: all weights, or only adapters if the option `save` says so."""
         trainer.save(folder, merge=self.config.save != "adapter")
 
     def save_stage(self, trainer: Trainer):
-        """Save the weights from a stage that another stage follows."""
+        """Save the weights after a stage that is not the last."""
         if trainer.trains_policy:
             self.save(trainer, self.folder)
         else:  # a reward model completely, because later stages load it
@@ -118,7 +113,7 @@ class Results:
         self.world.barrier()  # because the next stage may read the files that were just saved
 
     def evaluate(self, name: str, trainer: Trainer | None, steps_done: int) -> dict[str, float]:
-        """Evaluate the model, save it if it is the best so far, and return the table's metrics."""
+        """Evaluate the model, save the weights if best_metric has improved, and return the metrics for the table."""
         begin = time.perf_counter()
         config = self.config
         held_out = self.held_out
@@ -151,12 +146,12 @@ class Results:
             if self.progress.best is None or score > self.progress.best:
                 self.progress.best = score
                 self.save(trainer, self.folder / BEST)
-        # The table has no column for the loss, because not all stages have a loss on held-out rows.
+        # The loss on held-out rows is left out of the table, because not all stages have such a loss.
         values.pop("eval/loss", None)
         return values
 
     def write(self, trainer: Trainer | None = None):
-        """Write summary.json first and the weights last, because the weights may fill the disk."""
+        """Write summary.json and then the weights, because saving the weights may fill the disk."""
         if self.world.is_main:
             name = self.config.data.task
             task = get_task(name) if name else None
@@ -164,7 +159,7 @@ class Results:
             results = self.progress.results
             seconds = self.progress.seconds
             write_json(self.folder / SUMMARY, {"chance": chance, **results, "seconds": seconds})
-            # `chance` is the accuracy of guessing, so it does not apply if the first reward is another one.
+            # The value `chance` is the accuracy of guessing, so it is left out if the first reward is not accuracy.
             if self.config.data.eval_rewards is None and self.config.eval_rewards[0] != "accuracy":
                 chance = None
             if results:
@@ -187,7 +182,7 @@ class Results:
 
 
 def print_table(results: dict, num_rows: int, chance: float | None, chance_name: str):
-    """Print {evaluation: {metric: value}} as a table, with the reward that guessing would reach."""
+    """Print {evaluation: {metric: value}} as a table, with the accuracy of guessing in the first row."""
     first_width = max(12, len(chance_name) + 1, *(len(name) + 1 for name in results))
     columns = [*dict.fromkeys(column for row in results.values() for column in row)]
     names = [name.removeprefix("eval/") for name in short_names(columns)]
@@ -195,7 +190,7 @@ def print_table(results: dict, num_rows: int, chance: float | None, chance_name:
     titles = "".join(f"{name:>{width}}" for name, width in zip(names, widths.values(), strict=True))
     print(f"\n{f'held-out {num_rows}':<{first_width}}{titles}")
     if chance is not None:
-        # The first two columns are the first reward with sampled and with greedy answers.
+        # The first two columns of the table are the first reward for sampled and for greedy answers.
         first_two = list(widths.values())[:2]
         print(f"{chance_name:<{first_width}}" + "".join(f"{chance:>{w}.3f}" for w in first_two))
     for name, row in results.items():

@@ -1,4 +1,4 @@
-"""Log training completions to completions.jsonl, with one line per prompt.
+"""Log the completions of training to the file completions.jsonl, with one line per prompt.
 
 A line has these fields:
 
@@ -9,18 +9,16 @@ A line has these fields:
 
 A completion has these fields:
 
-- text, stopped (false if max_new_tokens cut the text) and boxes;
-- answer: the answer that `data.answer_format` selects in the text, or null if there is none;
-- rewards by name, and `reward`, the weighted sum with the penalty from `grpo.soft_punish_cache`;
-- why: {reward name: reason for its value}. A reward that gives no reason is left out;
-- advantage;
-- tokens: [[text, log-probability in nats], ...]. The log-probability is null for tokens that the
-  policy did not sample, because the prompt or an environment wrote them.
+- text, stopped (false if max_new_tokens cut the text) and boxes; - answer: the answer that `data.answer_format` selects
+in the text, or null if there is none; - rewards by name, and `reward`, the weighted sum with the penalty from
+`grpo.soft_punish_cache`; - why: {reward name: reason for its value}. A reward that gives no reason is left out; -
+advantage; - tokens: [[text, log-probability in nats], ...]. The log-probability is null for tokens that the policy did
+not sample, because they come from the prompt or a tool.
 
-`pictures` lists the images that an environment added, and `extra` contains other values that
-reward functions log. A trajectory also has `turns`, a list with the fields text, tokens (the number of tokens) and
-shown for each turn. `shown` is true if the turn's context window has an image. The newest image in each such turn is
-the next entry in `pictures`, except for the first turn, whose image belongs to the row.
+`pictures` lists the images that an environment added, and `extra` contains other values that reward functions log. A
+trajectory, which has several turns, also has `turns`, a list with the fields text, tokens (the number of tokens) and
+shown for each turn. `shown` is true if the turn's context window has an image. The newest image of such a turn is the
+next entry of `pictures`, except in the first turn, whose image belongs to the row.
 """
 
 import json
@@ -50,14 +48,14 @@ LONGEST_SIDE = 384  # a logged image's maximum side in pixels; larger images are
 
 @dataclass
 class LogLine:
-    """Fields that every log line for an optimizer step has."""
+    """Fields that every line about an optimizer step has, in all log files."""
 
     stage: str
     step: int
 
 
 class CompletionsLog:
-    """Log the completions of every `log_completions`-th optimizer step.
+    """Logs the completions of every N-th optimizer step, where N is the option log_completions.
 
     `log_completions=0` disables the log. `num_logged_prompts` selects a step's prompts. Only rank 0 writes files.
 
@@ -82,10 +80,7 @@ class CompletionsLog:
             shutil.copytree(earlier, images, dirs_exist_ok=True)
 
     def step(self, trainer: Trainer, step: Step, number: int):
-        """Log the completions of an optimizer step if a log entry is due and the step has a rollout.
-
-        All ranks must call this method, because they train on each other's samples.
-        """
+        """Log the completions of an optimizer step if they are due; all ranks must call this method together."""
         if not self.every or number % self.every or step.rollout is None:
             return
         logged = groups(trainer, step)
@@ -104,7 +99,8 @@ class CompletionsLog:
     def describe(
         self, trainer: Trainer, step: Step, number: int, logged: Iterator[dict]
     ) -> tuple[list[dict], dict[str, bytes]]:
-        """Add images to the log lines of this rank's prompts; return the lines, and {path: new image as WebP}."""
+        """Add the field `images` to the lines of this rank's prompts; return the lines, and {path: new image as
+        WebP}."""
         lines = []
         pictures = {}  # {path: PIL image}
         for group, line in islice(zip(step.groups, logged, strict=True), self.num_prompts):
@@ -120,7 +116,7 @@ class CompletionsLog:
         return lines, {path: encode_image(picture) for path, picture in new.items()}
 
     def write_image(self, name: str, encoded: bytes):
-        """Write an encoded image to a path relative to the run's folder."""
+        """Write an encoded image to a path inside the output folder."""
         path = self.folder / name
         path.parent.mkdir(exist_ok=True)
         draft = path.with_suffix(".partial")  # so that a killed run leaves no broken image
@@ -129,7 +125,7 @@ class CompletionsLog:
 
 
 def encode_image(image: PIL.Image.Image) -> bytes:
-    """Scale an image down to LONGEST_SIDE, and encode it as WebP."""
+    """Encode an image as WebP, scaled down to at most LONGEST_SIDE pixels per side."""
     small = image.copy()
     small.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
     buffer = BytesIO()
@@ -138,9 +134,9 @@ def encode_image(image: PIL.Image.Image) -> bytes:
 
 
 def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
-    """Yield a log line, without images, for each prompt that this rank has sampled for a step.
+    """Yield a line of completions.jsonl, without images, for each prompt that this rank has sampled in a step.
 
-    All ranks must call this function, because other ranks may train on the samples.
+    All ranks must call this function together, because a rank may train on samples of another rank.
     """
     own = {}  # {sample index: its advantage}
     for batch in step.micro_batches:
@@ -150,17 +146,14 @@ def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
     advantages = dict(chain(*(part.items() for part in trainer.world.gather_objects(own))))
 
     def describe(group: list[Sample]) -> dict:
-        # samples that are not in the loss have the advantage 0
+        # A sample without a place in the loss is logged with the advantage 0.
         return describe_group(trainer, group, [advantages.get(sample.index, 0.0) for sample in group])
 
     return map(describe, step.groups)
 
 
 def describe_group(trainer: Trainer, group: list[Sample], advantages: list[float]) -> dict:
-    """Return the log line for a prompt and its G completions, without the field `images`.
-
-    The docstring of this module describes the fields of a line.
-    """
+    """Return the line of completions.jsonl for a prompt and its G completions, without the field `images`."""
     row = group[0].row
     processor = trainer.processor
     totals = trainer.total_rewards(group).tolist()
@@ -206,7 +199,7 @@ def describe_group(trainer: Trainer, group: list[Sample], advantages: list[float
 
 
 def describe_turn(turn: Completion, processor: Processor) -> dict:
-    """Return the log entry for one turn in a trajectory: text, token count, and `shown`."""
+    """Return {text, tokens, shown} for one turn of a trajectory, as the docstring of the module describes."""
     row = turn.prompt.row if turn.prompt is not None else None
     return {
         "text": processor.decode_assistant_turn(turn),
@@ -216,7 +209,7 @@ def describe_turn(turn: Completion, processor: Processor) -> dict:
 
 
 def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
-    """Parse the boxes in a text, and convert them to fractions of the image's width and height.
+    """Find the bounding boxes in a text, and convert them to fractions of the image's width and height.
 
     Args:
         extent: width and height of the image in the boxes' units. If it is None, the result is an empty list.
@@ -229,10 +222,10 @@ def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
 
 
 def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, float | None]]:
-    """Yield the text and log-probability (nats) of each token in a completion.
+    """Yield (text, log-probability in nats) for each token of a completion.
 
-    A character that spans several tokens is yielded with the last of these tokens. If the prompt opens the answer, for
-    example with <think>, this text is yielded first, without a log-probability.
+    A character of several tokens is yielded with the last of these tokens. If the chat template begins each answer with
+    a text such as <think>, this text comes first and has no log-probability.
     """
     if processor.template and processor.template.opened:
         yield processor.template.opened, None

@@ -1,4 +1,4 @@
-"""Build the model, processor and datasets for a run, and check them before the first step."""
+"""Build the model, the processor and the datasets of a run, and check them before the first step."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -49,10 +49,7 @@ from minivlmrl.trainers.base import Trainer
 def prepare(
     config: RunConfig, trainers: dict[str, type[Trainer]], world: World, callbacks: Sequence[Callback] = ()
 ) -> tuple[VisionLanguageModel, Processor, dict[str, Dataset]]:
-    """Build the model, the processor, and the datasets by stage name, or "eval" for held-out rows.
-
-    The fastest checks run first, so that a mistake in the recipe is reported early.
-    """
+    """Build the model, the processor, and {stage: its dataset}, where "eval" has the held-out rows."""
     check_optimizer(config.optimizer)
     for name in config.report_to:
         find_tracker(name)
@@ -76,7 +73,7 @@ def prepare(
         for note in [*collect_notes(config, trainers, datasets), *row_texts]:
             print(note, flush=True)
     for stage, num_steps in stage_lengths(config, datasets).items():
-        # max_steps is changed so that config.yaml has the number of steps that the run really takes.
+        # The option max_steps is changed, so that config.yaml has the number of steps that the run really takes.
         getattr(config, stage).max_steps = num_steps
     check = partial(check_positions, config, needs, datasets, model, processor)
     world.run_on_rank_zero(check)
@@ -92,9 +89,9 @@ def build_model(
 
 
 def build_processor(config: RunConfig, datasets: dict[str, Dataset] | None = None) -> Processor:
-    """Load the processor of the recipe's checkpoint, or build one for a random model.
+    """Load the processor from the model folder of the recipe, or build a processor for a model with random weights.
 
-    A random model uses the task's tokenizer, or a new tokenizer that is trained on the rows.
+    A model with random weights uses the tokenizer of the task, or a new tokenizer that is trained on the rows.
     """
     section = config.model
     pixel_bounds = config.data.min_pixels, config.data.max_pixels
@@ -114,7 +111,7 @@ def build_processor(config: RunConfig, datasets: dict[str, Dataset] | None = Non
 
 
 def build_weights(config: RunConfig, world: World, processor: Processor) -> VisionLanguageModel:
-    """Load the recipe's checkpoint, or build a random model, and add adapters and sharding.
+    """Load the model of the recipe, or build a model with random weights; then add adapters and shard the weights.
 
     Args:
         processor: the model's processor; a random model has the vocabulary of its tokenizer.
@@ -125,7 +122,7 @@ def build_weights(config: RunConfig, world: World, processor: Processor) -> Visi
     sharding = choose_sharding(config, world)
     adapt = None
     if config.adapter.r:
-        # imported here, because most runs do not use adapters
+        # The import stands in this function, because most runs do not use adapters.
         from minivlmrl.model.lora import inject_adapters
 
         adapt = partial(inject_adapters, options=config.adapter)
@@ -157,10 +154,10 @@ def build_weights(config: RunConfig, world: World, processor: Processor) -> Visi
 
 
 def choose_sharding(config: RunConfig, world: World):
-    """Return the recipe's FSDP sharding, or None if every rank holds all weights."""
+    """Return the Sharding for FSDP2, or None if every rank holds all weights."""
     if not config.uses_fsdp:
         return None
-    # Imported here, because the import takes 40 MiB and half a second.
+    # The import stands in this function, because importing FSDP takes 40 MiB and half a second.
     from minivlmrl.distributed.fsdp import Sharding
 
     section = config.model
@@ -169,7 +166,7 @@ def choose_sharding(config: RunConfig, world: World):
 
 
 def make_tokenizer(config: RunConfig, model_config: str, datasets: dict[str, Dataset] | None) -> Tokenizer:
-    """Return the built-in task's tokenizer, or train a new tokenizer on the rows."""
+    """Return the tokenizer of the built-in task, or train a new tokenizer on the rows."""
     if config.data.task:
         return get_task(config.data.task).tokenizer()
     if not datasets:
@@ -182,9 +179,9 @@ def make_tokenizer(config: RunConfig, model_config: str, datasets: dict[str, Dat
 
 
 def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
-    """Apply the recipe's data options and tools to a processor.
+    """Return the processor with the recipe's data options and with the tools of its environment.
 
-    Options that inference needs are stored in the processor's files, so that a saved model keeps these options.
+    Options that also matter in inference are stored in the processor's files, so that a saved model keeps them.
     """
     data = config.data
     image_processor = replace(processor.image_processor, dtype=patch_dtype(config))
@@ -192,7 +189,7 @@ def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
         image_processor = replace(image_processor, resize=RESIZE[data.resize_backend])
     template = processor.template
     if data.chat_template_kwargs:
-        # imported here, because the module needs Jinja
+        # The import stands in this function, because it loads Jinja, which few runs need.
         from minivlmrl.data.folder_template import with_values
 
         template = with_values(template, data.chat_template_kwargs)
@@ -210,13 +207,13 @@ def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
 
 
 def patch_dtype(config: RunConfig) -> torch.dtype:
-    """Return the image patch dtype: float32, or the dtype of a model that computes in 16 bits."""
+    """Return the dtype of image patches: the dtype of a model that computes in 16 bits, otherwise float32."""
     dtype = DTYPES[config.model.compute_dtype or config.model.dtype]
     return dtype if dtype.itemsize == 2 else torch.float32
 
 
 def tokenizer_texts(datasets: dict[str, Dataset]) -> Iterator[str]:
-    """Yield training texts for a tokenizer: prompts and answers of up to 10,000 rows per stage."""
+    """Yield the texts on which a tokenizer is trained: prompts and answers of up to 10,000 rows per stage."""
     yield "system\nYou are a helpful assistant.\nuser\nassistant\n<think></think><answer></answer>"
     for stage, rows in datasets.items():
         if stage == "eval":
@@ -234,9 +231,9 @@ def tokenizer_texts(datasets: dict[str, Dataset]) -> Iterator[str]:
 def fit_rows(
     config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World
 ) -> tuple[dict[str, Dataset], list[str]]:
-    """Remove training rows whose prompts, with given answers, exceed data.max_prompt_tokens.
+    """Remove training rows in which the prompt, with a given answer, has more than data.max_prompt_tokens tokens.
 
-    Rank 0 opens image files to read their sizes, but does not decode the images.
+    Rank 0 reads the sizes of images from the files, but does not decode the images.
 
     Returns:
         The remaining rows, and on rank 0 a summary of each dataset.
@@ -264,7 +261,7 @@ def fit_rows(
 
 
 def stage_lengths(config: RunConfig, datasets: dict[str, Dataset]) -> dict[str, int]:
-    """Return each stage's step count: max_steps, or fewer if max_epochs needs fewer."""
+    """Return {stage: number of steps}: max_steps, or fewer if max_epochs ends the stage earlier."""
     lengths = {}
     for stage in config.stage_names:
         section = getattr(config, stage)

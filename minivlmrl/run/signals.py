@@ -11,23 +11,22 @@ from dataclasses import replace
 from minivlmrl.config.time_limit import shorten_limits
 from minivlmrl.distributed.process_group import World
 
-# exit code for a run that was stopped by a signal and can be resumed (EX_TEMPFAIL in sysexits.h)
+# exit code of a run that a signal has stopped and that can be resumed (EX_TEMPFAIL in sysexits.h)
 PREEMPTED = 75
-# Further signals within this many seconds count as the same request, because a scheduler and torchrun may both forward
-# one signal.
+# Signals within this many seconds count as one request, because a scheduler and torchrun may both forward a signal.
 SAME_REQUEST = 5.0
 LAST_CALL = 10.0  # seconds that a reward or a tool has after a signal
 
 
 class Preempted(Exception):
-    """Raised on all ranks after a signal; the run saves a checkpoint and exits with PREEMPTED."""
+    """Raised on all ranks after a signal; the run then saves a checkpoint and exits with the code PREEMPTED."""
 
 
 class StopSignals:
-    """Context manager that turns the first stop signal into a saved checkpoint and a clean exit.
+    """Context manager after whose first stop signal a run saves a checkpoint and exits.
 
-    A second signal, SAME_REQUEST seconds or more after the first, ends the process at once.
-    `world` is the run's World. Long-running work calls its `stop_if_preempted` repeatedly.
+    A second signal at least SAME_REQUEST seconds later ends the process at once. `world` is the run's World. Work that
+    takes long, such as sampling, calls world.stop_if_preempted repeatedly.
     """
 
     NAMES = "SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGBREAK"
@@ -37,13 +36,13 @@ class StopSignals:
         self.world = replace(world, stop_if_preempted=self.stop_if_preempted)
         self.first: float | None = None  # time of the first signal
         self.exit_code = 0  # exit code of the run: PREEMPTED if a signal ended it
-        # function that returns False during the optimizer steps on a rollout, when stopping would lose work
+        # function that returns False between the optimizer steps on one rollout, where an exit would lose steps
         self.can_stop: Callable[[], bool] = lambda: True
 
     def __enter__(self) -> "StopSignals":
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         self.handlers = {}  # signal -> previous handler, which __exit__ restores
-        # Python only allows the main thread to set signal handlers.
+        # Signal handlers are only set in the main thread, because Python forbids it elsewhere.
         if threading.current_thread() is threading.main_thread():
             for number in self.SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:  # for example, nohup ignores SIGHUP
@@ -51,7 +50,7 @@ class StopSignals:
         return self
 
     def __exit__(self, _type, error, _traceback) -> bool:
-        """Restore the signal handlers, and print the message of Preempted instead of raising it."""
+        """Restore the former signal handlers, and print the exception Preempted instead of raising it."""
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         shorten_limits(math.inf)
@@ -63,7 +62,7 @@ class StopSignals:
         return True
 
     def on_signal(self, number: int, _frame):
-        """Record the first signal; end the process if a second one arrives later."""
+        """Note the time of the first signal; end the process at a second signal."""
         now = time.monotonic()
         name = signal.Signals(number).name
         same_request = min(SAME_REQUEST, 1.0) if name == "SIGINT" else SAME_REQUEST
@@ -84,16 +83,10 @@ class StopSignals:
             os.kill(os.getpid(), number)
 
     def stop_if_preempted(self):
-        """Raise Preempted after a signal, unless stopping now would lose optimizer steps.
-
-        All ranks must call this method together.
-        """
+        """Raise Preempted on all ranks after a signal, unless an exit now would lose optimizer steps."""
         if self.is_requested() and self.can_stop():
             raise Preempted("preempted")
 
     def is_requested(self) -> bool:
-        """Return True if any rank has received a signal.
-
-        All ranks must call this method together, so that they stop after the same step.
-        """
+        """Return True if any rank has received a signal; all ranks must call this method together."""
         return self.world.sum(self.first is not None)[0] > 0

@@ -1,4 +1,4 @@
-"""A run's progress: the part of a checkpoint that is not a tensor, stored as run.json."""
+"""The progress of a run, which a checkpoint stores as run.json beside its tensors."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +12,10 @@ RUN = "run.json"
 
 @dataclass
 class TrainerState:
-    """A run's progress, stored in run.json under the same field names.
+    """The progress of a run; run.json has the same fields.
 
-    All ranks have the same values, except for `seconds`, `num_log_lines` and `logs`, for which rank 0 counts.
+    The values are equal on all ranks, except for `seconds`, `num_log_lines` and `logs`, which are those of rank 0 in
+    run.json.
     """
 
     seed: int  # run seed
@@ -23,29 +24,30 @@ class TrainerState:
     step: Annotated[int, ">= 0"] = 0  # optimizer steps done in the current stage
     steps: Annotated[int, ">= 0"] = 0  # optimizer steps done in all stages
     draws: Annotated[int, ">= 0"] = 0  # batches of rows that the current stage has taken
-    # number of rows in the current stage's dataset; 0 before the stage begins
+    # number of rows in the dataset of the current stage; 0 before the stage begins
     rows: Annotated[int, ">= 0"] = 0
-    # metrics from the evaluations between stages, by the evaluation's name
+    # {evaluation before or after a stage: {metric: value}}
     results: dict[str, dict[str, float]] = field(default_factory=dict)
     best: float | None = None  # best value of best_metric so far; eval/loss is negated
     # each stage's training time in seconds
     seconds: dict[str, float] = field(default_factory=dict)
-    # the run's options by name, see recipe_values in run/checkpoints.py
+    # {option: value} of the run, see recipe_values in run/checkpoints.py
     recipe: dict = field(default_factory=dict)
-    # number of lines that each log file in the run's folder has so far
+    # {log file: number of its lines so far}
     num_log_lines: dict[str, Annotated[int, ">= 0"]] = field(kw_only=True)
-    # texts from which callbacks continue after a resume
+    # {name: text} that callbacks have saved and read again after a resume
     logs: dict[str, str] = field(default_factory=dict)
 
     def begin_stage(self, number: int):
-        """Begin the stage with this index, of which no step is done yet."""
+        """Set the counters for the begin of the training stage with this index."""
         self.stage = number
         self.step = 0
         self.draws = 0
         self.rows = 0
 
     def check_rows(self, rows: int):
-        """Raise ValueError if the number of rows has changed, because their order depends on it."""
+        """Raise ValueError if the dataset has another number of rows than at the checkpoint, because the row order
+        depends on it."""
         if self.rows not in (0, rows):
             raise ValueError(
                 f"resume: the checkpoint was saved with {self.rows} rows, but the dataset now has {rows}; restore the "
@@ -54,7 +56,7 @@ class TrainerState:
         self.rows = rows
 
     def advance(self, stage: str, draws: int, seconds: float):
-        """Count one optimizer step in the present stage."""
+        """Count one optimizer step of the current training stage."""
         self.step += 1
         self.steps += 1
         self.draws = draws

@@ -1,7 +1,4 @@
-"""Registry of tasks: data sets that are generated, so that nothing is downloaded, each with its own tokenizer.
-
-An example of a user's own task is recipes/fashion.py.
-"""
+"""Registry of tasks, which generate their own data; recipes/fashion.py is an example of a user's own task."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
