@@ -46,7 +46,7 @@ def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor, toleran
 
 
 def find_parts(steps: list[Dump], seconds: float) -> list[list[Cause]]:
-    """Search for known bugs that together reproduce the user's loss in all test cases, in right and in wrong ones.
+    """Search for known bugs that together reproduce the user's loss in all test cases.
 
     Args:
         steps: all cases, see `as_step`.
@@ -83,7 +83,8 @@ class Combination:
 
     def __init__(self, steps: list[Dump]):
         self.steps = steps
-        # Wrong orders of few rows are often equal, so known bugs are listed for the test case with the most rows.
+        # In a test case with few rows, several wrong orders of the rows are often equal, so known bugs are listed for
+        # the test case with the most rows.
         self.causes = by_kind(possible_causes("loss", max(steps, key=lambda step: len(step.all_rows))))
         self.deviation = {}
         self.parts = []
@@ -102,7 +103,7 @@ class Combination:
         return [[cause for cause in part if self.replaces(cause, part)] for part in self.parts]
 
     def replaces(self, cause: Cause, part: list[Cause]) -> bool:
-        """Return whether `cause` can replace the first bug in the list `part` without making a test case wrong."""
+        """Return whether the bug `cause` can replace the first bug of the list `part` in all test cases."""
         chosen = [cause.change if each is part else each[0].change for each in self.parts]
         change = reduce(lambda both, then: both and composed(both, then), chosen)
         return cause is part[0] or all(self.agreements(change))
@@ -122,7 +123,7 @@ class Combination:
         others = [cause for cause in fitted if not cause.of.who]
 
         def phases() -> Iterator[tuple[Iterator[Cause] | list[Cause], bool]]:
-            """Yield lists of bugs that reproduce one test case, and whether a deliberate design may end the search."""
+            """Yield lists of bugs that explain one test case, and whether a deliberate design may end the search."""
             yield self.found.values(), False  # for example two designs that act on different cases
             most, fewest = left[0], left[-1]  # the cases with the most and the fewest differing numbers
             for search in dict.fromkeys((most, fewest)):
@@ -147,7 +148,8 @@ class Combination:
             most = max((count for count, _ in found.values()), default=0)
             best = [cause for count, cause in found.values() if count == most]
             best.sort(key=lambda cause: len(f"{cause.change.get('c', 0):g}"))  # round numbers are likelier
-            # A bug that reproduces only some test cases must be a design, because losses often combine several designs.
+            # A bug that explains only some test cases is accepted only if a project makes this choice on purpose,
+            # because losses often combine several designs.
             if best and (most == len(self.steps) or (is_last and best[0].of.who)):
                 return best
         return best
@@ -156,7 +158,7 @@ class Combination:
 def find_names(steps: list[Dump], seconds: float) -> tuple[list[str], list[str]]:
     """Return "mistake" or "design" for each bug found in the user's loss, and lines that describe these bugs.
 
-    If no bug is found, the lines contain the first differing numbers.
+    If no bug is found, the returned lines contain the first numbers at which the user's loss differs from TRL's.
     """
     parts, why = [], "no known mistake or design does"
     try:

@@ -1,8 +1,9 @@
 """Known bugs of training steps, listed by the quantity that a bug changes, such as the reward or the mask.
 
-A known bug replaces a quantity of the step by another value or by a formula. A formula is a function of an object s,
-which has the tensors of the recorded step as attributes. The formula `lambda s: s.c * s.x`, for example, multiplies the
-right value x by a fitted number c. `s.region` is the part of the step to which a bug is limited, such as a turn.
+A known bug replaces a quantity of the step by another value or by a formula. The formula of a known bug is a function
+of an object s, which has the tensors of the recorded step as attributes. The formula `lambda s: s.c * s.x`, for
+example, multiplies the right value x by a fitted number c. `s.region` is the part of the step to which a bug is
+limited, such as a turn.
 """
 
 import math
@@ -115,7 +116,7 @@ def without_missing_ids(s):
 
 
 def inside(s, tensors: dict, is_inside: bool = True) -> dict:
-    """Select the parameters inside a part of the model, such as the vision tower, or those outside."""
+    """Select the parameters of one part of the model, such as the vision tower, or all other parameters."""
     return {name: x for name, x in tensors.items() if bool(s.region(name)) == is_inside}
 
 
@@ -141,7 +142,7 @@ def with_rounded_sines(model):
 
 
 def theirs_in_half(s):
-    """Return the trainer's values if 16-bit rounding explains how they differ from ours."""
+    """Return the trainer's values if 16-bit rounding explains why the values differ from the recomputed values."""
     return in_half(s.x, s.theirs, s.exact)
 
 
@@ -158,7 +159,7 @@ def normalized(mean, std) -> Callable:
 
 
 def by_number_of_tokens(s):
-    """Let M-RoPE positions after an image continue at its number of tokens instead of its largest side."""
+    """Let M-RoPE positions after an image continue at the image's number of tokens instead of its largest side."""
     positions = s.x.clone()
     for number in s.pictures.unique()[:-1]:  # the last number stands for text
         tokens = s.pictures == number
@@ -233,9 +234,9 @@ IN_A_LIST = {
     "shifted by one to earlier places": lambda s: s.x[1:] + s.x[:1],
     "replaced by the first": lambda s: s.x[:1] * len(s.x),
 }
-# Rewards may be divided by their standard deviation with or without adding 1e-4 to it.
+# A trainer may add 1e-4 to the standard deviation by which rewards are divided, or not.
 WITH_EPSILON = {"": {}, ", without 1e-4": {"epsilon": 0.0}}
-# General formulas, such as a wrong sign, are tried after those that name a specific mistake.
+# Formulas that fit any quantity, such as a wrong sign, are tried after the formulas of specific mistakes.
 GENERAL = {*(LINEAR | TIMES).values(), *NONLINEAR.values(), *(BY_TOKEN | OF_RATIOS | OF_ANSWERS).values()}
 
 # A bug that multiplies all compared numbers, such as all gradients, by one fitted factor
@@ -858,8 +859,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("factor", ALL_STAGES, "the model learns the opposite"): {"all values have the wrong sign": -1},
 }  # fmt: skip
 
-# A constant factor between a trainer's numbers and ours may equal an option, a count, the inverse of a count or the
-# ratio of two counts, which these functions compute for a step d; patterns select the tensors.
+# If a trainer's numbers differ by a factor from the right ones, the factor may be one of these options or counts of a
+# step d. The regular expression beside an option or a count matches the tensors that the factor can affect.
 FACTORS = {
     "the temperature": (lambda d: d.about.get("temperature"), ".*logps$|entropies$|grad"),
     "one over the temperature": (lambda d: 1 / (d.about.get("temperature") or 1), ".*logps$|entropies$|grad"),

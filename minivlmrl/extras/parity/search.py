@@ -1,7 +1,8 @@
 """Search for known bugs that reproduce a trainer's numbers, in a recorded step or in a test case of a loss.
 
-Simple bugs are tried first, then bugs in only one use of a quantity, then bugs with an unknown number, such as a bound.
-If no single bug fits, a common factor of all numbers and pairs of bugs are tried.
+The search tries simple bugs first, then bugs in only one use of a quantity, such as the mask, then bugs with an unknown
+number. If no single bug explains the trainer's numbers, the search tries a common factor of all numbers, and pairs of
+bugs.
 """
 
 import math
@@ -93,7 +94,7 @@ class Cause:
 
     @property
     def is_general(self) -> bool:
-        """Whether the bug is a general one: a quantity is, for example, halved or taken from another row."""
+        """Whether the bug is one that any quantity can have, such as a halved value or a value from another row."""
         is_formula = any(callable(x) and x in table.GENERAL for x in self.change.values())
         return not self.of.who and (self.is_limited or is_formula)
 
@@ -155,7 +156,7 @@ def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[t
         kinds, formula = change[name]
         for kind in kinds.split():
             for part in getattr(d, kind):
-                # The mask is not checked with parts that depend on the mask, such as "the last counted tokens".
+                # Bugs of the mask are not limited to parts that depend on the mask, such as "the last counted tokens".
                 if not (in_mask and "counted" in part):
                     yield says.replace("{}", part), change | {name: (kind, part, formula)}
 
@@ -169,7 +170,7 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
     if change is None:
         return None
     factor = Change(d, change)("factor", 1.0)
-    # A common factor of all numbers multiplies the result, so the result itself is not computed again.
+    # A common factor of all numbers is applied to the result of a stage, so the stage is computed without the factor.
     if "factor" in change:
         change = {piece: x for piece, x in change.items() if piece not in ("factor", "c")}
     try:
@@ -193,7 +194,7 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
 
 
 def gaps(theirs: Tensor, ours: Tensor, unit: Tensor | float) -> Tensor:
-    """Return the error |theirs - ours| of each number in multiples of `unit`; infinite where a number is not finite."""
+    """Return |trainer's value - our value| of each number in multiples of `unit`; infinite if a value is not finite."""
     return ((theirs - ours).abs() / unit).nan_to_num(math.inf, math.inf)
 
 
@@ -203,7 +204,7 @@ def all_gaps(answer: dict) -> Tensor:
 
 
 def error(answer: dict | None) -> float:
-    """Return the largest relative error of a stage; infinite if nothing was computed or a number is not finite."""
+    """Return the largest relative error of a stage, such as the loss; infinite without a result or with NaN."""
     if answer is None:
         return math.inf
     differences = all_gaps(answer)
@@ -211,7 +212,7 @@ def error(answer: dict | None) -> float:
 
 
 def distance(answer: dict | None) -> tuple[float, float]:
-    """Return the sum of the relative errors, and a weighted sum that differs if other numbers are wrong."""
+    """Return the sum of all relative errors, and a second sum that weights each error by its position."""
     if answer is None:
         return math.inf, math.inf
     differences = all_gaps(answer).clamp(max=1.0)
@@ -250,7 +251,7 @@ class Place(NamedTuple):
     rows: Tensor | None = None
 
     def of(self, answer: dict | None) -> dict | None:
-        """Replace the trainer's numbers outside a subset of numbers by ours, so that only the subset is compared."""
+        """Replace the trainer's numbers outside a subset by recomputed ones, so that only the subset is compared."""
         if answer is None:
             return None
         values = {key: (*answer[key], mask) for key, mask in self.inside.items()}
@@ -281,8 +282,8 @@ def find_places(name: str, answer: dict, d: Dump) -> list[Place]:
 class Search:
     """A search for the known bugs that reproduce a trainer's numbers of one stage, such as the loss.
 
-    In a recorded step, each bug is also tried on only those rows or parameters that contain all wrong numbers. An
-    unknown number may be fitted to a single row of a test case of a loss, because other test cases confirm the number.
+    In a recorded step, each bug is also tried on only those rows or parameters that contain all wrong numbers. In a
+    test case of a loss, an unknown number may be fitted to a single row, because other test cases confirm the number.
 
     Args:
         deviation: bugs that were found before and are already applied.
@@ -298,7 +299,7 @@ class Search:
         # Options and counts of the step that a fitted factor may equal, with their descriptions
         self.sources = {} if d.case_tolerance else known_numbers(d, next(iter(self.base)))
         self.places = find_places(name, self.base, d)
-        # If several bugs give equal results, only the first of them is tried further.
+        # If several bugs change all numbers in the same way, only the first of these bugs is tried in pairs of bugs.
         self.by_distance = {distance(self.base): None}
 
     def answer(self, change: dict) -> dict | None:
@@ -325,7 +326,8 @@ class Search:
     def pairs(self) -> list[Cause]:
         """Combine each of the bugs that came closest to the trainer's numbers with other bugs that came close.
 
-        A bug with a fitted number is not combined, because a pair with it would match by chance.
+        A bug with a fitted number is not combined with other bugs, because a pair with a fitted number would match by
+        chance.
         """
         count = CASE_CAUSES if self.d.case_tolerance else MODEL_CAUSES if self.name in THROUGH_A_MODEL else PAIRED
         near = [self.by_distance[key] for key in sorted(self.by_distance) if self.by_distance[key]][:count]
@@ -436,7 +438,7 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
     # A single wrong token id or learning rate is not explained, because some bug matches any single number by chance.
     if (name in IDS and count_wrong(answer) < 2) or (name == "schedule" and len(all_gaps(answer)) < 2):
         return search
-    # A bug that explains 99 % of an error may leave an error of 3e-5, because its formula may round more.
+    # A bug that explains 99 % of an error may leave a relative error of 3e-5, because the bug's formula may round more.
     d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
     # Forward passes are slow, so bugs are first tried on the row with the largest error. A bug that explains this row
     # must then explain all rows.
@@ -457,7 +459,8 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
     fewest = min((cause.parts for cause in explained), default=1)
     explained = [cause for cause in explained if cause.parts == fewest]
     limit = max(10 * min((cause.error for cause in explained), default=0.0), TOLERANCE / 100)
-    # Bugs with unlikely numbers come last: scaling rewards by 0.0001 gives the same advantages as epsilon = 1.
+    # Bugs with unlikely numbers are listed last: rewards scaled by 0.0001 give the same advantages as the likelier bug
+    # epsilon = 1.
     search.explained = sorted(
         (cause for cause in explained if cause.error <= limit), key=lambda cause: cause.has_unlikely_number
     )

@@ -2,8 +2,9 @@
 
 A stage, such as the loss, is a function (step, bug) -> {name: (theirs, ours, unit)}: the trainer's value, the
 recomputed value, and the size of the summed terms. A stage is left out (None) if the recorded step lacks a tensor that
-is needed to recompute the stage. The relative error of a number is |theirs - ours| divided by the size of the summed
-terms. `change(name, x)` returns the quantity x, or its replacement while a known bug is tried.
+is needed to recompute the stage. The relative error of a number is |trainer's value - recomputed value| / size of the
+terms that are summed to the number. `change(name, x)` returns the quantity x, or its replacement while a known bug is
+tried.
 """
 
 from functools import cached_property
@@ -34,7 +35,8 @@ def advantages(d: Dump, change: Change) -> Answer:
     uses = ("the reward", "the baseline", "the divisor")
     reward, baseline, divisor = (reward_parts(d, change.inside(use))[number] for number, use in enumerate(uses))
     value = change("advantages", ((reward - baseline) / divisor).nan_to_num(0.0, 0.0, 0.0))
-    # The divisor is clamped, because a hypothetical bug with a tiny divisor would enlarge the tolerance.
+    # The divisor is clamped, because a hypothetical bug that divides advantages by a tiny number would enlarge the
+    # tolerance.
     rounding = 0.1 * d["rewards"].nan_to_num().abs().max() / divisor.nan_to_num(1.0).clamp(min=1e-4)
     return {"advantages": (theirs, value, value.abs().max() + rounding + 1e-30)}
 
@@ -216,7 +218,7 @@ def loss(d: Dump, change: Change) -> Answer:
     for name, slope in zip(("logps_gradient", "entropies_gradient"), slopes, strict=True):
         if d.has(name):
             theirs = d[name]
-            # The trainer has no gradient at a token whose log-probability was not computed.
+            # A trainer has no gradient at a token whose log-probability the trainer did not compute.
             slope = slope.masked_fill(is_unreal & (theirs == 0), 0.0)
             unit = max(slope.abs().max(), theirs.abs().max()) + rounding
             answer[name] = theirs, slope, unit
@@ -233,7 +235,7 @@ def inputs(logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor, Tensor,
 
 
 def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
-    """Count the rows and tokens by which the loss of the rows `part` is divided, in the step or in a micro-batch."""
+    """Count the rows and tokens by which the loss of the rows `part` (the whole step or a micro-batch) is divided."""
     d = change.d
     by_part = change("mean_over", d.about.get("mean_over")) == "micro_batch"
     rows = part if by_part else d.all_rows

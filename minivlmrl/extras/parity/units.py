@@ -65,7 +65,7 @@ class Distinct(dict):
 
 
 def different(orders: dict[str, Tensor], same: Tensor) -> Distinct:
-    """Remove the orders or masks that equal the right order `same` or an earlier entry."""
+    """Remove each order or mask in `orders` that equals the right one, `same`, or an earlier order or mask."""
     kept = Distinct()
     for name, order in orders.items():
         is_new = not any(torch.equal(order, x.expand_as(order)) for x in (same, *kept.values()))
