@@ -46,7 +46,7 @@ class AdamW8bit(torch.optim.Optimizer):
                     self._update(parameter, parameter.grad, group)
 
     def _update(self, parameter: Tensor, parameter_gradient: Tensor, group: dict):
-        """Update a parameter and its optimizer state in place, in row chunks.
+        """Update a parameter and its optimizer state in place, one chunk of rows at a time.
 
         A chunk of rows has at most PIECE values, so that float32 copies of the moments need little memory.
         """
@@ -62,7 +62,7 @@ class AdamW8bit(torch.optim.Optimizer):
             self._update_rows(weight[rows], gradient[rows], piece, num_steps, group)
 
     def _update_rows(self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], num_steps: int, group: dict):
-        """Apply the AdamW update (arXiv 1711.05101, algorithm 2) to a row chunk, in place."""
+        """Apply the AdamW update (arXiv 1711.05101, algorithm 2) to a chunk of rows, in place."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
         learning_rate = group["lr"]
         beta1, beta2 = group["betas"]

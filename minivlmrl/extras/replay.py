@@ -92,7 +92,7 @@ class Reached(Exception):
 
 
 class StopBefore(Callback):
-    """Callback that raises Reached before the optimizer update of a given step."""
+    """Callback that ends training, by the exception Reached, before the optimizer update of a given step."""
 
     def __init__(self, stage: str, number: int):
         self.wanted = stage, number

@@ -1,4 +1,4 @@
-"""Train a reward model (InstructGPT, step 2), and score completions with it.
+"""Train a reward model, as in step 2 of InstructGPT, and score completions with the reward model.
 
 The reward model is a copy of the policy that learns to rank answers as human annotators do. Later stages and other runs
 can use a trained reward model as the reward `reward_model`.
@@ -160,7 +160,7 @@ def repeat_last_token(completion: Completion) -> Completion:
 
 
 def last_token_scores(model: ValueModel, batch: GroupBatch) -> Tensor:
-    """Compute the value (R,) at each completion's last token in a batch from pack_with_last_token."""
+    """Compute the reward model's value (R,) at each completion's last token, in a batch from pack_with_last_token."""
     return torch.stack([values[-1] for values in model(batch).split(batch.layout.row_lengths)])
 
 

@@ -106,7 +106,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _compute_loss(self, model, inputs: dict[str, Any]) -> Tensor:
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)  # (B, T)
         logps, entropies, aux_loss = self._score(model, inputs)
-        # number of micro-batches whose gradients are added up
+        # number of micro-batches whose gradients are accumulated for one optimizer step
         parts = self.current_gradient_accumulation_steps if self.model.training else 1
         normalizer = LossNormalizer(len(mask) * parts, self._tokens(inputs, parts), self.max_completion_length)
         kept = mask
@@ -127,8 +127,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
         metrics = {**metrics, "entropy": (entropies * mask).sum() / mask.sum().clamp(min=1)}
         if self.entropy_coef:
-            # TRL logs a micro-batch's loss before it divides by the number of micro-batches,
-            # unless the loss is divided by the step's tokens
+            # TRL logs the loss of a micro-batch before dividing it by the number of micro-batches, unless the loss is
+            # divided by the step's tokens
             by_tokens = AVERAGES.get(self.loss_type) is AVERAGES["dapo"]
             metrics["policy_loss"] = loss.detach() if by_tokens else loss.detach() * parts
             if self.model.training:

@@ -22,8 +22,8 @@ class Environment(Protocol):
     """An environment holds the state of one completion, and has the tools that the completion may call.
 
     Every public method of an environment is a tool, except `reset`, `get_reward` and `observe`, of which only `reset`
-    must exist. An environment may set an attribute `done` to end its completion. Attributes with the names of options
-    in Settings replace the defaults of these options.
+    must exist. An environment may set an attribute `done` to end its completion. An environment may replace a default
+    of Settings, such as max_tool_calls, by an attribute of that name.
     """
 
     def reset(self, **columns) -> None:
@@ -33,14 +33,14 @@ class Environment(Protocol):
 class RewardingEnvironment(Environment, Protocol):
     """Interface of a tool environment that scores its own completion by a method `get_reward`.
 
-    A recipe with such an environment must set `rewards: {environment: 1}`.
+    A recipe whose environment has a method `get_reward` must set `rewards: {environment: 1}`.
     """
 
     def get_reward(self) -> float | list[float] | None:
         """Return the completion's reward, or a list with one reward for each turn.
 
-        A list of rewards may leave out the last turn, whose reward is then 0. None means that the completion cannot be
-        scored.
+        A list of rewards may leave out the last turn, whose reward is then 0. A reward of None means that the
+        completion cannot be scored.
         """
 
 
@@ -85,7 +85,7 @@ def get_environment(name: str) -> Callable[[], Environment]:
 
 
 class Stateless:
-    """Base class for environments that consist of plain functions and keep no state."""
+    """Base class for tool environments that consist of plain functions and keep no state."""
 
     def reset(self, **columns):
         pass
@@ -126,8 +126,8 @@ def environment_reward(
 ) -> list[float | None]:
     """Compute the reward of each completion by calling get_reward of its environment, as TRL does.
 
-    If get_reward returns a list with one number for each turn of a trajectory, the reward is the sum of the list. This
-    list may leave out the last turn of a trajectory, which calls no tool and then has the reward 0. The reward of a
+    If get_reward returns a list with one number for each turn of a trajectory, the reward is the sum of the list. The
+    list from get_reward may leave out the last turn, which calls no tool and then has the reward 0. The reward of a
     completion without an environment is None.
 
     Args:

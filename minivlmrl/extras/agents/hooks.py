@@ -1,6 +1,6 @@
 """Functions for tool environments that the core package imports.
 
-generation/environments.py imports this module only when a recipe sets `sampling.environment`.
+generation/environments.py imports extras/agents/hooks.py only when a recipe sets `sampling.environment`.
 """
 
 from minivlmrl.extras.agents.environment import check_reward, with_tools

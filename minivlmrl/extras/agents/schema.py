@@ -20,11 +20,11 @@ TYPES = {
     list: "array",
     dict: "object",
 }
-# matches one argument in a Google-style docstring; groups: indentation, name and description
+# regular expression for one argument in a Google-style docstring; groups: indentation, name and description
 ARGUMENT = re.compile(r"^([ \t]*)(\w+):((?:.|\n(?=\1[ \t]|(?![ \t]*\w+:)))*)", re.MULTILINE)
 
 
-# matches "(choices: [...])" at the end of an argument's description
+# regular expression for "(choices: [...])" at the end of an argument's description in a docstring
 CHOICES = re.compile(r"\s*\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
@@ -99,8 +99,9 @@ def type_schema(hint) -> dict:
 def union_schema(hints: tuple) -> dict:
     """Return the JSON schema for a union of types.
 
-    If each type's schema is only a type name, the union's schema is a list of type names. The schema of any other union
-    lists the schemas of the types under "anyOf". The schema of a union with None has "nullable": true.
+    If each type's schema is only a type name, the union's schema is a list of type names. If a type has a longer
+    schema, the union's schema lists the schemas of its types under "anyOf". The schema of a union with None has
+    "nullable": true.
     """
     schemas = [type_schema(hint) for hint in hints if hint is not types.NoneType]
     kinds = sorted({str(schema.get("type")) for schema in schemas})

@@ -148,7 +148,7 @@ def call_method(environment: Environment, name: str, /, *arguments, **columns):
 
 
 def call(tools: dict[str, Callable], name: str, inside: str):
-    """Parse and validate a call's arguments, run the tool, and return its result."""
+    """Parse and validate the arguments of a tool call, run the tool, and return the tool's result."""
     if name:
         arguments = read_values(name, inside, tools)
     else:
@@ -209,7 +209,7 @@ def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
 
 
 def read_call(inside: str, tools: dict[str, Callable]) -> tuple[str, dict]:
-    """Parse a call in Qwen's <tool_call> format into the tool's name and its arguments."""
+    """Parse a tool call in Qwen's <tool_call> format into the tool's name and its arguments."""
     written_call = read_parameters(inside, tools) or strict_json(inside)
     if not isinstance(written_call, dict) or not isinstance(written_call.get("name"), str):
         raise ValueError('a tool call must have the form {"name": ..., "arguments": {...}}')
@@ -219,7 +219,7 @@ def read_call(inside: str, tools: dict[str, Callable]) -> tuple[str, dict]:
 
 
 def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
-    """Parse a call in Qwen3.5's <function=...> format.
+    """Parse a tool call in Qwen3.5's <function=...> format.
 
     Returns:
         {"name": ..., "arguments": ...}, or None if the text is not in this format.
@@ -238,11 +238,11 @@ def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
 
 
 def read_parameter(hint, text: str):
-    """Parse one argument in Qwen3.5's format, where strings are verbatim and other values are JSON.
+    """Parse one argument of a tool call in Qwen3.5's format, where strings are verbatim and other values are JSON.
 
-    An argument's text is parsed as JSON if the JSON value is not a string and matches the argument's type hint.
-    Otherwise the text itself is the argument's value. For example, with the hint int | str, the text 7 is a number,
-    while 7.5, seven and "7" (including its quotes) are strings.
+    An argument's text is parsed as JSON if the JSON value is no string and matches the argument's type hint; else the
+    text is the value. For example, with the type hint int | str, the argument 7 is a number, while 7.5, seven and "7"
+    (including its quotes) are strings.
     """
     value = text
     with suppress(ValueError):

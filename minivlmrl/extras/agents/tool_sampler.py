@@ -51,7 +51,7 @@ class ToolEpisode:
         self.num_calls = 0
         self.num_failed = 0
         # The pattern's length is used as an upper bound for the length of a closing tag, because the pattern contains
-        # all names.
+        # the names of all tools.
         self.closing_tag = re.compile(f"</({'|'.join(self.tools)})>".encode())
         self.text = b""  # UTF-8 text that the policy generated since the last tool result
         self.ids: list[int] = []  # completion token ids, including tool results
@@ -86,7 +86,7 @@ class ToolEpisode:
         return is_finished
 
     def new_calls(self, new_bytes: bytes, turn_ends: bool, text_ends: bool) -> list[Call]:
-        """Append a token's bytes to the text, and return the calls that the token completes.
+        """Append a token's bytes to the completion's text, and return the tool calls that the token completes.
 
         Tool calls after the first max_tool_calls calls of a completion are ignored.
         """
@@ -178,8 +178,8 @@ def encode_answers(
 ) -> list[int]:
     """Tokenize tool results.
 
-    If the policy has ended its turn, the tool results form a user turn, and the next assistant turn is opened.
-    Otherwise the tool results are inserted into the policy's turn.
+    If the policy has ended its turn, the tool results form a user turn, and the next assistant turn is opened. If the
+    policy's turn goes on, the tool results are inserted into this turn.
     """
     grids = [grid for _, grid in pictures]
     opening = turn_opening(processor) if turn_ended else ()
@@ -187,7 +187,7 @@ def encode_answers(
 
 
 def as_prompt(ids: list[int], pictures: list[Picture], processor: Processor) -> tuple[Prompt, list[tuple]]:
-    """Convert encoded tool results into a Prompt that the model can read.
+    """Convert tokenized tool results into a Prompt that the model can read.
 
     Returns:
         The Prompt, and one tuple (image, patches, grid) per image, for Completion.pictures.
@@ -273,7 +273,7 @@ class AnswerAttention(DecodeAttention):
         prompt_k, prompt_v = self.decoding.prompt_kv[layer_index]
         out = []
         for span in self.answer_spans:
-            # (1, H, tokens, D): the queries of one tool result
+            # queries of one tool result (1, H, tokens, D): query heads, tokens of the result, head dimension
             queries = q[span.tokens].transpose(0, 1)[None]
             keys = extend(row_k, prompt_k, k, span)
             values = extend(row_v, prompt_v, v, span)

@@ -211,7 +211,7 @@ class TrajectorySampler(Sampler):
 
 
 def observed_window(episode: Episode, processor: Processor) -> Prompt:
-    """Build a context window from the messages that the environment's `observe(rounds)` returns.
+    """Build a trajectory's next prompt from the messages that the environment's `observe(rounds)` returns.
 
     Each of the `rounds` is a tuple of a turn's generated text and the message parts of the turn's tool results.
     """

@@ -303,7 +303,7 @@ def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Itera
     """Check for two names of one label, such as "ice cream" and "Ice-Cream".
 
     Two names of a label are reported only if answering with the wrong one of the two names lowers a reward. Labels with
-    digits are skipped, because 1-5 and 15 are different answers.
+    digits are not compared, because 1-5 and 15 are different answers, unlike ice-cream and icecream.
     """
     solution_counts = count_answers(solutions)
     names = defaultdict(list)  # letters of a label -> solutions with these letters, frequent first
@@ -333,9 +333,9 @@ def check_constant(
 ) -> Iterator[str]:
     """Check whether answering every row with the most frequent solution scores as high as right answers.
 
-    Rewards that read no column of the dataset are ignored. The constant answer's mean reward is measured on rows where
-    the answer is right and on rows where the answer is wrong. The two means are averaged, weighted by the frequency of
-    the solution in the whole dataset. `right_values` are the rewards (n, K) for the right answers.
+    Rewards that read no column of the dataset are ignored in this comparison. The constant answer's mean reward on rows
+    where the answer is right and its mean reward on rows where the answer is wrong are weighted by the frequency of the
+    solution in the whole dataset. `right_values` are the rewards (n, K) for the right answers.
     """
     reads_none = torch.tensor([not reward.columns for reward in trial.rewards])
 
@@ -396,8 +396,8 @@ def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
 def check_cache(trial: Trial) -> Iterator[str]:
     """Check whether a reward function caches values by text, and so returns a wrong value for another row.
 
-    Each right answer is scored first for its own row and then for a row with another solution. An equivalent text is
-    scored for the two rows in reverse order. The trial has a single reward.
+    Each right answer is scored first for its own row and then for a row with another solution. A second text with the
+    right answer is scored for the two rows in reverse order. The trial has a single reward.
     """
     if trial.processor.answer_format == "whole":  # in which no two texts are equivalent
         return
@@ -433,15 +433,15 @@ def format_completion(answer: str, processor: Processor, thought: str = "hm") ->
 
 
 def count_answers(solutions: Iterable[Sequence[str]]) -> Counter[str]:
-    """Count the rows to which each answer is right."""
+    """For each answer, count the rows to which the answer is right."""
     return Counter(chain.from_iterable(map(dict.fromkeys, solutions)))
 
 
 def answer_forms(row: Row) -> list[str]:
     """Return all texts that may be a right answer to a row; the last text is `str(solution)`.
 
-    A solution that is a list of strings can be answered by any element, by all elements or by JSON, and 3.0 also by 3.
-    A solution that is a string, or a list of numbers such as a box, has only one text.
+    Right answers to a list of strings are each element, all elements, and the list as JSON; a right answer to 3.0 is
+    also 3. A solution that is a string, or a list of numbers such as a box, has only one text.
     """
     solution = row.columns.get("solution")
     forms = []

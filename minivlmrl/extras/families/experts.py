@@ -4,7 +4,7 @@ For each token, a router selects k of E experts, which are small MLPs. In memory
 layers, so that LoRA, NF4, sharding and checkpoints need no code for experts. Weight files store all experts of a layer
 in two tensors, which are split when a model is loaded and stacked when a model is saved.
 
-Dimension letters: N tokens, D hidden_size, E experts, k experts per token.
+Dimension letters: k experts per token, N tokens, D hidden_size, E experts.
 Source: modeling_qwen3_vl_moe.py and modeling_qwen3_5_moe.py in transformers 5.23.
 """
 

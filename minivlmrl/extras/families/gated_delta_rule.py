@@ -14,7 +14,7 @@ triangular system
 
     u_i + sum over j < i of L_ij u_j = beta_i (v_i - e^G_i S^T k_i) L_ij = beta_i e^(G_i - G_j) k_i . k_j
 
-S occurs only on the right side. The triangular system can therefore be solved for all chunks at once:
+S occurs only on the right side. The triangular system can therefore be solved for all chunks at once, with
 X = (I + L)^-1 beta V and Y = (I + L)^-1 beta e^G K. Only a few products must then be computed chunk after chunk:
 
     U = X - Y S        O = e^G Q S + M U with M_ij = e^(G_i - G_j) q_i . k_j, j <= i
@@ -25,8 +25,7 @@ and S = 4, and the second token gives a S = 2, u = 2 and S = 4. Computed as one 
 v = 4, 3, so u = 4 and u = 3 - 4/4 = 2.
 
 Dimension letters: b rows, T tokens per row, H heads, K key dimension, V value dimension, C tokens per chunk.
-Source: Gated Delta Networks (arXiv 2412.06464); the chunked form follows DeltaNet (arXiv
-2406.06484).
+Source: the paper Gated Delta Networks (arXiv 2412.06464); the chunked form is as in DeltaNet (arXiv 2406.06484).
 """
 
 import math

@@ -8,9 +8,9 @@ convolution's last inputs.
 Every fourth decoder layer of Qwen3.5 has attention, with an output gate and with rotary embeddings on a part of each
 head. Norms scale by 1 + weight. The vision tower of Qwen3.5 is Qwen3-VL's tower without DeepStack.
 
-Dimension letters: N tokens in the packed sequence, b rows with T tokens, H heads, V elements of a value, K elements in
+Dimension letters: b rows with T tokens, N tokens in the packed sequence, H heads, V elements of a value, K elements in
 a query or key, W convolution channels, D head_dim.
-Source: Gated Delta Networks (arXiv 2412.06464); modeling_qwen3_5.py in transformers.
+Source: the paper Gated Delta Networks (arXiv 2412.06464), and modeling_qwen3_5.py in transformers.
 """
 
 from collections.abc import Callable

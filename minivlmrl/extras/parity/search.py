@@ -105,7 +105,8 @@ class Cause:
 
     def may_be_inside(self, quantity: str) -> bool:
         """Return whether the bug may be limited to one use of a quantity, such as the mask in the token count."""
-        # Values from other rows or tokens can match a few numbers by chance, so they are tried only in masks.
+        # Bugs that take values from other rows or tokens are limited to one use only if they change the mask, because
+        # other values can match a few numbers by chance.
         may_be = "mask" in self.change or not self.is_limited
         return may_be and quantity in (*self.change, "") and not self.is_fitted
 
