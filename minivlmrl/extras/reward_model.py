@@ -153,7 +153,7 @@ def pack_with_last_token(
 
 
 def repeat_last_token(completion: Completion) -> Completion:
-    """Return a completion whose last token is repeated."""
+    """Return a copy of a completion that has the last token twice."""
     ids = torch.cat([completion.ids, completion.ids[-1:]])
     policy_mask = torch.cat([completion.policy_mask, completion.policy_mask[-1:]])
     return replace(completion, ids=ids, policy_mask=policy_mask)

@@ -364,7 +364,7 @@ def engine_dtype(sampling: SamplingOptions, policy_dtype: torch.dtype) -> torch.
 
 
 def start_engine(model: VisionLanguageModel, processor: Processor, options: dict, world: World):
-    """Start a vllm.LLM in this process, without the policy's weights."""
+    """Start a vllm.LLM in the training process, without the policy's weights."""
     v1 = import_module("vllm.v1.sample.logits_processor")
     v2 = import_module("vllm.v1.worker.gpu.sample.logits_processor")
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")

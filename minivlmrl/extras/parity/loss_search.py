@@ -113,7 +113,7 @@ class Combination:
         return [explains(step, change) for step in self.steps]
 
     def next_part(self) -> list[Cause]:
-        """Return those known bugs that reproduce the most of the test cases that are still wrong, or []."""
+        """Return the known bugs that explain the most test cases among those that are not explained yet, or []."""
         left = [
             Search("loss", d, self.deviation) for d, agrees in zip(self.steps, self.agrees, strict=True) if not agrees
         ]

@@ -1,7 +1,7 @@
 """Search for known bugs that reproduce a trainer's numbers, in a recorded step or in a test case of a loss.
 
 The search tries simple bugs first, then bugs in only one use of a quantity, such as the mask, then bugs with an unknown
-number. If no single bug explains the trainer's numbers, the search tries a common factor of all numbers, and pairs of
+number. If no single bug explains a trainer's numbers, the search tries a common factor of all numbers, and pairs of
 bugs.
 """
 
@@ -200,7 +200,7 @@ def gaps(theirs: Tensor, ours: Tensor, unit: Tensor | float) -> Tensor:
 
 
 def all_gaps(answer: dict) -> Tensor:
-    """Return the relative errors of all compared numbers of a stage, such as the loss, as one vector."""
+    """Return the relative errors of all compared numbers of a stage, such as the loss, as a vector."""
     return torch.cat([torch.zeros(0), *(gaps(*values).flatten() for values in answer.values())])
 
 
@@ -264,7 +264,7 @@ class Place(NamedTuple):
 
 
 def find_places(name: str, answer: dict, d: Dump) -> list[Place]:
-    """List those sets of rows, or parts of the model, that contain all wrong numbers, beginning with the whole step."""
+    """List the sets of rows, or parts of the model, that contain all wrong numbers, beginning with the whole step."""
     places = [Place("", {key: torch.tensor(True) for key in answer})]
     row_sets = d.rollout_sets if name == "advantages" else d.row_sets
     for says, chosen in (d.parts if name in BY_PARAMETER else row_sets).items():
@@ -308,7 +308,7 @@ class Search:
         return computed(self.name, self.d, composed(self.deviation, change))
 
     def run(self, causes: list[Cause]):
-        """Try all known bugs in turn, the simplest first, until some reproduce the trainer's numbers."""
+        """Try all known bugs in turn, the simplest first, until some bugs reproduce the trainer's numbers."""
         factors = self.factors()
         # Bugs that only change finished log-probabilities come first, because they need no new forward pass.
         causes = sorted(causes, key=lambda cause: not cause.change.keys() <= model_stages.AFTER_FORWARD)
@@ -350,7 +350,7 @@ class Search:
                 self.by_distance.setdefault(key, cause)
 
     def confined(self, answer: dict | None, cause: Cause, place: Place) -> list[Cause]:
-        """Return a list with the bug if the bug, limited to a subset of rows or parameters, explains all errors."""
+        """Return [bug] if the bug, limited to a subset of rows or parameters, explains all errors, else []."""
         d = self.d
         if place.says:
             cause = replace(cause, says=f"{cause.says}, only for {place.says}", parts=2)
@@ -469,12 +469,12 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
 
 
 def fits(name: str, d: Dump, cause: Cause) -> list[Cause]:
-    """Recompute a stage, such as the loss, with a bug, and return a list with the bug if it explains all errors."""
+    """Recompute a stage, such as the loss, with a bug, and return [bug] if the bug explains all errors, else []."""
     return fit(computed(name, d, cause.change), cause, d)
 
 
 def fit(answer: dict | None, cause: Cause, d: Dump) -> list[Cause]:
-    """Return a list with the bug if the error that remains with the bug is within the tolerance."""
+    """Return [bug] if the error that remains with the bug is within the tolerance, else []."""
     remaining = error(answer)
     return [replace(cause, error=remaining)] if remaining <= d.tolerance else []
 
