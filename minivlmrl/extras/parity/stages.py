@@ -195,7 +195,7 @@ def here_or_later(x: Tensor) -> Tensor:
 
 
 def mask_in(change: Change, use: str) -> Tensor:
-    """Return the completion mask (n, S), with a hypothetical bug applied, for one part of the loss, such as the ratio."""
+    """Return the completion mask (n, S) of one part of the loss, such as the ratio, with a hypothetical bug."""
     return change.inside(use)("mask", change.d["completion_mask"].double())
 
 
