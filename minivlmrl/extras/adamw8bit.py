@@ -1,9 +1,9 @@
 """AdamW whose two moments are stored in 8 bits per value instead of 32 (arXiv 2110.02861).
 
-Each row of a moment is split into blocks of 256 values. A block is stored as one float32 scale, its largest absolute
-value, and one byte per value. Each byte is an index into a table of 256 numbers between -1 and 1, which are denser near
-0. FSDP shards weights by rows and no block crosses a row, so the bytes do not depend on the number of ranks.
-bitsandbytes, in contrast, splits each flattened tensor into blocks.
+Each row of an AdamW moment is split into blocks of 256 values. A block of 256 values is stored as one float32 scale,
+which is the largest absolute value, and one byte per value. Each byte of a moment is an index into a table of 256
+numbers between -1 and 1, which are denser near 0. FSDP shards weights by rows and no block crosses a row, so the bytes
+do not depend on the number of ranks. bitsandbytes, in contrast, splits each flattened tensor into blocks.
 
 A recipe selects the 8-bit AdamW with `optimizer: {name: adamw_8bit}`. A recipe selects a modified copy of this
 optimizer by file and class, for example `my_adamw.py:AdamW8bit`.

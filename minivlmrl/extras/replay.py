@@ -245,7 +245,7 @@ def compare(folder: Path, stage: str, number: int, completions: list[dict], metr
 
 
 def log_end(path: Path) -> str:
-    """Describe the last line in a run's log metrics.jsonl."""
+    """Describe the last line of metrics.jsonl, a run's log of metrics."""
     lines = read_lines(path, LogLine)
     if not lines:
         return f"{path.parent} contains no metrics"

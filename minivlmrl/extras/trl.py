@@ -64,9 +64,9 @@ CONFIG_DEFAULTS = {field.name: field.default for field in fields(trl.GRPOConfig)
 class GRPOTrainer(trl.GRPOTrainer):
     """TRL's GRPOTrainer with the loss `minivlmrl.grpo_loss`, or with your own loss function.
 
-    The class replaces only the method `_compute_loss` of TRL's GRPOTrainer; completions, rewards, advantages, the
-    reference model, the optimizer and checkpoints are TRL's. All arguments except `loss` and `kl_estimator` are the
-    same as in trl.GRPOTrainer.
+    minivlmrl's GRPOTrainer replaces only the method `_compute_loss` of TRL's GRPOTrainer; completions, rewards,
+    advantages, the reference model, the optimizer and checkpoints are TRL's. All arguments except `loss` and
+    `kl_estimator` are the same as in trl.GRPOTrainer.
 
     Args:
         loss: a loss_type for `grpo_loss`, such as "grpo"; or a function with the arguments and results of `grpo_loss`.

@@ -37,9 +37,9 @@ class InputCheck(TrainerCallback):
     """Warn if the outputs of the first step ignore an image or a video, or if a trained parameter gets no gradient.
 
     InputCheck tests whether the outputs of the first micro-batch change if an image before a trained token is made
-    gray, and which trained parameters get a gradient. The outputs for gray images are computed in separate forward
-    passes without gradients, one for each image of a row and one more. If the weights are sharded, outputs for gray
-    images are not computed. InputCheck changes no weights and no random numbers of the training.
+    gray, and which trained parameters get a gradient. InputCheck runs forward passes without gradients: one for each
+    image of a row, and one for the original images. If the weights are sharded, InputCheck makes no image gray.
+    InputCheck changes no weights and no random numbers of the training.
 
     The attribute `problems` of InputCheck lists the warnings.
     """
@@ -106,7 +106,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str]) -> list[str]:
-    """Return a warning if some images, or some videos, can be made gray without changing the outputs."""
+    """Return a warning if some images or videos can be made gray without changing the outputs of the model."""
 
     def outputs(**changed: Tensor) -> Tensor:
         # The random state is restored, so that all forward passes and the training step start from the same random

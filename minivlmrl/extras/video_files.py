@@ -36,7 +36,7 @@ def load(source: Source, folder, sampling: dict, frame_factor: int, defaults: di
 
 
 def outline(source: Source, folder, sampling: dict, frame_factor: int, defaults: dict | None) -> Video:
-    """Return a Video with blank frames of a video file's size and number; see outline_video in data/video.py."""
+    """Return a Video whose blank frames have the number and size of a video file's sampled frames."""
     name, file = open_source(source, folder)
     with error_context(name), opened_video(file) as (container, stream):
         video_fps = float(stream.average_rate or stream.guessed_rate or 0)
@@ -115,7 +115,7 @@ def opened_video(file: Path | io.BytesIO) -> Iterator[tuple]:
 
 
 def decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.Image.Image], int]:
-    """Decode the frames with the given indices, upright and in RGB, and count all decoded frames.
+    """Decode the frames of a video file with the given indices, upright and in RGB, and count all decoded frames.
 
     If a video file ends early, fewer frames than indices are returned.
     """
@@ -144,7 +144,7 @@ def decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.Im
 def sample_indices(
     total_frames: int, video_fps: float, frame_factor: int = FRAME_FACTOR, **sampling: float
 ) -> tuple[list[int], float]:
-    """Choose evenly spaced frames in a file, including the first and the last frame.
+    """Choose evenly spaced frames in a video file, including the first and the last frame.
 
     Example: the indices of 6 frames out of 100 are 0, 20, 40, 59, 79 and 99.
 
@@ -180,7 +180,7 @@ def sample_indices(
 
 
 def smart_nframes(total_frames: int, video_fps: float, frame_factor: int, sampling: dict[str, float]) -> int:
-    """Compute how many frames to sample, a multiple of frame_factor.
+    """Compute how many frames of a video to sample; the number is a multiple of frame_factor.
 
     Example: 100 frames at 30 frames per second last 3.33 seconds. Sampling 2 frames per second from 3.33 seconds gives
     6.67 frames, which are rounded down to 6 frames.

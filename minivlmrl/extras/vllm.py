@@ -4,9 +4,9 @@
 
 Before each rollout, vLLM receives the policy's weights. vLLM also receives the token ids and image patches that
 minivlmrl has computed for each prompt, so that text is not tokenized and images are not resized or normalised a second
-time. vLLM computes only the logits, and this file samples the tokens. Therefore a sampled completion does not depend on
-the other rows in a batch, and in float32 it equals a completion that is sampled without vLLM. To change how vLLM is
-used, copy vllm.py and set sampling.engine=my_vllm.py:VLLMSampler.
+time. vLLM computes only the logits, and this file samples the tokens. Because minivlmrl samples the tokens, a
+completion does not depend on the other rows in a batch, and in float32 it equals a completion that is sampled without
+vLLM. To change how vLLM is used, copy vllm.py and set sampling.engine=my_vllm.py:VLLMSampler.
 
 vLLM is imported inside functions, because the memory estimate must work without vLLM.
 
@@ -58,7 +58,7 @@ FIXED_OPTIONS = {
     "mm_device_do_normalize": False,  # minivlmrl's patches are already normalised
     "limit_mm_per_prompt": {"video": 0},  # so that vLLM does not profile the longest video
     "mm_processor_cache_gb": 0,
-    # Without async_scheduling and enable_chunked_prefill, each token is sampled exactly once.
+    # If async_scheduling and enable_chunked_prefill are off, vLLM samples each token exactly once.
     "async_scheduling": False,
     "enable_chunked_prefill": False,
     "load_format": "dummy",  # random weights, because real weights are loaded before each rollout
@@ -70,8 +70,8 @@ FIXED_OPTIONS = {
 class VLLMOptions:
     """vllm.LLM options that a recipe may set.
 
-    An option that names a file or code, such as worker_cls, is left out, because a stranger's config.yaml must not load
-    code. Options of vllm.LLM that contradict FIXED_OPTIONS are left out, too.
+    A recipe cannot set an option of vllm.LLM that names a file or code, such as worker_cls, because a stranger's
+    config.yaml must not load code. Nor can a recipe set an option of vllm.LLM that contradicts FIXED_OPTIONS.
     """
 
     block_size: Count | None = None
@@ -152,7 +152,8 @@ class TokenChooser:
     def apply(self, logits: Tensor, context=None) -> Tensor:
         """Replace vLLM's logits (r, V) by logits that select the sampled tokens.
 
-        vLLM's V2 model runner passes a context with the batch slots of the rows; the V1 model runner passes no context.
+        vLLM's V2 model runner calls `apply` with a context that has the rows' batch slots; the V1 model runner passes
+        no context.
         """
         slots = context.idx_mapping_np.tolist() if context else sorted(self.rows)
         rows = [self.rows[slot] for slot in slots]
@@ -169,7 +170,7 @@ def row_of_request(params, prompt_ids, output_ids) -> int:
 
 
 class VLLMSampler(Sampler):
-    """Sampler that uses logits from vLLM. The option sampling.vllm contains vllm.LLM options."""
+    """Sampler that uses logits from vLLM. The option sampling.vllm contains arguments of vllm.LLM."""
 
     @classmethod
     def check(cls, run: RunConfig):
@@ -317,8 +318,8 @@ class VLLMSampler(Sampler):
         """Compare the log-probabilities of the first rollout that vLLM computed with those that the policy computes.
 
         The two log-probabilities of a token may differ by at most 1e-3 nats in float32. In 16 bits, single tokens
-        differ more, so the root mean square over all completions of a prompt is bounded, by 0.5 nats. The bounds of
-        1e-3 and 0.5 nats are multiplied by the option max_logp_mismatch.
+        differ more, so the root mean square over all completions of a prompt is bounded, by 0.5 nats. The option
+        max_logp_mismatch multiplies the bounds, 1e-3 and 0.5 nats, on the difference of log-probabilities.
         """
         if self.is_verified:
             return

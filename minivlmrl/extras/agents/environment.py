@@ -1,6 +1,6 @@
 """Load the tool environment that a recipe names, and inspect the environment's tools and settings.
 
-See docs/agents.md for an example of an environment.
+See docs/agents.md for an example of a tool environment.
 """
 
 import inspect

@@ -33,7 +33,7 @@ ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{8,}")  # an address in memory, see withou
 
 # a tool call: the tool's name ("" for a call in Qwen's format), and the text between the tags of the call
 Call = tuple[str, str]
-# an image that a tool returned, and the image_grid_thw that its patches will have
+# an image that a tool returned, and the image_grid_thw that the image's patches will have
 Picture = tuple[Image, tuple[int, int, int]]
 
 
@@ -65,7 +65,7 @@ def find_calls(text: str, tools: Collection[str], ended: bool) -> list[Call]:
 def answer_call(
     tools: dict[str, Callable], name: str, inside: str, processor: Processor, settings: Settings
 ) -> tuple[list[dict], list[Picture], bool]:
-    """Execute one tool call, and return its result's message parts.
+    """Execute one tool call, and return the result as parts of a chat message.
 
     If a tool raises an exception, an argument of the call is invalid, or the result exceeds a limit in `settings`, the
     result is a text part "error: ...", which the model reads.
@@ -257,7 +257,7 @@ def read_parameter(hint, text: str):
 
 
 def part(result) -> dict:
-    """Convert a tool's result into a message part.
+    """Convert a tool's result into a part of a chat message, such as an image part.
 
     A PIL image becomes an image part, and a part in TRL's format becomes an image or a text part. A tool result of any
     other type is converted to text with `str`. Lone surrogates in a tool result are replaced by "?", because UTF-8

@@ -18,7 +18,8 @@ class ToolProcessor(Processor):
     def join_turns(self, turns: list[dict]) -> list[dict]:
         """Insert the result of each tool that an assistant turn calls in tags into this assistant turn.
 
-        For example, the result of the call <search>cats</search> is inserted after the call, as <result>...</result>.
+        For example, the result of the tool call <search>cats</search> is inserted after the call, as
+        <result>...</result>.
         """
         joined = []
         is_answered = False  # the last joined turn ends with a tool's result
@@ -47,7 +48,7 @@ class ToolProcessor(Processor):
         return joined
 
     def mark_results(self, pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-        """Mark each <result>...</result> that follows a call in tags as text that the assistant did not write."""
+        """Mark each <result>...</result> after a tool call in tags as text that the assistant did not write."""
         tag_ends = "|".join(["^", *(f"(?<=</{name}>)" for name in ("result", *self.tools))])
         answer = re.compile(rf"((?:{tag_ends})\s*<result>.*?</result>)", re.DOTALL)
         cut_pieces = []

@@ -427,10 +427,10 @@ def begin_episodes(
 
 
 def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
-    """Return the keyword arguments for the `reset` of an environment.
+    """Return the keyword arguments with which the method `reset` of a tool environment is called.
 
-    An environment's `reset` gets the row's columns, images and messages, and an extent for each image. The extent of an
-    image is the width and height of the coordinate system in which the image's boxes are written.
+    The method `reset` of a tool environment gets the row's columns, images and messages, and an extent for each image.
+    The extent of an image is the width and height of the coordinate system in which the image's boxes are written.
     """
     images = list(row.images)  # may decode image files, because images are loaded lazily
     space = row.columns.get("box_space") or processor.box_space

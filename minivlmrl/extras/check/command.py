@@ -3,9 +3,9 @@
 python -m minivlmrl check RECIPE [--section.name=value ...]
 
 The command `check` reads the rows, and computes the rewards of right answers and of texts that are no answers. Each
-problem is printed with its cause and a fix. The exit status of `check` is 1 if there is a problem, otherwise 0. No
-files are written. `check` samples no completions, because training warns within ten steps about completions that are
-truncated, lack the format, or do not differ in their rewards.
+problem that `check` finds is printed with its cause and a fix. The exit status of `check` is 1 if there is a problem,
+otherwise 0. No files are written. `check` samples no completions, because training warns within ten steps about
+completions that are truncated, lack the format, or do not differ in their rewards.
 """
 
 from collections.abc import Callable, Iterator, Sequence

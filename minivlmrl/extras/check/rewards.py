@@ -259,7 +259,8 @@ def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) 
 def check_forms(trial: Trial) -> Iterator[str]:
     """Check for solutions that are lists, objects or numbers, which a reward converts to text by Python's `str`.
 
-    For example, the reward `accuracy` compares the answer cat with the text "['cat', 'kitten']".
+    For example, if a solution is a list of two strings, the reward `accuracy` compares answers with the text "['cat',
+    'kitten']".
     """
     forms = [answer_forms(row) for row in trial.rows]
     if all(len(texts) == 1 for texts in forms):
@@ -440,8 +441,9 @@ def count_answers(solutions: Iterable[Sequence[str]]) -> Counter[str]:
 def answer_forms(row: Row) -> list[str]:
     """Return all texts that may be a right answer to a row; the last text is `str(solution)`.
 
-    Right answers to a list of strings are each element, all elements, and the list as JSON; a right answer to 3.0 is
-    also 3. A solution that is a string, or a list of numbers such as a box, has only one text.
+    If a solution is a list of strings, each string, the joined strings and the list as JSON are right answers. If a
+    solution is the number 3.0, the text 3 is a right answer, too. A solution that is a string, or a list of numbers
+    such as a box, has only one text.
     """
     solution = row.columns.get("solution")
     forms = []

@@ -41,7 +41,7 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, stat
     outputs = []
     for i in range(q.shape[1]):
         state = state * g[:, i].exp()[..., None, None]
-        # S^T k: the value that the state predicts for the key
+        # S^T k: the value that the attention's state S predicts for the key k
         known_value = torch.einsum("bhkv,bhk->bhv", state, k[:, i])
         u = beta[:, i, :, None] * (v[:, i] - known_value)
         state = state + k[:, i, :, :, None] * u[:, :, None]

@@ -1,9 +1,9 @@
 """Qwen3.5, in which three of four decoder layers are recurrent, without a KV cache.
 
 A recurrent layer has a state of fixed size, but no attention mask that could separate the prompts and completions of a
-packed sequence. Therefore a recurrent layer reads each prompt once, and starts each completion from a copy of the state
-after the prompt, in training and in decoding. The state of a recurrent layer consists of the recurrent matrices and the
-convolution's last inputs.
+packed sequence. To separate the completions of a prompt, a recurrent layer reads the prompt once, and starts each
+completion from a copy of the state after the prompt. The state of a recurrent layer consists of the recurrent matrices
+and the convolution's last inputs.
 
 Every fourth decoder layer of Qwen3.5 has attention, with an output gate and with rotary embeddings on a part of each
 head. Norms scale by 1 + weight. The vision tower of Qwen3.5 is Qwen3-VL's tower without DeepStack.

@@ -5,8 +5,8 @@ python -m minivlmrl memory --model FOLDER_OR_REPOSITORY --gpus 8 [RECIPE] [--sec
 
 The model's weights are not read. The recipe's rows are measured if they exist; otherwise, or with --text_tokens or
 --image_tokens, all prompts are assumed to be equal. --gpu_memory is a size in GB, a card such as T4 or 4090, or auto
-for the free memory of this machine's GPU. For a known card, `memory` also prints the least seconds that a training step
-can take. diagnostics/memory.py explains the estimate.
+for the free memory of this machine's GPU. For a known GPU, `memory` also prints the least seconds that a training step
+can take. diagnostics/memory.py explains the memory estimate.
 """
 
 import argparse
@@ -117,8 +117,8 @@ def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
     """Return the least seconds that each phase of a training step takes on one GPU, given the GPU's data sheet.
 
     All prompts count as the longest. Matrix products are assumed to run at the GPU's peak rate, and a decode step to
-    read the decoder and the KV cache once. The time of attention, activation functions, waiting and the CPU is not
-    counted.
+    read the decoder and the KV cache once. The least seconds of a step contain no time for attention, activation
+    functions, waiting and the CPU.
     """
     run, config, estimator = question.run, question.options, question.estimator
     row, model = question.rows[0], question.models.policy

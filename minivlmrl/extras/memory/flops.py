@@ -23,7 +23,7 @@ class Card(NamedTuple):
     before_ampere: bool = False  # True for a compute capability below 8.0
 
 
-# The numbers of each GPU in CARDS are from NVIDIA's data sheets. Cards before the A100 compute bfloat16 as float32.
+# The numbers of each GPU in CARDS are from NVIDIA's data sheets. GPUs before the A100 compute bfloat16 as float32.
 CARDS = {
     "B200": Card(2.25e15, 8.0e12, 180e9),
     "GH200": Card(9.89e14, 4.0e12, 96e9),

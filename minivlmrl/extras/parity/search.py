@@ -363,7 +363,7 @@ class Search:
         return explained
 
     def is_few(self, place: Place) -> bool:
-        """Return whether a fitted number would always match, because only one row or group of rows is wrong."""
+        """Return whether only one row or group of rows is wrong, so that a fitted number would always match."""
         return not self.d.case_tolerance and count_groups(self.name, place.of(self.base), self.d) < 2
 
     def factors(self) -> list[Cause]:
@@ -480,7 +480,7 @@ def fit(answer: dict | None, cause: Cause, d: Dump) -> list[Cause]:
 
 
 def numbers_near(number: float, gap_with: Callable[[float], float]) -> Iterator[float]:
-    """Yield a number, and then the nearby number with the smallest error, rounded to 1, 2 and 3 digits and exact."""
+    """Yield a number, and then the nearby number with the smallest error: rounded to 1, 2 and 3 digits, then exact."""
     yield number
     gap_with = cache(gap_with)
     number = min((number * 1.1**power for power in range(-9, 10)), key=gap_with)

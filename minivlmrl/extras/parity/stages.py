@@ -1,10 +1,10 @@
 """Recompute the advantages, token ids, masks, loss and gradient of the loss of a recorded step.
 
 A stage, such as the loss, is a function (step, bug) -> {name: (theirs, ours, unit)}: the trainer's value, the
-recomputed value, and the size of the summed terms. A stage is left out (None) if the recorded step lacks a tensor that
-is needed to recompute the stage. The relative error of a number is |trainer's value - recomputed value| / size of the
-terms that are summed to the number. `change(name, x)` returns the quantity x, or its replacement while a known bug is
-tried.
+recomputed value, and the size of the summed terms. The result of a stage, such as the loss, is None if the recorded
+step lacks a tensor that is needed to recompute the stage. The relative error of a number is |trainer's value -
+recomputed value| / size of the terms that are summed to the number. `change(name, x)` returns the quantity x, or its
+replacement while a known bug is tried.
 """
 
 from functools import cached_property
@@ -151,7 +151,7 @@ def beside(d: Dump, images: list[list], row: int) -> tuple[list, int]:
 
 
 def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
-    """Return for each row a list with (patches, grid) of its images; kind "sampler_" selects the sampler's images."""
+    """For each row, return the patches and grids of the row's images; kind "sampler_" selects the sampler's images."""
     grids = d.get(f"{kind}image_grid_thw", torch.zeros(0, 3, dtype=torch.long))
     patches = d.get(f"{kind}pixel_values", torch.zeros(0, 0)).split(grids.prod(1).tolist())
     all_pictures = list(zip(patches, grids, strict=True))
@@ -363,7 +363,7 @@ ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}
 
 
 def averaged(terms: Tensor, change: Change, rounding: Tensor | float = 0.0) -> Tensor:
-    """Average token losses, and their absolute values, over each of M micro-batches as the loss_type says: (2, M)."""
+    """For each of M micro-batches, average token losses by the rule of loss_type, and their absolute values: (2, M)."""
     mask = mask_in(change, "the sum")
     counted = mask_in(change, "the count")
     weights = change("weights", torch.ones_like(mask), mask=mask)

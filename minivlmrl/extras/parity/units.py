@@ -22,13 +22,13 @@ WITHIN = {
     # the last one of an odd number stays
     "the other {} of each pair in {}": lambda x: x[(torch.arange(len(x)) ^ 1).clamp(max=len(x) - 1)],
 }
-# Wrong orders only of rows, and wrong orders only of tokens; the index -1 means that the value 0 is used.
+# ROWS has wrong orders of rows, and TOKENS has wrong orders of tokens; the index -1 stands for the value 0.
 ROWS = {"the {} half of the rows later in {}": lambda x: x.roll(-(len(x) // 2))}
 TOKENS = {
     "the next {} in {} and 0 for the last": lambda x: pad(x[1:], (0, 1), value=-1)[: len(x)],
     "the previous {} in {} and 0 for the first": lambda x: pad(x, (1, 0), value=-1)[: len(x)],
 }
-# Wrong orders of whole groups or micro-batches with equal sizes; x (blocks, rows) holds the row indices.
+# Wrong orders of whole groups or micro-batches of equal size, as functions of the row indices x (blocks, rows).
 BLOCKS = {
     "the next {1}": lambda x: x.roll(-1, 0),
     "the previous {1}": lambda x: x.roll(1, 0),
@@ -120,7 +120,7 @@ def token_orders(d) -> dict[str, Tensor]:
 
 
 def ends(number: Tensor, name: str, suffix: str = "", begin: int = 0) -> dict[str, Tensor]:
-    """Return masks of the first elements, of the last ones, and of all others, such as all turns except the first."""
+    """Return masks of first or last elements, such as first turns, and of all elements except the first or the last."""
     last_number = number.amax(-1, keepdim=True)
     return {
         f"the first {name}{suffix}": number == begin,
@@ -131,7 +131,7 @@ def ends(number: Tensor, name: str, suffix: str = "", begin: int = 0) -> dict[st
 
 
 def rollout_sets(d) -> dict[str, Tensor]:
-    """Return masks (N,) of some completions of a rollout, such as all truncated ones, if the step has all N."""
+    """Return masks (N,) of subsets of a rollout's completions, such as truncated ones; {} if the step has not all N."""
     order = d.get("row", d.all_rows).argsort()
     is_whole = len(order) == len(d["group"])
     return {says: x[order] for says, x in d.row_sets.items() if is_whole and "advantage" not in says}
