@@ -142,9 +142,8 @@ def pack_with_last_token(
 ) -> GroupBatch:
     """Pack prompts and completions so that each completion's last token has a hidden state.
 
-    `pack` leaves out the last token, because no token follows it. pack_with_last_token therefore repeats the last token
-    of a completion, so that `pack` leaves out the repeated token. Example: completion a has 3 tokens, and completion b
-    has 2 tokens:
+    `pack` leaves out the last token, because no token follows it. pack_with_last_token repeats the last token of a
+    completion, so that `pack` leaves out the copy. Example: completion a has 3 tokens, and completion b has 2 tokens:
         pack                    p0 p1 p2 | a0 a1    | b0
         pack_with_last_token    p0 p1 p2 | a0 a1 a2 | b0 b1     a2 attends to the whole completion a
     """

@@ -11,8 +11,7 @@ from minivlmrl.config.options import RunConfig
 
 
 def tracker(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
-    """Create the TensorBoard tracker. After a resume, TensorBoard hides the old values of the steps that the run
-    repeats.
+    """Create the TensorBoard tracker. After a resume, TensorBoard hides the old values of repeated steps.
 
     Args:
         steps: optimizer steps that the run has already done.

@@ -127,8 +127,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
         metrics = {**metrics, "entropy": (entropies * mask).sum() / mask.sum().clamp(min=1)}
         if self.entropy_coef:
-            # TRL logs the loss of a micro-batch before dividing it by the number of micro-batches, unless the loss is
-            # divided by the step's tokens
+            # TRL logs a micro-batch's loss not divided by the number of micro-batches, except for losses such as dapo
             by_tokens = AVERAGES.get(self.loss_type) is AVERAGES["dapo"]
             metrics["policy_loss"] = loss.detach() if by_tokens else loss.detach() * parts
             if self.model.training:

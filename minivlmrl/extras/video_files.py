@@ -1,7 +1,6 @@
 """Read the frames of video files with PyAV; videos that are lists of images do not need PyAV.
 
-Frames are selected as in the package qwen-vl-utils or, for Qwen3-VL (frame_factor 1), as in transformers'
-Qwen3VLVideoProcessor.
+Frames are selected as in qwen-vl-utils or, for Qwen3-VL (frame_factor 1), as in transformers' Qwen3VLVideoProcessor.
 """
 
 import contextlib
@@ -79,8 +78,7 @@ def count_frames(container, stream) -> int:
         if packet.pts is not None:
             packet_end = float((packet.pts + (packet.duration or 0)) * packet.time_base)
             end_seconds = max(end_seconds, packet_end)
-    # The duration is checked for Matroska files only, because other video files have an index, which reveals missing
-    # packets.
+    # The duration is checked for Matroska files only, because in other video files an index reveals missing packets.
     claimed_seconds = (container.duration or 0) / 1e6
     missing_seconds = claimed_seconds + (container.start_time or 0) / 1e6 - end_seconds
     if "matroska" in container.format.name and missing_seconds > max(0.5, 0.05 * claimed_seconds):
@@ -108,7 +106,7 @@ def opened_video(file: Path | io.BytesIO) -> Iterator[tuple]:
         if stream.codec_context is None:
             raise ValueError("FFmpeg cannot decode the format of the video; convert the video")
         check_size(1, stream.codec_context.width, stream.codec_context.height)
-        # with max_pixels, FFmpeg also checks the size of every frame, because a frame can declare another size than the
+        # with max_pixels, FFmpeg checks the size of every frame, because frames can declare another size than the
         # stream
         stream.codec_context.options = {"max_pixels": str(MAX_IMAGE_PIXELS)}
         yield container, stream

@@ -103,8 +103,7 @@ class Sampling:
 
     def __init__(self, sample_token: TokenSampler, num_rows: int):
         self.sample_token = sample_token
-        # for each decode step, one tuple of tensors (row indices, token ids, log-probabilities, whether the completion
-        # ends)
+        # for each decode step, a tuple of tensors: row indices, token ids, log-probabilities, whether a row ends
         self.steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self.counts = torch.zeros(num_rows, dtype=torch.long)  # each row's token count so far
         self.ended: list[str] = []  # names of the requests that ended in the latest step
@@ -131,8 +130,7 @@ class TokenChooser:
     makes a subclass that also inherits from vLLM's two LogitsProcessor classes.
     """
 
-    # `sampling` is a class attribute, because vLLM constructs the logits processor; `sampling` is None while vLLM warms
-    # up.
+    # `sampling` is a class attribute, because vLLM constructs the logits processor; None while vLLM warms up.
     sampling: Sampling | None = None
 
     def __init__(self, vllm_config, *_):
@@ -152,8 +150,7 @@ class TokenChooser:
     def apply(self, logits: Tensor, context=None) -> Tensor:
         """Replace vLLM's logits (r, V) by logits that select the sampled tokens.
 
-        vLLM's V2 model runner calls `apply` with a context that has the rows' batch slots; the V1 model runner passes
-        no context.
+        vLLM's V2 model runner passes a context with the batch slots of the rows; the V1 model runner passes None.
         """
         slots = context.idx_mapping_np.tolist() if context else sorted(self.rows)
         rows = [self.rows[slot] for slot in slots]
@@ -317,8 +314,8 @@ class VLLMSampler(Sampler):
     ):
         """Compare the log-probabilities of the first rollout that vLLM computed with those that the policy computes.
 
-        The two log-probabilities of a token may differ by at most 1e-3 nats in float32. In 16 bits, single tokens
-        differ more, so the root mean square over all completions of a prompt is bounded, by 0.5 nats. The option
+        The two log-probabilities of a token may differ by at most 1e-3 nats in float32. In bfloat16, single tokens
+        differ more, so only the root mean square over a prompt's completions is bounded, by 0.5 nats. The option
         max_logp_mismatch multiplies the bounds, 1e-3 and 0.5 nats, on the difference of log-probabilities.
         """
         if self.is_verified:

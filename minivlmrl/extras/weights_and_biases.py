@@ -1,6 +1,6 @@
 """The tracker `wandb`, which sends a run's metrics to the project minivlmrl of Weights & Biases.
 
-With WANDB_MODE=offline, metrics are not sent, but written to wandb/ in the run's folder. A resumed run appears as a new
+With WANDB_MODE=offline, metrics are written to wandb/ in the run's folder, and not sent. A resumed run appears as a new
 run.
 """
 

@@ -39,8 +39,7 @@ class RewardingEnvironment(Environment, Protocol):
     def get_reward(self) -> float | list[float] | None:
         """Return the completion's reward, or a list with one reward for each turn.
 
-        A list of rewards may leave out the last turn, whose reward is then 0. A reward of None means that the
-        completion cannot be scored.
+        A list of rewards may leave out the last turn, whose reward is then 0. None stands for an unknown reward.
         """
 
 

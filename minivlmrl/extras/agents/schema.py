@@ -100,8 +100,7 @@ def union_schema(hints: tuple) -> dict:
     """Return the JSON schema for a union of types.
 
     If each type's schema is only a type name, the union's schema is a list of type names. If a type has a longer
-    schema, the union's schema lists the schemas of its types under "anyOf". The schema of a union with None has
-    "nullable": true.
+    schema, the union's schema lists the schemas of its types under "anyOf". A union with None gets "nullable": true.
     """
     schemas = [type_schema(hint) for hint in hints if hint is not types.NoneType]
     kinds = sorted({str(schema.get("type")) for schema in schemas})

@@ -1,7 +1,6 @@
 """Parse the tool calls in a completion, execute the tools, and render their results as text.
 
-A model writes a tool call either in tags with the tool's name, for example <zoom>1, 2</zoom>, or in Qwen's <tool_call>
-format.
+A model writes a tool call in tags with the tool's name, for example <zoom>1, 2</zoom>, or in Qwen's <tool_call> format.
 """
 
 import json
@@ -260,8 +259,7 @@ def part(result) -> dict:
     """Convert a tool's result into a part of a chat message, such as an image part.
 
     A PIL image becomes an image part, and a part in TRL's format becomes an image or a text part. A tool result of any
-    other type is converted to text with `str`. Lone surrogates in a tool result are replaced by "?", because UTF-8
-    cannot encode a lone surrogate.
+    other type is converted to text with `str`. Lone surrogates are replaced by "?", because UTF-8 cannot encode them.
     """
     kind = part_kind(result)
     shown = result.get("image") if kind == "image" else result

@@ -18,8 +18,7 @@ class ToolProcessor(Processor):
     def join_turns(self, turns: list[dict]) -> list[dict]:
         """Insert the result of each tool that an assistant turn calls in tags into this assistant turn.
 
-        For example, the result of the tool call <search>cats</search> is inserted after the call, as
-        <result>...</result>.
+        For example, the result of the tool call <search>cats</search> is inserted after it, as <result>...</result>.
         """
         joined = []
         is_answered = False  # the last joined turn ends with a tool's result

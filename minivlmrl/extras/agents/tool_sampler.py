@@ -50,8 +50,7 @@ class ToolEpisode:
         self.settings = settings_of(environment)
         self.num_calls = 0
         self.num_failed = 0
-        # The pattern's length is used as an upper bound for the length of a closing tag, because the pattern contains
-        # the names of all tools.
+        # The pattern contains the names of all tools, so no closing tag of a tool is longer than the pattern.
         self.closing_tag = re.compile(f"</({'|'.join(self.tools)})>".encode())
         self.text = b""  # UTF-8 text that the policy generated since the last tool result
         self.ids: list[int] = []  # completion token ids, including tool results
@@ -119,8 +118,7 @@ class ToolEpisode:
         if self.done:
             return True
         ids = encode_answers(answers, pictures, turn_ended, processor)
-        # Tool results are not truncated, because images cannot be truncated. A completion needs room for at least one
-        # token after its tool results.
+        # Tool results are not truncated, because images cannot be. After tool results, at least one token must be left.
         self.cut = len(ids) >= tokens_left
         if self.cut:
             return True
@@ -242,8 +240,7 @@ class AnswerAttention(DecodeAttention):
         self.response_rows = rows
         prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # one length per prompt
         newest = decoding.newest.tolist()  # position of each row's newest token
-        # for recurrent layers: the slice of each tool result's row in the batch, and the slice of the result's packed
-        # tokens
+        # for recurrent layers: the slice of each tool result's row in the batch, and the slice of the packed tokens
         self.spans = []
         tokens_of_rows = [0] * len(newest)
         tokens_before = 0
@@ -388,8 +385,7 @@ def find_environment(sampler: Sampler) -> Callable[[], Environment]:
     if name is None:
         raise ValueError("sampling.environment is not set, but a sampler with tools needs an environment")
     make = get_environment(name)
-    # Ranks run forward passes over tool results at different decode steps, so FSDP cannot gather weights layer by
-    # layer.
+    # Ranks run forward passes over tool results at different times, so FSDP cannot gather weights layer by layer.
     if not sampler.gather_weights:
         raise ValueError(
             "rollout.gather_weights is false, which is not supported with sampling.environment; "
@@ -435,8 +431,7 @@ def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
     images = list(row.images)  # may decode image files, because images are loaded lazily
     space = row.columns.get("box_space") or processor.box_space
     patch_size = processor.image_processor.patch_size
-    # patch grids of the prompt's images, without videos; second_per_grid_ts, the seconds between two frames, is 0 for
-    # an image
+    # patch grids of the prompt's images; second_per_grid_ts, the seconds between two frames, is 0 for an image
     grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()
     extents = []
     for image, (_, rows, columns) in zip(images, grids, strict=True):

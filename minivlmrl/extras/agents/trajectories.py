@@ -117,8 +117,7 @@ class Episode(ToolEpisode):
     def trajectory(self) -> Completion:
         """Concatenate all turns of a trajectory into one Completion.
 
-        The trajectory's `pictures`, which are only displayed, are the last image of each turn's prompt after the first
-        turn.
+        The trajectory's `pictures`, which are only displayed, are the last images of the prompts after the first turn.
         """
         windows = [turn.prompt for turn in self.turns[1:]]
         shown = [window.row.images[-1:] for window in windows if window and window.row]

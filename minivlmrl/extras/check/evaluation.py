@@ -46,8 +46,7 @@ def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor:
 def check_shared_images(stage: str, held_out: Dataset, rows: Dataset) -> Iterator[str]:
     """Check for evaluation images that equal training images pixel by pixel.
 
-    Embedded tasks are not checked for shared images. find_mistakes reports evaluation rows that share prompt and images
-    with training rows.
+    Embedded tasks are not checked. find_mistakes reports evaluation rows with the prompt and images of a training row.
     """
     if not isinstance(held_out, FileRows) or not isinstance(rows, FileRows):
         return

@@ -124,8 +124,7 @@ def check_contradictions(
     which names the fields with answers.
     """
     names = trainer.answers
-    # Answers of embedded tasks are not compared with solutions, because an embedded task may teach a format with wrong
-    # answers.
+    # Answers of embedded tasks are not compared with solutions, because a task may teach a format with wrong answers.
     is_compared = names and isinstance(all_rows, FileRows)
     rows = sample_rows(all_rows, NUM_ANSWERS) if is_compared else []
     for reward in rewards if rows else ():
@@ -218,8 +217,7 @@ def longest_text(trial: Trial) -> str:
 def check_totals(names: Sequence[str], totals: Sequence[float], has_solutions: bool) -> Iterator[str]:
     """Check that right answers have a higher total reward than texts without an answer.
 
-    If the rows have no solutions, right answers are unknown, and their total reward is compared only with the empty
-    text's.
+    If the rows have no solutions, right answers are unknown, so only the reward of the empty text is checked.
 
     Args:
         names: name of each text without an answer, of which the first is the empty text.
@@ -259,8 +257,7 @@ def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) 
 def check_forms(trial: Trial) -> Iterator[str]:
     """Check for solutions that are lists, objects or numbers, which a reward converts to text by Python's `str`.
 
-    For example, if a solution is a list of two strings, the reward `accuracy` compares answers with the text "['cat',
-    'kitten']".
+    For example, the reward `accuracy` compares an answer with the text "['cat', 'kitten']" instead of two words.
     """
     forms = [answer_forms(row) for row in trial.rows]
     if all(len(texts) == 1 for texts in forms):
@@ -345,7 +342,7 @@ def check_constant(
 
     [(solution, num_equal)] = count_answers(solutions).most_common(1)
     right_mean = totals(right_values).nanmean().item()
-    # (n,): for each of n rows, the total reward of the constant answer
+    # (n,): for each of n rows, the total reward of the most frequent solution as the answer
     constant = totals(trial.score_answers([solution] * len(trial.rows)))
     is_equal = torch.tensor([solution in truths for truths in solutions_of(trial.rows)])
     frequency = num_equal / len(solutions)
@@ -441,9 +438,8 @@ def count_answers(solutions: Iterable[Sequence[str]]) -> Counter[str]:
 def answer_forms(row: Row) -> list[str]:
     """Return all texts that may be a right answer to a row; the last text is `str(solution)`.
 
-    If a solution is a list of strings, each string, the joined strings and the list as JSON are right answers. If a
-    solution is the number 3.0, the text 3 is a right answer, too. A solution that is a string, or a list of numbers
-    such as a box, has only one text.
+    If a solution is a list of strings, each string, the joined strings and the list as JSON are right answers. To 3.0,
+    the text 3 is right, too. A solution that is a string, or a list of numbers such as a box, has only one text.
     """
     solution = row.columns.get("solution")
     forms = []

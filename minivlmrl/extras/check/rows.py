@@ -42,8 +42,7 @@ def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], proce
 def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterator[str]:
     """Check for rows with several system messages, and for images that come before the text in only some rows."""
     num_two_systems = 0
-    # {whether the question's text comes before its image: number of rows}, for questions that begin or end with an
-    # image
+    # {whether the text comes before the image: number of rows}, for questions that begin or end with an image
     image_orders = Counter()
     for row in without_media(all_rows):
         systems = {text_of(turn) for turn in row.messages if turn["role"] == "system"}
@@ -187,8 +186,7 @@ def check_boxes(rows: Sequence[Row]) -> Iterator[str]:
 def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, processor: Processor) -> Iterator[str]:
     """Check that the answers that a stage trains on end with a stop token and are not too long.
 
-    The length of answers is checked only if another stage samples completions of at most sampling.max_new_tokens
-    tokens.
+    The length of answers is checked only if another stage samples completions of limited length.
     """
     rows = sample_rows(all_rows)
     stop_ids = config.sampling.stop_token_ids or processor.stop_token_ids

@@ -117,8 +117,8 @@ def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
     """Return the least seconds that each phase of a training step takes on one GPU, given the GPU's data sheet.
 
     All prompts count as the longest. Matrix products are assumed to run at the GPU's peak rate, and a decode step to
-    read the decoder and the KV cache once. The least seconds of a step contain no time for attention, activation
-    functions, waiting and the CPU.
+    read the decoder and the KV cache once. The least seconds contain no time for attention, activation functions and
+    the CPU.
     """
     run, config, estimator = question.run, question.options, question.estimator
     row, model = question.rows[0], question.models.policy
@@ -158,8 +158,7 @@ def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
 def decoder_bytes(model: VisionLanguageModel, dtype: torch.dtype) -> float:
     """Return the bytes of the decoder's and the head's weights that a decode step reads and writes.
 
-    A decode step reads each packed 4-bit weight, and writes and reads the 16-bit values to which the weight is
-    unpacked.
+    A decode step reads each packed 4-bit weight, and writes and reads the 16-bit values of the unpacked weight.
     """
     read = computed_bytes(model.model.layers, dtype) + model.lm_head.weight.numel() * dtype.itemsize
     packed = [layer for layer in model.model.layers.modules() if isinstance(layer, PackedLinear)]

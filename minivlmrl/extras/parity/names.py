@@ -1,9 +1,8 @@
 """Known bugs of training steps, listed by the quantity that a bug changes, such as the reward or the mask.
 
-A known bug replaces a quantity of the step by another value or by a formula. The formula of a known bug is a function
-of an object s, which has the tensors of the recorded step as attributes. The formula `lambda s: s.c * s.x`, for
-example, multiplies the right value x by a fitted number c. `s.region` is the part of the step to which a bug is
-limited, such as a turn.
+A known bug replaces a quantity of the step by another value or by a formula. A bug's formula is a function of an object
+s, which has the tensors of the recorded step as attributes. The formula `lambda s: s.c * s.x`, for example, multiplies
+the right value x by a fitted number c. `s.region` is the part of the step to which a bug is limited, such as a turn.
 """
 
 import math

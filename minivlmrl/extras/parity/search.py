@@ -1,8 +1,7 @@
 """Search for known bugs that reproduce a trainer's numbers, in a recorded step or in a test case of a loss.
 
 The search tries simple bugs first, then bugs in only one use of a quantity, such as the mask, then bugs with an unknown
-number. If no single bug explains a trainer's numbers, the search tries a common factor of all numbers, and pairs of
-bugs.
+number. If no single bug explains the numbers, the search tries a common factor of all numbers, and pairs of bugs.
 """
 
 import math
@@ -327,8 +326,7 @@ class Search:
     def pairs(self) -> list[Cause]:
         """Combine each of the bugs that came closest to the trainer's numbers with other bugs that came close.
 
-        A bug with a fitted number is not combined with other bugs, because a pair with a fitted number would match by
-        chance.
+        Bugs with a fitted number are not combined, because a pair with a fitted number would match by chance.
         """
         count = CASE_CAUSES if self.d.case_tolerance else MODEL_CAUSES if self.name in THROUGH_A_MODEL else PAIRED
         near = [self.by_distance[key] for key in sorted(self.by_distance) if self.by_distance[key]][:count]
@@ -363,7 +361,8 @@ class Search:
         return explained
 
     def is_few(self, place: Place) -> bool:
-        """Return whether only one row or group of rows is wrong, so that a fitted number would always match."""
+        """Return whether a trainer's numbers are wrong in only one row or group, so that some fitted number would
+        always match."""
         return not self.d.case_tolerance and count_groups(self.name, place.of(self.base), self.d) < 2
 
     def factors(self) -> list[Cause]:
@@ -460,8 +459,7 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
     fewest = min((cause.parts for cause in explained), default=1)
     explained = [cause for cause in explained if cause.parts == fewest]
     limit = max(10 * min((cause.error for cause in explained), default=0.0), TOLERANCE / 100)
-    # Bugs with unlikely numbers are listed last: rewards scaled by 0.0001 give the same advantages as the likelier bug
-    # epsilon = 1.
+    # Bugs with unlikely numbers come last: rewards times 0.0001 give the advantages of the likelier bug epsilon = 1.
     search.explained = sorted(
         (cause for cause in explained if cause.error <= limit), key=lambda cause: cause.has_unlikely_number
     )
