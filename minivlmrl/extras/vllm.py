@@ -314,7 +314,7 @@ class VLLMSampler(Sampler):
     ):
         """Compare the log-probabilities of the first rollout that vLLM computed with those that the policy computes.
 
-        The two log-probabilities of a token may differ by at most 1e-3 nats in float32. In bfloat16, single tokens
+        The two log-probabilities of a token may differ by at most 1e-3 nats in float32. In 16 bits, single tokens
         differ more, so only the root mean square over a prompt's completions is bounded, by 0.5 nats. The option
         max_logp_mismatch multiplies the bounds, 1e-3 and 0.5 nats, on the difference of log-probabilities.
         """

@@ -361,8 +361,7 @@ class Search:
         return explained
 
     def is_few(self, place: Place) -> bool:
-        """Return whether a trainer's numbers are wrong in only one row or group, so that some fitted number would
-        always match."""
+        """Return whether only one row or group has wrong numbers, so that some fitted number always matches."""
         return not self.d.case_tolerance and count_groups(self.name, place.of(self.base), self.d) < 2
 
     def factors(self) -> list[Cause]:
