@@ -26,8 +26,8 @@ NO_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory|ST
 class error_context(AbstractContextManager):
     """Context manager that puts a file, row or field before the message of a ValueError in its block.
 
-    A message that already begins with this place does not get the place twice. Errors of other types, such as those of
-    a user's code, keep their message and get the place as a note.
+    If a message already begins with this file, row or field, the message is not changed. Errors of other types, such as
+    those of a user's code, get the file, row or field as a note.
     """
 
     # error_context is not a generator, because each of 200,000 rows enters several contexts, and a class is faster.
@@ -45,8 +45,8 @@ class error_context(AbstractContextManager):
 def mistake(error: BaseException) -> str | None:
     """Return a message of one line for an error that the user can correct without a traceback, otherwise None.
 
-    Such errors are a lack of memory, errors of the operating system, and errors from a `raise` statement of this
-    package. Errors in a user's own code are shown with their traceback.
+    A user can correct a lack of memory, errors of the operating system, and errors from a `raise` statement of
+    minivlmrl. Errors in a user's own code are shown with their traceback.
     """
     if is_out_of_memory(error):
         size = f" ({shortened(str(error).splitlines()[0])})" if str(error) else ""  # the first line has it, if known

@@ -92,10 +92,10 @@ def digest(parts: Iterable) -> str:
 def replacing(folder: str | Path) -> Iterator[Path]:
     """Yield a new, empty folder that replaces `folder` when the block has ended without an error.
 
-    During the block, the new folder is called NAME.partial. After the block, the old folder is renamed to
-    NAME.replaced, and the new folder to NAME. If the process is killed between the two renames, find_folder and the
-    next save find NAME.replaced. The old folder is kept if the disk is full. Only a folder that contains a checkpoint
-    is replaced.
+    While the `with` block runs, the new folder is called NAME.partial. After the `with` block, the old folder is
+    renamed to NAME.replaced, and the new folder to NAME. If the process is killed between these two renames,
+    find_folder and the next save find NAME.replaced. If the disk is full, the old checkpoint folder is kept. The
+    function replaces only folders that contain a checkpoint.
     """
     folder = Path(folder).resolve()  # resolves symbolic links
     new = Path(f"{folder}.partial")

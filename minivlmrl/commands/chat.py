@@ -81,7 +81,7 @@ def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunCo
 
 
 def build_row(options: argparse.Namespace, data: DataOptions) -> Row:
-    """Build a row from the prompt, the images and the videos on the command line."""
+    """Build the row to answer from the prompt, the images and the videos on the command line."""
     media_counts = {"image": len(options.image), "video": len(options.video)}
     template = data.prompt_template if "{problem}" in data.prompt_template else "{problem}"
     system_message = data.system_prompt if options.system is None else options.system
@@ -104,7 +104,7 @@ class Stream:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, rows: Tensor, ids: Tensor):
-        """Print the sampled token ids (n,) as text."""
+        """Decode sampled token ids (n,), and print their text."""
         for token_id in ids.tolist():
             if token_id not in self.hidden:
                 text = token_bytes(self.tokenizer, token_id)

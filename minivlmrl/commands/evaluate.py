@@ -104,12 +104,12 @@ generate_main = partial(answer_file, "generate")
 def evaluation_config(options: argparse.Namespace, overrides: list[str], with_rewards: bool) -> RunConfig:
     """Load the recipe, and set its model and data file to those on the command line.
 
-    A recipe that was found beside the model, and not named by the user, must not load code from files. The user allows
-    this code by naming the recipe with --recipe.
+    A recipe that was found beside the model, and not named by the user, must not load code from files. A recipe that
+    the user names with --recipe may load code from files.
     """
     is_adapter = is_adapter_folder(options.model)
     found_recipe = find_recipe(find_adapter(options.model) if is_adapter else options.model)
-    # The prompt template of own_data.yaml is replaced, because a model without a recipe was not trained with this
+    # The default prompt template is replaced by {problem}, because a model without a recipe was not trained with a
     # template.
     if not (found_recipe or options.recipe):
         overrides = ["--data.prompt_template={problem}", *overrides]
@@ -129,7 +129,8 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
         fields["data.eval_rewards"] = ["accuracy", "format"]
     overridden = ["--adapter={}", *overrides, *as_overrides(fields)]
     is_found = options.recipe is None
-    # Rewards are removed first, so that the user need not name code for rewards that this command does not run.
+    # The recipe is loaded without training rewards first, so that their code is not refused if an evaluation does not
+    # run it.
     config = load_config(recipe, ["--rewards={}", *overridden], is_found)
     if config.rewards:
         config.data.eval_rewards = list(config.rewards)
@@ -141,7 +142,8 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
 
 
 def trained_quantization(recipe: Path | None) -> Literal["nf4"] | None:
-    """Return the option adapter.quantize of the run that trained an adapter, or None if this run is not found."""
+    """Return the option adapter.quantize with which an adapter was trained, or None if its training run is not
+    found."""
     values = parse_yaml(recipe.read_bytes()) if recipe is not None else None
     section = values.get("adapter") if isinstance(values, dict) else None
     is_packed = isinstance(section, dict) and section.get("quantize") == "nf4"

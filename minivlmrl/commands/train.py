@@ -19,7 +19,7 @@ from minivlmrl.run.process import run_rank
 
 
 def main(arguments: list[str]):
-    """Train in this process, which is one rank, and exit; with --help, only print the options of a recipe."""
+    """Train as one rank, and exit the process at the end; with --help, only print the options of a recipe."""
     if "--help" in arguments:
         from minivlmrl.commands.help import print_options
 

@@ -1,4 +1,4 @@
-"""Load code that a recipe names as "name", "file.py:name" or "package.module:name".
+"""Load the functions and classes that a recipe names as "name", "file.py:name" or "package.module:name".
 
 A name may have options: "name(option=1)" binds the value 1 to the parameter `option` of the named function. Errors in
 the user's code are not converted to ValueError, so that their traceback names the user's line.
@@ -80,8 +80,8 @@ def split_options(text: str) -> tuple[str, str]:
 def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the object that a text such as "name(option=value)" names, and a dict of the options in the text.
 
-    Option values are Python literals. Only a name with a colon loads code from outside the table, so config/loading.py
-    can reject foreign code by the colon.
+    Option values are Python literals. Only names with a colon load code from outside minivlmrl, so config/loading.py
+    can refuse foreign code by the colon.
 
     Args:
         kind: the object's kind for error messages, such as "reward".
@@ -119,7 +119,7 @@ def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
 
 
 def with_options(function: Callable, options: dict[str, Any]) -> Callable:
-    """Bind values to parameters that have a default, and check the bounds of Annotated parameters."""
+    """Bind options to the parameters of a function that have defaults, and check the bounds of Annotated parameters."""
     parameters = inspect.signature(function).parameters.values()
     hints = {p.name: p.annotation for p in parameters if p.default is not p.empty}
     values = {}

@@ -128,7 +128,8 @@ def _stages(values: dict, where: str | Path) -> list[str]:
 
 @cache
 def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
-    """Add a section to RunConfig for each training stage from a user's file; raise ValueError if its name is taken."""
+    """Add a section to RunConfig for each training stage from a user's file; raise ValueError if the section's name is
+    taken."""
     if not algorithms:
         return RunConfig
     sections = {}
@@ -192,8 +193,8 @@ class Resolver:
     def _code(self, text: str, short: bool, is_typed: bool) -> str:
         """Make the file path in a text such as "file.py:name" absolute.
 
-        If `short` is true, the path stays relative to the working directory, because a reward's metrics are named after
-        it.
+        The path of a reward (`short`) stays relative to the working directory, because metrics are named after the
+        path.
         """
         match = re.match(r"(.*?\.py)(:.*)", text, re.DOTALL)
         if not match:
@@ -206,10 +207,11 @@ class Resolver:
         return path + name
 
     def _find(self, file: str, is_typed: bool) -> str:
-        """Find a file beside the recipe, in the working directory, or in the folder `recipes`."""
+        """Find a file that a recipe names: beside the recipe, in the working directory, or in the folder `recipes`."""
         beside = self.recipe.parent
         folders = [Path(), beside] if is_typed else [beside, Path()]
-        # A user's copy of a built-in recipe still names files in the folder `recipes`, such as shapes_model.json.
+        # Built-in folders are searched, because a user's copy of a built-in recipe names files such as
+        # shapes_model.json.
         ours = [recipes_folder().parent, recipes_folder()]
         existing = [folder for folder in folders + ours if os.path.exists(folder / file)]
         return os.path.abspath((existing or folders)[0] / file)
@@ -242,8 +244,7 @@ def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
 
 
 def _override_value(text: str, path: str, hint: TypeHint) -> Plain:
-    """Parse the value in an override as YAML; for an option of type text, a value that is no YAML text stays
-    unparsed."""
+    """Parse the value of an override as YAML; an option of type text takes a value such as 007 literally."""
     is_text = any(hint in (text_type, text_type | None) for text_type in TEXTS)
     where = f"command line: quote the value of {path}"
     with suppress(ValueError) if is_text else error_context(where):

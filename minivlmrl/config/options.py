@@ -1,4 +1,4 @@
-"""All options that a recipe can set, one dataclass per section.
+"""All options of a recipe, as dataclasses: one dataclass for each section of the recipe.
 
 A recipe is a YAML file with the fields of the dataclass RunConfig. On the command line, `--grpo.beta=0.04` sets one
 option, and `python train.py --help grpo` prints the comments beside the options of a section. The module
@@ -137,7 +137,7 @@ class FileOptions:
     """One file in data.train."""
 
     file: FilePath  # see data/row_files.py
-    # number of times that each row of this file occurs in an epoch; 0.5 takes every second row
+    # number of times that an epoch contains each row of this file; 0.5 takes every second row
     weight: Annotated[float, "(0, 1000]"] = 1.0
     sampling: str = "all"  # rows that are used: all, first:N, end:N or random:N; N may end with %
     # folder of relative image paths in this file; None is data.image_root
@@ -358,7 +358,7 @@ class DPOOptions(TrainingOptions):
 
 @dataclass
 class RewardModelOptions(TrainingOptions):
-    """Options for training a reward model on pairs."""
+    """Options for training a reward model on preference pairs."""
 
     # weight of a loss term, the squared sum of a pair's two scores, which keeps the mean score near 0
     center_rewards_coefficient: Finite | None = None
@@ -542,8 +542,8 @@ class RunConfig:
         """The rewards that score evaluations: data.eval_rewards, or else the training rewards.
 
         Training rewards are ordered by weight, the largest first, and rewards for the format come last. The reward
-        `reward_model` is left out, because a reward model can only score training rows. If `reward_model` is the only
-        training reward, answers are evaluated with the rewards accuracy and format.
+        `reward_model` is left out of evaluations, because a reward model can only score training rows. If
+        `reward_model` is the only training reward, answers are evaluated with the rewards accuracy and format.
         """
         if self.data.eval_rewards is not None:
             return self.data.eval_rewards

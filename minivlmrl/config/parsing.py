@@ -105,7 +105,7 @@ def check_values(cls: type[Dataclass], values: Mapping[str, Plain], where: str) 
 
 
 def read_value(hint: TypeHint, value: Plain, name: str, json: bool) -> Any:
-    """Check a value against a type hint and return the converted value."""
+    """Check a value of a recipe against a type hint, and return the converted value."""
     return Reader(json).read(hint, value, name)
 
 
@@ -133,7 +133,7 @@ class Reader:
         self.dashes = dashes
 
     def read(self, hint: TypeHint, value: Plain, name: str) -> Any:
-        """Check and convert a value; errors call the value by `name`, the path of its field, such as "grpo.beta"."""
+        """Check and convert a value of a recipe; `name` is the field's path in error messages, such as "grpo.beta"."""
         origin = typing.get_origin(hint)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             # a caller may pass a section that is already a dataclass, also of a subclass of the section's type
@@ -231,8 +231,8 @@ class Reader:
         return tuple(self.read(item_hint, item, name) for item_hint, item in items)
 
     def _changed(self, hint: TypeHint, value: Plain, path: str) -> Plain:
-        """Let the caller's function change_text replace a text whose type, such as FilePath, stands in
-        config/types.py."""
+        """Replace a text whose type, such as FilePath, is defined in config/types.py by the result of the function
+        change_text."""
         if self.change_text and hasattr(hint, "__supertype__") and isinstance(value, str):
             return self.change_text(hint, value, path)
         return value

@@ -39,17 +39,16 @@ def time_limit(seconds: float) -> Iterator[None]:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
-        # The timer is cleared a second time, because the alarm may have interrupted the line above that clears the
-        # timer.
+        # The timer is cleared twice, because the alarm may interrupt the line that clears the timer the first time.
         signal.setitimer(signal.ITIMER_REAL, 0)
         # The former handler is None if C code installed it; signal.signal does not accept None.
         signal.signal(signal.SIGALRM, former or signal.SIG_DFL)
 
 
 def shorten_limits(seconds: float):
-    """Limit the time of a running `time_limit` block from now on, and of every later block, to `seconds`.
+    """Limit the rest of a running `time_limit` block, and every later block, to `seconds`.
 
-    A signal handler calls shorten_limits, so that a run that must stop does not wait for a reward that hangs.
+    After a stop signal, the handler calls shorten_limits, so that the run does not wait for a reward that hangs.
     """
     global longest
     longest = seconds

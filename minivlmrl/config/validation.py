@@ -1,7 +1,7 @@
 """Reject recipes that set an option which has no effect because of another option.
 
-The table RULES lists the options that other options switch off, with the reason and the condition. ValueError is raised
-if such an option differs from its default. Training stages check their own options in the method
+The table RULES lists the options that other options switch off, with the reason and the condition. A recipe may contain
+an option without effect only with the option's default value. Training stages check their own options in the method
 `TrainingOptions.without_effect`, also stages in a user's file.
 """
 
@@ -17,7 +17,7 @@ Rule = tuple[str, str, Callable[[RunConfig, bool], object]]
 
 
 def on_policy(run: RunConfig) -> bool:
-    """Return True if each rollout is used for one optimizer step, so that all ratios are 1."""
+    """Return True if GRPO takes one optimizer step per rollout, so that all ratios of new to old policy are 1."""
     return run.grpo.num_iterations * run.grpo.steps_per_generation == 1
 
 
@@ -147,7 +147,7 @@ def unnamed_stages(run: RunConfig) -> list[str]:
 
 
 def options_without_effect(run: RunConfig, has_reference: bool) -> Iterator[tuple[str, str]]:
-    """Yield (option, reason) for every option that has no effect in this run, also for options with their default
+    """Yield (option, reason) for every option that has no effect in this run, even if the option has its default
     value."""
     for options, reason, applies in RULES:
         if applies(run, has_reference):

@@ -171,7 +171,7 @@ def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Pro
         if row is None or not row.messages:
             continue  # a trajectory's turn, whose prompt an environment has written
         if not part.is_prompt:
-            # the last token of an answer is not in the packed sequence, except in training a reward model
+            # a packed answer lacks its last token, which predicts nothing, except in training a reward model
             known = answers[id(prompt)]
             if known and ids not in [cut for x in known for cut in (x, x[:-1])]:
                 yield prompt, "the tokens of an answer are not those of its row"

@@ -1,4 +1,4 @@
-"""Compute the largest batches of a training stage before its first step, so that memory runs out early or never."""
+"""Run the largest batches of a training stage before its first step, so that memory runs out at once or never."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -42,7 +42,8 @@ def largest_rows(
 def try_largest_batches(
     question: MemoryQuestion, trainer: Trainer, optimizer: Optimizer, datasets: dict[str, Dataset], optimizer_bytes: int
 ):
-    """Sample from the largest batches of a rollout and of an evaluation, and train on the largest micro-batch.
+    """Sample completions for the largest batches of a rollout and of an evaluation, and train on the largest
+    micro-batch.
 
     Weights, optimizer state and random generators do not change. All gradients are removed.
 

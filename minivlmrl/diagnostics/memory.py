@@ -136,7 +136,7 @@ class TrainedModels(nn.Module):
 
 
 class MemoryEstimator:
-    """Counts the parameters of a model, and estimates the memory that its computations need.
+    """Estimates the memory for the parameters of a model and for its forward and backward passes.
 
     Args:
         before_ampere: True for a GPU with a compute capability below 8.0, which lacks attention kernels in bfloat16.
@@ -174,7 +174,7 @@ class MemoryEstimator:
         return TrainedModels(model, ValueModel(backbone, run.model.freeze))
 
     def activations(self, run: RunConfig, models: TrainedModels, work: BatchShape, train: bool) -> int:
-        """Return the peak bytes of a forward and, if `train`, a backward pass, without weights and gradients."""
+        """Return the peak bytes of activations in a forward pass and, if `train` is true, a backward pass."""
         batch = meta_batch(self.config, work, patch_dtype(run))
         with self.tracked(run, models, batch, train) as (models, live):
             if train:
@@ -188,7 +188,7 @@ class MemoryEstimator:
         return live.peak + batch.pixel_values.nbytes
 
     def prefill(self, run: RunConfig, policy: VisionLanguageModel, work: BatchShape) -> int:
-        """Return the peak bytes of a rollout's forward pass over its prompts, with KV cache, without weights."""
+        """Return the peak bytes of the forward pass over a rollout's prompts, including the KV cache."""
         batch = meta_batch(self.config, replace(work, num_generations=0), patch_dtype(run))
         prompt_index = torch.arange(work.prompts).repeat_interleave(work.num_generations)
         with self.tracked(run, TrainedModels(policy), batch, False) as (models, live):
@@ -212,14 +212,14 @@ class MemoryEstimator:
         fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         gpu_patch = mock.patch.object(dense_attention, "is_before_ampere", lambda device: self.before_ampere)
         dropout_on = dropout(models, run.adapter.dropout if train else 0.0, "memory")
-        # The cache of packing layouts is emptied first, because tensors that are cached already would not be counted.
+        # Cached attention masks and indices are dropped first, because tensors that exist already would not be counted.
         lay_out.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused_patch, gpu_patch, dropout_on, live:
             yield models, live
 
     def keys_and_values(self, dtype: torch.dtype, work: BatchShape) -> int:
-        """Return the size in bytes of a rollout's KV cache.
+        """Return the size in bytes of the KV cache of a rollout.
 
         All completions of a prompt share the cached keys and values of the prompt. A recurrent layer caches a state of
         fixed size for each prompt and each completion, in place of keys and values.
@@ -300,7 +300,7 @@ class MemoryQuestion:
 
 
 def estimate_phases(question: MemoryQuestion) -> dict[str, dict[str, float]]:
-    """Estimate the memory on one GPU in bytes, as {phase of the stage: {item, such as "weights": bytes}}.
+    """Estimate the bytes on one GPU as {phase, such as "train": {item, such as "weights": bytes}}.
 
     Returns:
         {phase: {item: bytes}}, for example {"train": {"weights": 1e9, "gradients": 1e9}}.
@@ -521,7 +521,7 @@ def reference_bytes(question: MemoryQuestion) -> int:
 
 
 def peak_bytes(phases: dict[str, dict]) -> float:
-    """Return the bytes that the largest phase of a stage needs, including RESERVE."""
+    """Return the bytes of the phase that needs the most memory, including a reserve for CUDA and NCCL."""
     return RESERVE + max(sum(items.values()) for items in phases.values())
 
 

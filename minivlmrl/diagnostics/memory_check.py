@@ -131,9 +131,9 @@ def fitting_pixels(question: MemoryQuestion, available: float) -> int:
 
 
 def written_bytes(question: MemoryQuestion) -> dict[str, float]:
-    """Return {kind of file: bytes} for the files of a stage when they need the most space on the disk.
+    """Return {kind of file: bytes} for the moment at which the files of a stage need the most space on the disk.
 
-    Old and new checkpoints both count, because a new checkpoint is complete before an old one is deleted.
+    At this moment, an old and a new checkpoint exist, because the new one is completed before the old one is deleted.
     """
     run, estimator = question.run, question.estimator
     sizes = {}
@@ -155,8 +155,7 @@ def written_bytes(question: MemoryQuestion) -> dict[str, float]:
 def check_disk(question: MemoryQuestion):
     """Raise ValueError if the disk lacks space for the training states and the weights of a run.
 
-    Training states and checkpoints that the output folder already contains count as free space, because the run deletes
-    them.
+    Training states that the output folder already contains count as free space, because the run deletes them.
     """
     run = question.run
     folder = Path(run.output_dir).absolute()

@@ -1,7 +1,7 @@
 """Warn if training does not learn, with a likely cause and a suggested fix.
 
-Each warning has a condition on the metrics of the last WINDOW optimizer steps. A warning is printed again only after a
-step at which its condition did not hold.
+Each warning has a condition on the metrics of the last WINDOW optimizer steps. A warning is repeated only if its
+condition did not hold at some step in between.
 """
 
 import json
@@ -70,7 +70,8 @@ class WarningRules:
         self.recent.append(metrics)
         found = dict(self.violated()) if len(self.recent) == WINDOW else {}
         new = [sentence for name, sentence in found.items() if name not in self.said]
-        # The warning "solved" stays in the set `said`, because this warning is never repeated.
+        # The name "solved" is never removed from the set of printed warnings, so that this warning is printed only
+        # once.
         self.said = set(found) | (self.said & {"solved"})
         return new
 
@@ -114,7 +115,7 @@ class WarningRules:
         yield from self.unused_parameters()
 
     def stuck_rules(self) -> Iterator[tuple[str, str]]:
-        """Yield warnings that training does not learn; they also apply to a model that has learned everything."""
+        """Yield warnings that training does not learn, whose conditions also hold after convergence."""
         sampling, last = self.run.sampling, self.recent[-1]
         stds = [f"rewards/{name}/std" for name in self.run.rewards]
         if stds and all(self.always(name, lambda std: std == 0) for name in stds):
@@ -186,8 +187,8 @@ class WarningRules:
     def unused_parameters(self) -> Iterator[tuple[str, str]]:
         """Yield a warning about trainable parameters that have never had a gradient.
 
-        Such parameters are those without optimizer state. Experts of a mixture are left out, because an expert may not
-        have received a token yet.
+        A parameter has never had a gradient if the optimizer has no state for the parameter. Experts of a mixture are
+        left out, because an expert may not have received a token yet.
         """
         names = []
         for name, parameter in self.trainer.trained.named_parameters():

@@ -1,12 +1,12 @@
 """Shard weights, gradients and optimizer state over the ranks with FSDP2.
 
 Models contain no code for sharding. FSDP wraps each vision block and each decoder layer as a unit, whose weights are
-gathered to run it and freed afterwards. If the weights of the embedding and the output head are not tied, each is a
-unit, too. All other weights form one more unit, the root.
+gathered to run it and freed afterwards. If the weights of the embedding and the output head are not tied, each is an
+FSDP unit, too. All weights outside of blocks, embedding and head form one more FSDP unit, the root.
 
-All ranks must run the same units in the same order, because gathering weights waits for all ranks. For this reason, all
-ranks have the same number of prompts and of micro-batches. The class DummyVisionForward runs the vision tower on ranks
-without images, and in_lockstep runs equally many decode steps on all ranks.
+All ranks must run the same units in the same order, because gathering weights waits for all ranks. All ranks get the
+same number of prompts and of micro-batches, so that they run the same FSDP units. The class DummyVisionForward runs the
+vision tower on ranks without images, and in_lockstep runs equally many decode steps on all ranks.
 """
 
 from collections.abc import Callable
@@ -104,7 +104,7 @@ class Sharding:
         if is_untied:
             gather_embedding_and_head(model)
         vision = DummyVisionForward()
-        # hooks that are added after FSDP's hooks run later, so the root's weights are already gathered
+        # hooks for the vision tower are added after FSDP's hooks, so they run when the root's weights are gathered
         model.register_forward_pre_hook(vision.before)
         model.model.register_forward_pre_hook(vision.before_decoder)
         model.sharding = self
@@ -145,7 +145,7 @@ class Sharding:
         """Gather the full weights of a model, and return a model without FSDP that uses these weights.
 
         The returned model has no FSDP hooks, so each rank can run it independently, also in a CUDA graph. The returned
-        model can be used until the sharded model is resharded, which frees the weights.
+        model can be used until the weights of the sharded model are freed by `reshard`.
         """
         for unit in units(model):
             unit.unshard()
@@ -177,7 +177,7 @@ def make_mesh(num_shards: int, world: World) -> DeviceMesh:
     device = world.device.type
     if num_shards == world.size:
         return init_device_mesh(device, (num_shards,), mesh_dim_names=("shard",))
-    # The groups are created by hand, because init_device_mesh would give them PyTorch's default timeout.
+    # The process groups are created explicitly, because init_device_mesh would give them PyTorch's default timeout.
     ranks = torch.arange(world.size).view(-1, num_shards)
     limit = timedelta(seconds=world.timeout)
     groups = []
@@ -204,9 +204,10 @@ def layers_without_experts(model: VisionLanguageModel) -> list[FSDPModule]:
 def gather_embedding_and_head(model: VisionLanguageModel):
     """Add hooks that gather the weights of an untied embedding and output head in each forward pass.
 
-    FSDP's own hooks do not run, because these weights are used without calling their modules. The weights stay gathered
-    until the end of the backward pass, or until `reshard`. As one unit, embedding and head would need a float32 buffer
-    for both gradients: 4.4 GB for a 7B model.
+    FSDP's own hooks do not gather these two weights, because the model uses them without calling their modules. The
+    weights stay gathered until the end of the backward pass, or until `reshard`. The weights stay gathered until the
+    end of the backward pass, or until `reshard`. As one unit, embedding and head would need a float32 buffer for both
+    gradients: 4.4 GB for a 7B model.
     """
     embedding, head = model.model.embed_tokens, model.lm_head
     assert isinstance(embedding, FSDPModule) and isinstance(head, FSDPModule)
@@ -220,7 +221,7 @@ def gather_embedding_and_head(model: VisionLanguageModel):
     for unit in (embedding, head):
         unit.set_reshard_after_forward(False)  # a decode step calls the embedding's module
         communication_of(unit).all_reduces_once = True
-    # these hooks are added after FSDP's hooks, so they run after FSDP has gathered the root
+    # hooks for embedding and head are added after FSDP's hooks, so they run when the root's weights are gathered
     model.register_forward_pre_hook(gather_embedding)
     model.register_forward_hook(gather_head)
 
@@ -277,8 +278,8 @@ def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLangua
     """Wrap the function sample_token so that all ranks run a sharded decoder equally often.
 
     The completions of different ranks have different lengths. Before each further decode step, the returned function
-    signals the other ranks. A rank whose completions have ended runs the decoder on a dummy token until the completions
-    of all ranks have ended.
+    tells the other ranks that this rank needs one more step. A rank whose completions have ended runs the decoder on a
+    dummy token until the completions of all ranks have ended.
     """
 
     def sample_together(logits: Tensor, rows: Tensor, counts: Tensor):

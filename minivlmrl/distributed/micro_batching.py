@@ -1,8 +1,8 @@
 """Split prompts and completions into micro-batches of a limited number of tokens, which bounds the memory of a forward
 pass.
 
-The split does not change completions, because each row has its own random seed. The split changes gradients only by
-rounding, because each loss is divided by the counts of the whole step.
+Dividing a batch does not change completions, because each row has its own random seed. Dividing a batch changes
+gradients only by rounding, because each loss is divided by the counts of the whole step.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,15 +18,16 @@ Key = TypeVar("Key")
 def split_into_micro_batches(
     lengths: Sequence[tuple[int, Sequence[int]]], max_prompts: int, max_tokens: int | None, world: World | None = None
 ) -> list[list[tuple[int, int]]]:
-    """Split prompts and their completions into micro-batches.
+    """Split prompts and their completions into micro-batches, which are lists of pairs (prompt index, completion
+    index).
 
     With a limit on tokens, prompts of similar length come into the same micro-batch. If a prompt with all its
     completions exceeds the limit, its completions are divided, and each part repeats the prompt. All ranks get the same
     number of micro-batches, because ranks of a sharded model run together.
 
     Example: for lengths [(10, [5, 5]), (10, [40, 2])] and limits of 9 prompts and 40 tokens, the result is [(0, 0), (0,
-        1)], [(1, 1)], [(1, 0)]. The last micro-batch exceeds the limit with 50 tokens, because a single completion is
-        never divided.
+        1)], [(1, 1)], [(1, 0)]. In the example, the last micro-batch exceeds the limit with 50 tokens, because a single
+        completion is never divided.
 
     Args:
         lengths: for each prompt (its token count, its completions' token counts).
@@ -85,8 +86,8 @@ def sample_in_micro_batches(
     """Call the function sample(prompts, num_generations, keys) on micro-batches, and concatenate the completions.
 
     The option sampling.max_batch_tokens limits the tokens in a micro-batch, where completions count with their full
-    length. Every micro-batch has at least one prompt, with all completions of this prompt. If all prompts fit into one
-    micro-batch, they keep their order.
+    length. Every micro-batch has at least one prompt, with all completions of this prompt. The order of prompts is kept
+    if all prompts fit into one micro-batch.
     """
     completions: list = [None] * len(prompts)
     most_new = num_generations * sampling.max_new_tokens

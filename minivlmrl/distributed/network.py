@@ -44,8 +44,8 @@ def attempt_store(limit: timedelta) -> Store:
 def connect(store: Store, rank: int, size: int, device: torch.device, limit: timedelta):
     """Create the process group, and test the network with a sum over all ranks, on CPUs and on GPUs.
 
-    Gloo connects the CPUs of all ranks. For GPUs, NCCL would otherwise connect only in the first step, after all
-    weights have been loaded.
+    Gloo connects the CPUs of all ranks. The sum makes NCCL connect the GPUs at once, and not only in the first step,
+    after all weights have been loaded.
 
     Args:
         store: the store of rank addresses.

@@ -50,7 +50,7 @@ class World:
     def shard_evenly(self, items: Sequence[Value]) -> tuple[list[Value], int]:
         """Return every N-th item for N ranks, starting at this rank; repeat items so that all ranks have equally many.
 
-        Equal numbers are needed because all ranks of a sharded model must run it equally often.
+        All ranks get equally many items, because the ranks of a sharded model must run the model equally often.
 
         Returns:
             this rank's items, and the number of leading items that are not repeats.
@@ -98,8 +98,9 @@ class World:
     def wait(self):
         """Wait for all ranks without a time limit, unless the process of a rank has ended.
 
-        Collective operations fail if a rank is late by more than `timeout` seconds. This limit suits training steps,
-        but not sampling, tools, rewards and saving, which may take much longer on one rank than on another.
+        Collective operations fail if a rank is late by more than `timeout` seconds. The timeout of collective
+        operations suits training steps, but not sampling, rewards and saving, which may take much longer on one rank
+        than on another.
         """
         if self.size > 1:
             monitored_barrier(NO_LIMIT)
@@ -107,7 +108,7 @@ class World:
     def run_on_all_ranks(self, work: Callable[[], Value]) -> Value:
         """Call the function `work` on every rank; an error on any rank is raised on all ranks.
 
-        The function may take longer than the timeout of the process group.
+        On one rank, `work` may take longer than the timeout of collective operations.
 
         Returns:
             the value that `work` returned on this rank.
@@ -166,7 +167,7 @@ class World:
 def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
     """Initialise the process group if torchrun started this process, and select the device.
 
-    Also set the number of CPU threads, and disable cuDNN's attention.
+    Set the number of CPU threads, too, and disable cuDNN's attention.
 
     Args:
         num_threads: this process's CPU threads; None is default_num_threads.
@@ -189,7 +190,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
     # 193893)
     torch.backends.cuda.enable_cudnn_sdp(False)
     if size > 1 or sharded:
-        # The import stands in this function, because most runs have a single process.
+        # The network module is imported only for several ranks, because most runs have a single process.
         from minivlmrl.distributed.network import attempt_store, connect, ending_with_dead_hosts
 
         # Gloo is the backend for CPU tensors and Python objects. Without a named network interface, gloo looks up the

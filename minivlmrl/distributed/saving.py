@@ -69,7 +69,7 @@ def save_model(
             write_other_files(new_folder, model, processor, files if merge else None, write_adapter)
             if write_more_files is not None:
                 write_more_files(new_folder)
-            # The folder is completed in this function, so that an error is raised on all ranks.
+            # The new folder replaces the old folder inside of this function, so that an error is raised on all ranks.
             saving.pop_all().close()
 
         for file, names in files.filename_to_tensors.items():
@@ -89,7 +89,7 @@ def adapter_writer(model: VisionLanguageModel, base: str | None) -> Callable[[Pa
     """Return a function that saves the adapters of a model in PEFT's format, or None if the model has no adapters."""
     if not has_adapters(model):
         return None
-    # The import stands in this function, because few runs have adapters.
+    # The code for adapters is imported only if a model has adapters, because few runs have them.
     from minivlmrl.model.peft import gather_adapter
 
     return gather_adapter(model, base)

@@ -87,8 +87,8 @@ def begin_micro_batch(module: nn.Module, is_last: bool):
     """Postpone the communication of a sharded module until the last micro-batch of an optimizer step.
 
     With the option sharding.once_per_step, gathered weights are kept, and each rank adds up its own gradients. The last
-    micro-batch reduces all gradients over the ranks, also those of units without a forward pass in it, such as the
-    vision tower. Without sharding.once_per_step, only the sum of gradients over replicas is postponed.
+    micro-batch sums the gradients over the ranks, also for units that it does not run, such as the vision tower.
+    Without sharding.once_per_step, only the sum of gradients over replicas is postponed.
     """
     for unit in units(module):
         communication = communication_of(unit)
@@ -153,7 +153,7 @@ def adapter_copies(model: VisionLanguageModel) -> AbstractContextManager[list[nn
     """Replace the adapters of a model by 16-bit copies in a `with` block, see sampling_copies in model/lora.py."""
     if not has_adapters(model):
         return nullcontext([])
-    # The import stands in this function, because few runs have adapters.
+    # The code for adapters is imported only if a model has adapters, because few runs have them.
     from minivlmrl.model.lora import sampling_copies
 
     return sampling_copies(model)

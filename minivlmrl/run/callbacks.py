@@ -1,8 +1,8 @@
 """Callbacks add behaviour to the training loop without changing its code.
 
 The training loop calls each callback's methods on all ranks, at the moment that the method's name describes. The
-default callbacks check memory, warn if an input does not reach the loss or a run is not learning, and write
-report.html. To add a callback, pass a list: `run_training(config, [*default_callbacks(config), MyCallback()])`.
+default callbacks check memory, write report.html, and warn if training does not learn or the loss ignores an input. To
+add a callback, pass a list: `run_training(config, [*default_callbacks(config), MyCallback()])`.
 """
 
 from torch.optim import Optimizer
@@ -33,7 +33,7 @@ class Callback:
         """
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
-        """Called once before training, after config.yaml and the log files have been created."""
+        """Called once before training, when config.yaml and the log files exist."""
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
         """Called before a training stage starts, or resumes from a checkpoint (then state.step is above 0)."""

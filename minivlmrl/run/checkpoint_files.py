@@ -26,9 +26,9 @@ FILE_SIZE = 2**30
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
     """Yield blocks of bytes from weight files, from which the caller computes a hash.
 
-    Files up to 64 MiB are read completely. From files above 64 MiB, 1,024 evenly spaced blocks are read. These blocks
-    distinguish two models, or a model before and after training, because training changes all blocks. A change of a few
-    bytes between two blocks is not detected.
+    Files up to 64 MiB are read completely. From files above 64 MiB, 1,024 evenly spaced blocks are read. The blocks
+    suffice to distinguish two models, or a model before and after training, because training changes all blocks. The
+    hash misses a change of a few bytes that lie between two of the blocks.
     """
     for file in files:
         size = file.stat().st_size
@@ -49,7 +49,7 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 def writes(tensor: Tensor, number: int, world: World) -> bool:
     """Return True if this rank writes its rows of a tensor to the checkpoint; `number` is the tensor's index.
 
-    Exactly one rank writes each row. Of a sharded tensor, the ranks of the first replica each write their rows. A
+    Exactly one rank writes each row. The rows of a sharded tensor are written by the ranks of the first replica. A
     tensor that is not sharded is the same on all ranks, so its index selects the one rank that writes it.
     """
     if is_part(tensor):
@@ -81,7 +81,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> lis
 def find_pieces(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
     """Map the name of each saved tensor to its saved pieces, as tuples (first row, row count, file).
 
-    The pieces of a tensor are in the order of their rows. A tensor without dimensions counts as one row.
+    The pieces of a tensor are in the order of their rows. A scalar tensor counts as one row.
     """
     pieces = {}
     for file in sorted(folder.glob("*.safetensors")):

@@ -216,7 +216,8 @@ class CheckpointManager:
     def compare(self, progress: TrainerState, recipe: dict[str, object]):
         """Print the options that have changed since the checkpoint; raise ValueError for incompatible changes.
 
-        Incompatible are other base weights for an adapter, and options with which training would skip or repeat rows.
+        Incompatible changes are other base weights for an adapter, or options with which training would skip or repeat
+        rows.
         """
         stage = self.config.stage_names[progress.stage]
         # A user who resumes from a named checkpoint folder may continue with other data.
@@ -296,7 +297,8 @@ class CheckpointManager:
                 f"resume is {resume}, but every checkpoint that it selects is damaged; "
                 "--resume=never deletes all checkpoints and starts again"
             )
-        # Without folders, the checkpoint comes from another output_dir, and this run has not saved a checkpoint yet.
+        # If this run has no folders, the checkpoint comes from another output_dir, and this run has not saved a
+        # checkpoint yet.
         if folders and progress is not None:
             self.saved_steps = progress.steps
         if self.world.is_main:

@@ -190,7 +190,7 @@ def _file_rows(
     `constants` are additional columns with the same value in all rows, and `changed_options` replace the options of the
     recipe.
     """
-    # imported here, because tasks do not need it
+    # The reader of data files is imported only if a recipe has data files, because a task generates its rows.
     from minivlmrl.data.file_dataset import FileDataset
 
     options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}

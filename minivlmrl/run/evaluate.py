@@ -39,8 +39,8 @@ def evaluate(
     out rows that a reward cannot score; if a reward cannot score any row, its metric is missing.
     """
     rewards = held_out_rewards(config)
-    # Of the recipe's sampling options, an evaluation uses only those that end completions. Filters such as top_p and
-    # the repetition penalty are switched off, so that the metrics of different runs are comparable.
+    # An evaluation switches off filters such as top_p and the repetition penalty, so that the metrics of different runs
+    # are comparable. It keeps the options that end completions.
     sampling = evaluation_sampling(config.sampling, repetition_penalty=1.0, **NO_TRUNCATION)
     ways = [("sampled", 1.0, None), ("greedy", 0.0, None)]
     if config.data.eval_without_images:
@@ -74,8 +74,8 @@ def metric_name(reward: str, way: str) -> str:
 def metrics_by_name(rewards: Sequence[Reward], means: dict[str, list]) -> dict[str, float]:
     """Select the metrics to report from {way of sampling: mean of each reward}.
 
-    The first reward is reported for each way of sampling. Further rewards are reported for `sampled` and `greedy`, and
-    a format reward in second place only for `sampled`.
+    The first reward is reported for each way of sampling. Further rewards are reported for `sampled` and `greedy`
+    answers; a format reward in second place only for `sampled`.
     """
     values = {metric_name(rewards[0].name, way): mean[0] for way, mean in means.items()}
     for k, reward in enumerate(rewards[1:], start=1):
@@ -125,8 +125,8 @@ def generate_for_rows(
 ) -> Iterator[list]:
     """Sample `count` completions for each row, and yield the results of one batch of rows after the other.
 
-    Each rank answers its share of the rows in a batch. All ranks yield the results of the whole batch, in the order of
-    the rows.
+    Each rank samples answers for its share of the rows in a batch. All ranks yield the results of the whole batch, in
+    the order of the rows.
 
     Args:
         key: first part of each row's random key; the row's index is the second part.

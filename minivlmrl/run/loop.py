@@ -105,7 +105,7 @@ def set_up(
         callback.on_setup(config, world)
     with phase("load"):
         model, processor, datasets = prepare(config, trainers, world, callbacks)
-    # The output folder is checked last, so that a user first hears about mistakes in the recipe itself.
+    # The output folder is checked last, so that a user does not delete results only to read about another mistake.
     check_output_dir(config)
     return model, processor, datasets
 
@@ -159,7 +159,7 @@ def train_stage(
 
 
 def optimizer_step(trainer: Trainer, step: Step, optimizer: Optimizer, number: int) -> dict[str, float]:
-    """Take one optimizer step and return its metrics.
+    """Take an optimizer step on all micro-batches of a step, and return the metrics of the step.
 
     The gradients are summed over micro-batches and ranks, and clipped by their global norm.
 

@@ -1,7 +1,7 @@
 """Log the metrics of a run to JSON-lines files, a progress bar and trackers.
 
-Runs with the same recipe and seed write the same metrics.jsonl. Times and peak memory are written to another file,
-timings.jsonl, because they differ from run to run.
+Two runs of the same recipe with the same seed write the same file metrics.jsonl. Times and peak memory are written to
+another file, timings.jsonl, because they differ from run to run.
 """
 
 import importlib.util
@@ -109,8 +109,8 @@ class MetricsLog(ExitStack):
     def lines_to_keep(self) -> dict[str, int]:
         """Return {log file: number of lines} at the last call of `mark`, for a checkpoint.
 
-        Later lines come from evaluations, which a resumed run repeats. The log files are flushed to disk, because the
-        checkpoint stores only their numbers of lines.
+        Lines of evaluations after this call are not counted, because a resumed run repeats these evaluations. The log
+        files are flushed to disk, because the checkpoint stores only their numbers of lines.
         """
         for file in self.files.values():
             os.fsync(file.fileno())
@@ -245,8 +245,8 @@ def check_mismatch(run: RunConfig, metrics: dict[str, float]):
     """Raise ValueError if sampling and training compute different log-probabilities for the same tokens.
 
     In float32, rollout.max_logp_mismatch bounds the difference for each token. In 16 bits, rounding errors of single
-    tokens can exceed this bound. For 16 bits, a tenth of the option therefore bounds the root mean square of the
-    differences over all tokens.
+    tokens can exceed rollout.max_logp_mismatch. In 16 bits, a tenth of rollout.max_logp_mismatch therefore bounds the
+    root mean square of the differences over all tokens.
     """
     name = "rollout/logp_mismatch"
     bound = run.rollout.max_logp_mismatch
@@ -265,8 +265,8 @@ def check_mismatch(run: RunConfig, metrics: dict[str, float]):
 def memory_use() -> dict[str, float]:
     """Return the peak memory of this process in GiB: of the GPU, or of the host if there is no GPU.
 
-    For a GPU, the result also has the memory of tensors now, the memory that PyTorch reserves, and the free memory. The
-    result is empty on Windows, which does not report host memory.
+    On a GPU, the memory that tensors use now, the memory that PyTorch reserves, and the free memory are also returned.
+    On Windows, which does not report host memory, an empty dict is returned.
     """
     if torch.cuda.is_available():
         use = {

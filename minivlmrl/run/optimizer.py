@@ -43,8 +43,8 @@ def make_optimizer(parameters: list, config: TrainingOptions, section: Optimizer
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
     """Create the optimizer state of parameters by a step with gradients of 0.
 
-    Load weights only after this step, because weight decay can change them. torch.distributed.checkpoint also
-    initialises optimizer state in this way.
+    Weights must be loaded after this call, because the step can change them, for example by weight decay.
+    torch.distributed.checkpoint also initialises optimizer state in this way.
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)

@@ -76,7 +76,7 @@ def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Da
 
 
 def check_truths(config: RunConfig, needs: dict[str, str], datasets: dict[str, Dataset]):
-    """Raise ValueError if a row's solution is such that no answer can equal it.
+    """Raise ValueError if no answer can equal the solution of a row.
 
     At most NUM_SOLUTIONS rows of a dataset, evenly spaced, are checked before training; other rows when they are
     scored. Boxes in solutions are compared with the image sizes of NUM_IMAGES rows. See try_rewards for the arguments.

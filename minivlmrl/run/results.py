@@ -170,7 +170,7 @@ class Results:
         if trainer is not None:
             trainer.save(self.folder)
             if has_adapters(self.model):
-                # imported here, because few runs have adapters
+                # The code for adapters is imported only if a model has adapters, because few runs have them.
                 from minivlmrl.model.lora import merge_note
 
                 note = merge_note(self.model)  # on all ranks

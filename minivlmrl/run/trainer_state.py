@@ -12,7 +12,7 @@ RUN = "run.json"
 
 @dataclass
 class TrainerState:
-    """The progress of a run; run.json has the same fields.
+    """The progress of a run, with the same fields as run.json in a checkpoint.
 
     The values are equal on all ranks, except for `seconds`, `num_log_lines` and `logs`, which are those of rank 0 in
     run.json.

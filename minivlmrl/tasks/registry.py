@@ -36,7 +36,7 @@ def get_task(name: str) -> Task:
     Raises:
         ValueError: there is no such task, or the task has no such option.
     """
-    # The import stands in this function, because most callers of the registry do not look up tasks by name.
+    # The code that loads tasks by name is imported only when a task is loaded, because most callers do not load one.
     from minivlmrl.config.import_utils import resolve_object, with_options
 
     task, options = resolve_object("data.task", name, TASKS)

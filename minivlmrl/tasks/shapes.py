@@ -1,10 +1,10 @@
 """The default run's task: name the colour and the shape of the object in a small image.
 
-A prompt shows one image and asks what the image shows. The answer names one of 12 classes (6 colours x 2 shapes):
-<think>I see green</think><answer>green square</answer>
+The prompt of a row shows one image, and asks for the colour and the shape of the object. The answer names one of 12
+classes (6 colours x 2 shapes): <think>I see green</think><answer>green square</answer>
 
-There are few demonstrations for SFT, and half of them have a random label. Such demonstrations teach the answer format
-but little about images, so that reinforcement learning has something to improve.
+There are few demonstrations for SFT, and half of them have a random label. Demonstrations with random labels teach the
+answer format but little about images, so that reinforcement learning has something to improve.
 """
 
 import random
@@ -62,8 +62,8 @@ class Shapes(Sequence[Row]):
         shown_label = rng.choice(LABELS) if rng.random() < self.wrong_labels else label
         messages = conversation(PROBLEM, {"image": 1}, self.prompt_template, self.system_prompt)
         columns = {"problem": PROBLEM, "solution": label}
-        # Rejected answers have their own random generator, so that images and demonstrations stay the same without
-        # them.
+        # Rejected answers have their own random generator, so that images and demonstrations do not depend on rejected
+        # answers.
         rejected = make_rejected(label, random.Random(f"shapes/{self.seed}/{index}/rejected"))
         demonstrated = tagged_answer(shown_label) if self.tags else shown_label
         return Row(messages, [image], columns, demonstrated, tagged_answer(label), rejected)
