@@ -26,8 +26,8 @@ NO_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory|ST
 class error_context(AbstractContextManager):
     """Context manager that puts a file, row or field before the message of a ValueError in its block.
 
-    If a message already begins with this file, row or field, the message is not changed. Errors of other types, such as
-    those of a user's code, get the file, row or field as a note.
+    The file, row or field is not repeated if the message already begins with it. Errors of other types, such as those
+    of a user's code, get the file, row or field as a note.
     """
 
     # error_context is not a generator, because each of 200,000 rows enters several contexts, and a class is faster.

@@ -61,7 +61,7 @@ def main(arguments: list[str]):
 
 
 def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunConfig:
-    """Load the prompt settings of the run that trained the model, or defaults; sampling options are those typed."""
+    """Load the prompt settings of the run that trained the model, or defaults, and the user's sampling options."""
     is_adapter = is_adapter_folder(options.model)
     path = base_model(options.model) if is_adapter else options.model
     dtype = read_config(find_folder(path)).torch_dtype

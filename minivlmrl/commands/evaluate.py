@@ -129,8 +129,8 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
         fields["data.eval_rewards"] = ["accuracy", "format"]
     overridden = ["--adapter={}", *overrides, *as_overrides(fields)]
     is_found = options.recipe is None
-    # The recipe is loaded without training rewards first, so that their code is not refused if an evaluation does not
-    # run it.
+    # The recipe is loaded without rewards first, so that code of rewards that an evaluation does not run is not
+    # refused.
     config = load_config(recipe, ["--rewards={}", *overridden], is_found)
     if config.rewards:
         config.data.eval_rewards = list(config.rewards)
@@ -160,7 +160,6 @@ def find_recipe(model: str | Path) -> Path | None:
 
 
 def result_line(processor: Processor, names: Sequence[str], row: Row, completions: list, rewards_of_row: list) -> dict:
-    """Return the line of the results file for one row of the data file."""
     answers = []
     for completion, values in zip(completions, rewards_of_row, strict=True):
         text = processor.decode_assistant_turn(completion)

@@ -146,8 +146,7 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
 
 
 class Resolver:
-    """Makes the paths in a recipe absolute, and lists the code that would run although the user did not name the
-    recipe.
+    """Makes the paths in a recipe absolute, and lists code from files in a recipe that the user has not named.
 
     Paths of the type FilePath are relative to the working directory, and RecipePath or Code to the recipe's folder. Hub
     repository ids, and paths that do not exist, are not changed.

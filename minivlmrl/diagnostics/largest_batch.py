@@ -58,7 +58,7 @@ def try_largest_batches(
         with phase("load"):
             missing = 0 if optimizer.state else optimizer_bytes
             reserved = torch.empty(missing, dtype=torch.uint8, device=world.device)
-        # sampling with tools, and sampling with an engine such as vLLM, is not tried
+        # The trial leaves out sampling with tools, and sampling with another engine such as vLLM.
         has_tools = run.sampling.environment is not None
         if isinstance(trainer, RolloutTrainer) and not has_tools and run.sampling.engine == "native":
             work = sampling_batch(question)

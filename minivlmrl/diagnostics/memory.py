@@ -288,7 +288,6 @@ class MemoryQuestion:
 
     @property
     def micro_batch_prompts(self) -> int:
-        """The number of prompts in the largest micro-batch on one GPU."""
         per_gpu = math.ceil(self.options.prompts_per_step / self.gpus)
         return min(self.options.micro_batch_size, per_gpu)
 
@@ -331,7 +330,7 @@ def training_batch(question: MemoryQuestion) -> BatchShape:
 
 
 def answers_batch(question: MemoryQuestion, rows: Sequence[RowSize], prompts: int) -> BatchShape:
-    """Count the tokens in a micro-batch of given answers; sampling.max_new_tokens replaces an unknown length."""
+    """Return the numbers of prompts and tokens in a micro-batch of given answers."""
     lengths = [row.answer_tokens for row in rows if row.answer_tokens is not None]
     longest = max(lengths, default=question.run.sampling.max_new_tokens)
     return largest_batch(rows, prompts, [longest] * len(question.trainer.answers), None)
@@ -357,7 +356,7 @@ def largest_batch(
 ) -> BatchShape:
     """Divide the largest rows into batches, and return the numbers of prompts and tokens in the largest batch.
 
-    Every prompt of the returned batch counts with the mean size of the batch's rows.
+    The batch is described by the mean size of its rows.
 
     Args:
         completions: token counts of each prompt's completions.
@@ -406,7 +405,7 @@ def gathered_bytes(question: MemoryQuestion, model: VisionLanguageModel) -> int:
 
 
 def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: BatchShape) -> dict[str, float]:
-    """Return {item: bytes} for what is in memory only while completions are sampled, such as the KV cache."""
+    """Return {item, such as "keys and values": bytes} of the memory that is only needed while completions are sampled."""
     run, estimator, dtype = question.run, question.estimator, question.dtype
     policy = question.models.policy
     by_layer = run.uses_fsdp and not run.rollout.gather_weights
@@ -434,7 +433,7 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
 
 
 def evaluation_items(question: MemoryQuestion) -> dict[str, float]:
-    """Return {item: bytes} for what is in memory only during an evaluation."""
+    """Return {item: bytes} of the memory that is only needed during an evaluation, such as for the KV cache."""
     # An evaluation first samples answers to held-out rows. A stage that trains on given answers then computes their
     # log-probabilities, and the peak is the larger of the two.
     items = rollout_items(question, evaluation_sampling(question.run.sampling), evaluation_batch(question))
@@ -445,7 +444,7 @@ def evaluation_items(question: MemoryQuestion) -> dict[str, float]:
 
 
 def score_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
-    """Return {item: bytes} for a forward pass without gradients."""
+    """Return {item, such as "activations": bytes} for a forward pass without gradients."""
     run, models = question.run, question.models
     return {
         "gathered": sum(gathered_bytes(question, backbone) for backbone in models.backbones),
@@ -455,7 +454,7 @@ def score_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
 
 
 def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
-    """Return {item: bytes} for a forward and backward pass."""
+    """Return {item, such as "gradients": bytes} for a forward and backward pass."""
     run, models = question.run, question.models
     trained = trained_parameters(models)
     gradients = bytes_of(trained) * question.share
@@ -486,8 +485,7 @@ def logits_bytes(question: MemoryQuestion, work: BatchShape) -> int:
 
 
 def persistent_items(question: MemoryQuestion) -> dict[str, int]:
-    """Return {item: bytes} for what is in memory in all phases, such as the weights, before the division by the number
-    of shards."""
+    """Return {item, such as "weights": bytes} of the memory that all phases need, before sharding divides it."""
     run, models = question.run, question.models
     policy = models.policy
     weights = bytes_of([*policy.parameters(), *policy.buffers()])

@@ -160,7 +160,6 @@ def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:
 
 
 def data_uri(folder: Path, path: str) -> str:
-    """Encode an image whose path stands in completions.jsonl as a data URI."""
     file = (folder / path).resolve()
     # A path outside the folder images/ is refused, so that a manipulated completions.jsonl cannot copy other files into
     # the report.

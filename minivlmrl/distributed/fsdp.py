@@ -188,7 +188,6 @@ def make_mesh(num_shards: int, world: World) -> DeviceMesh:
 
 
 def sharded_blocks(tower: nn.ModuleList) -> list[FSDPModule]:
-    """Return the blocks of a vision tower or decoder that are FSDP units."""
     return [block for block in tower if isinstance(block, FSDPModule)]
 
 

@@ -131,7 +131,6 @@ def write_other_files(
 
 
 def on_meta(weight: Weight) -> Tensor:
-    """Create a tensor on the meta device with the shape and dtype of a weight."""
     if isinstance(weight, Stacked):
         return weight.stack(on_meta)
     return torch.empty(weight.shape, dtype=weight.dtype, device="meta")

@@ -79,7 +79,6 @@ class Communication:
 
 
 def communication_of(unit: "FSDPModule") -> Communication:
-    """Return the Communication settings that the class Sharding has stored in an FSDP unit."""
     return vars(unit)["communication"]
 
 

@@ -19,8 +19,7 @@ from minivlmrl.trainers.base import Step, Trainer
 
 
 class Callback:
-    """Base class for all callbacks. All methods of the base class do nothing; a subclass overrides those that it
-    needs."""
+    """Base class for all callbacks. The methods of this class do nothing; a subclass overrides those that are needed."""
 
     def on_setup(self, config: RunConfig, world: World):
         """Called before the rows and the weights are loaded; raise ValueError to reject the recipe."""

@@ -68,7 +68,6 @@ class MetricsLog(ExitStack):
             self.trackers.append(find_tracker(name)(config, self.steps, self))
 
     def write(self, name: str, line: dict):
-        """Append a line of JSON to the log file called `name`."""
         self.files[name].write(f"{json_text(line)}\n".encode())
         self.files[name].flush()
         self.num_lines[name] += 1
@@ -117,7 +116,6 @@ class MetricsLog(ExitStack):
         return self.lines_at_mark
 
     def step(self, number: int, metrics: dict[str, float], step: Step) -> dict:
-        """Log an optimizer step, and return its metrics."""
         self.steps += 1
         phases = self.trainer.timer.take()
         if self.files:

@@ -116,7 +116,6 @@ class CompletionsLog:
         return lines, {path: encode_image(picture) for path, picture in new.items()}
 
     def write_image(self, name: str, encoded: bytes):
-        """Write an encoded image to a path inside the output folder."""
         path = self.folder / name
         path.parent.mkdir(exist_ok=True)
         draft = path.with_suffix(".partial")  # so that a killed run leaves no broken image

@@ -83,7 +83,7 @@ def prepare(
 def build_model(
     config: RunConfig, world: World, datasets: dict[str, Dataset] | None = None
 ) -> tuple[VisionLanguageModel, Processor]:
-    """Build the processor and the model of a recipe; see build_processor and build_weights."""
+    """Build the processor and the model of a recipe."""
     processor = build_processor(config, datasets)
     return build_weights(config, world, processor), processor
 

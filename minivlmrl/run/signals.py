@@ -13,7 +13,8 @@ from minivlmrl.distributed.process_group import World
 
 # exit code of a run that a signal has stopped and that can be resumed (EX_TEMPFAIL in sysexits.h)
 PREEMPTED = 75
-# Signals within this many seconds count as one request, because a scheduler and torchrun may both forward a signal.
+# seconds after a signal in which further signals count as the same request, because a scheduler and torchrun may both
+# forward a signal
 SAME_REQUEST = 5.0
 LAST_CALL = 10.0  # seconds that a reward or a tool has after a signal
 
@@ -23,7 +24,7 @@ class Preempted(Exception):
 
 
 class StopSignals:
-    """Context manager after whose first stop signal a run saves a checkpoint and exits.
+    """Context manager for a run: at the first stop signal, the run saves a checkpoint and exits.
 
     A second signal at least SAME_REQUEST seconds later ends the process at once. `world` is the run's World. Work that
     takes long, such as sampling, calls world.stop_if_preempted repeatedly.

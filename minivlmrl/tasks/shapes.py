@@ -70,7 +70,6 @@ class Shapes(Sequence[Row]):
 
 
 def tagged_answer(label: str) -> str:
-    """Format a label as an answer with <think> and <answer> tags."""
     return f"<think>I see {label.split()[0]}</think><answer>{label}</answer>"
 
 
