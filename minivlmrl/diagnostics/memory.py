@@ -405,7 +405,7 @@ def gathered_bytes(question: MemoryQuestion, model: VisionLanguageModel) -> int:
 
 
 def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: BatchShape) -> dict[str, float]:
-    """Return {item, such as "keys and values": bytes} of the memory that is only needed while completions are sampled."""
+    """Return {item, such as "keys and values": bytes} of the memory that only sampling needs."""
     run, estimator, dtype = question.run, question.estimator, question.dtype
     policy = question.models.policy
     by_layer = run.uses_fsdp and not run.rollout.gather_weights
@@ -444,7 +444,7 @@ def evaluation_items(question: MemoryQuestion) -> dict[str, float]:
 
 
 def score_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
-    """Return {item, such as "activations": bytes} for a forward pass without gradients."""
+    """Return {item, such as "logits": bytes} for a forward pass without gradients."""
     run, models = question.run, question.models
     return {
         "gathered": sum(gathered_bytes(question, backbone) for backbone in models.backbones),

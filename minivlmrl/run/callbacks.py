@@ -19,7 +19,7 @@ from minivlmrl.trainers.base import Step, Trainer
 
 
 class Callback:
-    """Base class for all callbacks. The methods of this class do nothing; a subclass overrides those that are needed."""
+    """Base class for all callbacks. The methods of this class do nothing; a subclass overrides some of them."""
 
     def on_setup(self, config: RunConfig, world: World):
         """Called before the rows and the weights are loaded; raise ValueError to reject the recipe."""
