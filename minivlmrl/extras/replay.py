@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    """Replay a training step, and print one prompt with its completions; return 1 if the step differs from the logs."""
+    """Replay a training step, and print a prompt with its completions; return 1 if the run's logs differ."""
     options, overrides = build_parser().parse_known_args(arguments)
     folder, number = Path(options.run), options.step
     for override in overrides:

@@ -258,8 +258,9 @@ def read_parameter(hint, text: str):
 def part(result) -> dict:
     """Convert a tool's result into a part of a chat message, such as an image part.
 
-    A PIL image becomes an image part, and a part in TRL's format becomes an image or a text part. A tool result of any
-    other type is converted to text with `str`. Lone surrogates are replaced by "?", because UTF-8 cannot encode them.
+    A PIL image becomes an image part, and a part in TRL's format becomes an image or a text part. A tool result that is
+    no image and no message part is converted to text with `str`. Lone surrogates are replaced by "?", because UTF-8
+    cannot encode them.
     """
     kind = part_kind(result)
     shown = result.get("image") if kind == "image" else result

@@ -16,7 +16,7 @@ class ToolProcessor(Processor):
     tools: Sequence[str] = ()
 
     def join_turns(self, turns: list[dict]) -> list[dict]:
-        """Insert the result of each tool that an assistant turn calls in tags into this assistant turn.
+        """Merge tool results into the assistant turns that called the tools in tags.
 
         For example, the result of the tool call <search>cats</search> is inserted after it, as <result>...</result>.
         """

@@ -50,7 +50,7 @@ class ToolEpisode:
         self.settings = settings_of(environment)
         self.num_calls = 0
         self.num_failed = 0
-        # The pattern contains the names of all tools, so no closing tag of a tool is longer than the pattern.
+        # The regular expression has the names of all tools, so no closing tag is longer than the regular expression.
         self.closing_tag = re.compile(f"</({'|'.join(self.tools)})>".encode())
         self.text = b""  # UTF-8 text that the policy generated since the last tool result
         self.ids: list[int] = []  # completion token ids, including tool results
@@ -177,7 +177,7 @@ def encode_answers(
     """Tokenize tool results.
 
     If the policy has ended its turn, the tool results form a user turn, and the next assistant turn is opened. If the
-    policy's turn goes on, the tool results are inserted into this turn.
+    policy's turn goes on, the tool results are inserted into the turn.
     """
     grids = [grid for _, grid in pictures]
     opening = turn_opening(processor) if turn_ended else ()

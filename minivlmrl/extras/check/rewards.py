@@ -65,7 +65,7 @@ class Trial:
         return self.score_texts(format_completion(answer, self.processor) for answer in answers)
 
     def right_answers(self) -> list[str]:
-        """Return a right answer to each row: the text for the row's solution that has the highest total reward.
+        """For each row, return the text with the highest total reward among all texts that may be a right answer.
 
         Only a solution that is not a string can be written as several texts, see answer_forms.
         """
@@ -300,8 +300,8 @@ def check_empty(trial: Trial, solutions: Sequence[Sequence[str]], rows_name: str
 def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[str]:
     """Check for two names of one label, such as "ice cream" and "Ice-Cream".
 
-    Two names of a label are reported only if answering with the wrong one of the two names lowers a reward. Labels with
-    digits are not compared, because 1-5 and 15 are different answers, unlike ice-cream and icecream.
+    Two names of a label are reported only if a reward is lower for an answer with the name that is not the solution.
+    Labels with digits are not compared, because 1-5 and 15 are different answers, unlike ice-cream and icecream.
     """
     solution_counts = count_answers(solutions)
     names = defaultdict(list)  # letters of a label -> solutions with these letters, frequent first
@@ -331,9 +331,10 @@ def check_constant(
 ) -> Iterator[str]:
     """Check whether answering every row with the most frequent solution scores as high as right answers.
 
-    Rewards that read no column of the dataset are ignored in this comparison. The constant answer's mean reward on rows
-    where the answer is right and its mean reward on rows where the answer is wrong are weighted by the frequency of the
-    solution in the whole dataset. `right_values` are the rewards (n, K) for the right answers.
+    Rewards that read no column of the dataset are ignored when a constant answer is compared with right answers. The
+    constant answer's mean reward on rows where the answer is right and its mean reward on rows where the answer is
+    wrong are weighted by the frequency of the solution in the whole dataset. `right_values` are the rewards (n, K) for
+    the right answers.
     """
     reads_none = torch.tensor([not reward.columns for reward in trial.rewards])
 
@@ -394,8 +395,8 @@ def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
 def check_cache(trial: Trial) -> Iterator[str]:
     """Check whether a reward function caches values by text, and so returns a wrong value for another row.
 
-    Each right answer is scored first for its own row and then for a row with another solution. A second text with the
-    right answer is scored for the two rows in reverse order. The trial has a single reward.
+    Each right answer is scored first for its own row and then for a row with another solution; a second text with the
+    right answer is scored for both rows in reverse order. The trial has a single reward.
     """
     if trial.processor.answer_format == "whole":  # in which no two texts are equivalent
         return

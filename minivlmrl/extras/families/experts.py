@@ -95,12 +95,12 @@ def choose_experts(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 def place_experts(layer: DecoderLayer, config: ModelConfig, index: int):
-    """Replace the MLP of a decoder layer by a mixture of experts, if config.json gives this layer experts."""
+    """Replace the MLP of a decoder layer by a mixture of experts, if config.json says that the layer has experts."""
     if config.experts is not None and config.experts.has_experts(index):
         layer.mlp = Experts(config.hidden_size, config.experts, index)
 
 
-# {name of a tensor with all experts of a layer in a weight file: names of the weights of one expert in this tensor}
+# {name of a weight file's tensor with all experts of a layer: names of the weights of one expert in the tensor}
 FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 

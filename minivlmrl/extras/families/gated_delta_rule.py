@@ -1,7 +1,7 @@
 """The gated delta rule, Qwen3.5's linear attention.
 
-Each head of this attention has a state, a matrix S (K, V), that predicts the value of a key k as S^T k. A token first
-decays the state by a, then adds its key's prediction error, and reads the state with its query:
+Each head of the linear attention has a state, a matrix S (K, V), that predicts the value of a key k as S^T k. A token
+first decays the state by a, then adds its key's prediction error, and reads the state with its query:
 
     S <- a S        u = beta (v - S^T k)        S <- S + k u^T        o = S^T q        a = e^g
 

@@ -18,12 +18,12 @@ class ExpertsConfig:
     moe_intermediate_size: NumExperts  # I
     # width of the shared expert, which processes all tokens; None without a shared expert
     shared_expert_intermediate_size: NumExperts | None = None
-    # indices of layers with a dense MLP instead of experts
+    # indices of decoder layers with a dense MLP instead of experts
     mlp_only_layers: list[Annotated[int, ">= 0"]] = field(default_factory=list)
     decoder_sparse_step: NumExperts = 1  # every decoder_sparse_step-th layer has experts
 
     def has_experts(self, index: int) -> bool:
-        """Return True if the layer with this index has experts, and False if the MLP is dense."""
+        """Return True if the decoder layer `index` has experts, and False if the layer has a dense MLP."""
         return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
 
     def check(self, config: ModelConfig, transposed: bool):

@@ -117,8 +117,7 @@ def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
     """Return the least seconds that each phase of a training step takes on one GPU, given the GPU's data sheet.
 
     All prompts count as the longest. Matrix products are assumed to run at the GPU's peak rate, and a decode step to
-    read the decoder and the KV cache once. The least seconds contain no time for attention, activation functions and
-    the CPU.
+    read the decoder and the KV cache once. The time of a step leaves out attention, activation functions and the CPU.
     """
     run, config, estimator = question.run, question.options, question.estimator
     row, model = question.rows[0], question.models.policy

@@ -148,8 +148,8 @@ class Combination:
             most = max((count for count, _ in found.values()), default=0)
             best = [cause for count, cause in found.values() if count == most]
             best.sort(key=lambda cause: len(f"{cause.change.get('c', 0):g}"))  # round numbers are likelier
-            # A bug that explains only some test cases is accepted only if a project makes this choice on purpose,
-            # because losses often combine several designs.
+            # If a bug explains only some test cases, it is accepted only as a known design of a project, because losses
+            # often combine several designs.
             if best and (most == len(self.steps) or (is_last and best[0].of.who)):
                 return best
         return best

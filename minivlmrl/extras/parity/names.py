@@ -858,8 +858,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("factor", ALL_STAGES, "the model learns the opposite"): {"all values have the wrong sign": -1},
 }  # fmt: skip
 
-# If a trainer's numbers differ by a factor from the right ones, the factor may be one of these options or counts of a
-# step d. The regular expression beside an option or a count matches the tensors that the factor can affect.
+# If a trainer's numbers are wrong by a factor, the factor may equal an option or a count of a step d. Each regular
+# expression matches the names of the tensors that the option or count can affect.
 FACTORS = {
     "the temperature": (lambda d: d.about.get("temperature"), ".*logps$|entropies$|grad"),
     "one over the temperature": (lambda d: 1 / (d.about.get("temperature") or 1), ".*logps$|entropies$|grad"),

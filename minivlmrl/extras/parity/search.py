@@ -439,8 +439,8 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
         return search
     # A bug that explains 99 % of an error may leave a relative error of 3e-5, because the bug's formula may round more.
     d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
-    # Forward passes are slow, so bugs are first tried on the row with the largest error. A bug that explains this row
-    # must then explain all rows.
+    # Forward passes are slow, so bugs are first tried on the row with the largest error. Bugs that explain this row are
+    # then tried on all rows.
     if name in LOGPS:
         [values] = answer.values()
         d.part = gaps(*values).amax(1).argmax().view(1)
@@ -503,7 +503,7 @@ def count_causes(d: Dump) -> list[Cause]:
 
 
 def known_numbers(d: Dump, key: str) -> dict[float, str]:
-    """Return {number: description} for options, counts, inverses and ratios that a fitted number may equal.
+    """Return {number: description} for each option, count, inverse or ratio of counts that a fitted number may equal.
 
     Options and counts that cannot affect the tensor `key`, such as beta for a learning rate, are left out.
     """
@@ -520,7 +520,7 @@ def known_numbers(d: Dump, key: str) -> dict[float, str]:
     for count, text in texts.items():
         singles += [(count, text), (1 / count, f"1 over {text}")]
     ratios = [(a / b, f"{texts[a]} over {texts[b]}") for a, b in permutations(texts, 2)]
-    # A ratio of two small counts is left out, because a fitted number would equal it by chance.
+    # A ratio of two small counts is left out, because a fitted number can equal small ratios by chance.
     trusted = {rounded_key(a / b) for a, b in permutations(texts, 2) if min(a, b) > 10}
     ratios = [(number, text) for number, text in ratios if rounded_key(number) in trusted]
     return joined_texts(ratios) | joined_texts(singles)  # a single count is simpler than a ratio

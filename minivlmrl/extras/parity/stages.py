@@ -362,7 +362,7 @@ ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}
 
 
 def averaged(terms: Tensor, change: Change, rounding: Tensor | float = 0.0) -> Tensor:
-    """For each of M micro-batches, average token losses by the rule of loss_type, and their absolute values: (2, M)."""
+    """Average the token losses of each of M micro-batches, and their absolute values, as loss_type defines: (2, M)."""
     mask = mask_in(change, "the sum")
     counted = mask_in(change, "the count")
     weights = change("weights", torch.ones_like(mask), mask=mask)
