@@ -1,4 +1,4 @@
-"""Check a recipe's rewards for right answers, demonstrations, empty texts and texts that exploit a reward."""
+"""Check which rewards a recipe gives to right answers, demonstrations, empty texts and texts that exploit a reward."""
 
 import json
 import math

@@ -20,9 +20,9 @@ X = (I + L)^-1 beta V and Y = (I + L)^-1 beta e^G K. Only a few products must th
     U = X - Y S        O = e^G Q S + M U with M_ij = e^(G_i - G_j) q_i . k_j, j <= i
     S <- e^G_C S + (e^(G_C - G) K)^T U
 
-Example: two tokens with k = q = 1, beta = a = 1/2 and v = 8, 6. Computed token by token, the first token gives u = 4
-and S = 4, and the second token gives a S = 2, u = 2 and S = 4. Computed as one chunk of two tokens, L_21 = 1/4 and beta
-v = 4, 3, so u = 4 and u = 3 - 4/4 = 2.
+Example: two tokens with k = q = 1, beta = a = 1/2 and v = 8, 6. Computed token by token, the prediction errors are u =
+4 and 2, and the states S = 4 and, from a S = 2, again 4. Computed as one chunk, L_21 = 1/4 and beta v = 4, 3 give the
+same prediction errors, u = 4 and 3 - 4/4 = 2.
 
 Dimension letters: b rows, T tokens per row, H heads, K key dimension, V value dimension, C tokens per chunk.
 Source: the paper Gated Delta Networks (arXiv 2412.06464); the chunked form is as in DeltaNet (arXiv 2406.06484).

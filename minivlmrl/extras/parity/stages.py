@@ -290,7 +290,7 @@ class PolicyPieces:
 
 
 def policy(logps: Tensor, entropies: Tensor, change: Change) -> Tensor:
-    """Compute the GRPO loss of each of M micro-batches, and the sum of its terms' absolute values: (2, M)."""
+    """Compute the GRPO loss of each of M micro-batches, and the sum of the absolute values of its terms: (2, M)."""
     total = torch.zeros(2, len(change.d.micro_batches))
     shared = PolicyPieces(logps, entropies, change)
     for use, (term, weight_name) in POLICY_TERMS.items():
@@ -303,7 +303,7 @@ def policy(logps: Tensor, entropies: Tensor, change: Change) -> Tensor:
 
 
 def policy_term(pieces: PolicyPieces, change: Change) -> Tensor:
-    """Compute the policy-gradient loss of each of M micro-batches, and its terms' mean absolute value: (2, M)."""
+    """Compute the policy-gradient loss of each of M micro-batches, and the mean absolute value of its terms: (2, M)."""
     options = pieces.options
     d = change.d
     no_mismatch = torch.ones(len(d.all_rows), 1)
@@ -326,7 +326,7 @@ def policy_term(pieces: PolicyPieces, change: Change) -> Tensor:
 
 
 def kl_term_of(pieces: PolicyPieces, change: Change) -> Tensor:
-    """Compute the mean KL penalty of each of M micro-batches, and its terms' mean absolute value: (2, M)."""
+    """Compute the mean KL penalty of each of M micro-batches, and the mean absolute value of its terms: (2, M)."""
     options = pieces.options
     of_both = (pieces.per_token_logps, pieces.ref_per_token_logps)
     estimator = options.kl_estimator + "+" * options.kl_straight_through
@@ -412,7 +412,7 @@ def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
 
 
 def demonstrations(logps: Tensor, _, change: Change) -> Tensor:
-    """Compute the SFT loss of each of M micro-batches, and its terms' mean absolute value: (2, M)."""
+    """Compute the SFT loss of each of M micro-batches, and the mean absolute value of its terms: (2, M)."""
     logps = change("logps", logps)
     terms = -logps
     if loss_options(change).loss_type == "dft":
