@@ -94,8 +94,8 @@ def replacing(folder: str | Path) -> Iterator[Path]:
 
     While the `with` block runs, the new folder is called NAME.partial. After the `with` block, the old folder is
     renamed to NAME.replaced, and the new folder to NAME. If the process is killed between these two renames,
-    find_folder and the next save find NAME.replaced. If the disk is full, the old checkpoint folder is kept. The
-    function replaces only folders that contain a checkpoint.
+    find_folder and the next save find NAME.replaced. If the disk is full, the old checkpoint folder is kept. ValueError
+    is raised if the old folder contains files but no checkpoint.
     """
     folder = Path(folder).resolve()  # resolves symbolic links
     new = Path(f"{folder}.partial")

@@ -320,8 +320,8 @@ class TrainingOptions:
     def without_effect(self) -> Iterator[tuple[str, str]]:
         """Yield (option, reason) for each option of this dataclass that has no effect because of other options.
 
-        The module config/validation.py raises ValueError if a recipe sets one of the yielded options. The section for a
-        stage in your own file can extend this method, here for an option `warmdown`:
+        If a recipe sets an option without effect, config/validation.py raises ValueError. The section for a stage in
+        your own file can extend this method, here for an option `warmdown`:
 
             def without_effect(self):
                 yield from super().without_effect()
@@ -391,7 +391,7 @@ class GRPOOptions(TrainingOptions):
     # DAPO's penalty for long completions: the penalty grows over this many tokens before max_new_tokens; 0 disables the
     # penalty
     soft_punish_cache: Annotated[int, ">= 0"] = 0
-    # exclude completions that reach max_new_tokens from the loss (DAPO's overlong filtering)
+    # leave completions that were cut at max_new_tokens out of the loss (DAPO's overlong filtering)
     mask_truncated_completions: bool = False
 
     # name of the policy loss, see grpo_loss; or your own function with the same arguments, as file.py:name

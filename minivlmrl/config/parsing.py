@@ -191,7 +191,7 @@ class Reader:
             raise ValueError(f"{prefix}{error}") from None
 
     def _read_union(self, hint: TypeHint, value: Plain, name: str) -> Any:
-        """Convert a value for a union of types: keep its own type if the union contains it, or try the types in
+        """Check a value whose type hint is a union: keep the value's own type if possible, or else try the types in
         order."""
         choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
         if type(value) in typing.get_args(hint):  # "7" is text for float | str

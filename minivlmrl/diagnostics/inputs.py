@@ -124,7 +124,7 @@ def check_gradients(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[Promp
 def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """Compute the absolute gradients of the loss with respect to the image patches and to the N input embeddings.
 
-    Gradients are summed over features; patches that are merged into one image token share the gradient of this token.
+    Absolute gradients are summed over features; patches that are merged into one image token share its gradient.
     """
     name = "pixel_values" if batch.group.vision_embeds is None else "vision_embeds"
     leaves: list[Tensor] = [getattr(batch.group, name).detach().clone().requires_grad_()]

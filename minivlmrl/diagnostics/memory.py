@@ -199,8 +199,8 @@ class MemoryEstimator:
     def tracked(
         self, run: RunConfig, models: TrainedModels, batch: GroupBatch, train: bool
     ) -> Iterator[tuple[TrainedModels, AllocationTracker]]:
-        """Yield copies of the models, with the dtype, the recomputation and the dropout of training, and an
-        AllocationTracker."""
+        """Yield copies of the models as in training (dtype, recomputation, dropout), and the tracker that counts their
+        bytes."""
         models = copy.deepcopy(models)
         if run.model.compute_dtype:
             models.to(DTYPES[run.model.compute_dtype])

@@ -297,7 +297,7 @@ class CheckpointManager:
                 f"resume is {resume}, but every checkpoint that it selects is damaged; "
                 "--resume=never deletes all checkpoints and starts again"
             )
-        # If this run has no folders, the checkpoint comes from another output_dir, and this run has not saved a
+        # A run that resumes from another run's output_dir has no checkpoint folders of its own, and has saved no
         # checkpoint yet.
         if folders and progress is not None:
             self.saved_steps = progress.steps

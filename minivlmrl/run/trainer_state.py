@@ -26,7 +26,7 @@ class TrainerState:
     draws: Annotated[int, ">= 0"] = 0  # batches of rows that the current stage has taken
     # number of rows in the dataset of the current stage; 0 before the stage begins
     rows: Annotated[int, ">= 0"] = 0
-    # {evaluation before or after a stage: {metric: value}}
+    # metrics of the evaluations before and after stages: {name of the evaluation: {metric: value}}
     results: dict[str, dict[str, float]] = field(default_factory=dict)
     best: float | None = None  # best value of best_metric so far; eval/loss is negated
     # each stage's training time in seconds
