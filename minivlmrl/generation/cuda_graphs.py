@@ -1,4 +1,4 @@
-"""Capture the decode step as a CUDA graph, so that the host launches only once per token.
+"""Capture the decode step as a CUDA graph, so that the CPU makes one launch per token.
 
 Without a graph, the GPU waits for the host, because a step of 36 layers has more than a thousand kernel launches. A
 graph takes a single launch, and it runs the same kernels on the same memory every time. For a graph, all values that

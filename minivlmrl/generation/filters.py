@@ -64,7 +64,7 @@ class Filters:
                 completion.sampling_mask = counts, torch.cat(allowed_ids)
 
     def add_seen(self, rows: Tensor, ids: Tensor):
-        """Add one token id (r,) to each of these rows, so that the repetition penalty applies to it from now on."""
+        """Add one token id (r,) to each row's history, so that the repetition penalty applies to it from now on."""
         if self.seen is not None:
             self.seen[rows, ids] = True
 
@@ -91,7 +91,7 @@ def filter_logits(logits: Tensor, sampling: SamplingOptions, seen: Tensor | None
         return scores
     scores = scores / sampling.temperature
     if sampling.top_k:
-        # the top_k largest scores, in descending order
+        # each row's top_k largest scores, in descending order
         largest = scores.topk(min(sampling.top_k, scores.shape[-1])).values
         scores = scores.masked_fill(scores < largest[:, -1:], float("-inf"))
     if sampling.top_p < 1:

@@ -174,7 +174,7 @@ class Sampler:
             return torch.zeros_like(ids, dtype=torch.bool)
         return self.stop_strings.completed(rows, ids)
 
-    # Subclasses for other engines override the methods below.
+    # Subclasses for other sampling engines override the following methods.
 
     @classmethod
     def check(cls, run: RunConfig):
@@ -196,7 +196,7 @@ class Sampler:
         completions: Sequence[Sequence[Completion]],
         max_logp_mismatch: float,
     ):
-        """Check that an engine's log-probabilities match the policy's; here they do, as the policy itself samples.
+        """Check that an engine's log-probabilities match the policy's; they do if the policy itself samples.
 
         Args:
             rows: each prompt's row, for error messages.

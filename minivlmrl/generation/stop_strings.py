@@ -57,7 +57,7 @@ class StopStrings:
             self.before.append(b"".join(map(self.bytes_of, last_ids)))
 
     def completed(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Append one token to each of these rows, and find the rows that complete a stop string.
+        """Append one token to each given row, and find the rows that complete a stop string.
 
         Args:
             rows: (r,), the row indices.

@@ -31,7 +31,7 @@ RATIOS |= {
 def rloo_term(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor, dict]:
     """Compute RLOO's term, which is the clipped term with the whole completion's ratio.
 
-    The option importance_sampling_level is ignored.
+    RLOO ignores the option importance_sampling_level.
     """
     inputs.ratio = RATIOS["sequence_sum"](inputs.log_ratio, inputs.mask)
     return clipped(inputs, delta=delta)

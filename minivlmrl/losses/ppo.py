@@ -114,7 +114,7 @@ def ppo_loss(
     Source: PPO eq. 7 and 9 (arXiv 1707.06347); equals PPOTrainer in TRL 1.12, the last release that has one.
     """
     eps = cliprange
-    # 0 for padding, so that the exponential stays finite
+    # log-ratio 0 for padding tokens, so that its exponential stays finite
     log_ratio = (per_token_logps - old_per_token_logps) * mask
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio

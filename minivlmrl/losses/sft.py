@@ -12,7 +12,7 @@ def sft_loss(per_token_logps: Tensor, mask: Tensor, *, loss_type: SFTType = "nll
     """Compute the mean negative log-probability over the demonstrated tokens.
 
     Example: two rows have 1 and 3 tokens, all with log-probability -2. The loss is 2.0, the mean over the 4 tokens.
-    With "dft", each token has the weight e^-2 = 0.135, so the loss is 0.271.
+    With the loss "dft", each token has the weight e^-2 = 0.135, so the loss is 0.271.
 
     Args:
         per_token_logps: (B, T) float, log-probabilities under the policy in nats, with gradient.
