@@ -132,7 +132,7 @@ def _parts_kernel(
     else:
         # The results for the prompts' keys are stored before the results for own keys.
         done = tl.cdiv(prompt_keys, prompt_part) * lines
-        # For own keys, each row is a group by itself.
+        # For the completion's own keys, each row is a group by itself.
         _part(
             program - prompt_programs, q, own_k, own_v, own_bias, own_bias_stride,
             outs + done.to(tl.int64) * D, log_sums + done, lines, 1, own_keys, own_part, K, HEADS, D, OWN_TILE,

@@ -1,6 +1,6 @@
 """Cumulative sums of integers over long rows, computed in blocks.
 
-Blocks are faster, because torch's cumsum on a GPU adds a row's values one after the other.
+Cumulative sums in blocks are faster, because torch's cumsum on a GPU adds a row's values one after the other.
 """
 
 import torch.nn.functional as F

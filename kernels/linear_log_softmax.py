@@ -89,7 +89,7 @@ class Pieces:
         if not self.is_triton:
             z = self.logits(rows, self.tiles[0])
             return score_rows_(z, ids, self.temperature, self.scratch[: len(z)])
-        # running results over the tiles that were scored so far, see score_part_
+        # running top, s and t over the logit tiles that were scored so far, see score_part_
         parts = torch.empty(4, len(ids), dtype=torch.float32, device=ids.device)
         *earlier, last = self.tiles
         for tile in earlier:
@@ -131,7 +131,7 @@ def mask_logits_(z: Tensor, rows: Tensor, columns: Tensor) -> None:
     """Overwrite all logits z (m, width) with -inf, except those at (rows, columns) inside z."""
     m, width = z.shape
     inside = (rows >= 0) & (rows < m) & (columns >= 0) & (columns < width)
-    # Pairs outside z are redirected to an additional element after the last logit.
+    # Pairs (row, column) outside the logits z are redirected to an additional element after the last logit.
     cells = torch.where(inside, rows * width + columns, m * width)
     dropped = torch.ones(m * width + 1, dtype=torch.bool, device=z.device)
     dropped.index_fill_(0, cells, False)

@@ -105,7 +105,7 @@ def has_gradient(g: Tensor, e: Tensor | None) -> Tensor:
 
 
 def select_rows(tensors: Sequence[Tensor | None], rows: slice | Tensor) -> list[Tensor | None]:
-    """Select the same rows of each tensor, in contiguous memory. A tensor that is None stays None."""
+    """Select the given rows of each tensor, in contiguous memory. A tensor that is None stays None."""
     return [x if x is None else x[rows].contiguous() for x in tensors]
 
 
@@ -118,7 +118,7 @@ FORWARD_WARPS = 4
 BLOCK = tl.constexpr(8192)  # logits that the backward loop reads per iteration
 BACKWARD_WARPS = 8
 constexpr = tl.constexpr
-# Initial value for top. It is below every logit, but finite, so that differences are not NaN.
+# Initial value for the running maximum top: below every logit, but finite, so that differences are not NaN.
 LOWEST_TOP = tl.constexpr(-1e30)
 LOWEST_DIFFERENCE = tl.constexpr(FLOOR)
 LN2 = tl.constexpr(math.log(2))

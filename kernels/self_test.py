@@ -41,7 +41,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 def compare(function: Callable, reference: Callable, inputs: Sequence[Tensor], device: str) -> list[float]:
     """Return the relative errors in a function's result and its gradients.
 
-    The reference gets the inputs in float64 on the CPU.
+    The reference function gets the inputs in float64 on the CPU.
     """
     leaves = [x.to(device).requires_grad_() for x in inputs]
     exact_leaves = [x.double().requires_grad_() for x in inputs]
@@ -138,7 +138,7 @@ def check_nf4(device: str) -> list[float]:
     return [relative_error(actual, expected)]
 
 
-# kernel -> function that returns relative errors; the names are those in KERNELS in backend.py
+# for each kernel, a function that returns relative errors; the names are those in KERNELS in backend.py
 CHECKS = {
     "window_attention": check_windows,
     "decode_attention": check_decoding,

@@ -70,7 +70,7 @@ class PromptSlots:
         # number of earlier rows for the same prompt
         rows_before = torch.arange(len(prompt_index)) - first_row[prompt_index]
         self.slot = to_device(prompt_index * self.slots + rows_before, device)
-        # True if there are no empty slots; then slot i contains row i
+        # True if no slot is empty; then slot i contains row i
         self.full = len(prompt_index) == prompts * self.slots
 
     def by_prompt(self, x: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class JoinedAttention(torch.autograd.Function):
         own_lse = to_own.lse[..., None]
         lse = torch.logaddexp(prompt_lse, own_lse)
         out = slots.by_row(to_prompt.out) * (prompt_lse - lse).exp()
-        # in the dtype of the kernel's outputs, which has more digits than 16 bits on a CPU
+        # converted to the dtype of the fused kernel's outputs, which has more digits than 16 bits on a CPU
         out = (out + to_own.out * (own_lse - lse).exp()).to(to_own.out.dtype)
         ctx.save_for_backward(q, k, v, prompt_k, prompt_v, out, lse)
         ctx.slots = slots

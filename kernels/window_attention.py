@@ -204,7 +204,7 @@ def _backward_kernel(
 
 def block_sizes(longest: int, head_dim: int) -> tuple[int, int]:
     """Return ROWS and COLUMNS for segments with at most `longest` tokens: 60 tokens of dimension 80 give 64, 128."""
-    # block sizes are at least 16, because matrix instructions do not support smaller ones
+    # a kernel's block sizes are at least 16, because matrix instructions do not support smaller ones
     rows, columns = (max(16, 1 << (size - 1).bit_length()) for size in (longest, head_dim))
     return rows, columns
 
@@ -278,7 +278,7 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
     fits = is_short and q.shape[-1] <= MAX_HEAD_DIM and q.dtype in TILE_DTYPES
     if fits and backend_for(q, "window_attention") == "triton":
         return _window_attention(q, k, v, segments.cu_seqlens, segments.longest)
-    # varlen_attn was not measured with longer segments, of which there are few.
+    # varlen_attn was only measured with segments of at most 64 tokens; longer ones are rare.
     is_mixed = is_short and len(segments.runs) > 1
     if is_mixed and q.is_cuda and has_flash_attention(*(x.transpose(0, 1)[None] for x in (q, k, v))):
         return varlen_attention(q, k, v, segments)
