@@ -88,7 +88,7 @@ def differentiate_rows_(
 def differences_(z: Tensor, top: Tensor, temperature: float) -> Tensor:
     """Compute d = (z - top) / T in place from logits z (m, V).
 
-    Values below FLOOR * ln(2) are set to FLOOR * ln(2).
+    Differences d below FLOOR * ln(2) are set to this limit.
     """
     z.sub_(top[:, None])
     if temperature != 1:

@@ -53,7 +53,7 @@ def rectangles(prompts: list[range], completions: list[list[range]]) -> tuple[Te
 class PromptSlots:
     """Assignment of rows (completions) to slots for their prompts.
 
-    Every prompt has as many slots as the largest group has rows. Prompts with fewer rows have empty slots.
+    Every prompt has as many slots as the largest group has rows. Prompts with fewer completions have empty slots.
 
     Args:
         prompt_index: (R,), each row's prompt, in ascending order. It must be on the CPU, so
@@ -158,7 +158,7 @@ class JoinedAttention(torch.autograd.Function):
         q, k, v, prompt_k, prompt_v, out, lse = ctx.saved_tensors
         by_prompt = ctx.slots.by_prompt
         prompt_state, own_state = ctx.states
-        # in the memory order (R, C, H, D) of q, so that by_prompt copies nothing
+        # outputs in the memory order (R, C, H, D) of q, so that by_prompt copies nothing
         grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
         result = FlashOutput(by_prompt(out), by_prompt(lse)[..., 0], prompt_state)
         prompt_q_grad, prompt_k_grad, prompt_v_grad = flash_attention_backward(

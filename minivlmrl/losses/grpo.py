@@ -210,7 +210,7 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda d: -d,
     "k2": lambda d: 0.5 * d.square(),
-    # expm1 is used, because d.exp() - 1 would round to 0 for the small d at the start of a run
+    # expm1 is used, because d.exp() - 1 would round to 0 for the small log-ratios d at the start of a run
     "k3": lambda d: d.expm1() - d,
 }
 

@@ -40,7 +40,7 @@ def rloo_term(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor
 def cispo_term(inputs: TermInputs) -> tuple[Tensor, dict]:
     """Compute CISPO's term: -sg(min(r, epsilon_high)) A log pi, where sg is detach.
 
-    In contrast to PPO's clipping, every token keeps a gradient.
+    Unlike PPO, CISPO keeps every token's gradient.
 
     Source: MiniMax-M1 eq. 4 (arXiv 2506.13585).
     """
