@@ -267,8 +267,8 @@ class ChatTemplate:
 
     def _error(self, reason: str | Exception, kind: type[ValueError] = ValueError) -> ValueError:
         if isinstance(reason, Exception):
-            line = getattr(reason, "lineno", "?")  # syntax errors have a line number
-            reason = (f"the template fails in line {line}: {type(reason).__name__}: {reason}").partition("\n")[0]
+            where = f" in line {reason.lineno}" if hasattr(reason, "lineno") else ""  # known only for syntax errors
+            reason = f"the template fails{where}: {type(reason).__name__}: {reason}".partition("\n")[0]
         return kind(f"{self.source}: chat template: {reason}")
 
 

@@ -70,6 +70,7 @@ def read_row(
 def check_required(required: Sequence[str], columns: dict, file_columns: dict):
     """Raise ValueError if a required column is missing; the message names the columns of the file."""
     existing = sorted(name for name, value in file_columns.items() if value is not None and value == value)  # not NaN
+    unknown = [name for name in existing if name not in (*ANSWERS, "label", "solution", "problem")]
     for name in required:
         if name == "problem" or columns.get(name) is not None:
             continue
@@ -82,7 +83,7 @@ def check_required(required: Sequence[str], columns: dict, file_columns: dict):
         is_foreign = name in ("solution", "completion") and any(columns.get(x) for x in ("answer", "ground_truth"))
         raise (ForeignLayoutError if is_foreign else ValueError)(
             f"column {name!r} is missing; the row has {existing}. Rename a column with data.columns: {{YOURS: {name}}}"
-            f"{did_you_mean(name, existing)}{hint}"
+            f"{did_you_mean(name, unknown)}{hint}"
         )
 
 

@@ -124,7 +124,7 @@ class WarningRules:
                 "constant",
                 f"The rewards are equal for all completions: {' and '.join(means)}. Compare completions.jsonl with "
                 "what these reward functions expect. A model that never writes such an answer needs demonstrations "
-                "first (--stages=[sft,grpo]).",
+                "first (--stages=[sft,grpo], with a higher sft.learning_rate if they did not help).",
             )
         elif self.always("frac_reward_zero_std", lambda share: share == 1):
             yield (

@@ -29,6 +29,14 @@ def test_a_missing_column_is_named_with_its_line(write_rows, row):
         FileDataset(write_rows({"problem": "a", "solution": "b"}, row), ("problem", "solution"))
 
 
+@pytest.mark.parametrize(
+    ("column", "end"), [("solution", r"\{YOURS: completion\}"), ("completed", r"did you mean completed\?")]
+)
+def test_only_a_column_without_a_meaning_of_its_own_is_proposed(write_rows, column, end):
+    with pytest.raises(ValueError, match=f"column 'completion' is missing; .*{end}$"):
+        FileDataset(write_rows({"problem": "a", column: "b"}), ("problem", "completion"))
+
+
 @pytest.mark.parametrize("label", ["yes", 1, 0.0])
 def test_a_label_is_true_or_false(write_rows, label):
     """The column label is checked only if the stage requires it."""

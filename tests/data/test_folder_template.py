@@ -282,10 +282,10 @@ ONE_TEXT = "{{ messages[0].content[0].text }}"
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}hi"
 TWO_THOUGHTS = "<think>a</think>{}<think>c</think>four"
 SEVERAL = ".* render message 1 completely: .*The template may keep only one of several thoughts"
-FAILS = "the template fails in line "
+FAILS = "the template fails"
 # a template's text or its name in TRL, a prompt, an answer or None, and the sentence
 REFUSED = [
-    (NO_SYSTEM, SYSTEM_TALK[:2], None, FAILS + r"\?: TemplateError: no system"),
+    (NO_SYSTEM, SYSTEM_TALK[:2], None, "the template fails: TemplateError: no system"),
     (ONE_TEXT, user({"type": "image"}), None, r"the template renders .* \[\], but the messages contain \['image'\]"),
     (ONE_TEXT, user({"video": "a.mp4"}), None, r"the template renders .* \[\], but the messages contain \['video'\]"),
     (CHATML, [*HI, CALL], None, "the template does not render message 1 completely: the tool call with 'add'"),
@@ -298,13 +298,13 @@ REFUSED = [
     ("qwen3_6", HI, TWO_THOUGHTS.format("\n"), SEVERAL),
     ("qwen3", HI, f"<think>\nhm\n</think>\n\n{HM}", "the template renders the first 2 messages .* only appends .*, or "
      "remove the thoughts from the answer if the prompt has none"),
-    ("\n{% if %}", HI, None, f"{FAILS}2: TemplateSyntaxError: Expected an expression"),
-    ("\n{% generation %}a{% endgeneration %}", HI, None, f"{FAILS}2: .*unknown tag 'generation'"),
-    ("{{ ''.__class__.__mro__ }}", HI, None, FAILS + r"\?: SecurityError"),
-    ("{% include '/etc/passwd' %}", HI, None, FAILS + r"\?: TypeError: no loader"),
-    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", HI, None, FAILS + r"\?: RecursionError"),
+    ("\n{% if %}", HI, None, f"{FAILS} in line 2: TemplateSyntaxError: Expected an expression"),
+    ("\n{% generation %}a{% endgeneration %}", HI, None, f"{FAILS} in line 2: .*unknown tag 'generation'"),
+    ("{{ ''.__class__.__mro__ }}", HI, None, FAILS + r": SecurityError"),
+    ("{% include '/etc/passwd' %}", HI, None, FAILS + r": TypeError: no loader"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", HI, None, FAILS + r": RecursionError"),
     # the prompts of a seed must not depend on the date
-    ("{{ strftime_now('%Y') }}", HI, None, FAILS + r"\?: .*'strftime_now' is undefined"),
+    ("{{ strftime_now('%Y') }}", HI, None, FAILS + r": .*'strftime_now' is undefined"),
 ]  # fmt: skip
 
 
