@@ -1,7 +1,7 @@
 """Parse bounding boxes from text, convert their coordinates, and compute their overlap.
 
 A box has two corners, top left and bottom right, in continuous coordinates: x runs from 0 to the width of the image. A
-box of one whole pixel is therefore 1 wide, and no formula needs + 1 or - 1.
+box around a single pixel is therefore 1 wide: the width of a box is x2 - x1, without + 1.
 """
 
 import json
@@ -34,7 +34,7 @@ FENCED = re.compile(r"```(?:json)?\s(.*)```", re.DOTALL)
 
 @dataclass(frozen=True)
 class Box:
-    """A bounding box with its `extent`, the image's (width, height) in the same units."""
+    """A bounding box; `extent` is the image's (width, height) in the units of the box's coordinates."""
 
     x1: float
     y1: float
@@ -43,12 +43,12 @@ class Box:
     extent: tuple[float, float]
 
     def to(self, extent: tuple[float, float]) -> "Box":
-        """Scale the box to another extent for the same image.
+        """Scale a bounding box to another size of the same image, for example after resizing.
 
-        Only the division rounds integer coordinates, because the product of two integers is exact.
+        Integer coordinates are rounded only once, by the division, because the product of two integers is exact.
 
-        Example: scaled from the extent (100, 50) to the extent (200, 200), the box
-        (10, 10, 20, 20) becomes (20, 40, 40, 80).
+        Example: if an image's (width, height) changes from (100, 50) to (200, 200), the box (10, 10, 20, 20) becomes
+        (20, 40, 40, 80).
         """
         if extent == self.extent:
             return self
@@ -67,7 +67,7 @@ class Box:
 
     @property
     def valid(self) -> bool:
-        """Return True if the coordinates are finite and in order, and the area is positive."""
+        """Return True if a box's coordinates are finite and in order, and the box has a positive area."""
         is_finite = all(abs(number) < LIMIT for number in self.numbers)  # False for NaN
         return is_finite and self.x2 > self.x1 and self.area > 0  # area > 0 implies y2 > y1
 
@@ -78,9 +78,9 @@ class Box:
 
 
 def iou(a: Box, b: Box) -> float:
-    """Compute the intersection over union, 0 to 1; 0 if a box is invalid.
+    """Compute the intersection over union (IoU) of two boxes, from 0 to 1; an invalid box gives 0.
 
-    Example: (0, 0, 2, 2) and (1, 0, 3, 2) share an area of 2 out of 6, so the result is 1/3.
+    Example: the boxes (0, 0, 2, 2) and (1, 0, 3, 2) share an area of 2 out of 6, so their IoU is 1/3.
     Source: Jaccard's index; torchvision's box_iou.
     """
     if not (a.valid and b.valid):
@@ -98,7 +98,7 @@ def match(
     """Match predicted boxes one to one with true boxes, so that the summed similarity is maximal.
 
     Example: the first predicted box has the IoUs 0.6 and 0.5 with the two true boxes, the second predicted box has 0.5
-    and 0. The matches are (0, 1) and (1, 0), and their sum is 1.0.
+    and 0. The best matches, (0, 1) and (1, 0), have the summed IoU 0.5 + 0.5 = 1.0.
 
     Args:
         predicted: predicted boxes.
@@ -141,14 +141,14 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
         1 2 5 6                                      one box, with or without commas
         <|box_start|>(1,2),(5,6)<|box_end|>          Qwen2-VL's format, with or without object name
 
-    The text may be in a code fence or end with a full stop.
+    The text with the boxes may be in a Markdown code fence, or end with a full stop.
 
     Returns:
         (x1, y1, x2, y2) of each box. The numbers are finite, but the corners can be out of order or outside the image,
         see Box.valid and Box.inside. The list is empty if the text contains other words, because they could negate the
         box ("not [1, 2, 5, 6]"), or if a group of numbers is not a box.
 
-    Source: the key "bbox_2d" is from Qwen2.5-VL's cookbook.
+    Source: Qwen2.5-VL's cookbook uses the JSON key "bbox_2d" for bounding boxes.
     """
     text = unfenced(QWEN2.sub(" ", text))
     try:
@@ -164,7 +164,7 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
 
 
 def _groups_in_json(text: str) -> list[Plain]:
-    """Return a JSON text's items; raise ValueError or RecursionError if it is not JSON."""
+    """Return the items in a JSON text; raise ValueError or RecursionError if the text is not valid JSON."""
     if '"' not in text:
         text = text.replace("'", '"')  # Python writes single quotes
     value = json.loads(text, parse_int=float, object_pairs_hook=unique_keys)
@@ -174,5 +174,5 @@ def _groups_in_json(text: str) -> list[Plain]:
 
 
 def value_of(item: dict) -> Plain:
-    """Return the value of the first key in KEYS that a JSON object has, or None."""
+    """Return the box in a JSON object, under the first key that is in KEYS (such as "bbox_2d"), or None."""
     return next((item[key] for key in KEYS if key in item), None)

@@ -7,19 +7,19 @@ from minivlmrl.data.messages import THOUGHT_KEYS, content_parts, is_trained, par
 
 
 class Control(str):
-    """A control token such as <|im_end|>. A plain str with the characters of a control token is ordinary text."""
+    """A control token such as <|im_end|>. A plain str that spells a control token is ordinary text."""
 
 
 class RewrittenTurnsError(ValueError):
-    """A template renders a turn differently if more turns follow."""
+    """A chat template renders an earlier turn differently once further turns follow."""
 
 
 START = Control("<|im_start|>")
 END = Control("<|im_end|>")
 # Two tokens end a completion: <|im_end|> ends a turn, and <|endoftext|> ends a document.
 ENDS = (END, Control("<|endoftext|>"))
-# Placeholders for an image and a video. Pieces are compared with these objects by `is`, because ordinary text can
-# consist of the same characters.
+# Placeholder tokens for an image and a video. They are recognised by `is`, not by ==, because ordinary text can consist
+# of the same characters.
 IMAGE = Control("<|image_pad|>")
 VIDEO = Control("<|video_pad|>")
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
@@ -109,7 +109,7 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
 
 
 def join_text(pieces: list[str]) -> list[str]:
-    """Join neighbouring texts, and drop empty texts."""
+    """Join neighbouring texts in a list of rendered texts and control tokens, and drop empty texts."""
     joined = []
     for is_control, run in groupby(filter(None, pieces), lambda piece: isinstance(piece, Control)):
         neighbours = list(run)
@@ -118,10 +118,9 @@ def join_text(pieces: list[str]) -> list[str]:
 
 
 def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Join neighbouring texts with equal flags.
+    """Join neighbouring texts that are both trained or both not trained.
 
-    Texts with different flags stay separate, so that each token is either entirely written by the assistant or not at
-    all.
+    Trained and untrained texts stay separate, so that no token contains characters from both.
     """
     joined = []
     for is_written, run in groupby((pair for pair in pieces if pair[0]), key=lambda pair: pair[1]):

@@ -1,4 +1,4 @@
-"""Rename and check the columns of a row. docs/data.md describes the one form that rows have."""
+"""Rename and check the columns of a row in a data file; docs/data.md describes all columns."""
 
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -11,14 +11,14 @@ from minivlmrl.config.types import Plain
 from minivlmrl.data.rows import REWARD_ARGUMENTS
 from minivlmrl.errors import check_field, error_context
 
-# {column with text: allowed types}. A row may have only one column in PROMPTS, see read_row.split_answers.
+# {column that contains text: allowed types of its values}. A row may have only one of the columns in PROMPTS.
 PROMPTS = {"problem": str, "prompt": str | list, "messages": list}
 ANSWERS = {"completion": str | list, "chosen": str | list, "rejected": str | list}
 TEXTS = PROMPTS | ANSWERS
 MEDIA = {"image": "image", "images": "image", "video": "video", "videos": "video"}
-# columns that every row may have, whatever the stage and the rewards are
+# columns that a row may have with every training stage and every reward function
 READ = {*PROMPTS, *MEDIA, "system", "box_space"}
-# {name that no column may have: end of the error message after "it must be"}
+# {reserved column name: end of an error message "it must be ..." that says what to do with the column}
 RESERVED = {
     **dict.fromkeys(
         REWARD_ARGUMENTS - {"images"},
@@ -30,7 +30,7 @@ RESERVED = {
         '{"image": ..., "max_pixels": 200704}',
     ),
 }
-# {column with which other projects change a prompt or a loss: what the column says}
+# {column that changes a prompt or a loss in other projects, but not in this package: what the column means there}
 MEANINGS = {
     **dict.fromkeys(("tools", "functions", "tool_choice", "tools_kwargs"), "which tools the prompt declares"),
     **dict.fromkeys(("chat_template_kwargs", "chat_template", "enable_thinking"), "how the prompt is rendered"),
@@ -46,8 +46,8 @@ MEANINGS = {
     **dict.fromkeys(("teacher_prompt", "teacher_messages", "privileged_context"), "what a teacher sees"),
     "label": "whether the completion is a good answer",
 }
-# Columns of other projects' layouts, which `python -m minivlmrl convert` reads. LAYOUTS replace the prompt, and BESIDE
-# stand beside a prompt.
+# Columns of other projects' data files, which `python -m minivlmrl convert` reads. LAYOUTS lists columns that contain a
+# prompt, and BESIDE lists columns that occur beside a prompt column.
 LAYOUTS = ("conversations", "conversation", "query", "instruction", "question", "prefix", "texts", "file_name")
 BESIDE = (
     "response", "output", "suffix", "history", "rejected_response", "rejected_messages", "rejected_conversations",
@@ -66,17 +66,17 @@ COLUMN_TYPES = {  # {column: its values' type and bounds}
 
 
 class ForeignLayoutError(ValueError):
-    """A row has a layout that only `python -m minivlmrl convert` reads."""
+    """A row has another project's layout, which only the command `python -m minivlmrl convert` reads."""
 
 
 def find_format(name: str) -> Callable[[dict], dict]:
-    """Return the function that data.format names, which converts a row of the file."""
+    """Return the function that the option data.format names; the function converts a row of a data file."""
     with error_context(f"data.format {name}"):
         return with_options(*resolve_object("format", name, {}))
 
 
 def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
-    """Rename all columns in `renamed` at once, so that the order does not matter and two names can be swapped.
+    """Rename a row's columns all at once, so that two columns can swap their names.
 
     NaN becomes None, because pandas writes NaN for a missing value.
     """
@@ -93,7 +93,7 @@ def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
 
 
 def check_columns(columns: dict, required: Sequence[str], known: Collection[str]):
-    """Raise ValueError if a column has a reserved name, a wrong value, or a meaning that no stage follows.
+    """Raise ValueError if a column has a reserved name, a wrong value, or a meaning that no training stage uses.
 
     Args:
         columns: {column: value}; columns whose value is None are ignored.
@@ -107,7 +107,7 @@ def check_columns(columns: dict, required: Sequence[str], known: Collection[str]
     for name, value in given.items():
         if name in RESERVED:
             check_field(False, f"column {name!r}", value, RESERVED[name])
-        # The column `label` has a meaning only for a stage that trains on completions, and only if it is no class name.
+        # The column `label` is taken as a class name, unless it is a bool and the stage trains on completions.
         is_class = name == "label" and (not isinstance(value, bool) or "completion" not in known)
         if name in MEANINGS and name not in known and value not in ("", [], {}) and not is_class:
             raise ValueError(

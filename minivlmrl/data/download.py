@@ -1,4 +1,4 @@
-"""Find a model's folder, or download it from the Hugging Face hub by its id."""
+"""Find the folder of a model, or download the model from the Hugging Face hub."""
 
 import re
 import warnings
@@ -60,7 +60,7 @@ def find_folder(name: str | Path, patterns: Sequence[str] = DOWNLOADED) -> Path:
 
 
 def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """Return a model repository's cached folder, and download missing files."""
+    """Return a model's folder in the Hugging Face cache, and download missing files."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -71,7 +71,7 @@ def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Pa
         allow_patterns=[*patterns],
         ignore_patterns="*/*",  # skip files in subfolders
     )
-    # The cache may lack the repository, or have only a part that another program downloaded.
+    # The Hugging Face cache may have none of the model's files, or only the files that another program downloaded.
     with suppress(LocalEntryNotFoundError, ValueError):
         cached = Path(download(local_files_only=True))
         names = ["config.json"]
@@ -81,6 +81,6 @@ def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Pa
             names.append("tokenizer.json")
         if all((cached / name).is_file() for name in names):
             return cached
-    # snapshot_download is preceded by a request with a timeout, because the download could wait forever for the hub.
+    # A request with a timeout first checks the connection, because snapshot_download could wait forever for the hub.
     HfApi().model_info(repo_id, revision=revision, timeout=NETWORK_SECONDS)
     return Path(download())

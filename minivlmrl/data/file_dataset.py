@@ -1,4 +1,4 @@
-"""The rows of a file, or of a folder with files. Each row is read when it is used."""
+"""A dataset with the rows of a data file or folder; each row is read from the file when the row is used."""
 
 import re
 from collections import Counter
@@ -57,7 +57,7 @@ class FileDataset(FileRows):
         self.options = RowOptions(**options)
         self.convert = find_format(self.options.format) if self.options.format else dict
         self.required = required
-        # `label` is read, because a user's own stage may train on labels and share its rows with other stages
+        # The column `label` counts as read, because a user's own stage may train on labels and share its data file.
         self.reads = ("label",) if reads is None else reads
         self.source = open_rows(path)
         self.constants = dict(constants or {})
@@ -65,9 +65,9 @@ class FileDataset(FileRows):
         if not self.size:
             raise ValueError(f"{path} has no rows; add at least one row or choose another file")
         self.folder = Path(self.options.image_root or self.source.folder)
-        # {(image count, video count): number of such rows}
+        # {(images per row, videos per row): number of rows that have so many images and videos}
         self.counts = Counter()
-        # for each row, a hash of the prompt, and of the sizes of the row's files if checks_files is True
+        # for each row, a hash of the prompt and, if checks_files is True, of the sizes of its image and video files
         self.prompt_hashes = []
         self.columns = ()
         missing_files = []
@@ -91,7 +91,7 @@ class FileDataset(FileRows):
         self.unread = [] if reads is None else sorted(unread - known)
 
     def _count(self, row: Row, media: list[Media]) -> list[str]:
-        """Add a row to `counts` and `prompt_hashes`; return its missing files, if checks_files is True."""
+        """Add a row to the dataset's counts and hashes, and return the row's missing image and video files."""
         answer_images = [part["image"] for part in answer_image_parts(row)]
         with error_context(row.where):
             files = list(files_of(media + answer_images, str(self.folder)))
@@ -134,7 +134,7 @@ class FileDataset(FileRows):
         return self._open(range(self.size)[index], fetch_image, load_video)
 
     def _open(self, index: int, load_image: Callable[..., PIL.Image.Image], load_video: Callable[..., Video]) -> Row:
-        """Read a row, with functions that load its images and videos when they are used."""
+        """Read a row whose images and videos are loaded only when they are used."""
         row, media = self.read(index)
 
         def load(item: Media) -> PIL.Image.Image:
@@ -161,7 +161,7 @@ class FileDataset(FileRows):
 
 
 class LazyImages(Sequence):
-    """A row's images. Each access decodes the image again, which saves memory."""
+    """A row's images. An image is decoded again at each access, so that no decoded image stays in memory."""
 
     def __init__(self, decoders: Sequence[Callable[[], PIL.Image.Image]]):
         self.decoders = decoders
@@ -183,7 +183,7 @@ def read_header(source: Source, folder: Path) -> PIL.Image.Image:
 
 
 def load_videos(media: list[Media], folder: Path, load: Callable[..., Video]) -> list[VideoFile]:
-    """Return a row's videos, which load_video or outline_video reads when they are used."""
+    """Return a row's videos as VideoFile objects, whose frames are read only when the frames are used."""
     videos = []
     for item in media:
         if item.kind == "video":

@@ -1,4 +1,4 @@
-"""Datasets from files: their interface, and row selections."""
+"""The interface of datasets that are read from files, and a dataset of selected rows."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class FileRows(Sequence[Row]):
-    """A dataset from files whose rows can be inspected without decoding images."""
+    """A dataset that is read from files, and whose rows can be inspected without decoding images."""
 
     # for each row, a hash of its prompt and, on rank 0, of its image and video file sizes
     prompt_hashes: list[int]
@@ -19,23 +19,23 @@ class FileRows(Sequence[Row]):
 
     @abstractmethod
     def describe(self) -> str:
-        """Describe the row count, and the image and video counts per row."""
+        """Describe in words how many rows the dataset has, and how many images and videos per row."""
 
     @abstractmethod
     def read(self, index: int) -> "tuple[Row, list[Media]]":
-        """Read a row without its images and videos, and list its media in order."""
+        """Read a row without loading its images and videos, and list their sources in order."""
 
     @abstractmethod
     def outline(self, index: int) -> Row:
-        """Read a row with images and videos that have the right sizes, but are not decoded."""
+        """Read a row whose images and videos have the right sizes, but are not decoded."""
 
     @abstractmethod
     def content(self, index: int) -> str:
-        """Return a digest of a row's prompt and file contents."""
+        """Return a hash of a row's prompt and of the contents of its image and video files."""
 
 
 class RowSelection(FileRows):
-    """Rows that were selected from one or more datasets.
+    """A dataset of rows that were selected from one or more other datasets.
 
     `picks` lists the selected rows in order, each as (dataset index, row index).
     """

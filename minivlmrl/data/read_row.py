@@ -1,4 +1,4 @@
-"""Convert the columns of a row to a Row: a prompt, its images and videos, and answers.
+"""Convert a row of a data file to a Row object: a prompt, its images and videos, and answers.
 
 rename_columns   data.columns
 check_columns    names and values
@@ -37,7 +37,7 @@ Answers = dict[str, str | list[dict]]
 def read_row(
     columns: dict, required: Sequence[str], options: RowOptions, folder: Path, reads: Collection[str] = ()
 ) -> tuple[Row, list[Media]]:
-    """Convert a row's columns to a Row without images, and list its media in order.
+    """Convert a row's columns to a Row object without images, and list the sources of images and videos.
 
     Args:
         columns: the row's columns, as in the file.
@@ -55,7 +55,7 @@ def read_row(
         place, prompt, answers = split_answers(columns, options)
         messages, media, answers = place_answers(place, prompt, answers, row_media, options)
     except ValueError:
-        # The error names an image in an unknown column first, because this explains why an <image> tag has no image.
+        # An image in an unknown column is reported first, because it explains why an <image> tag has no image.
         check_unread(columns, [item for items in row_media.values() for item in items], folder, known)
         raise
     check_required(required, columns | answers, file_columns)
@@ -68,7 +68,7 @@ def read_row(
 
 
 def check_required(required: Sequence[str], columns: dict, file_columns: dict):
-    """Raise ValueError if a required column is missing; the message names the columns of the file."""
+    """Raise ValueError if a row lacks a required column; the error message lists the row's columns."""
     existing = sorted(name for name, value in file_columns.items() if value is not None and value == value)  # not NaN
     unknown = [name for name in existing if name not in (*ANSWERS, "label", "solution", "problem")]
     for name in required:
@@ -88,7 +88,7 @@ def check_required(required: Sequence[str], columns: dict, file_columns: dict):
 
 
 def answer_image_parts(row: Row) -> list[dict]:
-    """Return the image parts in all answers of a row."""
+    """Return the message parts with an image, from all answers of a row."""
     answers = (row.completion, row.chosen, row.rejected)
     return [part for answer in answers if isinstance(answer, list) for part in shown_parts_of(answer)]
 
@@ -140,7 +140,7 @@ def split_answers(columns: dict, options: RowOptions) -> tuple[str, list[dict], 
 
 
 def read_texts(columns: dict) -> dict:
-    """Return the columns with a text or turns, and check their turns."""
+    """Check and return the columns of a row that contain a text or a list of turns."""
     texts = {name: columns[name] for name in TEXTS if columns.get(name) is not None}
     for name, value in texts.items():
         check_field(isinstance(value, TEXTS[name]), f"column {name!r}", value, TYPE_WORDS[TEXTS[name]])
@@ -150,12 +150,12 @@ def read_texts(columns: dict) -> dict:
 
 
 def _column(answer: str, place: str) -> str:
-    """Return the column of an answer; a conversation's completion is in the same column as the prompt."""
+    """Return the column that an answer comes from: `messages`, if this column has the prompt and the answer."""
     return place if (answer, place) == ("completion", "messages") else answer
 
 
 def check_answers(answers: Answers, place: str):
-    """Raise ValueError if an answer is blank or has no trained turn, or if the answers of a pair are equal."""
+    """Raise ValueError if an answer is blank or has no turn to train on, or if both answers of a pair are equal."""
     said = {}  # an answer's turns, with the texts of a turn joined
     for name, answer in answers.items():
         turns = as_turns(answer)
@@ -189,14 +189,14 @@ def _shared_turns(answers: Answers, columns: list[str]) -> list[dict]:
 def place_answers(
     place: str, prompt: list[dict], answers: Answers, row_media: dict[str, list[Media]], options: RowOptions
 ) -> tuple[list[dict], list[Media], Answers]:
-    """Place a row's images and videos in the prompt and in each answer; images of the prompt come first.
+    """Assign a row's images and videos, in order, to the parts of the prompt and then of each answer.
 
     Returns:
         The prompt's messages, its media in order, and {column: answer}. An image part of an answer contains its Media
         under the key "image".
     """
-    # answers with an image part, or a tag such as <image> outside of assistant turns; if there are none, the prompt has
-    # all images of the row
+    # answers that contain an image part or, in a turn of another role than the assistant, a tag such as <image>; if no
+    # answer contains one, all images of the row belong to the prompt
     shown = {}
     for name, turns in answers.items():
         if isinstance(turns, list):
@@ -211,7 +211,7 @@ def place_answers(
             parts = shown_parts_of(answer)
             if any(part_kind(part) == "video" for part in parts):
                 raise ValueError("a video after the first assistant turn is not supported; move it into the prompt")
-            # the last media belong to the answer, because media are in the order of the parts
+            # The answer's images are the last ones in `media`, because images are in the order of their parts.
             for part in reversed(parts):
                 part["image"] = media.pop()  # FileDataset.__getitem__ loads the image
         if shown:

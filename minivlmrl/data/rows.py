@@ -1,4 +1,4 @@
-"""Data classes: Row (one example), Prompt (its question as tensors), Completion (answer tokens)."""
+"""Define the data classes Row (one example), Prompt (a row's question as tensors) and Completion (an answer)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from minivlmrl.data.video import Video, VideoFile
 
 
-# Arguments of rewards that do not come from columns. No column may have these names.
+# Arguments of reward functions that do not come from columns of the data file. No column may have these names.
 REWARD_ARGUMENTS = {
     "prompts",
     "images",
@@ -39,16 +39,16 @@ class Prompt:
     """One row's question, as tensors."""
 
     input_ids: Tensor  # (P,) int64, image placeholders expanded
-    # (all images' and videos' patches in order, patch_dim), in the ImageProcessor's dtype
+    # patches of all images and videos in order, (patches, values per patch), in the dtype of ImageProcessor
     pixel_values: Tensor
     image_grid_thw: Tensor  # (images and videos, 3) int64: patches in time, height, width
     second_per_grid_ts: Tensor | None = None  # (images and videos,) float32, 0 for images
-    # a frozen vision tower's output for the images; None if the tower has not computed it
+    # output of a frozen vision tower for the prompt's images; None if the output has not been computed
     vision_embeds: Tensor | None = None
 
     def __post_init__(self):
-        # This prompt's Row, for environments; Row.prompt sets it. The row is not a dataclass field, because FSDP2's
-        # hooks walk through all fields in a model's arguments.
+        # The attribute `row`, which Row.prompt sets, is not a dataclass field, because FSDP2's hooks walk through all
+        # fields of a model's arguments.
         self.row: Row | None = None
 
 
@@ -56,29 +56,29 @@ class Prompt:
 class Completion:
     """An answer to a prompt, sampled or demonstrated.
 
-    The token ids are kept, and never recomputed from the text, because tokenizing decoded text can give other ids.
+    A completion keeps its token ids, because decoding the ids and tokenizing the text again can give other ids.
     """
 
     ids: Tensor  # (C,) int64, with the stop token
-    # log-probabilities (C,) float32, in nats, at the sampling temperature, or at temperature 1 if decoding was greedy;
-    # None for a demonstrated answer
+    # log-probabilities of the C tokens in nats, float32, at the sampling temperature (1 for greedy decoding); None for
+    # an answer that was not sampled
     logps: Tensor | None = None
     # True if a stop token or a stop string ended the completion, False if max_new_tokens ended it
     stopped: bool = True
-    # (C,) bool: True for tokens that the policy wrote, False for tool tokens; None sets all tokens to True
+    # (C,) bool, one value per token: True if the policy wrote the token, False if a tool did; None means all True
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
-    # ids that top_k, top_p and min_p left for each token, as (number of ids per token (C,), all ids concatenated); None
-    # stands for the whole vocabulary
+    # token ids that top_k, top_p and min_p allowed for each token, as (number of ids per token (C,), all ids
+    # concatenated); None means that the whole vocabulary was allowed
     sampling_mask: tuple[Tensor, Tensor] | None = None
-    # images that tools return, in order, each as (image, patches, image_grid_thw); a trajectory has only the images,
-    # because its `turns` have the patches
+    # images that tools return, each as (image, patches, image_grid_thw); a completion with `turns` has only the images,
+    # because each of its turns has its own patches
     pictures: Sequence[tuple] = ()
     environment: Any = None  # the Environment that the tools belong to, see extras/agents/environment.py
-    # tool calls: (number made, number failed, True if a result was truncated to fit)
+    # (number of tool calls, number of failed tool calls, True if a tool's result was truncated to fit)
     calls: tuple[int, int, bool] = (0, 0, False)
     extra: dict = field(default_factory=dict)  # values that rewards log with TRL's log_extra
-    # `turns` are a trajectory's completions, each with its own ids and its own prompt. The attribute `prompt` of a
-    # completion outside a trajectory is None, because its row has the prompt.
+    # A trajectory has one completion per model call in `turns`, each with its own ids and `prompt`. For all other
+    # completions, `prompt` is None, because the row has the prompt.
     turns: "Sequence[Completion]" = ()
     prompt: Prompt | None = None
 
@@ -88,7 +88,7 @@ class Completion:
 
     @property
     def sampled_logps(self) -> Tensor:
-        """Return a sampled completion's log-probabilities (C,).
+        """Return the log-probabilities (C,) of a sampled completion's C tokens.
 
         Raises:
             AssertionError: the completion is a demonstrated answer, which has no log-probabilities.
@@ -99,14 +99,14 @@ class Completion:
 
 @dataclass
 class Row:
-    """One example from a data file or an embedded task."""
+    """One example from a data file, or from a task that is part of this package."""
 
     messages: list[dict]  # the prompt, see data/messages.py
     images: Sequence[PIL.Image.Image]  # one for each image part in the prompt, in order
-    # {column: value}, the reward arguments, such as problem and solution
+    # {column: value} of the row, such as problem and solution; the values are arguments of reward functions
     columns: dict = field(default_factory=dict)
-    # A demonstrated answer, for SFT. If the answer is a list of turns, the key "image" of an image part has the image,
-    # or a function that decodes the image (see processor.images_in).
+    # A demonstrated answer for SFT, as a text or as turns. A part of a turn has, under the key "image", an image or a
+    # function that decodes the image (see processor.images_in).
     completion: str | list[dict] | None = None
     chosen: str | list[dict] | None = None  # the better answer in a pair, for preference training
     rejected: str | list[dict] | None = None  # the worse answer
@@ -138,9 +138,9 @@ Dataset = Sequence[Row]
 
 
 def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: int) -> Tensor:
-    """Return random numbers in [0, 1) that depend only on each prompt's key.
+    """Return random numbers in [0, 1) for sampling completions, seeded by the keys of the prompts.
 
-    Completions therefore do not depend on how prompts are divided among batches and ranks.
+    Sampled completions therefore do not depend on how prompts are divided among batches and ranks.
 
     Returns:
         (keys * num_generations, max_new_tokens) float64: one number per completion token.
