@@ -1,1 +1,1 @@
-"""From a line of a file to tensors: row_files, columns, read_row, media, file_dataset, rows, processor."""
+"""Convert rows of data files to tensors: read the rows, check their columns, load images, and tokenize texts."""

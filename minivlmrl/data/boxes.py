@@ -125,13 +125,13 @@ def says_none(text: str) -> bool:
 
 
 def unfenced(text: str) -> str:
-    """Return a text without the code fence around it and without a final full stop."""
+    """Return a text without its Markdown code fence (```json ... ```) and without a final full stop."""
     fenced = FENCED.fullmatch(text.strip())
     return (fenced[1] if fenced else text).strip().removesuffix(".")
 
 
 def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
-    """Parse the boxes in a text that has one of the following formats.
+    """Parse the bounding boxes in a text; the text must have one of the formats below.
 
         {"bbox_2d": [1, 2, 5, 6], "label": "cat"}    Qwen2.5-VL's JSON; other keys are ignored
         {'Position': [1, 2, 5, 6]}                   the same with the key Position or bbox

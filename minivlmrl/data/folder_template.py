@@ -1,7 +1,7 @@
-"""Render conversations with the Jinja chat template in a model's folder.
+"""Render conversations with the chat template (a Jinja template) in a model's folder.
 
-The result is a list of pieces, as in chat_template.render, which renders the published template for Qwen2-VL and
-Qwen2.5-VL without Jinja.
+A conversation is rendered to a list of texts and control tokens. The module chat_template.py renders Qwen2-VL's and
+Qwen2.5-VL's published template without Jinja.
 """
 
 import hashlib
@@ -37,28 +37,28 @@ from minivlmrl.data.tokenizer import SPECIAL_TOKENS, STRUCTURE
 from minivlmrl.errors import did_you_mean, error_context
 from minivlmrl.json_files import parse_json, read_json
 
-# files that can hold a template, in the order that transformers' processor uses
+# files that can contain a chat template, in the order in which transformers looks for the template
 FILES = ("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json")
-# sha256 of Qwen's template for Qwen2-VL and Qwen2.5-VL, and of TRL's variant for training, which renders the same
+# sha256 of two chat templates with equal results: Qwen's for Qwen2-VL and Qwen2.5-VL, and TRL's for training
 PUBLISHED = (
     "a0bc6f6fc7a29a80017a433e8f03a1cc1236e838a944a2d034295a60c4f2fddb",
     "31c85932a6d8826f0fe8d52b81767eba6b869128b0a7c7503d1e7baaad4e8043",
 )
-# code in a template that takes the thought out of the text of an answer
+# Jinja code with which a chat template removes the thought <think>...</think> from an answer's text
 THOUGHT_SPLIT = re.compile(r"(split|partition)\(\s*['\"]</think>")
-# Tags for thoughts and tools. Answers contain tags as text, so a text may write tags even if they are special tokens
-# and the template writes them, too.
+# Tags for thoughts and tools. The text of a message may contain these tags, even if the tags are special tokens and the
+# chat template writes them, too.
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-# chat_template.render as Jinja templates, which are saved into folders without a template. WITH_TOOLS is used if an
-# environment declares tools.
+# Jinja templates that render like chat_template.render. DEFAULT is saved into model folders without a chat template,
+# and WITH_TOOLS is used if an environment declares tools.
 DEFAULT = as_jinja()
 WITH_TOOLS = as_jinja("qwen2_5_vl_tools")
-# the template DEFAULT without its default system message
+# chat template for Qwen3-VL: Qwen2.5-VL's template without the default system message
 DEFAULT_QWEN3 = re.sub(r"\n{%- if loop\.first.*?{% endif %}", "", DEFAULT, flags=re.DOTALL)
 
 
 class ChatTemplate:
-    """A Jinja chat template. Text that spells a control token stays ordinary text.
+    """A Jinja chat template. If a message's text spells a control token, the text stays ordinary text.
 
     Args:
         text: the template's text.
@@ -78,7 +78,7 @@ class ChatTemplate:
             self.template = environment().from_string(text)
         except Exception as error:  # nested blocks can also raise RecursionError or SyntaxError
             raise self._error(error) from error
-        # Longer tokens are first in the pattern, because a token can begin with a shorter token.
+        # The regular expression lists longer control tokens first, because a token can begin with a shorter token.
         control_names = sorted(self._structure(special_tokens), key=len, reverse=True)
         controls = {name: Control(name) for name in control_names}
         self.controls = {**controls, IMAGE: IMAGE, VIDEO: VIDEO}
@@ -86,17 +86,17 @@ class ChatTemplate:
         self.spelled = re.compile("|".join(map(_spelled, control_names)))
 
     def _structure(self, special_tokens: Iterable[str]) -> set[str]:
-        """Return the control tokens that only the template may write, and no text."""
+        """Return the control tokens that only the chat template may write, but no text of a message."""
         written = [self.text]
-        # Short conversations are rendered, because a template can also compose a name that its text does not contain,
-        # such as '<|' + message.role + '|>'.
+        # Short conversations are rendered to find control tokens that the template composes, such as '<|' +
+        # message.role + '|>'.
         for conversation in [("user",), ("system", "user"), ("user", "assistant"), ("user", "tool")]:
             messages = [{"role": role, "content": ""} for role in conversation]
             with suppress(ValueError):  # a template may refuse a role
                 written.append(self._lay_out(messages, True))
         names: set[str] = {IMAGE, VIDEO}
         for name in special_tokens:
-            # tokens with a single character are skipped, because they occur in ordinary text
+            # control tokens of a single character are skipped, because ordinary text contains such characters
             is_written = len(name) > 1 and any(name in text for text in written)
             if name in STRUCTURE or (is_written and name not in TAGS):
                 names.add(name)
@@ -104,7 +104,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: str | Path, special_tokens=SPECIAL_TOKENS) -> "ChatTemplate | None":
-        """Load a folder's chat template, from the first file in FILES that has a template.
+        """Load the chat template of a model's folder, from the first file in FILES that has a template.
 
         Returns:
             The template, or None if there is no template or chat_template.render gives the same result.
@@ -125,9 +125,9 @@ class ChatTemplate:
         return None
 
     def render(self, messages: list[dict]) -> list[str]:
-        """Render a conversation to pieces of text, like chat_template.render.
+        """Render a conversation to a list of texts and control tokens, like the function chat_template.render.
 
-        The joined pieces equal transformers' apply_chat_template result.
+        Joined, the texts and control tokens equal the result of transformers' apply_chat_template.
 
         Args:
             messages: see chat_template.render. An assistant message can have tool_calls instead of content.
@@ -149,9 +149,9 @@ class ChatTemplate:
         return pieces
 
     def render_completion(self, messages: list[dict], turns: list[dict]) -> list[tuple[str, bool]]:
-        """Render the turns that follow a prompt, like chat_template.render_completion.
+        """Render the turns that follow a prompt, like the function chat_template.render_completion.
 
-        An assistant turn's text begins after the generation prompt, and ends with <|im_end|>.
+        The text of an assistant turn begins after the generation prompt, and ends with <|im_end|>.
 
         Args:
             turns: the completion's turns.
@@ -187,7 +187,7 @@ class ChatTemplate:
         return join_flagged(flagged)
 
     def _check_texts(self, messages: list[dict], rendered: str, history: int):
-        """Raise ValueError if the template has not rendered a text, see find_missing_text."""
+        """Raise ValueError if the rendered conversation lacks the text of a message, see find_missing_text."""
         missing = find_missing_text(messages, rendered, history)
         if missing is None:
             return
@@ -197,7 +197,7 @@ class ChatTemplate:
         raise self._error(f"the template does not render {missing}. {advice}")
 
     def _length(self, text: str, messages: list[dict], add_generation_prompt: bool) -> int:
-        """Return the length of the rendered first messages; the rendered conversation must begin with them."""
+        """Return how long the rendered first messages are; the rendered conversation must begin with them."""
         beginning = self._lay_out(messages, add_generation_prompt)
         if not text.startswith(beginning):
             raise self._error(
@@ -210,9 +210,9 @@ class ChatTemplate:
 
     @cached_property
     def opened(self) -> str:
-        """Return the unclosed thought that ends the generation prompt, such as "<think>\\n", or "".
+        """Return the opening of a thought, such as "<think>\\n", if the generation prompt ends with one, otherwise "".
 
-        The beginning of a thought belongs to the assistant's turn, although the model does not generate this beginning.
+        The opening tag of a thought belongs to the assistant's turn, even if the prompt ends with this tag.
         """
         messages = [{"role": "user", "content": "?"}]
         prompt = self._lay_out(messages, True).removeprefix(self._lay_out(messages, False))
@@ -220,7 +220,7 @@ class ChatTemplate:
         return tag + thought if tag and "</think>" not in thought else ""
 
     def declaring(self, tools: list[dict]) -> "ChatTemplate":
-        """Return a copy of this chat template, which lists the schemas in `tools` in the prompts that it renders."""
+        """Return a copy of this chat template whose rendered prompts list the schemas in `tools`."""
         if "in tools" not in self.text:
             raise self._error(
                 "the template cannot render tools; set declare_tools = False in the class of the environment"
@@ -230,20 +230,20 @@ class ChatTemplate:
         return template
 
     def _marked(self, messages: list[dict]) -> tuple[list[dict], str]:
-        """Return messages as plain data, with a mark in each name of a control token, and the mark.
+        """Return messages in which a mark is inserted into each text that spells a control token, and return the mark.
 
-        With the mark, only the template can write control tokens into the rendered conversation; `_cut` removes the
-        mark afterwards. The mark and the next character of Unicode occur in no message.
+        A marked text cannot be mistaken for a control token that the template wrote; `_cut` removes the mark after
+        rendering. The mark is a character that occurs in no message, and neither does the next character of Unicode.
         """
         check_messages(messages)
         messages = _as_json(messages)
         if "reasoning_content" in self.text and not THOUGHT_SPLIT.search(self.text):
-            # Qwen3.8's template would write an empty thought before a thought that stands in the text
+            # Qwen3.8's chat template would write an empty thought before a thought in the message's text
             messages = [_with_thought_apart(message) for message in messages]
         if "<function=" in self.text:  # the template renders parameters one by one instead of JSON
             _parse_arguments(messages)
         all_text = json.dumps(messages, ensure_ascii=False) + self.text
-        # The mark is a rare Chinese character, because templates, JSON and repr leave letters as they are.
+        # The mark in the texts is a rare Chinese character, because templates, JSON and repr do not change letters.
         letters = map(chr, range(0x20000, sys.maxunicode))
         mark = next(a for a, b in pairwise(letters) if a not in all_text and b not in all_text)
         return _as_json(messages, lambda text: self.spelled.sub(rf"\g<0>{mark}", text)), mark
@@ -261,7 +261,7 @@ class ChatTemplate:
             raise self._error(error) from error
 
     def _cut(self, text: str, mark: str) -> list[str]:
-        """Split a rendered text at its control tokens, and remove the mark of `_marked` from the pieces."""
+        """Split a rendered conversation at its control tokens, and remove the marks that `_marked` inserted."""
         pieces = self.control.split(text)
         return [self.controls.get(piece) or piece.replace(mark, "") for piece in pieces]
 
@@ -273,7 +273,7 @@ class ChatTemplate:
 
 
 def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | None:
-    """Return a copy of a template that renders with the given variables.
+    """Return a copy of a chat template in which the given variables have the given values.
 
     Args:
         template: template to copy; None stands for chat_template.render.
@@ -296,9 +296,9 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
 
 
 def _spelled(name: str) -> str:
-    """Return a pattern for the first character of a control token, if the rest follows or the text ends before it.
+    """Return a regular expression that finds where a text spells a control token, or begins one at its end.
 
-    Whitespace may separate the characters, and the next text may continue the name, because a template may remove
+    The token's characters may be separated by whitespace or continue in the next text, because a template may remove
     whitespace and join texts.
     """
     others = [re.escape(character) for character in name[1:]]
@@ -308,7 +308,7 @@ def _spelled(name: str) -> str:
 
 
 def _with_thought_apart(message: dict) -> dict:
-    """Move a leading <think>...</think> of an assistant message into its reasoning_content."""
+    """Move a thought, <think>...</think>, from an assistant message's text to its key reasoning_content."""
     if message["role"] != "assistant" or "reasoning_content" in message:
         return message
     parts = content_parts(message)
@@ -321,7 +321,7 @@ def _with_thought_apart(message: dict) -> dict:
 
 
 def _parse_arguments(messages: list[dict]):
-    """Parse, in place, arguments of tool calls that are JSON strings."""
+    """Replace, in place, arguments of tool calls that are JSON strings by the parsed JSON."""
     for message in messages:
         for call in message.get("tool_calls") or ():
             function = call.get("function", call)
@@ -330,7 +330,7 @@ def _parse_arguments(messages: list[dict]):
 
 
 def _as_json(value: Plain, change: Callable[[str], str] = str) -> Plain:
-    """Copy a value as plain JSON types, with changed texts; a template could escape the sandbox through other types."""
+    """Copy a value with plain JSON types only, because a template could escape Jinja's sandbox through other types."""
     if isinstance(value, dict):
         return {change(key): _as_json(item, change) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -341,7 +341,7 @@ def _as_json(value: Plain, change: Callable[[str], str] = str) -> Plain:
 
 
 def _template_in(path: Path) -> str | None:
-    """Return the text of the template in a file of the folder, or None if it has no template."""
+    """Return the text of the chat template in a file of a model's folder, or None if the file has no template."""
     if not path.is_file():
         return None
     if path.suffix == ".jinja":
@@ -358,9 +358,9 @@ def _template_in(path: Path) -> str | None:
 def environment() -> ImmutableSandboxedEnvironment:
     """Build a Jinja sandbox like the sandbox of transformers' apply_chat_template.
 
-    Whitespace rules, functions and {% break %} are the same as in transformers; {% generation %} is refused. The
-    sandbox blocks access to Python internals and files, and range() over more than 100,000 items. The sandbox does not
-    limit time or memory (for example {{ 'x' * 10**9 }}), so only use templates from authors whom you trust.
+    The sandbox has transformers' whitespace rules, functions and {% break %}, but refuses the tag {% generation %}.
+    The sandbox blocks access to Python internals and files, and range() over more than 100,000 items. Jinja's sandbox
+    does not limit time or memory (for example {{ 'x' * 10**9 }}), so use only templates that you trust.
     """
 
     def fail(message: str):
@@ -371,7 +371,7 @@ def environment() -> ImmutableSandboxedEnvironment:
         return json.dumps(value, **options)
 
     sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension])
-    # The filter tojson is replaced, because jinja2's filter escapes <, > and & for HTML.
+    # Jinja's filter tojson is replaced, because the original filter escapes <, > and & for HTML.
     sandbox.filters["tojson"] = to_json
     sandbox.globals["raise_exception"] = fail
     return sandbox

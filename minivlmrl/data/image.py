@@ -1,13 +1,12 @@
 """Convert an image file to the normalised patches that a vision tower reads.
 
-The steps are loading as RGB, smart_resize, normalisation and cutting into patches. The patches are identical, bit for
-bit, to those that transformers' image processors compute.
+The four steps are: load the image as RGB, resize it with smart_resize, normalise it, and cut it into patches. The
+patches are identical, bit for bit, to those that transformers' image processors compute.
 
 Example: a 100 x 60 pixel image (width x height) is resized to 112 x 56, multiples of 28, and cut into an 8 x 4 patch
-grid, whose 3 colours x 2 equal frames x 14 x 14 values are normalised. Each block of 2 x 2 patches becomes one token,
-so `num_tokens` returns 8. For an image of 8 tokens, Processor.encode (data/processor.py) writes the placeholder
-<|image_pad|> 8 times into the prompt, and the vision tower (model/vision.py) turns every four patches into one
-placeholder's embedding.
+grid, whose 3 colours x 2 equal frames x 14 x 14 values are normalised. Each block of 2 x 2 patches becomes one image
+token, so 8 x 4 patches become 8 tokens. For an image of 8 tokens, Processor.encode writes the placeholder <|image_pad|>
+8 times into the prompt, and the vision tower turns every four patches into one placeholder's embedding.
 """
 
 import math
@@ -30,7 +29,7 @@ Grid = tuple[int, int, int]  # patches in time, height and width
 def load_image(file: str | Path | Image) -> Image:
     """Load an image file as RGB, rotated upright according to its EXIF orientation.
 
-    media.fetch_image also loads images from file:// URLs, data URIs and bytes.
+    The function media.fetch_image also loads images from file:// URLs, data URIs and bytes.
 
     Raises:
         ValueError: the aspect ratio is over 200, or the colours of the image are not known (see to_rgb).
@@ -59,7 +58,7 @@ def to_rgb(image: Image) -> Image:
 def to_8_bits(image: Image) -> Image:
     """Convert an image with 16 bits per pixel to 8 bits; return other images unchanged.
 
-    Pillow's own conversion shows every value above 255 as white.
+    Pillow's own conversion from 16 to 8 bits is not used, because it makes every value above 255 white.
     """
     if not image.mode.startswith("I;16"):
         return image
@@ -74,7 +73,7 @@ def to_8_bits(image: Image) -> Image:
 
 
 def check_ratio(width: int, height: int):
-    """Raise ValueError if one side of an image is more than 200 times as long as the other, as transformers does."""
+    """Raise ValueError if an image's aspect ratio is over 200, as transformers does."""
     if max(height, width) > 200 * min(height, width):
         raise ValueError(
             f"the image has {width} x {height} pixels, but its aspect ratio must be at most 200; "
@@ -83,18 +82,18 @@ def check_ratio(width: int, height: int):
 
 
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
-    """Compute the size that an image is resized to.
+    """Compute the height and width in pixels that an image is resized to before it is cut into patches.
 
-    The new height and width are multiples of `factor`. The aspect ratio stays almost the same, and the area is between
-    min_pixels and max_pixels.
+    The image's new height and width are multiples of `factor`. The image keeps its aspect ratio almost, and its new
+    area is between min_pixels and max_pixels.
 
-    Example: with factor 28 and max_pixels 1003520, height 1092 and width 1568 become height 812 and width 1176.
+    Example: with factor 28 and max_pixels 1003520, an image of height 1092 and width 1568 gets height 812 and width
+    1176.
     Returns:
         New height and new width in pixels.
     Raises:
-        ValueError: the aspect ratio is over 200, or max_pixels is smaller than min_pixels or than one block of factor x
-            factor pixels.
-    Source: transformers' smart_resize of Qwen2-VL. Half is rounded to even, as in Python.
+        ValueError: the image's aspect ratio is over 200, or max_pixels is smaller than min_pixels or factor * factor.
+    Source: the function smart_resize in transformers' Qwen2-VL. Half is rounded to even, as in Python.
     """
     check_ratio(width, height)
     if max_pixels < max(min_pixels, factor**2):
@@ -116,7 +115,7 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
 
 
 def patchify(frames: np.ndarray, patch_size: int, temporal_patch_size: int, merge_size: int) -> tuple[np.ndarray, Grid]:
-    """Cut frames into patches, in the order that the vision tower expects.
+    """Cut the frames of an image or video into patches, in the order that the vision tower expects.
 
     Args:
         frames: (T, 3, H, W), where H and W are multiples of patch_size * merge_size. The last frame is repeated until T
@@ -137,7 +136,7 @@ def patchify(frames: np.ndarray, patch_size: int, temporal_patch_size: int, merg
         h // merge_size, merge_size, patch_size,  # 3 to 5: block row, row in the block, y
         w // merge_size, merge_size, patch_size,  # 6 to 8: block column, column in the block, x
     )  # fmt: skip
-    # -> time, block row, block column, row in the block, column in the block; channel, frame, y, x
+    # The axes become: time, block row, block column, row and column in the block; channel, frame, y, x.
     patches = axes.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return patches.reshape(t * h * w, -1), (t, h, w)
 
@@ -160,7 +159,7 @@ def resize_frames(frames: Iterable[Image], height: int, width: int, mean: np.nda
 
 
 def look_up(normalised: np.ndarray, pixels: np.ndarray) -> np.ndarray:
-    """Replace each pixel value by its normalised value from a lookup table.
+    """Replace each pixel value from 0 to 255 by its normalised value, which a lookup table contains.
 
     Args:
         normalised: (3, 256), each grey level's normalised value in each colour channel.
@@ -174,9 +173,9 @@ def look_up(normalised: np.ndarray, pixels: np.ndarray) -> np.ndarray:
 
 @dataclass
 class ImageProcessor:
-    """Converts images to patches with a checkpoint's preprocessing settings.
+    """Converts images to patches, with the preprocessing settings of a checkpoint.
 
-    data/image_settings.py reads and validates these settings.
+    The module data/image_settings.py reads and validates the preprocessing settings of a checkpoint.
     """
 
     patch_size: int = 14
@@ -184,29 +183,29 @@ class ImageProcessor:
     merge_size: int = 2
     min_pixels: int = 56 * 56  # bounds for an image's area after resizing
     max_pixels: int = 28 * 28 * 16384
-    # CLIP's mean and standard deviation, for colours from 0 to 1
+    # CLIP's mean and standard deviation of each colour channel, for pixel values from 0 to 1
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
-    # function that resizes and normalises frames; data/image_settings.py has a variant in torch
+    # function that resizes and normalises frames with Pillow; data/image_settings.py has a variant that uses torch
     resize: Callable[..., np.ndarray] = resize_frames
-    # video rules of a family, such as model/families/qwen3_vl.Videos; None uses the rules in data/video.py
+    # class that samples and resizes videos for a model family, such as Qwen3-VL; None uses data/video.py
     videos: Any = None
-    # dtype of the patches: 16 bits if the model computes in 16 bits and would round the patches anyway, so that only
-    # half the bytes are packed and copied to a GPU
+    # dtype of the patches; a model that computes in 16 bits gets patches of 16 bits, so that only half the bytes are
+    # copied to a GPU
     dtype: torch.dtype = torch.float32
 
     @property
     def factor(self) -> int:
-        """Side length in pixels of the square of patches that becomes one token; 14 * 2 = 28 by default."""
+        """Return the side in pixels of the square that becomes one image token; 14 * 2 = 28 by default."""
         return self.patch_size * self.merge_size
 
     @property
     def patch_dim(self) -> int:
-        """Number of values in a patch: 3 * 2 * 14 * 14 = 1176 for Qwen2.5-VL."""
+        """Return the number of values in a patch: 3 colours * 2 frames * 14 * 14 pixels = 1176 for Qwen2.5-VL."""
         return 3 * self.temporal_patch_size * self.patch_size**2
 
     def num_tokens(self, image_grid_thw: Grid) -> int:
-        """Return the number of placeholder tokens for an image: one per block of merged patches."""
+        """Return the number of an image's tokens: one for each block of merge_size x merge_size patches."""
         return math.prod(image_grid_thw) // self.merge_size**2
 
     def __call__(self, image: Image, **options: int) -> tuple[Tensor, Grid]:
@@ -231,10 +230,10 @@ class ImageProcessor:
         return self.patches([image], new_height, new_width)
 
     def patches(self, frames: Sequence[Image], height: int, width: int) -> tuple[Tensor, Grid]:
-        """Convert frames to RGB, resize them to one size, and return their normalised patches and image_grid_thw."""
+        """Convert frames to RGB, resize the frames, and return their normalised patches and patch counts (t, h, w)."""
         mean = np.array(self.image_mean, np.float32)[:, None]  # (3, 1)
         std = np.array(self.image_std, np.float32)[:, None]
-        # Frames are converted one by one, because a copy of all frames of a video could fill the memory.
+        # Video frames are converted to RGB one by one, because a copy of all frames could fill the memory.
         resized = self.resize(map(to_rgb, frames), height, width, mean, std)
         patches, image_grid_thw = patchify(resized, self.patch_size, self.temporal_patch_size, self.merge_size)
         return torch.from_numpy(patches).to(self.dtype), image_grid_thw

@@ -1,4 +1,4 @@
-"""Convert a preprocessor_config.json to an ImageProcessor, and an ImageProcessor to such a file."""
+"""Read a checkpoint's preprocessor_config.json into an ImageProcessor, and write an ImageProcessor to this file."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,31 +21,31 @@ def torch_resize_frames(
     frames: Iterable[PIL.Image.Image], height: int, width: int, mean: np.ndarray, std: np.ndarray
 ) -> np.ndarray:
     """Resize and normalise RGB frames with torch's kernel, bit for bit as transformers' torchvision processor does."""
-    # Pillow's filter is the default, because checkpoints were trained with Pillow; see docs/numerical_parity.md.
+    # Pillow resizes images by default, because checkpoints were trained with Pillow; see docs/numerical_parity.md.
     size = (height, width)
     resized = []
     for frame in frames:
-        # The pixels are uint8, because the kernel rounds between its two passes only for integers.
+        # The pixels stay uint8, because torch's resize rounds between its two passes only for integers.
         pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
         pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
         resized.append(pixels[0].permute(1, 2, 0).numpy())
-    # `scale` is 255 with the rounding error of transformers, which multiplies mean and std by this number.
+    # `scale` is 255 with a rounding error, because transformers multiplies mean and std by the same number.
     scale = np.float32(1 / (1 / 255))
     grey_levels = np.arange(256, dtype=np.float32)
     return look_up((grey_levels - mean * scale) / (std * scale), np.stack(resized))
 
 
-# {data.resize_backend value: function that resizes and normalises frames}
+# {value of the option data.resize_backend: function that resizes and normalises frames}
 RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}
 
 Mean = Annotated[float, "(-1e6, 1e6)"]
 Std = Annotated[float, "[1e-6, 1e6)"]  # positive, because pixels are divided by Std
-# In this package, only the type that ends with Fast resizes with torch. In transformers 5, the type without a suffix
-# also does so if torchvision is installed.
+# Here only the class whose name ends with Fast resizes images with torch. In transformers 5, the class without a suffix
+# also uses torch if torchvision is installed.
 ProcessorType = Literal[
     "Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "Qwen2VLImageProcessorFast", "Qwen2_5_VLImageProcessor"
 ]
-# the only supported values of settings that change pixels, which are also written to saved folders
+# image settings for which only one value is supported; the values are also written to saved checkpoints
 FIXED = {
     "do_resize": True,
     "do_rescale": True,
@@ -54,20 +54,20 @@ FIXED = {
     "rescale_factor": 1 / 255,
     "resample": 3,  # bicubic
 }
-# {option of data.video that chooses frames: its name in video_preprocessor_config.json}
+# {option of data.video that chooses frames: name of the option in video_preprocessor_config.json}
 SAMPLING = {"fps": "fps", "nframes": "num_frames", "min_frames": "min_frames", "max_frames": "max_frames"}
 FPS = 2.0  # sampled frames per second by default
-# default bounds for a frame's size, in the tokens that an equally large image has
+# default bounds for the size of a video frame, as the number of tokens of an equally large image
 MIN_FRAME_TOKENS, MAX_FRAME_TOKENS = 128, 768
-# settings that have the same name in ImageProcessor
+# settings whose name in preprocessor_config.json is also the name in ImageProcessor
 SAME_NAMES = ("image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size")
 
 
 @dataclass
 class Size:
-    """Bounds for an image's area in pixels, under new and old names.
+    """The lower and upper bound for an image's area in pixels, under the new and old names of transformers.
 
-    The fields from `height` on must be null, because other kinds of sizes are not supported.
+    The fields height, width, max_height and max_width must be null, because a fixed size is not supported.
     """
 
     shortest_edge: MinPixels | None = None
@@ -82,7 +82,7 @@ class Size:
 
 @dataclass
 class ImageSettings:
-    """The fields of preprocessor_config.json that are read; a field that is null counts as missing."""
+    """The fields that are read from preprocessor_config.json; a field that is null counts as missing."""
 
     image_processor_type: ProcessorType | None = None
     size: Size | None = None
@@ -104,7 +104,7 @@ class ImageSettings:
 
 
 def read_image_processor(content: dict, where: str, min_pixels: int | None = None, max_pixels: int | None = None):
-    """Build an image processor from a preprocessor_config.json.
+    """Build an ImageProcessor from the content of a preprocessor_config.json.
 
     Args:
         content: the file's parsed content.
@@ -120,19 +120,19 @@ def read_image_processor(content: dict, where: str, min_pixels: int | None = Non
     resize = RESIZE["torch" if str(settings.image_processor_type).endswith("Fast") else "pil"]
     processor = ImageProcessor(**given, min_pixels=low, max_pixels=high, resize=resize)
     with error_context("data" if min_pixels or max_pixels else where):
-        # smart_resize raises ValueError if the bounds exclude every image size
+        # smart_resize raises ValueError if no image size can satisfy the bounds min_pixels and max_pixels
         side = processor.factor
         smart_resize(side, side, side, low, high)
     return processor
 
 
 def patch_settings(holder: ImageSettings | ImageProcessor) -> dict:
-    """Return {name: value} for image_mean, image_std, patch sizes and merge_size."""
+    """Return {name: value} for the settings image_mean, image_std, patch_size, temporal_patch_size and merge_size."""
     return {name: getattr(holder, name) for name in SAME_NAMES}
 
 
 def write_image_processor(processor: ImageProcessor, options: dict[str, int]) -> dict:
-    """Build a preprocessor_config.json's content for transformers 4.49 to 5.23 and vLLM.
+    """Build the content of a preprocessor_config.json that transformers 4.49 to 5.23 and vLLM can read.
 
     Args:
         options: options of data.image. Both bounds become the area of a fixed size, because the file has none.
@@ -159,9 +159,9 @@ def area_bounds(processor: ImageProcessor, options: dict[str, Any], bounds: tupl
 
 
 def write_video_processor(processor: ImageProcessor, options: dict[str, float]) -> dict:
-    """Build a video_preprocessor_config.json's content for data.video's options; {} without options.
+    """Build the content of a video_preprocessor_config.json from the options of data.video; no options give {}.
 
-    The class in the file resizes frames as Qwen2.5-VL does, see video.frame_size.
+    The file names the class Qwen2VLVideoProcessor, which resizes frames as Qwen2.5-VL does, see video.frame_size.
     """
     if not options:
         return {}
@@ -180,7 +180,7 @@ def write_video_processor(processor: ImageProcessor, options: dict[str, float]) 
 
 
 def write_sampling(options: dict[str, float]) -> dict:
-    """Return the options that choose a video's frames, with their names in video_preprocessor_config.json."""
+    """Return the options that choose a video's frames, under the names that video_preprocessor_config.json uses."""
     given: dict[str, Any] = {SAMPLING[name]: value for name, value in options.items() if name in SAMPLING}
     if "num_frames" in given:
         given["fps"] = None  # the class may have a default, which transformers does not combine with num_frames
@@ -188,19 +188,19 @@ def write_sampling(options: dict[str, float]) -> dict:
 
 
 def check_options(kind: str, options: Mapping[str, float | None]) -> dict[str, Plain]:
-    """Validate an image's or video's options, and return the options that are not None."""
+    """Check the options of an image or video, such as max_pixels, and return the options that are not None."""
     return check_values(ImageOptions if kind == "image" else VideoOptions, options, f"options of the {kind}")
 
 
 def read_sampling(settings: dict) -> dict[str, float]:
-    """Return the options with which a video_preprocessor_config.json chooses frames, see VideoOptions."""
+    """Return the options that choose a video's frames, such as fps, from a video_preprocessor_config.json."""
     return check_options("video", {name: settings.get(key) for name, key in SAMPLING.items()})
 
 
 def image_settings(folder: Path) -> tuple[Path, dict]:
-    """Return a folder's image settings, and the file that contains them.
+    """Return the file in a model's folder that has the settings for images, and these settings.
 
-    The settings are in preprocessor_config.json, or, since transformers 5, in the field image_processor in
+    The image settings are in preprocessor_config.json, or, since transformers 5, in the field image_processor in
     processor_config.json.
     """
     file = folder / "preprocessor_config.json"
@@ -217,7 +217,7 @@ def image_settings(folder: Path) -> tuple[Path, dict]:
 
 
 def video_settings(folder: Path) -> tuple[Path, dict]:
-    """Return a folder's video settings and the file that contains them, chosen as in transformers."""
+    """Return the file in a model's folder from which transformers reads the settings for videos, and these settings."""
     newer = folder / "processor_config.json"
     file = folder / "video_preprocessor_config.json"
     settings = read_json(newer).get("video_processor") if newer.is_file() else None

@@ -156,7 +156,7 @@ def measure_rows(rows: Dataset, processor: Processor, answers: Sequence[str] = (
 
 
 def rough_weight(row: Row, counter: Processor, answers: Sequence[str]) -> float:
-    """Estimate how many tokens a row has, from the bytes of its texts and the sizes of its images."""
+    """Estimate RowSize.weight, a row's token count, from the bytes of its texts and the sizes of its images."""
     media = counter.media_patches(row.messages, row.images, row.videos)
     image_tokens = sum(counter.image_processor.num_tokens(grid) for _, grid, _ in media)
     texts = [row.messages, *(getattr(row, name) for name in answers)]

@@ -65,7 +65,8 @@ class Completion:
     logps: Tensor | None = None
     # True if a stop token or a stop string ended the completion, False if max_new_tokens ended it
     stopped: bool = True
-    # (C,) bool, one value per token: True if the policy wrote the token, False if a tool did; None means all True
+    # (C,) bool, one value per token: True if the policy wrote the token, False if a tool or user did; None means all
+    # True
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
     # token ids that top_k, top_p and min_p allowed for each token, as (number of ids per token (C,), all ids
     # concatenated); None means that the whole vocabulary was allowed
