@@ -1,4 +1,4 @@
-"""Load batches: each rollout's rows, in an order that depends only on the seed."""
+"""Load batches of rows, one batch for each rollout, in an order that depends only on the seed."""
 
 import itertools
 import warnings
@@ -14,14 +14,14 @@ from minivlmrl.data.processor import Processor, images_in
 from minivlmrl.data.rows import Dataset, Prompt, Row
 
 MAX_SKIPPED = 100  # consecutive unreadable rows after which a run ends with an error
-# maximum number of rows that threads prepare in advance; with one megapixel per image, their patches take 1.5 GB
+# maximum number of rows prepared in advance; with an image of one megapixel per row, the patches take 1.5 GB
 MAX_AHEAD = 64
 Result = TypeVar("Result")
 
 
 @dataclass
 class PreparedRow(Row):
-    """A row whose prompt has already been computed by a thread."""
+    """A row whose prompt a background thread has already tokenized, together with its image patches."""
 
     prepared_prompt: Prompt | None = None
 
@@ -33,9 +33,9 @@ class PreparedRow(Row):
 class Batches(Iterator[list[Row]]):
     """Endless iterator over this rank's batches of rows, one batch for each rollout. A batch has the rows of
     `trainer.steps_per_rollout` optimizer steps, one step after the other. Every pass over the dataset has a new order.
-    Each row gets a key, "seed/stage/draw/position", which seeds all the row's random numbers, so that any number of
-    ranks samples the same completions. Threads prepare the prompts of the next batch in advance. An error in a row is
-    raised only when the batch with this row is returned.
+    Each row gets a key, "seed/stage/batch/position", which seeds the row's random numbers, so that any number of ranks
+    samples the same completions. Threads prepare the prompts of the next batch in advance. A row's error is raised only
+    when the batch with this row is returned.
 
     Args:
         dataset: the stage's rows.
@@ -50,14 +50,14 @@ class Batches(Iterator[list[Row]]):
         self.world = trainer.world
         self.processor = trainer.processor
         self.skip_unreadable = options.skip_unreadable
-        # Without data.skip_unreadable, an unreadable image in an answer raises an error when the answer is tokenized.
+        # Answers' images are checked only to skip unreadable rows; otherwise tokenizing an answer raises the error.
         self.checked_answers = trainer.answers if self.skip_unreadable else ()
         self.skipped: set[int] = set()  # indices of unreadable rows that this rank skipped
         self.key = f"{seed}/{trainer.stage}"
         self.step_size = trainer.config.prompts_per_step
         draw_size = self.step_size * trainer.steps_per_rollout
         self.numbers = shuffled(len(dataset), draw_size, seed, skip=draws * draw_size)
-        # Each worker uses one CPU thread of PyTorch, because more threads would slow all workers down.
+        # Each worker thread lets PyTorch use a single CPU thread, because more would slow all workers down.
         num_workers = max(1, options.image_workers)
         self.workers = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
         self.max_ahead = MAX_AHEAD if options.image_workers else 0
@@ -66,7 +66,7 @@ class Batches(Iterator[list[Row]]):
         self.ahead: list[Future] = []  # the next draw's first rows, which threads prepare
 
     def draw(self, number: int) -> list[tuple[int, str]]:
-        """Return the dataset index and the key of each row in the next batch."""
+        """Return (dataset index, key for random numbers) of each row in this rank's next batch."""
         numbers = next(self.numbers)
         rows = []
         for first in range(0, len(numbers), self.step_size):
@@ -89,11 +89,11 @@ class Batches(Iterator[list[Row]]):
         return rows
 
     def submit(self, draw: list[tuple[int, str]]) -> list[Future]:
-        """Start threads that prepare the prompts of some rows in a batch."""
+        """Let background threads start to prepare the prompts of the given rows."""
         return [self.workers.submit(self.prepare, index, key) for index, key in draw]
 
     def prepare(self, index: int, key: str) -> tuple[Row, dict[int, ValueError]]:
-        """Compute the prompt of a row, or of the next readable row; return it with the errors of unreadable rows."""
+        """Compute the prompt of a row or of the next readable row; also return the errors of unreadable rows."""
 
         def use(row: Row) -> Prompt:
             return readable_prompt(row, self.processor, self.checked_answers)
@@ -102,15 +102,15 @@ class Batches(Iterator[list[Row]]):
         return PreparedRow(**vars(replace(row, key=key)), prepared_prompt=prompt), failures
 
     def row(self, index: int, key: str = "") -> Row:
-        """Prepare one row outside a batch. The key is only needed to sample completions."""
+        """Prepare one row outside a batch. A row's key only seeds the sampling of completions."""
         return self.rows([(index, key)])[0]
 
     def rows(self, rows: list[tuple[int, str]]) -> list[Row]:
-        """Prepare rows of other ranks, each given by its index in the dataset and its key."""
+        """Prepare rows that belong to other ranks; each row is given by its dataset index and its key."""
         return self.wait_for(self.submit(rows))
 
     def wait_for(self, futures: Sequence[Future]) -> list[Row]:
-        """Return the rows that threads prepare, and warn about each skipped row once."""
+        """Wait for the rows that background threads prepare, and warn once about each unreadable row."""
         rows = []
         for row, failures in (future.result() for future in futures):
             rows.append(row)
@@ -137,7 +137,7 @@ def readable_prompt(row: Row, processor: Processor, answers: Sequence[str]) -> P
 def next_readable(
     rows: Dataset, index: int, use: Callable[[Row], Result], skips: bool = True
 ) -> tuple[Row, Result, dict[int, ValueError]]:
-    """Find the first row from `index` on for which `use` raises no ValueError; without `skips`, raise the first error.
+    """Return the first row from `index` on that is readable: calling `use` on this row raises no ValueError.
 
     Returns:
         The row, the result of `use`, and {index of an unreadable row: its error}.
@@ -159,7 +159,7 @@ def next_readable(
 
 
 def shuffled(size: int, per_draw: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
-    """Yield lists of `per_draw` row indices, except the first `skip`; each pass over the rows has a new order."""
+    """Yield lists of `per_draw` shuffled row indices; the first `skip` indices of the sequence are left out."""
     if size == 0:
         raise ValueError("the dataset has no rows to train on")
     generator = torch.Generator().manual_seed(seed)

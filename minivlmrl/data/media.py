@@ -1,4 +1,4 @@
-"""Read the images and videos of a row, and assign each to a message part."""
+"""Read the images and videos of a row, and assign each image and video to a part of a message."""
 
 import base64
 import contextlib
@@ -33,7 +33,7 @@ from minivlmrl.data.messages import (
 )
 from minivlmrl.errors import error_context
 
-# common names for columns that contain images or videos
+# column names that are common for images and videos
 MEDIA_NAME = re.compile(
     r"(img|image|pic|picture|photo|video|media)s?(_?(path|file|name|url|uri|src|bytes)s?)*"
     r"|file_?names?"
@@ -46,32 +46,32 @@ SUFFIXES = {
 FILE_NAMES = {
     kind: re.compile(rf"[^\n\t]{{1,400}}\.({suffixes})(\?\S*)?", re.IGNORECASE) for kind, suffixes in SUFFIXES.items()
 }
-# first bytes of JPEG, PNG, GIF, WebP, BMP and TIFF files
+# the first bytes of image files in the formats JPEG, PNG, GIF, WebP, BMP and TIFF
 MAGIC = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*", re.DOTALL)
-# keys under which a message part can contain its source
+# {kind: keys under which a message part can have the source of its image or video}
 SOURCES = {kind: (kind, f"{kind}_url", "url", "path", "base64", "source") for kind in KINDS}
-# keys of a source that is a JSON object, see _source_in
+# keys of a JSON object that gives the source of an image or video, see _source_in
 SOURCE_KEYS = ("bytes", "path", "url", "type", "media_type", "data")
-# options that select a video file's frames
+# options that select which frames of a video file are used
 SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
 # Image formats that are not allowed, because reading them has side effects: Pillow runs Ghostscript for EPS, opens the
 # files that an IPTC file names, and calls Windows functions for WMF.
 PROGRAMS = "EPS", "IPTC", "WMF"
-# Maximum number of pixels of an image. A file of a few kilobytes can declare any size. Pillow has the same limit, at
-# which an RGB image takes half a GiB.
+# Maximum number of pixels of an image, as in Pillow: half a GiB as RGB. The limit is needed because an image file of a
+# few kilobytes can declare any size.
 MAX_IMAGE_PIXELS = 178_956_970
 
 EMPTY = (None, "")  # entries that stand for no image or video
 
 Source = str | Path | bytes
 
-# Ignore Pillow's warning about images that are larger than half the limit. The filter is set only once, on import,
-# because all threads share the filters.
+# Ignore Pillow's warning about large images. The warning filter is set only once, on import, because all threads share
+# the filters.
 warnings.filterwarnings("ignore", category=PIL.Image.DecompressionBombWarning)
 
 
 def fetch_image(source: Source, folder: str | Path | None = None) -> Image:
-    """Load an image as RGB, see image.load_image.
+    """Load an image from a file, a data URI or bytes, and convert the image to RGB.
 
     Args:
         source: path, file:// URL, data URI or bytes.
@@ -86,7 +86,7 @@ def fetch_image(source: Source, folder: str | Path | None = None) -> Image:
 
 @contextlib.contextmanager
 def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Image]:
-    """Open an image, and convert every exception in the block to a ValueError."""
+    """Open an image in a `with` block, and convert every exception in this block to a ValueError."""
     name, file = open_source(source, folder)
     try:
         with PIL.Image.open(file) as image:
@@ -109,13 +109,13 @@ def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Ima
 
 
 def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | io.BytesIO]:
-    """Return the name of an image or video for error messages, and a path or a byte stream; see fetch_image."""
+    """Return an image's or video's name for error messages, and its path or, for bytes and data URIs, a byte stream."""
     if isinstance(source, bytes | bytearray):
         return f"{len(source)} bytes", io.BytesIO(source)
     text = str(source)
     name = text if len(text) <= 200 else f"{text[:60]}... ({len(text)} characters)"
     if text.startswith("data:"):
-        # data URIs are decoded without urllib, because urllib ignores invalid characters
+        # data URIs are decoded with base64 and not with urllib, because urllib ignores invalid characters
         with error_context(f"{name}: the data is not valid base64"):
             return name, io.BytesIO(base64.b64decode("".join(text.partition(",")[2].split()), validate=True))
     if text.startswith(("http://", "https://")):
@@ -134,23 +134,23 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
 
 @dataclass
 class Media:
-    """Source and options of one image or video in a row."""
+    """The source (such as a path) and the options of one image or video in a row."""
 
     kind: str  # "image" or "video"
-    # path, data URI or bytes of the file; for a video also a list that has the source of each frame
+    # path, data URI or bytes of the image or video; a video can also be a list with the source of each frame
     source: str | bytes | list[str]
     options: dict[str, float]  # see ImageOptions and VideoOptions
 
     @property
     def sources(self) -> Sequence[str | bytes]:
-        """Return the source of an image or of a video file, or of each frame."""
+        """Return a list with the source of the image or video file, or with the source of each video frame."""
         return self.source if isinstance(self.source, list) else [self.source]
 
 
 def read_media(columns: dict) -> dict[str, list[Media]]:
-    """Read the row's columns `image`, `images`, `video` and `videos`.
+    """Read the images and videos in a row's columns `image`, `images`, `video` and `videos`.
 
-    Each entry is a source, or a dict with options: {"image": "cat.jpg", "max_pixels": 200704}.
+    An image in a column is a path or other source, or a dict with options: {"image": "cat.jpg", "max_pixels": 200704}.
 
     Returns:
         {"image" or "video": media in the column's order}. A kind without a column is missing.
@@ -158,7 +158,7 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
     row_media = {}
     for name, kind in MEDIA.items():
         entries = columns.get(name)
-        # some tools write a row without an image as "" or [null]
+        # a column with "" or [null] has no image, because some tools write a missing image so
         if entries in EMPTY or (isinstance(entries, list) and all(entry in EMPTY for entry in entries)):
             continue
         if kind in row_media:
@@ -173,11 +173,11 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
 def place_media(
     turns: list[dict], row_media: dict[str, list[Media]], options: RowOptions
 ) -> tuple[list[dict], list[Media]]:
-    """Assign each image and video in a row to a message part.
+    """Assign each image and video in a row to a part of a message.
 
-    Each file gets the next image or video part that has no source. If the messages have no image or video parts, the
-    file replaces the next tag <image> or <video> in the texts. Without such tags, the file is inserted before the first
-    user turn's text.
+    Each image or video gets the next part of its kind that has no source. If messages have only texts, an image or
+    video replaces the next tag <image> or <video>. Texts without tags get all images and videos before the first user
+    turn's text.
 
     Args:
         turns: the prompt's messages and, if the answer contains images, the answer's.
@@ -214,10 +214,10 @@ def place_media(
 
 
 def _with_common(item: Media, common_options: dict) -> dict:
-    """Add the options for all rows to the options of one image or video.
+    """Combine the options of one image or video with the options for all rows, data.image and data.video.
 
-    The options for all images apply only to images without options. Each video option applies to the videos that do not
-    set it, but options that select frames are ignored for lists of frames and for videos with nframes.
+    The options in data.image apply only to images without options of their own. An option in data.video applies to each
+    video that does not set it, but frame lists and videos with nframes ignore options that select frames.
     """
     if item.kind == "image":
         return item.options or common_options
@@ -228,10 +228,10 @@ def _with_common(item: Media, common_options: dict) -> dict:
 
 
 def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Collection[str]):
-    """Raise ValueError if a column contains an image or video that the model would not see.
+    """Raise ValueError if a row's column contains an image or video that the model would not see.
 
-    A path, a URL, a data URI, base64 text and bytes are recognised at any depth. The model sees the images and videos
-    in `media`. The columns in `known` may contain others, because data.columns or a reward names these columns.
+    Images are found at any depth of a column, as path, URL, data URI, base64 text or bytes. The model sees only the
+    images and videos in `media`. Columns that data.columns or a reward names, `known`, may have other images.
     """
     sources = [source for item in media for source in item.sources]
     for name in columns.keys() - {*known, *MEDIA, *TEXTS, "solution", "system"}:
@@ -252,7 +252,7 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
 
 
 def _leaves(value: Plain) -> Iterator[str | bytes]:
-    """Yield the texts and bytes in nested lists and dicts. If bytes have a path, only the bytes are yielded."""
+    """Yield the texts and bytes in nested lists and dicts; a dict with the key "bytes" gives only its bytes."""
     if isinstance(value, dict):
         value = [value["bytes"]] if isinstance(value.get("bytes"), str | bytes) else [*value.values()]
     if isinstance(value, list):
@@ -263,20 +263,20 @@ def _leaves(value: Plain) -> Iterator[str | bytes]:
 
 
 def _unread_kind(item: str | bytes, folder: Path) -> str | None:
-    """Return "image" or "video" if a value is the content or the name of such a file, otherwise None."""
+    """Return "image" or "video" if a value is the content or the name of an image or video file, otherwise None."""
     if isinstance(item, bytes):
         return "image" if MAGIC.match(item) else None
     if encoded := ENCODED.match(item):
         return encoded[1] if encoded[1] in SUFFIXES else "image"
     for kind, pattern in FILE_NAMES.items():
-        # a sentence can end with a file name, so a name with spaces counts only if the file exists
+        # a text with spaces is a file name only if the file exists, because a sentence can end with a file name
         if pattern.fullmatch(item) and (" " not in item or os.path.isfile(join(folder, item))):
             return kind
     return None
 
 
 def _is_source(item: str | bytes, source: str | bytes) -> bool:
-    """Return True if two sources are equal, or if one path ends with the other: "1.png" and "/data/cats/1.png"."""
+    """Return True if two sources are equal, or one path ends with the other, as "/cats/1.png" with "1.png"."""
     if item is source or item == source or f"data:;base64,{item!s}" == source:
         return True
     if isinstance(item, bytes) or isinstance(source, bytes) or max(len(item), len(source)) > 500:
@@ -287,7 +287,7 @@ def _is_source(item: str | bytes, source: str | bytes) -> bool:
 
 
 def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str]]:
-    """Yield (source, path) for each image, video and frame; the path is "" for bytes and data URIs."""
+    """Yield (source, path of the file) for each image, video and frame; bytes and data URIs have the path ""."""
     for item in media:
         for source in item.sources:
             if isinstance(source, bytes) or source.startswith("data:"):
@@ -299,12 +299,12 @@ def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str
 
 
 def source_keys(part: dict, kind: str) -> list[str]:
-    """Return the keys under which a part has the source of its image or video."""
+    """Return the keys, such as "image_url", under which a message part has the source of an image or video."""
     return [name for name in SOURCES[kind] if part.get(name) is not None]
 
 
 def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -> Media:
-    """Parse an entry of a column, or a part of a message; a part without a source takes the next entry of a column."""
+    """Parse an image or video in a column or message part; a part without source takes the next in `next_media`."""
     if isinstance(entry, str) and kind == "image" and re.match(BASE64, entry):
         entry = {"base64": entry}  # MMBench's data files contain base64 text without a data URI's header
     if not isinstance(entry, dict) or "bytes" in entry:
@@ -331,12 +331,12 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
 
 
 def _source_in(source: dict) -> Plain:
-    """Return the source in the dicts of Hugging Face {"bytes", "path"}, OpenAI {"url"} and Anthropic {"data"}."""
-    # the value "low" of the key detail asks for a smaller image
+    """Return an image's source from a dict of Hugging Face {"bytes", "path"}, OpenAI {"url"} or Anthropic {"data"}."""
+    # OpenAI's key "detail" is refused if its value is "low", because "low" asks for a smaller image
     known = SOURCE_KEYS if source.get("detail") == "low" else (*SOURCE_KEYS, "detail")
     check_keys(source, known, "the source")
     content = source.get("bytes", source.get("data"))
     if content is not None:
-        # a JSON file contains the bytes as base64 text
+        # bytes of an image are base64 text if the row comes from a JSON file
         return f"data:;base64,{content}" if isinstance(content, str) else content
     return source.get("path" if "bytes" in source else "url")

@@ -1,8 +1,8 @@
-"""Build and validate a conversation's messages, and place images and videos in them.
+"""Build and check the messages of a conversation, and place images and videos in the messages.
 
-A message is {"role": "user", "content": ...}, as transformers' chat templates expect. The content is text or a list of
-parts such as {"type": "text", "text": "What is it?"} and {"type": "image"}. A message from the assistant may have
-"tool_calls" instead of content. "Turn" is another word for a message.
+A message is {"role": "user", "content": ...}, as transformers' chat templates expect. A message's content is a text or
+a list of parts such as {"type": "text", "text": "What is it?"} and {"type": "image"}. A message from the assistant may
+have "tool_calls" instead of content. The word "turn" also means a message.
 """
 
 import re
@@ -13,12 +13,12 @@ MARK = re.compile("<(image|video)>")  # tag in a text, which an image or video r
 KINDS = ("image", "video")
 BASE64 = r"(/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{32}"  # JPEG, PNG, WebP or GIF
 ENCODED = re.compile(rf"data:(image|video)/|{BASE64}", re.IGNORECASE)
-# Maximum number of characters in a message. The library `tokenizers` encodes this many
-# characters in a second, but fails on ten million characters.
+# Maximum number of characters in a message, because the library `tokenizers` fails on ten million characters. A million
+# characters are encoded in a second.
 MAX_TEXT = 2**20
-# keys of a message under which a thought can stand apart from the content
+# keys of a message that can contain the assistant's thought, separate from the content
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
-# keys of an assistant turn that say whether the turn is trained: true or 1 means yes, false or 0 means no
+# keys of an assistant turn that say whether the loss includes the turn: true or 1 (yes), false or 0 (no)
 LOSS_KEYS = ("loss", "loss_mask", "weight", "train")
 TURN_KEYS = {  # {role: the keys of its turns}
     "system": ("role", "content", *LOSS_KEYS),
@@ -32,14 +32,14 @@ CALL_KEYS = ("id", "type", "index", "function", "name", "arguments")
 def content_parts(message: dict) -> list[dict]:
     """Return a message's content as a list of parts.
 
-    If the content is a text, the list has a single part. If the content is missing, the list is empty.
+    A content that is a text gives a list with a single part. A message without content gives an empty list.
     """
     content = message.get("content") or []
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def part_kind(part: dict) -> str | None:
-    """Return "image", "video" or "text", or None if a message part's kind is unclear.
+    """Return the kind of a message part, "image", "video" or "text", or None if the kind is unclear.
 
     Args:
         part: an image part is {"type": "image"}, or any dict with the key image or image_url. The same rule applies to
@@ -58,19 +58,19 @@ def part_kind(part: dict) -> str | None:
 
 
 def as_turns(text_or_turns: str | list[dict], role: str = "assistant") -> list[dict]:
-    """Convert a text to a list with one turn in the given role; return other lists unchanged."""
+    """Convert a text to a list with one turn of the given role; return a list of turns unchanged."""
     if isinstance(text_or_turns, str):
         return [{"role": role, "content": text_or_turns}]
     return text_or_turns
 
 
 def parts_of(turns: Iterable[dict]) -> list[dict]:
-    """Return all turns' parts in one list. A turn that only has tool_calls has no parts."""
+    """Return all turns' parts in one list. A turn with tool_calls and without content has no parts."""
     return [part for turn in turns for part in content_parts(turn)]
 
 
 def shown_parts_of(turns: Iterable[dict]) -> list[dict]:
-    """Return the image parts and video parts from all turns in one list."""
+    """Return the message parts of all turns that are images or videos, in one list."""
     return [part for turn in turns for part in content_parts(turn) if part_kind(part) != "text"]
 
 
@@ -84,8 +84,8 @@ def conversation(
 ) -> list[dict]:
     """Build the messages for a prompt that asks a question about images and videos.
 
-    Example: ("What is it?", {"image": 1}) gives one user message, whose parts are the image and
-    the text. In "Is <image> left of <image>?" image parts replace the two tags.
+    Example: ("What is it?", {"image": 1}) gives one user message with an image part and a text part. In the question
+    "Is <image> left of <image>?", image parts replace the two tags.
 
     Args:
         problem: the question's text.
@@ -102,9 +102,9 @@ def conversation(
 
 
 def put_in_template(template: str, turns: list[dict]) -> list[dict]:
-    """Insert the question, which is the last user turn's text, into a template.
+    """Insert the question of a conversation (the last user turn's text) into the template data.prompt_template.
 
-    The question replaces {problem} in the template.
+    The question replaces the text {problem} in the template.
 
     Raises:
         ValueError: the last user turn does not have exactly one text part.
@@ -123,10 +123,10 @@ def put_in_template(template: str, turns: list[dict]) -> list[dict]:
 
 
 def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
-    """Replace <image> and <video> in texts by image and video parts.
+    """Replace the tags <image> and <video> in the texts of messages by image and video parts.
 
-    For example, "<image>What?" gives an empty text part, an image part and the text part "What?". If the texts contain
-    neither tag, the parts are inserted before the first user turn's text.
+    For example, "<image>What?" gives an empty text part, an image part and the text part "What?". If no text contains a
+    tag, image and video parts are inserted before the first user turn's text.
 
     Args:
         turns: messages whose parts are texts.
@@ -136,7 +136,7 @@ def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
     for turn in turns:
         parts = []
         for part in content_parts(turn):
-            # `pieces` alternates between texts and kinds of media: text, kind, text, ..., text
+            # re.split returns texts and, between them, the words of the tags: text, "image", text, "video", text
             for number, piece in enumerate(MARK.split(part["text"])):
                 parts.append({"type": piece} if number % 2 else {"type": "text", "text": piece})
         placed.append({**turn, "content": parts})
@@ -148,14 +148,14 @@ def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
 
 
 def add_system_prompt(messages: list[dict], system_prompt: str | None) -> list[dict]:
-    """Prepend a system message, unless the prompt is None or the conversation already has one."""
+    """Prepend a system message, unless system_prompt is None or the conversation already has a system message."""
     if system_prompt is None or (messages and messages[0]["role"] == "system"):
         return messages
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
 def check_counts(kinds: Sequence[str | None], media: Mapping[str, int]):
-    """Raise ValueError if the number of placeholders differs from the number of images or videos.
+    """Raise ValueError if a prompt's number of placeholders differs from its number of images or videos.
 
     Args:
         kinds: each placeholder's kind, "image" or "video".
@@ -172,7 +172,7 @@ def check_counts(kinds: Sequence[str | None], media: Mapping[str, int]):
 
 
 def check_ends(turns: list[dict]):
-    """Raise ValueError unless the first and the last turn are assistant turns."""
+    """Raise ValueError unless the first and the last turn of an answer are assistant turns."""
     roles = [turn["role"] for turn in turns]
     if not roles or roles[0] != "assistant" or roles[-1] != "assistant":
         raise ValueError(
@@ -181,12 +181,12 @@ def check_ends(turns: list[dict]):
 
 
 def is_trained(turn: dict) -> bool:
-    """Return True for an assistant turn, unless one of its LOSS_KEYS is false or 0."""
+    """Return True if a turn has a loss: an assistant turn, unless a key such as "loss" or "weight" is false or 0."""
     return turn["role"] == "assistant" and all(turn.get(key) in (None, True) for key in LOSS_KEYS)
 
 
 def check_turns(turns: list[dict], is_prompt: bool = False):
-    """Raise ValueError if a turn of a row cannot be rendered, or has a role, a key or a value that nothing reads.
+    """Raise ValueError if a turn cannot be rendered, or has a role, a key or a value that would be ignored.
 
     Args:
         turns: the turns.
@@ -232,7 +232,7 @@ def check_turns(turns: list[dict], is_prompt: bool = False):
 
 
 def check_keys(value: dict, known: Iterable[str], name: str):
-    """Raise ValueError for a key that is not `known`, unless its value is empty, such as None or []."""
+    """Raise ValueError if a dict has an unknown key, unless the key's value is empty, such as None or []."""
     for key in value:
         if key not in known and value[key] not in (None, "", [], {}):
             raise ValueError(
@@ -242,7 +242,7 @@ def check_keys(value: dict, known: Iterable[str], name: str):
 
 
 def check_messages(messages: list[dict]):
-    """Raise ValueError if a chat template cannot render a message."""
+    """Raise ValueError if a message lacks a role or content, or has a form that no chat template can render."""
     for number, message in enumerate(messages):
         fields = message if isinstance(message, dict) else {}
         content, calls = fields.get("content"), fields.get("tool_calls") or []

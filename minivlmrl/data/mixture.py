@@ -1,4 +1,4 @@
-"""Combine several data files into one dataset: select, repeat and concatenate their rows."""
+"""Combine several data files into one dataset: select, repeat and concatenate the rows of the files."""
 
 import math
 import random
@@ -11,9 +11,9 @@ from minivlmrl.errors import error_context
 
 
 def mix(parts: Sequence[FileRows], files: Sequence[FileOptions]) -> RowSelection:
-    """Concatenate datasets; the weight in a dataset's options is the number of times that each row is repeated.
+    """Concatenate datasets; each row of a dataset occurs as often as the dataset's option `weight` says.
 
-    Example: with weight 2.5, every row occurs twice, and every second row a third time.
+    Example: with the weight 2.5, every row of a dataset occurs twice, and every second row a third time.
     """
     picks = []
     for part_number, (rows, section) in enumerate(zip(parts, files, strict=True)):
@@ -28,14 +28,14 @@ def mix(parts: Sequence[FileRows], files: Sequence[FileOptions]) -> RowSelection
 
 
 def sample(strategy: str, total_rows: int) -> list[int]:
-    """Return the indices of the rows that a sampling strategy selects.
+    """Return the indices of the dataset rows that a strategy such as "first:100" or "random:10%" selects.
 
     Args:
         strategy: all, first:N, end:N or random:N, where N is a number or a percentage, which is rounded up. The random
             rows are the same for every run seed.
         total_rows: number of rows.
 
-    Source: sampling_strategy in VLM-R1's grpo_rec.py.
+    Source: the option sampling_strategy in VLM-R1's grpo_rec.py.
     """
     match = re.fullmatch(r"all|(first|end|random):([0-9]+)(%?)", strategy)
     if not match:

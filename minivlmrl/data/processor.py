@@ -1,4 +1,4 @@
-"""Convert messages and images to a Prompt, an answer to a Completion, and token ids to text."""
+"""Convert messages and images to a tokenized Prompt, an answer to a Completion, and token ids to text."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from minivlmrl.data.tokenizer import Tokenizer
     from minivlmrl.data.video import Video, VideoFile
 
-# keys of a message part that are not options of the part's image or video
+# keys of a message part that are no options of an image or video, unlike max_pixels
 PART_KEYS = {"type", "text", "image", "image_url", "video", "video_url"}
 AnyImage = TypeVar("AnyImage")
 AnyVideo = TypeVar("AnyVideo")
@@ -28,16 +28,16 @@ VISION = ("<|vision_start|>", IMAGE, "<|vision_end|>")  # tokens that the model 
 
 @dataclass
 class Processor:
-    """The tokenizer, the chat template and the image settings of one checkpoint."""
+    """The tokenizer, the chat template and the image processor of one checkpoint."""
 
     tokenizer: "Tokenizer"
     image_processor: ImageProcessor
-    # chat template from the model's folder; None uses Qwen's template in chat_template.py
+    # chat template in the model's folder; None means Qwen2.5-VL's template, see chat_template.py
     template: "ChatTemplate | None" = None
-    # where the answer stands in a completion, see find_answer in rewards/text.py
+    # format that tells where a completion contains its answer, see find_answer in rewards/text.py
     answer_format: str = "tags"
     box_space: str = "resized"  # units of an answer's boxes, see data/boxes.py
-    # further ids that end a completion: ids in the folder's generation_config.json, and sampling.stop_token_ids
+    # further token ids that end a completion, from generation_config.json and the option sampling.stop_token_ids
     end_token_ids: Sequence[int] = ()
     sizes: Mapping[str, dict] = field(default_factory=dict)  # options of data.image and data.video, for saved folders
 
@@ -64,10 +64,10 @@ class Processor:
             pixel_values.append(patches)
             grids.append(grid)
             seconds.append(time)
-        # Qwen3-VL renders each temporal patch in a video as an image that follows a timestamp.
+        # For Qwen3-VL, the prompt shows each temporal patch of a video as an image that follows a timestamp.
         if self.image_processor.videos is not None:
             pieces, grids, seconds = self.image_processor.videos.lay_out(pieces, grids, seconds)
-        # torch.cat needs at least one tensor, also if the prompt has no images
+        # an empty tensor is added, because torch.cat needs at least one tensor, even for a prompt without images
         no_patches = torch.zeros(0, self.image_processor.patch_dim, dtype=self.image_processor.dtype)
         return Prompt(
             input_ids=torch.tensor(list(chain(*self.encode(pieces, grids)))),
@@ -79,10 +79,10 @@ class Processor:
     def media_patches(
         self, messages: list[dict], images: Sequence[PIL.Image.Image], videos: "Sequence[Video | VideoFile]"
     ) -> Iterator[tuple[Tensor, Grid, float | list[float]]]:
-        """Yield each image's and video's patches, grid and time; see __call__.
+        """Yield (patches, number of patches in time, height and width, seconds) for each image and video of a prompt.
 
-        The time is a temporal patch's duration in seconds, or for Qwen3-VL a list with timestamps of all temporal
-        patches. It is 0 for an image.
+        The seconds are the duration of a temporal patch or, for Qwen3-VL, a list with each temporal patch's timestamp.
+        An image has 0 seconds.
         """
         for item, options in shown_parts(messages, images, videos):
             if isinstance(item, PIL.Image.Image):
@@ -91,7 +91,7 @@ class Processor:
                 yield item.patches(self.image_processor, **options)
 
     def encode(self, pieces: Sequence[str], grids: Sequence[Grid]) -> list[list[int]]:
-        """Tokenize pieces, and repeat each placeholder once per token of its image or video.
+        """Tokenize texts and control tokens, and repeat each placeholder once per token of its image or video.
 
         Args:
             pieces: text and control tokens, as `render` returns them.
@@ -103,18 +103,18 @@ class Processor:
         ids = []
         for piece in pieces:
             piece_ids = self.tokenizer.encode(piece)  # a Control has one id
-            # The placeholder is compared by `is`, because ordinary text can contain the same characters.
+            # Placeholder tokens are compared by `is`, not by ==, because ordinary text can contain the same characters.
             if piece is IMAGE or piece is VIDEO:
                 piece_ids = piece_ids * self.image_processor.num_tokens(next(remaining_grids))
             ids.append(piece_ids)
         return ids
 
     def join_turns(self, turns: list[dict]) -> list[dict]:
-        """Return an answer's turns; extras/agents/ overrides this method to join the turns around a tool's result."""
+        """Return an answer's turns unchanged; a subclass in extras/agents/ joins the turns around a tool's result."""
         return turns
 
     def mark_results(self, pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-        """Return an answer's pieces with their flags; extras/agents/ overrides this method to mark results of tools."""
+        """Return an answer's texts and flags unchanged; a subclass in extras/agents/ marks the results of tools."""
         return pieces
 
     def decode(self, ids: Tensor) -> str:
@@ -136,7 +136,7 @@ class Processor:
 def shown_parts(
     messages: list[dict], images: Sequence[AnyImage], videos: Sequence[AnyVideo]
 ) -> Iterator[tuple[AnyImage | AnyVideo, dict[str, int]]]:
-    """Yield the image or video of each message part that stands for one, in order, with the part's options."""
+    """Yield the image or video of each image part and video part in order, with the part's options."""
     parts = shown_parts_of(messages)
     kinds = [part_kind(part) for part in parts]
     check_counts(kinds, {"image": len(images), "video": len(videos)})
@@ -154,15 +154,15 @@ def encode_completion(
     images: Sequence[PIL.Image.Image] = (),
     videos: "Sequence[Video | VideoFile]" = (),
 ) -> Completion:
-    """Tokenize a demonstrated answer, and mark the tokens that the model has to learn to write.
+    """Tokenize a demonstrated answer for SFT, and mark the tokens that the model must learn to write.
 
-    An answer's tokens are the text and <|im_end|>. An answer with several turns also has the tokens between the turns.
-    Completion.policy_mask is True only for tokens in assistant turns. The other turns, and images in any turn, are
-    context on which no loss is computed.
+    An answer consists of the tokens of its text and of <|im_end|>. An answer with several turns also has the tokens
+    between the turns. The mask Completion.policy_mask is True only for tokens in assistant turns. User and tool turns,
+    and images in any turn, are context on which no loss is computed.
 
-    Some templates, such as Qwen3.5's and Qwen3.6's, drop earlier turns' thoughts, so an answer with several turns is no
-    single sequence. With such a template, each assistant turn is a Completion in `turns` with its own prompt, as in a
-    trajectory. The first turn follows the given prompt.
+    Some chat templates, such as Qwen3.5's, drop thoughts of earlier turns, so several turns are no single sequence.
+    With a template that drops thoughts, each assistant turn becomes a Completion in `turns` with its own prompt. The
+    first of these turns has the prompt `messages`.
 
     Args:
         messages: the prompt, see data/messages.py.
@@ -184,7 +184,7 @@ def encode_completion(
 
 
 def encode_answer(processor: Processor, row: Row, answer: str | list[dict]) -> Completion:
-    """Tokenize a row's answer, see encode_completion."""
+    """Tokenize an answer of a row, and give the row to each prompt of the answer."""
     completion = encode_completion(processor, row.messages, answer, row.images, row.videos)
     for turn in completion.turns:
         if turn.prompt is not None:
@@ -195,7 +195,7 @@ def encode_answer(processor: Processor, row: Row, answer: str | list[dict]) -> C
 def encode_windows(
     processor: Processor, messages: list[dict], completion: str | list[dict]
 ) -> list[tuple[list[dict], Completion]]:
-    """Tokenize an answer as one sequence or, if the template rewrites turns, turn by turn.
+    """Tokenize an answer as one sequence or, if the chat template rewrites earlier turns, turn by turn.
 
     Returns:
         For each sequence, its prompt's messages and the tokens that follow this prompt.
@@ -214,7 +214,7 @@ def encode_windows(
 
 
 def encode_turns(processor: Processor, messages: list[dict], turns: list[dict]) -> Completion:
-    """Tokenize the turns that follow a prompt as one sequence, see encode_completion."""
+    """Tokenize the turns of an answer that follow a prompt, as one sequence of tokens."""
     template = processor.template
     pieces = render_completion(turns) if template is None else template.render_completion(messages, turns)
     pieces = processor.mark_results(pieces)
@@ -234,10 +234,10 @@ def encode_turns(processor: Processor, messages: list[dict], turns: list[dict]) 
 
 
 def images_in(turns: list[dict]) -> list[PIL.Image.Image]:
-    """Return the images in the turns' parts, in order.
+    """Return the images in the parts of turns, in order.
 
-    An image part of an answer contains a function that decodes the image file. The function is called only here,
-    because most uses of a row need only texts.
+    An image part of an answer may contain, instead of the image, a function that decodes the image file. Images in
+    answers are decoded only here, because most uses of a row need only texts.
     """
     images = [part.get("image") for part in parts_of(turns)]
     decoded = [image() if callable(image) else image for image in images]

@@ -1,4 +1,4 @@
-"""Check that a rendered conversation contains the texts of all messages."""
+"""Check that a conversation rendered by a chat template contains the texts of all messages."""
 
 import contextlib
 import json
@@ -9,15 +9,15 @@ from unicodedata import normalize
 from minivlmrl.config.types import Plain
 from minivlmrl.data.messages import THOUGHT_KEYS, content_parts, part_kind
 
-# thoughts at the beginning of a text; the first opening tag may be missing, because a prompt can end with this tag
+# thoughts at the beginning of an answer; the first <think> may be missing, because a prompt can end with <think>
 THOUGHT = re.compile(r"\s*(<think>)?((?!<think>).)*?</think>(\s*<think>((?!<think>).)*?</think>)*", re.DOTALL)
 
 
 def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> str | None:
-    """Describe the first message text that a rendered conversation lacks.
+    """Describe the first text of a message that is missing in a rendered conversation.
 
-    Whitespace is ignored, because many templates strip texts. The texts may be reordered. The values of tool calls may
-    be escaped as in JSON.
+    Whitespace in the texts is ignored, because many chat templates strip texts. The texts may be reordered. The
+    arguments of tool calls may be escaped as in JSON.
 
     Args:
         messages: the conversation's messages.
@@ -49,7 +49,7 @@ def _compact(text: str) -> str:
 
 
 def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
-    """Return the indices of texts that do not have their own place in a compact text."""
+    """Return the indices of texts that a rendered conversation (without whitespace) lacks or contains too few times."""
     start = 0
     for text in map(_compact, texts):
         place = compact.find(text, start)
@@ -71,7 +71,7 @@ def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
 
 
 def _written_texts(message: dict, is_history: bool) -> Iterator[str]:
-    """Yield a message's texts, without the thought of an assistant turn in the history."""
+    """Yield a message's texts, but leave out the thought if the message is an assistant turn before the answer."""
     parts = content_parts(message)
     texts = [part["text"] for part in parts if part_kind(part) == "text"]
     skipped = 0  # number of first characters that belong to the thought
@@ -86,7 +86,7 @@ def _written_texts(message: dict, is_history: bool) -> Iterator[str]:
 
 
 def _call_texts(calls: Plain) -> Iterator[str]:
-    """Yield the names and the texts in tool call arguments, at any depth."""
+    """Yield all names and texts in the arguments of tool calls, at any depth."""
     if isinstance(calls, dict):
         for key, value in calls.items():
             if key in ("function", "name", "arguments"):
@@ -107,7 +107,7 @@ def _call_texts(calls: Plain) -> Iterator[str]:
 
 
 def _json_forms(text: str) -> list[str]:
-    """Return the compact forms in which a text can occur: unchanged, or escaped as in JSON."""
+    """Return the forms in which a template can render a text: unchanged or escaped as JSON, without whitespace."""
     forms = [text]
     for ensure_ascii in (False, True):
         escaped = json.dumps(text, ensure_ascii=ensure_ascii)[1:-1]

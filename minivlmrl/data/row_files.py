@@ -1,4 +1,4 @@
-"""Read rows from JSON Lines, JSON and parquet files.
+"""Read the rows of data files in the formats JSON Lines, JSON and parquet.
 
 The text of each JSON row stays in memory (200,000 rows of 500 bytes take 100 MB) and is parsed each time the row is
 read. Rows in parquet files are read from disk.
@@ -19,7 +19,7 @@ from minivlmrl.config.types import Plain
 from minivlmrl.errors import check_field, error_context, optional_dependency
 from minivlmrl.json_files import check_downloaded, parse_json, unique_keys
 
-# types of Parquet values that are converted to text, because JSON does not support them
+# types of values in parquet files that are converted to text, because JSON does not support these types
 NO_JSON_TYPES = date, time, timedelta, Decimal
 SEPARATOR = re.compile(r"\s*([\[,\]])\s*")  # what begins a list, separates its items, or ends it
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -48,7 +48,7 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
 
 
 def convert_advice(path: str | Path, format: str | None = None, columns: Mapping[str, str] | None = None) -> str:
-    """Return the end of an error message: the command that converts a data file to the form that this package reads."""
+    """Return the advice for an error message: a command that converts a data file to the columns this package reads."""
     renamed = {theirs: ours for theirs, ours in (columns or {}).items() if theirs != ours}
     options = {"format": format, "columns": renamed and json.dumps(renamed)}
     given = {name: _for_shell(value) for name, value in options.items() if value}
@@ -58,15 +58,15 @@ def convert_advice(path: str | Path, format: str | None = None, columns: Mapping
 
 
 def _for_shell(text: str) -> str:
-    """Quote a text for a shell; a long text gets no quotes, because error messages shorten long quoted texts."""
+    """Quote a text for a shell; a long text gets backslashes, because error messages shorten long quoted texts."""
     quoted = shlex.quote(text)
     return quoted if len(quoted) < 80 else re.sub(r"([^\w@%+=:,./-])", r"\\\1", text)
 
 
 def _open_folder(folder: Path) -> "Lines | Arrow":
-    """Open a folder that has parquet files, or a single file of rows."""
+    """Open the rows of a folder that has parquet files, or a single data file."""
     parquet_files = sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")])
-    # the file train-00000-of-00002.parquet belongs to the split train
+    # A parquet file's name begins with its split: train-00000-of-00002.parquet belongs to the split train.
     split_names = sorted({re.sub(r"(^|-)\d.*", "", path.stem) for path in parquet_files})
     if len(split_names) > 1:
         raise ValueError(
@@ -86,7 +86,7 @@ def _open_folder(folder: Path) -> "Lines | Arrow":
 
 
 class Lines:
-    """Rows from a JSON Lines file or a JSON list.
+    """The rows of a file in the format JSON Lines, or of a file that contains a JSON list.
 
     `texts` contains one pair per row: its line number and its text.
     """
@@ -107,7 +107,7 @@ class Lines:
             self.texts = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
 
     def split_list(self, content: str) -> list[tuple[int, str]]:
-        """Return each item's line number and text in a JSON list, which may have line breaks anywhere."""
+        """Return (line number, text) of each item in a JSON list, which may have line breaks anywhere."""
         rows = []
         decode = json.JSONDecoder().raw_decode
         separator, start = SEPARATOR.search(content), 0  # the opening bracket, later the commas
@@ -132,14 +132,14 @@ class Lines:
         return len(self.texts)
 
     def where(self, index: int) -> str:
-        """Return a row's file and line number, such as "rows.jsonl:3"."""
+        """Return the file and line number of a row, such as "rows.jsonl:3", for error messages."""
         return f"{self.path}:{self.texts[index][0]}"
 
     def __getitem__(self, index: int) -> dict:
         text = self.texts[index][1]
         with error_context(self.where(index)):
             columns = parse_json(text, decode_row)
-            # A lone surrogate is valid JSON, but a text with it cannot be encoded in UTF-8 or tokenized.
+            # Texts with a lone surrogate (such as \ud800) are refused: valid JSON, but impossible to encode in UTF-8.
             if SURROGATE.search(text):
                 parse_json(json.dumps(columns, ensure_ascii=False), str.encode)
             check_field(isinstance(columns, dict), "the row", columns, "a JSON object that maps columns to values")
@@ -147,9 +147,9 @@ class Lines:
 
 
 class Arrow:
-    """Rows from one or more parquet files, in order.
+    """The rows of one or more parquet files, in the order of the files.
 
-    Reading a row loads its whole row group, so the 4 row groups that were used last are cached.
+    The last 4 row groups are cached, because reading a row of a parquet file loads a whole row group.
     """
 
     def __init__(self, paths: list[Path]):
@@ -158,7 +158,7 @@ class Arrow:
             import pyarrow.parquet as pq
         self.path = paths[0]
         self.folder = paths[0].parent
-        # for each row group: path, dataset index of the file's first row, open file, index of the group in the file
+        # for each row group: path of the file, dataset index of the file's first row, open file, index in the file
         self.groups = []
         self.starts = [0]  # each group's first row index, then the total row count
         for path in paths:
@@ -180,7 +180,7 @@ class Arrow:
         return self.starts[-1]
 
     def where(self, index: int) -> str:
-        """Return a row's file and its index in the file, such as "a.parquet: row 0"."""
+        """Return a row's file and the row's index in the file, such as "a.parquet: row 0"."""
         path, file_start, *_ = self.groups[bisect.bisect_right(self.starts, index) - 1]
         return f"{path}: row {index - file_start}"
 
@@ -199,7 +199,7 @@ class Arrow:
 
 
 def map_nested(value: Plain, change: Callable, types: type | tuple[type, ...] = str) -> Plain:
-    """Return a copy of nested lists and dicts with a function applied to all values of `types`."""
+    """Return a copy of nested lists and dicts in which a function has changed all values of the given types."""
     if isinstance(value, types):
         return change(value)
     if isinstance(value, list):
@@ -209,5 +209,5 @@ def map_nested(value: Plain, change: Callable, types: type | tuple[type, ...] = 
     return value
 
 
-# decoder that refuses repeated keys and converts NaN and Infinity to None
+# decoder for a row in JSON, which refuses repeated keys and converts NaN and Infinity to None
 decode_row = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=lambda name: None).decode

@@ -1,4 +1,4 @@
-"""Load a tokenizer from tokenizer.json, or train a tiny one on an embedded task's texts."""
+"""Load a tokenizer from a tokenizer.json, or train a tiny tokenizer on the texts of a task."""
 
 import json
 from collections.abc import Collection, Iterable
@@ -17,22 +17,22 @@ SPECIAL_TOKENS = (
     "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>",
     "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
-# Control tokens of a conversation's structure: they begin and end turns and documents, and stand for images and videos.
-# Only a chat template may write these tokens, so a text with their names stays text.
+# Control tokens that begin and end turns and documents, or stand for images and videos. Only a chat template may write
+# these control tokens, so a text that spells one stays text.
 STRUCTURE = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>",
     "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
-# Qwen2's split before byte-pair encoding: contractions, words with one space, digits, ...
+# regular expression by which Qwen2 splits a text before byte-pair encoding: contractions, words, digits, ...
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# files that can list tokens besides tokenizer.json, and the fields with a special token
+# files besides tokenizer.json that can list added tokens, and the fields that can contain a special token
 TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TOKEN_FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 SPECIAL_FIELDS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-# text that a tokenizer must encode and decode without a change
+# text for a check: a tokenizer must encode and decode this text without a change
 PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍👧 \t\x00" + "".join(SPECIAL_TOKENS)
 
 
@@ -40,14 +40,14 @@ class Tokenizer:
     """Converts text to token ids and back.
 
     `special_tokens` maps each control token of Qwen2 and of the backend to its id. `structure` is the subset that a
-    text may not write: text with the same characters is encoded as ordinary text. Text with the same characters as
-    another added token, such as <tool_call> or <|box_start|>, is encoded as this token, as in transformers.
+    text may not write: text with the same characters is encoded as ordinary text. A text that spells any other added
+    token, such as <tool_call> or <|box_start|>, is encoded as this token, as in transformers.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):
         self.backend = backend
         self.files: dict[str, bytes] = {}  # {name: content} of the tokenizer's files, for saving
-        # tokenizer.json may contain truncation and padding settings, which would change the ids
+        # truncation and padding are disabled, because a tokenizer.json may enable them, which would change token ids
         backend.no_truncation()
         backend.no_padding()
         self.special_tokens: dict[str, int] = {}
@@ -60,18 +60,18 @@ class Tokenizer:
         self.reserve(STRUCTURE)
 
     def reserve(self, names: Iterable[str]):
-        """Set `structure`, the control tokens that no text may write."""
+        """Set which control tokens no text can produce; a text that spells one is encoded as ordinary text."""
         self.structure = frozenset(names)
         self.backend = with_special_tokens(self.backend, self.structure)
-        # with False, the text "<|im_end|>" would be encoded as the control token
+        # if encode_special_tokens were False, the text "<|im_end|>" would be encoded as the control token
         self.backend.encode_special_tokens = True
 
     def __len__(self) -> int:
-        # The size follows from the largest id, because an added token may have any id.
+        # The vocabulary size follows from the largest token id, because an added token may have any id.
         return 1 + max(self.backend.get_vocab().values())
 
     def encode(self, text: str) -> list[int]:
-        """Return a text's token ids, or a Control's single id."""
+        """Return the token ids of a text, or the single id of a control token (a Control)."""
         if isinstance(text, Control):
             return [self.special_tokens[text]]
         try:
@@ -80,20 +80,20 @@ class Tokenizer:
             raise ValueError(f"the text {text!r:.60} is not valid Unicode; it may contain a lone surrogate") from error
 
     def decode(self, ids: list[int]) -> str:
-        """Decode ids to a text that includes control tokens, such as <|im_end|>."""
+        """Decode token ids to a text that includes control tokens, such as <|im_end|>."""
         return self.backend.decode(ids, skip_special_tokens=False)
 
     def save(self, path: str | Path):
-        """Write a tokenizer.json in which all control tokens are special."""
+        """Write a tokenizer.json in which all control tokens are special tokens."""
         with_special_tokens(self.backend, self.special_tokens).save(str(path))
 
 
 def with_special_tokens(backend: tokenizers.Tokenizer, names: Collection[str]) -> tokenizers.Tokenizer:
-    """Return a copy of a backend in which exactly the added tokens with these names are special."""
+    """Return a copy of a tokenizer in which exactly the added tokens with the given names are special tokens."""
     added_tokens = backend.get_added_tokens_decoder().values()
     if all(token.special == (token.content in names) for token in added_tokens):
         return backend
-    # The library `tokenizers` can make an ordinary token special, but it cannot make a special token ordinary.
+    # The tokenizer is rebuilt from JSON, because the library `tokenizers` cannot make a special token ordinary.
     content = json.loads(backend.to_str())
     for token in content["added_tokens"]:
         token["special"] = token["content"] in names
@@ -136,7 +136,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def listed_tokens(folder: Path) -> list[AddedToken]:
     """List the tokens in TOKEN_FILES.
 
-    As in transformers, the last two files are read only if the first file has no added_tokens_decoder.
+    As in transformers, tokenizer_config.json replaces the other files if it has the field added_tokens_decoder.
     """
     config, special, added = (read_json(folder / name) if (folder / name).is_file() else {} for name in TOKEN_FILES)
     listed = config.get("added_tokens_decoder")
@@ -163,9 +163,9 @@ def listed_tokens(folder: Path) -> list[AddedToken]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer on texts.
+    """Train a byte-level BPE tokenizer on a list of texts.
 
-    As in Qwen2, texts are normalised to NFC, split by QWEN2_SPLIT, and control tokens are added.
+    As in Qwen2, texts are normalised to NFC and split by a regular expression, and control tokens are added.
 
     Args:
         vocab_size: maximum number of tokens, including control tokens, if it is large enough for the 256 byte values.

@@ -1,6 +1,6 @@
-"""Videos: lists of frames, resized as in qwen-vl-utils and cut into patches; extras/video_files.py reads video files.
+"""Resize video frames as qwen-vl-utils does, and cut them into patches; extras/video_files.py reads the files.
 
-A model family with other rules defines these rules in ImageProcessor.videos, for example in
+A model family with other rules for videos has a class in ImageProcessor.videos, for example
 model/families/qwen3_vl.Videos.
 """
 
@@ -18,19 +18,19 @@ from minivlmrl.data.media import MAX_IMAGE_PIXELS, Source, fetch_image, open_ima
 from minivlmrl.errors import check_extras
 
 FRAME_FACTOR = 2  # the sampled frame count is a multiple of this factor
-# default limit for the total size of all frames, in tokens of an equally large image: 0.9 * 128000
+# default limit for all frames of a video together, in tokens of an equally large image: 0.9 * 128000
 TOTAL_TOKENS = 115_200
-# maximum number of pixels in all sampled frames, before and after resizing: 6 GiB as RGB
+# maximum number of pixels in all sampled frames of a video, before and after resizing: 6 GiB as RGB
 MAX_VIDEO_PIXELS = 2**31
 
 
 @dataclass
 class Video:
-    """A video's sampled frames, and the frame rate after sampling."""
+    """The frames that were sampled from a video, and the frame rate after sampling."""
 
     frames: Sequence[PIL.Image.Image]  # all of the same size
     fps: float  # sampled frames per second
-    # each frame's time in seconds; None computes the times from fps
+    # time of each frame in seconds; if None, the times are computed from the frame rate fps
     seconds: Sequence[float] | None = None
 
     def __post_init__(self):
@@ -46,15 +46,15 @@ class Video:
                 )
 
     def read(self, _processor: ImageProcessor) -> "Video":
-        """Return the video itself, because its frames are already loaded; see VideoFile."""
+        """Return this video itself, because the frames of a Video are already loaded."""
         return self
 
     def patches(self, processor: ImageProcessor, **options: int) -> tuple[Tensor, Grid, float | list[float]]:
-        """Resize the frames as frame_size says with these options, and cut them into patches.
+        """Resize a video's frames to the size that frame_size returns, and cut the frames into patches.
 
-        With data.resize_backend=torch, the patches are identical, bit for bit, to those from transformers'
-        Qwen2VLVideoProcessor. With pil, every frame is resized and normalised exactly as transformers' image processor
-        does.
+        With data.resize_backend=torch, patches are identical, bit for bit, to those of transformers'
+        Qwen2VLVideoProcessor. With data.resize_backend=pil, frames are resized exactly as by transformers' image
+        processor.
 
         Returns:
             pixel_values, image_grid_thw (see image.patchify), and the seconds between two temporal patches. For model
@@ -76,21 +76,21 @@ class Video:
 
 @dataclass
 class VideoFile:
-    """A video file that is decoded when its patches are computed.
+    """A video file that is decoded only when its patches are computed.
 
-    Decoding waits for the image processor, because model families sample different frames.
+    A video is decoded only when the image processor is known, because model families sample different frames.
     """
 
     load: Callable[..., Video]  # load_video with all arguments except frame_factor and defaults
 
     def read(self, processor: ImageProcessor) -> Video:
-        """Load the frames that the processor's model family samples."""
+        """Load the frames of a video file that the model family of the image processor samples."""
         if processor.videos is None:
             return self.load()
         return self.load(frame_factor=1, defaults=processor.videos.sampling)
 
     def patches(self, processor: ImageProcessor, **options: int) -> tuple:
-        """Load the video, and compute its patches with Video.patches."""
+        """Load the video file, and compute the patches of its frames."""
         return self.read(processor).patches(processor, **options)
 
 
@@ -123,9 +123,9 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, de
 
 
 def outline_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, defaults=None, **sampling) -> Video:
-    """Return a video as load_video returns it, but with blank frames, and without decoding.
+    """Return a video with frames that are blank but have the right size and number, without decoding the file.
 
-    A file's frame count is taken from its header. See load_video for the arguments.
+    The frame count of a video file is taken from the file's header. See load_video for the arguments.
     """
     sampling = check_options("video", sampling)
     if isinstance(source, list | tuple):
@@ -135,7 +135,7 @@ def outline_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR,
 
 
 def video_files():
-    """Import and return the module extras/video_files.py, which reads the frames of video files."""
+    """Import the module extras/video_files.py, which reads the frames of video files."""
     module = "minivlmrl.extras.video_files"
     check_extras(module, "a video file")
     return import_module(module)
@@ -156,7 +156,7 @@ def check_size(nframes: int, width: int, height: int):
 
 
 def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int, **options: int) -> tuple[int, int]:
-    """Compute the height and width in pixels that each video frame is resized to.
+    """Compute the height and width in pixels that each frame of a video is resized to.
 
     Args:
         options: min_pixels and max_pixels, the bounds for a frame's area in pixels (default:
@@ -167,8 +167,8 @@ def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int,
     Returns:
         Height and width.
 
-    Source: fetch_video in qwen-vl-utils, for a video file. Frame lists are resized in the same way here, although
-    qwen-vl-utils 0.0.14 resizes them twice.
+    Source: the function fetch_video in qwen-vl-utils, for a video file. Frame lists are also resized once, although
+    qwen-vl-utils 0.0.14 resizes lists twice.
     """
     options = check_options("video", options)
     factor = processor.factor
