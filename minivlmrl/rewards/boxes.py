@@ -54,7 +54,7 @@ def mean_iou(
 def acc_0_5(answer_texts, solution, image_sizes, answer_extents, log_extra=None, **columns) -> list:
     """Compute the fraction of boxes that match a true box with an IoU of at least 0.5.
 
-    Missing and extra boxes count as 0. The arguments and exceptions are the same as in mean_iou.
+    Missing and extra boxes count as 0. The function mean_iou explains the arguments and the exceptions.
 
     Example: for one true box, a box with IoU 0.5 gives 1, a box with IoU 0.49 gives 0, and a box with IoU 0.9 next to a
     second box gives 1/2.
@@ -114,7 +114,7 @@ def similarities(predicted: Objects, true: Objects) -> list[float]:
 
 
 def mean_similarity(predicted: Objects, true: Objects) -> float:
-    """Compute the mean value in `similarities`."""
+    """Compute the mean of the similarities of matched pairs."""
     values = similarities(predicted, true)
     return sum(values) / len(values)
 
@@ -136,7 +136,7 @@ def score_boxes(
 ) -> list:
     """Compute n rewards by comparing the objects in n answers with the solutions' objects.
 
-    Answers, solutions, sizes, extents and returned values are described in mean_iou.
+    The function mean_iou explains the arguments and the returned values.
 
     Args:
         measure: function that computes a reward from an answer's objects and the true objects; an answer without
@@ -158,7 +158,7 @@ def score_boxes(
             denies = boxes.says_none(answer or "")
             scored.append((1.0, None) if denies else (0.0, NO_OBJECT))
             continue
-        # an invalid solution is an error, because no answer could ever get a reward for it
+        # an invalid solution raises an error, because no answer could ever get a reward
         true = read(truth, size)
         if not true or not all(box.valid for _, box in true):
             raise ValueError(f"solution {solution!r:.300} {requirement}")

@@ -58,7 +58,8 @@ def image_extents(row: Row, prompt: Prompt, processor: Processor) -> tuple[Size 
         return None, None
     patch_size = processor.image_processor.patch_size
     _, height, width = prompt.image_grid_thw[prompt.second_per_grid_ts == 0][0].tolist()
-    # LazyImages recorded the size when the prompt was computed, so that the image is not loaded again here
+    # the class LazyImages recorded the size of the image when the prompt was computed, so that the image is not loaded
+    # again
     size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
     space = row.columns.get("box_space") or processor.box_space
     return size, extent(space, size, (width * patch_size, height * patch_size))

@@ -61,7 +61,8 @@ class Text(str):
 
 
 def last_turn(prompt: Text | list[dict]) -> Text:
-    # a value that is already a Text stays unchanged, because one reward may call another with the same prompts
+    # prompts that already are objects of the class Text stay unchanged, because one reward may call another with the
+    # same prompts
     return Text("".join(map(text_of, prompt[-1:])), "user") if isinstance(prompt, list) else prompt
 
 
@@ -200,13 +201,13 @@ def training_rewards(run: RunConfig) -> list[Reward]:
 
 
 def held_out_rewards(run: RunConfig) -> list[Reward]:
-    """Return the rewards with which a recipe evaluates, see RunConfig.eval_rewards."""
+    """Return the rewards with which a recipe evaluates the model on held-out rows."""
     seconds = run.max_reward_seconds
     return [replace(get_reward(name), max_seconds=seconds) for name in run.eval_rewards]
 
 
 def required_columns(rewards: Iterable[Reward]) -> list[str]:
-    """Return the sorted column names that these rewards require."""
+    """Return the sorted names of the columns that the given rewards require."""
     return sorted(set().union(*(reward.columns for reward in rewards)))
 
 

@@ -73,7 +73,7 @@ class SampledBatch(MicroBatch):
 
     @property
     def completion_index(self) -> Tensor:
-        """Return each sample's index among the samples of all ranks: (R,)."""
+        """Return the index of each sample of a micro-batch among the samples of all ranks: (R,)."""
         return torch.tensor([sample.index for sample in self.samples])
 
     def completion_advantages(self) -> list[float]:
@@ -98,7 +98,7 @@ class Rollout:
         rewards: Tensor,
         first_sample: int = 0,
     ) -> "Rollout":
-        """Build a rollout from B rows, B prompts, B lists of completions, and rewards (n, K)."""
+        """Build a rollout from B rows, B prompts, B lists of completions, and rewards (n, K) of n completions."""
         numbered_rewards = enumerate(rewards, first_sample)
         groups = []
         for row, prompt, answers in zip(rows, prompts, completions, strict=True):
@@ -152,7 +152,7 @@ class Trainer:
     samples_completions = False  # True if the stage samples completions and scores them
     # False if the stage trains a separate model and leaves the policy unchanged
     trains_policy = True
-    # optimizer steps in one pass over a rollout's prompts
+    # number of optimizer steps in one pass over the prompts of a rollout
     steps_per_rollout = 1
     trained: nn.Module  # module whose parameters the optimizer updates
     rows: Sequence[Row] = ()  # the current step's rows, which messages about its memory name
@@ -167,7 +167,7 @@ class Trainer:
         self.trained = model
         self.processor = processor
         self.timer = PhaseTimer(world.device)
-        # select_trained also unfreezes parameters that an earlier stage has frozen
+        # the function select_trained also unfreezes parameters that an earlier stage has frozen
         select_trained(model, run.model.freeze)
         self.reference = None
         if self.has_reference(self.config):
@@ -221,7 +221,7 @@ class Trainer:
         return dropout(self.trained, self.run.adapter.dropout, key)
 
     def training_loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Call the method `loss`, and check that the result is a loss and metrics."""
+        """Compute the loss of a micro-batch, and check that the result is a scalar and a dictionary of metrics."""
         return checked_loss(f"the method loss of the stage {self.stage}", self.loss(batch))
 
     def modules(self) -> dict[str, nn.Module]:

@@ -29,7 +29,8 @@ class Group:
     def of(cls, samples: Sequence[Sample]) -> "Group":
         completions = [sample.completion for sample in samples]
         for completion in completions:
-            # The environment may not be picklable, and has already given its reward.
+            # The environment is not sent to other ranks, because it may not be picklable, and has already given its
+            # reward.
             completion.environment = None
         row = samples[0].row
         return cls(row.index, row.key, completions, torch.stack([sample.rewards for sample in samples]))
@@ -82,9 +83,9 @@ def deal(trainer: RolloutTrainer, groups: Sequence[list[Sample]], lengths: Seque
 def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Assign groups to ranks, so that all ranks have equally many groups and nearly equally many tokens.
 
-    W ranks first get the W longest groups, one each, then the W next ones, and so on. In each round, the rank with the
-    fewest tokens so far gets the longest group. Sharded ranks thus train on groups of similar length at the same time,
-    because they wait for each other in every layer.
+    In the first round, each of the W ranks gets one of the W longest groups; the next round has the W next groups. In
+    each round, the rank with the fewest tokens so far gets the longest group. Sharded ranks thus train on groups of
+    similar length at the same time, because they wait for each other in every layer.
 
     Example: for the lengths [[9, 5, 1], [8, 7, 2]], the result is [[(0, 0), (0, 1), (1, 2)], [(1, 0), (1, 1), (0, 2)]]
         with 16 tokens on each rank.
@@ -95,7 +96,7 @@ def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
         For each rank, the groups that it gets, the longest first, as (rank that has the group, index of the group).
     """
     ranks = range(len(lengths))
-    # sorted by index first, so that groups of equal lengths stay where they are
+    # the groups are first sorted by index, so that groups of equal lengths stay on their rank
     groups = [(rank, i) for i in range(len(lengths[0])) for rank in ranks]
     groups.sort(key=lambda group: lengths[group[0]][group[1]], reverse=True)
     dealt: list[list[tuple[int, int]]] = [[] for _ in ranks]

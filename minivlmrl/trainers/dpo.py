@@ -25,8 +25,8 @@ class DPOTrainer(PairTrainer):
     stage = "dpo"
     config_type = DPOOptions
     config: DPOOptions
-    # Even rows are chosen answers. Only chosen tokens are counted, because only the loss `sft` needs the count, and it
-    # averages over chosen tokens.
+    # Rows with an even index are chosen answers. The tokens of rejected answers are not counted, because only the loss
+    # `sft` divides by a number of tokens, that of the chosen answers.
     counted_rows = slice(0, None, 2)
 
     @staticmethod

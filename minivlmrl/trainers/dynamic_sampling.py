@@ -49,7 +49,7 @@ def gather_groups(trainer: RolloutTrainer, rollout: Rollout, compared: Tensor) -
     differs = torch.stack([group_std(column, size) > 1e-8 for column in compared.unbind(1)]).any(0)
     local = list(zip(map(Group.of, rollout.groups), differs.tolist(), strict=True))
     groups = chain(*trainer.world.gather_objects(local))
-    # the last part of a row's key is the row's position in the order of sampling
+    # the last part of the key of a row is its position in the order in which rows are sampled
     return sorted(groups, key=lambda pair: int(pair[0].key.rpartition("/")[2]))
 
 

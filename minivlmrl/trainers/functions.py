@@ -17,7 +17,7 @@ from minivlmrl.losses.grpo import AVERAGES, LossNormalizer, grpo_loss
 
 
 def loss_arguments(config: TrainingOptions, *losses: Callable, **others: Any) -> dict[str, Any]:
-    """Select the arguments of these losses from a section's options and from `others`."""
+    """Select the arguments of loss functions from the options of a section and from `others`."""
     names = set().union(*(inspect.signature(loss).parameters for loss in losses))
     names.discard("advantages")  # the option names a function, and the argument is a tensor
     return {name: value for name, value in (vars(config) | others).items() if name in names}
@@ -47,7 +47,7 @@ def checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
     is_pair = isinstance(result, tuple | list) and len(result) == 2 and isinstance(result[1], dict)
     values = [result[0], *result[1].values()] if is_pair else [None]
     is_scalar = all(isinstance(value, Tensor) and value.dim() == 0 for value in values)
-    # each line of metrics.jsonl has these fields already
+    # names of fields that each line of metrics.jsonl has already
     if not is_scalar or result[1].keys() & {"stage", "step", "loss"}:
         raise ValueError(
             f"{name} returned {result!r:.200}, but it must return the loss, a "

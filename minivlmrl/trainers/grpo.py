@@ -99,7 +99,7 @@ class GRPOTrainer(RolloutTrainer):
         return rollout
 
     def compared_rewards(self, rollout: Rollout) -> Tensor:
-        """Return the rewards that must differ in a group: (n, K), or (n, 1) for their sum."""
+        """Return the rewards that must differ in a group: K rewards of n samples, (n, K), or their sums, (n, 1)."""
         if self.config.multi_objective_aggregation == "normalize_then_sum":
             return rollout.rewards
         return self.total_rewards(rollout.samples)[:, None]
@@ -148,7 +148,7 @@ class GRPOTrainer(RolloutTrainer):
 
     @cached_property
     def advantage_function(self) -> Callable[..., Tensor]:
-        """The function that computes advantages: the option advantages names it, or loss_type and others imply it."""
+        """The function for advantages, which the option advantages names, or which other options imply."""
         return find_advantages(self.config)
 
     def compute_advantages(self, totals: Tensor, rewards: Tensor) -> Tensor:
@@ -166,14 +166,15 @@ class GRPOTrainer(RolloutTrainer):
         """Drop samples that do not change the gradient, because their advantage is 0."""
         if self.needs_all_samples:
             return samples
-        # at least one sample stays, because every rank of a sharded model must run the forward pass
+        # at least one sample is kept, because every rank of a sharded model must run the forward pass
         return [sample for sample in samples if advantages[sample.index] != 0] or samples[:1]
 
     def micro_batches(self, groups: Sequence[list[Sample]], advantages: Tensor) -> list[GRPOBatch]:
-        """Pack the micro-batches of one step, which trains on `groups`; `advantages` are those of all ranks' samples.
+        """Pack the micro-batches of one optimizer step, which trains on `groups`; `advantages` has one value for each
+        sample of all ranks.
 
-        Several optimizer steps may train on these micro-batches. What does not change between the steps, such as the
-        log-probabilities of the old policy, is computed here once.
+        Several optimizer steps may train on these micro-batches. Values that do not change between these steps, such as
+        the log-probabilities of the old policy, are computed once.
         """
         config = self.config
         normalizer = self.count_tokens(groups)
@@ -195,7 +196,7 @@ class GRPOTrainer(RolloutTrainer):
             threshold = top_entropy_threshold(entropies, config.top_entropy_quantile)
             num_entropy_tokens = (entropies >= threshold).sum().item()
             threshold = threshold.item()
-        # 4. Put each micro-batch's values together.
+        # 4. Put the tensors of each micro-batch together.
         batches = []
         for batch, logps in zip(packed, old_logps, strict=True):
             ratio = None

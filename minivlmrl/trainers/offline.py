@@ -70,7 +70,7 @@ class OfflineTrainer(Trainer):
         return [row.prompt(self.processor) for row in rows], answers
 
     def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> MicroBatch:
-        """Pack prompts and answers into a micro-batch, whose normalizer counts only this micro-batch."""
+        """Pack prompts and answers into a micro-batch, whose loss is divided by counts of this micro-batch alone."""
         group = pack_turns(prompts, answers, self.policy.config, self.world.device)
         mask = group.completion_mask
         ref_logps = None if self.reference is None else self.reference.logps(group)
@@ -89,14 +89,15 @@ class OfflineTrainer(Trainer):
     def shard_rows_with_answers(self, rows: Dataset) -> tuple[list[int], int]:
         """Split the rows that have all answers among the ranks.
 
-        Every rank gets the same number of rows, because all ranks must run a sharded model equally often. The result is
-        this rank's row indices, and how many of them are its own; the rest repeats rows of other ranks.
+        Every rank gets the same number of rows, because all ranks must run a sharded model equally often. Return the
+        indices of rows for this rank, and the number of those that no other rank has; the last indices may repeat rows
+        of other ranks.
         """
         indices = self.rows_with_answers(rows)
         return self.world.shard_evenly(indices) if indices else ([], 0)
 
     def step(self, batches: Sequence[MicroBatch]) -> Step:
-        """Build an optimizer step, whose normalizer counts the step's micro-batches on all ranks."""
+        """Build an optimizer step, whose loss is divided by counts over all micro-batches of all ranks."""
         tokens = sum(batch.loss_mask[self.counted_rows].sum().item() for batch in batches)
         sequences = sum(len(batch.loss_mask) for batch in batches)
         sequences, tokens = self.world.sum(sequences, tokens)
@@ -111,7 +112,7 @@ class PairTrainer(OfflineTrainer):
     answers = ("chosen", "rejected")
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
-        """Compute the chosen answer's score minus the rejected answer's: (B,)."""
+        """Compute the score of the chosen answer minus that of the rejected answer for each of B pairs: (B,)."""
         raise NotImplementedError
 
     @torch.no_grad()

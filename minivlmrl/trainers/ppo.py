@@ -139,7 +139,7 @@ class PPOTrainer(RolloutTrainer):
         return batches
 
     def is_trained(self, sample: Sample) -> bool:
-        """Exclude completions without a reward, for which all reward functions returned None."""
+        """Exclude completions for which all reward functions returned None."""
         return not sample.rewards.isnan().all()
 
     def logps_and_values(self, group: GroupBatch) -> tuple[Tensor, Tensor, Tensor]:

@@ -70,7 +70,7 @@ class SwappedParameters(nn.Module):
         self.copies = nn.ParameterList(copies).requires_grad_(False)
 
     def originals(self) -> list[nn.Parameter]:
-        """Return the model's own parameters of which there are copies; a sharded model must not be gathered."""
+        """Return those parameters of the model that have a copy; a sharded model must not be gathered."""
         parameters = dict(self.models[0].named_parameters())
         return [parameters[name] for name in self.names]
 
@@ -80,7 +80,8 @@ class SwappedParameters(nn.Module):
         # backward pass through a graph that uses them.
         for saved_copy, parameter in zip(self.copies, self.originals(), strict=True):
             if not is_part(parameter):
-                # Nothing is allocated, so memory cannot run out after a partial exchange.
+                # The exchange allocates no memory, so memory cannot run out after only some parameters have been
+                # swapped.
                 parameter.data, saved_copy.data = saved_copy.data, parameter.data
                 continue
             old_value = parameter.detach().clone()
@@ -92,7 +93,7 @@ class SwappedParameters(nn.Module):
 def swapped_in(
     model: VisionLanguageModel | SwappedParameters, policy: VisionLanguageModel
 ) -> Iterator[VisionLanguageModel]:
-    """Yield the reference, ready for a forward pass; meanwhile, SwappedParameters are swapped into the policy."""
+    """Yield the reference model, ready for a forward pass; copied parameters replace those of the policy meanwhile."""
     reshard(policy)
     if not isinstance(model, SwappedParameters):
         yield model

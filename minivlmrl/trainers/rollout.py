@@ -103,7 +103,7 @@ class RolloutTrainer(Trainer):
         return is_frozen and self.run.reference.path is None and REWARD_MODEL not in self.run.rewards
 
     def prepare(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[Sequence[MicroBatch]]:
-        """Set a rollout's metrics, and pack the micro-batches of its steps; each step trains on one of `parts`."""
+        """Set the metrics of a rollout, and pack its micro-batches; a step trains on one item of `parts`."""
         raise NotImplementedError
 
     def steps(self, batches: Batches) -> Iterator[Step]:
@@ -130,9 +130,10 @@ class RolloutTrainer(Trainer):
                 self.reward_log.trainer_state.global_step += 1
 
     def trial_batches(self, rows: Sequence[Row]) -> Sequence[MicroBatch]:
-        """Pack completions of max_new_tokens tokens; see Trainer.trial_batches.
+        """Pack completions of max_new_tokens tokens, to test whether a training step fits in memory.
 
-        The rewards alternate between 0 and 1, because samples without an advantage can be left out.
+        The rewards of these completions alternate between 0 and 1, because samples without an advantage can be left
+        out.
         """
         if samples_trajectories(self.run.sampling):
             return ()
