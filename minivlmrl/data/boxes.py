@@ -72,7 +72,7 @@ class Box:
         return is_finite and self.x2 > self.x1 and self.area > 0  # area > 0 implies y2 > y1
 
     def inside(self) -> bool:
-        """Return True if the box is inside its image, within a millionth of the image's sides."""
+        """Return True if the box is inside its image, with a tolerance of a millionth of the image's sides."""
         numbers = zip(self.numbers, self.extent * 2, strict=True)
         return all(-1e-6 * side <= number <= side + 1e-6 * side for number, side in numbers)
 
@@ -125,7 +125,7 @@ def says_none(text: str) -> bool:
 
 
 def unfenced(text: str) -> str:
-    """Return a text without its Markdown code fence (```json ... ```) and without a final full stop."""
+    """Return a text without the Markdown code fence around the text, and without a final full stop."""
     fenced = FENCED.fullmatch(text.strip())
     return (fenced[1] if fenced else text).strip().removesuffix(".")
 

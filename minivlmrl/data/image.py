@@ -1,7 +1,7 @@
 """Convert an image file to the normalised patches that a vision tower reads.
 
-The four steps are: load the image as RGB, resize it with smart_resize, normalise it, and cut it into patches. The
-patches are identical, bit for bit, to those that transformers' image processors compute.
+An image is loaded as RGB, resized with smart_resize, normalised, and cut into patches. The patches are identical, bit
+for bit, to those that transformers' image processors compute.
 
 Example: a 100 x 60 pixel image (width x height) is resized to 112 x 56, multiples of 28, and cut into an 8 x 4 patch
 grid, whose 3 colours x 2 equal frames x 14 x 14 values are normalised. Each block of 2 x 2 patches becomes one image
@@ -84,7 +84,7 @@ def check_ratio(width: int, height: int):
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
     """Compute the height and width in pixels that an image is resized to before it is cut into patches.
 
-    The image's new height and width are multiples of `factor`. The image keeps its aspect ratio almost, and its new
+    The image's new height and width are multiples of `factor`. The image almost keeps its aspect ratio, and its new
     area is between min_pixels and max_pixels.
 
     Example: with factor 28 and max_pixels 1003520, an image of height 1092 and width 1568 gets height 812 and width
@@ -136,7 +136,7 @@ def patchify(frames: np.ndarray, patch_size: int, temporal_patch_size: int, merg
         h // merge_size, merge_size, patch_size,  # 3 to 5: block row, row in the block, y
         w // merge_size, merge_size, patch_size,  # 6 to 8: block column, column in the block, x
     )  # fmt: skip
-    # The axes become: time, block row, block column, row and column in the block; channel, frame, y, x.
+    # The axes are transposed to: time, block row, block column, row and column in the block; channel, frame, y, x.
     patches = axes.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return patches.reshape(t * h * w, -1), (t, h, w)
 

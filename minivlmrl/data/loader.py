@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class PreparedRow(Row):
-    """A row whose prompt a background thread has already tokenized, together with its image patches."""
+    """A row whose token ids and image patches a background thread has already computed."""
 
     prepared_prompt: Prompt | None = None
 
@@ -32,10 +32,10 @@ class PreparedRow(Row):
 
 class Batches(Iterator[list[Row]]):
     """Endless iterator over this rank's batches of rows, one batch for each rollout. A batch has the rows of
-    `trainer.steps_per_rollout` optimizer steps, one step after the other. Every pass over the dataset has a new order.
-    Each row gets a key, "seed/stage/batch/position", which seeds the row's random numbers, so that any number of ranks
-    samples the same completions. Threads prepare the prompts of the next batch in advance. A row's error is raised only
-    when the batch with this row is returned.
+    `trainer.steps_per_rollout` optimizer steps, one step after the other. Every pass over the dataset shuffles the rows
+    anew. Each row gets a key, "seed/stage/batch/position", which seeds the row's random numbers, so that any number of
+    ranks samples the same completions. Threads prepare the prompts of the next batch in advance. A row's error is
+    raised only when the batch with this row is returned.
 
     Args:
         dataset: the stage's rows.

@@ -175,9 +175,9 @@ def place_media(
 ) -> tuple[list[dict], list[Media]]:
     """Assign each image and video in a row to a part of a message.
 
-    Each image or video gets the next part of its kind that has no source. If messages have only texts, an image or
-    video replaces the next tag <image> or <video>. Texts without tags get all images and videos before the first user
-    turn's text.
+    Each image or video gets the next message part of its kind without a source. If messages have only texts, an image
+    or video replaces the next tag <image> or <video>. Texts without tags get all images and videos before the first
+    user turn's text.
 
     Args:
         turns: the prompt's messages and, if the answer contains images, the answer's.
@@ -231,7 +231,7 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
     """Raise ValueError if a row's column contains an image or video that the model would not see.
 
     Images are found at any depth of a column, as path, URL, data URI, base64 text or bytes. The model sees only the
-    images and videos in `media`. Columns that data.columns or a reward names, `known`, may have other images.
+    images and videos in `media`. Columns in `known`, which data.columns or a reward names, may have other images.
     """
     sources = [source for item in media for source in item.sources]
     for name in columns.keys() - {*known, *MEDIA, *TEXTS, "solution", "system"}:

@@ -118,7 +118,7 @@ class Processor:
         return pieces
 
     def decode(self, ids: Tensor) -> str:
-        """Decode a completion's token ids, without its stop token."""
+        """Decode a completion's token ids to text, without the stop token."""
         id_list = ids.tolist()
         if id_list and id_list[-1] in self.stop_token_ids:
             id_list = id_list[:-1]
@@ -162,7 +162,7 @@ def encode_completion(
 
     Some chat templates, such as Qwen3.5's, drop thoughts of earlier turns, so several turns are no single sequence.
     With a template that drops thoughts, each assistant turn becomes a Completion in `turns` with its own prompt. The
-    first of these turns has the prompt `messages`.
+    first assistant turn has the given prompt.
 
     Args:
         messages: the prompt, see data/messages.py.

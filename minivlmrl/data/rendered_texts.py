@@ -44,7 +44,7 @@ def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> 
 
 
 def _compact(text: str) -> str:
-    """Remove all whitespace from a text, and compose its characters, as tokenizers do."""
+    """Remove all whitespace from a text, and normalise its characters to NFC, as tokenizers do."""
     return "".join(normalize("NFC", text).split())
 
 
@@ -58,8 +58,8 @@ def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
         start = place + len(text)
     else:
         return []
-    # If texts are missing or reordered, the longest text is searched first, so that a short text does not take a place
-    # within a longer text.
+    # If texts are missing or reordered, the longest text is searched first, so that a short text is not found inside a
+    # longer text.
     missing = []
     for index, text in sorted(enumerate(map(_compact, texts)), key=lambda item: -len(item[1])):
         before, found, after = compact.partition(text) if text else (compact, " ", "")

@@ -111,7 +111,7 @@ class Row:
     completion: str | list[dict] | None = None
     chosen: str | list[dict] | None = None  # the better answer in a pair, for preference training
     rejected: str | list[dict] | None = None  # the worse answer
-    # one video for each video part in the prompt, in order
+    # videos of the prompt in order, one for each message part that stands for a video
     videos: "Sequence[Video | VideoFile]" = field(default_factory=list)
     where: str = ""  # the row's file and line, for error messages
     key: str = ""  # text that seeds all random numbers for this row
