@@ -1,19 +1,20 @@
 """Triton kernels for attention during decoding, with one new token for each running completion.
 
-A running completion is called a row. The row's new token attends to the keys of the prompt, which all rows of this
-prompt share, and to the row's own keys.
+A running completion is called a row. The new token attends to the prompt's keys, which all completions of the prompt
+share, and to the completion's own keys.
 
 Derivation. A query's keys are divided into parts. For part j, with the scores s_i = q k_i D^-1/2 log2 e, compute
 
     m_j = max s_i        l_j = sum 2^(s_i - m_j)        o_j = sum 2^(s_i - m_j) v_i / l_j
 
-The parts are independent, so a GPU can compute all of them at once. With e_j = m_j + log2 l_j,
+The parts of the keys are independent, so a GPU can compute all parts at once. With e_j = m_j + log2 l_j,
 
     out = sum 2^(e_j - max e) o_j / sum 2^(e_j - max e)
 
-is the softmax over all keys; a second, small kernel computes this sum. Inside a part, the keys are read in blocks, and
-the result so far is combined with each block by the same formula. The queries from all rows of a prompt form one tile,
-so that the prompt's keys are read once for all rows. A row's own keys are read once for all its query heads.
+is the attention output over all keys, which a second, small kernel computes. Each part of the keys is read in blocks,
+whose results are combined by the formula for `out`. The queries from all rows of a prompt form one tile, so that the
+prompt's keys are read once for all rows. The completion's own keys are read once for all query heads that share a key
+head.
 
 Sources: Flash-Decoding (Dao et al., 2023) divides keys into parts, and Hydragen (Juravsky et al., 2024) shares prompt
 keys.
@@ -28,8 +29,8 @@ from torch import Tensor
 from minivlmrl.kernels.backend import backend_for, tl, triton
 from minivlmrl.kernels.window_attention import TILE_DTYPES
 
-# Target number of programs for all prompts' keys, and also for all rows' own keys: about one program for each GPU
-# multiprocessor.
+# Target number of Triton programs, about one for each GPU multiprocessor. It applies separately to the prompts' keys
+# and to the completions' own keys.
 PROGRAMS = 128
 MAX_PARTS = 32  # a query's keys are divided into at most this many parts
 TILE = 64  # maximum queries per program
@@ -43,13 +44,13 @@ LOG2E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def _attend(queries, k, v, mask, start, end, TILE: constexpr, D: constexpr):
-    """Compute o (TILE, D) and e (TILE,), as in the derivation at the top of the file, over the keys start..end-1.
+    """Compute the attention outputs o (TILE, D) and log2-sum-exps e (TILE,) over the keys start..end-1.
 
     Args:
         queries: (TILE, D).
         mask: 0 or -inf for each key; it is added to the scores.
     """
-    # The initial maximum is finite, because -inf - -inf would be NaN.
+    # The maximum score starts at a finite number, because the difference of two infinities would be NaN.
     max_score = tl.full((TILE,), -1e38, tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     out = tl.zeros((TILE, D), tl.float32)
@@ -69,7 +70,7 @@ def _attend(queries, k, v, mask, start, end, TILE: constexpr, D: constexpr):
         out = tl.dot(rounded_weights, value_block, out * rescale[:, None], input_precision="ieee")
         total = total * rescale + tl.sum(weights, 1)
         max_score = new_max
-    # `total` is below 1 only if there are no keys; the maximum then avoids a division by 0.
+    # Without any key, the sum of the weights is 0, and tl.maximum avoids a division by 0.
     total = tl.maximum(total, 1.0)
     return out / total[:, None], max_score + tl.log2(total)
 
@@ -79,15 +80,15 @@ def _part(
     program, q, k, v, mask, mask_stride, outs, log_sums, lines, group_rows, num_keys, part_keys,
     K: constexpr, HEADS: constexpr, D: constexpr, TILE: constexpr,
 ):  # fmt: skip
-    """Compute and store o and e for one part of the keys of one key head and a tile of queries.
+    """Store attention outputs and log-sum-exps for a tile of queries and one part of a key head's keys.
 
-    A group consists of `group_rows` rows that share keys. The queries of a key head come from HEADS query heads in all
-    rows of the group. A line is one query, numbered as in (R, H): rows, query heads. `lines` counts all queries, R * H.
+    A group is `group_rows` completions that share keys. HEADS query heads in every completion of the group attend to
+    one key head. `lines` is the number of queries, R * H.
     """
     num_queries = group_rows * HEADS
     tiles = tl.cdiv(num_queries, TILE)
     parts = tl.cdiv(num_keys, part_keys)
-    # The program index enumerates tiles first, then parts, key heads and groups.
+    # program = ((group * K + key_head) * parts + part) * tiles + tile
     tile = program % tiles
     part = program // tiles % parts
     group_and_head = program // tiles // parts
@@ -105,7 +106,7 @@ def _part(
     k += group_and_head.to(tl.int64) * num_keys * D
     v += group_and_head.to(tl.int64) * num_keys * D
     start = part * part_keys
-    # Masked keys come last. Therefore, if the first key of a part is masked, all keys of the part are masked.
+    # Masked keys come last. Therefore a part of the keys is skipped if its first key is masked.
     part_end = tl.minimum(start + part_keys, num_keys)
     end = tl.where(tl.load(mask + start).to(tl.float32) == 0, part_end, start)
     out, log_sum = _attend(queries, k, v, mask, start, end, TILE, D)
@@ -122,7 +123,7 @@ def _parts_kernel(
     prompt_programs, prompt_rows, prompt_keys, prompt_part, own_keys, own_part,
     K: constexpr, HEADS: constexpr, D: constexpr, TILE: constexpr, OWN_TILE: constexpr,
 ):  # fmt: skip
-    """Compute all parts for all queries: first the parts of the prompts' keys, then the parts of the rows' own keys."""
+    """Compute attention to the prompts' keys in the first programs, and to the completions' own keys in the rest."""
     program = tl.program_id(0)
     if program < prompt_programs:
         _part(
@@ -130,9 +131,9 @@ def _parts_kernel(
             K, HEADS, D, TILE,
         )  # fmt: skip
     else:
-        # The results for the prompts' keys are stored before the results for own keys.
+        # Results for the prompts' keys are stored before results for the completions' own keys.
         done = tl.cdiv(prompt_keys, prompt_part) * lines
-        # For the completion's own keys, each row is a group by itself.
+        # No two completions share their own keys, so each group has one completion.
         _part(
             program - prompt_programs, q, own_k, own_v, own_bias, own_bias_stride,
             outs + done.to(tl.int64) * D, log_sums + done, lines, 1, own_keys, own_part, K, HEADS, D, OWN_TILE,
@@ -143,7 +144,7 @@ def _parts_kernel(
 def _join_kernel(outs, log_sums, out, lines, parts, D: constexpr, PARTS: constexpr):
     """Combine the results from all parts of the keys into the output of one query.
 
-    PARTS is the number of parts, rounded up to a power of two.
+    PARTS is the number of parts of the keys, rounded up to a power of two.
     """
     line = tl.program_id(0)
     part = tl.arange(0, PARTS)
@@ -165,7 +166,7 @@ def fits(q: Tensor) -> bool:
 
 
 class WorkSplit(NamedTuple):
-    """Numbers that describe how queries and keys are divided among a kernel's programs."""
+    """How the queries and keys of an attention call are divided among a Triton kernel's programs."""
 
     tile: int  # queries per program
     part_keys: int  # keys per part
@@ -176,7 +177,7 @@ class WorkSplit(NamedTuple):
 def split_work(k: Tensor, queries: int) -> WorkSplit:
     """Divide the keys k (B, K, T, D) among about PROGRAMS programs; `queries` is the number of queries per key."""
     (B, K, T, _) = k.shape
-    # A matrix instruction needs at least 16 rows.
+    # A GPU's matrix instruction needs at least 16 rows.
     tile = min(TILE, max(16, 1 << (queries - 1).bit_length()))
     tiles = B * K * math.ceil(queries / tile)
     parts = min(MAX_PARTS, max(1, PROGRAMS // tiles))

@@ -2,9 +2,9 @@
 
     S = q k^T D^-1/2, -inf for masked keys       P = softmax(S)       out = P v
 
-Query head i uses key head i // (H / K). Where the formula is computed step by step, the query heads that share a key
-head are stacked along the token axis, as if they were additional queries. Stacking gives fewer and larger matrix
-products, and the keys are not copied.
+With H query heads and K key heads, query head i uses key head i // (H / K). Where the formula is computed step by step,
+the query heads that share a key head are stacked along the token axis, as if they were additional queries. Stacking
+gives fewer and larger matrix products, and the keys are not copied.
 """
 
 import math
@@ -27,9 +27,9 @@ MAX_HEAD_DIM = 64
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """Compute x[index] along the first axis: (*index.shape, ...).
 
-    On a CPU, the function is an embedding lookup, whose backward pass is 17 times faster than that of x[index]. On a
-    GPU, the function is x[index], whose backward pass sorts the indices. The embedding's backward pass on a GPU is slow
-    up to 3,072 indices, and sometimes wrong with more than 1,024 (pytorch issue 187687).
+    On a CPU, an embedding lookup selects the rows, because its backward pass is 17 times faster than that of x[index].
+    On a GPU, rows are selected with x[index], whose backward pass sorts the indices. The embedding's backward pass on a
+    GPU is slow up to 3,072 indices, and sometimes wrong with more than 1,024 (pytorch issue 187687).
     """
     if x.device.type != "cpu":
         return x[index]
@@ -37,7 +37,7 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 class Reorder(torch.autograd.Function):
-    """Compute x[index] with a backward pass that only copies rows and does not sum gradients.
+    """Select rows, x[index], with a backward pass that copies rows instead of summing gradients.
 
     Arguments of apply:
         x: (N, ...), N rows.
@@ -73,19 +73,19 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     Source: torch's scaled_dot_product_attention with enable_gqa and causal_lower_right.
     """
     if q.dtype == torch.bfloat16 and is_before_ampere(q.device):
-        # In bfloat16, SDPA would store all scores in float32. In float32, SDPA's memory-efficient kernel stores none.
+        # PyTorch's SDPA would store all scores of bfloat16 inputs, but it stores none for float32 inputs.
         return dense_attention(q.float(), k.float(), v.float(), is_causal).to(q.dtype)
     (_, H, L, D) = q.shape
     (_, K, T, _) = k.shape
     flash = is_causal and q.device.type == "cuda" and D % 8 == 0
     if flash and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
-        # The flash operator stores no mask and skips masked blocks; torch's causal_lower_right calls the same operator.
+        # PyTorch's flash operator (as in its causal_lower_right) stores no causal mask and skips masked blocks.
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     if q.device.type == "cpu" and T <= MAX_KEYS and D <= MAX_HEAD_DIM:
         return written_out_attention(q, k, v, is_causal)
     if is_causal and L == T:
         if not has_flash_attention(q, k, v):
-            # SDPA would store all scores, because its memory-efficient kernel needs as many key heads as query heads.
+            # SDPA's memory-efficient kernel, which stores no scores, needs as many key heads as query heads.
             k, v = (x[:, :, None].expand(-1, -1, H // K, -1, -1).flatten(1, 2) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     q, mask = stack_queries(q, k, is_causal)
@@ -132,8 +132,8 @@ def is_before_ampere(device: torch.device) -> bool:
 def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return True if flash_attention supports the device, dtype and head dimension for q, k and v.
 
-    The meta device stands for an NVIDIA GPU, because the memory estimate runs on it. The kernel for MPS returns no
-    log-sum-exp. AMD GPUs are excluded, because their kernel's log-sum-exp is not tested.
+    The meta device stands for an NVIDIA GPU, because the memory estimate runs on it. PyTorch's attention kernel for MPS
+    (Apple GPUs) returns no log-sum-exp. AMD GPUs are excluded, because their kernel's log-sum-exp is not tested.
     """
     half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0
     if q.device.type == "meta":
@@ -174,15 +174,15 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the q, k and v gradients with the fused kernel's backward pass.
 
-    The kernel recomputes each key's weight as exp(score - lse). Therefore k and v may also be only some of the keys to
-    which q attends, if `out` and `lse` are the results for all keys. The k and v gradients are complete, and the q
-    gradients must be summed over the parts.
+    The backward kernel recomputes each key's attention weight as exp(score - lse). Therefore `k` and `v` may hold only
+    a part of the keys, if `out` and `lse` are the attention results over all keys. For a part of the keys, the k and v
+    gradients are complete, but the q gradients must be summed over all parts.
 
-    The kernel computes a score's gradient as P (grad . v - grad . out), where P is the key's weight. If one key has
-    nearly the whole weight, both products are nearly equal, and the rounding error in a 16-bit `out` remains. In
-    bfloat16, each rounding step changes a score's gradient by up to P * 2^-9 * sum(|grad * out|). The error reaches the
-    q and k gradients on a GPU, where JoinedAttention rounds `out` twice, and with the fused kernel in dense_attention.
-    The v gradient does not depend on `out`.
+    The backward kernel computes a score's gradient as P (grad . v - grad . out), where P is the key's attention weight.
+    If one key has nearly all the attention weight, grad . v and grad . out cancel, and the rounding error of a 16-bit
+    `out` remains. In bfloat16, each rounding step changes a score's gradient by up to P * 2^-9 * sum(|grad * out|). The
+    rounding error of `out` affects the q and k gradients on a GPU; JoinedAttention rounds `out` twice. The gradient for
+    v does not depend on the attention output.
 
     Args:
         grad: (S, H, L, D), upstream gradient; its last axis must be contiguous.
@@ -197,7 +197,7 @@ def flash_attention_backward(
             grad, q, k, v, out, lse, queries, keys, max_queries, max_keys, 0.0, is_causal, seed,
             offset,
         )  # fmt: skip
-    # The kernel sums the k and v gradients over the queries in the dtype of k and v, which loses digits in bfloat16.
+    # PyTorch's kernel would sum the k and v gradients in the dtype of k and v, which loses digits in bfloat16.
     inputs = with_more_digits(grad, q, k, v, out)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     q_grad, k_grad, v_grad = kernel(*inputs, lse, 0.0, is_causal)

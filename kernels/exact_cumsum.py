@@ -12,7 +12,7 @@ BLOCK = 128  # values in a block; 128 divides Qwen's vocabulary sizes
 def running_sum(x: Tensor) -> Tensor:
     """Compute x.cumsum(-1) for integers x (r, V).
 
-    The function computes cumulative sums inside each block, and adds the totals of the preceding blocks. torch's cumsum
+    Cumulative sums are computed inside each block, and the totals of the preceding blocks are added. torch's cumsum
     over a whole vocabulary would take 0.3 ms per generated token.
     """
     vocab = x.shape[1]

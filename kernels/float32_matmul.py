@@ -1,8 +1,8 @@
 """Matrix products from bfloat16 or float16 tensors with float32 results.
 
-Matrix multiplication sums products in float32 anyway. The function in this file does not round the result. In bfloat16,
-rounding would change a logit near 20 by up to 0.06, and an attention score near 220 by up to 0.5. Scores as large as
-220 occur in Qwen2.5 because of its biases.
+GPUs sum the products of a bfloat16 matrix multiplication in float32; float32_matmul returns the sum unrounded. In
+bfloat16, rounding would change a logit near 20 by up to 0.06, and an attention score near 220 by up to 0.5. Attention
+scores as large as 220 occur in Qwen2.5, which has biases for queries and keys.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         out: memory for the result; only supported for matrices.
     """
     out_dtype = torch.promote_types(a.dtype, torch.float32)
-    # PyTorch supports the argument out_dtype only on CUDA.
+    # torch.mm and torch.bmm support the argument out_dtype only on CUDA.
     if a.dtype == out_dtype or not a.is_cuda or torch.version.hip:
         return _convert_and_multiply(a.to(out_dtype), b, out)
     if a.dim() == 2:
@@ -32,8 +32,8 @@ def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _convert_and_multiply(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
-    # b is converted in pieces, because a copy of a head with 151,936 rows would take 0.5 GB and half the time of a
-    # decode step
+    # The matrix b is converted in blocks of columns, because a float32 copy of an LM head with 151,936 rows would take
+    # 0.5 GB and half the time of a decode step
     if b.dtype == a.dtype or b.dim() > 2 or b.shape[1] <= COLUMNS:
         return torch.matmul(a, b.to(a.dtype), out=out)
     if out is None:
@@ -47,7 +47,7 @@ def _convert_and_multiply(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
 def tf32_products() -> Iterator[None]:
     """Compute float32 products on a GPU in TF32 inside a `with` block.
 
-    PyTorch's setting is global, so the block must contain nothing but the products. Products on a CPU do not change.
+    PyTorch's TF32 setting is global, so the `with` block must contain nothing but the matrix products.
     """
     products = torch.backends.cuda.matmul
     before = products.fp32_precision

@@ -5,11 +5,11 @@ Derivation. For one hidden state h (D,), head W (V, D), chosen token y and tempe
     z = W h            logp, H and dz follow from z, y and T as in selective_log_softmax.py
     dh = W^T dz        dW = sum over rows of dz h^T
 
-The forward and the backward pass compute the logits (M, V) for M hidden states (rows) piece by piece. The forward pass
-stores only three numbers for each row: top, s and H. The backward pass computes a piece's logits again, overwrites them
-with dz, and multiplies dz by W and h. Both passes together take four matrix products with M V D multiplications each. A
-row whose two upstream gradients are 0 (because of a zero advantage or a clipped ratio) has dz = 0, so the backward pass
-can skip it without any approximation.
+The forward and the backward pass compute the logits (M, V) for blocks of the M hidden states (rows) in turn. For each
+row of the logits, the forward pass stores only three numbers: top, s and H. The backward pass computes each block of
+logits again, overwrites the block with its gradient dz, and multiplies dz by W and h. The forward and the backward pass
+together take four matrix products with M V D multiplications each. A row whose two upstream gradients are 0 (because of
+a zero advantage or a clipped ratio) has dz = 0, so the backward pass can skip it without any approximation.
 
     torch     A piece is a few rows with all their logits, small enough for the CPU's caches.
     Triton    A piece is a tile with 4096 rows and 2048 ids, or fewer rows and more ids. The tile stays in
@@ -36,18 +36,17 @@ from minivlmrl.kernels.selective_log_softmax import (
     select_rows,
 )
 
-# target size in bytes for a piece's float32 logits in the torch path on a CPU; a piece has at least 32 and at most 256
-# rows
+# target size in bytes for a block of float32 logits that torch computes on a CPU; a block has 32 to 256 rows
 CHUNK_BYTES = 16 * 2**20
-GPU_ROWS = 512  # maximum rows per piece in the torch path on a GPU
-# maximum rows per piece in the Triton path; with TILE / 2 ids, its float32 logits take 34 MB
+GPU_ROWS = 512  # maximum number of rows in a block of logits that torch computes on a GPU
+# maximum number of rows in a block of logits for Triton; with TILE / 2 ids, the float32 block takes 34 MB
 TILE = 4096
 
 
 class Pieces:
-    """Compute the logits from hidden states (M, D) and a head (V, D) in pieces.
+    """Compute the logits from hidden states (M, D) and the LM head's weight (V, D), one block at a time.
 
-    A piece holds the logits for a slice of the rows and a slice of the ids (a tile of the head). `mask` is
+    A block (piece) holds the logits for a slice of the rows and a slice of the token ids. `mask` is
     linear_log_softmax's argument sampling_mask; an empty mask (2, 0) allows all ids.
     """
 
@@ -63,18 +62,18 @@ class Pieces:
         self.tiles = slices(len(weight), width)  # a single tile on the torch path
         self.hidden = hidden
         # PyTorch does not support bfloat16 products with float32 results on a CPU, so the head is converted to float32
-        # once, instead of for each piece.
+        # once, instead of for each block of logits.
         self.weight = weight if weight.is_cuda else weight.to(sum_dtype)
         self.ids = ids
         self.mask = mask
         self.temperature = temperature
-        # All pieces write their logits to the same memory, because newly allocated memory causes page faults. For the
-        # same reason, the torch path reuses `scratch` for its exponentials.
+        # All blocks of logits are written to the same memory, because newly allocated memory causes page faults. The
+        # exponentials reuse `scratch` for the same reason.
         self.memory = hidden.new_empty(size * width, dtype=sum_dtype)
         self.scratch = self.memory.new_empty(0 if self.is_triton else size, width)
 
     def logits(self, rows: slice, tile: slice) -> Tensor:
-        """Compute a piece's logits (m, width), in the memory that all pieces share."""
+        """Compute a block of logits (m, width), in the memory that all blocks share."""
         h = self.hidden[rows]
         w = self.weight[tile]
         z = self.memory[: len(h) * len(w)].view(len(h), len(w))
@@ -89,7 +88,7 @@ class Pieces:
         if not self.is_triton:
             z = self.logits(rows, self.tiles[0])
             return score_rows_(z, ids, self.temperature, self.scratch[: len(z)])
-        # running top, s and t over the logit tiles that were scored so far, see score_part_
+        # top, s and t over the part of the vocabulary that score_part_ has read so far
         parts = torch.empty(4, len(ids), dtype=torch.float32, device=ids.device)
         *earlier, last = self.tiles
         for tile in earlier:
@@ -98,7 +97,7 @@ class Pieces:
         return score_part_(self.logits(rows, last), ids, parts, self.temperature, last.start)
 
     def differentiate(self, rows: slice, tile: slice, saved: list, upstream: list) -> Tensor:
-        """Compute dz (m, width) of a piece, in the dtype of the hidden states."""
+        """Compute dz (m, width), the gradient of a block of logits, in the dtype of the hidden states."""
         z = self.logits(rows, tile)
         ids = self.ids[rows]
         dtype = self.hidden.dtype
@@ -111,11 +110,11 @@ class Pieces:
 
 
 def tile_width(rows: int, vocab: int) -> int:
-    """Return how many ids a piece with `rows` rows has on the Triton path.
+    """Return how many token ids a block of logits with `rows` rows has in Triton.
 
-    Products with few rows and few ids do not fill a GPU. Therefore a piece with fewer rows has more ids, so that its
-    logits take the same memory: 4,096 rows get 2,048 ids, and 1,024 rows or fewer get 8,192 ids. The number of ids is
-    limited, because the dW of a tile is summed in a float32 copy.
+    Matrix products with few rows and few token ids do not use all multiprocessors of a GPU. Therefore a block of logits
+    with fewer rows has more token ids: 4,096 rows get 2,048 ids, and 1,024 rows or fewer get 8,192 ids. The number of
+    ids is limited, because the weight's gradient for these ids is summed in a float32 copy.
     """
     step = TILE // 4  # widths are multiples of 1,024, so that GPUs can divide the products evenly
     ids = TILE**2 // 2 // max(rows, step)
@@ -128,7 +127,7 @@ def slices(count: int, size: int) -> list[slice]:
 
 
 def mask_logits_(z: Tensor, rows: Tensor, columns: Tensor) -> None:
-    """Overwrite all logits z (m, width) with -inf, except those at (rows, columns) inside z."""
+    """Set all logits z (m, width) to -inf, except the entries at (rows, columns)."""
     m, width = z.shape
     inside = (rows >= 0) & (rows < m) & (columns >= 0) & (columns < width)
     # Pairs (row, column) outside the logits z are redirected to an additional element after the last logit.
@@ -154,12 +153,12 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
     allowed_ids = torch.cat([allowed for _, allowed in masks])
     tokens = torch.arange(len(ids))
     token_of_allowed = tokens.repeat_interleave(counts)
-    # The id of each token itself is added, because the sampler may not have allowed a token that it was forced to take.
+    # Each token's own id is allowed too, because a forced token may be missing from the sampler's mask.
     return torch.stack([torch.cat([tokens, token_of_allowed]), torch.cat([ids, allowed_ids])])
 
 
 def rows_per_piece(rows: int, vocab: int, device_type: str) -> int:
-    """Return how many rows a piece has on the torch path; the last piece may be smaller."""
+    """Return how many rows of logits torch computes at once; the last block may be smaller."""
     max_rows = GPU_ROWS
     if device_type == "cpu":
         max_rows = min(max(CHUNK_BYTES // (4 * vocab), 32), 256)
@@ -173,8 +172,7 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
     elif a.is_cuda and torch.version.hip is None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        # PyTorch does not support products with a wider result on this device, so the product is rounded once to `a`'s
-        # dtype.
+        # Without CUDA, PyTorch cannot multiply 16-bit matrices into float32, so each product is rounded to 16 bits.
         total += a @ b
 
 
@@ -200,9 +198,8 @@ def differentiate(inputs: list[Tensor], saved: list, upstream: list, temperature
             grad_weight[tile].copy_(total)
 
 
-# The forward and backward passes are custom operators, not an autograd.Function, so that the memory estimate in
-# diagnostics/memory.py sees only their results (from the fake implementations). The estimate adds piece_bytes for the
-# logits.
+# The two passes are custom operators, not an autograd.Function, so that the memory estimate (diagnostics/memory.py)
+# sees only their results. For the logits, the estimate adds piece_bytes.
 @torch.library.custom_op("minivlmrl::linear_log_softmax", mutates_args=())
 def _linear_log_softmax(
     hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float
@@ -307,7 +304,7 @@ def linear_log_softmax(
 
 def piece_bytes(rows: int, vocab: int, dtype: torch.dtype) -> int:
     """Return the bytes that linear_log_softmax allocates for logits on a GPU in each pass."""
-    # The Triton path needs 4 bytes per logit, and separate memory for dz unless dz is float32.
+    # Triton needs 4 bytes per logit, and separate memory for the gradient dz unless dz is float32.
     if dtype in DTYPES:
         rows = min(TILE, rows)
         return rows * tile_width(rows, vocab) * (4 + dtype.itemsize % 4)
@@ -316,7 +313,7 @@ def piece_bytes(rows: int, vocab: int, dtype: torch.dtype) -> int:
 
 @torch.no_grad()
 def linear_log_sum_sq_probs(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Compute log sum_j p_j^2 for p = softmax(hidden @ weight.T), without a gradient.
+    """Compute log sum_j p_j^2 for p = softmax(hidden @ weight.T), outside autograd.
 
     Args:
         hidden: (M, D), hidden states.

@@ -4,7 +4,7 @@ Derivation of the backward pass. Let r = (mean(x^2) + eps)^-1/2, n = x r, and g 
 
     dweight = sum over rows of g n          dx = r (g weight - n mean(g weight n))
 
-Only x and r are saved for the backward pass. Autograd would save four tensors as large as x and take 1.5 times as long.
+The forward pass saves only x and r; autograd would save four tensors as large as x and take 1.5 times as long.
 """
 
 import torch

@@ -10,9 +10,9 @@ Derivation. For one row's logits z (V,), chosen token y and temperature T, with 
     logp = log p_y = d_y - log s <= 0
     H = -sum_j p_j log p_j = -sum_j p_j (d_j - log s) = log s - t / s
 
-Therefore top, s and t are sufficient to compute logp and H. A row can be read in parts of any
-size. Two parts, 1 and 2, are combined with top = max(top1, top2) and c1 = (top1 - top) / T
-(and likewise c2), because exp(d + c1) = exp(d) exp(c1):
+Therefore top, s and t are sufficient to compute the log-probability and the entropy. A row can be read in parts of any
+size. Two parts, 1 and 2, are combined with top = max(top1, top2) and c1 = (top1 - top) / T (and likewise c2), because
+exp(d + c1) = exp(d) exp(c1):
 
     s = s1 exp c1 + s2 exp c2          t = (t1 + c1 s1) exp c1 + (t2 + c2 s2) exp c2
 
@@ -25,7 +25,7 @@ and the upstream gradients g (for logp) and e (for H), it follows that
     dz_j = g [j = y] / T + exp(d_j) (a + b d_j)
     a = -(g + e (H - log s)) / (T s)        b = -e / (T s)
 
-The backward pass needs the logits again, and top, s and H, which the forward pass saves.
+The backward pass reads the logits again, and top, s and H, which the forward pass saves.
 
 The kernels compute in base 2, because GPUs have an instruction for 2^x. With k = log2(e) / T,
 d' = k z - k top is one instruction, and d = d' ln 2. For a logit equal to -inf, d exp d must be 0 and not inf * 0.
@@ -86,7 +86,7 @@ def differentiate_rows_(
 
 
 def differences_(z: Tensor, top: Tensor, temperature: float) -> Tensor:
-    """Compute d = (z - top) / T in place from logits z (m, V).
+    """Compute d = (z - top) / T in place, where z (m, V) are logits and top is each row's largest logit.
 
     Differences d below FLOOR * ln(2) are set to this limit.
     """
@@ -99,13 +99,13 @@ def differences_(z: Tensor, top: Tensor, temperature: float) -> Tensor:
 def has_gradient(g: Tensor, e: Tensor | None) -> Tensor:
     """Return (m,) bool: True for rows with an upstream gradient other than 0, such as NaN.
 
-    Rows whose upstream gradients are all 0 have dz = 0.
+    Rows of logits whose upstream gradients are all 0 have gradient 0.
     """
     return g != 0 if e is None else (g != 0) | (e != 0)
 
 
 def select_rows(tensors: Sequence[Tensor | None], rows: slice | Tensor) -> list[Tensor | None]:
-    """Select the given rows of each tensor, in contiguous memory. A tensor that is None stays None."""
+    """Select the given rows from each tensor in a list, in contiguous memory. A tensor that is None stays None."""
     return [x if x is None else x[rows].contiguous() for x in tensors]
 
 
@@ -118,7 +118,7 @@ FORWARD_WARPS = 4
 BLOCK = tl.constexpr(8192)  # logits that the backward loop reads per iteration
 BACKWARD_WARPS = 8
 constexpr = tl.constexpr
-# Initial value for the running maximum top: below every logit, but finite, so that differences are not NaN.
+# Initial value for the running maximum of the logits: below every logit, but finite, so that differences are not NaN.
 LOWEST_TOP = tl.constexpr(-1e30)
 LOWEST_DIFFERENCE = tl.constexpr(FLOOR)
 LN2 = tl.constexpr(math.log(2))
@@ -174,9 +174,9 @@ def _score_kernel(
 ):
     """Score one row with `width` logits, which belong to the ids first..first+width-1.
 
-    If FIRST and LAST are both set, the logits cover the whole vocabulary. If not, the parts of the vocabulary are
-    scored one after the other. `parts` (4, rows) then holds the running results top, s, t and d_y + top. `parts` is
-    read unless FIRST is set, and written unless LAST is set.
+    If FIRST and LAST are both True, the row of logits covers the whole vocabulary. Otherwise, one kernel call for each
+    part of the vocabulary updates top, s and t. `parts` (4, rows) then holds the running results top, s, t and d_y +
+    top. `parts` is read unless FIRST is set, and written unless LAST is set.
     """
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * stride
@@ -192,7 +192,7 @@ def _score_kernel(
     if LAST:
         log_s = tl.log2(s)
         logp = (chosen - top - log_s) * LN2
-        # Rounding can make k z - k top slightly positive, and then logp would be above 0.
+        # Rounding can make k z - k top slightly positive, so that the log-probability would be above 0.
         tl.store(logps + row, tl.where(logp > 0, 0.0, logp))
         tl.store(entropies + row, (log_s - t / s) * LN2)
         tl.store(tops + row, top)
@@ -221,7 +221,7 @@ def _differentiate_kernel(
         a += scale * e * (tl.load(entropies + row) - tl.log2(s) * LN2)
         b = scale * e * LN2
         is_needed = is_needed | (e != 0)
-    # If a row has no upstream gradient, its logits are not read, because its dz is 0.
+    # The logits of a row without an upstream gradient are not read, because their gradient is 0.
     a = tl.where(is_needed, a, 0.0)
     b = tl.where(is_needed, b, 0.0)
     grad_chosen = tl.where(is_needed, g * k * LN2, 0.0)
@@ -232,7 +232,7 @@ def _differentiate_kernel(
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width_to_read
         z = tl.load(logits + row * stride + columns, mask=inside, other=float("-inf"))
-        # `maximum` drops a NaN, but if a logit is NaN, then s is NaN, and so are a, b and dz.
+        # tl.maximum drops a NaN, but if a logit is NaN, its row's sum s is NaN, and so is the gradient dz.
         d = tl.maximum(z.to(tl.float32) * k - top, LOWEST_DIFFERENCE)
         dz = tl.exp2(d) * (a + b * d)
         dz = tl.where(columns == chosen_column, dz + grad_chosen, dz)

@@ -4,9 +4,9 @@
     python -m minivlmrl.kernels.self_test cuda:3 decode_attention
 
 A compiler can translate a kernel wrongly for one GPU. For example, ptxas 12.8, which Triton 3.6 and 3.7 use for Hopper,
-computed a matrix product's addresses from a register that no instruction had written. The results were 30 to 40 % off,
-and stray addresses made the GPU refuse all later work in the process. Therefore verdicts.py runs this file in separate
-processes before a run uses the kernels. Each output line is a kernel's name and its largest relative error.
+computed a matrix product's addresses from a register that no instruction had written. The kernel's results were 30 to
+40 % off, and invalid addresses made the GPU refuse all later work in the process. Therefore verdicts.py runs
+self_test.py in separate processes before a training run. It prints each kernel's largest relative error.
 """
 
 import os
@@ -23,7 +23,7 @@ from minivlmrl.kernels.nf4_unpack import BLOCK, GROUP, nf4_unpack
 from minivlmrl.kernels.selective_log_softmax import selective_log_softmax
 from minivlmrl.kernels.window_attention import Segments, batched_attention, window_attention
 
-# Triton's interpreter multiplies bfloat16 matrices wrongly.
+# The dtype is float32 in Triton's interpreter, which multiplies bfloat16 matrices wrongly.
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
 # Head dimensions in vision towers with short segments; Qwen2.5-VL has 80, and Qwen3-VL has 64 or 72
 WINDOW_HEADS = 2 if INTERPRETED else 16
@@ -34,14 +34,14 @@ TEMPERATURE = 0.7
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference, divided by the norm of `expected` (float64, on the CPU)."""
+    """Return the relative error: the difference's norm, divided by the norm of `expected` (float64, on the CPU)."""
     return ((actual.detach().double().cpu() - expected).norm() / expected.norm()).item()
 
 
 def compare(function: Callable, reference: Callable, inputs: Sequence[Tensor], device: str) -> list[float]:
     """Return the relative errors in a function's result and its gradients.
 
-    The reference function gets the inputs in float64 on the CPU.
+    The reference function receives the same inputs in float64 on the CPU.
     """
     leaves = [x.to(device).requires_grad_() for x in inputs]
     exact_leaves = [x.double().requires_grad_() for x in inputs]
@@ -162,7 +162,7 @@ def main(device: str = "cuda:0", *kernels: str) -> int:
         try:
             print(kernel, largest_error(kernel, device), flush=True)
         except Exception as error:  # every error, for example from CUDA, is a failure of the kernel
-            # CUDA appends three lines with general advice to its message.
+            # CUDA appends three lines with general advice to each error message.
             message, *_ = str(error).splitlines() or [""]
             print(f"{type(error).__name__}: {message}", flush=True)
             return 1

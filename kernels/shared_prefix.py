@@ -28,7 +28,7 @@ MAX_SCORE_BYTES = 2**22
 
 
 def rectangles(prompts: list[range], completions: list[list[range]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute rectangular index blocks for groups whose prompts have the same length.
+    """Compute indices into the packed sequence as rectangular tensors for prompts with the same length.
 
     Only the completions are padded.
 
@@ -45,15 +45,15 @@ def rectangles(prompts: list[range], completions: list[list[range]]) -> tuple[Te
     completion_block = starts[:, None] + offset  # (r, C): indices into the packed sequence
     completion_block = completion_block.masked_fill(offset >= lengths[:, None], -1)
     prompt_starts = torch.tensor([prompt.start for prompt in prompts])
-    # (b, P): indices into the packed sequence
+    # (b, P), each prompt token's index in the packed sequence
     prompt_block = prompt_starts[:, None] + torch.arange(len(prompts[0]))
     return prompt_block, completion_block, prompt_index
 
 
 class PromptSlots:
-    """Assignment of rows (completions) to slots for their prompts.
+    """Places (slots) for the completions of each prompt, in a tensor that is padded to the largest group.
 
-    Every prompt has as many slots as the largest group has rows. Prompts with fewer completions have empty slots.
+    Every prompt has as many slots as the largest group has completions. Smaller groups leave slots empty.
 
     Args:
         prompt_index: (R,), each row's prompt, in ascending order. It must be on the CPU, so
@@ -67,14 +67,14 @@ class PromptSlots:
         self.prompts = prompts
         self.slots = int(counts.max())
         self.prompt_index = to_device(prompt_index, device)
-        # number of earlier rows for the same prompt
+        # for each completion: the number of earlier completions of the same prompt
         rows_before = torch.arange(len(prompt_index)) - first_row[prompt_index]
         self.slot = to_device(prompt_index * self.slots + rows_before, device)
-        # True if no slot is empty; then slot i contains row i
+        # True if all prompts have the same number of completions; then slot i contains completion i
         self.full = len(prompt_index) == prompts * self.slots
 
     def by_prompt(self, x: Tensor) -> Tensor:
-        """Arrange the rows as queries for their prompt: (R, K, h, X) -> (B, K, slots*h, X).
+        """Reshape per-completion tensors to per-prompt tensors: (R, K, h, X) -> (B, K, slots*h, X).
 
         Empty slots are filled with 0.
         """
@@ -83,12 +83,12 @@ class PromptSlots:
         return x.unflatten(0, (-1, self.slots)).transpose(1, 2).flatten(2, 3)
 
     def by_row(self, x: Tensor) -> Tensor:
-        """Invert `by_prompt`: (B, K, slots*h, X) -> (R, K, h, X)."""
+        """Reshape per-prompt tensors to per-completion tensors: (B, K, slots*h, X) -> (R, K, h, X)."""
         x = x.unflatten(2, (self.slots, -1)).transpose(1, 2).flatten(0, 1)
         return x if self.full else x[self.slot]
 
     def expand_to_rows(self, x: Tensor) -> Tensor:
-        """Repeat each prompt's entry of x for all the prompt's rows: (B, ...) -> (R, ...)."""
+        """Repeat each prompt's entry of x for all its completions: (B, ...) -> (R, ...)."""
         x = x.unsqueeze(1).expand(-1, self.slots, *x.shape[1:]).flatten(0, 1)
         return x if self.full else Reorder.apply(x, self.slot)
 
@@ -126,15 +126,16 @@ def completion_attention(
 class JoinedAttention(torch.autograd.Function):
     """Compute `completion_attention` with two fused-kernel calls, without copies or masks.
 
-    In call 1, the queries from all completions for a prompt attend to the prompt's keys. In call 2, each completion
-    attends causally to its own keys. With the output o_j of call j and the log-sum-exp e_j of its scores,
+    In the first kernel call, the queries from all completions of a prompt attend to the prompt's keys. In the second
+    call, each completion attends causally to its own keys. With the output o_j of call j and the log-sum-exp e_j of its
+    scores,
 
         e = log(exp(e_1) + exp(e_2))        out = exp(e_1 - e) o_1 + exp(e_2 - e) o_2
 
     is the attention to all keys. In the backward pass, the kernel computes the gradients for each part from `out` and
     e, see flash_attention_backward. apply takes the same arguments as completion_attention.
 
-    Sources: Hydragen (Juravsky et al., 2024) joins the parts; Ring Attention (Liu et al., 2023) also has the backward
+    Sources: Hydragen (Juravsky et al., 2024) for joining parts; Ring Attention (Liu et al., 2023) for the backward
     pass.
     """
 
@@ -146,7 +147,7 @@ class JoinedAttention(torch.autograd.Function):
         own_lse = to_own.lse[..., None]
         lse = torch.logaddexp(prompt_lse, own_lse)
         out = slots.by_row(to_prompt.out) * (prompt_lse - lse).exp()
-        # converted to the dtype of the fused kernel's outputs, which has more digits than 16 bits on a CPU
+        # attention outputs in the dtype of the fused kernel's outputs, which is at least float32 on a CPU
         out = (out + to_own.out * (own_lse - lse).exp()).to(to_own.out.dtype)
         ctx.save_for_backward(q, k, v, prompt_k, prompt_v, out, lse)
         ctx.slots = slots
@@ -158,7 +159,7 @@ class JoinedAttention(torch.autograd.Function):
         q, k, v, prompt_k, prompt_v, out, lse = ctx.saved_tensors
         by_prompt = ctx.slots.by_prompt
         prompt_state, own_state = ctx.states
-        # outputs in the memory order (R, C, H, D) of q, so that by_prompt copies nothing
+        # upstream gradient in the memory order (R, C, H, D) of q, so that by_prompt copies nothing
         grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
         result = FlashOutput(by_prompt(out), by_prompt(lse)[..., 0], prompt_state)
         prompt_q_grad, prompt_k_grad, prompt_v_grad = flash_attention_backward(
@@ -175,8 +176,8 @@ def grouped_attention(
 ) -> Tensor:
     """Compute `completion_attention` with one matrix product for all completions of a prompt.
 
-    Each prompt has S slots, see PromptSlots. The queries in a slot are ordered by token
-    first and then by head: query c * h + i belongs to token c and head i.
+    Each prompt has S slots for its completions, see PromptSlots. A completion's queries are ordered by token first and
+    then by head: query c * h + i belongs to token c and head i.
     """
     (_, H, C, _) = q.shape
     K = k.shape[1]

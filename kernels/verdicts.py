@@ -1,9 +1,9 @@
-"""Check the Triton kernels on a GPU before their first use, and store the verdict on disk.
+"""Check the Triton kernels on a GPU before their first use, and store the results on disk.
 
 Each kernel is checked by self_test.py in its own process, because a wrong kernel can make the GPU refuse all later work
-in its process. All checks run at the same time. The verdict is stored in Triton's cache folder, in a file for each GPU
-model, driver, version and kernel source. A locked file makes the other processes of a host wait until one process has
-run the checks and stored the results.
+in its process. All checks run at the same time. The results are stored in Triton's cache folder, in one file for each
+GPU model, driver, version and kernel source. By locking a file, the first process makes all other processes on its host
+wait until the check results are stored.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ import torch
 
 TOLERANCE = 0.02  # relative error; correct kernels have about 0.003 in bfloat16
 TIME_LIMIT = 120  # seconds for one kernel check
-# seconds after which a check is repeated that ended without a number, for example because the GPU had no free memory
+# seconds after which a failed kernel check is repeated, for example one that failed because the GPU had no free memory
 RETRY_AFTER = 3600
 
 
@@ -32,7 +32,7 @@ RETRY_AFTER = 3600
 def rejected_kernels(index: int, kernels: tuple[str, ...]) -> dict[str, str]:
     """Return the kernels that must not be used on the GPU cuda:index, with reasons.
 
-    The first process that calls this function on a host waits for the checks, about 10 s.
+    On each host, the first call waits about 10 s for the kernel checks.
     """
     name = torch.cuda.get_device_name(index)
     reasons = {}
@@ -62,7 +62,7 @@ def load_or_check(device: str, kernels: Sequence[str]) -> dict[str, float | str]
 
 
 def describe_setup(device: str) -> str:
-    """Return a text with everything that can change kernel results on a GPU."""
+    """Return the GPU's name, driver, versions and kernel sources as a text that identifies stored check results."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     source_hash = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     setup = {
@@ -72,7 +72,7 @@ def describe_setup(device: str) -> str:
         "triton": import_module("triton").__version__,
         "kernels": source_hash,
     }
-    # Triton's environment variables can select another assembler.
+    # Environment variables of Triton can select another assembler, which can change kernel results.
     options = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("TRITON_")}
     return json.dumps(setup | options)
 
@@ -86,7 +86,7 @@ def driver_version() -> str:
 
 
 def load_results(path: Path) -> dict[str, float | str] | None:
-    """Read stored results; return None if there are none, or if a check has to be repeated."""
+    """Read the stored check results; return None if no results are stored or a check has to be repeated."""
     try:
         results = json.loads(path.read_text())["results"]
     except (OSError, ValueError):  # missing, or another process is writing the file
@@ -98,7 +98,7 @@ def load_results(path: Path) -> dict[str, float | str] | None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Wait until no other process has locked the file, and hold the lock until the block ends."""
+    """Wait until no other process has locked the file, and hold the lock until the `with` block ends."""
     with path.open("a") as file:
         if find_spec("fcntl"):  # not on Windows
             import fcntl
@@ -114,7 +114,7 @@ def check_kernels(device: str, kernels: Sequence[str]) -> dict[str, float | str]
 
 
 def check_kernel(device: str, kernel: str) -> float | str:
-    """Run self_test.py for one kernel; return its error, or a text if there is no error."""
+    """Run self_test.py for one kernel; return the relative error, or the failure's message."""
     command = [sys.executable, "-P", "-m", "minivlmrl.kernels.self_test", device, kernel]
     search_path = [path or os.getcwd() for path in sys.path]  # "" is the working folder
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(search_path)}
@@ -127,6 +127,6 @@ def check_kernel(device: str, kernel: str) -> float | str:
     results = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(f"{kernel} ")]
     if done.returncode == 0 and results:
         return float(results[-1])
-    # the message of self_test.py, or the end of a traceback; a process that a signal ended leaves no text
+    # last lines that self_test.py wrote: its error message or a traceback, or no text if a signal ended the process
     lines = (done.stdout or done.stderr).splitlines() or [f"exit status {done.returncode}"]
     return lines[-1]

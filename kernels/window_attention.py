@@ -16,14 +16,14 @@ The backward pass therefore needs only q, k and v, and recomputes S and P, which
 registers.
 
 Segments are independent. In torch, a run (consecutive segments with equal length) is computed in one batched call
-without a mask. If the runs are too short for separate calls, the segments are first sorted by length. In Triton, one
-program computes one segment with at most 64 tokens for one head, forward or backward; it reads its inputs once and
-writes its outputs once. A head's D columns are padded to a power of two, for example 80 to 128. Two blocks with 64 and
+without a mask. If runs of equally long segments are too short for separate calls, the segments are first sorted by
+length. In Triton, each program computes one segment of at most 64 tokens for one head. A program reads its inputs once
+and writes its outputs once. A head's D columns are padded to a power of two, for example 80 to 128. Blocks with 64 and
 16 columns would need fewer registers, but ptxas 12.8 (Triton 3.6 and 3.7) assembles products with 64 rows and 16 or 32
-columns wrongly for sm_90; the self-test in verdicts.py finds such a kernel.
+columns wrongly for sm_90; verdicts.py finds a kernel with this error.
 
-Where Triton is not used on a GPU, windows with different lengths are computed by torch's varlen_attn. The 128 window
-runs in eight photographs take .995 ms with varlen_attn, and 38.8 ms in separate calls (both passes, H200, bfloat16).
+On a GPU without Triton, torch's varlen_attn computes attention for windows of different lengths. The 128 window runs in
+eight photographs take .995 ms with varlen_attn, and 38.8 ms in separate calls (both passes, H200, bfloat16).
 """
 
 import math
@@ -42,7 +42,7 @@ from minivlmrl.kernels.dense_attention import Reorder, dense_attention, has_flas
 MAX_TOKENS, MAX_HEAD_DIM = 64, 128
 TILE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]
 
-# Sorting this many tokens takes a CPU as long as one attention call. Segments are sorted by length if an average run is
+# Sorting 128 tokens takes a CPU as long as one attention call. Segments are sorted by length if an average run is
 # shorter.
 TOKENS_PER_CALL = 128
 
@@ -50,7 +50,7 @@ TOKENS_PER_CALL = 128
 class Segments:
     """Segment boundaries, and the order in which `batched_attention` computes the segments.
 
-    All layers of the vision tower share the segments of an input.
+    All layers of the vision tower use the same Segments object.
     """
 
     def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
@@ -110,7 +110,7 @@ LOG2E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def _load(x, row_stride, length, D, ROWS: constexpr, COLUMNS: constexpr):
-    """Load a segment (ROWS, COLUMNS), padded with 0."""
+    """Load the q, k or v of a segment, padded with 0 to (ROWS, COLUMNS)."""
     rows = tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, COLUMNS)[None, :]
     inside = (rows < length) & (columns < D)
@@ -119,7 +119,7 @@ def _load(x, row_stride, length, D, ROWS: constexpr, COLUMNS: constexpr):
 
 @triton.jit
 def _store(x, block, length, D, row_stride):
-    """Write a block's first `length` rows and D columns to a segment."""
+    """Store the first `length` rows and D columns of a padded block."""
     rows = tl.arange(0, block.shape[0])[:, None]
     columns = tl.arange(0, block.shape[1])[None, :]
     inside = (rows < length) & (columns < D)
@@ -140,7 +140,7 @@ def _store_product(out, a, b, length, H: constexpr, D: constexpr):
 
 @triton.jit
 def _softmax(scores, length, D: constexpr, ROWS: constexpr):
-    """Compute P from q k^T. Weights for rows outside the segment are not used."""
+    """Compute P from q k^T. Attention weights for rows outside the segment are not used."""
     inside = tl.arange(0, ROWS)[None, :] < length
     scores = tl.where(inside, scores * (D**-0.5 * LOG2E), float("-inf"))
     weights = tl.exp2(scores - tl.max(scores, 1)[:, None])
@@ -210,7 +210,7 @@ def block_sizes(longest: int, head_dim: int) -> tuple[int, int]:
 
 
 def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, **tensors: Tensor) -> None:
-    """Launch one `kernel` program for each segment and head; `tensors` are its other arguments."""
+    """Launch one program of a Triton kernel for each segment and head; `tensors` are its other arguments."""
     # The kernels accept any strides between rows and between heads, but columns must be contiguous.
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     (_, H, D) = q.shape
@@ -222,7 +222,7 @@ def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest
             # Segments of 64 tokens take 4 warps, which are one warp group of Hopper's matrix unit.
             num_warps=rows // 16,
             num_stages=1,
-            # Every launch in kernels/ sets this option, because Triton will change the default.
+            # Every Triton launch in kernels/ sets enable_fp_fusion, because Triton will change the default.
             enable_fp_fusion=True,
         )  # fmt: skip
 
