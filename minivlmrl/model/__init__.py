@@ -4,7 +4,7 @@ import ctypes
 import os
 
 # By default, glibc (the C library of Linux) returns freed memory to the operating system, which must overwrite the
-# memory with zeros before the next step can use it. This took 1 to 4 % of the time of a step.
+# memory with zeros before the next training step can use it. The zeroing took 1 to 4 % of the time of a step.
 if os.name == "posix":
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

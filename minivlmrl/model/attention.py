@@ -28,10 +28,10 @@ from minivlmrl.kernels.shared_prefix import PromptSlots, completion_attention, r
 
 
 class GroupLayout:
-    """Positions of prompts and completions in a packed sequence, also as index tensors.
+    """Positions of prompts and completions in a packed sequence, as ranges and as index tensors.
 
-    The order is prompt 0, its completions, prompt 1, its completions, and so on. The last token of a completion
-    predicts nothing and is left out, so n tokens occupy n - 1 positions.
+    A packed sequence has prompt 0 and its completions, then prompt 1 and its completions, and so on. The last token of
+    a completion predicts no token and is left out, so a completion of n tokens has n - 1 positions.
 
     Args:
         prompt_lengths: lengths of the B prompts, in tokens.
@@ -71,13 +71,13 @@ class GroupLayout:
         self.num_tokens = end  # N
         # (B,) position of each prompt's last token
         self.last_index = index_tensor([span[-1] for span in self.prompt_spans], device)
-        # (M,) for each completion token, the position whose output predicts the token
+        # (M,) for each completion token, the packed position whose output predicts the token
         self.predict_index = index_tensor(self.predicting_tokens(), device)
         # (M,) each completion token's index in a flattened (R, T) tensor
         self.row_index = index_tensor([row * T + i for row, i in cells], device)
         blocks, self.slots = self.lay_blocks(device)
         self.shapes = [block.shape for block in blocks]
-        # index of the token in each cell of the concatenated blocks; -1 marks an empty cell
+        # index of the token in each cell of the concatenated token blocks; -1 marks an empty cell
         order = torch.cat([block.flatten() for block in blocks])
         filled = order >= 0
         # (N,) each token's cell
@@ -87,7 +87,7 @@ class GroupLayout:
         self.inverse = to_device(inverse, device)
 
     def predicting_tokens(self) -> list[int]:
-        """Return, for each completion token, the position that predicts it."""
+        """Return, for each completion token, the packed position whose output predicts the token."""
         tokens = []
         for prompt_span, spans in zip(self.prompt_spans, self.completion_spans, strict=True):
             for span in spans:
@@ -95,9 +95,9 @@ class GroupLayout:
         return tokens
 
     def lay_blocks(self, device: torch.device | str) -> tuple[list[Tensor], list[PromptSlots | None]]:
-        """Arrange the tokens in rectangular blocks, one pair of blocks for each prompt length.
+        """Arrange the tokens in rectangular blocks, so that prompts of the same length share a block.
 
-        The b prompts of the same length P form a block (b, P), and their r completions form a block (r, C).
+        The b prompts with P tokens form a block (b, P), and the r completions of these prompts form a block (r, C).
 
         Returns:
             blocks: for each prompt length, the prompt block and then the completion block. A block cell contains a
@@ -118,9 +118,9 @@ class GroupLayout:
         return blocks, slots
 
     def blocks(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Split x (N, H, D) into (prompts, completions) for each prompt length.
+        """Split x (N, H, D) into two tensors for each prompt length, one of prompts and one of completions.
 
-        The shapes are (b, H, P, D) for prompts and (r, H, C, D) for completions.
+        Prompts have the shape (b, H, P, D), and completions have the shape (r, H, C, D).
         """
         if not self.in_order:
             x = Reorder.apply(x, self.order, self.inverse)
@@ -148,18 +148,18 @@ def visible(layout: GroupLayout) -> Tensor:
 
 
 class GroupAttention:
-    """Attention for training, scoring and prefill, with two attention calls per prompt length.
+    """Attention for training, scoring and prefill; for each prompt length, attention is called twice.
 
     Args:
         layout: prompt and completion positions in the packed sequence.
-        keep_keys: store k and v of every layer in `self.keys`, so that DecodeAttention can continue after a prefill.
+        keep_keys: store k and v of every layer in `self.keys`, so that DecodeAttention can use them after a prefill.
     """
 
     def __init__(self, layout: GroupLayout, keep_keys: bool = False):
         self.layout = layout
         self.keep_keys = keep_keys
         self.keys: list[tuple[Tensor, Tensor]] = []
-        # layer index -> recurrent states after the last token of each prompt, see qwen3_5.py
+        # layer index -> states of a recurrent layer after the last token of each prompt, see qwen3_5.py
         self.recurrent_state: dict[int, list[Tensor]] = {}
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ class GroupAttention:
 class DecodeAttention:
     """Attention for decoding steps, with a KV cache that stores each prompt once per group.
 
-    The new token of each row attends to the prompt and to the earlier tokens of its completion.
+    Each row (completion) has one new token, which attends to the prompt and to the earlier tokens of the row.
 
     Args:
         prompts: GroupAttention(layout, keep_keys=True), after a prefill of the prompts without completions.
@@ -192,10 +192,10 @@ class DecodeAttention:
     """
 
     check_every = 1  # `generate` checks for finished rows after this number of steps
-    # Parts of a decoding step, each as (slice of rows, slice of their new tokens). Here all rows are one part, with one
-    # new token per row.
+    # Parts of a decoding step, each as (slice of rows, slice of the new tokens of these rows). DecodeAttention has one
+    # part, which contains all rows, with one new token per row.
     spans: Sequence[tuple[slice, slice]] = ((slice(None), slice(None)),)
-    # rows whose new tokens in this step are tool responses; see extras/agents/tool_sampler.py
+    # rows whose new tokens in a decoding step are tool responses; see extras/agents/tool_sampler.py
     response_rows: Sequence[int] = ()
 
     def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int, start: Tensor):
@@ -203,7 +203,7 @@ class DecodeAttention:
         first_keys = prompts.keys[0][0]
         self.device = first_keys.device
         # The prompts' keys and values in each layer, (B, K, P, D). Shorter prompts are padded with zeros at the end.
-        # prompt_bias (B, P) masks the padding: it is 0 for tokens and -inf for padding.
+        # prompt_bias (B, P) is 0 for tokens, and masks the padding by -inf.
         self.prompt_kv = []
         for layer in prompts.keys:
             padded = [pad_sequence(list(x.split(lengths)), batch_first=True) for x in layer]
@@ -212,13 +212,13 @@ class DecodeAttention:
         self.prompt_bias = pad_sequence(zeros, batch_first=True, padding_value=float("-inf"))
         self.masks_prompts = len(set(lengths)) > 1  # without padding, prompt_bias is not needed
         # The completions' keys and values in each layer, (R, K, capacity, D). row_bias is -inf after each row's newest
-        # token, so that the unused cache is masked.
+        # token, and so masks the unused part of the cache.
         R = len(prompt_index)
         (_, K, D) = first_keys.shape
         self.row_kv = [[x.new_zeros(R, K, capacity, D) for x in layer] for layer in prompts.keys]
         self.row_bias = first_keys.new_zeros(R, 1, 1, capacity)
         self.num_row_keys = 0  # number of keys in the longest row; steps read only these keys
-        # without tools, all rows have equally many tokens, so row_bias is not needed
+        # row_bias is only needed if rows have different numbers of tokens, which happens only with tools
         self.masks_rows = False
         self.prompt_index = prompt_index
         self.slots = PromptSlots(prompt_index, len(lengths), self.device)
@@ -239,7 +239,7 @@ class DecodeAttention:
         if unfinished.all():
             return None
         rows = unfinished.nonzero()[:, 0]
-        # prompts: indices of the prompts that still have rows; prompt_index: each kept row's index into `prompts`
+        # `prompts` are indices of prompts with unfinished rows; self.prompt_index has each row's index in `prompts`
         prompts, self.prompt_index = self.prompt_index[rows].unique_consecutive(return_inverse=True)
         self.slots = PromptSlots(self.prompt_index, len(prompts), self.device)
         rows = to_device(rows, self.device)
@@ -267,7 +267,7 @@ class DecodeAttention:
         self.num_row_keys += growth
         self.masks_rows = self.masks_rows or isinstance(tokens, Tensor) or tokens != growth
         capacity = self.row_bias.shape[-1]
-        # The position is clamped, because a finished row that was not dropped yet may exceed the capacity.
+        # Positions are clamped, because a finished row may exceed the capacity of the cache until the row is dropped.
         self.newest.add_(tokens).clamp_(max=capacity - 1)
         if not self.masks_rows:
             return
@@ -292,8 +292,8 @@ class DecodeAttention:
         row_k, row_v = self.remember(layer_index, k, v)  # (R, K, C, D)
         prompt_k, prompt_v = self.prompt_kv[layer_index]  # (B, K, P, D)
         q = q.view(R, K, H // K, D)
-        # One matrix product multiplies a prompt's keys by the queries from all its rows. The biases are (B, 1, 1, P)
-        # and (R, 1, 1, C), or None if no key is masked.
+        # One matrix product multiplies a prompt's keys by the queries from all rows of the prompt. prompt_bias is
+        # (B, 1, 1, P) and row_bias is (R, 1, 1, C); a bias is None if no key is masked.
         prompt_bias = self.prompt_bias[:, None, None] if self.masks_prompts else None
         row_bias = self.row_bias[..., : self.num_row_keys] if self.masks_rows else None
         to_prompt = attention_scores(self.slots.by_prompt(q), prompt_k, prompt_bias)

@@ -21,7 +21,7 @@ from minivlmrl.model.families.registry import CONTROL_TOKENS, FAMILIES, ModelSpe
 if TYPE_CHECKING:
     from minivlmrl.data.folder_template import ChatTemplate
 
-# last parts of the names of layers whose output is added to the residual stream
+# layers whose output is added to the residual stream have names that end with one of these strings
 INTO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2", "attn.proj")
 # fields of ImageProcessor -> fields of VisionConfig with the same meaning
 PATCHES = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size", "merge_size": "spatial_merge_size"}
@@ -45,7 +45,7 @@ def config_for(config_file: str | Path, tokenizer: Tokenizer) -> ModelConfig:
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
     config = config_json.from_dict(values, str(config_file))
     token_ids = {name: tokenizer.special_tokens[token] for name, token in CONTROL_TOKENS.items()}
-    # vocab_size in a text_config may be larger than the number of tokens in the tokenizer
+    # vocab_size in the text_config of a config.json may be larger than the number of tokens in the tokenizer
     vocab_size = max(len(tokenizer), config.vocab_size)
     return replace(config, vocab_size=vocab_size, **token_ids)
 
@@ -53,7 +53,7 @@ def config_for(config_file: str | Path, tokenizer: Tokenizer) -> ModelConfig:
 def random_processor(
     config: ModelConfig, tokenizer: Tokenizer, min_pixels: int | None = None, max_pixels: int | None = None
 ) -> Processor:
-    """Build the processor of a model with random weights; see random_model."""
+    """Build the processor (tokenizer, image settings, template) of a model with random weights."""
     family = FAMILIES[config.model_type]
     patches = {name: getattr(config.vision_config, field) for name, field in PATCHES.items()}
     # pixels in one merged token
@@ -66,7 +66,7 @@ def random_processor(
 
 
 def default_template(family: ModelSpec) -> "ChatTemplate | None":
-    """Return the chat template for model folders without one; None if chat_template.render renders the prompts."""
+    """Return the chat template for a model folder that has none; None means that chat_template.render is used."""
     if family.default_system:
         return None
     # imported here, because folder_template.py imports Jinja, which Qwen2-VL and Qwen2.5-VL do not need
@@ -97,11 +97,11 @@ class ResetsItself(Protocol):
 def initialize(model: VisionLanguageModel, generator: torch.Generator):
     """Initialise weights: matrices N(0, 1/fan_in), embeddings N(0, 0.02^2), norms 1, biases 0.
 
-    Position embeddings have the standard deviation vision_config.initializer_range instead of 0.02, because they are
-    added to patch embeddings, whose values are of order 1.
+    Learned position embeddings have the standard deviation vision_config.initializer_range instead of 0.02, because the
+    patch embeddings to which position embeddings are added have values of order 1.
 
-    Matrices that write into the residual stream have a variance that is smaller by the factor 2 x blocks, so that the
-    sum over all blocks does not grow with their number.
+    The output of some matrices is added to the residual stream. The variance of these matrices is divided by 2 x the
+    number of blocks, so that the sum over all blocks does not grow with the number of blocks.
     """
     for module in model.modules():
         if isinstance(module, nn.RMSNorm | nn.LayerNorm | ResetsItself):
@@ -124,7 +124,7 @@ def initialize(model: VisionLanguageModel, generator: torch.Generator):
 def assign(model: VisionLanguageModel, weights: dict[str, Tensor]):
     """Replace a model's parameters on the meta device by weights with the same names.
 
-    A tied head is the same tensor as the embedding.
+    If the language-model head is tied, the head is the same tensor as the embedding.
     """
     model.load_state_dict(weights, assign=True, strict=False)
     if model.config.tie_word_embeddings:

@@ -1,4 +1,4 @@
-"""Load models and processors from folders in Hugging Face's format; distributed/saving.py saves them."""
+"""Load models and processors from folders in Hugging Face's format; distributed/saving.py saves models."""
 
 import json
 import re
@@ -81,9 +81,9 @@ def read_config(folder: Path) -> ModelConfig:
 def _read_weights(
     folder: Path, files: list[Path], model: VisionLanguageModel, take_shard: Callable, device: torch.device | str
 ) -> dict[str, Tensor]:
-    """Read a model's weights from files, and return this rank's shards of them by parameter name.
+    """Read a model's weights from files, and return this rank's shards of the weights by parameter name.
 
-    Quantised layers pack and store their weights as soon as they are read.
+    A quantised layer packs and stores its weight as soon as the weight is read from the file.
     """
     expected = base_weights(model)  # lists a tied head only as the embedding
     is_tied = model.config.tie_word_embeddings
@@ -95,7 +95,7 @@ def _read_weights(
         for name, tensor in family.split_tensors(tensors, model.config, file):
             if name.startswith(family.unused_prefixes):
                 continue
-            # some folders also store a tied head, in addition to the embedding
+            # some folders store a tied language-model head, in addition to the same values in the embedding
             like = expected.get(EMBEDDING if is_tied and name == HEAD else name)
             fault = None
             if like is None:
@@ -120,8 +120,8 @@ def _read_weights(
             f"{folder}: the files of weights lack {len(missing)} of the model's {len(expected)} "
             f"tensors, for example {min(missing)}. Download or save the model again."
         )
-    # If the head is tied, transformers 4 ignores a stored head, but transformers 5 uses it. Therefore the stored head
-    # must equal the embedding.
+    # If the head is tied, transformers 4 ignores a head in the file, but transformers 5 uses the head in the file.
+    # Therefore the head in the file must equal the embedding.
     if is_tied and HEAD in weights and not torch.equal(weights.pop(HEAD), weights[EMBEDDING]):
         raise ValueError(
             f"{folder}/config.json sets tie_word_embeddings to true, but the stored {HEAD} differs "
@@ -147,14 +147,14 @@ def check_loaded(weight: Tensor, name: str, file: Path):
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield (name on the hub, tensor) for each tensor in a safetensors file.
 
-    The tensors are views into the file, so callers must copy the values.
+    The tensors are views of the memory-mapped file, so callers must copy the values.
     """
     check_downloaded(file)
     try:
         with safe_open(file, framework="pt") as handle:
             names = list(handle.keys())
-        # The file is reopened for each tensor, because pages that were read from an open file count as memory of the
-        # process.
+        # The weights file is reopened for each tensor, because pages that were read from an open memory-mapped file
+        # count as memory of the process.
         for name in names:
             with safe_open(file, framework="pt") as handle:
                 tensor = handle.get_tensor(name)
@@ -169,7 +169,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def unused_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
-    """Return the tensors in a model's folder that no module uses, such as Qwen3.5's draft layer, to save them again."""
+    """Return the tensors in a model's folder that no module uses but saving copies, such as Qwen3.5's draft layer."""
     folder = model.folder
     prefixes = family_of(model).unused_prefixes
     tensors = {}
@@ -196,7 +196,7 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
         folder: folder path or repository name.
         min_pixels, max_pixels: bounds on the image area in pixels. They default to the bounds in the folder.
     """
-    # imported here, because a model with random weights does not need Jinja
+    # ChatTemplate is imported in the function, because a model with random weights does not need Jinja
     from minivlmrl.data.folder_template import ChatTemplate
 
     folder = find_folder(folder)
@@ -292,8 +292,8 @@ def write_settings(folder: Path, model: VisionLanguageModel, processor: Processo
         write_json(folder / "video_preprocessor_config.json", videos)
     template = processor.template
     if template is not None and Path(template.source).name == "processor_config.json":
-        # processor_config.json is not copied, because its image settings may have changed. Its chat template is saved
-        # as chat_template.json, the next file that loaders search for a template.
+        # processor_config.json is not copied, because its image settings may have changed. The chat
+        # template is saved as chat_template.json, where loaders also search for a template.
         write_json(folder / "chat_template.json", {"chat_template": template.text})
     if (template is None or template.is_default) and "chat_template.jinja" not in carried:
         template_text = as_jinja() if template is None else template.text

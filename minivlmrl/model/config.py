@@ -15,10 +15,10 @@ Depth = Annotated[int, "[1, 1000]"]
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """Vision-tower config with the fields that all families share.
+    """Vision-tower config with the fields that all model families share.
 
     Qwen2-VL uses this class itself, and every other family uses a subclass with its own fields and defaults. The
-    defaults equal those in transformers for Qwen2-VL and Qwen2.5-VL.
+    default values are those of transformers for Qwen2-VL and Qwen2.5-VL.
     """
 
     depth: Depth = 32  # number of transformer blocks
@@ -29,22 +29,22 @@ class VisionConfig:
     in_channels: Size = 3
     patch_size: Size = 14  # patch side in pixels
     temporal_patch_size: Size = 2  # frames in one patch; an image is repeated
-    # side of the square that is merged into one decoder token, in patches
+    # side, in patches, of the square of patches that is merged into one decoder token
     spatial_merge_size: Size = 2
     rope_theta: Annotated[float, "(0, inf)"] = 1e4  # 2-D rotary embedding's base
     # standard deviation of the learned position embeddings in a new model
     initializer_range: Annotated[float, "[0, inf)"] = 0.02
-    # unused keys from vision_config, which to_dict writes unchanged
+    # keys in vision_config that minivlmrl does not use, and that to_dict writes unchanged
     extra: dict = field(default_factory=dict, hash=False)
 
-    # Properties that every tower has. They are constants that config.json does not contain, unless a family's subclass
-    # makes them fields.
+    # Properties that every vision tower has. Each property is a constant that config.json does not contain, unless a
+    # subclass for a model family makes the property a field.
     norm: ClassVar[Literal["rms_norm", "layer_norm"]] = "layer_norm"
-    # attention window side in pixels; None makes each frame one window
+    # side of a square attention window in pixels; None makes each frame one window
     window_size: ClassVar[int | None] = None
     # indices of blocks in which patches attend to the whole frame, in a tower with windows
     fullatt_block_indexes: ClassVar[tuple[int, ...]] = ()
-    # M-RoPE time positions per second; None uses one position per time step
+    # number of M-RoPE time positions per second of video; None uses one position per time step
     tokens_per_second: ClassVar[int | None] = None
     # indices of blocks whose output is also added to the decoder's first layers (DeepStack)
     deepstack_visual_indexes: ClassVar[tuple[int, ...]] = ()
@@ -83,7 +83,7 @@ class ModelConfig:
     # In Qwen3.5 only every full_attention_interval-th layer has attention; the other layers are recurrent. None means
     # that all layers have attention.
     full_attention_interval: Size | None = None
-    # type of each layer; () means that all layers have attention
+    # type of each decoder layer; () means that all decoder layers have attention
     layer_types: tuple[Literal["full_attention", "linear_attention"], ...] = ()
     recurrent: Any = None  # RecurrentConfig in extras/families/sections.py; None if all layers have attention
     experts: Any = None  # ExpertsConfig in extras/families/sections.py; None if all MLPs are dense
@@ -109,9 +109,9 @@ class ModelConfig:
 
     @property
     def mrope_axes(self) -> tuple[int, ...]:
-        """Return each rotary frequency's position axis: 0 for time, 1 for height, 2 for width.
+        """Return the axis (0 time, 1 height, 2 width) of the position that each rotary frequency encodes.
 
-        Example: mrope_section (2, 1, 1) gives 0 0 1 2, and 0 1 2 0 with mrope_interleaved.
+        Example: mrope_section (2, 1, 1) gives the axes 0 0 1 2, and with mrope_interleaved the axes 0 1 2 0.
         """
         section = self.mrope_section
         if self.mrope_interleaved:

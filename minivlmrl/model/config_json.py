@@ -30,8 +30,8 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
     names = rope.keys() & {"rope_theta", "mrope_section", "partial_rotary_factor"}
     flat = _merge(family.defaults, family.experts, flat, {name: rope[name] for name in names})
     flat["torch_dtype"] = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype") or "float32"
-    # The value at the top level takes precedence, because transformers 5 always writes the default value into
-    # text_config.
+    # tie_word_embeddings at the top level of config.json takes precedence, because transformers 5 always writes the
+    # default value into text_config.
     flat["tie_word_embeddings"] = _merge({"tie_word_embeddings": False}, text, config)["tie_word_embeddings"]
     flat["vision_config"] = _read_vision(vision, family, where)
     flat |= family.text
@@ -94,14 +94,14 @@ def to_dict(config: ModelConfig) -> dict[str, Any]:
 
 
 def without(values: dict, names: Container[str]) -> dict:
-    """Return a copy of a dictionary without the keys in `names`."""
+    """Return a copy of the dictionary `values` without the keys in `names`."""
     return {name: value for name, value in values.items() if name not in names}
 
 
 def _merge(*sections: dict) -> dict:
-    """Join JSON objects. A later value wins, but a null never replaces a value.
+    """Join JSON objects. A later object's value replaces an earlier value, unless the later value is null.
 
-    transformers 4.52 to 4.56 write nulls into text_config beside the values at the top level.
+    transformers 4.52 to 4.56 write null into text_config for keys that have a value at the top level.
     """
     merged = {}
     for section in sections:
@@ -110,7 +110,7 @@ def _merge(*sections: dict) -> dict:
 
 
 def _section(config: dict, where: str, *names: str) -> dict:
-    """Return the first object under these keys that is not empty; {} if all are empty."""
+    """Return the first JSON object under the keys `names` that is not empty; {} if there is none."""
     for name in names:
         section = config.get(name)
         if section:
@@ -120,7 +120,7 @@ def _section(config: dict, where: str, *names: str) -> dict:
 
 
 def _rope(config: dict, where: str) -> dict:
-    # the key differs between transformers 5 and older releases
+    # transformers 5 writes the key rope_parameters, and older releases write rope_scaling
     return _section(config, where, "rope_parameters", "rope_scaling")
 
 
@@ -161,7 +161,7 @@ def _read_vision(vision: dict, family: ModelSpec, where: str) -> VisionConfig:
 
 
 def _check(config: ModelConfig, family: ModelSpec, has_head_dim: bool):
-    """Raise ValueError if sizes do not fit together."""
+    """Raise ValueError if sizes in config.json contradict each other."""
     vision = config.vision_config
     num_layers, num_heads = config.num_hidden_layers, config.num_attention_heads
     num_key_heads = config.num_key_value_heads

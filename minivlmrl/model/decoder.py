@@ -34,7 +34,7 @@ class VisionLanguageModel(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        # class of the vision tower, which is called with config.vision_config
+        # class of the vision tower, whose only argument is config.vision_config
         tower: Callable[..., VisionTower] = VisionTransformer,
         layer_type: "type[DecoderLayer] | None" = None,
     ):
@@ -47,13 +47,13 @@ class VisionLanguageModel(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def blocks(self) -> list[nn.Module]:
-        """Return the blocks of the tower and the decoder, which are sharded and recomputed one by one."""
+        """Return the blocks of vision tower and decoder; each block is one unit for sharding and recomputation."""
         return [*self.visual.blocks, *self.model.layers]
 
     def forward(self, batch: GroupBatch, attention: Attention | None = None, select: Tensor | None = None) -> Tensor:
         """Compute hidden states for a packed batch.
 
-        Each prompt, image and video is computed only once, even if several completions share it.
+        A prompt, image or video that several completions share is computed only once.
 
         Args:
             batch: the batch with N packed tokens.
@@ -76,8 +76,8 @@ class VisionLanguageModel(nn.Module):
 def place_images(x: Tensor, vision_embeds: Tensor, index: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Replace the embeddings x (N, hidden_size) at `index` (M,) by the vision tower's output.
 
-    With DeepStack, vision_embeds are (M, k * hidden_size), k > 1: the other k - 1 blocks of columns are returned too,
-    for the argument `deep` of TextModel.
+    With DeepStack, vision_embeds have the shape (M, k * hidden_size), k > 1. The first hidden_size columns replace
+    embeddings; the other columns are returned as k - 1 tensors for the argument `deep` of TextModel.
     """
     first, *deep = vision_embeds.to(x.dtype).split(x.shape[1], dim=-1)
     return x.index_copy(0, index, first), deep
@@ -104,8 +104,8 @@ class TextModel(nn.Module):
     ) -> Tensor:
         """Run all layers and the final norm on the embeddings x.
 
-        Tokens do not interact after the last attention, so the MLP of the last layer only processes the selected
-        tokens.
+        Only attention mixes tokens, so the MLP of the last layer processes only the tokens whose hidden states are
+        returned.
 
         Args:
             x: (N, hidden_size) token embeddings.
@@ -129,7 +129,7 @@ class TextModel(nn.Module):
 class SelfAttention(nn.Module):
     """Grouped-query attention. Qwen2 adds biases to q, k and v; Qwen3 normalises each q and k head.
 
-    `index` is the layer's index. The index selects the layer's keys and values in the KV cache.
+    `index` is the index of the decoder layer, which selects the layer's keys and values in the KV cache.
     """
 
     def __init__(self, config: ModelConfig, index: int):
@@ -147,7 +147,7 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        # q is (N, H, D): tokens, heads; k and v are (N, K, D)
+        # queries q are (N, H, D); keys k and values v are (N, K, D)
         q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj))
         q = apply_rotary(self.q_norm(q), cos, sin)
         k = apply_rotary(self.k_norm(k), cos, sin)
@@ -157,7 +157,7 @@ class SelfAttention(nn.Module):
 class DecoderLayer(nn.Module):
     """Pre-norm transformer layer: attention, then an MLP, each with a residual connection.
 
-    Families with other layers define a subclass, for example in extras/families/qwen3_5.py.
+    Model families with other layers define a subclass of DecoderLayer, for example in extras/families/qwen3_5.py.
     """
 
     norm_type: type[nn.RMSNorm] = RMSNorm
@@ -173,7 +173,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=False)
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        """Compute the attention output of normalised x (N, hidden_size), without the residual."""
+        """Compute attention for the normalised hidden states x (N, hidden_size), without adding the residual."""
         return self.self_attn(x, cos, sin, attention)
 
     def forward(

@@ -1,4 +1,4 @@
-"""Completion log-probabilities, computed alike for policy, old policy and reference model."""
+"""Log-probabilities of completion tokens, under the policy, the old policy or the reference model."""
 
 from torch import Tensor
 
@@ -10,9 +10,9 @@ from minivlmrl.model.packing import GroupBatch
 def per_token_logps(model: VisionLanguageModel, batch: GroupBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Compute each completion token's log-probability given the prompt and earlier tokens.
 
-    Logits are computed block by block, and computed again in the backward pass, so that the whole logit tensor (M,
-    vocab_size) never exists. If sampling filters such as top_p removed tokens (batch.sampling_mask), the probabilities
-    are normalised over the remaining vocabulary.
+    Logits are computed block by block, and computed again in the backward pass, so that memory never holds all logits
+    (M, vocab_size). If sampling filters such as top_p removed tokens (batch.sampling_mask), the probabilities are
+    normalised over the remaining vocabulary.
 
     Args:
         batch: packed batch with M completion tokens.
@@ -33,8 +33,8 @@ def completion_states(model: VisionLanguageModel, batch: GroupBatch) -> Tensor:
 def logps_of_states(
     model: VisionLanguageModel, states: Tensor, batch: GroupBatch, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute per_token_logps' results from the hidden states in completion_states.
+    """Compute the results of per_token_logps from the hidden states that completion_states returned.
 
-    Callers use this function if they also need the hidden states.
+    A caller that also needs the hidden states calls logps_of_states instead of per_token_logps.
     """
     return linear_log_softmax(states, model.lm_head.weight, batch.completion_ids, temperature, batch.sampling_mask)

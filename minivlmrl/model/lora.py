@@ -2,7 +2,7 @@
 
 A layer with an adapter computes x W^T + scaling * x A^T B^T, and only A and B are trained. `inject_adapters` replaces
 linear layers in a model that is already built, also if the model is on the meta device and not yet sharded. The
-decoder, the sampler and the losses therefore do not need any code for adapters.
+code of the decoder, the sampler and the losses is therefore independent of adapters.
 
 Dimension letters: N is the number of tokens, and r is the rank of an adapter.
 """
@@ -40,8 +40,8 @@ from minivlmrl.model.plain_weights import (
 def inject_adapters(model: VisionLanguageModel, options: LoRAOptions):
     """Freeze a model, and replace its target layers by LoRALinear layers.
 
-    The new adapters are zero, and init_adapters initialises them afterwards. If options.r is 0, no adapters are added,
-    and the whole model stays trainable.
+    The weights of new adapters are zero until init_adapters initialises these weights. If options.r is 0, no adapters
+    are added, and the whole model stays trainable.
     """
     model.requires_grad_(not options.r)
     if not options.r:
@@ -56,7 +56,7 @@ def inject_adapters(model: VisionLanguageModel, options: LoRAOptions):
 class LoRALinear(ReplacedLinear):
     """A linear layer with a LoRA adapter.
 
-    As in PEFT, A and B are float32 even if the base layer is bfloat16.
+    As in PEFT, the adapter matrices A and B are float32 even if the base layer is bfloat16.
     """
 
     def __init__(self, base: nn.Linear | PackedLinear, r: int, scaling: float):
@@ -79,12 +79,12 @@ class LoRALinear(ReplacedLinear):
         adapter_input = adapter_input.to(self.lora_A.dtype)
         low_rank = F.linear(adapter_input, self.lora_A)  # (N, r)
         wide_result = base_result.to(self.lora_A.dtype)
-        # addmm scales the matrix product and adds it to wide_result in one operation
+        # addmm scales the matrix product and adds the scaled product to wide_result in one operation
         adapted = torch.addmm(wide_result, low_rank, self.lora_B.T, alpha=self.scaling)
         return adapted.to(base_result.dtype)
 
     def can_use_tf32(self, base_result: Tensor) -> bool:
-        """Return True for a float32 adapter on a 16-bit base on an NVIDIA GPU."""
+        """Return True if the adapter is float32, the base layer is 16-bit, and the device is an NVIDIA GPU."""
         is_half = is_half_on_gpu(base_result.device, base_result.dtype)
         return is_half and self.lora_A.dtype == torch.float32 and torch.version.hip is None
 
@@ -112,11 +112,11 @@ class LoRALinear(ReplacedLinear):
 
 
 class TF32Adapter(torch.autograd.Function):
-    """Compute base_result + scaling * x A^T B^T with TF32 products in both passes.
+    """Compute base_result + scaling * x A^T B^T with TF32 products in the forward and the backward pass.
 
-    TF32 rounds the factors of a float32 product to 11 significant bits, so that tensor cores multiply them, and sums in
-    float32. A bfloat16 x has 8 significant bits and is not rounded. The function is needed because the precision of
-    products is a global torch setting, and autograd computes the backward pass later, in a thread of its own.
+    TF32 rounds the factors of a float32 product to 11 significant bits for the tensor cores, and sums products in
+    float32. A bfloat16 x has 8 significant bits and is not rounded. TF32Adapter sets the precision in each pass,
+    because the setting is global in torch, and autograd runs the backward pass later, in another thread.
 
     Shapes: base_result (N, out_features), x (N, in_features), A (r, in_features), B (out_features, r).
     """
@@ -155,10 +155,10 @@ def adapters(model: nn.Module) -> dict[str, LoRALinear]:
 def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
     """Apply dropout with probability p to all adapters' inputs inside a `with` block.
 
-    As in PEFT, only the adapter's input is dropped, and not the base layer's input. The mask for a layer depends only
-    on `key` and on the layer's name. Activation recomputation in the backward pass therefore repeats the same mask, and
+    As in PEFT, only the adapter's input is dropped, and not the base layer's input. A layer's dropout mask depends only
+    on `key` and on the layer's name. Activation recomputation in the backward pass therefore repeats the mask, and
     a resumed run does not have to restore the state of a random generator. All completions of a prompt share the
-    prompt's mask.
+    dropout mask of the prompt's tokens.
     """
     layers = adapters(model) if p else {}
     for name, layer in layers.items():
@@ -170,17 +170,17 @@ def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
 
 @contextmanager
 def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Replace float32 adapters on a 16-bit base by 16-bit copies inside a `with` block, on a GPU.
+    """Inside a `with` block on a GPU, replace float32 adapters by 16-bit copies if the base layer is 16-bit.
 
     A decode step multiplies few tokens, so the float32 products and conversions in an adapter take longer than its base
-    layer. With copies in the base dtype, an adapter is two products of 16 bits, as with model.compute_dtype. The
+    layer. With copies in the base dtype, an adapter computes two 16-bit products, as with model.compute_dtype. The
     adapters are not merged into the base, because W + scaling * B A in bfloat16 loses most updates that are small
     beside W. On a CPU nothing is replaced.
 
-    The copies keep their addresses inside the block, because CUDA graphs read them.
+    The 16-bit copies keep their memory addresses inside the block, because CUDA graphs read these addresses.
 
     Yields:
-        The copies, or an empty list if nothing is replaced.
+        The 16-bit copies of the adapter parameters, or an empty list if no adapter is replaced.
     """
     layers = [x for x in adapters(model).values() if is_half_on_gpu(x.lora_A.device, x.dtype)]
     originals = [(layer, layer.lora_A, layer.lora_B) for layer in layers]
@@ -196,7 +196,7 @@ def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
 
 @torch.no_grad()
 def surviving_share(model: nn.Module) -> float:
-    """Compute the share (0 to 1) of updated weights that still differ from the base after a merge."""
+    """Compute which share (0 to 1) of the weights that adapters update still differs from the base after a merge."""
     # A merged weight is rounded to the base dtype. If the update is less than half of the distance to the next number,
     # the merged weight equals the base weight, and the update is lost.
     num_changed = num_updated = 0
@@ -208,7 +208,7 @@ def surviving_share(model: nn.Module) -> float:
 
 
 def merge_note(model: nn.Module) -> str:
-    """Say which share of the update survives a merge into 16 bits, or return ""; all ranks must call this function."""
+    """Describe the share of updates that survive a merge into 16 bits, or return ""; all ranks must call merge_note."""
     dtypes = {layer.dtype for layer in adapters(model).values()}
     if not any(dtype.itemsize == 2 for dtype in dtypes):
         return ""
@@ -258,7 +258,7 @@ def quantize_base(model: VisionLanguageModel):
 
 def quantize_layer(model: nn.Module, name: str):
     """Replace the linear layer with this name by an NF4Linear that holds the quantised weight."""
-    # imported here, because only few recipes set adapter.quantize
+    # NF4Linear is imported in the function, because only few recipes set adapter.quantize
     from minivlmrl.model.nf4 import NF4Linear
 
     linear = model.get_submodule(name)
@@ -267,7 +267,7 @@ def quantize_layer(model: nn.Module, name: str):
 
 
 def init_adapters(model: VisionLanguageModel, seed: int):
-    """Initialise all adapters: A uniformly with nn.Linear's bounds, and B with zeros."""
+    """Initialise each adapter's matrix A with uniform values in +-1/sqrt(in_features), and matrix B with zeros."""
     weights = {}
     for name, layer in adapters(model).items():
         bound = 1 / math.sqrt(layer.in_features)
@@ -290,7 +290,7 @@ def set_parameters(model: VisionLanguageModel, weights: dict[str, Tensor]):
 
 
 def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
-    """Return the names of the linear layers before the head that one entry of adapter.target selects."""
+    """Return the names of the linear layers, without lm_head, that one entry of adapter.target selects."""
     layers = model.named_modules()
     linear_names = [n for n, x in layers if isinstance(x, nn.Linear) and n != "lm_head"]
     kinds = family_of(model).adapter_targets  # parts of this family

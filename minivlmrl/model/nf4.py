@@ -1,10 +1,10 @@
 """Quantise frozen weights to NF4, 4 bits per value, as in QLoRA (arXiv 2305.14314).
 
 Each block of 64 values has a scale, which is the largest absolute value in the block. Each value is divided by the
-scale, and stored as the index of the nearest of 16 quantiles of a normal distribution. The scales are quantised too
-("double quantisation"): their mean is subtracted, and the rest is stored in 8 bits. In total, NF4 takes 4.13 bits per
-value. Every forward and backward pass unpacks the weights again. extras/adamw8bit.py quantises the moments of AdamW to
-8 bits in the same way.
+scale, and stored as the index of the nearest of 16 quantiles of a normal distribution. The scales are also quantised
+("double quantisation"): the mean of the scales is subtracted, and each difference is stored in 8 bits. In total, NF4
+takes 4.13 bits per value. Every forward and backward pass unpacks the weights again. extras/adamw8bit.py quantises the
+moments of AdamW to 8 bits in the same way.
 """
 
 from collections.abc import Callable
@@ -23,17 +23,17 @@ NF4 = (  # the 16 quantiles in the appendix of the QLoRA paper, with float32 pre
     -0.0910500363, 0.0, 0.0795802996, 0.160930201, 0.246112302, 0.337915242,
     0.440709829, 0.562617004, 0.722956836, 1.0,
 )  # fmt: skip
-# The table is cached on each device, because copying it would synchronise, which a CUDA graph does not allow.
+# The NF4 table is cached on each device, because a copy to the device synchronises, which CUDA graphs do not allow.
 _table = cache(lambda device: torch.tensor(NF4).to(device))  # (16,)
 
 
-# The code is cached, because copying it to a device synchronises, which a CUDA graph does not allow.
+# The 8-bit code is cached, because a copy to a device synchronises, which CUDA graphs do not allow.
 @cache
 def dynamic_code(signed: bool, device: torch.device) -> Tensor:
     """Return the 256 values in bitsandbytes' dynamic 8-bit code, in ascending order.
 
-    The values are 0, 1 and numbers in seven decades, such as 0.01 to 0.1. Each decade has twice as many values as the
-    decade below it.
+    The code contains 0, 1 and numbers in seven decades, such as 0.01 to 0.1. The code has twice as many values in each
+    decade as in the next lower decade.
     """
     numbers = [torch.zeros(1), torch.ones(1)]
     for decade in range(7):
@@ -44,7 +44,7 @@ def dynamic_code(signed: bool, device: torch.device) -> Tensor:
 
 
 def quantize(values: Tensor, code: Tensor, block: int = GROUP) -> tuple[Tensor, Tensor]:
-    """Quantise each block of values to the nearest entries of a code.
+    """Divide each block of values by its scale, and quantise to the nearest values in a code.
 
     Args:
         values: (rows, n) float32.
@@ -69,7 +69,7 @@ def dequantize(indices: Tensor, scales: Tensor, code: Tensor) -> Tensor:
 
 
 def pack_nf4(weight: Tensor) -> dict[str, Tensor]:
-    """Quantise a weight to NF4, with two values per byte, and quantise its scales to 8 bits.
+    """Quantise a weight to NF4 with two values per byte, and the scales of the weight to 8 bits.
 
     Returns:
         A tensor dictionary: `packed` has the values, `scale_indices` and `scale_scales` are the quantised scales, and
@@ -90,7 +90,7 @@ def pack_nf4(weight: Tensor) -> dict[str, Tensor]:
 
 @cache
 def pack_on_meta(shape: torch.Size) -> dict[str, Tensor]:
-    """Return the tensors that pack_nf4 computes for a weight of this shape, on the meta device."""
+    """Return, on the meta device, the tensors that pack_nf4 computes for a weight with the shape `shape`."""
     return pack_nf4(torch.empty(shape, device="meta"))
 
 
@@ -103,8 +103,8 @@ def unpack_nf4(
     if backend_for(offset, "nf4_unpack") == "triton":
         return nf4_unpack(packed, scale_indices, scale_scales, offset, (scale_code, value_table), dtype)
     scales = dequantize(scale_indices[None], scale_scales[None], scale_code)[0] + offset
-    # value_pairs contains, for each possible byte, its two float32 values as one int64. On a CPU, 4096 blocks are
-    # unpacked at a time, because so many fit into the cache. Unpacking all blocks at once takes 3 times as long.
+    # value_pairs contains the two float32 values that each possible byte encodes, as one int64. On a CPU, 4096 blocks
+    # are unpacked at a time, because 4096 blocks fit into the CPU's cache. All blocks at once take 3 times as long.
     piece_blocks = 4096 if packed.is_cpu else len(scales)
     value_pairs = torch.cartesian_prod(value_table, value_table).view(torch.int64)
     values = scales.new_empty(len(scales), BLOCK, dtype=dtype)
@@ -123,7 +123,7 @@ def unpack_nf4(
 class NF4Linear(PackedLinear):
     """A frozen linear layer with an NF4 weight.
 
-    In a sharded model, each rank has a shard of the packed values, but all scales.
+    In a sharded model, each rank has a shard of the packed values, and the scales of all values.
     """
 
     packed: nn.Parameter
@@ -133,7 +133,7 @@ class NF4Linear(PackedLinear):
 
     def pack(self, weight: Tensor, take_shard: Callable | None = None):
         """Pack a weight into this layer; see PackedLinear.pack."""
-        # Memory estimates pack meta tensors; pack_on_meta is cached, because there may be thousands of experts.
+        # Memory estimates pack meta tensors. pack_on_meta is cached, because a model may have thousands of experts.
         if weight.is_meta:
             packed_tensors = {name: torch.empty_like(x) for name, x in pack_on_meta(weight.shape).items()}
         else:
@@ -148,7 +148,7 @@ class NF4Linear(PackedLinear):
     @property
     def weight(self) -> Tensor:
         """Gather and unpack the weight (out_features, in_features), in its original dtype."""
-        # The tensors are moved to the device, because offloaded shards are in host memory.
+        # The packed weight is moved to the device of `offset`, because offloaded shards are in host memory.
         packed = gather(self.packed).to(self.offset.device)
         values = unpack_nf4(packed, self.scale_indices, self.scale_scales, self.offset, self.dtype)
         return values[: self.shape.numel()].view(self.shape)

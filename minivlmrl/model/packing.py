@@ -1,4 +1,4 @@
-"""Pack prompts, their completions and their images into a GroupBatch, the only batch type.
+"""Pack prompts, completions and images into a GroupBatch, which all losses and the sampler use.
 
 SFT packs each prompt with one completion, GRPO packs each prompt with G completions, and a prefill packs prompts
 without completions.
@@ -23,25 +23,25 @@ from minivlmrl.model.rope import get_rope_index
 class GroupBatch:
     """A packed sequence with N tokens and no padding, with R rows and M completion tokens in total.
 
-    A row is one completion, or all turns in a trajectory. Losses are computed per row.
+    A row of the batch is one completion, or all turns in a trajectory. Losses are computed per row.
     """
 
-    # (N,) int64, without each completion's last token, because it predicts no token
+    # (N,) int64; the last token of each completion is left out, because the last token predicts no token
     input_ids: Tensor
     position_ids: Tensor  # (3, N) int64 positions in time, height and width
-    # (patches, patch_dim) float32 or the computation dtype, images and videos in order
+    # (patches, patch_dim) patches of all images and videos in order, in float32 or the computation dtype
     pixel_values: Tensor
     image_grid_thw: Tensor  # (images and videos, 3) int64
     vision_index: Tensor  # (merged tokens,) image-token and video-token positions in input_ids
     completion_ids: Tensor  # (M,) int64, the tokens that are scored, completions in order
-    # (M,) float32, 1 for tokens that the policy generated, 0 for tool output or other turns
+    # (M,) float32, 1 for tokens that the policy generated, and 0 for tool output or other turns
     policy_mask: Tensor
-    # (2, K) int64, pairs of a completion token's index and a vocabulary id that the sampling filters kept for this
-    # token; (2, 0) without filters
+    # (2, K) int64, each pair has a completion token's index and a vocabulary id that sampling filters kept for this
+    # completion token; (2, 0) without sampling filters
     sampling_mask: Tensor
     layout: GroupLayout
     prompts: Sequence[Prompt] = ()  # the B packed prompts
-    # (merged tokens, width) cached embeddings for all images; None if some are not cached
+    # (merged tokens, width) cached embeddings of all images; None if an image has no cached embeddings
     vision_embeds: Tensor | None = None
 
     def pad(self, per_token: Tensor) -> Tensor:
@@ -115,10 +115,10 @@ def pack_turns(
     config: ModelConfig,
     device: torch.device | str = "cpu",
 ) -> GroupBatch:
-    """Pack prompts and completions like `pack`, but put each turn of a completion after its own prompt.
+    """Pack prompts and completions as the function `pack` does, but pack each turn after the turn's own prompt.
 
-    A group's first turns share their prompt. All turns of a completion are one row of the batch. Completions without
-    turns are packed unchanged.
+    The first turns of all completions of a prompt share this prompt. All turns of a completion are one row of the
+    batch. Completions that have no turns are packed as in `pack`.
     """
     if not any(completion.turns for group in completions for completion in group):
         return pack(prompts, completions, config, device)
@@ -140,11 +140,11 @@ def pack_turns(
 
 @dataclass
 class Span:
-    """A prompt or a completion, with n tokens in the packed sequence."""
+    """The n tokens of one prompt or one completion in a packed sequence."""
 
     ids: Tensor  # (n,)
-    # (n,) ids among which placeholders of images are searched. Tokens that the policy generated are -1, because a
-    # generated placeholder does not belong to any image.
+    # (n,) ids in which pack searches image placeholders. The id is -1 for a token that the policy generated, because
+    # a generated placeholder does not belong to any image.
     image_ids: Tensor
     position_ids: Tensor  # (3, n)
     pixel_values: Sequence[Tensor] = ()  # image and video patches, (patches, patch_dim)
@@ -152,7 +152,7 @@ class Span:
 
 
 def lay_group(prompt: Prompt, group: Sequence[Completion], config: ModelConfig) -> list[Span]:
-    """Create the Spans for a prompt and its completions, which continue where the prompt ends."""
+    """Create the Spans of a prompt and its completions; each completion continues the prompt's positions."""
     ids = prompt.input_ids
     grids = prompt.image_grid_thw
     position_ids = get_rope_index(ids, grids, config, prompt.second_per_grid_ts)  # (3, P)
@@ -175,7 +175,7 @@ def lay_group(prompt: Prompt, group: Sequence[Completion], config: ModelConfig) 
 
 
 def join_vision_embeds(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Tensor | None:
-    """Concatenate the cached embeddings for all images, or return None if some are not cached."""
+    """Concatenate the cached embeddings of all images; return None if an image has no cached embeddings."""
     embeds = [x for prompt in prompts if (x := prompt.vision_embeds) is not None]
     if len(embeds) < len(prompts) or any(completion.pictures for completion in completions):
         return None

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: only the config of its vision tower, because its modules are the package's defaults."""
+"""The config of Qwen2.5-VL's vision tower; the modules of Qwen2.5-VL are in model/decoder.py and model/vision.py."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -10,7 +10,7 @@ from minivlmrl.model.families.registry import ModelSpec
 
 @dataclass(frozen=True)
 class Qwen2_5VisionConfig(VisionConfig):
-    """Config for Qwen2.5-VL's vision tower, most of whose blocks attend within windows."""
+    """Config for Qwen2.5-VL's vision tower, in which most blocks use window attention."""
 
     norm: ClassVar[Literal["rms_norm", "layer_norm"]] = "rms_norm"
     window_size: Size | None = 112

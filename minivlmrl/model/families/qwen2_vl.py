@@ -1,4 +1,4 @@
-"""Qwen2-VL: its vision tower's MLP, and its config.json conversion."""
+"""The MLP in Qwen2-VL's vision tower, and functions that convert Qwen2-VL's config.json."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,7 @@ class QuickGELUMLP(nn.Module):
 
 @dataclass
 class Tower:
-    """Fields of vision_config in config.json whose names differ from those in VisionConfig."""
+    """Fields of Qwen2-VL's vision_config in config.json that have other names in the class VisionConfig."""
 
     embed_dim: Annotated[int, "[1, 1e9]"] = 1280  # hidden_size in VisionConfig
     mlp_ratio: Annotated[float, "(0, 1e9]"] = 4.0  # intermediate_size / embed_dim

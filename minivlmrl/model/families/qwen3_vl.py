@@ -1,8 +1,8 @@
 """Qwen3-VL's vision tower, and functions that parse its configuration files.
 
-The tower has learned position embeddings in addition to the 2-D rotary embedding, and does not use windows. With
-DeepStack, some inner blocks' outputs are also merged, and added to the image tokens after the decoder's first layers.
-The decoder in decoder.py is used with normalised queries and keys, without biases, and with interleaved M-RoPE.
+Qwen3-VL's tower has learned position embeddings besides the 2-D rotary embedding, and no window attention. With
+DeepStack, outputs of some inner blocks are also merged, and added to the image tokens after the first decoder layers.
+Qwen3-VL's decoder (decoder.py) has normalised queries and keys, no biases, and interleaved M-RoPE.
 
 Dimension letters: P patches in all images together, E hidden_size, M merged tokens (P / 4).
 Source: Qwen3-VL report; modeling_qwen3_vl.py in transformers.
@@ -31,7 +31,7 @@ from minivlmrl.model.vision import EPS, PatchEmbed, VisionBlock, VisionTower, la
 
 @dataclass(frozen=True)
 class Qwen3VisionConfig(VisionConfig):
-    """Config for the vision towers in Qwen3-VL and Qwen3.5, which learn positions."""
+    """Config for the vision towers in Qwen3-VL and Qwen3.5, which have learned position embeddings."""
 
     depth: Depth = 27
     hidden_size: Size = 1152
@@ -48,7 +48,7 @@ class Qwen3VisionConfig(VisionConfig):
 
 @dataclass(frozen=True)
 class DeepStackVisionConfig(Qwen3VisionConfig):
-    """Config for Qwen3-VL's vision tower, with DeepStack."""
+    """Config for Qwen3-VL's vision tower, whose inner blocks also feed the decoder (DeepStack)."""
 
     deepstack_visual_indexes: tuple[TokenId, ...] = (8, 16, 24)
 
@@ -71,7 +71,7 @@ def gelu_mlp(hidden_size: int, intermediate_size: int, bias: bool) -> nn.Module:
 
 
 class Merger(nn.Module):
-    """Merge 2 x 2 patches into one token; norm_all_patches (DeepStack) normalises them together."""
+    """Merge 2 x 2 patches into one token; with norm_all_patches, one LayerNorm spans all four patches (DeepStack)."""
 
     def __init__(self, config: VisionConfig, norm_all_patches: bool):
         super().__init__()
@@ -86,7 +86,7 @@ class Merger(nn.Module):
 
 
 class Qwen3VisionTransformer(VisionTower):
-    """Vision tower with DeepStack, in which inner blocks also compute inputs for decoder layers."""
+    """Vision tower with DeepStack: outputs of inner blocks are also added to hidden states in the decoder."""
 
     config: Qwen3VisionConfig
 
@@ -109,7 +109,7 @@ class Qwen3VisionTransformer(VisionTower):
             decoder layers.
         """
         grids = tuple(map(tuple, image_grid_thw.tolist()))
-        # in raster order, because this tower does not use windows
+        # patches stay in raster order, because Qwen3-VL's tower does not use windows
         layout = lay_out(grids, self.config, pixel_values.device)
         x = self.patch_embed(pixel_values)  # (P, E)
         x = x + torch.cat([self.positions(*grid) for grid in grids]).to(x.dtype)
@@ -128,7 +128,7 @@ class Qwen3VisionTransformer(VisionTower):
         The learned embeddings form a square, whose corners are aligned with the image's corners.
 
         Returns:
-            Position embeddings (t * h * w, E), in pixel_values order. All t time steps have the same embeddings.
+            Position embeddings (t * h * w, E), in pixel_values order, and equal in all t time steps.
         """
         side = round(len(self.pos_embed.weight) ** 0.5)
         merge = self.config.spatial_merge_size
@@ -136,7 +136,7 @@ class Qwen3VisionTransformer(VisionTower):
         row_weights = interpolation_weights(h, side).to(table)  # (h, side)
         column_weights = interpolation_weights(w, side).to(table)  # (w, side)
         grid = torch.einsum("hi,wj,ije->hwe", row_weights, column_weights, table)
-        # reordered, so that a merged token's patches are contiguous
+        # positions are reordered, so that the patches of a merged token are contiguous
         blocks = grid.view(h // merge, merge, w // merge, merge, -1).transpose(1, 2)
         return blocks.reshape(h * w, -1).repeat(t, 1)
 
@@ -151,11 +151,11 @@ def interpolation_weights(count: int, side: int) -> Tensor:
     return (1 - distances).clamp(min=0)
 
 
-# TEXT has values that config.json does not contain. TEXT_DEFAULTS are transformers' defaults for keys that config.json
-# may omit.
+# TEXT has values of ModelConfig that config.json does not contain. TEXT_DEFAULTS are transformers' defaults for keys
+# that config.json may omit.
 TEXT = {"attention_bias": False, "qk_norm": True, "mrope_interleaved": True}
 TEXT_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 5e5, "mrope_section": [24, 20, 20], "head_dim": 128}
-# keys that are at config.json's top level instead of in text_config
+# keys of config.json that Qwen3-VL stores at the top level instead of in text_config
 TOP_LEVEL = (
     "architectures", "model_type", "torch_dtype", "tie_word_embeddings",
     "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "eos_token_id",
@@ -192,7 +192,7 @@ class Videos:
     Source: Qwen3VLVideoProcessor and Qwen3VLProcessor in transformers 5.23.
     """
 
-    # minimum and maximum pixel count for all frames together
+    # minimum and maximum number of pixels in all frames of a video together
     shortest_edge: Count = 128 * 32 * 32
     longest_edge: Count = 768 * 32 * 32
     sampling: dict = field(default_factory=dict)  # how frames are chosen, see VideoOptions
@@ -261,7 +261,7 @@ class Videos:
         return join_text(laid_pieces), step_grids, step_seconds
 
 
-# video processor settings, with the only values that are supported
+# settings in video_preprocessor_config.json for which only one value is supported, with this value
 VIDEO_FIXED = {**FIXED, "do_sample_frames": True, "cap_pixels_per_frame": False}
 
 

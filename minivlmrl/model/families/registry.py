@@ -1,7 +1,7 @@
-"""Model family registry. A ModelSpec contains everything that differs between families.
+"""Model family registry. A ModelSpec contains everything that differs between model families.
 
-MODULES maps the `model_type` in config.json to a module. The module of a family is imported only when a model needs it,
-and its dictionary SPECS contains the ModelSpec. docs/developer_guide.md shows how to add a family.
+MODULES maps the `model_type` in config.json to a Python module. A family's module is imported only when a model of
+the family is used; its dictionary SPECS contains the ModelSpec. docs/developer_guide.md shows how to add a family.
 """
 
 import re
@@ -36,9 +36,9 @@ CONTROL_TOKENS = {  # ModelConfig field -> token; all families have the same tok
     "eos_token_id": "<|im_end|>",
     "bos_token_id": "<|endoftext|>",
 }
-# ModelConfig values in families without recurrent layers
+# values of ModelConfig fields in model families without recurrent layers
 ALL_ATTEND = {"full_attention_interval": None, "layer_types": (), "partial_rotary_factor": 1.0}
-# ModelConfig values in Qwen2-VL and Qwen2.5-VL, whose decoder is Qwen2
+# values of ModelConfig fields for Qwen2-VL and Qwen2.5-VL, whose decoder is Qwen2
 QWEN2_TEXT = {"attention_bias": True, "qk_norm": False, "mrope_interleaved": False, "head_dim": None, **ALL_ATTEND}
 
 
@@ -47,25 +47,25 @@ TensorsOfFile = Iterable[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The values and functions in which model families differ. A family sets the first two fields, and others if
-    necessary. The defaults are those of Qwen2.5-VL.
+    """The values and functions in which model families differ. Each family sets the fields
+    architecture and vision_config. The defaults of the other fields are the values of Qwen2.5-VL.
     """
 
     architecture: str  # class name in transformers, as in config.json
     vision_config: type[VisionConfig]  # dataclass with the fields in config.json's vision_config
-    # (ModelConfig) -> model with the modules visual, model and lm_head; a family with its own tower sets
-    # partial(VisionLanguageModel, tower=its subclass of VisionTower)
+    # function: ModelConfig -> model with the modules visual, model and lm_head. Set this field to
+    # partial(VisionLanguageModel, tower=TOWER) for a family whose tower is another class TOWER.
     model: Callable[..., VisionLanguageModel] = VisionLanguageModel
 
     # ---- config.json
     # ModelConfig values that config.json does not contain
     text: dict[str, Any] = field(default_factory=lambda: QWEN2_TEXT)
-    # transformers' defaults for keys that config.json may omit
+    # default values in transformers for keys that config.json may omit
     defaults: dict[str, Any] = field(default_factory=lambda: {"rms_norm_eps": 1e-5})
     hidden_act: str = "silu"  # tower activation, as named in config.json
-    # (vision_config from config.json, file name) -> values for the dataclass vision_config
+    # function: (vision_config from config.json, file name) -> values for the fields of VisionConfig
     read_vision: Callable[[dict, str], dict] = lambda vision, where: vision
-    # flat config.json -> config.json in the family's layout
+    # function: config.json without text_config -> config.json in the family's layout
     write: Callable[[dict], dict] = lambda config: config
 
     # ---- weights
@@ -76,11 +76,11 @@ class ModelSpec:
     # ---- prompts, images and videos
     # whether the chat template adds a default system message to prompts without one
     default_system: bool = True
-    # defaults for keys that preprocessor_config.json may omit
+    # default values for keys that preprocessor_config.json may omit
     images: dict[str, Any] = field(default_factory=dict)
     # function that parses video_preprocessor_config.json; None processes videos as in Qwen2.5-VL
     read_videos: Callable = lambda settings, where, images: None
-    # (ImageProcessor, data.video) -> video_preprocessor_config.json contents; {} keeps the file of the base model
+    # function: (ImageProcessor, options data.video) -> new video_preprocessor_config.json; {} keeps the loaded file
     write_videos: Callable[[ImageProcessor, dict], dict] = write_video_processor
     box_space: str = "resized"  # box coordinates in answers; see data/boxes.py
 
@@ -90,22 +90,22 @@ class ModelSpec:
     # ModelConfig field ("experts" or "recurrent") -> dataclass for its value, with a method `check`
     sections: Mapping[str, type] = field(default_factory=dict)
     transposed_experts: bool = False  # whether files may have transposed expert weights
-    # (named tensors in a file, ModelConfig, file) -> tensors by parameter name
+    # function: (pairs of name and tensor from a file, ModelConfig, file) -> pairs of parameter name and tensor
     split_tensors: Callable[[TensorsOfFile, ModelConfig, Path], TensorsOfFile] = lambda tensors, config, file: tensors
-    # (weights by name, ModelConfig): stacks weights that are a single tensor in files, in place
+    # function: (weights by name, ModelConfig) joins, in place, the weights that files store as a single tensor
     stack_tensors: Callable[[dict[str, Weight], ModelConfig], None] = lambda weights, config: None
-    # (model, function): sets the function that sums expert token counts over ranks
+    # function: (model, sum_counts) makes the model sum its experts' token counts over ranks by sum_counts
     count_over_ranks: Callable[[VisionLanguageModel, Callable], None] = lambda model, sum_counts: None
-    # additional values for adapter.target -> pattern for the selected layers' names
+    # additional values of the option adapter.target -> regular expression that the selected layers' names match
     adapter_targets: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
     not_quantized: tuple[str, ...] = ()  # router name ends, which are not quantised
-    # (model, rows (b, ...)) -> initial states (b, ...) for each recurrent layer
+    # function: (model, tensor with b rows) -> for each recurrent layer, the initial states of the b rows
     initial_states: Callable[[VisionLanguageModel, Tensor], list[list[Tensor]]] = lambda model, rows: []
     in_vllm: bool = True  # whether extras/vllm.py supports the family
 
 
 class Families(Mapping[str, ModelSpec]):
-    """Mapping from `model_type` to ModelSpec, which imports a family's module on first use."""
+    """Mapping from `model_type` to ModelSpec; a family's module is imported when its ModelSpec is looked up."""
 
     def __getitem__(self, model_type: str) -> ModelSpec:
         check_extras(MODULES[model_type], f"model_type {model_type}")
@@ -127,16 +127,16 @@ def family_of(model: VisionLanguageModel) -> ModelSpec:
 
 
 def hub_name(name: str) -> str:
-    """Convert a tensor's name in any transformers release to the name in this package.
+    """Convert the name that any transformers release gives a tensor to the name in minivlmrl.
 
-    Example: model.visual.x becomes visual.x, and model.language_model.x becomes model.x. The names do not change for
-    Qwen2-VL and Qwen2.5-VL files.
+    Example: model.visual.x becomes visual.x, and model.language_model.x becomes model.x. Tensor names
+    in the hub's files for Qwen2-VL and Qwen2.5-VL do not change.
     """
     return re.sub(r"^model\.(?=visual\.)|^model\.language_(?=model\.)", "", name)
 
 
 def module_name(name: str) -> str:
-    """Convert a name to the module name since transformers 4.52; inverts hub_name."""
+    """Convert a parameter's name in minivlmrl to its name in transformers 4.52 and later; inverts hub_name."""
     if name.startswith("visual."):
         return f"model.{name}"
     return re.sub(r"^model\.", "model.language_model.", name)
