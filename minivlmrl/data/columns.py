@@ -93,7 +93,7 @@ def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
 
 
 def check_columns(columns: dict, required: Sequence[str], known: Collection[str]):
-    """Raise ValueError if a column has a reserved name, a wrong value, or a meaning that no training stage uses.
+    """Raise ValueError if a row's column has a reserved name, a wrong value, or a meaning that would be ignored.
 
     Args:
         columns: {column: value}; columns whose value is None are ignored.

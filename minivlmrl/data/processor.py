@@ -81,8 +81,8 @@ class Processor:
     ) -> Iterator[tuple[Tensor, Grid, float | list[float]]]:
         """Yield (patches, number of patches in time, height and width, seconds) for each image and video of a prompt.
 
-        The seconds are the duration of a temporal patch or, for Qwen3-VL, a list with each temporal patch's timestamp.
-        An image has 0 seconds.
+        A video's seconds are the duration of a temporal patch or, for Qwen3-VL, a list with each patch's timestamp. An
+        image has 0 seconds.
         """
         for item, options in shown_parts(messages, images, videos):
             if isinstance(item, PIL.Image.Image):

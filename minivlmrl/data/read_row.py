@@ -195,8 +195,8 @@ def place_answers(
         The prompt's messages, its media in order, and {column: answer}. An image part of an answer contains its Media
         under the key "image".
     """
-    # answers that contain an image part or, in a turn of another role than the assistant, a tag such as <image>; if no
-    # answer contains one, all images of the row belong to the prompt
+    # answers with an image part or, in a turn of another role than the assistant, a tag such as <image>; if no answer
+    # has an image, all images of the row belong to the prompt
     shown = {}
     for name, turns in answers.items():
         if isinstance(turns, list):

@@ -167,8 +167,8 @@ def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int,
     Returns:
         Height and width.
 
-    Source: the function fetch_video in qwen-vl-utils, for a video file. Frame lists are also resized once, although
-    qwen-vl-utils 0.0.14 resizes lists twice.
+    Source: the function fetch_video in qwen-vl-utils, for a video file. A video given as a list of frames is resized
+    once, although qwen-vl-utils 0.0.14 resizes it twice.
     """
     options = check_options("video", options)
     factor = processor.factor
