@@ -28,11 +28,11 @@ from minivlmrl.model.plain_weights import PackedLinear, gather_full_tensor
 AdapterShape = tuple[int, float]  # a LoRALinear's (r, scaling)
 LAYER = re.compile(r"[\w.]+")
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-# subfolders of PEFT's folder, in a checkpoint and in a run that contain the adapter
+# subfolders that contain the adapter: in a folder that PEFT wrote, in a checkpoint, and in a run's folder
 INNER_FOLDERS = "", "adapter", "checkpoint/adapter"
 TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.(lora_[AB])(?:\.default)?\.weight")
 MERGE = "Merge the adapter into its base model with PEFT, and load the merged model."
-# fields in adapter_config.json that would change the results; adapters that set them are rejected
+# adapters are rejected if adapter_config.json sets one of these fields, which would change the results
 UNSUPPORTED = (
     "use_dora", "use_qalora", "bias", "lora_bias", "fan_in_fan_out", "modules_to_save", "layer_replication",
     "trainable_token_indices", "target_parameters", "alora_invocation_tokens",
@@ -41,12 +41,12 @@ UNSUPPORTED = (
 
 @dataclass
 class PeftConfig:
-    """The fields of adapter_config.json that are read; layers and ranks come from the tensors instead."""
+    """Fields that are read from adapter_config.json; layer names and ranks are read from the tensors instead."""
 
     peft_type: Literal["LORA"]
     lora_alpha: Annotated[float, "(0, inf)"]
     use_rslora: bool = False
-    # layer name, or the last part of one -> alpha; PEFT's regular expressions are not supported
+    # whole layer name or last parts of a layer name -> alpha; regular expressions, as in PEFT, are not supported
     alpha_pattern: dict[str, Annotated[float, "(0, inf)"]] | None = None
 
 
@@ -87,7 +87,7 @@ def find_adapter(folder: str | Path) -> Path:
 
 
 def is_adapter_folder(folder: str | Path) -> bool:
-    """Return True if a folder has an adapter, but no model weights."""
+    """Return True if a folder contains an adapter, but not a whole model."""
     if (Path(folder) / "config.json").is_file():
         return False
     return any((Path(folder) / inner / CONFIG).is_file() for inner in INNER_FOLDERS)
@@ -173,7 +173,7 @@ def _read_config(file: Path) -> PeftConfig:
             if values.get(name) not in (None, False, [], "none"):
                 raise ValueError(f"{name} is {values[name]!r:.60}, which is not supported. {MERGE}")
         for name in config.alpha_pattern or {}:
-            # PEFT treats each name as a regular expression, which could match other layers than here.
+            # PEFT reads each name in alpha_pattern as a regular expression, which could match other layers.
             is_name = LAYER.fullmatch(name) is not None
             check_field(is_name, "alpha_pattern", name, "a layer name or the end of a layer name")
     return config
@@ -219,8 +219,8 @@ def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Calla
             full = gather_full_tensor(matrix).cpu().contiguous()
             tensors[f"{PREFIX}{name}.{kind}.weight"] = full
     ranks = {name: layer.r for name, layer in layers.items()}
-    # PEFT computes the scaling as alpha / r, so alpha is scaling * r here, even for an adapter that was loaded with the
-    # scaling alpha / sqrt(r)
+    # PEFT computes the scaling as alpha / r, so alpha is saved as scaling * r, even for an adapter that was loaded with
+    # the scaling alpha / sqrt(r)
     alphas = {name: layer.scaling * layer.r for name, layer in layers.items()}
     r = max(ranks.values())
     alpha = max(alphas.values())

@@ -1,8 +1,8 @@
-"""Compute the names and values that a model's weights have without adapters and quantisation.
+"""Compute the weights of a model without adapters and quantisation, and the names of these weights.
 
 LoRA (model/lora.py) and NF4 (model/nf4.py) replace linear layers, but checkpoints store the weights of plain linear
-layers. The functions in this file map between replaced and plain layers. The file also defines the model parts that
-options such as model.freeze can name.
+layers. The functions in plain_weights.py compute plain weights and plain names from replaced layers. plain_weights.py
+also defines the model parts that options such as model.freeze can name.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from minivlmrl.config.types import Part
 
-# model part, as named in recipes -> prefixes of the names of its weights. The first part that matches a name is used.
+# model part, as named in recipes -> prefixes of weight names. The first part with a matching prefix is used.
 PARTS: dict[Part, str | tuple[str, ...]] = {
     "merger": ("visual.merger.", "visual.deepstack_merger_list."),
     "embeddings": ("model.embed_tokens.", "lm_head."),  # the LM head is often tied to the embedding
@@ -25,13 +25,13 @@ PARTS: dict[Part, str | tuple[str, ...]] = {
 
 @runtime_checkable
 class Stacked(Protocol):
-    """Interface for weights that files store as one tensor; see extras/families/experts.py."""
+    """Interface for several weights that files store as one tensor, such as the weights of all experts in a layer."""
 
     def stack(self, full: Callable) -> Tensor: ...
 
 
 class ReplacedLinear(nn.Module):
-    """Base class for layers that replace a linear layer, and that can compute its plain weight."""
+    """Base class for layers that replace a plain linear layer, and that can compute the plain layer's weight."""
 
     shape: torch.Size  # the plain weight's shape
     dtype: torch.dtype
@@ -42,7 +42,7 @@ class ReplacedLinear(nn.Module):
 
 
 class PackedProduct(torch.autograd.Function):
-    """Compute x W^T with a packed, frozen W; the backward pass needs no x and unpacks W again."""
+    """Compute x W^T with a packed, frozen weight W, which the backward pass unpacks again."""
 
     @staticmethod
     def forward(ctx, x: Tensor, layer: "PackedLinear") -> Tensor:
@@ -57,8 +57,8 @@ class PackedProduct(torch.autograd.Function):
 class PackedLinear(ReplacedLinear):
     """Base class for frozen linear layers whose weight is packed into fewer bits.
 
-    A packed layer can also be a LoRALinear's base. Subclasses such as model/nf4.NF4Linear implement packing in `pack`
-    and unpacking in `weight`.
+    A packed layer can also be the base layer of a LoRALinear. Subclasses such as model/nf4.NF4Linear implement packing
+    in `pack` and unpacking in `weight`.
     """
 
     def __init__(self, linear: nn.Linear):
@@ -91,7 +91,7 @@ class PackedLinear(ReplacedLinear):
         return product if self.bias is None else product + self.bias
 
 
-# a parameter or layer from which gather_full_tensor computes a full weight
+# a weight is a parameter or layer from which gather_full_tensor computes the full tensor
 Weight = Tensor | ReplacedLinear | Stacked
 
 
@@ -114,7 +114,7 @@ def gather_full_tensor(weight: Weight) -> Tensor:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """Return the full tensor, gathered if the tensor is sharded. All ranks must call this function."""
+    """Gather a sharded tensor, or return an unsharded tensor unchanged. All ranks must call this function."""
     return tensor.full_tensor() if isinstance(tensor, Sharded) else tensor
 
 
@@ -127,19 +127,19 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """Remove `.base` from a parameter name, to get the parameter's name in a model without adapters."""
+    """Return the name that a parameter has in a model without adapters, by removing `.base` from the name."""
     return name.replace(".base.", ".")
 
 
 def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
-    """Return the packed layers by name. The name of an adapter's base layer ends in `.base`."""
+    """Return the packed layers by name. The name of a base layer with an adapter ends in `.base`."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}
 
 
 def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
     """Return the weights without adapters, as a dictionary from plain name to parameter or layer.
 
-    The value is a PackedLinear layer if the weight is quantised, and else a parameter.
+    A quantised weight is represented by a PackedLinear layer, and every other weight by a parameter.
     """
     weights: dict[str, Tensor | PackedLinear] = {}
     for name, parameter in model.named_parameters():
@@ -151,7 +151,7 @@ def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
 
 
 def plain_weights(model: nn.Module) -> dict[str, Weight]:
-    """Return the weights with merged adapters, for gather_full_tensor, as a dictionary from plain name to weight."""
+    """Return, by plain name, the weights from which gather_full_tensor computes weights with merged adapters."""
     weights: dict[str, Weight] = {**base_weights(model)}
     for name, layer in model.named_modules():
         if isinstance(layer, ReplacedLinear) and not name.endswith(".base"):
@@ -160,7 +160,7 @@ def plain_weights(model: nn.Module) -> dict[str, Weight]:
 
 
 def shared_base(model: nn.Module) -> dict[int, Tensor]:
-    """Return a memo for copy.deepcopy, with which the copy of a model with adapters shares all other weights."""
+    """Return a memo for copy.deepcopy, with which a copied model has its own adapters and shares all other weights."""
     if not has_adapters(model):
         return {}
     base = [p for name, p in model.named_parameters() if not is_adapter(name)]
@@ -168,5 +168,5 @@ def shared_base(model: nn.Module) -> dict[int, Tensor]:
 
 
 def part_of(name: str) -> Part:
-    """Return the model part to which the parameter or layer with this name belongs."""
+    """Return the model part (a key of PARTS) to which the parameter or layer `name` belongs."""
     return next(part for part, prefixes in PARTS.items() if name.startswith(prefixes))

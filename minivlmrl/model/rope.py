@@ -18,10 +18,10 @@ def get_rope_index(
 ) -> Tensor:
     """Compute the (time, height, width) M-RoPE position for every prompt token.
 
-    A text token has the same position on all three axes, which is one more than the position of the previous text
+    A text token has one position on all three axes, which is one more than the position of the previous text
     token. An image's tokens share one time position, and their positions in height and width are their row and column
-    in the merged grid. A video's time steps are spaced in proportion to seconds. Text after an image or a video starts
-    one past the largest position on any axis.
+    in the merged grid. A video's time steps have time positions in proportion to seconds. Text after an image or a
+    video starts at the largest position on any axis plus one.
 
     Example: 2 text tokens, an image of 2 x 3 merged tokens, 1 text token:
         time   0 1 | 2 2 2 2 2 2 | 5
@@ -72,24 +72,24 @@ def get_rope_index(
 
 
 def _text_positions(first: int, count: int) -> Tensor:
-    """Return `count` consecutive positions from `first` on, equal on all three axes: (3, count)."""
+    """Return positions (3, count) of text, which count up from `first` and are equal on all three axes."""
     return torch.arange(first, first + count).expand(3, -1)
 
 
 def _grid_positions(t: int, rows: int, cols: int, seconds: float, config: VisionConfig) -> Tensor:
-    """Return each merged token's time, row and column, from 0 on: (3, t * rows * cols)."""
+    """Return the time, row and column of each merged token in an image or a video, (3, t * rows * cols)."""
     time = torch.arange(t)
-    # Qwen2-VL does not have tokens_per_second, so a time step is one position
+    # Qwen2-VL does not have tokens_per_second, so each time step of a video advances the position by one
     if config.tokens_per_second is not None:
-        # The products are float32, as in training of the checkpoints; float64 products would sometimes round
-        # differently.
+        # Time positions are computed in float32, as when the hub's checkpoints were trained; float64 would sometimes
+        # round to another position.
         time = (time * seconds * config.tokens_per_second).long()
     axes = torch.meshgrid(time, torch.arange(rows), torch.arange(cols), indexing="ij")
     return torch.stack(axes).flatten(1)
 
 
 def text_rotary(position_ids: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute the cosines and sines of M-RoPE. config.mrope_axes has each frequency's axis.
+    """Compute the cosines and sines of M-RoPE. config.mrope_axes has the position axis of each rotary frequency.
 
     Args:
         position_ids: (3, N) int64, from get_rope_index.
@@ -106,11 +106,11 @@ def text_rotary(position_ids: Tensor, config: ModelConfig, dtype: torch.dtype) -
 def vision_rotary(
     image_grid_thw: Tensor, config: VisionConfig, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """Compute cosines and sines for the vision tower's 2-D rotary embedding for each patch.
+    """Compute the cosines and sines of the vision tower's 2-D rotary embedding for each patch.
 
-    Half of the frequencies rotate by the patch's row, the other half by its column. Patches are in pixel_values order:
-    merge blocks are in raster order, and so are a block's patches.
-    All frames have the same angles, because the tower's rotary embedding does not encode time.
+    Half of the frequencies rotate by the patch's row, and half by the patch's column. Patches are in pixel_values
+    order: merge blocks are in raster order, and so are a block's patches. All frames of a video have the same rotary
+    angles, because the tower's rotary embedding does not encode time.
 
     Args:
         image_grid_thw: (images and videos, 3) int64, the number of patches in time, height, width.
@@ -132,7 +132,7 @@ def vision_rotary(
 def _cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the cosines and signed sines (N, 1, D) that apply_rotary needs, from angles (N, D/2).
 
-    The first half of the sines is negative, because rotating the pair (a, b) gives (a cos - b sin, b cos + a sin).
+    Sines in the first half have a minus sign, because rotating the pair (a, b) gives (a cos - b sin, b cos + a sin).
     """
     cos = angles.cos()
     sin = angles.sin()

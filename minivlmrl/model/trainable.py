@@ -11,7 +11,7 @@ from minivlmrl.model.plain_weights import base_weights, has_adapters, is_adapter
 
 
 def select_trained(model: nn.Module, freeze: Sequence[Part]):
-    """Set requires_grad for all parameters in a model, as the option model.freeze says."""
+    """Set requires_grad of each parameter, so that the model parts in `freeze` are not trained."""
     adapted = has_adapters(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_trained(name, freeze, adapted))
@@ -28,7 +28,7 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def is_trained(name: str, freeze: Sequence[Part], adapted: bool) -> bool:
-    """Return whether the parameter with this name is trained.
+    """Return True if the parameter `name` is trained.
 
     Parameters in frozen parts are never trained. In a model with adapters, only the adapters are trained. A value model
     also trains its value head, but not the language-model head.
@@ -40,14 +40,14 @@ def is_trained(name: str, freeze: Sequence[Part], adapted: bool) -> bool:
 
 
 def is_in_tower(name: str) -> bool:
-    """Return whether a parameter belongs to a vision tower (also a value model's), which texts give no gradient."""
+    """Return True if a parameter belongs to a vision tower, which gets no gradient from prompts without images."""
     return "visual." in name
 
 
 def trainable_summary(model: nn.Module) -> str:
-    """Summarise the trained parameters as a text with one line per part or kind of layer.
+    """Return a table of the trained parameters, with one line per model part or kind of adapted layer.
 
-    A line has the name, the number of layers, the rank of adapters, and the number and share of trained parameters.
+    A line has a name, the number of layers, the rank of adapters, and the number and share of trained parameters.
     """
     kinds = defaultdict(Counter)  # (name, rank) -> number of trained parameters per layer
     for name, parameter in model.named_parameters():
@@ -57,7 +57,7 @@ def trainable_summary(model: nn.Module) -> str:
         kind_name = part_of(name)
         rank_text = ""
         if is_adapter(name):
-            # a block's index is replaced, so that a layer has the same kind in all blocks
+            # a block's index is replaced by *, so that one line of the table counts a layer in all blocks
             kind_name = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer_name)
             r = parameter.shape[0 if name.endswith("lora_A") else 1]
             rank_text = f" x r {r}"

@@ -19,7 +19,7 @@ HEAD_FILE = "score.safetensors"  # the head's weights, in the backbone's folder
 
 
 class ValueModel(nn.Module):
-    """A backbone with a linear head that computes one value from each hidden state."""
+    """A model (the backbone) with a linear head that computes one value from each hidden state."""
 
     def __init__(self, backbone: VisionLanguageModel, freeze: Sequence[Part] = (), weight: Tensor | None = None):
         super().__init__()
@@ -28,7 +28,7 @@ class ValueModel(nn.Module):
         select_trained(self, freeze)
 
     def forward(self, batch: GroupBatch) -> Tensor:
-        """Compute the values (M,) for the hidden states that predict the completion tokens."""
+        """Compute a value for each hidden state that predicts a completion token, (M,)."""
         return self.score(completion_states(self.backbone, batch))[:, 0]
 
 
@@ -40,9 +40,9 @@ class ValueHead(nn.Linear):
 
 
 def value_head(model: VisionLanguageModel, weight: Tensor | None = None) -> ValueHead:
-    """Create a value head for a model, which is sharded if the model is sharded.
+    """Create a value head for a model; the head is sharded if the model is sharded.
 
-    The head is float32 or wider, even if the model is bfloat16.
+    The value head is float32 or wider, even if the model is bfloat16.
 
     Args:
         weight: the head's weight (1, hidden_size). None initialises the weight with zeros.
@@ -61,7 +61,7 @@ def value_head(model: VisionLanguageModel, weight: Tensor | None = None) -> Valu
 
 
 def check_inputs(folder: str | Path, value_model: ValueModel, policy: VisionLanguageModel, processor: Processor):
-    """Raise ValueError if the value model in a folder cannot read the policy's token ids and image patches."""
+    """Raise ValueError if a value model has another tokenizer, family or patch size than the policy."""
 
     def form(model: VisionLanguageModel, processor: Processor) -> tuple[str, dict[str, int], list[int]]:
         patch_sizes = [getattr(processor.image_processor, name) for name in PATCHES]
@@ -84,13 +84,13 @@ def check_value_model_folder(folder: str | Path):
 
 
 def load_value_model(folder: str | Path, *options) -> ValueModel:
-    """Load a value model from a folder; `options` are the other arguments of load_model."""
+    """Load a value model from a folder; `options` are the arguments of load_model after `folder`."""
     check_value_model_folder(folder)
     return add_saved_head(load_model(folder, *options), folder)
 
 
 def add_saved_head(backbone: VisionLanguageModel, folder: str | Path) -> ValueModel:
-    """Build a value model from a backbone and the head in a folder."""
+    """Build a value model from a backbone model and the value head that a folder contains."""
     file = Path(folder) / HEAD_FILE
     shape = (1, backbone.config.hidden_size)
     tensors = dict(read_tensors(file))

@@ -1,8 +1,8 @@
 """The vision tower, which encodes image patches and merges 2 x 2 patches into one decoder token.
 
 VisionLanguageModel.forward (model/decoder.py) replaces the embeddings of an image's placeholder tokens by the tower's
-output. Qwen2.5-VL's tower, in this file, uses window attention, RMSNorm and the same SwiGLU MLP as the decoder. The
-parts in which Qwen2-VL and Qwen3-VL differ are in model/families/qwen2_vl.py and model/families/qwen3_vl.py.
+output. VisionTransformer is Qwen2.5-VL's tower, with window attention, RMSNorm and the decoder's SwiGLU MLP.
+Qwen2-VL's MLP is in model/families/qwen2_vl.py, and Qwen3-VL's tower is in model/families/qwen3_vl.py.
 
 Dimension letters: P patches in all images together, E hidden_size, H heads, D head_dim, M merged tokens (P / 4).
 `config` is the VisionConfig in model/config.py.
@@ -28,7 +28,7 @@ ALIGNED = 8  # 16-bit values in 16 bytes
 
 
 class MLP(nn.Module):
-    """SwiGLU MLP: down(silu(gate(x)) * up(x)). The tower uses biases, the decoder does not."""
+    """SwiGLU MLP: down(silu(gate(x)) * up(x)). The MLP has biases in the tower, but not in the decoder."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool):
         super().__init__()
@@ -43,7 +43,7 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
     def must_align(self, x: Tensor) -> bool:
-        """Return True if each row of intermediate values should begin at a multiple of 16 bytes."""
+        """Return True if the MLP is faster when each row of intermediate values begins at a multiple of 16 bytes."""
         # cuBLAS has fast kernels for 16-bit products only if each row begins at a multiple of 16 bytes. Rows of 3,420
         # columns, as in the towers of Qwen2.5-VL-3B and 7B, do not, and take about three times as long on an H100.
         # Layers with adapters or packed weights compute the unpadded product.
@@ -52,10 +52,10 @@ class MLP(nn.Module):
         return is_half_on_gpu(x.device, x.dtype) and are_plain
 
     def forward_padded(self, x: Tensor, missing: int) -> Tensor:
-        """Compute the same result with `missing` more intermediate columns, which are all 0."""
+        """Compute the MLP's output with `missing` columns of zeros appended to the intermediate values."""
 
-        # The weights are padded here and not when they are loaded, so that checkpoints, optimizer states and shards
-        # keep the config's shapes. Gradients for the padding are dropped.
+        # Weights are padded in each forward pass, not at loading, so that checkpoints, optimizer states and shards
+        # keep the config's shapes. Gradients of the padded columns are dropped.
         def padded(layer: nn.Linear) -> Tensor:
             bias = None if layer.bias is None else F.pad(layer.bias, (0, missing))
             return F.linear(x, F.pad(layer.weight, (0, 0, 0, missing)), bias)
@@ -69,7 +69,7 @@ EPS = 1e-6  # epsilon for the norms in the vision tower
 
 
 def window_order(image_grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, list[int], list[int]]:
-    """Order merged tokens by attention window, so that a window's tokens are contiguous.
+    """Order merged tokens by attention window, so that the tokens of each window are contiguous.
 
     Every frame is tiled from its top left corner by windows of window_size pixels; windows at the right and bottom
     edges may be smaller. Example: 3 x 5 merged tokens and windows of 4 x 4 tokens give two windows, columns 0 to 3 and
@@ -92,7 +92,7 @@ def window_order(image_grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, 
     for t, h, w in image_grid_thw.tolist():
         rows = h // merge
         cols = w // merge
-        # merged tokens per side of a window; without windows a window covers the whole frame
+        # number of merged tokens per side of a window; without window attention, one window covers the whole frame
         side = max(rows, cols)
         if config.window_size:
             side = config.window_size // merge // config.patch_size
@@ -122,9 +122,9 @@ class Layout:
     frames: Segments  # one segment per frame, for blocks in config.fullatt_block_indexes
 
 
-# The layout is cached, because the policy and the reference model process the same images.
+# The Layout is cached, because the policy and the reference model process the same images.
 @lru_cache(maxsize=8)
-# Inference mode is off, because training also uses the cached layout, and cannot use tensors from inference mode.
+# Inference mode is off, because training also uses the cached Layout, and cannot use tensors from inference mode.
 @torch.inference_mode(False)
 def lay_out(grids: tuple[tuple[int, int, int], ...], config: VisionConfig, device: torch.device) -> Layout:
     """Compute the Layout for images and videos whose patch grids are (time, height, width)."""
@@ -144,23 +144,23 @@ def lay_out(grids: tuple[tuple[int, int, int], ...], config: VisionConfig, devic
 
 
 class VisionTower(nn.Module):
-    """Base class for all families' vision towers, with the names that other files use.
+    """Base class for the vision towers of all families, with the attributes that other files use.
 
     The forward of every tower has the same arguments and results as VisionTransformer.forward. With DeepStack, the
-    result is (M, (1 + k) * out_hidden_size): the merged tokens, then those of each of k levels. model/config_json.py
-    checks that out_hidden_size is the decoder's hidden_size. A tower may also have
+    result (M, (1 + k) * out_hidden_size) has the merged tokens of the last block and of k inner blocks.
+    model/config_json.py checks that out_hidden_size is the decoder's hidden_size. A tower may also have
     - pos_embed: nn.Embedding with learned positions, which model/build.py initialises with the
       standard deviation config.initializer_range instead of that of a matrix;
     - deepstack_merger_list: further mergers, which model.freeze and adapter.target count to the
       part "merger", see PARTS in model/plain_weights.py.
-    The names of layers that write into the residual stream end as listed in INTO_RESIDUAL in model/build.py. Under
-    other names, the initial weights of such layers would be too large.
+    The names of layers that write into the residual stream end as listed in INTO_RESIDUAL in model/build.py. Layers
+    that write into the residual stream under other names would get too large initial weights.
     """
 
     config: VisionConfig
     patch_embed: "PatchEmbed"  # patches -> embeddings
-    # units for sharding (distributed/fsdp.py) and activation checkpointing; their number scales initial weights
-    # (model/build.py)
+    # transformer blocks, which are the units for sharding and activation checkpointing. model/build.py scales initial
+    # weights by the number of blocks.
     blocks: nn.ModuleList
     merger: nn.Module  # the model's part "merger"; all other weights are the part "vision"
 
@@ -176,7 +176,7 @@ class VisionTransformer(VisionTower):
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
         """Encode all images and videos in a batch.
 
-        A patch covers two video frames, and attends only to patches of the same two frames.
+        A patch covers two frames of a video, and attends only to patches that cover these two frames.
 
         Args:
             pixel_values: (P, patch_dim), in patchify's order in data/image.py. They are converted to the weights'
@@ -193,13 +193,13 @@ class VisionTransformer(VisionTower):
             attends_to_frame = i in self.config.fullatt_block_indexes
             segments = layout.frames if attends_to_frame else layout.windows
             x = block(x, layout.cos, layout.sin, segments)
-        # The merger processes each 2 x 2 block of patches separately. Therefore only its output, which is smaller than
-        # its input, is put back in raster order.
+        # The merger processes each 2 x 2 block of patches separately. Therefore the merger's output, which is smaller
+        # than the input, is put back in raster order.
         return Reorder.apply(self.merger(x), layout.raster_order)
 
 
 class PatchEmbed(nn.Module):
-    """Linear projection for flattened patches, whose weight is stored as a 3-D convolution."""
+    """Linear projection of flattened patches; the weight has the shape of a 3-D convolution, as in checkpoints."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -233,7 +233,7 @@ class VisionAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (P, 3, H, D)
-        # cos and sin are float32, so the rotation runs in float32, unlike the decoder's
+        # cos and sin are float32, so the tower rotates queries and keys in float32, unlike the decoder
         q, k = apply_rotary(qkv[:, :2], cos, sin).to(qkv.dtype).unbind(1)  # (P, H, D)
         return self.proj(window_attention(q, k, qkv[:, 2], segments).flatten(1))
 
