@@ -1,7 +1,7 @@
 """Rewards for object detection: compare an answer's boxes with the true boxes.
 
-True boxes (`solution`) are in pixels of the image file. Boxes in an answer may have other units, so the rewards also
-read the columns image_sizes and answer_extents, which are None for rows without an image, see columns.image_extents.
+True boxes (`solution`) are in pixels of the image file. Boxes in an answer may have other units than pixels, so the
+rewards also read the columns image_sizes and answer_extents, which are None for rows without an image.
 
 data.boxes.parse_boxes reads an answer's boxes. Each box is matched with at most one true box. The summed values of
 matched pairs are divided by the number of boxes in the answer or in the solution, whichever is larger, so that missing

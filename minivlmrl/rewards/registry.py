@@ -1,8 +1,8 @@
 """Registry of reward functions, and checks on their arguments and return values.
 
-A name is a key of REWARDS, "my_rewards.py:brevity" or "package.module:brevity". Keyword arguments of the function may
-follow in brackets, as in "mine.py:near(tolerance=0.05)". Error messages contain the row for which a reward function
-failed.
+The name of a reward is a key of REWARDS, "my_rewards.py:brevity" or "package.module:brevity". Keyword arguments of the
+function may follow in brackets, as in "mine.py:near(tolerance=0.05)". Error messages contain the row for which a reward
+function failed.
 """
 
 import dis
@@ -34,7 +34,7 @@ REWARDS: dict[str, str | Callable] = {  # name: "module:function", or the functi
     "reward_model": "minivlmrl.extras.reward_model:reward_model",
     "environment": "minivlmrl.extras.agents.environment:environment_reward",
 }
-# rewards that raise ValueError for a solution that no answer can equal, and that read no other column
+# rewards that raise ValueError if no answer can equal a solution; their only columns are solutions and image sizes
 COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5")
 MAX_FLOAT32 = 3.4e38
 # names of the metrics that every optimizer step has; rewards may not log metrics with these names
@@ -95,12 +95,12 @@ class Reward:
     function: Callable
     world: World = field(default_factory=World)
     log: RewardLog | None = None  # the stage's log; None in evaluations and commands
-    # time limit for a call; None for a reward that another reward calls
+    # time limit in seconds for a call of the function; None for a reward that another reward calls
     max_seconds: float | None = None
 
     @property
     def columns(self) -> set[str]:
-        """Required column names: the function's parameters without a default value."""
+        """Required column names: the reward function's parameters without a default value."""
         parameters = inspect.signature(self.function).parameters.values()
         return {p.name for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD} - REWARD_ARGUMENTS
 
@@ -155,7 +155,7 @@ class Reward:
         return [next(scored) if is_one else math.nan for is_one in is_scored]
 
     def _score(self, columns: dict[str, list], callbacks: dict[str, Any]) -> list[float]:
-        """Call the function on m rows, and check its m values."""
+        """Call the reward function on m rows, and check its m values."""
         texts = columns["completions"]
         if not texts:
             return []
@@ -176,7 +176,7 @@ class Reward:
         return checked_values(self.name, values, texts, [row and f"{row}: " for row in rows])
 
     def _find_failure(self, columns: dict[str, list], callbacks: dict[str, Any]) -> str:
-        """Call the function on one completion after the other, and name the first that fails."""
+        """Call the reward function on one completion after the other, and name the first that fails."""
         callbacks = callbacks | {"log_extra": lambda *_: None}
         rows = columns.get("row_names") or ["" for _ in columns["completions"]]
         for i, (row, text) in enumerate(zip(rows, columns["completions"], strict=True)):

@@ -28,7 +28,7 @@ NO_SOLUTION = "the row has no solution"
 def tag_format(completions: list[str], log_extra: LogExtra | None = None, **columns) -> list[float]:
     """Return 1.0 for completions of the form <think>...</think><answer>...</answer>, else 0.0.
 
-    Each tag must occur exactly once, and neither part may be empty.
+    Each tag must occur exactly once, and the text inside each pair of tags may not be empty.
     """
     reasons = [format_error(completion) for completion in completions]
     if log_extra is not None:

@@ -171,7 +171,7 @@ class Trainer:
         select_trained(model, run.model.freeze)
         self.reference = None
         if self.has_reference(self.config):
-            # imported here, because only a KL penalty and DPO need a reference model
+            # imported inside the function, because only a KL penalty and DPO need a reference model
             from minivlmrl.trainers.reference import Reference
 
             self.reference = Reference(model, run.reference, processor, world)
@@ -214,7 +214,7 @@ class Trainer:
         """
         if not self.run.adapter.dropout:
             return nullcontext()
-        # imported here, because most runs have no adapters
+        # imported inside the function, because most runs have no adapters
         from minivlmrl.model.lora import dropout
 
         key = f"{self.run.seed}/{self.stage}/{step}/{micro_batch}/{self.world.rank}"

@@ -1,8 +1,8 @@
 """Deal the groups of an optimizer step to the ranks by length, so that no rank waits long for a slower one.
 
 A group is a prompt with its completions. Ranks send each other token ids and the output of a frozen vision tower. The
-new rank reads a prompt's row from its file again, because an image file is much smaller than the image's patches, which
-take 9.6 MB for 896 x 896 pixels in bfloat16.
+rank that gets a group reads the prompt's row from its file again, because an image file is much smaller than the
+image's patches, which take 9.6 MB for 896 x 896 pixels in bfloat16.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,8 +29,8 @@ class Group:
     def of(cls, samples: Sequence[Sample]) -> "Group":
         completions = [sample.completion for sample in samples]
         for completion in completions:
-            # The environment is not sent to other ranks, because it may not be picklable, and has already given its
-            # reward.
+            # A completion's environment is not sent to other ranks, because it may not be picklable, and has already
+            # given its reward.
             completion.environment = None
         row = samples[0].row
         return cls(row.index, row.key, completions, torch.stack([sample.rewards for sample in samples]))

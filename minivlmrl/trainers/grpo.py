@@ -2,8 +2,8 @@
 
     rollout (B groups of G samples) -> rewards (n, K) -> advantages (n,) -> micro-batches -> loss
 
-rollout.py samples the completions and explains the shapes. The paper's outer loop, which replaces the reference model
-every few hundred steps, is not implemented.
+rollout.py samples the completions and explains the shapes. The GRPO paper's outer loop, which replaces the reference
+model every few hundred steps, is not implemented.
 
 DAPO, Dr. GRPO, GSPO, RLOO, CISPO and other variants are selected by options in the section `grpo`. The options choose
 the ratio, the term and the average of the loss (losses/), the advantages (losses/advantages.py), and dynamic sampling
@@ -173,7 +173,7 @@ class GRPOTrainer(RolloutTrainer):
         """Pack the micro-batches of one optimizer step, which trains on `groups`; `advantages` has one value for each
         sample of all ranks.
 
-        Several optimizer steps may train on these micro-batches. Values that do not change between these steps, such as
+        Several optimizer steps may train on the same micro-batches. Values that all steps on a rollout share, such as
         the log-probabilities of the old policy, are computed once.
         """
         config = self.config

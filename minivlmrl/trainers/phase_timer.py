@@ -28,7 +28,7 @@ class PhaseTimer:
     def take(self) -> dict[str, float]:
         """End the current phase, and return each phase's seconds since the last call.
 
-        On a GPU, this method waits until all work is done.
+        On a GPU, the method waits until all queued work is done.
         """
         self.start("end")
         if self.is_gpu:

@@ -80,7 +80,7 @@ class SwappedParameters(nn.Module):
         # backward pass through a graph that uses them.
         for saved_copy, parameter in zip(self.copies, self.originals(), strict=True):
             if not is_part(parameter):
-                # The exchange allocates no memory, so memory cannot run out after only some parameters have been
+                # Swapping parameters allocates no memory, so memory cannot run out after only some parameters have been
                 # swapped.
                 parameter.data, saved_copy.data = saved_copy.data, parameter.data
                 continue

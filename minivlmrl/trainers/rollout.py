@@ -96,8 +96,8 @@ class RolloutTrainer(Trainer):
     def shares_vision_tower(self) -> bool:
         """Return True if all models of the stage share one frozen vision tower.
 
-        With one shared tower, the sampler may keep image embeddings for training. A reward model and a reference from a
-        folder have their own vision towers.
+        If all models share one vision tower, the sampler may keep image embeddings for training. A reward model and a
+        reference from a folder have their own vision towers.
         """
         is_frozen = not trained_parameters(self.policy.visual)
         return is_frozen and self.run.reference.path is None and REWARD_MODEL not in self.run.rewards
@@ -205,8 +205,8 @@ class RolloutTrainer(Trainer):
     def split(self, groups: Sequence[list[Sample]]) -> list[list[Sample]]:
         """Split an optimizer step's samples into micro-batches.
 
-        If max_tokens_per_micro_batch is set, it limits the tokens in a micro-batch. Without this limit, a micro-batch
-        has the groups of micro_batch_size prompts.
+        If max_tokens_per_micro_batch is set, it limits the tokens in a micro-batch. Without a limit on tokens, a
+        micro-batch has the groups of micro_batch_size prompts.
         """
         size = self.config.micro_batch_size
         max_tokens = self.config.max_tokens_per_micro_batch
