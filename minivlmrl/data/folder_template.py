@@ -267,7 +267,8 @@ class ChatTemplate:
 
     def _error(self, reason: str | Exception, kind: type[ValueError] = ValueError) -> ValueError:
         if isinstance(reason, Exception):
-            where = f" in line {reason.lineno}" if hasattr(reason, "lineno") else ""  # known only for syntax errors
+            line = getattr(reason, "lineno", None)  # known only for syntax errors
+            where = "" if line is None else f" in line {line}"
             reason = f"the template fails{where}: {type(reason).__name__}: {reason}".partition("\n")[0]
         return kind(f"{self.source}: chat template: {reason}")
 
