@@ -69,7 +69,7 @@ class GroupLayout:
                 end += n - 1
             self.completion_spans.append(spans)
         self.num_tokens = end  # N
-        # (B,) position of each prompt's last token
+        # (B,) packed position of each prompt's last token
         self.last_index = index_tensor([span[-1] for span in self.prompt_spans], device)
         # (M,) for each completion token, the packed position whose output predicts the token
         self.predict_index = index_tensor(self.predicting_tokens(), device)
@@ -275,7 +275,7 @@ class DecodeAttention:
         self.row_bias.zero_().masked_fill_(later[:, None, None], float("-inf"))
 
     def remember(self, layer_index: int, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Add new k and v (R, K, D) to the cache, and return all cached k and v (R, K, C, D)."""
+        """Add new keys k and values v (R, K, D) to the KV cache, and return all cached k and v (R, K, C, D)."""
         (R, K, D) = k.shape
         index = self.newest.view(R, 1, 1, 1).expand(R, K, 1, D)
         for keys, new in zip(self.row_kv[layer_index], (k, v), strict=True):
@@ -286,7 +286,7 @@ class DecodeAttention:
         return [keys[:, :, : self.num_row_keys] for keys in self.row_kv[layer_index]]
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Compute the attention output (R, H, D) of new tokens, whose k and v are (R, K, D)."""
+        """Compute the attention output (R, H, D) of new tokens from q (R, H, D), k and v (R, K, D)."""
         (R, H, D) = q.shape
         K = k.shape[1]
         row_k, row_v = self.remember(layer_index, k, v)  # (R, K, C, D)

@@ -65,7 +65,7 @@ def load_model(
     if sharding is not None:
         sharding.shard(model)
 
-    # function (tensor in a file, parameter) -> the part of the tensor that this rank keeps
+    # function: (tensor in a file, parameter of the model) -> the shard of the tensor that this rank keeps
     take_shard = sharding.take_shard if sharding else lambda x, like: x.to(device, like.dtype, copy=True)
     assign(model, _read_weights(folder, files, model, take_shard, device))
     model.folder = folder.resolve()  # save_model copies unused tensors from this folder
@@ -135,7 +135,7 @@ def _read_weights(
 def check_loaded(weight: Tensor, name: str, file: Path):
     """Raise ValueError if a loaded weight contains NaN or infinite values."""
     local_weight = weight.to_local() if isinstance(weight, Sharded) else weight
-    # a single NaN or infinite value makes the whole sum NaN or infinite
+    # one NaN or infinite value in a weight makes the sum of the weight NaN or infinite
     total = local_weight.sum(dtype=torch.promote_types(weight.dtype, torch.float32))
     if not total.isfinite():
         raise ValueError(
@@ -145,7 +145,7 @@ def check_loaded(weight: Tensor, name: str, file: Path):
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name on the hub, tensor) for each tensor in a safetensors file.
+    """Yield (name, tensor) for each tensor in a safetensors file; hub_name converts the names.
 
     The tensors are views of the memory-mapped file, so callers must copy the values.
     """
@@ -261,7 +261,7 @@ def carried_files(folder: Path) -> dict[str, bytes]:
 
 
 def file_weights(model: VisionLanguageModel) -> dict[str, Weight]:
-    """Return a model's weights, named as in its family's files, for gather_full_tensor."""
+    """Return a model's weights by the names that the family's files on the hub use, for gather_full_tensor."""
     family = family_of(model)
     file_name = module_name if family.files_have_module_names else str
     weights = {file_name(name): weight for name, weight in plain_weights(model).items()}

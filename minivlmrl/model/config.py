@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 Size = Annotated[int, "[1, 1e9]"]
 TokenId = Annotated[int, "[0, 1e9]"]
-# Sizes are limited, because a larger model would be built for minutes before an error about missing weights.
+# Sizes are limited, because building a larger model takes minutes before loading fails for missing weights.
 Depth = Annotated[int, "[1, 1000]"]
 
 
@@ -42,7 +42,7 @@ class VisionConfig:
     norm: ClassVar[Literal["rms_norm", "layer_norm"]] = "layer_norm"
     # side of a square attention window in pixels; None makes each frame one window
     window_size: ClassVar[int | None] = None
-    # indices of blocks in which patches attend to the whole frame, in a tower with windows
+    # in a tower with window attention, indices of the blocks in which patches attend to the whole frame
     fullatt_block_indexes: ClassVar[tuple[int, ...]] = ()
     # number of M-RoPE time positions per second of video; None uses one position per time step
     tokens_per_second: ClassVar[int | None] = None

@@ -9,9 +9,9 @@ from minivlmrl.errors import check_field, error_context
 from minivlmrl.model.config import ModelConfig, VisionConfig
 from minivlmrl.model.families.registry import FAMILIES, ModelSpec
 
-# keys in config.json that are not copied to `extra`, because to_dict computes their values
+# keys in config.json that are not copied to ModelConfig.extra, because to_dict computes the values
 REWRITTEN = {"text_config", "rope_parameters", "rope_scaling", "dtype", "architectures", "transformers_version"}
-# keys in vision_config that are not copied to `extra`, because to_dict computes their values
+# keys in vision_config that are not copied to VisionConfig.extra, because to_dict computes the values
 REWRITTEN_IN_VISION = REWRITTEN | {"model_type", "hidden_act", "in_chans", "spatial_patch_size", "torch_dtype"}
 
 
@@ -52,7 +52,7 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
 
 
 def _check_model_type(config: dict, where: str):
-    """Raise ValueError unless the model's family is supported."""
+    """Raise ValueError unless model_type in config.json is a supported model family."""
     model_type = config.get("model_type")
     expected = f"{' or '.join(FAMILIES)}; other mixtures of experts and qwen4_exp are not supported"
     if isinstance(model_type, str) and not config.get("vision_config"):

@@ -104,7 +104,7 @@ class LoRALinear(ReplacedLinear):
         return (weight + update).to(weight.dtype)
 
     def weight_and_update(self) -> tuple[Tensor, Tensor]:
-        """Return the base layer's W and scaling * B A, both (out_features, in_features)."""
+        """Return the base weight W and the adapter's update scaling * B A, both (out_features, in_features)."""
         A = gather_full_tensor(self.lora_A)
         B = gather_full_tensor(self.lora_B)
         weight = gather_full_tensor(self.base.weight).to(A.device)
@@ -115,8 +115,8 @@ class TF32Adapter(torch.autograd.Function):
     """Compute base_result + scaling * x A^T B^T with TF32 products in the forward and the backward pass.
 
     TF32 rounds the factors of a float32 product to 11 significant bits for the tensor cores, and sums products in
-    float32. A bfloat16 x has 8 significant bits and is not rounded. TF32Adapter sets the precision in each pass,
-    because the setting is global in torch, and autograd runs the backward pass later, in another thread.
+    float32. A bfloat16 input x has 8 significant bits, so TF32 does not round x. TF32Adapter sets the precision in each
+    pass, because the setting is global in torch, and autograd runs the backward pass later, in another thread.
 
     Shapes: base_result (N, out_features), x (N, in_features), A (r, in_features), B (out_features, r).
     """

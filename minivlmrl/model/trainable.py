@@ -30,8 +30,8 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 def is_trained(name: str, freeze: Sequence[Part], adapted: bool) -> bool:
     """Return True if the parameter `name` is trained.
 
-    Parameters in frozen parts are never trained. In a model with adapters, only the adapters are trained. A value model
-    also trains its value head, but not the language-model head.
+    Parameters in frozen model parts are never trained. In a model with adapters, only the adapters are trained. A value
+    model also trains its value head, but not the language-model head.
     """
     if name in ("score.weight", "backbone.lm_head.weight"):
         return name == "score.weight"

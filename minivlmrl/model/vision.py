@@ -111,7 +111,7 @@ def window_order(image_grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, 
 
 @dataclass
 class Layout:
-    """Patch order, rotary angles and attention segments for an image batch in the tower."""
+    """Order, rotary angles and attention segments of the patches of a batch of images in the vision tower."""
 
     order: Tensor  # (P,) for each patch in window order, its index in pixel_values
     raster_order: Tensor  # (M,) for each merged token in raster order, its index in window order
@@ -146,7 +146,7 @@ def lay_out(grids: tuple[tuple[int, int, int], ...], config: VisionConfig, devic
 class VisionTower(nn.Module):
     """Base class for the vision towers of all families, with the attributes that other files use.
 
-    The forward of every tower has the same arguments and results as VisionTransformer.forward. With DeepStack, the
+    The method forward of every tower has the arguments and results of VisionTransformer.forward. With DeepStack, the
     result (M, (1 + k) * out_hidden_size) has the merged tokens of the last block and of k inner blocks.
     model/config_json.py checks that out_hidden_size is the decoder's hidden_size. A tower may also have
     - pos_embed: nn.Embedding with learned positions, which model/build.py initialises with the

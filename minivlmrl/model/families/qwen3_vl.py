@@ -125,7 +125,7 @@ class Qwen3VisionTransformer(VisionTower):
     def positions(self, t: int, h: int, w: int) -> Tensor:
         """Interpolate the learned position embeddings bilinearly to an h x w patch grid.
 
-        The learned embeddings form a square, whose corners are aligned with the image's corners.
+        The learned position embeddings form a square grid, whose corners are aligned with the image's corners.
 
         Returns:
             Position embeddings (t * h * w, E), in pixel_values order, and equal in all t time steps.

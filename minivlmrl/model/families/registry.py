@@ -122,7 +122,7 @@ FAMILIES = Families()
 
 
 def family_of(model: VisionLanguageModel) -> ModelSpec:
-    """Return the ModelSpec for a model's family."""
+    """Return the ModelSpec of the family to which a model belongs."""
     return FAMILIES[model.config.model_type]
 
 
