@@ -74,7 +74,7 @@ class RewardLog:
         self.metrics: dict[str, list[float]] = {}  # values from the current rollout on this rank
 
     def log_metric(self, name: str, value: float):
-        """Log a finite number; metrics.jsonl has the mean over a rollout's numbers."""
+        """Log a finite number as a metric; metrics.jsonl has the mean over a rollout's numbers."""
         number = plain_value(value)
         if name in STEP_METRICS:  # the line of the step would lose its own value
             raise ValueError(f"log_metric: {name!r} is already a metric of every step; use another name")

@@ -58,7 +58,7 @@ def accuracy(
 ) -> list[float | None]:
     """Return 1.0 for each answer that equals the solution, else 0.0.
 
-    Case, whitespace and a final full stop are ignored. The result is None for a row without a solution.
+    Case, repeated whitespace and final full stops do not count. The result is None for a row without a solution.
 
     Raises:
         ValueError: no text equals a solution, see solution_text.

@@ -182,7 +182,7 @@ class Trainer:
 
     @staticmethod
     def has_reference(config) -> bool:
-        """Return True if the stage needs a reference model with these options."""
+        """Return True if the stage needs a reference model with the given options."""
         return False
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:

@@ -46,7 +46,7 @@ class GRPOBatch(SampledBatch):
     advantages: Tensor  # (R,)
     # (R, T) log-probabilities before the first update on the rollout; None if no option needs them
     old_per_token_logps: Tensor | None
-    # (R, T) or (R, 1) ratio that corrects for differences between the sampler and the trainer
+    # (R, T) or (R, 1) importance ratio that corrects for differences between sampler and trainer
     importance_sampling_ratio: Tensor | None
     # lowest entropy among the tokens that the optimizer step trains on, over all its micro-batches
     entropy_threshold: float | None

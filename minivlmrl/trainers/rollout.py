@@ -132,8 +132,7 @@ class RolloutTrainer(Trainer):
     def trial_batches(self, rows: Sequence[Row]) -> Sequence[MicroBatch]:
         """Pack completions of max_new_tokens tokens, to test whether a training step fits in memory.
 
-        The rewards of these completions alternate between 0 and 1, because samples without an advantage can be left
-        out.
+        The test's rewards alternate between 0 and 1, because samples without an advantage can be left out.
         """
         if samples_trajectories(self.run.sampling):
             return ()
