@@ -1,13 +1,13 @@
 """Capture the decode step as a CUDA graph, so that the CPU makes one launch per token.
 
-Without a graph, the GPU waits for the host, because a step of 36 layers has more than a thousand kernel launches. A
-graph takes a single launch, and it runs the same kernels on the same memory every time. For a graph, all values that
-change from step to step are stored in tensors, and all tensors keep their addresses. Completion keys and values are in
-buffers that are longer than needed, a mask hides the unused part, and finished rows are computed until the whole batch
-is finished. A new graph is captured only when the buffers have to grow.
+Without a CUDA graph, the GPU waits for the host, because a decode step of 36 layers has more than a thousand kernel
+launches. A CUDA graph takes a single launch, and runs the same kernels on the same memory every time. Therefore all
+values that change from step to step are stored in tensors with constant addresses. Keys and values are stored in
+buffers whose unused part is masked, and finished completions are computed until the whole batch is finished. A new CUDA
+graph is captured only when the key and value buffers have to grow.
 
-The random numbers are the same as without a graph. The last bits of logits differ from those without a graph, because
-the sums also include masked keys.
+Sampling uses the same random numbers with and without a CUDA graph. The last bits of logits differ, because a CUDA
+graph's sums also include masked keys.
 """
 
 from functools import cache
@@ -23,7 +23,7 @@ from minivlmrl.model.attention import DecodeAttention
 HEADROOM = 2**30  # free bytes in GPU memory that a capture may request from the driver
 # Initial size of the key and value buffers, in tokens per completion. The size is doubled when the buffers are full.
 KEYS = 256
-# All captures share one stream, because a GPU keeps separate workspaces for every stream.
+# All CUDA graph captures share one stream, because a GPU keeps separate workspaces for every stream.
 capture_stream = cache(lambda device: torch.cuda.Stream(device))
 
 
@@ -40,15 +40,15 @@ class StaticDecodeAttention(DecodeAttention):
         self.row_bias = F.pad(self.row_bias, (0, capacity - self.num_row_keys))
 
     def select(self, unfinished: Tensor) -> None:
-        """Keep all rows in the batch, because a graph also computes the finished rows."""
+        """Keep all rows in the batch, because a CUDA graph also computes the finished rows."""
 
     def advance(self, tokens: int | Tensor = 1, growth: int = 1):
-        """Count the new tokens, also on the host, and enlarge full key and value buffers."""
+        """Count the new tokens on the GPU and on the host, and enlarge full key and value buffers."""
         super().advance(tokens, growth=0)
         self.longest += growth
         if self.num_row_keys < min(self.longest, self.capacity):
             self.num_row_keys = min(max(2 * self.num_row_keys, self.longest), self.capacity)
-            # Layers are enlarged one by one, so that only one layer is in memory twice.
+            # The layers' buffers are enlarged one by one, so that only one is in memory twice.
             for layer in self.row_kv:
                 layer[:] = [F.pad(x, (0, 0, 0, self.num_row_keys - x.shape[2])) for x in layer]
 
@@ -68,12 +68,12 @@ class CapturedDecode(Decode):
     attention_type = StaticDecodeAttention
 
     def __init__(self):
-        # the attention slots and the buffer size for which the graph was captured
+        # the attention object's slots and buffer size for which the CUDA graph was captured
         self.graph_key = None
         self.graph = None
 
     def __call__(self, model, ids: Tensor, attention) -> Tensor:
-        # A graph reads fixed addresses, so it is only valid for the same slots and buffers.
+        # A CUDA graph reads fixed addresses, so it is only valid for the slots and buffers with which it was captured.
         graph_key = attention.slots, attention.num_row_keys
         is_new = graph_key != self.graph_key
         if is_new:
@@ -83,7 +83,7 @@ class CapturedDecode(Decode):
         self.ids.copy_(ids)
         if self.graph is not None:
             self.graph.replay()
-        # The first step runs without a graph and allocates the workspaces, because a capture must not allocate them.
+        # The first step runs without a CUDA graph and allocates workspaces, because a capture must not allocate them.
         elif is_new or ids.device.type != "cuda":
             self.step(model, attention)
         else:
@@ -94,16 +94,16 @@ class CapturedDecode(Decode):
         self.logits = super().__call__(model, self.ids, attention)
 
     def capture(self, model, attention):
-        """Capture a step's kernels in a graph, then replay the graph to run the step."""
+        """Capture a decode step's kernels in a CUDA graph, then replay the graph to run the step."""
         # torch.cuda.graph is not used, because it first returns all unused memory to the driver, which takes 0.1 to 0.4
-        # s. Here memory is returned only if little is free.
+        # s. This capture returns memory only if little is free.
         if torch.cuda.mem_get_info()[0] < HEADROOM:
             torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         stream = capture_stream(self.ids.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # The mode thread_local allows other threads, which load images, to use the GPU.
+            # The capture mode thread_local allows other threads, which load images, to use the GPU.
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 self.step(model, attention)

@@ -31,7 +31,7 @@ def make_sampler(
 ) -> Sampler:
     """Make the sampler for a recipe's section `sampling`.
 
-    The sampler has tools if sampling.environment is set; otherwise it is the engine that sampling.engine names. See
+    If sampling.environment is set, the sampler can call tools; otherwise, sampling.engine selects the sampler. See
     Sampler for the arguments.
     """
     if sampling.environment is None:

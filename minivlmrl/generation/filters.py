@@ -1,9 +1,9 @@
 """Apply repetition penalty, temperature, top_k, top_p and min_p to the next token's logits.
 
-To add a filter, add a field to SamplingOptions (config/options.py), a last step to filter_logits, and an entry to
-NO_TRUNCATION (config/options.py). A filter without an entry in NO_TRUNCATION is never applied, because the sampler, the
-training step, vLLM and option checks use the table to decide whether tokens are removed. See docs/developer_guide.md
-for an example.
+To add a sampling filter, add a field to SamplingOptions and an entry to NO_TRUNCATION (both in config/options.py), and
+a last step to filter_logits. A filter without an entry in NO_TRUNCATION is never applied, because the sampler, the
+training step, vLLM and option checks use the table to decide whether tokens are removed. docs/developer_guide.md has an
+example.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ class Filters:
         self.sampling = sampling
         self.prompts = prompts
         self.num_generations = num_generations
-        # for each row and each of its tokens: the ids that the filters did not remove
+        # for each row and token: the ids that the sampling filters did not remove
         self.allowed_ids: list[list[Tensor]] = [[] for _ in range(len(prompts) * num_generations)]
         # (R, V) bool, whether a row's prompt or completion contains an id
         self.seen: Tensor | None = None
@@ -52,9 +52,9 @@ class Filters:
         return scores
 
     def record_masks(self, completions: Iterable[Completion]):
-        """Store the ids that passed the filters in each completion.
+        """Store in each completion the token ids that the sampling filters did not remove.
 
-        Training normalises log-probabilities over the stored ids.
+        Training normalises log-probabilities over these token ids only.
         """
         for allowed_of_row, completion in zip(self.allowed_ids, completions, strict=True):
             # Decoding continues after a row has finished, so a row can have more masks than its completion has tokens.
@@ -91,7 +91,7 @@ def filter_logits(logits: Tensor, sampling: SamplingOptions, seen: Tensor | None
         return scores
     scores = scores / sampling.temperature
     if sampling.top_k:
-        # each row's top_k largest scores, in descending order
+        # each row's largest scores, top_k many, in descending order
         largest = scores.topk(min(sampling.top_k, scores.shape[-1])).values
         scores = scores.masked_fill(scores < largest[:, -1:], float("-inf"))
     if sampling.top_p < 1:

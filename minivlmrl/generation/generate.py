@@ -1,4 +1,4 @@
-"""Sample completions for prompts. Each prompt is computed only once for all its completions.
+"""Sample completions for prompts. The forward pass of each prompt is computed only once for all its completions.
 
     prefill        run one forward over all prompts, and store each prompt's keys and values
                    once for all its completions
@@ -10,8 +10,8 @@
 A row is one completion. The random numbers of a row depend only on the prompt's key, so a sample does not change with
 the batch or the number of GPUs. See uniform_numbers in data/rows.py.
 
-Dimension letters: B prompts, G completions per prompt, R = B * G rows, r rows that are still in the batch, V vocabulary
-size.
+Dimension letters: B prompts, G completions per prompt, R = B * G rows (completions), r unfinished rows in the batch, V
+vocabulary size.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +27,7 @@ from minivlmrl.model.attention import DecodeAttention, GroupAttention
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.packing import GroupBatch, pack
 
-# Number of integer units that equal a probability of 1. Sums stay below 2^53, where float64 is exact.
+# Integer that stands for a probability of 1. Sums stay below 2^53, where float64 is exact.
 UNITS = 2**52
 # A function sample_token(logits, rows, counts) -> ids, logps, ends. It samples one token per row from logits (r, V).
 # rows (r,) are the row indices, and counts (r,) the token counts that each row has so far. Each result is (r,), and
@@ -119,7 +119,7 @@ def prefill(
     hidden = model(batch, attention, batch.layout.last_index)
     # for each prompt (3, P): its tokens' time, height and width positions
     positions = batch.position_ids.split(batch.layout.prompt_lengths, dim=1)
-    # (B,), each prompt's first completion position
+    # (B,), the position of each prompt's first completion token
     start = torch.stack([position.max() + 1 for position in positions])
     decoding = decode.attention_type(attention, prompt_index, capacity, start)
     logits = float32_matmul(hidden, model.lm_head.weight.T)
@@ -160,8 +160,8 @@ def make_token_sampler(
 ) -> TokenSampler:
     """Make the function with which `generate` samples one token per row.
 
-    The function also returns each sampled token's log-probability. The logits are divided by the temperature and
-    normalised over the tokens that the filters do not remove. A repetition penalty has no influence on the
+    The sampling function also returns each sampled token's log-probability. The logits are divided by the temperature
+    and normalised over the tokens that the filters do not remove. A repetition penalty has no influence on the
     log-probabilities, and a temperature of 0 counts as 1.
 
     Args:
@@ -210,7 +210,7 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     """Return the first token at which the cumulative probability exceeds the row's random number.
 
     Probabilities are converted to integer multiples of 2^-52, because sums of integers are exact, in any order and on
-    any device. Therefore a token of probability 0 is never sampled, and rows do not influence each other.
+    any device. With exact sums, a token of probability 0 is never sampled, and rows do not influence each other.
 
     Args:
         probs: (r, V) float32.

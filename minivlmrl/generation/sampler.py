@@ -30,8 +30,8 @@ ENGINES = {"native": "minivlmrl.generation.sampler:Sampler", "vllm": "minivlmrl.
 class Sampler:
     """Sample completions with the options in a recipe's section `sampling`.
 
-    A sample depends on its prompt's key, but not on the other prompts or the number of ranks. To use a different
-    engine, subclass this class; see extras/vllm.py and docs/developer_guide.md.
+    A sample depends on its prompt's key, but not on the other prompts or the number of ranks. To add a sampling engine,
+    subclass Sampler; see extras/vllm.py and docs/developer_guide.md.
 
     Args:
         processor: the policy's processor, with the tokenizer and the default stop tokens.
@@ -166,7 +166,7 @@ class Sampler:
         return turn_ends | self.record_tokens(rows, ids)
 
     def record_tokens(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Record one token per row, sampled or from a tool; return True (r,) where it completes a stop string."""
+        """Record one token per row, sampled or from a tool; return (r,), True where it completes a stop string."""
         if self.filters is not None:
             self.filters.add_seen(rows, ids)
         self.on_tokens(rows, ids)
@@ -196,7 +196,7 @@ class Sampler:
         completions: Sequence[Sequence[Completion]],
         max_logp_mismatch: float,
     ):
-        """Check that an engine's log-probabilities match the policy's; they do if the policy itself samples.
+        """Check that an engine's log-probabilities match the policy's; Sampler itself samples from the policy.
 
         Args:
             rows: each prompt's row, for error messages.
@@ -217,7 +217,7 @@ def check_groups(completions: Sequence[Sequence[Completion]], num_prompts: int, 
     """Raise ValueError unless an engine has sampled num_generations completions for each prompt.
 
     With a wrong number of completions, prompts would get the rewards of other prompts. With NaN as log-probabilities,
-    no check could find that the engine computes another policy than the trainer.
+    no check could find that the sampling engine and the trainer compute different policies.
     """
     lengths = [len(group) for group in completions]
     if lengths != [num_generations] * num_prompts:
@@ -231,7 +231,7 @@ def check_groups(completions: Sequence[Sequence[Completion]], num_prompts: int, 
 
 def can_capture(model: VisionLanguageModel, sampling: SamplingOptions, by_layer: bool) -> bool:
     """Return whether a CUDA graph can capture decode steps; False if FSDP gathers layer by layer (`by_layer`)."""
-    # a mixture of experts cannot be captured, because the number of tokens per expert varies
+    # CUDA graphs cannot capture a mixture of experts, because the number of tokens per expert varies
     return sampling.cuda_graph == "auto" and not by_layer and model.config.experts is None
 
 

@@ -26,8 +26,8 @@ NO_TEXT = b"\xff"
 def token_bytes(tokenizer: Tokenizer, token_id: int, missing: bytes = b"") -> bytes:
     """Return the UTF-8 bytes of a token's text, or `missing` if the id does not have a token.
 
-    Example: the token Ġcat has the bytes b" cat". The token Ã© has the two bytes of é, and the token Ã has only the
-    first byte of é.
+    Example: in byte-level BPE, the token Ġcat has the bytes b" cat". The token Ã© has the two bytes of é, and the token
+    Ã has only the first byte of é.
     """
     token = tokenizer.backend.id_to_token(token_id)
     if token is None:
@@ -71,7 +71,7 @@ class StopStrings:
             text = before + self.bytes_of(token_id)
             is_complete = False
             for string in self.strings:
-                # The search starts late enough that every match contains a byte from the new token.
+                # The search for stop strings starts where every match contains a byte from the new token.
                 start = max(0, len(before) + 1 - len(string))
                 is_complete |= string in text[start:]
             ends.append(is_complete)

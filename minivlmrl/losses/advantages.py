@@ -60,8 +60,8 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
 def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -> Tensor:
     """Compute GDPO's advantages: normalise each of the K rewards within its group, then sum them.
 
-    Each reward is normalised within its group. Then the weighted sum of the K rewards is computed, and the sums are
-    normalised over the whole batch.
+    Each reward is normalised within its group. Then the weighted sums of the K normalised rewards are normalised over
+    the whole batch.
 
     Example: two completions with rewards (0, 0) and (1, 100) have the normalised rewards (-0.71, -0.71) and
     (0.71, 0.71), so the large reward does not dominate the small one.

@@ -2,8 +2,8 @@
 
 This file imports only torch, so that you can copy it into your own project.
 
-B is the number of completions, and T is the longest completion's length; shorter ones are padded on the right. The loss
-is computed in four steps. For three of the steps, the value of an option selects a function from a table:
+B is the number of completions, and T is the longest completion's length; shorter completions are padded on the right.
+The loss is computed in four steps. For three of the steps, the value of an option selects a function from a table:
 
     ratio      r_t = pi(o_t) / pi_old(o_t), per token or per completion       RATIOS
     term       -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)                TERMS
@@ -27,7 +27,7 @@ class LossNormalizer:
     """Totals over all micro-batches and ranks of a step, by which losses are divided."""
 
     sequences: float  # completion count in the optimizer step
-    # completion tokens in the optimizer step whose mask is 1; num_items_in_batch in TRL
+    # number of completion tokens in the optimizer step with mask 1; num_items_in_batch in TRL
     tokens: float | Tensor
     # constant length by which dr_grpo divides instead of completion lengths
     max_completion_length: int | None = None
@@ -53,8 +53,9 @@ def grpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the policy-gradient loss for a batch of completions.
 
-    Example: one completion has two tokens, advantage 0.5 and ratio 1 (on-policy), and beta is 0. Each token's term is
-    -0.5, so the loss is also -0.5 for "grpo" and "dapo". With "dr_grpo" and max_completion_length 4, the loss is -0.25.
+    Example: one completion has two tokens, advantage 0.5 and ratio 1 (on-policy), and beta is 0. Each token's loss is
+    -0.5, so the batch's loss is also -0.5 with loss_type "grpo" or "dapo". With loss_type "dr_grpo" and
+    max_completion_length 4, the batch's loss is -0.25.
 
     Args:
         per_token_logps: (B, T) float, log-probabilities in nats under the trained policy, with gradient.
@@ -184,14 +185,13 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
         k3   pi_ref/pi - log(pi_ref/pi) - 1   unbiased, not negative   that of KL(pi_ref || pi)
         k1+, k2+, k3+                         same as without a plus   that of KL(pi || pi_ref)
 
-    The table holds for sums over tokens and without correct_kl. By default, correct_kl is used, and then k1 and k3 also
-    have the gradient of KL(pi || pi_ref). The gradients in the table treat earlier tokens as constant. The KL of whole
-    completions also depends on how a token changes the tokens after it; only a KL in the reward has that gradient
-    (docs/faq.md).
+    The estimators' table holds for sums over tokens, without correct_kl. By default, correct_kl gives k1 and k3 the
+    gradient of KL(pi || pi_ref). The estimators' gradients treat earlier tokens as constant. A token also changes the
+    KL of the tokens after it; only a KL penalty in the reward has this gradient (docs/faq.md).
 
-    Recipes select k1, k2 or k3 with grpo.kl_estimator; the names with a plus are for callers of grpo_loss. To add an
-    estimator, add it to KL_ESTIMATORS and its name to GRPOOptions.kl_estimator (config/options.py), and decide in
-    correct_kl whether its gradient flows through the ratio.
+    Recipes select k1, k2 or k3 with grpo.kl_estimator; k1+, k2+ and k3+ are only for callers of grpo_loss. To add a KL
+    estimator, extend KL_ESTIMATORS, GRPOOptions.kl_estimator (config/options.py) and correct_kl, which decides whether
+    the gradient flows through the ratio.
 
     Source: Schulman, "Approximating KL divergence" (2020) for the values; arXiv 2506.09477 for the gradients; verl's
         straight-through estimators for the names with a plus.
@@ -206,7 +206,7 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
     return kl
 
 
-# For each estimator, a function of d = log pi_ref - log pi.
+# For each KL estimator, a function of d = log pi_ref - log pi.
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda d: -d,
     "k2": lambda d: 0.5 * d.square(),
@@ -218,9 +218,9 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 def correct_kl(kl: Tensor, ratio: Tensor, kl_estimator: str) -> Tensor:
     """Multiply the KL estimate by the ratio, to obtain the expected gradient of KL(pi || pi_ref).
 
-    The correction is also valid off-policy. For k1 and k3, the missing part of the gradient flows through the ratio.
-    For k2 and the estimators with a plus, the ratio is detached, because their gradient is already correct; the ratio
-    then only reweights tokens that an older policy sampled.
+    Multiplying by the ratio also corrects the KL estimate if an older policy sampled the tokens. For the estimators k1
+    and k3, the missing part of the gradient flows through the ratio. For k2, k1+, k2+ and k3+, whose gradient is
+    already correct, the ratio is detached and only reweights tokens that an older policy sampled.
     """
     if kl_estimator == "k2" or kl_estimator.endswith("+"):
         return kl * ratio.detach()
@@ -232,9 +232,9 @@ def correct_kl(kl: Tensor, ratio: Tensor, kl_estimator: str) -> Tensor:
 AVERAGES: dict[str, Callable[[Tensor, Tensor, LossNormalizer], Tensor]] = {
     # mean over each completion's tokens, then mean over the step's completions
     "grpo": lambda terms, mask, normalizer: (terms.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / normalizer.sequences,
-    # mean over all tokens in the step, which gives all tokens the same weight
+    # mean over all tokens in the optimizer step, which gives all tokens the same weight
     "dapo": lambda terms, mask, normalizer: terms.sum() / normalizer.tokens,
-    # The divisor does not depend on completion lengths, so there is no length bias.
+    # Dr. GRPO's divisor does not depend on completion lengths, so the loss has no length bias.
     "dr_grpo": lambda terms, mask, normalizer: terms.sum() / (normalizer.sequences * max_length(normalizer)),
 }
 
@@ -276,6 +276,6 @@ def check_bounds(epsilon_low: float, epsilon_high: float, beta: float):
 
 
 def check_known(option: str, name: str, table: dict[str, Callable]):
-    """Raise ValueError if an option's value is not a key of the option's table."""
+    """Raise ValueError if an option's value is unknown, that is, not a key in the option's table."""
     if name not in table:
         raise ValueError(f"{option} is {name!r}, but it must be one of {', '.join(table)}")

@@ -1,8 +1,8 @@
 """GRPO loss variants: GSPO-token, RLOO, CISPO, SAPO, VESPO, LUSPO and BNPO.
 
-This file adds the variants to the tables RATIOS, TERMS and AVERAGES in grpo.py. The file also computes an entropy
-bonus, and token weights that mask off-policy rows, select tokens with high entropy, or correct for the sampler. To use
-this file in your own project, copy grpo.py too.
+The loss variants are added to the tables RATIOS, TERMS and AVERAGES in grpo.py. grpo_variants.py also computes an
+entropy bonus, and token weights that mask off-policy rows, select tokens with high entropy, or correct for the sampler.
+To use grpo_variants.py in your own project, copy grpo.py too.
 """
 
 import math
@@ -29,7 +29,7 @@ RATIOS |= {
 
 
 def rloo_term(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor, dict]:
-    """Compute RLOO's term, which is the clipped term with the whole completion's ratio.
+    """Compute RLOO's token loss, which is PPO's clipped loss with the whole completion's ratio.
 
     RLOO ignores the option importance_sampling_level.
     """
@@ -40,7 +40,7 @@ def rloo_term(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor
 def cispo_term(inputs: TermInputs) -> tuple[Tensor, dict]:
     """Compute CISPO's term: -sg(min(r, epsilon_high)) A log pi, where sg is detach.
 
-    Unlike PPO, CISPO keeps every token's gradient.
+    Unlike PPO's clipping, CISPO keeps every token's gradient.
 
     Source: MiniMax-M1 eq. 4 (arXiv 2506.13585).
     """
@@ -55,7 +55,7 @@ def sapo_term(
 ) -> tuple[Tensor, dict]:
     """Compute SAPO's term: -(4 / tau) sigmoid(tau (r - 1)) A, with a soft gate instead of clipping.
 
-    tau is sapo_temperature_pos where the advantage is positive, and sapo_temperature_neg elsewhere.
+    SAPO's tau is sapo_temperature_pos where the advantage is positive, and sapo_temperature_neg elsewhere.
 
     Source: SAPO eq. 5 and 6 (arXiv 2511.20347).
     """
@@ -75,8 +75,9 @@ def vespo_term(
 ) -> tuple[Tensor, dict]:
     """Compute VESPO's term: -sg(phi(W)) A log pi with phi(W) = W^k exp(lambda (1 - W)).
 
-    W is the importance weight for a whole completion, and sg is detach. Where the advantage is negative, k and lambda
-    are the options vespo_k_neg and vespo_lambda_neg; elsewhere, they are vespo_k_pos and vespo_lambda_pos.
+    VESPO's W is the importance weight for a whole completion, and sg is detach. The options vespo_k_neg and
+    vespo_lambda_neg set k and lambda for negative advantages; vespo_k_pos and vespo_lambda_pos do so for all other
+    advantages.
 
     Args:
         importance_sampling_ratio: (B, T) or (B, 1), ratio of the trainer's to the sampler's probabilities. W is
@@ -94,7 +95,7 @@ def vespo_term(
 def vespo_log_weight(log_ratio: Tensor, importance_sampling_ratio: Tensor | None, mask: Tensor) -> Tensor:
     """Compute VESPO's log W, (B, 1): the sum of the log-ratios (B, T) over each row's tokens.
 
-    If importance_sampling_ratio is not None, the sum includes the logarithms of this ratio.
+    If importance_sampling_ratio (trainer to sampler) is not None, its logarithms are added to the sum.
     """
     lowest = math.log(1e-8)
     highest = 20.0
@@ -113,8 +114,8 @@ TERMS |= {
     "vespo": vespo_term,
 }
 AVERAGES |= {
-    # mean over this micro-batch's tokens, weighted by its share of the completions in the step. As in TRL, the gradient
-    # depends on how the step is split into micro-batches.
+    # mean over the micro-batch's tokens, times the micro-batch's share of the step's completions. As in TRL, the
+    # gradient depends on how a step is split into micro-batches.
     "bnpo": lambda terms, mask, normalizer: terms.sum() / mask.sum().clamp(min=1) * (len(mask) / normalizer.sequences),
     # LUSPO (arXiv 2602.05261): sum over each completion's tokens, and mean over completions, so a long completion has
     # more weight than a short one
@@ -166,10 +167,9 @@ def top_entropy_threshold(entropies: Tensor, quantile: float) -> Tensor:
 def mean_entropy(
     entropies: Tensor, kept: Tensor, normalizer: LossNormalizer, num_tokens: float | Tensor | None = None
 ) -> Tensor:
-    """Compute the mean entropy of the kept tokens, which is the entropy bonus.
+    """Compute the entropy bonus, which is the mean entropy of the tokens whose `kept` is 1.
 
-    The caller multiplies the mean by entropy_coef and subtracts it from the loss, so that training increases the
-    entropy.
+    The caller subtracts entropy_coef times the mean entropy from the loss, so that training increases the entropy.
 
     Args:
         entropies: (B, T), in nats.
@@ -185,7 +185,7 @@ def mean_entropy(
 def off_policy_mask(
     per_token_logps: Tensor, sampling_per_token_logps: Tensor, advantages: Tensor, mask: Tensor, threshold: float
 ) -> Tensor:
-    """Mask out completions with a negative advantage that have become much less likely.
+    """Mask out completions that have a negative advantage and have become much less likely since they were sampled.
 
     Args:
         sampling_per_token_logps: (B, T), log-probabilities that the sampler recorded; NaN where it did not record any.

@@ -6,9 +6,9 @@ B is the number of pairs and T the longest answer's length. In tensors (B, 2, T)
 the rejected one. Only `per_token_logps` has a gradient.
 
 Each loss divides by `normalizer`, the totals of the whole optimizer step, so that the gradients of micro-batches add up
-to the step's gradient. The normalizer's `sequences` counts two answers for each pair; by default the batch is the step.
-Three losses still depend on the micro-batches: aot and aot_unpaired sort a micro-batch's pairs, as in TRL, and
-use_weighting (WPO) multiplies the micro-batch's sft mean.
+to the step's gradient. `normalizer.sequences` counts two answers for each pair; by default, the batch is the whole
+optimizer step. Three losses still depend on the micro-batches: aot and aot_unpaired sort a micro-batch's pairs, as in
+TRL, and use_weighting (WPO) multiplies the micro-batch's sft mean.
 """
 
 import math
@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
-# losses that are defined for every f-divergence (sft does not depend on the divergence)
+# DPO losses that are defined for every f-divergence; sft does not depend on the divergence
 F_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
 SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired")  # losses with label_smoothing
 
 
 @dataclass
 class Pairs:
-    """Inputs of the functions in DPO_LOSSES, with shape (B,) unless another is given. f' is f_score."""
+    """Inputs of the functions in DPO_LOSSES, of shape (B,) unless a comment gives another. f' is the function f_score."""
 
     logps: Tensor  # (B, 2) log pi(y | x), summed over tokens, nats
     ref_logps: Tensor  # (B, 2) log pi_ref(y | x)
@@ -85,7 +85,7 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     "discopop": lambda pairs: torch.lerp(
         -logsigmoid(pairs.z), (-pairs.z).exp(), (pairs.z / pairs.discopop_tau).sigmoid()
     ),
-    # mean of -log pi over chosen tokens, equal for all pairs. Third loss of MPO (2411.10442)
+    # mean of -log pi over all chosen answers' tokens, equal for all pairs. Third loss of MPO (arXiv 2411.10442)
     "sft": lambda pairs: pairs.sft_loss,
     # -log s(b d) with d per token: length-normalised DPO of Tulu 3 (arXiv 2411.15124)
     "sigmoid_norm": lambda pairs: -logsigmoid(pairs.beta * pairs.mean_margin),
@@ -160,7 +160,7 @@ def dpo_loss(
     u, v = log_ratio.unbind(1)
     scores = f_score(log_ratio, f_divergence_type, f_alpha_divergence_coef)
     mean_scores = scores / lengths  # (B, 2)
-    # The sum over pairs, divided by num_pairs, is -sum(logps of chosen tokens) / num_tokens
+    # The sum of the sft loss over pairs, divided by num_pairs, is -sum(logps of chosen tokens) / num_tokens
     sft_loss = -(per_token_logps * mask)[:, 0].sum() / num_tokens * (num_pairs / B)
     pairs = Pairs(
         logps, ref_logps, u, v,
@@ -194,7 +194,7 @@ def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor
 def answer_logps(per_token_logps: Tensor, mask: Tensor, ld_alpha: float | None = None) -> Tensor:
     """Sum the token log-probabilities (B, 2, T) of each answer: (B, 2), in nats.
 
-    If ld_alpha is set, it multiplies the log-probabilities of the longer answer beyond the length of the shorter.
+    Beyond the shorter answer's length, log-probabilities of the longer answer are multiplied by ld_alpha, if set.
     Source: LD-DPO eq. 9 (arXiv 2409.06411); DPOTrainer.compute_ref_log_probs in TRL 1.16.
     """
     weights = mask.to(per_token_logps.dtype)  # so that ld_alpha is not rounded to float32
@@ -219,7 +219,7 @@ def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Te
         return -(-log_ratio).expm1()  # 1 - exp(-x) would round small log-ratios away
     if divergence == "js_divergence":
         return math.log(2) + logsigmoid(log_ratio)
-    # The exponent is clamped at 80, so that its exponential stays finite in float32.
+    # (alpha - 1) log t is clamped at 80, because larger numbers can overflow in float32's exp.
     return ((alpha - 1) * log_ratio).clamp(max=80.0).expm1() / (alpha - 1)
 
 
@@ -262,7 +262,7 @@ def check_dpo_options(
     use_weighting: bool,
     prefix: str = "",
 ):
-    """Raise ValueError if `dpo_loss` options do not fit together.
+    """Raise ValueError if options of `dpo_loss` contradict each other.
 
     Args:
         prefix: recipe section with a dot, for example "dpo.", for option names in messages.
@@ -306,7 +306,7 @@ def sorted_margins(logps: Tensor) -> Tensor:
 
 
 def smoothed(z: Tensor, label_smoothing: float) -> Tensor:
-    """Compute the mean of -log s(z) and -log s(-z), in which the second has the weight label_smoothing."""
+    """Compute (1 - label_smoothing) times -log sigmoid(z), plus label_smoothing times -log sigmoid(-z)."""
     return -(1 - label_smoothing) * logsigmoid(z) - label_smoothing * logsigmoid(-z)
 
 
