@@ -28,7 +28,7 @@ SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired")  # losses wi
 
 @dataclass
 class Pairs:
-    """Inputs of the functions in DPO_LOSSES, of shape (B,) unless a comment gives another. f' is the function f_score."""
+    """Inputs of the functions in DPO_LOSSES, of shape (B,) unless a comment gives another. f' is f_score."""
 
     logps: Tensor  # (B, 2) log pi(y | x), summed over tokens, nats
     ref_logps: Tensor  # (B, 2) log pi_ref(y | x)
