@@ -2,9 +2,9 @@
 
     S = q k^T D^-1/2, -inf for masked keys       P = softmax(S)       out = P v
 
-With H query heads and K key heads, query head i uses key head i // (H / K). Where the formula is computed step by step,
-the query heads that share a key head are stacked along the token axis, as if they were additional queries. Stacking
-gives fewer and larger matrix products, and the keys are not copied.
+With H query heads and K key heads, query head i uses key head i // (H / K). In code without a fused kernel, the query
+heads that share a key head are stacked along the token axis, as if they were additional queries. Stacking gives fewer
+and larger matrix products, and the keys are not copied.
 """
 
 import math
@@ -174,9 +174,9 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the q, k and v gradients with the fused kernel's backward pass.
 
-    The backward kernel recomputes each key's attention weight as exp(score - lse). Therefore `k` and `v` may hold only
-    a part of the keys, if `out` and `lse` are the attention results over all keys. For a part of the keys, the k and v
-    gradients are complete, but the q gradients must be summed over all parts.
+    The backward kernel recomputes each key's attention weight as exp(score - log-sum-exp). Therefore `k` and `v` may
+    hold only a part of the keys, if `out` and `lse` are the attention results over all keys. For a part of the keys,
+    the k and v gradients are complete, but the q gradients must be summed over all parts.
 
     The backward kernel computes a score's gradient as P (grad . v - grad . out), where P is the key's attention weight.
     If one key has nearly all the attention weight, grad . v and grad . out cancel, and the rounding error of a 16-bit

@@ -8,8 +8,8 @@ Derivation. For one hidden state h (D,), head W (V, D), chosen token y and tempe
 The forward and the backward pass compute the logits (M, V) for blocks of the M hidden states (rows) in turn. For each
 row of the logits, the forward pass stores only three numbers: top, s and H. The backward pass computes each block of
 logits again, overwrites the block with its gradient dz, and multiplies dz by W and h. The forward and the backward pass
-together take four matrix products with M V D multiplications each. A row whose two upstream gradients are 0 (because of
-a zero advantage or a clipped ratio) has dz = 0, so the backward pass can skip it without any approximation.
+together take four matrix products with M V D multiplications each. If a row's two upstream gradients are 0 (because of
+a zero advantage or a clipped ratio), its logits' gradient is exactly 0, so the backward pass skips the row.
 
     torch     A piece is a few rows with all their logits, small enough for the CPU's caches.
     Triton    A piece is a tile with 4096 rows and 2048 ids, or fewer rows and more ids. The tile stays in
@@ -83,7 +83,7 @@ class Pieces:
         return z
 
     def score(self, rows: slice) -> tuple[Tensor, ...]:
-        """Compute logp, H, top and s, each (m,), for m consecutive rows."""
+        """Compute log-probabilities, entropies, top and s, each (m,), for m consecutive hidden states."""
         ids = self.ids[rows]
         if not self.is_triton:
             z = self.logits(rows, self.tiles[0])

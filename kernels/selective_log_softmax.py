@@ -27,9 +27,9 @@ and the upstream gradients g (for logp) and e (for H), it follows that
 
 The backward pass reads the logits again, and top, s and H, which the forward pass saves.
 
-The kernels compute in base 2, because GPUs have an instruction for 2^x. With k = log2(e) / T,
-d' = k z - k top is one instruction, and d = d' ln 2. For a logit equal to -inf, d exp d must be 0 and not inf * 0.
-Therefore the differences d' are clamped to at least FLOOR, where 2^x is the smallest normal number. NaN stays NaN.
+The kernels compute in base 2, because GPUs have an instruction for 2^x. With k = log2(e) / T, d' = k z - k top is one
+instruction, and d = d' ln 2. For a logit equal to -inf, d exp d must be 0 and not inf * 0. Therefore d' is clamped to
+at least FLOOR = -126, where 2^d' is float32's smallest normal number. NaN stays NaN.
 """
 
 import math
@@ -45,7 +45,7 @@ LOG2E = 1 / math.log(2)
 
 
 def score_rows_(z: Tensor, ids: Tensor, temperature: float, scratch: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Compute logp, H, top and s, each (m,), from logits z (m, V).
+    """Compute log-probabilities, entropies, top and s, each (m,), from logits z (m, V).
 
     Args:
         z: (m, V), the logits; they are overwritten with the differences d.
@@ -126,7 +126,7 @@ LN2 = tl.constexpr(math.log(2))
 
 @triton.jit
 def _add_logits(z, top, s, t, k):
-    """Update each column's top, s and t, in base 2, with the logits z (STEPS, COLUMNS)."""
+    """Update each column's maximum (top) and sums (s, t) with the logits z (STEPS, COLUMNS)."""
     new_top = tl.maximum(top, tl.max(z, 0) * k)
     c = top - new_top
     w = tl.exp2(c)
@@ -138,7 +138,7 @@ def _add_logits(z, top, s, t, k):
 
 @triton.jit
 def _describe_row(row_logits, width, k):
-    """Compute top, s and t for one logit row, in base 2."""
+    """Compute the maximum (top) and the sums s and t, in base 2, for one row of logits."""
     offsets = tl.arange(0, STEPS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tops = tl.full((COLUMNS,), LOWEST_TOP, tl.float32)
     s = tl.zeros((COLUMNS,), tl.float32)
@@ -159,7 +159,7 @@ def _describe_row(row_logits, width, k):
 
 @triton.jit
 def _join(top1, s1, t1, top2, s2, t2):
-    """Combine top, s and t from two parts of a row, in base 2."""
+    """Combine the maxima (top) and the sums s and t of two parts of a logit row, in base 2."""
     top = tl.maximum(top1, top2)
     c1 = top1 - top
     c2 = top2 - top
@@ -172,7 +172,7 @@ def _join(top1, s1, t1, top2, s2, t2):
 def _score_kernel(
     logits, ids, parts, logps, entropies, tops, totals, stride, rows, width, first, k, FIRST: constexpr, LAST: constexpr
 ):
-    """Score one row with `width` logits, which belong to the ids first..first+width-1.
+    """Score one token, given the `width` logits of the ids first..first+width-1.
 
     If FIRST and LAST are both True, the row of logits covers the whole vocabulary. Otherwise, one kernel call for each
     part of the vocabulary updates top, s and t. `parts` (4, rows) then holds the running results top, s, t and d_y +
@@ -192,7 +192,7 @@ def _score_kernel(
     if LAST:
         log_s = tl.log2(s)
         logp = (chosen - top - log_s) * LN2
-        # Rounding can make k z - k top slightly positive, so that the log-probability would be above 0.
+        # Without a limit, rounding could make k z - k top positive, and then the log-probability too.
         tl.store(logps + row, tl.where(logp > 0, 0.0, logp))
         tl.store(entropies + row, (log_s - t / s) * LN2)
         tl.store(tops + row, top)
@@ -208,7 +208,7 @@ def _score_kernel(
 def _differentiate_kernel(
     logits, ids, entropies, tops, totals, grad_logps, grad_entropies, out, stride, out_stride, width, first, k
 ):
-    """Compute dz for one row's ids first..first+width-1, and write it to `out`, which may be the logits' memory."""
+    """Compute the gradient for logits first..first+width-1 of a row, and write it to `out`, which may be z."""
     row = tl.program_id(0).to(tl.int64)
     s = tl.load(totals + row)
     g = tl.load(grad_logps + row)
@@ -272,7 +272,7 @@ def score_part_(
 def differentiate_part_(
     z: Tensor, ids: Tensor, saved: list, upstream: list, temperature: float, out: Tensor, first_id: int = 0
 ) -> Tensor:
-    """Compute dz for one part of the vocabulary with the Triton kernel.
+    """Compute the logits' gradient for one part of the vocabulary with the Triton kernel.
 
     Args:
         z: (N, width), logits for the ids first_id..first_id+width-1.

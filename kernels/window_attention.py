@@ -5,8 +5,8 @@ separately:
 
     S = c q_s k_s^T (L, L)      P = softmax(S) over the last axis      o_s = P v_s (L, D)
 
-The softmax exponentials are computed as 2^(S log2 e), after the largest score of each row is subtracted. Let do_s be
-o_s's gradient. Because a row's softmax has the Jacobian diag(p) - p p^T,
+The softmax exponentials are computed as 2^(S log2 e), after each row's largest score is subtracted. Let do_s be o_s's
+gradient. Because a row's softmax has the Jacobian diag(p) - p p^T,
 
     dv_s = P^T do_s              dP = do_s v_s^T
     dS = P * (dP - sum_j P_ij dP_ij)
@@ -94,7 +94,7 @@ def _equal_segments(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
     """Compute `window_attention` with one call to torch's fused kernel, which needs an NVIDIA GPU."""
-    # varlen_attn is imported here, because its module imports torch._dynamo, which takes more than a second.
+    # varlen_attn is imported only on use, because its module imports torch._dynamo, which takes over a second.
     from torch.nn.attention.varlen import varlen_attn
 
     (starts, longest) = (segments.cu_seqlens, segments.longest)

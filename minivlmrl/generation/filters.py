@@ -31,7 +31,7 @@ class Filters:
         self.num_generations = num_generations
         # for each row and token: the ids that the sampling filters did not remove
         self.allowed_ids: list[list[Tensor]] = [[] for _ in range(len(prompts) * num_generations)]
-        # (R, V) bool, whether a row's prompt or completion contains an id
+        # (R, V) bool, whether a row's prompt or completion contains a token id
         self.seen: Tensor | None = None
 
     def __call__(self, logits: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class Filters:
     def record_masks(self, completions: Iterable[Completion]):
         """Store in each completion the token ids that the sampling filters did not remove.
 
-        Training normalises log-probabilities over these token ids only.
+        Training normalises log-probabilities over the ids that the sampling filters did not remove.
         """
         for allowed_of_row, completion in zip(self.allowed_ids, completions, strict=True):
             # Decoding continues after a row has finished, so a row can have more masks than its completion has tokens.

@@ -151,7 +151,7 @@ class Sampler:
         return groups
 
     def decode(self) -> Decode:
-        """Make the decode step; the samplers in extras/agents/ extend it to also prefill tool outputs."""
+        """Make the decode step, which samplers in extras/agents/ extend to prefill tool outputs."""
         if not self.captured:
             return Decode()
         from minivlmrl.generation.cuda_graphs import CapturedDecode
@@ -174,11 +174,11 @@ class Sampler:
             return torch.zeros_like(ids, dtype=torch.bool)
         return self.stop_strings.completed(rows, ids)
 
-    # Subclasses for other sampling engines override the following methods.
+    # Subclasses of Sampler for other sampling engines override the methods below.
 
     @classmethod
     def check(cls, run: RunConfig):
-        """Raise ValueError if this engine cannot run the recipe; called before a model is loaded."""
+        """Raise ValueError if the sampling engine cannot run the recipe; called before a model is loaded."""
 
     @classmethod
     def most_tokens(cls, sampling: SamplingOptions) -> int | None:

@@ -133,7 +133,7 @@ def to_groups(rewards: Tensor, num_generations: int) -> Tensor:
 def nanstd(x: Tensor) -> Tensor:
     """Compute the standard deviation over the last axis with denominator n - 1, ignoring NaN.
 
-    A single value's standard deviation is NaN.
+    The standard deviation of a single value is NaN.
     """
     count = (~x.isnan()).sum(-1)
     variance = (x - x.nanmean(-1, keepdim=True)).square().nansum(-1) / (count - 1)

@@ -49,7 +49,7 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     # -log s(b d), DPO eq. 7 (arXiv 2305.18290). label_smoothing adds -log s(-b d) with the weight
     # e: cDPO, eq. 3 in E. Mitchell's note (ericmitchell.ai/cdpo.pdf). TRL ignores e since 0.29.
     "sigmoid": lambda pairs: smoothed(pairs.z, pairs.e),
-    # max(0, 1 - b d). SLiC (arXiv 2305.10425), as in RSO (2309.06657)
+    # hinge loss max(0, 1 - beta d). SLiC (arXiv 2305.10425), as in RSO (2309.06657)
     "hinge": lambda pairs: torch.relu(1 - pairs.z),
     # (d - 1 / (2 b))^2 with d per token. IPO eq. 17 (2310.12036); its authors normalise by length
     "ipo": lambda pairs: (pairs.mean_margin - 1 / (2 * pairs.beta)).square(),
