@@ -29,7 +29,7 @@ def find_loss(config: GRPOOptions) -> Callable:
 
 
 def find_advantages(config: GRPOOptions) -> Callable[..., Tensor]:
-    """Return the function that the option advantages names: a function in ADVANTAGES or a custom function."""
+    """Return the advantage function that the option `advantages` names: one in ADVANTAGES or a custom one."""
     return load_function("advantages", config.advantages_name, ADVANTAGES, config)
 
 

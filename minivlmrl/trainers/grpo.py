@@ -148,7 +148,7 @@ class GRPOTrainer(RolloutTrainer):
 
     @cached_property
     def advantage_function(self) -> Callable[..., Tensor]:
-        """The function for advantages, which the option advantages names, or which other options imply."""
+        """The function that computes advantages; the option `advantages` or other options select this function."""
         return find_advantages(self.config)
 
     def compute_advantages(self, totals: Tensor, rewards: Tensor) -> Tensor:

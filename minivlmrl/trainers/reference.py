@@ -117,7 +117,7 @@ def check_compatible(policy: VisionLanguageModel, path: str):
 
 
 def load_reference(path: str, policy: VisionLanguageModel, processor: Processor, world: World) -> VisionLanguageModel:
-    """Load a reference from a folder, sharded like the policy, in the dtype in which it computes."""
+    """Load a reference model from a folder, sharded like the policy, in the dtype of its forward pass."""
     ids = processor.tokenizer.backend.get_vocab()
     other_ids = load_tokenizer(find_folder(path) / "tokenizer.json").backend.get_vocab()
     differing = [token for token in ids if other_ids.get(token) != ids[token]]
