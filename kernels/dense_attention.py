@@ -40,10 +40,9 @@ class Reorder(torch.autograd.Function):
     """Select rows, x[index], with a backward pass that copies rows instead of summing gradients.
 
     Arguments of apply:
-        x: (N, ...), N rows.
-        index: indices of the rows to select.
-        back: (N,), each row's position in `index`. Positions of `index` that are not in `back` are padding, and their
-        upstream gradient must be 0. None means that `index` contains each row at most once.
+        x: (N, ...), N rows. index: indices of the rows to select. back: (N,), each row's position in `index`. Positions
+        of `index` that are not in `back` are padding, and their upstream gradient must be 0. `back` may be None if
+        `index` contains each row at most once.
     """
 
     @staticmethod

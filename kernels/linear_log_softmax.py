@@ -17,8 +17,8 @@ a zero advantage or a clipped ratio), its logits' gradient is exactly 0, so the 
               completed tile by tile, without a float32 (V, D) copy.
 
 Logits are float32 even if the hidden states are bfloat16, because bfloat16 logits would have a resolution as coarse as
-0.06 to 0.125 nats. dz is rounded to bfloat16 before it is multiplied. The products are summed in float32, and so are
-the contributions from all pieces to dh and dW.
+0.06 to 0.125 nats. dz is rounded to bfloat16 before it is multiplied. All products are summed in float32, as are the
+contributions of all blocks of logits to dh and dW.
 """
 
 import torch
@@ -113,8 +113,8 @@ def tile_width(rows: int, vocab: int) -> int:
     """Return how many token ids a block of logits with `rows` rows has in Triton.
 
     Matrix products with few rows and few token ids do not use all multiprocessors of a GPU. Therefore a block of logits
-    with fewer rows has more token ids: 4,096 rows get 2,048 ids, and 1,024 rows or fewer get 8,192 ids. The number of
-    ids is limited, because the weight's gradient for these ids is summed in a float32 copy.
+    with fewer rows has more token ids: 4,096 rows get 2,048 ids, and 1,024 rows or fewer get 8,192 ids. The limit of
+    8,192 ids exists because the weight's gradient is summed in a float32 copy.
     """
     step = TILE // 4  # widths are multiples of 1,024, so that GPUs can divide the products evenly
     ids = TILE**2 // 2 // max(rows, step)
@@ -177,7 +177,7 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def differentiate(inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list) -> None:
-    """Add the gradients for hidden (M, D) and weight (V, D) to `grads`, in which None marks an unneeded gradient.
+    """Add the gradients for hidden states (M, D) and LM head (V, D) to `grads`; None marks an unneeded gradient.
 
     `saved` has H, top and s from the forward pass, and `upstream` has g and e (or None), see the derivation.
     """

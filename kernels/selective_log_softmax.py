@@ -208,7 +208,7 @@ def _score_kernel(
 def _differentiate_kernel(
     logits, ids, entropies, tops, totals, grad_logps, grad_entropies, out, stride, out_stride, width, first, k
 ):
-    """Compute the gradient for logits first..first+width-1 of a row, and write it to `out`, which may be z."""
+    """Compute the gradient for logits first..first+width-1 of a row, and write it to `out`, which may be `logits`."""
     row = tl.program_id(0).to(tl.int64)
     s = tl.load(totals + row)
     g = tl.load(grad_logps + row)

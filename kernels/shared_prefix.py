@@ -127,8 +127,8 @@ class JoinedAttention(torch.autograd.Function):
     """Compute `completion_attention` with two fused-kernel calls, without copies or masks.
 
     In the first kernel call, the queries from all completions of a prompt attend to the prompt's keys. In the second
-    call, each completion attends causally to its own keys. With the output o_j of call j and the log-sum-exp e_j of its
-    scores,
+    kernel call, completions attend causally to their own keys. With the output o_j of call j and the log-sum-exp e_j of
+    its scores,
 
         e = log(exp(e_1) + exp(e_2))        out = exp(e_1 - e) o_1 + exp(e_2 - e) o_2
 
@@ -147,7 +147,7 @@ class JoinedAttention(torch.autograd.Function):
         own_lse = to_own.lse[..., None]
         lse = torch.logaddexp(prompt_lse, own_lse)
         out = slots.by_row(to_prompt.out) * (prompt_lse - lse).exp()
-        # attention outputs in the dtype of the fused kernel's outputs, which is at least float32 on a CPU
+        # attention outputs, not yet rounded to 16 bits on a CPU
         out = (out + to_own.out * (own_lse - lse).exp()).to(to_own.out.dtype)
         ctx.save_for_backward(q, k, v, prompt_k, prompt_v, out, lse)
         ctx.slots = slots

@@ -75,7 +75,7 @@ def vespo_term(
 ) -> tuple[Tensor, dict]:
     """Compute VESPO's term: -sg(phi(W)) A log pi with phi(W) = W^k exp(lambda (1 - W)).
 
-    VESPO's W is the importance weight for a whole completion, and sg is detach. The options vespo_k_neg and
+    VESPO's W is the importance weight for a whole completion; sg stops the gradient. The options vespo_k_neg and
     vespo_lambda_neg set k and lambda for negative advantages; vespo_k_pos and vespo_lambda_pos do so for all other
     advantages.
 

@@ -70,11 +70,11 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     "bco_pair": lambda pairs: -logsigmoid(pairs.beta * pairs.u) - logsigmoid(-pairs.beta * pairs.v),
     # (u - 1 / (2 b))^2 + (v + 1 / (2 b))^2. SPPO eq. 4.7, win probabilities 1 and 0 (2405.00675)
     "sppo_hard": lambda pairs: (pairs.u - 0.5 / pairs.beta).square() + (pairs.v + 0.5 / pairs.beta).square(),
-    # DPO on the sorted policy and reference margins. AOT, paired (arXiv 2406.05882)
+    # DPO on sorted margins of policy and reference. Paired AOT (arXiv 2406.05882)
     "aot": lambda pairs: smoothed(
         pairs.beta * (sorted_margins(pairs.logps) - sorted_margins(pairs.ref_logps)), pairs.e
     ),
-    # DPO between sorted chosen and sorted rejected log ratios. AOT, unpaired (arXiv 2406.05882)
+    # DPO on sorted log-ratios of chosen and rejected answers. Unpaired AOT (arXiv 2406.05882)
     "aot_unpaired": lambda pairs: smoothed(pairs.beta * (pairs.u.sort().values - pairs.v.sort().values), pairs.e),
     # 1 - s(b u) + s(b v) raises chosen answers and lowers rejected ones. APO eq. 7 (2408.06266). 1 - s(x) is computed
     # as s(-x), because 1 - s(20) is 0 in float32, and so is its gradient.
@@ -219,7 +219,7 @@ def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Te
         return -(-log_ratio).expm1()  # 1 - exp(-x) would round small log-ratios away
     if divergence == "js_divergence":
         return math.log(2) + logsigmoid(log_ratio)
-    # (alpha - 1) log t is clamped at 80, because larger numbers can overflow in float32's exp.
+    # (alpha - 1) log t is at most 80, because float32's exp overflows for numbers above 88.
     return ((alpha - 1) * log_ratio).clamp(max=80.0).expm1() / (alpha - 1)
 
 
