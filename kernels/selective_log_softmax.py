@@ -10,9 +10,9 @@ Derivation. For one row's logits z (V,), chosen token y and temperature T, with 
     logp = log p_y = d_y - log s <= 0
     H = -sum_j p_j log p_j = -sum_j p_j (d_j - log s) = log s - t / s
 
-Therefore top, s and t are sufficient to compute the log-probability and the entropy. A row can be read in parts of any
-size. Two parts, 1 and 2, are combined with top = max(top1, top2) and c1 = (top1 - top) / T (and likewise c2), because
-exp(d + c1) = exp(d) exp(c1):
+Therefore top, s and t are sufficient to compute the log-probability logp and the entropy H. A row can be read in parts
+of any size. Two parts, 1 and 2, are combined with top = max(top1, top2) and c1 = (top1 - top) / T (and likewise c2),
+because exp(d + c1) = exp(d) exp(c1):
 
     s = s1 exp c1 + s2 exp c2          t = (t1 + c1 s1) exp c1 + (t2 + c2 s2) exp c2
 

@@ -56,12 +56,12 @@ def samples_trajectories(sampling: SamplingOptions) -> bool:
 
 
 def begin_environment(name: str | None, row: Row):
-    """Construct the environment `name` and reset it with a row's columns; None without a name."""
+    """Construct the environment `name` and reset it with a row's columns; return None if `name` is None."""
     return None if name is None else agents().begin_with_row(name, row)
 
 
 def prepare_tools(processor: Processor, name: str | None) -> Processor:
-    """Return a processor whose chat template declares the environment `name`'s tools."""
+    """Return a processor whose chat template declares the tools of the environment `name`."""
     return processor if name is None else agents().with_tools(processor, name)
 
 

@@ -185,9 +185,10 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
         k3   pi_ref/pi - log(pi_ref/pi) - 1   unbiased, not negative   that of KL(pi_ref || pi)
         k1+, k2+, k3+                         same as without a plus   that of KL(pi || pi_ref)
 
-    The estimators' table holds for sums over tokens, without correct_kl. By default, correct_kl gives k1 and k3 the
-    gradient of KL(pi || pi_ref). The estimators' gradients treat earlier tokens as constant. A token also changes the
-    KL of the tokens after it; only a KL penalty in the reward has this gradient (docs/faq.md).
+    The expected values and gradients of the estimators hold for sums over tokens, without correct_kl. By default,
+    correct_kl gives k1 and k3 the gradient of KL(pi || pi_ref). The estimators' gradients treat earlier tokens as
+    constant. A token also changes the KL of the tokens after it; only a KL penalty in the reward has this gradient
+    (docs/faq.md).
 
     Recipes select k1, k2 or k3 with grpo.kl_estimator; k1+, k2+ and k3+ are only for callers of grpo_loss. To add a KL
     estimator, extend KL_ESTIMATORS, GRPOOptions.kl_estimator (config/options.py) and correct_kl, which decides whether
