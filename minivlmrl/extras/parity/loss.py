@@ -107,16 +107,14 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
     verdict = Verdict(len(results), differences, where=shared(differing, agreeing))
     if not differences:
         return verdict
-    has_right_gradients = all(result.gradient_error <= tolerance for _, _, result in results)
-    constants = [result.constant for _, _, result in results]
-    if has_right_gradients and max(constants) - min(constants) <= tolerance:
-        verdict.kinds = ["design"]
-        verdict.names = [f"design: the value has a constant of {constants[0]:.6g} without gradient"]
+    if all(result.gradient_error <= tolerance for _, _, result in results):
+        constants = [result.constant for _, _, result in results]
+        says = "the values differ, but the gradients are equal in all cases"
+        if max(constants) - min(constants) <= tolerance:
+            says = f"the value has a constant of {constants[0]:.6g} without gradient"
+        verdict.kinds, verdict.names = ["design"], [f"design: {says}"]
         return verdict
     verdict.kinds, verdict.names = find_names(steps, seconds)
-    if has_right_gradients and not verdict.kinds:
-        verdict.kinds = ["design"]
-        verdict.names = ["design: the values differ, but the gradients are equal in all cases"]
     return verdict
 
 

@@ -371,3 +371,20 @@ def test_what_trl_says_of_ones_own_tensors(trl):
         *_, (_, options, batch, value, gradient) = cases(**only)
         says = what_trl_says(batch, options)
         assert distance(says["loss"], value) < 1e-12 and distance(says["gradient"], gradient) < 1e-12
+
+
+def test_a_loss_with_other_values_and_right_gradients_is_no_mistake():
+    """k2 with a detached ratio has the gradient of k3 times the ratio, -ratio * d, so it penalises the same divergence."""
+
+    def k2(batch, options):
+        d = batch["ref_per_token_logps"] - batch["per_token_logps"]
+        ratio = (batch["per_token_logps"] - batch["old_per_token_logps"]).exp()
+        kl = ratio.detach() * d.square() / 2
+        A = batch["advantages"][:, None]
+        clipped = ratio.clamp(1 - options["epsilon_low"], 1 + options["epsilon_high"])
+        loss = -torch.min(ratio * A, clipped * A) + options["beta"] * kl
+        return (loss * batch["mask"]).sum() / options["tokens"]
+
+    only = {"loss_type": "dapo", "importance_sampling_level": "token", "use_bias_correction_kl": True, "beta": 0.1}
+    verdict = judge(k2, **only)
+    assert verdict.differences and verdict.kinds == ["design"] and "the gradients are equal" in verdict.names[0]
