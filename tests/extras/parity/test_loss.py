@@ -374,7 +374,7 @@ def test_what_trl_says_of_ones_own_tensors(trl):
 
 
 def test_a_loss_with_other_values_and_right_gradients_is_no_mistake():
-    """The gradient of k2 with a detached ratio is -ratio * d, as that of k3 times the ratio, so the penalty is equal."""
+    """The gradient of k2 with a detached ratio is -ratio * d, as that of k3 times the ratio; nothing else changes."""
 
     def k2(batch, options):
         d = batch["ref_per_token_logps"] - batch["per_token_logps"]
