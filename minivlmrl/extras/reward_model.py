@@ -140,7 +140,7 @@ def pack_with_last_token(
     config: ModelConfig,
     device: torch.device | str,
 ) -> GroupBatch:
-    """Pack prompts and completions so that each completion's last token has a hidden state.
+    """Pack prompts and completions so that the model also computes the hidden state of the last token.
 
     `pack` leaves out the last token, because no token follows it. pack_with_last_token repeats the last token of a
     completion, so that `pack` leaves out the copy. Example: completion a has 3 tokens, and completion b has 2 tokens:

@@ -108,7 +108,7 @@ def read_rows(name: str, pieces: list[tuple[int, int, Path]], start: int, end: i
 
 @torch.no_grad()
 def read_into(tensor: Tensor, name: str, pieces: list[tuple[int, int, Path]]):
-    """Load the rows of a saved tensor that this rank stores into `tensor`, which has the same shape and dtype."""
+    """Copy from a saved tensor into `tensor`, of equal shape and dtype, the rows that belong to this rank."""
     saved_rows = sum(num_rows for _, num_rows, _ in pieces)
     tensor_rows = len(tensor) if tensor.dim() else 1
     check_field(saved_rows == tensor_rows, f"the number of rows of {name}", saved_rows, str(tensor_rows))

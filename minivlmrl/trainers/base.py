@@ -98,7 +98,7 @@ class Rollout:
         rewards: Tensor,
         first_sample: int = 0,
     ) -> "Rollout":
-        """Build a rollout from B rows, B prompts, B lists of completions, and rewards (n, K) of n completions."""
+        """Build a rollout from B rows, their prompts and completions, and K rewards of each of n completions, (n, K)."""
         numbered_rewards = enumerate(rewards, first_sample)
         groups = []
         for row, prompt, answers in zip(rows, prompts, completions, strict=True):

@@ -122,7 +122,7 @@ def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
 def check_questions(rows: Sequence[Row]) -> Iterator[str]:
     """Check for questions, system messages and earlier turns that contain the solution of their row.
 
-    A question that lists all possible answers is allowed.
+    A row whose question lists all possible answers is not reported as a row that contains its solution.
     """
     answers = []  # for each row, the letters of its right answers
     for row, texts in zip(rows, solutions_of(rows), strict=True):

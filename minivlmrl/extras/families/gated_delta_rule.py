@@ -89,7 +89,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, s
 def in_chunks(x: Tensor, size: int) -> Tensor:
     """Divide the tokens of a tensor x into chunks of `size` tokens: (b, T, H, ...) -> (b, H, chunks, size, ...).
 
-    The last chunk is padded with zeros, because a token of zeros does not change the attention's state.
+    The last chunk is padded with zeros, because a token of zeros does not change the recurrent state.
     """
     (b, T) = x.shape[:2]
     filled = torch.cat([x, x.new_zeros(b, -T % size, *x.shape[2:])], dim=1)

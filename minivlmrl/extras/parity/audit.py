@@ -105,7 +105,7 @@ def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
 
 
 def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], seconds: float = math.inf):
-    """Find known bugs that explain the difference of a stage, and apply these bugs to later stages."""
+    """Find known bugs that explain how a recorded quantity differs, and apply the bugs to what is computed from it."""
     of_one_forward = finding.stage == "entropies" and "logps" in differing
     names = names_of(finding.stage, d)
     for earlier in differing.values():
@@ -126,7 +126,7 @@ def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], se
         finding.again = True  # the mask depends on the token ids, which differ already
         finding.explained = differing["tokens"].explained
     change = finding.explained[0].change if finding.explained else None
-    # The gradients are later recomputed with the bug that was found in the forward pass.
+    # A bug that explains the forward pass is also applied when the gradients are recomputed for comparison.
     if finding.stage == "logps" or of_one_forward:
         d.forward = d.entropy_forward = change or None
     elif finding.stage == "entropies":

@@ -48,7 +48,7 @@ TensorsOfFile = Iterable[tuple[str, Tensor]]
 @dataclass(frozen=True)
 class ModelSpec:
     """The values and functions in which model families differ. Each family sets the fields
-    architecture and vision_config. The defaults of the other fields are the values of Qwen2.5-VL.
+    architecture and vision_config. A field that a family does not set has the value of Qwen2.5-VL.
     """
 
     architecture: str  # class name in transformers, as in config.json
