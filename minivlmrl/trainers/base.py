@@ -98,7 +98,7 @@ class Rollout:
         rewards: Tensor,
         first_sample: int = 0,
     ) -> "Rollout":
-        """Build a rollout from B rows, their prompts and completions, and K rewards of each of n completions, (n, K)."""
+        """Build a rollout from B rows, their prompts and completions, and K rewards of n completions, (n, K)."""
         numbered_rewards = enumerate(rewards, first_sample)
         groups = []
         for row, prompt, answers in zip(rows, prompts, completions, strict=True):
