@@ -20,9 +20,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Check the loss or step that the command line names, print a report, and return the exit status."""
     says = "Check a loss function against TRL's recorded numbers, or recompute a recorded step of any trainer."
     p = argparse.ArgumentParser("python -m minivlmrl parity", description=says)
-    p.add_argument(
-        "target", nargs="?", help="FILE.py:FUNCTION of a loss, or a folder with step.json and step.safetensors"
-    )
+    target = "FILE.py:FUNCTION, a function (batch, options) -> loss, or a folder with step.json and step.safetensors"
+    p.add_argument("target", nargs="?", help=target)
     p.add_argument("--only", nargs="*", default=[], metavar="NAME=VALUE", help="options of a loss's test cases")
     p.add_argument("--json", action="store_true", help="print the report about a step as one JSON object")
     p.add_argument("--seconds", type=float, help=f"time limit (default: 5 for a loss, {SECONDS:g} for a step)")

@@ -184,7 +184,9 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
             for key in only:
                 values = [str(options.get(key)) for options in kind or recorded.values()]
                 recorded_values[key] = list(dict.fromkeys(values))
-            raise ValueError(f"No recorded case has the options {only}; choose from {recorded_values}")
+            raise ValueError(
+                f"no recorded case has all of the options {only} together; the recorded values are {recorded_values}"
+            )
         for case, options in chosen.items():
             batch = {}
             for name in tensor_names:
