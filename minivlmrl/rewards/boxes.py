@@ -3,9 +3,8 @@
 True boxes (`solution`) are in pixels of the image file. Boxes in an answer may have other units than pixels, so the
 rewards also read the columns image_sizes and answer_extents, which are None for rows without an image.
 
-data.boxes.parse_boxes reads an answer's boxes. Each box is matched with at most one true box. The summed values of
-matched pairs are divided by the number of boxes in the answer or in the solution, whichever is larger, so that missing
-and extra boxes both lower the reward.
+Each box in an answer is matched with at most one true box. The summed IoU of matched pairs is divided by the number of
+boxes in the answer or in the solution, whichever is larger, so that missing and extra boxes both lower the reward.
 """
 
 import json
@@ -68,10 +67,9 @@ def acc_0_5(answer_texts, solution, image_sizes, answer_extents, log_extra=None,
 
 
 def box_format(completions: list[str], answer_extents: Extents, log_extra: LogExtra | None = None, **columns) -> list:
-    """Return 1.0 for completions with tag_format's tags and valid boxes, else 0.0.
+    """Return 1.0 for completions with <think> and <answer> tags and valid boxes inside the image, else 0.0.
 
-    All boxes must be valid and lie inside the image. An answer which denies that there is an object also gets 1.0. The
-    result is None for a row without an image.
+    An answer that denies that there is an object also gets 1.0. A completion for a row without an image gets None.
     """
     values = []
     reasons = []
@@ -85,7 +83,7 @@ def box_format(completions: list[str], answer_extents: Extents, log_extra: LogEx
 
 
 def box_format_error(completion: str, extent: tuple[float, float]) -> str | None:
-    """Return the reason why box_format gives 0 to a completion, or None if it gives 1."""
+    """Explain why the reward box_format gives 0 to a completion; return None if the reward is 1."""
     reason = format_error(completion)
     if reason is not None:
         return reason
@@ -114,7 +112,7 @@ def similarities(predicted: Objects, true: Objects) -> list[float]:
 
 
 def mean_similarity(predicted: Objects, true: Objects) -> float:
-    """Compute the mean of the similarities of matched pairs."""
+    """Compute the mean IoU of matched pairs; a missing or extra box counts as a pair with IoU 0."""
     values = similarities(predicted, true)
     return sum(values) / len(values)
 
@@ -134,7 +132,7 @@ def score_boxes(
     read: Callable[[str, tuple], Objects] = read_boxes,
     requirement: str = NO_SOLUTION_BOX,
 ) -> list:
-    """Compute n rewards by comparing the objects in n answers with the solutions' objects.
+    """Compute a reward for each of n answers, by comparing its boxes with the true boxes in the row's solution.
 
     The function mean_iou explains the arguments and the returned values.
 
@@ -158,7 +156,7 @@ def score_boxes(
             denies = boxes.says_none(answer or "")
             scored.append((1.0, None) if denies else (0.0, NO_OBJECT))
             continue
-        # an invalid solution raises an error, because no answer could ever get a reward
+        # An invalid solution raises an error, because no answer to this row could ever get a reward.
         true = read(truth, size)
         if not true or not all(box.valid for _, box in true):
             raise ValueError(f"solution {solution!r:.300} {requirement}")
@@ -191,7 +189,7 @@ def check_inside(solution: Any, size: tuple[int, int]):
 
 
 def box_texts(objects: Objects) -> str:
-    """Return the labels and coordinates of the first three objects, for a reward's reason."""
+    """Write the labels and coordinates of the first three boxes as a text, to explain a reward."""
     texts = []
     for label, box in objects[:3]:
         coordinates = ", ".join(f"{number:g}" for number in box.numbers)

@@ -51,15 +51,14 @@ def reward_columns(
 def image_extents(row: Row, prompt: Prompt, processor: Processor) -> tuple[Size | None, Size | None]:
     """Return the (width, height) of a row's first image, in pixels of the file and in the units of an answer's boxes.
 
-    The units come from the row's column box_space, or else from the processor's box_space. A row without an image has
-    two None.
+    The row's column box_space names the units of an answer's boxes; without this column, the processor's box_space does.
+    For a row without an image, both sizes are None.
     """
     if not row.images:
         return None, None
     patch_size = processor.image_processor.patch_size
     _, height, width = prompt.image_grid_thw[prompt.second_per_grid_ts == 0][0].tolist()
-    # the class LazyImages recorded the size of the image when the prompt was computed, so that the image is not loaded
-    # again
+    # LazyImages recorded the image's size when the prompt was computed, so the image is not loaded again.
     size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
     space = row.columns.get("box_space") or processor.box_space
     return size, extent(space, size, (width * patch_size, height * patch_size))

@@ -34,10 +34,10 @@ REWARDS: dict[str, str | Callable] = {  # name: "module:function", or the functi
     "reward_model": "minivlmrl.extras.reward_model:reward_model",
     "environment": "minivlmrl.extras.agents.environment:environment_reward",
 }
-# rewards that raise ValueError if no answer can equal a solution; their only columns are solutions and image sizes
+# Rewards that raise ValueError for a solution that no answer can equal, before any answer is sampled
 COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5")
 MAX_FLOAT32 = 3.4e38
-# names of the metrics that every optimizer step has; rewards may not log metrics with these names
+# Names of metrics that every optimizer step has, so that a reward may not log metrics with these names
 STEP_METRICS = {"stage", "step", "loss", "entropy", "kl", "grad_norm", "learning_rate"}
 
 
@@ -95,23 +95,23 @@ class Reward:
     function: Callable
     world: World = field(default_factory=World)
     log: RewardLog | None = None  # the stage's log; None in evaluations and commands
-    # time limit in seconds for a call of the function; None for a reward that another reward calls
+    # time limit in seconds for a call of the function (option max_reward_seconds); None means no limit
     max_seconds: float | None = None
 
     @property
     def columns(self) -> set[str]:
-        """Required column names: the reward function's parameters without a default value."""
+        """Return the columns that a row must have: the function's parameters without a default value."""
         parameters = inspect.signature(self.function).parameters.values()
         return {p.name for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD} - REWARD_ARGUMENTS
 
     @property
     def optional_columns(self) -> set[str]:
-        """Names of columns that the function may read: its parameters, with and without a default value."""
+        """Return the columns that the function may read: its parameters, with and without a default value."""
         return {*inspect.signature(self.function).parameters} - REWARD_ARGUMENTS
 
     @property
     def reads_all(self) -> bool:
-        """Whether the function may read any column, because it uses its parameter **columns."""
+        """Return True if the function may read any column, because its code uses its parameter **columns."""
         function = inspect.unwrap(getattr(self.function, "func", self.function))
         code = getattr(function, "__code__", None)
         if code is None or function.__module__.startswith("minivlmrl."):
@@ -189,7 +189,7 @@ class Reward:
 
 
 def get_reward(name: str) -> Reward:
-    """Return the reward that a name, with or without options, refers to."""
+    """Find a reward by its name, which may be followed by options, as in "iou" or "mine.py:near(tolerance=0.05)"."""
     function, options = resolve_object("reward", name, REWARDS)
     with error_context(f"reward {name}"):
         return Reward(name, with_options(function, options))

@@ -9,8 +9,8 @@ A reward may return None for a completion that it cannot score. A completion wit
 of its group, and has the advantage 0. A recipe gives each reward a weight, for example {accuracy: 1.0};
 rewards/registry.py lists the names.
 
-A reward explains its values with log_extra("why", reasons), which gets one reason per completion, or None for a
-completion that needs no reason. A run's logs show these reasons.
+A reward function explains its rewards by calling log_extra("why", reasons), with a text or None for each completion. A
+run's logs show these texts.
 """
 
 import re
@@ -37,7 +37,7 @@ def tag_format(completions: list[str], log_extra: LogExtra | None = None, **colu
 
 
 def format_error(completion: str) -> str | None:
-    """Return the reason why a completion does not have the form of tag_format; None if it has."""
+    """Explain why a completion does not have the form <think>...</think><answer>...</answer>; return None if it has."""
     for tag in TAGS:
         count = completion.count(tag)
         if count != 1:

@@ -37,14 +37,14 @@ class MicroBatch:
     group: GroupBatch
     # (R, T) float32, one row per completion, with 1 for tokens that are trained on and 0 for others
     loss_mask: Tensor
-    # sequence and token counts in the whole optimizer step, by which the loss is divided
+    # numbers of sequences and tokens in the whole optimizer step, by which the loss is divided
     normalizer: LossNormalizer
     # (R, T) reference log-probabilities in nats; None if there is no reference model
     ref_per_token_logps: Tensor | None = None
 
     @property
     def weight(self) -> float:
-        """The weight of this micro-batch in the metrics of the step: its number of trained tokens."""
+        """Return the weight of this micro-batch in the metrics of the step: its number of trained tokens."""
         return float(self.loss_mask.sum())
 
     def mean(self, per_token: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class Step:
     # True for the last step on a rollout; checkpoints are saved only after such a step
     ends_rollout: bool = True
     rollout: Rollout | None = None  # the rollout that this step trains on
-    # the groups that this rank has sampled, and on which this or another rank trains in this step
+    # the groups that this rank sampled for this step; another rank may train on some of them
     groups: Sequence[list[Sample]] = ()
 
 
@@ -147,7 +147,7 @@ class Trainer:
     config_type = TrainingOptions  # dataclass with the stage section's options
     needs = "prompts"  # key in NEEDS in run/datasets.py: the columns that each row must have
     columns: tuple[str, ...] = ()  # further columns that the stage reads, if a row has them
-    # Row fields with the answers to train on; empty if the stage samples completions
+    # fields of a row that contain the answers to train on; empty if the stage samples completions
     answers: tuple[str, ...] = ()
     samples_completions = False  # True if the stage samples completions and scores them
     # False if the stage trains a separate model and leaves the policy unchanged
@@ -198,7 +198,7 @@ class Trainer:
         raise NotImplementedError
 
     def phase(self, name: str) -> phase:
-        """Name the phase of the step that begins here, to measure its time and to report it if memory runs out."""
+        """Begin a named phase of an optimizer step, whose time is measured, and whose name is printed if memory runs out."""
         self.timer.start(name)
         return phase(name)
 

@@ -1,8 +1,8 @@
 """Deal the groups of an optimizer step to the ranks by length, so that no rank waits long for a slower one.
 
-A group is a prompt with its completions. Ranks send each other token ids and the output of a frozen vision tower. The
-rank that gets a group reads the prompt's row from its file again, because an image file is much smaller than the
-image's patches, which take 9.6 MB for 896 x 896 pixels in bfloat16.
+A group is a prompt with its completions. Ranks send each other token ids and the output of a frozen vision tower, but
+no patches, which take 9.6 MB for an image of 896 x 896 pixels in bfloat16. Instead, the rank that gets a group reads
+the prompt's image from its file again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,7 +37,7 @@ class Group:
 
 
 def open_groups(trainer: RolloutTrainer, groups: Sequence[Group], first_samples: Iterable[int]) -> list[list[Sample]]:
-    """Read the rows of groups again, and return their samples, numbered from each group's first sample on.
+    """Read the rows of groups from other ranks again, and return the samples of each group.
 
     All ranks call this function together.
     """
@@ -83,9 +83,9 @@ def deal(trainer: RolloutTrainer, groups: Sequence[list[Sample]], lengths: Seque
 def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Assign groups to ranks, so that all ranks have equally many groups and nearly equally many tokens.
 
-    In the first round, each of the W ranks gets one of the W longest groups; the next round has the W next groups. In
-    each round, the rank with the fewest tokens so far gets the longest group. Sharded ranks thus train on groups of
-    similar length at the same time, because they wait for each other in every layer.
+    In the first round, each of the W ranks gets one of the W longest groups; the second round assigns the W next groups,
+    and so on. In each round, the rank with the fewest tokens so far gets the longest group. So all ranks train on groups
+    of similar length at the same time, which matters because sharded ranks wait for each other in every layer.
 
     Example: for the lengths [[9, 5, 1], [8, 7, 2]], the result is [[(0, 0), (0, 1), (1, 2)], [(1, 0), (1, 1), (0, 2)]]
         with 16 tokens on each rank.

@@ -25,8 +25,8 @@ class DPOTrainer(PairTrainer):
     stage = "dpo"
     config_type = DPOOptions
     config: DPOOptions
-    # Rows with an even index are chosen answers. The tokens of rejected answers are not counted, because only the loss
-    # `sft` divides by a number of tokens, that of the chosen answers.
+    # Only the chosen answers, which have even indices, are counted in the divisor of the loss, because only the loss
+    # `sft` divides by tokens, and it trains on chosen answers alone.
     counted_rows = slice(0, None, 2)
 
     @staticmethod
@@ -70,5 +70,5 @@ def reference_logps(batch: MicroBatch) -> Tensor:
 
 
 def by_pair(rows: Tensor) -> Tensor:
-    """Reshape the rows of 2B answers, (2B, T), to B pairs, (B, 2, T); chosen answers come first."""
+    """Reshape values of 2B answers, (2B, T), to B pairs, (B, 2, T); the chosen answer of a pair comes first."""
     return rows.unflatten(0, (-1, 2))

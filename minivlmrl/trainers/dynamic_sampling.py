@@ -44,12 +44,12 @@ def sample_until_groups_differ(
 
 
 def gather_groups(trainer: RolloutTrainer, rollout: Rollout, compared: Tensor) -> list[tuple[Group, bool]]:
-    """Gather the groups of all ranks in the order of sampling, each with a flag: whether its rewards differ."""
+    """Gather the groups of all ranks in the order of sampling, each with True if the rewards in the group differ."""
     size = trainer.config.num_generations
     differs = torch.stack([group_std(column, size) > 1e-8 for column in compared.unbind(1)]).any(0)
     local = list(zip(map(Group.of, rollout.groups), differs.tolist(), strict=True))
     groups = chain(*trainer.world.gather_objects(local))
-    # the last part of the key of a row is its position in the order in which rows are sampled
+    # A row's key ends with the row's position in the order of sampling.
     return sorted(groups, key=lambda pair: int(pair[0].key.rpartition("/")[2]))
 
 

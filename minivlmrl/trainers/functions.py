@@ -17,7 +17,7 @@ from minivlmrl.losses.grpo import AVERAGES, LossNormalizer, grpo_loss
 
 
 def loss_arguments(config: TrainingOptions, *losses: Callable, **others: Any) -> dict[str, Any]:
-    """Select the arguments of loss functions from the options of a section and from `others`."""
+    """Select the keyword arguments that loss functions accept from a section's options and from `others`."""
     names = set().union(*(inspect.signature(loss).parameters for loss in losses))
     names.discard("advantages")  # the option names a function, and the argument is a tensor
     return {name: value for name, value in (vars(config) | others).items() if name in names}
@@ -47,7 +47,7 @@ def checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
     is_pair = isinstance(result, tuple | list) and len(result) == 2 and isinstance(result[1], dict)
     values = [result[0], *result[1].values()] if is_pair else [None]
     is_scalar = all(isinstance(value, Tensor) and value.dim() == 0 for value in values)
-    # names of fields that each line of metrics.jsonl has already
+    # Each line of metrics.jsonl already has fields named stage, step and loss.
     if not is_scalar or result[1].keys() & {"stage", "step", "loss"}:
         raise ValueError(
             f"{name} returned {result!r:.200}, but it must return the loss, a "
@@ -110,7 +110,7 @@ def call_advantages(function: Callable[..., Tensor], config: GRPOOptions, reward
 
 
 def try_advantages(function: Callable[..., Tensor], config: GRPOOptions, num_rewards: int):
-    """Try a custom advantage function on a group with different and one with equal rewards before models load."""
+    """Try a custom advantage function on a group with different rewards and on a group with equal rewards."""
     totals = torch.arange(2.0 * config.num_generations).clamp(max=config.num_generations)
     rewards, weights = totals[:, None].repeat(1, num_rewards), torch.ones(num_rewards)
     tensors = {"rewards_per_func": rewards, "reward_weights": weights}

@@ -99,13 +99,13 @@ class GRPOTrainer(RolloutTrainer):
         return rollout
 
     def compared_rewards(self, rollout: Rollout) -> Tensor:
-        """Return the rewards that must differ in a group: K rewards of n samples, (n, K), or their sums, (n, 1)."""
+        """Return the rewards that dynamic sampling compares: K rewards of n samples, (n, K), or weighted sums, (n, 1)."""
         if self.config.multi_objective_aggregation == "normalize_then_sum":
             return rollout.rewards
         return self.total_rewards(rollout.samples)[:, None]
 
     def total_rewards(self, samples: Sequence[Sample]) -> Tensor:
-        """Compute each sample's weighted reward sum with soft_punish_cache's penalty: (n,)."""
+        """Compute each sample's weighted sum of rewards, and add DAPO's penalty for overlong completions: (n,)."""
         total = super().total_rewards(samples)
         limit, cache = self.run.sampling.max_new_tokens, self.config.soft_punish_cache
         if not cache:
@@ -129,7 +129,7 @@ class GRPOTrainer(RolloutTrainer):
         rollout.metrics = self.rollout_metrics(rollout, rewards, totals, **in_groups)
         if config.max_num_gen_batches > 1:
             rollout.metrics["num_gen_batches"] = float(self.num_gen_batches)
-        # 2. Compare each sample with its group's other samples.
+        # 2. Compute advantages by comparing each sample with the other samples of its group.
         advantages = self.compute_advantages(totals, rewards)  # (n * world.size,)
         # 3. Pack the samples, and compute their log-probabilities.
         steps = [self.micro_batches(groups, advantages) for groups in parts]
@@ -148,7 +148,7 @@ class GRPOTrainer(RolloutTrainer):
 
     @cached_property
     def advantage_function(self) -> Callable[..., Tensor]:
-        """The function that computes advantages; the option `advantages` or other options select this function."""
+        """Return the function that computes advantages, which the options of the section grpo select."""
         return find_advantages(self.config)
 
     def compute_advantages(self, totals: Tensor, rewards: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ class GRPOTrainer(RolloutTrainer):
             assert batch.old_per_token_logps is not None and batch.ref_per_token_logps is not None
             log_ratio = batch.old_per_token_logps - batch.ref_per_token_logps
             kl.append((log_ratio * batch.loss_mask).sum(1).cpu())
-        # restore the rollout's order, because samples may have moved between micro-batches and ranks
+        # Restore the order of the rollout, because samples may have moved between micro-batches and ranks.
         index = torch.cat([batch.completion_index for batch in batches])
         return self.world.all_gather(torch.cat(kl))[self.world.all_gather(index).argsort()]
 
@@ -254,12 +254,12 @@ class GRPOTrainer(RolloutTrainer):
 
     @cached_property
     def loss_function(self) -> Callable:
-        """The loss function that the option loss_type selects."""
+        """Return the loss function that the option grpo.loss_type selects."""
         return find_loss(self.config)
 
     def loss(self, batch: GRPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute a micro-batch's metrics, and its loss divided by the step's totals."""
-        # a custom loss gets the options of grpo_loss, and all options that its own arguments name
+        # A custom loss function gets all options of grpo_loss, and further options that its parameters name.
         options = loss_arguments(self.config, grpo_loss, self.loss_function)
         if self.config.loss_type == "rloo":
             options["beta"] = 0.0  # RLOO's KL is in the reward

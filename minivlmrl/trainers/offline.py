@@ -28,7 +28,7 @@ class AnswerBatch(MicroBatch):
 
     @property
     def weight(self) -> float:
-        """The weight of this micro-batch in the metrics of the step: its number of answers."""
+        """Return the weight of this micro-batch in the metrics of the step: its number of answers."""
         return len(self.loss_mask)
 
     def mean(self, per_token: Tensor) -> Tensor:
@@ -44,8 +44,7 @@ class OfflineTrainer(Trainer):
 
     batch_type: type[MicroBatch] = AnswerBatch
     answers = ("completion",)  # Row fields that contain the answers
-    # Rows of a micro-batch, one for each answer, whose tokens are counted for the divisor of the loss. By default, the
-    # tokens of all rows are counted.
+    # Answers of a micro-batch whose tokens are counted in the divisor of the loss: by default, all answers
     counted_rows = slice(None)
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:

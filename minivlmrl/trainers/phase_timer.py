@@ -7,7 +7,7 @@ import torch
 
 
 class PhaseTimer:
-    """Measure consecutive phases, without waiting for the GPU when a phase ends.
+    """Measure the seconds of consecutive phases, without waiting for the GPU at the end of a phase.
 
     On a GPU, a CUDA event marks the beginning of a phase, because the host only queues work that the GPU does later.
     """

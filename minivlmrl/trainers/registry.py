@@ -5,7 +5,7 @@ from minivlmrl.config.validation import check_dtypes, check_effects
 from minivlmrl.errors import check_field, error_context
 from minivlmrl.trainers.base import Trainer
 
-# each stage's trainer class, which is imported only if the recipe's `stages` names the stage
+# {stage: "module:class" of its trainer}, which is imported only if a recipe names the stage
 TRAINERS = {
     "sft": "minivlmrl.trainers.sft:SFTTrainer",
     "dpo": "minivlmrl.trainers.dpo:DPOTrainer",
@@ -31,7 +31,7 @@ def find_class(stage: str) -> type[Trainer]:
 
 
 def find_trainer(stage: str, config) -> type[Trainer]:
-    """Return a stage's trainer class, given the stage's section name in the recipe."""
+    """Find the trainer class of a stage, which may be a class that the recipe names as file.py:Class."""
     classes = {trainer.stage: trainer for trainer in map(find_class, config.stages)}
     return classes.get(stage) or find_class(stage)
 
@@ -39,8 +39,7 @@ def find_trainer(stage: str, config) -> type[Trainer]:
 def find_trainers(config) -> dict[str, type[Trainer]]:
     """Check a recipe, and return each stage's trainer class."""
     trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
-    # For a recipe without stages, it is not known whether a stage would use the section `reference`, so the options of
-    # this section are not reported as unused.
+    # A recipe without stages may still have options of the section `reference`, which are then not reported as unused.
     references = [cls.has_reference(getattr(config, name)) for name, cls in trainers.items()]
     check_dtypes(config)
     check_effects(config, has_reference=any(references) or not trainers)

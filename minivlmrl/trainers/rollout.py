@@ -1,9 +1,9 @@
 """The base class for trainers that sample completions and learn from their rewards.
 
-    rows -> prompts -> G completions per prompt -> rewards (n, K)     sample_rollout
-         -> groups of about equally many tokens on all ranks        deal
-         -> micro-batches of samples                                split
-         -> packed micro-batches                                      pack
+    rows -> prompts -> G completions per prompt -> rewards (n, K) sample_rollout
+         -> groups of about equally many tokens on all ranks      deal
+         -> micro-batches of samples                              split
+         -> packed micro-batches                                  pack
 
 In shapes, B is the number of prompts on this rank, n = B * G is the number of samples, which are ordered by prompt, and
 K is the number of reward functions. A micro-batch has R samples of at most T tokens each, and M completion tokens in
@@ -96,14 +96,14 @@ class RolloutTrainer(Trainer):
     def shares_vision_tower(self) -> bool:
         """Return True if all models of the stage share one frozen vision tower.
 
-        If all models share one vision tower, the sampler may keep image embeddings for training. A reward model and a
-        reference from a folder have their own vision towers.
+        The sampler then keeps the outputs of the vision tower for training. A reward model, or a reference model from a
+        folder, has a vision tower of its own.
         """
         is_frozen = not trained_parameters(self.policy.visual)
         return is_frozen and self.run.reference.path is None and REWARD_MODEL not in self.run.rewards
 
     def prepare(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[Sequence[MicroBatch]]:
-        """Set the metrics of a rollout, and pack its micro-batches; a step trains on one item of `parts`."""
+        """Set the metrics of a rollout, and pack the micro-batches of each optimizer step, which trains on one part."""
         raise NotImplementedError
 
     def steps(self, batches: Batches) -> Iterator[Step]:
@@ -124,7 +124,7 @@ class RolloutTrainer(Trainer):
             for number, (micro_batches, groups) in enumerate(all_passes, start=1):
                 ends_rollout = number == len(all_passes)
                 trained = [batch.samples for batch in micro_batches if isinstance(batch, SampledBatch)]
-                # the rows on which this rank trains in this step; other ranks may have sampled their completions
+                # This rank may train on rows whose completions another rank has sampled.
                 self.rows = [sample.row for sample in chain(*trained)] or rows
                 yield Step(micro_batches, rollout.metrics, ends_rollout, rollout, groups)
                 self.reward_log.trainer_state.global_step += 1
@@ -132,7 +132,7 @@ class RolloutTrainer(Trainer):
     def trial_batches(self, rows: Sequence[Row]) -> Sequence[MicroBatch]:
         """Pack completions of max_new_tokens tokens, to test whether a training step fits in memory.
 
-        The test's rewards alternate between 0 and 1, because samples without an advantage can be left out.
+        The rewards alternate between 0 and 1, because samples of a group with equal rewards may be left out.
         """
         if samples_trajectories(self.run.sampling):
             return ()
@@ -204,8 +204,7 @@ class RolloutTrainer(Trainer):
     def split(self, groups: Sequence[list[Sample]]) -> list[list[Sample]]:
         """Split an optimizer step's samples into micro-batches.
 
-        If max_tokens_per_micro_batch is set, it limits the tokens in a micro-batch. Without a limit on tokens, a
-        micro-batch has the groups of micro_batch_size prompts.
+        A micro-batch has the groups of micro_batch_size prompts, or as many samples as max_tokens_per_micro_batch allows.
         """
         size = self.config.micro_batch_size
         max_tokens = self.config.max_tokens_per_micro_batch
@@ -219,7 +218,7 @@ class RolloutTrainer(Trainer):
         return [[groups[i][j] for i, j in pairs] for pairs in micro_batches]
 
     def is_trained(self, sample: Sample) -> bool:
-        """Return False to exclude a sample from the loss; the sample still counts as a sequence, but has no tokens."""
+        """Return False to exclude the tokens of a sample from the loss; the sample still counts as a sequence."""
         return True
 
     def count_tokens(self, groups: Sequence[list[Sample]]) -> LossNormalizer:
