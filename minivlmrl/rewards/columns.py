@@ -51,8 +51,8 @@ def reward_columns(
 def image_extents(row: Row, prompt: Prompt, processor: Processor) -> tuple[Size | None, Size | None]:
     """Return the (width, height) of a row's first image, in pixels of the file and in the units of an answer's boxes.
 
-    The row's column box_space names the units of an answer's boxes; without this column, the processor's box_space does.
-    For a row without an image, both sizes are None.
+    The row's column box_space names the units of an answer's boxes; without this column, the processor's box_space
+    does. For a row without an image, both sizes are None.
     """
     if not row.images:
         return None, None

@@ -198,7 +198,7 @@ class Trainer:
         raise NotImplementedError
 
     def phase(self, name: str) -> phase:
-        """Begin a named phase of an optimizer step, whose time is measured, and whose name is printed if memory runs out."""
+        """Begin a phase of an optimizer step; its time is measured, and its name printed if memory runs out."""
         self.timer.start(name)
         return phase(name)
 
