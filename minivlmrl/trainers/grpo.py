@@ -99,7 +99,7 @@ class GRPOTrainer(RolloutTrainer):
         return rollout
 
     def compared_rewards(self, rollout: Rollout) -> Tensor:
-        """Return the rewards that dynamic sampling compares: K rewards of n samples, (n, K), or weighted sums, (n, 1)."""
+        """Return the rewards that dynamic sampling compares: those of n samples, (n, K), or their sums, (n, 1)."""
         if self.config.multi_objective_aggregation == "normalize_then_sum":
             return rollout.rewards
         return self.total_rewards(rollout.samples)[:, None]

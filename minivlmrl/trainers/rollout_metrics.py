@@ -89,7 +89,7 @@ def length_metrics(lengths: list[int], terminated: list[int]) -> dict[str, float
 
 
 def tool_metrics(calls: list[tuple[int, int, bool]]) -> dict[str, float]:
-    """Compute the mean number of tool calls in a completion, and the shares of failed calls and of truncated results."""
+    """Compute how often completions call tools, and the shares of failed calls and of truncated results."""
     num_calls, num_failed, num_cut = (sum(values) for values in zip(*calls, strict=True))
     return {
         "tools/call_frequency": num_calls / len(calls),
