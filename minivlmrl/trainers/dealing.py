@@ -83,9 +83,9 @@ def deal(trainer: RolloutTrainer, groups: Sequence[list[Sample]], lengths: Seque
 def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Assign groups to ranks, so that all ranks have equally many groups and nearly equally many tokens.
 
-    In the first round, each of the W ranks gets one of the W longest groups; the second round assigns the next W groups.
-    In each round, the rank with the fewest tokens so far gets the longest group. So all ranks train on groups of similar
-    length at the same time, which matters because sharded ranks wait for each other in every layer.
+    In the first round, each of the W ranks gets one of the W longest groups; the second round assigns the next W
+    groups. In each round, the rank with the fewest tokens so far gets the longest group. So all ranks train on groups
+    of similar length at the same time, which matters because sharded ranks wait for each other in every layer.
 
     Example: for the lengths [[9, 5, 1], [8, 7, 2]], the result is [[(0, 0), (0, 1), (1, 2)], [(1, 0), (1, 1), (0, 2)]]
         with 16 tokens on each rank.

@@ -204,7 +204,8 @@ class RolloutTrainer(Trainer):
     def split(self, groups: Sequence[list[Sample]]) -> list[list[Sample]]:
         """Split an optimizer step's samples into micro-batches.
 
-        A micro-batch has the groups of micro_batch_size prompts, or as many samples as max_tokens_per_micro_batch allows.
+        A micro-batch has the groups of micro_batch_size prompts, or as many samples as max_tokens_per_micro_batch
+        allows.
         """
         size = self.config.micro_batch_size
         max_tokens = self.config.max_tokens_per_micro_batch
