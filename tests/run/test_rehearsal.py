@@ -1,30 +1,25 @@
 """Run the commands of the section "The whole way" in docs/data.md, from a model folder to an evaluation."""
 
-import re
 import shlex
 import shutil
 
 import PIL.Image
 import transformers
+import yaml
 
 from minivlmrl.__main__ import main
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.model.checkpoint import load_processor
-from tests.helpers.links import ROOT
+from tests.helpers.links import ROOT, blocks
 from tests.helpers.runs import metrics, write_lines
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
-RECIPE = """
-output_dir: runs/squares
-stages: [sft, grpo]
-num_threads: 1
-model: {path: FOLDER}
-data: {files: {sft: shown.jsonl}, train_file: train.jsonl, eval_file: eval.jsonl, max_pixels: 7056}
-sampling: {max_new_tokens: 20}
-rewards: {my_rewards.py:letters: 0.1, accuracy: 1.0}
-sft: {max_steps: 2, prompts_per_step: 4, micro_batch_size: 4}
-grpo: {max_steps: 12, prompts_per_step: 2, micro_batch_size: 2, num_generations: 2}
-"""
+# what the recipe of the page gets here: a reward that differs between the completions of a tiny model, and few samples
+SMALL = {
+    "num_threads": 1, "model": {"path": "FOLDER"}, "rewards": {"my_rewards.py:letters": 0.1, "accuracy": 1.0},
+    "sft": {"max_steps": 2, "prompts_per_step": 4, "micro_batch_size": 4},
+    "grpo": {"max_steps": 12, "prompts_per_step": 2, "micro_batch_size": 2, "num_generations": 2},
+}  # fmt: skip
 REWARD = """
 def letters(completions, **columns):
     return [float(sum(map(ord, text)) % 7) for text in completions]
@@ -34,7 +29,10 @@ def letters(completions, **columns):
 def test_the_commands_of_the_page(checkpoint, rows, tmp_path, monkeypatch, capsys):
     """The saved checkpoint has the prompts of its rows in transformers, too."""
     monkeypatch.chdir(tmp_path)
-    [block] = re.findall(r"```bash\n(.*?)```", PAGE.partition("\n## The whole way\n")[2], re.DOTALL)
+    section = PAGE.partition("\n## The whole way\n")[2].partition("\n## ")[0]
+    [block], [recipe] = blocks(section, "bash"), blocks(section, "yaml")
+    recipe = yaml.safe_load(recipe) | SMALL
+    recipe["data"]["max_pixels"] = 7056
     for name in ("shown", "train"):
         shutil.copy(rows, f"{name}.jsonl")
     held_out = [{"problem": "Hm?", "image": "eval0.png", "solution": f"square {i}"} for i in range(16)]
@@ -44,7 +42,7 @@ def test_the_commands_of_the_page(checkpoint, rows, tmp_path, monkeypatch, capsy
     PIL.Image.new("RGB", (56, 56), "red").save("eval0.png")
     shutil.copytree(checkpoint, "FOLDER")
     (tmp_path / "my_rewards.py").write_text(REWARD)
-    (tmp_path / "squares.yaml").write_text(RECIPE)
+    (tmp_path / "squares.yaml").write_text(yaml.safe_dump(recipe))
     for command in block.splitlines():
         capsys.readouterr()
         try:
