@@ -67,7 +67,7 @@ def test_accuracy_gives_a_reason():
     ([1, 2.5], ["[1, 2.5]"], ["1, 2.5", "1"]),
 ], ids=str)  # fmt: skip
 def test_what_a_solution_means(solution, right, wrong):
-    """docs/rewards.md shows these solutions and answers."""
+    """docs/rewards.md names these solutions."""
     answers = right + wrong
     assert accuracy(answers, [solution] * len(answers)) == [1.0] * len(right) + [0.0] * len(wrong)
 
