@@ -1,11 +1,11 @@
 """The vision tower, which encodes image patches and merges 2 x 2 patches into one decoder token.
 
 VisionLanguageModel.forward (model/decoder.py) replaces the embeddings of an image's placeholder tokens by the tower's
-output. VisionTransformer is Qwen2.5-VL's tower, with window attention, RMSNorm and the decoder's SwiGLU MLP.
-Qwen2-VL's MLP is in model/families/qwen2_vl.py, and Qwen3-VL's tower is in model/families/qwen3_vl.py.
+output. VisionTransformer is the tower of Qwen2.5-VL, with window attention, RMSNorm and a SwiGLU MLP. The MLP of
+Qwen2-VL is in model/families/qwen2_vl.py, and the tower of Qwen3-VL in model/families/qwen3_vl.py.
 
-Dimension letters: P patches in all images together, E hidden_size, H heads, D head_dim, M merged tokens (P / 4).
-`config` is the VisionConfig in model/config.py.
+In shapes, P is the number of patches in all images together, E the hidden size, H the number of heads, D the head
+dimension, and M = P / 4 the number of merged tokens.
 """
 
 import math
@@ -28,7 +28,7 @@ ALIGNED = 8  # 16-bit values in 16 bytes
 
 
 class MLP(nn.Module):
-    """SwiGLU MLP: down(silu(gate(x)) * up(x)). The MLP has biases in the tower, but not in the decoder."""
+    """SwiGLU MLP: down(silu(gate(x)) * up(x)), with biases in the vision tower and without biases in the decoder."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool):
         super().__init__()
@@ -43,19 +43,19 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
     def must_align(self, x: Tensor) -> bool:
-        """Return True if the MLP is faster when each row of intermediate values begins at a multiple of 16 bytes."""
-        # cuBLAS has fast kernels for 16-bit products only if each row begins at a multiple of 16 bytes. Rows of 3,420
-        # columns, as in the towers of Qwen2.5-VL-3B and 7B, do not, and take about three times as long on an H100.
-        # Layers with adapters or packed weights compute the unpadded product.
+        """Return True if padding the MLP's intermediate size makes the MLP faster."""
+        # cuBLAS has fast kernels for 16-bit products only if each row begins at a multiple of 16 bytes. Products with
+        # rows of 3,420 columns, as in the vision towers of Qwen2.5-VL-3B and 7B, take about three times as long on an
+        # H100. Layers with adapters or quantized weights are not padded.
         layers = (self.gate_proj, self.up_proj, self.down_proj)
         are_plain = all(type(layer) is nn.Linear for layer in layers)
         return is_half_on_gpu(x.device, x.dtype) and are_plain
 
     def forward_padded(self, x: Tensor, missing: int) -> Tensor:
-        """Compute the MLP's output with `missing` columns of zeros appended to the intermediate values."""
+        """Compute the MLP with an intermediate size that is larger by `missing` columns of zeros."""
 
-        # Weights are padded in each forward pass, not at loading, so that checkpoints, optimizer states and shards
-        # keep the config's shapes. Gradients of the padded columns are dropped.
+        # The MLP's weights are padded in each forward pass, and not when the model is loaded, so that checkpoints,
+        # optimizer states and shards keep the shapes of the model's config.
         def padded(layer: nn.Linear) -> Tensor:
             bias = None if layer.bias is None else F.pad(layer.bias, (0, missing))
             return F.linear(x, F.pad(layer.weight, (0, 0, 0, missing)), bias)
@@ -92,7 +92,7 @@ def window_order(image_grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, 
     for t, h, w in image_grid_thw.tolist():
         rows = h // merge
         cols = w // merge
-        # number of merged tokens per side of a window; without window attention, one window covers the whole frame
+        # merged tokens per side of a window; without window attention, a window is as large as the frame
         side = max(rows, cols)
         if config.window_size:
             side = config.window_size // merge // config.patch_size
@@ -111,20 +111,20 @@ def window_order(image_grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, 
 
 @dataclass
 class Layout:
-    """Order, rotary angles and attention segments of the patches of a batch of images in the vision tower."""
+    """How the vision tower orders a batch of patches, rotates their queries and keys, and groups them for attention."""
 
     order: Tensor  # (P,) for each patch in window order, its index in pixel_values
     raster_order: Tensor  # (M,) for each merged token in raster order, its index in window order
-    # (P, 1, 1, D) float32, rotary cosines in window order, shared by query, key and all heads
+    # (P, 1, 1, D) float32, each patch's rotary cosines for the queries and keys of all heads, in window order
     cos: Tensor
-    sin: Tensor  # (P, 1, 1, D) float32, rotary sines, in the cosines' order
+    sin: Tensor  # (P, 1, 1, D) float32, each patch's rotary sines, in window order
     windows: Segments  # one segment per attention window, for blocks with window attention
     frames: Segments  # one segment per frame, for blocks in config.fullatt_block_indexes
 
 
-# The Layout is cached, because the policy and the reference model process the same images.
+# Layouts are cached, because the policy and the reference model process the same images.
 @lru_cache(maxsize=8)
-# Inference mode is off, because training also uses the cached Layout, and cannot use tensors from inference mode.
+# Tensors that are made in inference mode cannot be used in training, and a cached Layout is used in both.
 @torch.inference_mode(False)
 def lay_out(grids: tuple[tuple[int, int, int], ...], config: VisionConfig, device: torch.device) -> Layout:
     """Compute the Layout for images and videos whose patch grids are (time, height, width)."""
@@ -146,21 +146,20 @@ def lay_out(grids: tuple[tuple[int, int, int], ...], config: VisionConfig, devic
 class VisionTower(nn.Module):
     """Base class for the vision towers of all families, with the attributes that other files use.
 
-    The method forward of every tower has the arguments and results of VisionTransformer.forward. With DeepStack, the
-    result (M, (1 + k) * out_hidden_size) has the merged tokens of the last block and of k inner blocks.
-    model/config_json.py checks that out_hidden_size is the decoder's hidden_size. A tower may also have
+    All vision towers have the arguments and results of VisionTransformer.forward. With DeepStack, the result has the
+    shape (M, (1 + k) * out_hidden_size), for merged tokens from the last block and from k inner blocks. A vision tower
+    may also have
     - pos_embed: nn.Embedding with learned positions, which model/build.py initialises with the
       standard deviation config.initializer_range instead of that of a matrix;
     - deepstack_merger_list: further mergers, which model.freeze and adapter.target count to the
       part "merger", see PARTS in model/plain_weights.py.
-    The names of layers that write into the residual stream end as listed in INTO_RESIDUAL in model/build.py. Layers
-    that write into the residual stream under other names would get too large initial weights.
+    The name of a layer that writes into the residual stream must end with an entry of INTO_RESIDUAL in model/build.py,
+    so that the layer gets small initial weights.
     """
 
     config: VisionConfig
     patch_embed: "PatchEmbed"  # patches -> embeddings
-    # transformer blocks, which are the units for sharding and activation checkpointing. model/build.py scales initial
-    # weights by the number of blocks.
+    # transformer blocks, which are the units for sharding and activation checkpointing
     blocks: nn.ModuleList
     merger: nn.Module  # the model's part "merger"; all other weights are the part "vision"
 
@@ -193,8 +192,7 @@ class VisionTransformer(VisionTower):
             attends_to_frame = i in self.config.fullatt_block_indexes
             segments = layout.frames if attends_to_frame else layout.windows
             x = block(x, layout.cos, layout.sin, segments)
-        # The merger processes each 2 x 2 block of patches separately. Therefore the merger's output, which is smaller
-        # than the input, is put back in raster order.
+        # Tokens are put back in raster order after the merger, because its output is smaller than its input.
         return Reorder.apply(self.merger(x), layout.raster_order)
 
 
@@ -233,7 +231,7 @@ class VisionAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (P, 3, H, D)
-        # cos and sin are float32, so the tower rotates queries and keys in float32, unlike the decoder
+        # The vision tower rotates queries and keys in float32, because their cosines and sines are float32.
         q, k = apply_rotary(qkv[:, :2], cos, sin).to(qkv.dtype).unbind(1)  # (P, H, D)
         return self.proj(window_attention(q, k, qkv[:, 2], segments).flatten(1))
 

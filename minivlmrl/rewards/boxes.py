@@ -1,7 +1,8 @@
 """Rewards for object detection: compare an answer's boxes with the true boxes.
 
-True boxes (`solution`) are in pixels of the image file. Boxes in an answer may have other units than pixels, so the
-rewards also read the columns image_sizes and answer_extents, which are None for rows without an image.
+True boxes, in the column `solution`, are in pixels of the image file. Boxes in an answer may have other units, for
+example thousandths of the image's width and height. The columns image_sizes and answer_extents have the image's size in
+both units.
 
 Each box in an answer is matched with at most one true box. The summed IoU of matched pairs is divided by the number of
 boxes in the answer or in the solution, whichever is larger, so that missing and extra boxes both lower the reward.
@@ -35,8 +36,8 @@ def mean_iou(
 ) -> list:
     """Compute the mean IoU over matched boxes, from 0 to 1; missing and extra boxes count as 0.
 
-    Example: the reward is 1/2 if the answer repeats the one true box, if it finds one of two true boxes, or if its box
-    covers half of the true box.
+    Example: with one true box, an answer with this box and another one gets 1/2, and so does a box that covers half of
+    the true box. With two true boxes, an answer with one of them gets 1/2.
 
     Args:
         answer_texts: n answers, None for a completion without an answer.
@@ -53,7 +54,7 @@ def mean_iou(
 def acc_0_5(answer_texts, solution, image_sizes, answer_extents, log_extra=None, **columns) -> list:
     """Compute the fraction of boxes that match a true box with an IoU of at least 0.5.
 
-    Missing and extra boxes count as 0. The function mean_iou explains the arguments and the exceptions.
+    Missing and extra boxes count as 0.
 
     Example: for one true box, a box with IoU 0.5 gives 1, a box with IoU 0.49 gives 0, and a box with IoU 0.9 next to a
     second box gives 1/2.
@@ -105,20 +106,20 @@ def overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:
 
 
 def similarities(predicted: Objects, true: Objects) -> list[float]:
-    """Match predicted with true objects; return the IoU of each pair, and 0 for each unmatched object."""
+    """Match predicted with true objects, and return the IoU of each pair, and 0 for each unmatched object."""
     pairs = boxes.match(predicted, true, overlap)
     num_unmatched = max(len(predicted), len(true)) - len(pairs)
     return [overlap(predicted[i], true[j]) for i, j in pairs] + [0.0] * num_unmatched
 
 
 def mean_similarity(predicted: Objects, true: Objects) -> float:
-    """Compute the mean IoU of matched pairs; a missing or extra box counts as a pair with IoU 0."""
+    """Compute the mean IoU of matched boxes; a missing or extra box counts as a pair with IoU 0."""
     values = similarities(predicted, true)
     return sum(values) / len(values)
 
 
 def read_boxes(text: str, extent: tuple[float, float]) -> Objects:
-    """Parse the boxes in the last <answer> tags of a text, or else in the whole text, in the units of `extent`."""
+    """Parse the boxes in the last <answer> tags of a text, or else in the whole text."""
     return [("", Box(*four, extent)) for four in boxes.parse_boxes(find_answer(text) or text)]
 
 
@@ -133,8 +134,6 @@ def score_boxes(
     requirement: str = NO_SOLUTION_BOX,
 ) -> list:
     """Compute a reward for each of n answers, by comparing its boxes with the true boxes in the row's solution.
-
-    The function mean_iou explains the arguments and the returned values.
 
     Args:
         measure: function that computes a reward from an answer's objects and the true objects; an answer without
@@ -156,7 +155,7 @@ def score_boxes(
             denies = boxes.says_none(answer or "")
             scored.append((1.0, None) if denies else (0.0, NO_OBJECT))
             continue
-        # An invalid solution raises an error, because no answer to this row could ever get a reward.
+        # An invalid solution raises an error, because no answer to the row could get a reward.
         true = read(truth, size)
         if not true or not all(box.valid for _, box in true):
             raise ValueError(f"solution {solution!r:.300} {requirement}")
@@ -189,7 +188,7 @@ def check_inside(solution: Any, size: tuple[int, int]):
 
 
 def box_texts(objects: Objects) -> str:
-    """Write the labels and coordinates of the first three boxes as a text, to explain a reward."""
+    """Format the labels and coordinates of the first three boxes as a text."""
     texts = []
     for label, box in objects[:3]:
         coordinates = ", ".join(f"{number:g}" for number in box.numbers)

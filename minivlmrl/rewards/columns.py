@@ -49,16 +49,16 @@ def reward_columns(
 
 
 def image_extents(row: Row, prompt: Prompt, processor: Processor) -> tuple[Size | None, Size | None]:
-    """Return the (width, height) of a row's first image, in pixels of the file and in the units of an answer's boxes.
+    """Return the size of a row's first image in pixels of the file, and also in the units of boxes in answers.
 
-    The row's column box_space names the units of an answer's boxes; without this column, the processor's box_space
-    does. For a row without an image, both sizes are None.
+    A row's column box_space, or else the processor's box_space, names the units of boxes in answers. For a row without
+    an image, both sizes are None.
     """
     if not row.images:
         return None, None
     patch_size = processor.image_processor.patch_size
     _, height, width = prompt.image_grid_thw[prompt.second_per_grid_ts == 0][0].tolist()
-    # LazyImages recorded the image's size when the prompt was computed, so the image is not loaded again.
+    # LazyImages knows the size of an image whose prompt has been computed, so the image is not loaded again.
     size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
     space = row.columns.get("box_space") or processor.box_space
     return size, extent(space, size, (width * patch_size, height * patch_size))
@@ -80,7 +80,7 @@ def extent(space: str, original: Size, resized: Size) -> Size:
 
 
 def call_rewards(rewards: Sequence[Callable], columns: dict[str, list]) -> Tensor:
-    """Call K reward functions on n completions.
+    """Call all K reward functions on n completions.
 
     Returns:
         (n, K) float32, NaN where a reward function returned None.

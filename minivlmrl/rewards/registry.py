@@ -34,10 +34,10 @@ REWARDS: dict[str, str | Callable] = {  # name: "module:function", or the functi
     "reward_model": "minivlmrl.extras.reward_model:reward_model",
     "environment": "minivlmrl.extras.agents.environment:environment_reward",
 }
-# Rewards that raise ValueError for a solution that no answer can equal, before any answer is sampled
+# rewards that raise ValueError for a solution that no answer can equal; run/preflight.py calls them before training
 COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5")
 MAX_FLOAT32 = 3.4e38
-# Names of metrics that every optimizer step has, so that a reward may not log metrics with these names
+# metrics that every optimizer step has; a reward may not log other values under these names
 STEP_METRICS = {"stage", "step", "loss", "entropy", "kl", "grad_norm", "learning_rate"}
 
 
@@ -61,20 +61,19 @@ class Text(str):
 
 
 def last_turn(prompt: Text | list[dict]) -> Text:
-    # prompts that already are objects of the class Text stay unchanged, because one reward may call another with the
-    # same prompts
+    # A prompt is already a Text if the reward function is called by another reward function.
     return Text("".join(map(text_of, prompt[-1:])), "user") if isinstance(prompt, list) else prompt
 
 
 class RewardLog:
-    """The arguments `trainer_state` and `log_metric` of reward functions, as in TRL, for one stage."""
+    """What reward functions get as the arguments `trainer_state` and `log_metric`, as in TRL."""
 
     def __init__(self, global_step: int = 0, max_steps: int = 0):
         self.trainer_state = SimpleNamespace(global_step=global_step, max_steps=max_steps)  # optimizer steps
         self.metrics: dict[str, list[float]] = {}  # values from the current rollout on this rank
 
     def log_metric(self, name: str, value: float):
-        """Log a finite number as a metric; metrics.jsonl has the mean over a rollout's numbers."""
+        """Log a finite number as a metric; metrics.jsonl has the mean of the numbers logged for a rollout."""
         number = plain_value(value)
         if name in STEP_METRICS:  # the line of the step would lose its own value
             raise ValueError(f"log_metric: {name!r} is already a metric of every step; use another name")
@@ -84,7 +83,7 @@ class RewardLog:
 
 
 class RewardFailed(ValueError):
-    """Raised on all ranks if a reward fails on one rank, so that all can save a checkpoint."""
+    """A reward function failed; all ranks raise the error, so that they can save a checkpoint."""
 
 
 @dataclass(eq=False)
@@ -122,14 +121,14 @@ class Reward:
         return any(name in str(instruction.argval) for instruction in dis.get_instructions(code))
 
     def on(self, world: World, log: RewardLog | None = None) -> "Reward":
-        """Return a copy of the reward for a run; if the function fails on one rank, all ranks raise the error."""
+        """Return a copy of the reward that raises RewardFailed on all ranks if the function fails on one rank."""
         return replace(self, world=world, log=log)
 
     def __call__(self, /, completions: list[str], **columns) -> list[float]:
         """Compute rewards for n completions; None values from the function become NaN.
 
-        Rows whose column row_rewards does not list this reward are not scored: their values are NaN. The column
-        row_rewards has the rewards that data.train lists for the row's file.
+        A file in data.train may list rewards, which are then in the column row_rewards of the file's rows. A row whose
+        row_rewards does not list the reward gets NaN.
 
         Raises:
             RewardFailed: the function failed. The message names the row.
@@ -155,7 +154,7 @@ class Reward:
         return [next(scored) if is_one else math.nan for is_one in is_scored]
 
     def _score(self, columns: dict[str, list], callbacks: dict[str, Any]) -> list[float]:
-        """Call the reward function on m rows, and check its m values."""
+        """Call the reward function on the rows that it scores, and check the values that it returns."""
         texts = columns["completions"]
         if not texts:
             return []
@@ -176,7 +175,7 @@ class Reward:
         return checked_values(self.name, values, texts, [row and f"{row}: " for row in rows])
 
     def _find_failure(self, columns: dict[str, list], callbacks: dict[str, Any]) -> str:
-        """Call the reward function on one completion after the other, and name the first that fails."""
+        """Call the reward function on single completions, and describe the first completion for which it fails."""
         callbacks = callbacks | {"log_extra": lambda *_: None}
         rows = columns.get("row_names") or ["" for _ in columns["completions"]]
         for i, (row, text) in enumerate(zip(rows, columns["completions"], strict=True)):
@@ -196,12 +195,12 @@ def get_reward(name: str) -> Reward:
 
 
 def training_rewards(run: RunConfig) -> list[Reward]:
-    """Return the rewards in a recipe's section `rewards`."""
+    """Return the reward functions in a recipe's section `rewards`."""
     return [replace(get_reward(name), max_seconds=run.max_reward_seconds) for name in run.rewards]
 
 
 def held_out_rewards(run: RunConfig) -> list[Reward]:
-    """Return the rewards with which a recipe evaluates the model on held-out rows."""
+    """Return the reward functions with which a recipe evaluates the model on held-out rows."""
     seconds = run.max_reward_seconds
     return [replace(get_reward(name), max_seconds=seconds) for name in run.eval_rewards]
 
@@ -212,9 +211,9 @@ def required_columns(rewards: Iterable[Reward]) -> list[str]:
 
 
 def checked_values(name: str, values, completions: list[str], prefixes: list[str]) -> list[float]:
-    """Convert the values that a reward function returned for n completions to floats; None is NaN."""
+    """Convert the values that a reward function returned to floats; None becomes NaN."""
     try:
-        # a dict, a set or a str is refused, because iterating over it could give n values by accident
+        # zip would accept a dict, a set or a str that happens to have one item per completion
         if isinstance(values, dict | set | str):
             raise TypeError
         scored_rows = list(zip(values, completions, prefixes, strict=True))
@@ -246,9 +245,8 @@ def plain_value(value: Any) -> float | str | None:
 def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
     """Log a value for each completion, as TRL's log_extra(column, values) does.
 
-    Several rewards may explain a completion, so the column "why" is logged as {name of a reward: its reason}, without
-    reasons that are None or "". Values other than numbers, str and None are logged as str(value), because the log is
-    JSON.
+    The column "why" is logged as {name of a reward: its reason}, without empty reasons, because several rewards may
+    give a reason. Values that are not numbers, texts or None are logged as str(value), because the log is JSON.
     """
     for extra, value in zip(extras, map(plain_value, values), strict=True):
         is_json = value is None or isinstance(value, str | int | float)

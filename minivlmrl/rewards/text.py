@@ -9,8 +9,8 @@ A reward may return None for a completion that it cannot score. A completion wit
 of its group, and has the advantage 0. A recipe gives each reward a weight, for example {accuracy: 1.0};
 rewards/registry.py lists the names.
 
-A reward function explains its rewards by calling log_extra("why", reasons), with a text or None for each completion. A
-run's logs show these texts.
+A reward function explains its rewards by calling log_extra("why", reasons), with a text or None for each completion.
+The run's log completions.jsonl shows the reasons.
 """
 
 import re
@@ -58,7 +58,8 @@ def accuracy(
 ) -> list[float | None]:
     """Return 1.0 for each answer that equals the solution, else 0.0.
 
-    Case, repeated whitespace and final full stops do not count. The result is None for a row without a solution.
+    The comparison ignores case, repeated whitespace and final full stops. A completion for a row without a solution
+    gets None.
 
     Raises:
         ValueError: no text equals a solution, see solution_text.
@@ -85,7 +86,7 @@ def accuracy(
 def solution_text(solution: Any) -> str:
     """Return a solution as a text; "" without a solution.
 
-    A whole number such as 2.0 is the text 2, and a list of numbers is its text in Python, such as [1, 2].
+    The solution 2.0 becomes the text "2", and a list of numbers a text such as "[1, 2]".
 
     Raises:
         ValueError: the solution is an object, or a list with other elements than numbers.
@@ -121,9 +122,9 @@ def find_answer(completion: str, where: str = "tags") -> str | None:
 
 
 def last_answer(text: str) -> str | None:
-    """Return the text inside the last <answer>...</answer>, or None.
+    """Return the text inside the last <answer>...</answer> of a text, or None.
 
-    The function takes time proportional to the length of the text, even if there are many opening tags.
+    The function takes linear time; a regular expression would take quadratic time for a text with many <answer> tags.
     """
     for closed in reversed(text.split("</answer>")[:-1]):
         _, tag, answer = closed.partition("<answer>")

@@ -19,46 +19,43 @@ from minivlmrl.trainers.base import Step, Trainer
 
 
 class Callback:
-    """Base class for all callbacks. The methods of this class do nothing; a subclass overrides some of them."""
+    """Base class for callbacks, whose methods do nothing until a subclass overrides them."""
 
     def on_setup(self, config: RunConfig, world: World):
-        """Called before the rows and the weights are loaded; raise ValueError to reject the recipe."""
+        """Check the recipe before rows and weights are loaded; raise ValueError to reject the recipe."""
 
     def on_rows(self, config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World):
-        """Called after the rows and before the weights are loaded; raise ValueError to reject the recipe or the rows.
+        """Check the rows before the weights are loaded; raise ValueError to reject the rows or the recipe.
 
         Args:
             datasets: each stage's rows by its name, and the held-out rows as "eval".
         """
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
-        """Called once before training, when config.yaml and the log files exist."""
+        """Act before the first stage of a run, when config.yaml and the log files exist."""
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
-        """Called before a training stage starts, or resumes from a checkpoint (then state.step is above 0)."""
+        """Act before a training stage starts, or continues from a checkpoint."""
 
     def on_step_begin(self, trainer: Trainer, optimizer: Optimizer, step: Step, number: int, batches: Batches):
-        """Called in optimizer step `number`, after sampling the completions and before updating the weights."""
+        """Act in an optimizer step, after sampling the completions and before updating the weights."""
 
     def on_step_end(self, trainer: Trainer, step: Step, number: int, values: dict):
-        """Called after optimizer step `number`; `values` is the step's line of metrics.jsonl."""
+        """Act after an optimizer step; `values` is the step's line of metrics.jsonl."""
 
     def on_evaluation(self, stage: str, steps_done: int, num_rows: int):
-        """Called after the metrics of held-out rows have been added to evaluations.jsonl."""
+        """Act after an evaluation, whose metrics have been added to evaluations.jsonl."""
 
     def on_run_end(self):
-        """Called when the run ends, even if the run ends with an error or a signal."""
+        """Act at the end of a run, also after an error or a signal."""
 
     def state_dict(self) -> dict[str, str]:
-        """Return {name: text} to save in checkpoints; after a resume, on_stage_begin finds it in state.logs."""
+        """Return {name: text} to save in a checkpoint; a resumed run has these texts in state.logs."""
         return {}
 
 
 def default_callbacks(config: RunConfig) -> list[Callback]:
-    """Build the default callbacks: the memory and input checks, the warnings and the report.
-
-    The callback classes are named as texts, so that modules in run/ need not import diagnostics/.
-    """
+    """Build the default callbacks: the memory and input checks, the warnings and the report."""
     names = ["inputs:InputCheck", "warnings:TrainingWarnings", "report:ReportPage"]
     if config.check_memory and config.model.path:
         names.insert(0, "memory_check:MemoryCheck")

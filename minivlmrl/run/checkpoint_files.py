@@ -2,7 +2,7 @@
 
 Each rank writes the rows of the sharded tensors that it stores. The number of ranks may change between saving and
 loading, because each rank reads only the rows that it needs. For example, the entry "128:policy.model.norm.weight" in a
-file holds rows of this weight, from row 128 on.
+file holds rows of the weight policy.model.norm.weight, from row 128 on.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from minivlmrl.errors import check_field
 from minivlmrl.files import flush_file, save_tensors
 from minivlmrl.model.checkpoint import check_finite
 
-BLOCK = 2**16  # bytes that `sampled_blocks` reads at a time
+BLOCK = 2**16  # bytes in a block of a file that sampled_blocks reads
 # Approximate size of a checkpoint file in bytes; GPU tensors are copied to host memory for one file at a time.
 FILE_SIZE = 2**30
 
@@ -26,9 +26,8 @@ FILE_SIZE = 2**30
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
     """Yield blocks of bytes from weight files, from which the caller computes a hash.
 
-    Files up to 64 MiB are read completely. From files above 64 MiB, 1,024 evenly spaced blocks are read. The blocks
-    suffice to distinguish two models, or a model before and after training, because training changes all blocks. The
-    hash misses a change of a few bytes that lie between two of the blocks.
+    Files up to 64 MiB are read completely. From files above 64 MiB, 1,024 evenly spaced blocks are read. The hash
+    notices that a model has been trained, because training changes all blocks, but may miss a change of a few bytes.
     """
     for file in files:
         size = file.stat().st_size
@@ -39,7 +38,7 @@ def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return the rows of a tensor that this rank stores, and the index of the first row; a scalar counts as one row."""
+    """Return the rows of a tensor that this rank holds, and the index of the first of them; a scalar is one row."""
     if not is_part(tensor):
         return tensor.detach().reshape(tensor.shape or (1,)), 0
     rows = shard_rows(tensor.device_mesh, len(tensor))
@@ -47,10 +46,10 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def writes(tensor: Tensor, number: int, world: World) -> bool:
-    """Return True if this rank writes its rows of a tensor to the checkpoint; `number` is the tensor's index.
+    """Return True if this rank writes its rows of a tensor to a checkpoint; `number` is the tensor's index.
 
-    Exactly one rank writes each row. The rows of a sharded tensor are written by the ranks of the first replica. A
-    tensor that is not sharded is the same on all ranks, so its index selects the one rank that writes it.
+    The ranks of the first replica write the rows of a sharded tensor. Any other tensor is equal on all ranks, and its
+    index selects the one rank that writes the tensor.
     """
     if is_part(tensor):
         mesh = tensor.device_mesh
@@ -60,7 +59,7 @@ def writes(tensor: Tensor, number: int, world: World) -> bool:
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> list[str]:
-    """Write the tensor rows of this rank to files of about FILE_SIZE bytes; return the names of the files."""
+    """Write this rank's part of a checkpoint to files of about 1 GiB, and return the names of the files."""
     names = [name for i, name in enumerate(tensors) if writes(tensors[name], i, world)]
     files = []
     content = {}
@@ -79,10 +78,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> lis
 
 
 def find_pieces(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
-    """Map the name of each saved tensor to its saved pieces, as tuples (first row, row count, file).
-
-    The pieces of a tensor are in the order of their rows. A scalar tensor counts as one row.
-    """
+    """Return {name of a tensor: [(first row, number of rows, file), ...]} for the files of a checkpoint."""
     pieces = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as handle:
@@ -94,13 +90,13 @@ def find_pieces(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
 
 
 def read_rows(name: str, pieces: list[tuple[int, int, Path]], start: int, end: int) -> Tensor:
-    """Read the rows `start` to `end` (exclusive) of a tensor from its saved pieces."""
+    """Read the rows `start` to `end` (exclusive) of a tensor from the files of a checkpoint."""
     parts = []
     for first, num_rows, file in pieces:
         low = max(start, first)
         high = min(end, first + num_rows)
         if low < high:
-            # The file is opened for each read, because an open safetensors file keeps all data that was read in memory.
+            # A safetensors file is opened for each read, because an open one keeps all data that was read in memory.
             with safe_open(file, framework="pt") as handle:
                 parts.append(handle.get_slice(f"{first}:{name}")[low - first : high - first])
     return torch.cat(parts)
@@ -108,7 +104,7 @@ def read_rows(name: str, pieces: list[tuple[int, int, Path]], start: int, end: i
 
 @torch.no_grad()
 def read_into(tensor: Tensor, name: str, pieces: list[tuple[int, int, Path]]):
-    """Copy from a saved tensor into `tensor`, of equal shape and dtype, the rows that belong to this rank."""
+    """Copy the rows that this rank holds from a checkpoint into a tensor; raise ValueError if shape or dtype differ."""
     saved_rows = sum(num_rows for _, num_rows, _ in pieces)
     tensor_rows = len(tensor) if tensor.dim() else 1
     check_field(saved_rows == tensor_rows, f"the number of rows of {name}", saved_rows, str(tensor_rows))

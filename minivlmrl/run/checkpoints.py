@@ -5,9 +5,9 @@ output_dir/states/000120/    checkpoint after 120 optimizer steps in all stages
     run.json                 TrainerState, the run's progress
     complete.json            checksums of the other files; written last
 
-A checkpoint contains no completions, because it is saved after all updates on a rollout. A checkpoint contains no state
-of a random generator, because every random choice depends only on a key. An incomplete checkpoint has a folder name
-that ends with .partial.
+A checkpoint contains no completions, because it is saved only after the last optimizer step on a rollout. A checkpoint
+contains no state of a random generator, because every random choice depends only on a key. An incomplete checkpoint has
+a folder name that ends with .partial.
 """
 
 import re
@@ -45,16 +45,15 @@ COMPLETE = "complete.json"
 NUM_KEPT_STATES = 2  # checkpoints that a run keeps: two, in case the newest is damaged
 # options of a training stage that determine how many rows the stage takes from its dataset at a time
 DRAW_SIZES = "prompts_per_step", "steps_per_generation", "num_mini_batches"
-# Names under which TrainerState.recipe stores hashes of files. The hashes show whether a file has changed since the
-# checkpoint, because a recipe contains only paths.
+# names under which a checkpoint stores hashes of files, to see whether the files have changed at a resume
 BASE = "weights below the adapter"
 ROWS = "rows of data.train_file"
 
 
 def recipe_values(config: RunConfig) -> dict[str, object]:
-    """Return {option, such as "grpo.beta": value}, to find changed options when a run resumes.
+    """Return all options, such as {"grpo.beta": 0.04}, so that a resumed run can find the changed ones.
 
-    The result also has the thread count, a hash of the training file and, with adapters, a hash of the base weights.
+    The number of threads, a hash of the training file and, for adapters, a hash of the base weights count as options.
     """
     sections = asdict(config) | {"num_threads": torch.get_num_threads()}
     for name in ("stages", "output_dir", "resume"):
@@ -72,7 +71,7 @@ def recipe_values(config: RunConfig) -> dict[str, object]:
 
 
 def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return {name: tensor} of what a checkpoint saves: weights, and moments of parameters that had a gradient."""
+    """Return {name: tensor} with the weights and the optimizer moments that a checkpoint saves."""
     modules = nn.ModuleDict(trainer.modules())
     reshard(modules)
     # The frozen base weights of adapters are not saved, because setup loads or initialises them again.
@@ -88,14 +87,13 @@ def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def state_folders(folder: Path) -> list[Path]:
-    """Return the folders of all complete checkpoints in a folder, the oldest first."""
+    """Return the folders of all complete checkpoints in the folder states/ of a run, the oldest first."""
     folders = [path for path in folder.glob("*") if re.fullmatch(r"[0-9]{6,}", path.name)]
     return sorted(folders, key=lambda path: int(path.name))
 
 
 def check_resume(config: RunConfig) -> list[Path]:
-    """Return the checkpoints in output_dir, the oldest first; raise ValueError if config.resume does not allow their
-    use."""
+    """Return the checkpoints in output_dir, the oldest first; raise ValueError if the option `resume` is unsuitable."""
     folder = Path(config.output_dir) / "states"
     resume = config.resume
     is_allowed = resume in ("auto", "never")
@@ -133,8 +131,7 @@ class CheckpointManager:
         signals.can_stop = lambda: self.can_save
 
     def after_step(self, progress: TrainerState, log: MetricsLog, ends_rollout: bool):
-        """Save a checkpoint after an optimizer step if it is time and no update on the rollout is left; stop after a
-        signal."""
+        """Save a checkpoint after an optimizer step if one is due, and stop the run after a signal."""
         stage_ends = progress.step == getattr(self.config, self.stage).max_steps
         self.can_save = ends_rollout or stage_ends
         if self.can_save and self.is_due(progress.steps, stage_ends):
@@ -142,7 +139,7 @@ class CheckpointManager:
         self.signals.stop_if_preempted()
 
     def is_due(self, steps: int, stage_ends: bool) -> bool:
-        """Return True, on all ranks, if the options checkpoint_minutes or checkpoint_steps require a checkpoint now."""
+        """Return True on all ranks if the option checkpoint_minutes or checkpoint_steps requires a checkpoint now."""
         minutes = self.config.checkpoint_minutes
         every_steps = self.config.checkpoint_steps
         is_late = self.world.is_main and 0 < 60 * minutes <= clock() - self.saved_time
@@ -165,14 +162,13 @@ class CheckpointManager:
 
     @contextmanager
     def saved_on_error(self, progress: TrainerState, log: MetricsLog) -> Iterator[None]:
-        """Save a checkpoint if an error in the block leaves the weights intact; add a note to the error on how to
-        continue."""
+        """Save a checkpoint after an error that leaves the weights intact, and note in the error how to continue."""
         try:
             yield
         except Exception as error:
             if progress.steps and self.stage:  # a stage has begun since the resume
-                # RewardFailed and Preempted are raised between two updates, so the weights are intact. An unreadable
-                # row is raised on one rank only, but saving needs all ranks.
+                # A failed reward and a signal interrupt a run between two updates of the weights, on all ranks. An
+                # unreadable row is an error on one rank only, but saving a checkpoint needs all ranks.
                 is_between = isinstance(error, RewardFailed | Preempted)
                 if self.world.size == 1 and getattr(error, "phase", "") == "preparation":
                     is_between = True
@@ -186,10 +182,7 @@ class CheckpointManager:
             raise
 
     def to_resume(self) -> TrainerState:
-        """Return the TrainerState of the checkpoint to resume from, or a new TrainerState for a new run.
-
-        The option config.resume selects the checkpoint, whose folder is stored in the attribute `resumed`.
-        """
+        """Return the TrainerState of the checkpoint to resume from, or a new TrainerState for a new run."""
         config = self.config
         new_progress = TrainerState(config.seed, config.stage_names, recipe=recipe_values(config), num_log_lines={})
         progress = self.select_checkpoint()
@@ -214,13 +207,11 @@ class CheckpointManager:
         return progress
 
     def compare(self, progress: TrainerState, recipe: dict[str, object]):
-        """Print the options that have changed since the checkpoint; raise ValueError for incompatible changes.
-
-        Incompatible changes are other base weights for an adapter, or options with which training would skip or repeat
-        rows.
+        """Print the options that have changed since the checkpoint. Raise ValueError if training would skip or repeat
+        rows, or if the base weights of an adapter have changed.
         """
         stage = self.config.stage_names[progress.stage]
-        # A user who resumes from a named checkpoint folder may continue with other data.
+        # Rows may change if the option `resume` names a checkpoint's folder.
         same_rows = self.config.resume == "auto"
         if not same_rows:
             progress.rows = 0
@@ -246,9 +237,9 @@ class CheckpointManager:
                 print(change, flush=True)
 
     def restore(self, trainer: Trainer, optimizer: Optimizer):
-        """Load the weights and the optimizer state of the checkpoint to resume from, if there is one."""
+        """Load weights and optimizer state from the checkpoint if the run resumes from one."""
         folder = self.resumed
-        self.resumed = None  # only the first stage after a resume starts from the checkpoint
+        self.resumed = None  # only the first stage of a resumed run starts from the checkpoint
         if folder is not None:
             try:
                 self.read_tensors(folder, trainer, optimizer)
@@ -257,7 +248,7 @@ class CheckpointManager:
         self.stage, self.trainer, self.optimizer = trainer.stage, trainer, optimizer
 
     def read_tensors(self, folder: Path, trainer: Trainer, optimizer: Optimizer):
-        """Load the tensors of a checkpoint into the weights of the model and the moments of the optimizer."""
+        """Load the weights of a model and the moments of its optimizer from a checkpoint."""
         where = f"{folder}: this checkpoint was saved with another model or recipe"
         pieces = find_pieces(folder)
         with_moments = []
@@ -274,10 +265,10 @@ class CheckpointManager:
                 read_into(tensor, name, pieces[name])
 
     def select_checkpoint(self) -> TrainerState | None:
-        """Read the checkpoint that config.resume selects, and delete all newer checkpoints of the run.
+        """Read the checkpoint that the option `resume` selects, and delete all newer checkpoints of the run.
 
-        `auto` selects the newest checkpoint that is not damaged. For a new run, all checkpoints are deleted, and the
-        result is None.
+        The option `--resume=auto` selects the newest checkpoint that is not damaged. A new run deletes all checkpoints,
+        and gets None.
         """
         resume = self.config.resume
         # All ranks use the list of folders of rank 0, because a shared file system may show other ranks an outdated
@@ -297,8 +288,7 @@ class CheckpointManager:
                 f"resume is {resume}, but every checkpoint that it selects is damaged; "
                 "--resume=never deletes all checkpoints and starts again"
             )
-        # A run that resumes from another run's output_dir has no checkpoint folders of its own, and has saved no
-        # checkpoint yet.
+        # A run that resumes a checkpoint of another run has not saved a checkpoint yet.
         if folders and progress is not None:
             self.saved_steps = progress.steps
         if self.world.is_main:
@@ -308,10 +298,7 @@ class CheckpointManager:
         return progress
 
     def read(self, folder: Path) -> TrainerState | None:
-        """Read the TrainerState of a checkpoint, and compare the checkpoint's files with their checksums.
-
-        For a damaged checkpoint, the reason is printed and the result is None.
-        """
+        """Return the TrainerState of a checkpoint, or print why the checkpoint is damaged and return None."""
 
         def check() -> TrainerState:
             checksums = read_json(folder / COMPLETE)
@@ -330,9 +317,7 @@ class CheckpointManager:
             return None
 
     def save(self, folder: Path, progress: TrainerState):
-        """Write a checkpoint, to which every rank contributes, and delete all but the NUM_KEPT_STATES newest
-        checkpoints.
-        """
+        """Write a checkpoint on all ranks, and delete all but the two newest checkpoints."""
         draft = folder.with_name(folder.name + ".partial")
         with phase("save"):
             named_tensors = tensors(self.trainer, self.optimizer)

@@ -15,7 +15,7 @@ from minivlmrl.rewards.registry import held_out_rewards, required_columns, train
 from minivlmrl.tasks.registry import get_task
 from minivlmrl.trainers.base import Trainer
 
-# {kind of rows, such as preference pairs: columns that rows of this kind need in addition to the prompt}
+# {kind of rows, such as preference pairs: columns that such rows need besides the prompt}
 NEEDS = {
     "prompts": (),
     "demonstrations": ("completion",),
@@ -32,10 +32,9 @@ def load_datasets(
     world: World | None = None,
     reads: Collection[str] | None = None,
 ) -> dict[str, Dataset]:
-    """Return {stage: its dataset}; the name "eval" has the held-out rows, if the recipe has any.
+    """Return {stage: dataset}, and the held-out rows, if the recipe has any, under the name "eval".
 
-    All ranks read the rows, but only rank 0 checks that image and video files exist. An error of rank 0 is raised on
-    all ranks.
+    All ranks read the rows. Only rank 0 checks that image and video files exist, but all ranks raise the error.
 
     Args:
         run: the recipe.
@@ -55,7 +54,7 @@ def columns_read(run: RunConfig, stages: Mapping[str, type[Trainer]]) -> set[str
     """Return the columns of the data files that the stages, the rewards or the evaluations of a recipe read.
 
     Returns:
-        None if any column may be read, by an environment, by a stage in a file, or by **columns of a reward.
+        None if an environment, a stage in a file, or a reward with the argument **columns may read any column.
     """
     is_scored = any(trainer.needs == "prompts" for trainer in stages.values())
     rewards = [*(training_rewards(run) if is_scored else []), *(held_out_rewards(run) if run.data.eval_file else [])]
@@ -74,7 +73,7 @@ def _load_datasets(
     checks_files: bool,
     reads: Collection[str] | None,
 ) -> dict[str, Dataset]:
-    """Open all datasets on this rank, with the arguments of load_datasets and FileDataset."""
+    """Open all datasets on this rank; see load_datasets for the arguments."""
     config = run.data
     open_file = partial(_file_rows, config, checks_files, reads)
     files = config.files
@@ -93,12 +92,11 @@ def _load_datasets(
     for stage, needs in stages.items():
         datasets[stage] = _training_rows(run, files.get(stage), columns[needs], needs == "prompts", open_file)
     if config.eval_file and config.eval_rows:
-        # If all training rows are preference pairs, held-out rows are pairs too, whose log-probabilities an evaluation
-        # compares. Otherwise, an evaluation samples answers to the held-out rows.
+        # An evaluation compares log-probabilities of pairs if all stages train on pairs; otherwise it samples answers.
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
         datasets["eval"] = open_file(config.eval_file, eval_columns, config.eval_rows)
-    if stages:  # rows from another file, which are only evaluated, may have the new names already
+    if stages:  # without a stage, the evaluation file alone may already have the new names
         _check_renamed(config.columns, datasets)
     return datasets
 
@@ -163,7 +161,7 @@ def _training_rows(
 
 
 def _columns_of_file(run: RunConfig, section: FileOptions, columns: Sequence[str], is_scored: bool) -> Sequence[str]:
-    """Return the columns that a file in the list `data.train` needs for its own rewards."""
+    """Return the columns that the rewards of a file in the list data.train need."""
     for name in section.rewards:
         if name not in run.rewards:
             raise ValueError(
@@ -187,7 +185,7 @@ def _file_rows(
 ) -> FileRows:
     """Open a data file, and raise ValueError if one of the required columns is missing.
 
-    `constants` are additional columns with the same value in all rows, and `changed_options` replace the options of the
+    `constants` are further columns with one value for all rows, and `changed_options` replace the options of the
     recipe.
     """
     # The reader of data files is imported only if a recipe has data files, because a task generates its rows.

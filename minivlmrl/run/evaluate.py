@@ -23,24 +23,23 @@ from minivlmrl.run.metrics import progress_bar
 from minivlmrl.trainers.offline import split
 
 BATCH_SIZE = 64  # largest number of rows that a rank answers at the same time
-# largest number of prompt and completion tokens that a rank samples at once in an evaluation; if
-# sampling.max_batch_tokens is lower, that option is the limit
+# limit for the prompt and completion tokens that a rank samples at once in an evaluation, unless the option
+# sampling.max_batch_tokens is lower
 BATCH_TOKENS = 16384
 
 
 def evaluate(
     model: VisionLanguageModel, processor: Processor, rows: Dataset, config: RunConfig, world: World
 ) -> dict[str, float]:
-    """Sample answers to the held-out rows, and return {metric, such as eval/accuracy_greedy: mean reward}.
+    """Sample answers to held-out rows, and return the mean rewards, such as {"eval/accuracy_greedy": 0.9}.
 
-    A metric is called eval/REWARD_WAY, where WAY says how the answers were sampled. WAY is `sampled` for temperature 1,
-    or `greedy` for the most likely tokens. With data.eval_without_images, two more values of WAY show how much answers
-    depend on images: `gray_image` for gray images, and `swapped_image` for the images of the next row. The mean leaves
-    out rows that a reward cannot score; if a reward cannot score any row, its metric is missing.
+    The ending of a metric's name says how answers were sampled: _sampled at temperature 1, or _greedy with the most
+    likely tokens. With the option data.eval_without_images, the endings _gray_image and _swapped_image stand for
+    answers to gray images and to the images of the next row. Rows that a reward cannot score are left out of the mean.
     """
     rewards = held_out_rewards(config)
-    # An evaluation switches off filters such as top_p and the repetition penalty, so that the metrics of different runs
-    # are comparable. It keeps the options that end completions.
+    # An evaluation ignores options such as top_p and the repetition penalty, so that runs with other options are
+    # comparable.
     sampling = evaluation_sampling(config.sampling, repetition_penalty=1.0, **NO_TRUNCATION)
     ways = [("sampled", 1.0, None), ("greedy", 0.0, None)]
     if config.data.eval_without_images:
@@ -59,23 +58,22 @@ def evaluate(
 
 
 def evaluation_sampling(sampling: SamplingOptions, **changes: float | None) -> SamplingOptions:
-    """Return the sampling options for an evaluation, with `changes` applied: the native engine, and batches of bounded
-    size."""
+    """Return sampling options for an evaluation: the native engine, batches of bounded size, and `changes`."""
     max_batch_tokens = min(sampling.max_batch_tokens or BATCH_TOKENS, BATCH_TOKENS)
     changed = {"engine": "native", "max_batch_tokens": max_batch_tokens, **changes}
     return replace(sampling, **changed)
 
 
 def metric_name(reward: str, way: str) -> str:
-    """Return the name of an evaluation metric, for example eval/accuracy_greedy."""
+    """Return a metric's name, for example eval/accuracy_greedy for the reward accuracy and greedy sampling."""
     return f"eval/{reward}_{way}"
 
 
 def metrics_by_name(rewards: Sequence[Reward], means: dict[str, list]) -> dict[str, float]:
-    """Select the metrics to report from {way of sampling: mean of each reward}.
+    """Return the metrics to report from the means {"greedy": [mean of each reward], "sampled": ...}.
 
-    The first reward is reported for each way of sampling. Further rewards are reported for `sampled` and `greedy`
-    answers; a format reward in second place only for `sampled`.
+    Rewards after the first are reported for sampled and greedy answers only, and a format reward in second place for
+    sampled answers only.
     """
     values = {metric_name(rewards[0].name, way): mean[0] for way, mean in means.items()}
     for k, reward in enumerate(rewards[1:], start=1):
@@ -97,12 +95,12 @@ def check_best_metric(config: RunConfig):
 
 
 def gray_images(row: Row, _rows: Dataset) -> list[PIL.Image.Image]:
-    """Replace each image of a row by a gray image of the same size."""
+    """Return a gray image of the same size for each image of a row."""
     return [PIL.Image.new("RGB", image.size, "grey") for image in row.images]
 
 
 def images_of_next_row(row: Row, rows: Dataset) -> list[PIL.Image.Image]:
-    """Replace the images of a row by images of the next row that has images."""
+    """Return images of the next row that has images, as many as the row has."""
     for distance in range(1, len(rows) + 1):
         images = rows[(row.index + distance) % len(rows)].images
         if len(images):
@@ -110,7 +108,7 @@ def images_of_next_row(row: Row, rows: Dataset) -> list[PIL.Image.Image]:
     return []
 
 
-# {way of sampling: function (row, all rows) that returns the images to show in place of the row's images}
+# {ending of a metric's name: function (row, all rows) that returns images to show instead of the row's images}
 IMAGE_ABLATIONS = {"gray_image": gray_images, "swapped_image": images_of_next_row}
 
 
@@ -123,20 +121,19 @@ def generate_for_rows(
     describe: Callable,
     images: Callable[[Row, Dataset], list[PIL.Image.Image]] | None = None,
 ) -> Iterator[list]:
-    """Sample `count` completions for each row, and yield the results of one batch of rows after the other.
+    """Sample completions for all rows, and yield a list of results for one batch of rows after the other.
 
-    Each rank samples answers for its share of the rows in a batch. All ranks yield the results of the whole batch, in
-    the order of the rows.
+    Each rank samples for a share of a batch, and all ranks yield the results of the whole batch.
 
     Args:
-        key: first part of each row's random key; the row's index is the second part.
-        describe: function (row, completions, rewards) that returns a row's result. `rewards`
-            has K rewards for each of the `count` completions.
+        key: first part of the key that seeds the sampling for a row; the row's index is the second part.
+        describe: function (row, completions, rewards) that returns a row's result; `rewards` has K numbers for each
+            completion.
         images: function from IMAGE_ABLATIONS that replaces each row's images, or None.
     """
     world = sample.world
     bar = progress_bar("answers", len(rows), world.is_main, leave=False)
-    # A missing column has the value None, because held-out rows may lack columns that a reward reads.
+    # Columns that a reward reads are None in held-out rows that lack them.
     no_columns = dict.fromkeys(required_columns(rewards))
     for numbers in split(range(len(rows)), BATCH_SIZE * world.size):
         world.stop_if_preempted()
@@ -154,7 +151,8 @@ def generate_for_rows(
         rewards_of_rows = scores.view(len(batch), count, len(rewards)).tolist()
         described = [describe(*answer) for answer in zip(batch, completions, rewards_of_rows, strict=True)]
         all_ranks = world.gather_objects(described)
-        # Results of the ranks are interleaved, because rank i % world.size has answered row i of the batch.
+        # The results of the ranks are interleaved, because rank i % world.size has sampled answers to row i of the
+        # batch.
         in_order = chain.from_iterable(zip(*all_ranks, strict=True))
         yield list(in_order)[: len(numbers)]
         bar.update(len(numbers))
@@ -164,7 +162,7 @@ def generate_for_rows(
 def generate_and_score(
     sample: Sampler, rows: Sequence[Row], count: int, rewards: Sequence[Reward]
 ) -> tuple[Tensor, list[list[Completion]]]:
-    """Return the rewards (rows * count, K) of K reward functions, and for each row its `count` sampled completions."""
+    """Sample `count` completions for each row, and return their rewards (rows * count, K) and the completions."""
     prompts = [row.prompt(sample.processor) for row in rows]
     sample.world.wait()  # for a rank that reads its images slowly
     completions = sample(prompts, count, [row.key for row in rows])

@@ -13,7 +13,7 @@ NO_LOCKS = errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS  # errors of file systems w
 
 @contextmanager
 def locked(folder: str | Path, world) -> Iterator[None]:
-    """Create the output folder of a run, and lock the file .lock in the folder, which all ranks must see.
+    """Create the output folder of a run, lock the file .lock there, and check that all ranks see the file.
 
     Raises:
         ValueError: on all ranks, because another run holds the lock, or because a rank has another folder of this name.

@@ -1,7 +1,7 @@
 """The training loop.
 
-The training loop: run_training calls train_stages, which calls train_stage for each stage of the recipe. The function
-train_stage calls optimizer_step for each step.
+The function run_training calls train_stages, which calls train_stage for each stage. The function train_stage calls
+optimizer_step for each step.
 """
 
 import math
@@ -133,8 +133,8 @@ def train_stage(
     steps = trainer.steps(batches)
     for number in range(state.step, config.max_steps):
         try:
-            # Evaluate and save the model after the first `number` steps. The evaluation comes before the next step, so
-            # that a run that is killed during the evaluation repeats it after a resume.
+            # The evaluation after a step runs after the step's checkpoint, so that a run that is killed during the
+            # evaluation repeats the evaluation after a resume.
             results.after_step(trainer, number)
             with trainer.phase("preparation"):
                 step = next(steps)
@@ -159,7 +159,7 @@ def train_stage(
 
 
 def optimizer_step(trainer: Trainer, step: Step, optimizer: Optimizer, number: int) -> dict[str, float]:
-    """Take an optimizer step on all micro-batches of a step, and return the metrics of the step.
+    """Take an optimizer step on all its micro-batches, and return its metrics.
 
     The gradients are summed over micro-batches and ranks, and clipped by their global norm.
 
@@ -181,10 +181,10 @@ def optimizer_step(trainer: Trainer, step: Step, optimizer: Optimizer, number: i
 
 
 def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: int) -> dict[str, float]:
-    """Add up the gradients of the micro-batches of a step, and return the metrics over all ranks."""
+    """Add up the gradients of a step's micro-batches, and return the metrics over all ranks."""
     world = trainer.world
     parts = []  # each micro-batch's metrics, and the number of tokens or pairs they are means over
-    # if only the vision tower is trained, the loss of a batch without images has no gradient
+    # If only the vision tower is trained, micro-batches without images have no gradient.
     trains_texts = not all(is_in_tower(name) for name, p in trainer.trained.named_parameters() if p.requires_grad)
 
     def has_gradient(batch: MicroBatch) -> bool:

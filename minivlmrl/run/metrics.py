@@ -35,16 +35,16 @@ METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
 SPEED_EVERY = 10  # steps after which a line about speed and memory is printed
-# {metric: function that combines the values of micro-batches}; the mean is taken for all other metrics
+# metrics for which a step has the maximum or the sum over its micro-batches, and not the mean
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}
-# ({metric: value}, number of tokens or pairs over which the values are means)
+# the metrics of a micro-batch or a rank, and the number of tokens or pairs over which they are means
 Means = tuple[dict[str, float], float]
 
 
 class MetricsLog(ExitStack):
-    """Writes the log files, the completions, the trackers and the progress bar, on rank 0 only.
+    """Write the log files, the completions, the trackers and the progress bar, on rank 0 only.
 
-    When a run resumes from the checkpoint folder `resumed`, its log files begin with the lines up to this checkpoint.
+    If a run resumes from the checkpoint folder `resumed`, its log files keep the lines from before the checkpoint.
     """
 
     def __init__(self, config: RunConfig, world: World, progress: TrainerState, resumed: Path | None = None):
@@ -55,7 +55,7 @@ class MetricsLog(ExitStack):
         write = partial(self.write, COMPLETIONS)
         self.completions = CompletionsLog(config, world, write, resumed)
         self.files = {}
-        # {log file: number of lines}, including log files that only the checkpoint has
+        # number of lines of each log file, also of those that only the resumed checkpoint knows
         self.num_lines = dict(progress.num_log_lines)
         self.trackers = []
         if not world.is_main:
@@ -91,13 +91,13 @@ class MetricsLog(ExitStack):
         self.bar = self.enter_context(bar)
         self.begin_time = time.perf_counter() - seconds
         self.last_seconds = seconds
-        # The timer is emptied, because times before the first step belong to evaluations and other work.
+        # The seconds that the timer has measured before the first step belong to evaluations and other work.
         trainer.timer.take()
         self.timings = deque(maxlen=SPEED_EVERY)  # timings of the last steps
         self.mark()
 
     def mark(self):
-        """Remember how many lines each log file has; called after each step and before the first."""
+        """Remember how many lines each log file has after a step, for the next checkpoint."""
         self.lines_at_mark = dict(self.num_lines)
 
     @property
@@ -106,10 +106,9 @@ class MetricsLog(ExitStack):
         return time.perf_counter() - self.begin_time
 
     def lines_to_keep(self) -> dict[str, int]:
-        """Return {log file: number of lines} at the last call of `mark`, for a checkpoint.
+        """Write the log files to disk, and return {log file: number of lines after the last step} for a checkpoint.
 
-        Lines of evaluations after this call are not counted, because a resumed run repeats these evaluations. The log
-        files are flushed to disk, because the checkpoint stores only their numbers of lines.
+        Lines of an evaluation after the last step are not counted, because a resumed run repeats the evaluation.
         """
         for file in self.files.values():
             os.fsync(file.fileno())
@@ -186,13 +185,13 @@ class MetricsLog(ExitStack):
         tqdm.write(f"held-out, {stage} {steps_done}: {shown} ({seconds:.1f} s)")
 
     def end_stage(self) -> float:
-        """Close the progress bar, and return the seconds of training since the stage began."""
+        """Close the stage's progress bar, and return how many seconds the stage has trained."""
         self.bar.close()
         return self.seconds
 
 
 def short_names(names: Iterable[str]) -> list[str]:
-    """Shorten the metrics of a user's rewards by the file name, unless two metrics would then have the same name.
+    """Remove file names from the names of metrics, unless two metrics would then have the same name.
 
     Example: ["eval/my_rewards.py:brevity_sampled"] -> ["eval/brevity_sampled"]
     """
@@ -202,11 +201,11 @@ def short_names(names: Iterable[str]) -> list[str]:
 
 
 def begin_log(path: Path, progress: TrainerState, resumed: Path | None) -> int:
-    """Create a log file that contains only the lines up to the checkpoint, and return the number of these lines.
+    """Create a log file with the lines that were in it at the checkpoint, and return the number of these lines.
 
-    If the run resumes its own checkpoint, the file is truncated in place, so that a killed process loses no lines.
+    If the run resumes its own checkpoint, the log file is truncated in place, so that a killed process loses no lines.
     """
-    # If the checkpoint does not know a log file, its count is None, which keeps all lines.
+    # A log file that the checkpoint does not list keeps all its lines.
     num_lines = progress.num_log_lines.get(path.name) if resumed else 0
     source = resumed.resolve().parents[1] / path.name if resumed else path.resolve()
     sizes = []
@@ -242,9 +241,8 @@ def progress_bar(name: str, total: int, is_main: bool, initial: int = 0, leave: 
 def check_mismatch(run: RunConfig, metrics: dict[str, float]):
     """Raise ValueError if sampling and training compute different log-probabilities for the same tokens.
 
-    In float32, rollout.max_logp_mismatch bounds the difference for each token. In 16 bits, rounding errors of single
-    tokens can exceed rollout.max_logp_mismatch. In 16 bits, a tenth of rollout.max_logp_mismatch therefore bounds the
-    root mean square of the differences over all tokens.
+    In float32, rollout.max_logp_mismatch bounds the difference for each token. In 16 bits, single tokens may have large
+    rounding errors, so a tenth of rollout.max_logp_mismatch bounds the root mean square over all tokens.
     """
     name = "rollout/logp_mismatch"
     bound = run.rollout.max_logp_mismatch
@@ -263,8 +261,7 @@ def check_mismatch(run: RunConfig, metrics: dict[str, float]):
 def memory_use() -> dict[str, float]:
     """Return the peak memory of this process in GiB: of the GPU, or of the host if there is no GPU.
 
-    On a GPU, the memory that tensors use now, the memory that PyTorch reserves, and the free memory are also returned.
-    On Windows, which does not report host memory, an empty dict is returned.
+    On a GPU, allocated, reserved and free memory are returned, too. On Windows without a GPU, nothing is returned.
     """
     if torch.cuda.is_available():
         use = {
@@ -284,7 +281,7 @@ def memory_use() -> dict[str, float]:
 
 
 def describe_speed(timings: Sequence[dict]) -> str:
-    """Format the mean times over several lines of timings.jsonl, and the memory in the last line."""
+    """Format the mean times of several optimizer steps, and the GPU memory after the last one."""
 
     def mean(values: Iterable[float]) -> float:
         return sum(values) / len(timings)
@@ -312,8 +309,7 @@ def to_floats(parts: list[tuple[dict[str, Tensor], float]]) -> list[Means]:
 def merge(parts: list[Means]) -> Means:
     """Average the metrics of micro-batches or of ranks, weighted by their numbers of tokens or pairs.
 
-    Metrics with names that end in _rms are combined as root mean squares. Metrics in the table OVER_STEP are added up,
-    or their maximum is taken.
+    Metrics whose names end in _rms are root mean squares; the table OVER_STEP lists sums and maxima.
     """
     total = sum(weight for _, weight in parts)
     merged = {}
@@ -336,7 +332,7 @@ TRACKERS = {
 
 
 def find_tracker(name: str) -> Callable:
-    """Return the tracker called `name`, a function (config, steps, closing) that returns a function log(values, steps).
+    """Return a tracker, which is a function (config, steps, closing) that returns a function log(values, steps).
 
     A run finds its trackers before the weights are loaded, so that a missing package is reported early.
     """

@@ -27,7 +27,7 @@ OPTIMIZERS = {"adamw": adamw, "adamw_8bit": "minivlmrl.extras.adamw8bit:AdamW8bi
 
 def build_optimizer(model: nn.Module, config: TrainingOptions, section: OptimizerOptions) -> Optimizer:
     """Build the optimizer that the recipe names for all parameters of a model that require gradients."""
-    # Gathered weights are freed first, because the optimizer holds the shards and not the gathered parameters.
+    # Gathered weights are freed before the optimizer is built, because the optimizer must hold the shards.
     reshard(model)
     return make_optimizer(trained_parameters(model), config, section)
 
@@ -41,10 +41,9 @@ def make_optimizer(parameters: list, config: TrainingOptions, section: Optimizer
 
 
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
-    """Create the optimizer state of parameters by a step with gradients of 0.
+    """Create the optimizer state of parameters, by an optimizer step whose gradients are 0.
 
-    Weights must be loaded after this call, because the step can change them, for example by weight decay.
-    torch.distributed.checkpoint also initialises optimizer state in this way.
+    Load the weights after begin_state, because its optimizer step can change weights, for example by weight decay.
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -62,8 +61,7 @@ def check_optimizer(section: OptimizerOptions):
         state |= {f"{i}/{name}": value for name, value in optimizer.state[weight].items()}
     with error_context(f"optimizer.name {section.name}"):
         for group in optimizer.param_groups:
-            # An optimizer without "lr" in its parameter groups is refused, because the schedule could not set its
-            # learning rate.
+            # Without "lr" in its parameter groups, the schedule could not set the optimizer's learning rate.
             check_field("lr" in group, "a parameter group", sorted(group), 'a dictionary with "lr"')
         try:
             save(state)
@@ -77,7 +75,7 @@ def check_optimizer(section: OptimizerOptions):
 def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> float:
     """Sum the gradients over all ranks, clip them, and return their norm before clipping.
 
-    With a sharded model, the sum is left out, because FSDP has already summed the gradients.
+    FSDP has already summed the gradients of a sharded model.
     """
     if not is_sharded(model):
         world.sum_gradients(trained_parameters(model))
@@ -88,9 +86,10 @@ def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> fl
 def learning_rate(step: int, config: TrainingOptions) -> float:
     """Return the learning rate of an optimizer step; steps are counted from 0.
 
-    In the warmup, the learning rate rises linearly; step 0 already has the rate that TRL gives to step 1, not 0. After
-    the warmup, the learning rate decays to min_lr_ratio * learning_rate at max_steps. Example: a linear schedule with
-    learning_rate 1, warmup_steps 2 and max_steps 6 has the rates 0.5, 1, 1, 0.75, 0.5 and 0.25.
+    In the warmup, the learning rate rises linearly. Step 0 has the learning rate of TRL's step 1, because TRL's step 0
+    has a learning rate of 0. After the warmup, the learning rate decays to min_lr_ratio * learning_rate at max_steps.
+    Example: a linear schedule with learning_rate 1, warmup_steps 2 and max_steps 6 has the rates 0.5, 1, 1, 0.75, 0.5
+    and 0.25.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps

@@ -12,7 +12,7 @@ from minivlmrl.run.evaluate import evaluation_sampling
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
 
-# phases that do not process the rows of the current optimizer step
+# phases of a run that process other rows than those of the current optimizer step
 OTHER_PHASES = "load", "save", "evaluation"
 
 
@@ -22,7 +22,7 @@ class OutOfMemory(ValueError):
 
 @dataclass
 class Situation:
-    """How far a run has come, for the error message if memory runs out."""
+    """The progress of a run, which the error message names if memory runs out."""
 
     config: RunConfig
     gpus: int  # number of ranks
@@ -32,7 +32,7 @@ class Situation:
 
 @contextmanager
 def reporting_out_of_memory(situation: Situation) -> Iterator[None]:
-    """Convert an out-of-memory error in the block to the exception OutOfMemory."""
+    """Context manager that replaces an out-of-memory error by the exception OutOfMemory."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -51,7 +51,7 @@ def describe(situation: Situation, error: BaseException) -> str:
         where = f"{stage} step {state.step}, "
     reason = shortened(str(error).partition("\n")[0])
     parts = [f"{where}phase {phase}: memory ran out{f' ({reason:.400})' if reason else ''}"]
-    # the rows that the phase has processed or, if unknown, the rows of the optimizer step
+    # the rows that were processed when memory ran out or, if unknown, the rows of the optimizer step
     rows = getattr(error, "rows", ())
     if trainer is not None:
         if not rows and getattr(error, "phase", "load") not in OTHER_PHASES:
@@ -65,7 +65,7 @@ def describe(situation: Situation, error: BaseException) -> str:
 
 
 def longest_row(trainer: Trainer, rows: Sequence[Row]) -> str:
-    """Return the place of the row whose prompt and answers are longest, and the number of their tokens."""
+    """Return the file and line of the row with the longest prompt and answers, and their number of tokens."""
     lengths = []
     for row in rows:
         length = len(row.prompt(trainer.processor).input_ids)
@@ -82,7 +82,7 @@ def longest_row(trainer: Trainer, rows: Sequence[Row]) -> str:
 # ------------------------------------------------------------------------------- option to change
 WEIGHTS = "sharding", "lora", "nf4", "bfloat16", "8-bit moments"
 TRAINING = "communication", "recomputation", "micro-batch", "sharding", "nf4", "bfloat16"
-# {phase: names of options in the function `cures`, the most effective first}; other phases use the list WEIGHTS
+# {phase: entries of `options` in the function cures that lower the memory of the phase, the most effective first}
 CURES = {
     "sampling": ("sampling batch", "layer by layer", "nf4", "bfloat16"),
     "evaluation": ("sampling batch", "layer by layer", "nf4", "bfloat16"),
@@ -96,7 +96,7 @@ CURES = {
 
 
 def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[str]:
-    """Return command-line options with new values that lower the memory of a phase and that are not set yet."""
+    """Return command-line options, with values, that would lower the memory of a phase."""
     model, adapter = config.model, config.adapter
     has_full_base = adapter.r and adapter.quantize is None
     is_float32 = model.dtype == "float32" and not model.compute_dtype
@@ -117,7 +117,7 @@ def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[s
 
 
 def smaller_sampling_batch(config: RunConfig, phase: str) -> str:
-    """Return the option that halves the tokens sampled at once, or sets a limit of 16,384 if there is none."""
+    """Return the option sampling.max_batch_tokens with half its value, or with 16,384 if it is not set."""
     sampling = evaluation_sampling(config.sampling) if phase == "evaluation" else config.sampling
     tokens, smallest = sampling.max_batch_tokens, 2 * sampling.max_new_tokens
     lower = max(16384, smallest) if tokens is None else tokens // 2
@@ -125,7 +125,8 @@ def smaller_sampling_batch(config: RunConfig, phase: str) -> str:
 
 
 def smaller_micro_batch(config: RunConfig, stage: str) -> str:
-    """Return the option that halves the prompts of a micro-batch or, for one prompt, limits the tokens."""
+    """Return an option that halves micro_batch_size or, for one prompt in a micro-batch, sets
+    max_tokens_per_micro_batch."""
     section = getattr(config, stage)
     if section.micro_batch_size > 1:
         size = min(section.micro_batch_size, section.prompts_per_step) // 2

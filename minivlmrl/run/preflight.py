@@ -33,7 +33,7 @@ from minivlmrl.trainers.offline import PairTrainer
 from minivlmrl.trainers.registry import find_trainer
 
 NUM_SOLUTIONS = 10_000  # rows whose solutions are checked, in a few seconds
-NUM_IMAGES = 16  # images whose boxes are checked
+NUM_IMAGES = 16  # rows whose boxes are compared with the image size
 TYPICAL_WEIGHT = 0.01  # typical weight magnitude in a model with billions of parameters
 
 
@@ -41,13 +41,13 @@ def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Da
     """Call all reward functions with an invented completion, so that their errors appear before training.
 
     Args:
-        needs: each stage's name -> kind of rows that the stage needs, which is a key in run.datasets.NEEDS.
-        datasets: each stage's name, or "eval" -> dataset, whose first row is used.
+        needs: {stage: kind of rows that it needs, a key in run.datasets.NEEDS}.
+        datasets: {stage, or "eval" for held-out rows: dataset, whose first row is used}.
     """
     for stage, rows in datasets.items():
         if stage == "eval":
             rewards = held_out_rewards(config)
-            # A missing column has the value None, because held-out rows may lack columns that a reward reads.
+            # Columns that a reward reads are None in held-out rows that lack them.
             no_columns = dict.fromkeys(required_columns(rewards))
         elif needs[stage] == "prompts":
             rewards = training_rewards(config)
@@ -78,8 +78,8 @@ def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Da
 def check_truths(config: RunConfig, needs: dict[str, str], datasets: dict[str, Dataset]):
     """Raise ValueError if no answer can equal the solution of a row.
 
-    At most NUM_SOLUTIONS rows of a dataset, evenly spaced, are checked before training; other rows when they are
-    scored. Boxes in solutions are compared with the image sizes of NUM_IMAGES rows. See try_rewards for the arguments.
+    At most 10,000 evenly spaced rows of a dataset are checked, because other rows are checked when their answers are
+    scored. In 16 rows, boxes are compared with the size of the image. See try_rewards for the arguments.
     """
     for stage, rows in datasets.items():
         sampled = stage == "eval" or needs[stage] == "prompts"
@@ -102,7 +102,7 @@ def check_truths(config: RunConfig, needs: dict[str, str], datasets: dict[str, D
         for index in range(0, len(rows), math.ceil(len(rows) / NUM_IMAGES)):
             row = rows[index]
             size = None
-            with suppress(ValueError):  # an image that cannot be read ends the run, or is skipped, when it is used
+            with suppress(ValueError):  # an unreadable image ends the run, or is skipped, when it is used
                 size = row.images[0].size if row.images else None
             with error_context(row.where):
                 if size is not None:
@@ -116,11 +116,9 @@ def check_positions(
     model: VisionLanguageModel,
     processor: Processor,
 ):
-    """Raise ValueError if a prompt with its given or generated answer has more tokens than the model or the engine
-    allows.
+    """Raise ValueError if a prompt and its answer have more tokens than the model or the sampling engine allows.
 
-    The limit of the model is max_position_embeddings. The limit of a sampling engine, such as vLLM, may be smaller. If
-    sampling.max_new_tokens alone reaches the limit, the error names this option and no row.
+    A model allows max_position_embeddings tokens; a sampling engine such as vLLM may allow fewer.
     """
     max_positions = model.config.max_position_embeddings
     engine_limit = find_engine(config.sampling).most_tokens(config.sampling) or max_positions
@@ -130,7 +128,7 @@ def check_positions(
         num_new = config.sampling.max_new_tokens if is_answered else 0
         most_tokens = max_positions
         bound = f"the model's {max_positions} (max_position_embeddings)"
-        # The limit of the engine is not applied to held-out rows, because the engine samples only training rollouts.
+        # The limit of the sampling engine holds for training rows only, because evaluations use the native engine.
         if needs.get(name) == "prompts" and engine_limit < max_positions:
             most_tokens = engine_limit
             bound = f"the limit of {engine_limit} tokens of sampling.engine"
@@ -154,8 +152,7 @@ def check_positions(
 
 
 def answers_of(config: RunConfig, name: str) -> tuple[str, ...]:
-    """Return the names of the fields of Row that hold given answers: those to train on, or for "eval", those to
-    compare."""
+    """Return the fields of Row with the answers that a stage trains on or, for "eval", that an evaluation compares."""
     trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
     if name in trainers:
         return trainers[name].answers
@@ -186,7 +183,7 @@ def describe_model(config: RunConfig, model: VisionLanguageModel):
 
 
 def describe_thought(processor: Processor):
-    """For a reasoning model, print the text, such as <think>, with which its chat template begins each answer."""
+    """Print the text, such as <think>, with which the chat template of a reasoning model begins each answer."""
     if not processor.template or "<think>" not in processor.template.text:
         return
     opened = processor.template.opened
@@ -205,7 +202,7 @@ def collect_notes(config: RunConfig, trainers: dict[str, type[Trainer]], dataset
 
 
 def unused_options(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[tuple[list[str], str]]:
-    """Yield (options, reason) for options that no stage of the recipe reads."""
+    """Yield (options, reason) for options of the recipe that have no effect."""
     for name in config.unused_sections:
         yield [name], f"`stages` does not include {name}"
     for name in unnamed_stages(config):
@@ -233,8 +230,8 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
     A 16-bit weight keeps its value if an update is smaller than half the distance to the next 16-bit number.
     """
     dtype = DTYPES[config.model.dtype]
-    # Adapters do not lose small updates, because they are trained in float32, and adamw_8bit does not, because it uses
-    # Kahan summation.
+    # Small updates are not lost in adapters, which are trained in float32, nor with adamw_8bit, which uses Kahan
+    # summation.
     rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r
     for stage in config.stage_names:
         held_out = datasets.get("eval", [])
@@ -257,8 +254,7 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
 def count_trained_on(held_out, rows) -> int:
     """Count the held-out rows whose prompt and images also occur in a training row.
 
-    The image file names may differ. Prompts and image sizes are compared by hash first, and image files only where the
-    hashes agree.
+    Images are compared by content, and only where the hashes of prompts and image sizes agree.
     """
     held_out_hashes = getattr(held_out, "prompt_hashes", ())
     training_hashes = getattr(rows, "prompt_hashes", ())

@@ -1,4 +1,4 @@
-"""Run the process of a rank, and report its errors to the user and to torchrun."""
+"""Run the work of a rank in its process, and report errors to the user and to torchrun."""
 
 import os
 import re
@@ -19,7 +19,7 @@ from minivlmrl.json_files import write_json
 
 
 def is_first() -> bool:
-    """Return True on rank 0, also while torch.distributed is not initialised."""
+    """Return True on rank 0, even if torch.distributed is not initialised."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -34,12 +34,12 @@ def report_mistake(message: str):
 
 
 def lost_ranks(error: RuntimeError) -> str:
-    """Describe the rank that made a collective operation fail; return "" if all ranks still answer."""
+    """Describe the rank that ended or hangs after a failed collective operation; return "" if all ranks answer."""
     try:
         monitored_barrier(timedelta(seconds=3))
         return ""
     except RuntimeError as late:
-        # This rank waits three seconds, because torchrun shows the first error, which the failed rank must report.
+        # torchrun shows the first error that a rank reports, so this rank waits for the error of the rank that failed.
         time.sleep(3)
         named = re.search(r"Ranks? ([\d, ]*\d) failed to pass", f"{error}\n{late}")
     name = f"rank {named[1]}" if named else "a rank"
@@ -50,9 +50,9 @@ def lost_ranks(error: RuntimeError) -> str:
 
 
 def run_rank(work: Callable[[], int]):
-    """Call the function `work` as one rank, and exit the process with the code that `work` returns.
+    """Call the function `work` on one rank, and exit the process with the code that `work` returns.
 
-    The exit code is 2 after an error that the user can correct (see `mistake`), and 1 after a bug.
+    The exit code is 2 after an error that the user can correct, and 1 after a bug or the loss of a rank.
     """
 
     @record
@@ -69,7 +69,7 @@ def run_rank(work: Callable[[], int]):
             is_runtime = isinstance(error, RuntimeError)
             if not is_runtime or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise
-            # SIGTERM is ignored, because torchrun sends SIGTERM when another rank has ended, and this rank ends anyway.
+            # torchrun sends SIGTERM when another rank has ended, but this rank must first find out which rank ended.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             lost = lost_ranks(error)
             if not lost:
@@ -86,6 +86,6 @@ def run_rank(work: Callable[[], int]):
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
-    # os._exit skips Python's shutdown, during which a gloo thread that frees a tensor would abort the process (pytorch
+    # os._exit skips Python's shutdown, in which a gloo thread that frees a tensor would abort the process (PyTorch's
     # pull request 179291).
     os._exit(code or 0)

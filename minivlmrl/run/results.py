@@ -26,8 +26,7 @@ SUMMARY, BEST = "summary.json", "best"
 
 
 def check_outputs(config: RunConfig):
-    """Raise ValueError if the option best_metric is unknown, or if torchrun could not restart the run after a
-    failure."""
+    """Raise ValueError if best_metric is no metric, or if the option `resume` prevents restarts by torchrun."""
     check_best_metric(config)
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and config.resume != "auto":
         raise ValueError(
@@ -54,8 +53,8 @@ def check_output_dir(config: RunConfig):
 class Results:
     """Evaluate a run and write its results.
 
-    The metrics of evaluations before, between and after the stages are collected in progress.results. Without held-out
-    rows (`held_out` is None), evaluations are left out.
+    The TrainerState `progress` collects the metrics of evaluations before, between and after the stages. `held_out` is
+    None if there are no held-out rows; the model is then not evaluated.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class Results:
         trainer.save(folder, merge=self.config.save != "adapter")
 
     def save_stage(self, trainer: Trainer):
-        """Save the weights after a stage that is not the last."""
+        """Save the weights between two stages."""
         if trainer.trains_policy:
             self.save(trainer, self.folder)
         else:  # a reward model completely, because later stages load it
@@ -146,7 +145,7 @@ class Results:
             if self.progress.best is None or score > self.progress.best:
                 self.progress.best = score
                 self.save(trainer, self.folder / BEST)
-        # The loss on held-out rows is left out of the table, because not all stages have such a loss.
+        # The table of results has no column for the loss on held-out rows, because only some stages compute this loss.
         values.pop("eval/loss", None)
         return values
 
@@ -159,7 +158,7 @@ class Results:
             results = self.progress.results
             seconds = self.progress.seconds
             write_json(self.folder / SUMMARY, {"chance": chance, **results, "seconds": seconds})
-            # The value `chance` is the accuracy of guessing, so it is left out if the first reward is not accuracy.
+            # The table shows the accuracy of guessing only above the accuracies of the reward `accuracy`.
             if self.config.data.eval_rewards is None and self.config.eval_rewards[0] != "accuracy":
                 chance = None
             if results:
@@ -170,7 +169,7 @@ class Results:
         if trainer is not None:
             trainer.save(self.folder)
             if has_adapters(self.model):
-                # The code for adapters is imported only if a model has adapters, because few runs have them.
+                # The module for adapters is imported only for models with adapters, because few runs have adapters.
                 from minivlmrl.model.lora import merge_note
 
                 note = merge_note(self.model)  # on all ranks

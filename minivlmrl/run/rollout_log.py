@@ -7,18 +7,19 @@ A line has these fields:
 - truth: the boxes in the solution. Every box is [x1, y1, x2, y2], in fractions of the image's width and height;
 - completions: a list with one entry per completion in the group.
 
-A completion has these fields:
+An entry of `completions` has these fields:
 
-- text, stopped (false if max_new_tokens cut the text) and boxes; - answer: the answer that `data.answer_format` selects
-in the text, or null if there is none; - rewards by name, and `reward`, the weighted sum with the penalty from
-`grpo.soft_punish_cache`; - why: {reward name: reason for its value}. A reward that gives no reason is left out; -
-advantage; - tokens: [[text, log-probability in nats], ...]. The log-probability is null for tokens that the policy did
-not sample, because they come from the prompt or a tool.
-
-`pictures` lists the images that an environment added, and `extra` contains other values that reward functions log. A
-trajectory, which has several turns, also has `turns`, a list with the fields text, tokens (the number of tokens) and
-shown for each turn. `shown` is true if the turn's context window has an image. The newest image of such a turn is the
-next entry of `pictures`, except in the first turn, whose image belongs to the row.
+- text, boxes, and stopped, which is false if max_new_tokens cut the text;
+- answer: the answer that the option data.answer_format selects in the text, or null if there is none;
+- rewards: {reward name: value}, and reward: the weighted sum, with the penalty of the option grpo.soft_punish_cache;
+- why: {reward name: reason for its value}, without rewards that give no reason;
+- advantage;
+- tokens: [[text, log-probability in nats], ...], with null as the log-probability of tokens from the prompt or a tool;
+- pictures: paths of the images that an environment added;
+- extra: other values that reward functions log;
+- turns: for an agent's trajectory, the text of each turn, the number of its tokens, and whether the prompt of the turn
+  has an image (the field shown). The newest image of a turn is the next one in `pictures`; the first turn's is the
+  row's image.
 """
 
 import json
@@ -48,16 +49,17 @@ LONGEST_SIDE = 384  # a logged image's maximum side in pixels; larger images are
 
 @dataclass
 class LogLine:
-    """Fields that every line about an optimizer step has, in all log files."""
+    """Fields that each line about an optimizer step has, in every log file."""
 
     stage: str
     step: int
 
 
 class CompletionsLog:
-    """Logs the completions of every N-th optimizer step, where N is the option log_completions.
+    """Log the completions of every N-th optimizer step, where N is the option log_completions.
 
-    `log_completions=0` disables the log. `num_logged_prompts` selects a step's prompts. Only rank 0 writes files.
+    log_completions=0 disables the log, and num_logged_prompts limits the number of logged prompts. Only rank 0 writes
+    files.
 
     Args:
         write: function that appends a line to completions.jsonl.
@@ -80,7 +82,7 @@ class CompletionsLog:
             shutil.copytree(earlier, images, dirs_exist_ok=True)
 
     def step(self, trainer: Trainer, step: Step, number: int):
-        """Log the completions of an optimizer step if they are due; all ranks must call this method together."""
+        """Log the completions of an optimizer step, on all ranks together."""
         if not self.every or number % self.every or step.rollout is None:
             return
         logged = groups(trainer, step)
@@ -99,8 +101,8 @@ class CompletionsLog:
     def describe(
         self, trainer: Trainer, step: Step, number: int, logged: Iterator[dict]
     ) -> tuple[list[dict], dict[str, bytes]]:
-        """Add the field `images` to the lines of this rank's prompts; return the lines, and {path: new image as
-        WebP}."""
+        """Return this rank's lines with the field `images`, and {path: WebP bytes} for images that are not stored
+        yet."""
         lines = []
         pictures = {}  # {path: PIL image}
         for group, line in islice(zip(step.groups, logged, strict=True), self.num_prompts):
@@ -135,7 +137,7 @@ def encode_image(image: PIL.Image.Image) -> bytes:
 def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
     """Yield a line of completions.jsonl, without images, for each prompt that this rank has sampled in a step.
 
-    All ranks must call this function together, because a rank may train on samples of another rank.
+    All ranks must call the function, because the advantage of a sample may be on another rank, which trains on it.
     """
     own = {}  # {sample index: its advantage}
     for batch in step.micro_batches:
@@ -145,14 +147,14 @@ def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
     advantages = dict(chain(*(part.items() for part in trainer.world.gather_objects(own))))
 
     def describe(group: list[Sample]) -> dict:
-        # A sample without a place in the loss is logged with the advantage 0.
+        # Samples that no rank trains on are logged with the advantage 0.
         return describe_group(trainer, group, [advantages.get(sample.index, 0.0) for sample in group])
 
     return map(describe, step.groups)
 
 
 def describe_group(trainer: Trainer, group: list[Sample], advantages: list[float]) -> dict:
-    """Return the line of completions.jsonl for a prompt and its G completions, without the field `images`."""
+    """Return a prompt's line of completions.jsonl, without the field `images`."""
     row = group[0].row
     processor = trainer.processor
     totals = trainer.total_rewards(group).tolist()
@@ -198,7 +200,7 @@ def describe_group(trainer: Trainer, group: list[Sample], advantages: list[float
 
 
 def describe_turn(turn: Completion, processor: Processor) -> dict:
-    """Return {text, tokens, shown} for one turn of a trajectory, as the docstring of the module describes."""
+    """Return the entry of `turns` for one turn of a trajectory."""
     row = turn.prompt.row if turn.prompt is not None else None
     return {
         "text": processor.decode_assistant_turn(turn),
@@ -221,10 +223,10 @@ def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
 
 
 def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, float | None]]:
-    """Yield (text, log-probability in nats) for each token of a completion.
+    """Yield the text of each token of a completion, and the token's log-probability in nats.
 
-    A character of several tokens is yielded with the last of these tokens. If the chat template begins each answer with
-    a text such as <think>, this text comes first and has no log-probability.
+    A character that consists of several tokens belongs to the last one. A text such as <think>, with which the chat
+    template begins each answer, comes first, and has no log-probability.
     """
     if processor.template and processor.template.opened:
         yield processor.template.opened, None

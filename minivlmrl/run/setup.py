@@ -49,7 +49,7 @@ from minivlmrl.trainers.base import Trainer
 def prepare(
     config: RunConfig, trainers: dict[str, type[Trainer]], world: World, callbacks: Sequence[Callback] = ()
 ) -> tuple[VisionLanguageModel, Processor, dict[str, Dataset]]:
-    """Build the model, the processor, and {stage: its dataset}, where "eval" has the held-out rows."""
+    """Build the model, the processor and the datasets: {stage, or "eval" for the held-out rows: dataset}."""
     check_optimizer(config.optimizer)
     for name in config.report_to:
         find_tracker(name)
@@ -73,7 +73,7 @@ def prepare(
         for note in [*collect_notes(config, trainers, datasets), *row_texts]:
             print(note, flush=True)
     for stage, num_steps in stage_lengths(config, datasets).items():
-        # The option max_steps is changed, so that config.yaml has the number of steps that the run really takes.
+        # The option max_epochs may lower a stage's max_steps; config.yaml then has the lower number.
         getattr(config, stage).max_steps = num_steps
     check = partial(check_positions, config, needs, datasets, model, processor)
     world.run_on_rank_zero(check)
@@ -111,7 +111,7 @@ def build_processor(config: RunConfig, datasets: dict[str, Dataset] | None = Non
 
 
 def build_weights(config: RunConfig, world: World, processor: Processor) -> VisionLanguageModel:
-    """Load the model of the recipe, or build a model with random weights; then add adapters and shard the weights.
+    """Load the recipe's model, or build a model with random weights; add adapters, and shard the weights.
 
     Args:
         processor: the model's processor; a random model has the vocabulary of its tokenizer.
@@ -122,7 +122,7 @@ def build_weights(config: RunConfig, world: World, processor: Processor) -> Visi
     sharding = choose_sharding(config, world)
     adapt = None
     if config.adapter.r:
-        # The code for adapters is imported only if the recipe has an adapter, because most recipes have none.
+        # The module for adapters is imported only for recipes with an adapter, because most recipes have none.
         from minivlmrl.model.lora import inject_adapters
 
         adapt = partial(inject_adapters, options=config.adapter)
@@ -157,7 +157,7 @@ def choose_sharding(config: RunConfig, world: World):
     """Return the Sharding for FSDP2, or None if every rank holds all weights."""
     if not config.uses_fsdp:
         return None
-    # FSDP is imported only if a recipe uses FSDP, because the import takes 40 MiB and half a second.
+    # FSDP is imported only for recipes that use FSDP, because the import takes 40 MiB and half a second.
     from minivlmrl.distributed.fsdp import Sharding
 
     section = config.model
@@ -179,9 +179,9 @@ def make_tokenizer(config: RunConfig, model_config: str, datasets: dict[str, Dat
 
 
 def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
-    """Return the processor with the recipe's data options and with the tools of its environment.
+    """Return a copy of the processor with the data options of the recipe, and with the tools of the environment.
 
-    Options that also matter in inference are stored in the processor's files, so that a saved model keeps them.
+    A saved model keeps the options that matter in inference, because they become a file of the processor.
     """
     data = config.data
     image_processor = replace(processor.image_processor, dtype=patch_dtype(config))
@@ -189,7 +189,7 @@ def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
         image_processor = replace(image_processor, resize=RESIZE[data.resize_backend])
     template = processor.template
     if data.chat_template_kwargs:
-        # The module for chat templates is imported only if a recipe sets variables, because the module needs Jinja.
+        # The module for chat templates needs Jinja, so it is imported only for recipes that set template variables.
         from minivlmrl.data.folder_template import with_values
 
         template = with_values(template, data.chat_template_kwargs)
@@ -231,7 +231,7 @@ def tokenizer_texts(datasets: dict[str, Dataset]) -> Iterator[str]:
 def fit_rows(
     config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World
 ) -> tuple[dict[str, Dataset], list[str]]:
-    """Remove training rows in which the prompt, with a given answer, has more than data.max_prompt_tokens tokens.
+    """Remove training rows whose prompt, with the answer if there is one, exceeds data.max_prompt_tokens tokens.
 
     Rank 0 reads the sizes of images from the files, but does not decode the images.
 

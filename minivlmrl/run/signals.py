@@ -11,23 +11,22 @@ from dataclasses import replace
 from minivlmrl.config.time_limit import shorten_limits
 from minivlmrl.distributed.process_group import World
 
-# exit code of a run that a signal has stopped and that can be resumed (EX_TEMPFAIL in sysexits.h)
+# exit code of a run that a signal has stopped and that can be resumed: EX_TEMPFAIL in sysexits.h
 PREEMPTED = 75
-# seconds after a signal in which further signals count as the same request, because a scheduler and torchrun may both
-# forward a signal
+# seconds in which several signals count as one, because a scheduler and torchrun may both forward a signal
 SAME_REQUEST = 5.0
 LAST_CALL = 10.0  # seconds that a reward or a tool has after a signal
 
 
 class Preempted(Exception):
-    """Raised on all ranks after a signal; the run then saves a checkpoint and exits with the code PREEMPTED."""
+    """A signal asks the run to save a checkpoint and to exit with the code 75; all ranks raise this error together."""
 
 
 class StopSignals:
     """Context manager for a run: at the first stop signal, the run saves a checkpoint and exits.
 
-    A second signal at least SAME_REQUEST seconds later ends the process at once. `world` is the run's World. Work that
-    takes long, such as sampling, calls world.stop_if_preempted repeatedly.
+    A second signal, at least five seconds after the first, ends the process at once. Long work such as sampling calls
+    world.stop_if_preempted repeatedly, which raises Preempted after a signal.
     """
 
     NAMES = "SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGBREAK"
@@ -37,13 +36,13 @@ class StopSignals:
         self.world = replace(world, stop_if_preempted=self.stop_if_preempted)
         self.first: float | None = None  # time of the first signal
         self.exit_code = 0  # exit code of the run: PREEMPTED if a signal ended it
-        # function that returns False between the optimizer steps on one rollout, where an exit would lose steps
+        # function that returns False between two steps on one rollout, because a checkpoint cannot store a rollout
         self.can_stop: Callable[[], bool] = lambda: True
 
     def __enter__(self) -> "StopSignals":
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         self.handlers = {}  # signal -> previous handler, which __exit__ restores
-        # Signal handlers are only set in the main thread, because Python forbids it elsewhere.
+        # Python allows signal handlers to be set in the main thread only.
         if threading.current_thread() is threading.main_thread():
             for number in self.SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:  # for example, nohup ignores SIGHUP
@@ -51,7 +50,7 @@ class StopSignals:
         return self
 
     def __exit__(self, _type, error, _traceback) -> bool:
-        """Restore the former signal handlers, and print the exception Preempted instead of raising it."""
+        """Restore the former signal handlers, and print an exception of the class Preempted instead of raising it."""
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         shorten_limits(math.inf)
@@ -63,7 +62,7 @@ class StopSignals:
         return True
 
     def on_signal(self, number: int, _frame):
-        """Note the time of the first signal; end the process at a second signal."""
+        """Remember the time of the first signal, and end the process at a second signal."""
         now = time.monotonic()
         name = signal.Signals(number).name
         same_request = min(SAME_REQUEST, 1.0) if name == "SIGINT" else SAME_REQUEST
@@ -84,7 +83,7 @@ class StopSignals:
             os.kill(os.getpid(), number)
 
     def stop_if_preempted(self):
-        """Raise Preempted on all ranks after a signal, unless an exit now would lose optimizer steps."""
+        """Raise Preempted on all ranks after a signal, unless no checkpoint can be saved now."""
         if self.is_requested() and self.can_stop():
             raise Preempted("preempted")
 

@@ -14,8 +14,7 @@ RUN = "run.json"
 class TrainerState:
     """The progress of a run, with the same fields as run.json in a checkpoint.
 
-    The values are equal on all ranks, except for `seconds`, `num_log_lines` and `logs`, which are those of rank 0 in
-    run.json.
+    `seconds`, `num_log_lines` and `logs` may differ between ranks, and run.json has those of rank 0.
     """
 
     seed: int  # run seed
@@ -31,22 +30,22 @@ class TrainerState:
     best: float | None = None  # best value of best_metric so far; eval/loss is negated
     # each stage's training time in seconds
     seconds: dict[str, float] = field(default_factory=dict)
-    # {option: value} of the run, see recipe_values in run/checkpoints.py
+    # the options of the recipe, and hashes of files, from recipe_values in run/checkpoints.py
     recipe: dict = field(default_factory=dict)
     # {log file: number of its lines so far}
     num_log_lines: dict[str, Annotated[int, ">= 0"]] = field(kw_only=True)
-    # {name: text} that callbacks have saved and read again after a resume
+    # {name: text} from the method state_dict of callbacks
     logs: dict[str, str] = field(default_factory=dict)
 
     def begin_stage(self, number: int):
-        """Set the counters for the begin of the training stage with this index."""
+        """Set the counters to the beginning of the stage with the index `number`."""
         self.stage = number
         self.step = 0
         self.draws = 0
         self.rows = 0
 
     def check_rows(self, rows: int):
-        """Raise ValueError if the dataset has another number of rows than at the checkpoint, because the row order
+        """Raise ValueError if the number of rows has changed since the checkpoint, because the order of the rows
         depends on it."""
         if self.rows not in (0, rows):
             raise ValueError(

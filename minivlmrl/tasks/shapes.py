@@ -3,8 +3,8 @@
 The prompt of a row shows one image, and asks for the colour and the shape of the object. The answer names one of 12
 classes (6 colours x 2 shapes): <think>I see green</think><answer>green square</answer>
 
-There are few demonstrations for SFT, and half of them have a random label. Demonstrations with random labels teach the
-answer format but little about images, so that reinforcement learning has something to improve.
+SFT has few demonstrations, and half of them have a random label, so that they teach the format of answers but little
+about images. Reinforcement learning then improves the answers.
 """
 
 import random
@@ -39,7 +39,7 @@ OBJECT_SIZES = (32, 52)  # smallest and largest object width in pixels
 
 @dataclass
 class Shapes(Sequence[Row]):
-    """Dataset that draws the image of a row when the row is read; a seed and the row's index determine the image.
+    """Dataset that draws the image of a row when the row is read, from a seed and the row's index.
 
     `solution` and `chosen` are correct in every row, and `rejected` is an answer of make_rejected.
     """
@@ -62,8 +62,7 @@ class Shapes(Sequence[Row]):
         shown_label = rng.choice(LABELS) if rng.random() < self.wrong_labels else label
         messages = conversation(PROBLEM, {"image": 1}, self.prompt_template, self.system_prompt)
         columns = {"problem": PROBLEM, "solution": label}
-        # Rejected answers have their own random generator, so that images and demonstrations do not depend on rejected
-        # answers.
+        # Rejected answers have their own random generator, so that images and demonstrations do not depend on them.
         rejected = make_rejected(label, random.Random(f"shapes/{self.seed}/{index}/rejected"))
         demonstrated = tagged_answer(shown_label) if self.tags else shown_label
         return Row(messages, [image], columns, demonstrated, tagged_answer(label), rejected)
@@ -76,8 +75,8 @@ def tagged_answer(label: str) -> str:
 def make_rejected(label: str, rng: random.Random) -> str:
     """Make the rejected answer of a preference pair from the correct label.
 
-    One of four mistakes is made: a wrong colour, a wrong shape, an answer that contradicts the thought, or up to 12
-    missing characters. Each mistake has probability 1/4; docs/results.md gives the reason.
+    Each of four mistakes has probability 1/4: a wrong colour, a wrong shape, an answer that contradicts the thought, or
+    up to 12 missing characters. GRPO exploits a reward model that knows only wrong labels, see docs/results.md.
     """
     color, shape = label.split()
     other_color = rng.choice([name for name in COLORS if name != color])
@@ -140,7 +139,7 @@ def datasets(
             demonstrations,
             f"{seed}/sft",
             wrong_labels=wrong_demonstrations,
-            # A demonstration puts the label where the rewards look for the answer: in <answer> tags, or alone.
+            # Demonstrations have <answer> tags only if rewards look for the answer in <answer> tags.
             tags=data.answer_format == "tags",
         ),
         "pairs": rows(pairs, f"{seed}/pairs"),

@@ -1,4 +1,4 @@
-"""The base class Trainer, and dataclasses for its micro-batches, rollouts and optimizer steps.
+"""The base class of all trainers, and dataclasses for micro-batches, rollouts and optimizer steps.
 
 Each stage in a recipe (sft, dpo, grpo, ...) is implemented by a Trainer subclass.
 """
@@ -29,26 +29,26 @@ from minivlmrl.trainers.phase_timer import PhaseTimer
 
 @dataclass
 class MicroBatch:
-    """Completions in one forward and backward pass, packed after their prompts.
+    """Prompts and completions of one forward and backward pass, packed into one sequence.
 
     An optimizer step adds up the gradients from one or more micro-batches.
     """
 
     group: GroupBatch
-    # (R, T) float32, one row per completion, with 1 for tokens that are trained on and 0 for others
+    # (R, T) float32, with 1 for each completion token that is trained on, and 0 for other tokens
     loss_mask: Tensor
-    # numbers of sequences and tokens in the whole optimizer step, by which the loss is divided
+    # numbers of completions and of tokens in the optimizer step, by which the loss is divided
     normalizer: LossNormalizer
-    # (R, T) reference log-probabilities in nats; None if there is no reference model
+    # (R, T) log-probabilities of the reference model, in nats; None if there is no reference model
     ref_per_token_logps: Tensor | None = None
 
     @property
     def weight(self) -> float:
-        """Return the weight of this micro-batch in the metrics of the step: its number of trained tokens."""
+        """Return the micro-batch's weight in the mean of a metric: its number of tokens to train on."""
         return float(self.loss_mask.sum())
 
     def mean(self, per_token: Tensor) -> Tensor:
-        """Average a value per completion token, (M,), over the tokens that are trained on."""
+        """Average values of completion tokens, (M,), over the tokens that are trained on."""
         total = (self.group.pad(per_token.detach()) * self.loss_mask).sum()
         return total / self.loss_mask.sum().clamp(min=1)
 
@@ -66,18 +66,18 @@ class Sample:
 
 @dataclass(kw_only=True)
 class SampledBatch(MicroBatch):
-    """A micro-batch of R samples; each trainer adds the tensors that its loss needs."""
+    """A micro-batch of R sampled completions, to which a subclass adds the tensors that its loss needs."""
 
     samples: Sequence[Sample]
     sampler_logps: Tensor  # (R, T) log-probabilities that the sampler recorded, in nats
 
     @property
     def completion_index(self) -> Tensor:
-        """Return the index of each sample of a micro-batch among the samples of all ranks: (R,)."""
+        """Return the index of each of R samples among the samples of all ranks: (R,)."""
         return torch.tensor([sample.index for sample in self.samples])
 
     def completion_advantages(self) -> list[float]:
-        """Return one advantage for each sample, for the log; 0 if the loss has no advantages."""
+        """Return each sample's advantage for completions.jsonl; 0 if the loss uses no advantages."""
         return [0.0] * len(self.samples)
 
 
@@ -86,7 +86,7 @@ class Rollout:
     """This rank's n = B * G samples: G completions for each of B prompts."""
 
     groups: list[list[Sample]]  # each prompt's G samples
-    # the metrics of the rollout, computed over the completions of all ranks
+    # metrics over the completions of all ranks
     metrics: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -98,7 +98,7 @@ class Rollout:
         rewards: Tensor,
         first_sample: int = 0,
     ) -> "Rollout":
-        """Build a rollout from B rows, their prompts and completions, and K rewards of n completions, (n, K)."""
+        """Build a rollout from B rows, B prompts, n = B * G completions, and K rewards for each completion, (n, K)."""
         numbered_rewards = enumerate(rewards, first_sample)
         groups = []
         for row, prompt, answers in zip(rows, prompts, completions, strict=True):
@@ -110,7 +110,7 @@ class Rollout:
 
     @property
     def samples(self) -> list[Sample]:
-        """Return all n samples, ordered by prompt."""
+        """Return all n samples, in the order of their prompts."""
         return list(chain(*self.groups))
 
     @property
@@ -121,11 +121,11 @@ class Rollout:
 
 @dataclass
 class Step:
-    """One optimizer step's micro-batches and metrics."""
+    """The micro-batches and the metrics of one optimizer step."""
 
     micro_batches: Sequence[MicroBatch]
-    metrics: dict[str, float] = field(default_factory=dict)  # metrics, which are equal on all ranks
-    # True for the last step on a rollout; checkpoints are saved only after such a step
+    metrics: dict[str, float] = field(default_factory=dict)  # equal on all ranks
+    # True if no other optimizer step uses the rollout, so that a checkpoint can be saved after the step
     ends_rollout: bool = True
     rollout: Rollout | None = None  # the rollout that this step trains on
     # the groups that this rank sampled for this step; another rank may train on some of them
@@ -135,8 +135,9 @@ class Step:
 class Trainer:
     """Base class for all training stages, which are run by the training loop in run/loop.py.
 
-    A subclass defines `steps`, which yields optimizer steps, and `loss`, which returns the loss of one micro-batch,
-    already divided by the step's totals.
+    A subclass defines the methods `steps`, which yields optimizer steps, and `loss`, which returns the loss of a
+    micro-batch. Losses of micro-batches are added up, so each is divided by the numbers of tokens or completions in the
+    whole optimizer step.
 
     Args:
         run: the whole recipe. The stage's options are in the section with the stage's name.
@@ -147,15 +148,15 @@ class Trainer:
     config_type = TrainingOptions  # dataclass with the stage section's options
     needs = "prompts"  # key in NEEDS in run/datasets.py: the columns that each row must have
     columns: tuple[str, ...] = ()  # further columns that the stage reads, if a row has them
-    # fields of a row that contain the answers to train on; empty if the stage samples completions
+    # fields of Row with the answers to train on; empty if the stage samples completions
     answers: tuple[str, ...] = ()
     samples_completions = False  # True if the stage samples completions and scores them
-    # False if the stage trains a separate model and leaves the policy unchanged
+    # False if the stage does not change the policy, but trains a separate model
     trains_policy = True
-    # number of optimizer steps in one pass over the prompts of a rollout
+    # optimizer steps in one pass over the prompts of a rollout
     steps_per_rollout = 1
     trained: nn.Module  # module whose parameters the optimizer updates
-    rows: Sequence[Row] = ()  # the current step's rows, which messages about its memory name
+    rows: Sequence[Row] = ()  # rows of the current optimizer step, for an error message if memory runs out
 
     def __init__(
         self, run: RunConfig, model: VisionLanguageModel, processor: Processor, world: World, steps_done: int = 0
@@ -167,18 +168,18 @@ class Trainer:
         self.trained = model
         self.processor = processor
         self.timer = PhaseTimer(world.device)
-        # the function select_trained also unfreezes parameters that an earlier stage has frozen
+        # select_trained also unfreezes parameters that an earlier stage has frozen
         select_trained(model, run.model.freeze)
         self.reference = None
         if self.has_reference(self.config):
-            # imported inside the function, because only a KL penalty and DPO need a reference model
+            # The module for reference models is imported only for stages that need a reference model.
             from minivlmrl.trainers.reference import Reference
 
             self.reference = Reference(model, run.reference, processor, world)
 
     @classmethod
     def check(cls, run: RunConfig):
-        """Raise ValueError if the stage cannot run a recipe; called before any model is loaded."""
+        """Raise ValueError if the stage cannot run a recipe, before any model is loaded."""
 
     @staticmethod
     def has_reference(config) -> bool:
@@ -186,35 +187,35 @@ class Trainer:
         return False
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
-        """Yield the optimizer steps to make on each batch of rows."""
+        """Yield the optimizer steps of a stage; each batch of rows gives one or more steps."""
         raise NotImplementedError
 
     def trial_batches(self, rows: Sequence[Row]) -> Sequence[MicroBatch]:
-        """Pack rows into micro-batches of the largest size, to test memory; return () if only a step can test it."""
+        """Pack rows into micro-batches of the largest possible size, to test whether a step fits in memory."""
         return ()
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute a micro-batch's metrics, and its loss divided by the step's totals."""
+        """Compute the loss and the metrics of a micro-batch."""
         raise NotImplementedError
 
     def phase(self, name: str) -> phase:
-        """Begin a phase of an optimizer step; its time is measured, and its name printed if memory runs out."""
+        """Begin a phase of an optimizer step, to measure its time, and to name it if memory runs out."""
         self.timer.start(name)
         return phase(name)
 
     def total_rewards(self, samples: Sequence[Sample]) -> Tensor:
-        """Compute each sample's weighted reward sum: (n,)."""
+        """Compute the weighted sum of each sample's rewards, (n,)."""
         rewards = torch.stack([sample.rewards for sample in samples])  # (n, K)
         return combine(rewards, torch.tensor(list(self.run.rewards.values())))
 
     def dropout(self, step: int, micro_batch: int):
         """Return a context manager that enables adapter dropout for one micro-batch.
 
-        The run's seed, the stage, the step, the micro-batch and the rank determine which adapter inputs are dropped.
+        The seed of the random mask is made from the run's seed, the stage, the step, the micro-batch and the rank.
         """
         if not self.run.adapter.dropout:
             return nullcontext()
-        # imported inside the function, because most runs have no adapters
+        # The module for adapters is imported only for runs with adapters, because most runs have none.
         from minivlmrl.model.lora import dropout
 
         key = f"{self.run.seed}/{self.stage}/{step}/{micro_batch}/{self.world.rank}"
@@ -225,14 +226,14 @@ class Trainer:
         return checked_loss(f"the method loss of the stage {self.stage}", self.loss(batch))
 
     def modules(self) -> dict[str, nn.Module]:
-        """Return a dictionary with the modules whose weights must be saved in a checkpoint."""
+        """Return {name: module} with all weights that a checkpoint must save."""
         modules: dict[str, nn.Module] = {"policy": self.policy}
         if self.reference is not None:
             modules["reference"] = self.reference.model
         return modules
 
     def save(self, folder: Path, merge: bool = True):
-        """Save the trained weights, or only the adapters if `merge` is False; all ranks must call this method."""
+        """Save the weights, or only the adapters if `merge` is False, on all ranks together."""
         base = self.run.model.path
         save_model(folder / "checkpoint", self.policy, self.processor, self.world, base, merge=merge)
 

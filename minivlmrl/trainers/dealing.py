@@ -18,7 +18,7 @@ from minivlmrl.trainers.rollout import RolloutTrainer
 
 @dataclass
 class Group:
-    """One prompt's completions with their rewards, in a picklable form for other ranks."""
+    """A prompt's completions and rewards in a form that can be sent to other ranks."""
 
     index: int  # the row's index in the dataset
     key: str  # the row's key, from which the seed for sampling its completions is derived
@@ -29,17 +29,16 @@ class Group:
     def of(cls, samples: Sequence[Sample]) -> "Group":
         completions = [sample.completion for sample in samples]
         for completion in completions:
-            # A completion's environment is not sent to other ranks, because it may not be picklable, and has already
-            # given its reward.
+            # An environment may not be picklable, and has already given its reward.
             completion.environment = None
         row = samples[0].row
         return cls(row.index, row.key, completions, torch.stack([sample.rewards for sample in samples]))
 
 
 def open_groups(trainer: RolloutTrainer, groups: Sequence[Group], first_samples: Iterable[int]) -> list[list[Sample]]:
-    """Read the rows of groups from other ranks again, and return the samples of each group.
+    """Read the rows of groups again, and return the samples of each group.
 
-    All ranks call this function together.
+    All ranks must call open_groups together.
     """
     rows = trainer.batches.rows([(group.index, group.key) for group in groups])
     trainer.world.wait()  # for a rank that reads its images slowly
@@ -66,7 +65,7 @@ def deal(trainer: RolloutTrainer, groups: Sequence[list[Sample]], lengths: Seque
             first = groups[i][0]
             embeds = first.prompt.vision_embeds
             if embeds is not None:
-                embeds = embeds.cpu().clone()  # without those of other prompts, of which it is a view
+                embeds = embeds.cpu().clone()  # only this prompt's rows of a larger tensor
             parcel[i] = Group.of(groups[i]), first.index, embeds
         parcels.append(parcel)
     arrived = world.exchange(parcels)
@@ -83,12 +82,12 @@ def deal(trainer: RolloutTrainer, groups: Sequence[list[Sample]], lengths: Seque
 def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Assign groups to ranks, so that all ranks have equally many groups and nearly equally many tokens.
 
-    In the first round, each of the W ranks gets one of the W longest groups; the second round assigns the next W
-    groups. In each round, the rank with the fewest tokens so far gets the longest group. So all ranks train on groups
-    of similar length at the same time, which matters because sharded ranks wait for each other in every layer.
+    Each round assigns one group to each rank: the first round the longest groups, the next round the next longest.
+    Within a round, the rank with the fewest tokens so far gets the longest group. Ranks thus train on groups of similar
+    length at the same time, because sharded ranks wait for each other in every layer.
 
-    Example: for the lengths [[9, 5, 1], [8, 7, 2]], the result is [[(0, 0), (0, 1), (1, 2)], [(1, 0), (1, 1), (0, 2)]]
-        with 16 tokens on each rank.
+    Example: for groups with [[9, 5, 1], [8, 7, 2]] tokens on two ranks, the result is
+        [[(0, 0), (0, 1), (1, 2)], [(1, 0), (1, 1), (0, 2)]], with 16 tokens for each rank.
 
     Args:
         lengths: for each rank, the lengths of its groups.
@@ -96,7 +95,7 @@ def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
         For each rank, the groups that it gets, the longest first, as (rank that has the group, index of the group).
     """
     ranks = range(len(lengths))
-    # the groups are first sorted by index, so that groups of equal lengths stay on their rank
+    # The list is in the order of the groups' indices, so that groups with equally many tokens stay on their ranks.
     groups = [(rank, i) for i in range(len(lengths[0])) for rank in ranks]
     groups.sort(key=lambda group: lengths[group[0]][group[1]], reverse=True)
     dealt: list[list[tuple[int, int]]] = [[] for _ in ranks]

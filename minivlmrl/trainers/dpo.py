@@ -25,8 +25,8 @@ class DPOTrainer(PairTrainer):
     stage = "dpo"
     config_type = DPOOptions
     config: DPOOptions
-    # Only the chosen answers, which have even indices, are counted in the divisor of the loss, because only the loss
-    # `sft` divides by tokens, and it trains on chosen answers alone.
+    # Only chosen answers, which have even indices, are counted: the one loss that divides by tokens is `sft`, which
+    # trains on chosen answers alone.
     counted_rows = slice(0, None, 2)
 
     @staticmethod
@@ -52,7 +52,7 @@ class DPOTrainer(PairTrainer):
         return loss, metrics | {"entropy": batch.mean(entropies)}
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
-        """Compute each pair's implicit reward margin, (B,), in nats."""
+        """Compute DPO's implicit reward of the chosen answer minus that of the rejected answer, (B,), in nats."""
         batch = self.micro_batch(rows)
         logps, _ = per_token_logps(self.policy, batch.group)
         policy, reference = (
@@ -64,11 +64,11 @@ class DPOTrainer(PairTrainer):
 
 
 def reference_logps(batch: MicroBatch) -> Tensor:
-    """Return the reference's log-probabilities (B, 2, T) of pairs; they are 0 without a reference."""
+    """Return the reference model's log-probabilities of pairs, (B, 2, T), or zeros without a reference model."""
     logps = batch.ref_per_token_logps
     return by_pair(torch.zeros_like(batch.loss_mask) if logps is None else logps)
 
 
 def by_pair(rows: Tensor) -> Tensor:
-    """Reshape values of 2B answers, (2B, T), to B pairs, (B, 2, T); the chosen answer of a pair comes first."""
+    """Reshape values of 2B answers, (2B, T), to B pairs, (B, 2, T), with the chosen answer first."""
     return rows.unflatten(0, (-1, 2))

@@ -1,4 +1,4 @@
-"""Dynamic sampling: replace groups whose rewards are all equal, because their gradient is 0.
+"""Dynamic sampling replaces groups whose rewards are all equal, because such groups have a gradient of 0.
 
 Source: DAPO (arXiv 2503.14476), section 3.2.
 """
@@ -21,12 +21,12 @@ def sample_until_groups_differ(
 ) -> tuple[Rollout, int]:
     """Sample batches of rows until the rewards differ in enough groups, and build a rollout.
 
-    After the last batch, the rollout is filled up with groups whose rewards are equal.
+    If max_num_batches batches do not suffice, groups with equal rewards fill the rollout.
 
     Args:
         rows: the first batch.
-        compared_rewards: returns a rollout's rewards (n, K). A group differs if the prompt's completions differ in at
-            least one column.
+        compared_rewards: function that returns rewards (n, K) of a rollout; a group differs if one of its K columns has
+            different rewards.
     Returns:
         The rollout, and the number of sampled batches.
     """
@@ -44,7 +44,7 @@ def sample_until_groups_differ(
 
 
 def gather_groups(trainer: RolloutTrainer, rollout: Rollout, compared: Tensor) -> list[tuple[Group, bool]]:
-    """Gather the groups of all ranks in the order of sampling, each with True if the rewards in the group differ."""
+    """Gather (group, True if its rewards differ) of all ranks, in the order of sampling."""
     size = trainer.config.num_generations
     differs = torch.stack([group_std(column, size) > 1e-8 for column in compared.unbind(1)]).any(0)
     local = list(zip(map(Group.of, rollout.groups), differs.tolist(), strict=True))
@@ -54,7 +54,7 @@ def gather_groups(trainer: RolloutTrainer, rollout: Rollout, compared: Tensor) -
 
 
 def choose_groups(trainer: RolloutTrainer, groups: list[tuple[Group, bool]], count: int) -> Rollout:
-    """Build a rollout with `count` groups, and prefer groups whose rewards differ."""
+    """Build a rollout from `count` groups: first those whose rewards differ, then others."""
     chosen = [group for group, _ in sorted(groups, key=lambda pair: not pair[1])[:count]]
     per_step = count // trainer.steps_per_rollout
     local = []  # this rank's groups, one optimizer step after the other

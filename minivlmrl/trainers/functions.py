@@ -1,4 +1,4 @@
-"""Find and check the loss and the advantage function of a recipe, which may come from a user's file."""
+"""Find and check the loss function and the advantage function of a recipe, which a user may write."""
 
 import inspect
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from minivlmrl.losses.grpo import AVERAGES, LossNormalizer, grpo_loss
 def loss_arguments(config: TrainingOptions, *losses: Callable, **others: Any) -> dict[str, Any]:
     """Select the keyword arguments that loss functions accept from a section's options and from `others`."""
     names = set().union(*(inspect.signature(loss).parameters for loss in losses))
-    names.discard("advantages")  # the option names a function, and the argument is a tensor
+    names.discard("advantages")  # the option `advantages` is a name, but the argument of losses is a tensor
     return {name: value for name, value in (vars(config) | others).items() if name in names}
 
 
@@ -34,7 +34,7 @@ def find_advantages(config: GRPOOptions) -> Callable[..., Tensor]:
 
 
 def load_function(option: str, text: str, table: dict[str, Any], config: GRPOOptions) -> Callable:
-    """Return the function that "name" or "file.py:name(option=value)" names, with the options bound to the function."""
+    """Return the function that a text such as "name" or "file.py:name(option=value)" names, with its options bound."""
     with error_context(f"grpo.{option} {text}"):
         function, bound = resolve_object(option, text, table)
         for name in bound.keys() & vars(config).keys():
@@ -59,7 +59,7 @@ def checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def try_loss(loss: Callable, config: GRPOOptions):
-    """Try a custom loss before a model is loaded, and check that each option that the recipe sets changes the loss."""
+    """Call a custom loss with invented log-probabilities, and check that each option of the recipe changes the loss."""
     value, slopes = loss_and_gradient(loss, config, torch.full((2, 2), -1.0), None)
     if slopes is None or not (value.isfinite() and slopes.isfinite().all()):
         raise ValueError(
@@ -83,9 +83,9 @@ def try_loss(loss: Callable, config: GRPOOptions):
 
 
 def loss_and_gradient(loss: Callable, config: GRPOOptions, logps: Tensor, old_logps: Tensor | None) -> tuple:
-    """Call a custom loss function, and return the loss and its gradient with respect to logps (2, T)."""
+    """Call a custom loss for two completions of T tokens, and return the loss and its gradient for `logps`, (2, T)."""
     logps = logps.clone().requires_grad_()
-    # The reference's log-probabilities depend on beta, because beta decides whether there is a reference model.
+    # The invented reference depends on beta, so that a loss that uses the reference, but not beta, passes the check.
     tensors = {"old_per_token_logps": old_logps, "ref_per_token_logps": logps.detach().flip(1) - config.beta}
     options = loss_arguments(config, grpo_loss, loss) | tensors
     normalizer = LossNormalizer(2, logps.numel(), logps.shape[1])
@@ -98,7 +98,7 @@ def loss_and_gradient(loss: Callable, config: GRPOOptions, logps: Tensor, old_lo
 
 
 def call_advantages(function: Callable[..., Tensor], config: GRPOOptions, rewards: Tensor, **arguments) -> Tensor:
-    """Call an advantage function, and check that it returns a finite advantage for each completion."""
+    """Call an advantage function, and check that the result has a finite advantage for each completion."""
     found = function(rewards, **arguments)
     is_float = isinstance(found, Tensor) and found.is_floating_point()
     if not is_float or found.shape != rewards.shape or not found.isfinite().all():
@@ -110,7 +110,7 @@ def call_advantages(function: Callable[..., Tensor], config: GRPOOptions, reward
 
 
 def try_advantages(function: Callable[..., Tensor], config: GRPOOptions, num_rewards: int):
-    """Try a custom advantage function on a group with different rewards and on a group with equal rewards."""
+    """Call a custom advantage function for two groups, one with different rewards and one with equal rewards."""
     totals = torch.arange(2.0 * config.num_generations).clamp(max=config.num_generations)
     rewards, weights = totals[:, None].repeat(1, num_rewards), torch.ones(num_rewards)
     tensors = {"rewards_per_func": rewards, "reward_weights": weights}

@@ -2,12 +2,10 @@
 
     rollout (B groups of G samples) -> rewards (n, K) -> advantages (n,) -> micro-batches -> loss
 
-rollout.py samples the completions and explains the shapes. The GRPO paper's outer loop, which replaces the reference
-model every few hundred steps, is not implemented.
+The class RolloutTrainer in rollout.py samples the completions. The outer loop of the GRPO paper, which replaces the
+reference model every few hundred steps, is not implemented.
 
-DAPO, Dr. GRPO, GSPO, RLOO, CISPO and other variants are selected by options in the section `grpo`. The options choose
-the ratio, the term and the average of the loss (losses/), the advantages (losses/advantages.py), and dynamic sampling
-(dynamic_sampling.py).
+DAPO, Dr. GRPO, GSPO, RLOO, CISPO and other variants are selected by options in the section `grpo`.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,12 +39,12 @@ from minivlmrl.trainers.rollout_metrics import group_metrics
 
 @dataclass(kw_only=True)
 class GRPOBatch(SampledBatch):
-    """A micro-batch of samples, with the tensors that a policy-gradient loss needs."""
+    """A micro-batch with the tensors that GRPO's loss and its variants need."""
 
     advantages: Tensor  # (R,)
-    # (R, T) log-probabilities before the first update on the rollout; None if no option needs them
+    # (R, T) log-probabilities of the policy before its first update on the rollout; None if no option needs them
     old_per_token_logps: Tensor | None
-    # (R, T) or (R, 1) importance ratio that corrects for differences between sampler and trainer
+    # (R, T) or (R, 1) importance ratio of trainer to sampler, for each token or for each completion
     importance_sampling_ratio: Tensor | None
     # lowest entropy among the tokens that the optimizer step trains on, over all its micro-batches
     entropy_threshold: float | None
@@ -83,13 +81,13 @@ class GRPOTrainer(RolloutTrainer):
         super().__init__(run, model, processor, world, steps_done)
         self.steps_per_rollout = self.config.steps_per_generation
         self.passes_per_rollout = self.config.num_iterations
-        # number of batches of rows that were sampled for the current rollout
+        # batches of prompts that dynamic sampling has used for the current rollout
         self.num_gen_batches = 1
 
     # ------------------------------------------------------------------------ rollout and rewards
 
     def roll_out(self, rows: Sequence[Row]) -> Rollout:
-        """Sample completions and compute their rewards; dynamic sampling may need more rows."""
+        """Sample completions and compute their rewards, for further rows, too, if dynamic sampling needs them."""
         most_batches = self.config.max_num_gen_batches
         if most_batches == 1:
             return self.sample_rollout(rows)
@@ -99,7 +97,7 @@ class GRPOTrainer(RolloutTrainer):
         return rollout
 
     def compared_rewards(self, rollout: Rollout) -> Tensor:
-        """Return the rewards that dynamic sampling compares: those of n samples, (n, K), or their sums, (n, 1)."""
+        """Return the rewards that dynamic sampling compares: all K, of shape (n, K), or weighted sums, (n, 1)."""
         if self.config.multi_objective_aggregation == "normalize_then_sum":
             return rollout.rewards
         return self.total_rewards(rollout.samples)[:, None]
@@ -122,7 +120,7 @@ class GRPOTrainer(RolloutTrainer):
             parts: the rollout groups that each optimizer step trains on.
         """
         config = self.config
-        # 1. Compute each sample's weighted reward sum, on all ranks.
+        # 1. Compute the weighted sum of each sample's rewards, on all ranks.
         rewards = self.world.all_gather(rollout.rewards)  # (n * world.size, K)
         totals = self.world.all_gather(self.total_rewards(rollout.samples))  # (n * world.size,)
         in_groups = group_metrics(totals, config.num_generations)
@@ -131,10 +129,10 @@ class GRPOTrainer(RolloutTrainer):
             rollout.metrics["num_gen_batches"] = float(self.num_gen_batches)
         # 2. Compute advantages by comparing each sample with the other samples of its group.
         advantages = self.compute_advantages(totals, rewards)  # (n * world.size,)
-        # 3. Pack the samples, and compute their log-probabilities.
+        # 3. Pack the samples into micro-batches, and compute the log-probabilities of their tokens.
         steps = [self.micro_batches(groups, advantages) for groups in parts]
         if self.kl_in_reward:
-            # 4. RLOO subtracts the KL from the rewards, which needs the log-probabilities.
+            # 4. RLOO subtracts the KL from the rewards, and computes the advantages again.
             kl = self.gather_kl(list(chain(*steps)))  # (n * world.size,)
             advantages = self.compute_advantages(totals - config.beta * kl, rewards)
             for step in steps:
@@ -143,7 +141,7 @@ class GRPOTrainer(RolloutTrainer):
 
     @property
     def kl_in_reward(self) -> bool:
-        """Return True if the KL is subtracted from the rewards, and not added to the loss."""
+        """Return True if the KL penalty is part of the reward, as in RLOO, and not of the loss."""
         return self.config.loss_type == "rloo" and self.config.beta > 0
 
     @cached_property
@@ -152,33 +150,31 @@ class GRPOTrainer(RolloutTrainer):
         return find_advantages(self.config)
 
     def compute_advantages(self, totals: Tensor, rewards: Tensor) -> Tensor:
-        """Compute the advantages (...,) of all ranks' samples from their totals and rewards (..., K)."""
+        """Compute samples' advantages from their K rewards, (n, K), and from weighted sums of the rewards, (n,)."""
         function = self.advantage_function
         tensors = {"rewards_per_func": rewards, "reward_weights": self.reward_weights}
         arguments = loss_arguments(self.config, function, **tensors)
         return call_advantages(function, self.config, totals, **arguments)
 
     def select(self, advantages: Tensor, batch: SampledBatch) -> Tensor:
-        """Select the advantages (R,) of a micro-batch from the advantages of all ranks' samples."""
+        """Select the advantages of a micro-batch with R samples, (R,), from those of all ranks."""
         return advantages[batch.completion_index].to(self.world.device)
 
     def kept_samples(self, samples: list[Sample], advantages: Tensor) -> list[Sample]:
-        """Drop samples that do not change the gradient, because their advantage is 0."""
+        """Drop samples with an advantage of 0 if they do not change the gradient."""
         if self.needs_all_samples:
             return samples
-        # at least one sample is kept, because every rank of a sharded model must run the forward pass
+        # One sample stays if all advantages are 0, because every rank of a sharded model must run a forward pass.
         return [sample for sample in samples if advantages[sample.index] != 0] or samples[:1]
 
     def micro_batches(self, groups: Sequence[list[Sample]], advantages: Tensor) -> list[GRPOBatch]:
-        """Pack the micro-batches of one optimizer step, which trains on `groups`; `advantages` has one value for each
-        sample of all ranks.
+        """Pack the micro-batches of an optimizer step, given its groups and the advantages of all ranks' samples.
 
-        Several optimizer steps may train on the same micro-batches. Values that all steps on a rollout share, such as
-        the log-probabilities of the old policy, are computed once.
+        The log-probabilities of the old policy are computed once, for all optimizer steps on the micro-batches.
         """
         config = self.config
         normalizer = self.count_tokens(groups)
-        # 1. Deal the groups so that all ranks take about equally long, and pack their samples.
+        # 1. Exchange groups between ranks, so that all ranks train on about equally many tokens, and pack the samples.
         groups = self.deal(groups, [self.kept_samples(group, advantages) for group in groups])
         packed = [self.pack(self.kept_samples(part, advantages), normalizer) for part in self.split(groups)]
         # 2. Compute the log-probabilities and entropies of the policy before its update, each (R, T).
@@ -188,7 +184,7 @@ class GRPOTrainer(RolloutTrainer):
             pairs = [(batch.group, self.logps(batch.group)) for batch in packed]
             old_logps = [group.pad(logps) for group, (logps, _) in pairs]
             old_entropies = [group.pad(entropies) for group, (_, entropies) in pairs]
-        # 3. Find the tokens with the highest entropies among the step's tokens on all ranks.
+        # 3. Find the entropy above which tokens are trained on, among the tokens of the optimizer step on all ranks.
         threshold = num_entropy_tokens = None
         if config.top_entropy_quantile < 1:
             local = torch.cat([x[b.loss_mask.bool()].cpu() for b, x in zip(packed, old_entropies, strict=True)])
@@ -196,7 +192,7 @@ class GRPOTrainer(RolloutTrainer):
             threshold = top_entropy_threshold(entropies, config.top_entropy_quantile)
             num_entropy_tokens = (entropies >= threshold).sum().item()
             threshold = threshold.item()
-        # 4. Put the tensors of each micro-batch together.
+        # 4. Compute the importance ratios, and build each micro-batch.
         batches = []
         for batch, logps in zip(packed, old_logps, strict=True):
             ratio = None
@@ -220,33 +216,33 @@ class GRPOTrainer(RolloutTrainer):
 
     @cached_property
     def needs_all_samples(self) -> bool:
-        """Return True if samples whose advantage is 0 change the gradient, and must be kept."""
+        """Return True if a sample with an advantage of 0 can change the gradient, for example by its KL."""
         config = self.config
         is_regularized = config.beta or config.entropy_coef or config.top_entropy_quantile < 1
         return bool(is_regularized or config.loss_type == "bnpo" or self.loss_function is not grpo_loss)
 
     @property
     def needs_old_logps(self) -> bool:
-        """Return True if the policy's log-probabilities before its update are needed."""
+        """Return True if an option needs the log-probabilities of the policy before its update."""
         options = self.config.rollout_correction or self.config.top_entropy_quantile < 1
         return bool(self.policy_moves or self.kl_in_reward or options)
 
     @property
     def policy_moves(self) -> bool:
-        """Return True if each rollout is trained on in more than one optimizer step."""
+        """Return True if more than one optimizer step trains on a rollout, so that the policy changes meanwhile."""
         return self.passes_per_rollout * self.steps_per_rollout > 1
 
     def is_trained(self, sample: Sample) -> bool:
         return sample.completion.stopped or not self.config.mask_truncated_completions
 
     def gather_kl(self, batches: Sequence[GRPOBatch]) -> Tensor:
-        """Estimate all samples' KL from the reference with k1, in nats: (n * world.size,)."""
+        """Estimate each sample's KL from the reference model with the estimator k1, in nats: (n * world.size,)."""
         kl = []
         for batch in batches:
             assert batch.old_per_token_logps is not None and batch.ref_per_token_logps is not None
             log_ratio = batch.old_per_token_logps - batch.ref_per_token_logps
             kl.append((log_ratio * batch.loss_mask).sum(1).cpu())
-        # Restore the order of the rollout, because samples may have moved between micro-batches and ranks.
+        # Samples may have moved between micro-batches and ranks, so their KL is put in the order of the rollout.
         index = torch.cat([batch.completion_index for batch in batches])
         return self.world.all_gather(torch.cat(kl))[self.world.all_gather(index).argsort()]
 
@@ -258,14 +254,13 @@ class GRPOTrainer(RolloutTrainer):
         return find_loss(self.config)
 
     def loss(self, batch: GRPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute a micro-batch's metrics, and its loss divided by the step's totals."""
         # A custom loss function gets all options of grpo_loss, and further options that its parameters name.
         options = loss_arguments(self.config, grpo_loss, self.loss_function)
         if self.config.loss_type == "rloo":
             options["beta"] = 0.0  # RLOO's KL is in the reward
         logps, entropies = self.logps(batch.group)
         padded_logps, padded_entropies = batch.group.pad(logps), batch.group.pad(entropies)
-        # a custom loss function is called without token weights and without an entropy bonus
+        # Custom loss functions get no token weights, and no entropy bonus is added to their loss.
         is_builtin = ":" not in self.config.loss_type
         arguments: dict[str, Any] = {
             **options,
@@ -288,12 +283,12 @@ class GRPOTrainer(RolloutTrainer):
         return loss, metrics | self.token_metrics(batch, old_logps, entropies)
 
     def kept_tokens(self, batch: GRPOBatch, entropies: Tensor) -> Tensor:
-        """Return a mask (R, T) of the tokens to train on: all, or only tokens with high entropy."""
+        """Return a mask of the tokens to train on, (R, T): all completion tokens, or only those with high entropy."""
         quantile = self.config.top_entropy_quantile
         return kept_tokens(entropies, batch.loss_mask, quantile, batch.entropy_threshold)
 
     def weights(self, batch: GRPOBatch, entropies: Tensor) -> dict[str, Tensor]:
-        """Return the token weights in the loss, as keyword arguments for grpo_loss."""
+        """Return keyword arguments for grpo_loss that weight the loss of each token."""
         ratio = batch.importance_sampling_ratio
         weights = {}
         if self.config.top_entropy_quantile < 1:
@@ -308,11 +303,10 @@ class GRPOTrainer(RolloutTrainer):
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:
     """Compute DAPO's penalty for an overlong completion, from 0 to -1.
 
-    The penalty is 0 up to max_completion_len - soft_punish_cache tokens. The penalty then falls linearly, to -1 at
-    max_completion_len.
+    Over the last soft_punish_cache tokens before max_completion_len, the penalty falls linearly from 0 to -1.
 
     Example: with a maximum of 100 and a cache of 20, lengths 80, 90, 100 and 120 give 0, -0.5, -1 and -1.
-    Source: DAPO eq. 13 (arXiv 2503.14476); TRL's get_soft_overlong_punishment.
+    Source: equation 13 of DAPO (arXiv 2503.14476), and get_soft_overlong_punishment in TRL.
     """
     free = max_completion_len - soft_punish_cache
     if length <= free:

@@ -1,6 +1,6 @@
 """Base classes for trainers on given answers, such as SFT, DPO, KTO and the reward model.
 
-All answers of a row form a group, so the prompt and its images are computed only once.
+All answers to a prompt form a group, so the model processes the prompt and its images only once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,27 +24,27 @@ Item = TypeVar("Item")
 
 @dataclass
 class AnswerBatch(MicroBatch):
-    """A micro-batch of given answers; pairs are ordered chosen, rejected, chosen, rejected, ..."""
+    """A micro-batch of given answers; pairs are in the order chosen, rejected, chosen, rejected, ..."""
 
     @property
     def weight(self) -> float:
-        """Return the weight of this micro-batch in the metrics of the step: its number of answers."""
+        """Return the micro-batch's weight in the mean of a metric: its number of answers."""
         return len(self.loss_mask)
 
     def mean(self, per_token: Tensor) -> Tensor:
-        """Average a value per token, (M,), over an answer's tokens, then over answers."""
+        """Average values of completion tokens, (M,), over the tokens of each answer, and then over the answers."""
         return row_mean(self.group.pad(per_token.detach()), self.loss_mask).mean()
 
 
 class OfflineTrainer(Trainer):
     """Base class for stages that train on given answers, with one optimizer step per batch.
 
-    Subclasses implement `loss`, and set `answers` to the Row fields that contain the answers.
+    A subclass defines the method `loss`, and sets `answers` to the fields of Row that contain the answers.
     """
 
     batch_type: type[MicroBatch] = AnswerBatch
     answers = ("completion",)  # Row fields that contain the answers
-    # Answers of a micro-batch whose tokens are counted in the divisor of the loss: by default, all answers
+    # slice of a micro-batch's answers; the loss is divided by the number of their tokens
     counted_rows = slice(None)
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
@@ -60,7 +60,7 @@ class OfflineTrainer(Trainer):
         return self.pack(*self.encode(rows))
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[Prompt], list[list[Completion]]]:
-        """Tokenize the rows' prompts, and the answers to each prompt."""
+        """Tokenize the prompts of rows, and the answers to each prompt."""
         answers = []
         for row in rows:
             texts = [getattr(row, name) for name in self.answers]
@@ -69,14 +69,14 @@ class OfflineTrainer(Trainer):
         return [row.prompt(self.processor) for row in rows], answers
 
     def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> MicroBatch:
-        """Pack prompts and answers into a micro-batch, whose loss is divided by counts of this micro-batch alone."""
+        """Pack prompts and answers into a micro-batch, whose loss is a mean over the micro-batch."""
         group = pack_turns(prompts, answers, self.policy.config, self.world.device)
         mask = group.completion_mask
         ref_logps = None if self.reference is None else self.reference.logps(group)
         return self.batch_type(group, mask, batch_normalizer(mask), ref_logps)
 
     def rows_with_answers(self, rows: Dataset) -> list[int]:
-        """Return the indices of rows that have all answers; all ranks return the same list."""
+        """Return the indices of rows that have all answers, equal on all ranks."""
         local = []
         for index in range(self.world.rank, len(rows), self.world.size):
             row = rows[index]
@@ -88,15 +88,14 @@ class OfflineTrainer(Trainer):
     def shard_rows_with_answers(self, rows: Dataset) -> tuple[list[int], int]:
         """Split the rows that have all answers among the ranks.
 
-        Every rank gets the same number of rows, because all ranks must run a sharded model equally often. Return the
-        indices of rows for this rank, and the number of those that no other rank has; the last indices may repeat rows
-        of other ranks.
+        All ranks get equally many rows, because they must run a sharded model equally often, so the last rows of a rank
+        may repeat rows of other ranks. Return the indices of this rank's rows, and how many of them repeat no row.
         """
         indices = self.rows_with_answers(rows)
         return self.world.shard_evenly(indices) if indices else ([], 0)
 
     def step(self, batches: Sequence[MicroBatch]) -> Step:
-        """Build an optimizer step, whose loss is divided by counts over all micro-batches of all ranks."""
+        """Build an optimizer step, whose loss is a mean over all its micro-batches on all ranks."""
         tokens = sum(batch.loss_mask[self.counted_rows].sum().item() for batch in batches)
         sequences = sum(len(batch.loss_mask) for batch in batches)
         sequences, tokens = self.world.sum(sequences, tokens)
@@ -111,7 +110,7 @@ class PairTrainer(OfflineTrainer):
     answers = ("chosen", "rejected")
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
-        """Compute the score of the chosen answer minus that of the rejected answer for each of B pairs: (B,)."""
+        """Compute the chosen answer's score minus the rejected answer's score, (B,), for B pairs."""
         raise NotImplementedError
 
     @torch.no_grad()

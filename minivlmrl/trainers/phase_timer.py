@@ -1,4 +1,4 @@
-"""Measure how many seconds each phase takes in an optimizer step."""
+"""Measure how many seconds each phase of an optimizer step takes."""
 
 import time
 from itertools import pairwise
@@ -7,14 +7,14 @@ import torch
 
 
 class PhaseTimer:
-    """Measure the seconds of consecutive phases, without waiting for the GPU at the end of a phase.
+    """Measure the seconds of consecutive phases, without waiting for the GPU after each phase.
 
     On a GPU, a CUDA event marks the beginning of a phase, because the host only queues work that the GPU does later.
     """
 
     def __init__(self, device: torch.device):
         self.is_gpu = device.type == "cuda"
-        self.marks = []  # each phase's name and beginning since the last `take` call
+        self.marks = []  # name and beginning of each phase since the last call of `take`
 
     def start(self, phase: str):
         """End the current phase, and start another one."""
@@ -26,10 +26,7 @@ class PhaseTimer:
         self.marks.append((phase, begin))
 
     def take(self) -> dict[str, float]:
-        """End the current phase, and return each phase's seconds since the last call.
-
-        On a GPU, the method waits until all queued work is done.
-        """
+        """Return {phase: seconds} since the last call of `take`, after waiting for the GPU."""
         self.start("end")
         if self.is_gpu:
             self.marks[-1][1].synchronize()

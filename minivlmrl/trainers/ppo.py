@@ -1,7 +1,7 @@
 """Proximal policy optimization (PPO) with a critic (arXiv 1707.06347, InstructGPT).
 
-Before each token, the critic predicts the sum of future rewards. The critic is either a value head on the policy's
-backbone or a separate model. An adaptive KL weight and an entropy bonus are not implemented.
+Before each token, the critic predicts the sum of future rewards. The critic is a value head on the policy's hidden
+states, or a separate model. An adaptive KL weight and an entropy bonus are not implemented.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from minivlmrl.trainers.rollout import RolloutTrainer
 
 @dataclass(kw_only=True)
 class PPOBatch(SampledBatch):
-    """A micro-batch of completions, with their tokens' values and returns."""
+    """A micro-batch with the advantage, the return and the critic's value of each completion token."""
 
     advantages: Tensor  # (R, T)
     returns: Tensor  # (R, T) targets that the critic is trained to predict
@@ -38,13 +38,13 @@ class PPOBatch(SampledBatch):
     old_values: Tensor  # (R, T) critic predictions before the first update
 
     def completion_advantages(self) -> list[float]:
-        """Average each completion's advantages over its trained tokens."""
+        """Average the advantages of each completion over the tokens that are trained on."""
         mask = self.loss_mask
         return ((self.advantages * mask).sum(1) / mask.sum(1).clamp(min=1)).tolist()
 
 
 class PPOTrainer(RolloutTrainer):
-    """PPO trainer, with token-level advantages from a critic."""
+    """Trainer for PPO, in which a critic gives each token an advantage."""
 
     stage = "ppo"
     config_type = PPOOptions
@@ -75,11 +75,11 @@ class PPOTrainer(RolloutTrainer):
         self.trained = nn.ModuleDict({"policy": self.policy, "critic": self.critic})
 
     def shares_vision_tower(self) -> bool:
-        # a separate critic has its own vision tower, so it cannot use the policy's image embeddings
+        # A separate critic has a vision tower of its own, and cannot use the policy's image embeddings.
         return self.config.critic == "shared" and super().shares_vision_tower()
 
     def build_critic(self) -> ValueHead | ValueModel:
-        """Build the critic: either a value head on the policy's hidden states or its own model."""
+        """Build the critic that the option ppo.critic selects."""
         if self.config.critic == "shared":
             return value_head(self.policy)
         path = self.config.critic_path
@@ -98,11 +98,11 @@ class PPOTrainer(RolloutTrainer):
 
     @torch.no_grad()
     def prepare(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[list[PPOBatch]]:
-        """Pack each optimizer step's micro-batches, with advantages and returns (R, T)."""
+        """Pack the micro-batches of each optimizer step, with advantages and returns, (R, T)."""
         rewards = self.world.all_gather(rollout.rewards)
         totals = combine(rewards, self.reward_weights)
         rollout.metrics = self.rollout_metrics(rollout, rewards, totals)
-        scores = totals.nan_to_num(0.0)  # each sample's weighted reward sum, on all ranks
+        scores = totals.nan_to_num(0.0)  # weighted sum of each sample's rewards, on all ranks
         if self.config.missing_eos_penalty is not None:
             is_truncated = torch.tensor([not sample.completion.stopped for sample in rollout.samples])
             scores = scores - self.config.missing_eos_penalty * self.world.all_gather(is_truncated)
@@ -113,7 +113,7 @@ class PPOTrainer(RolloutTrainer):
         return [[replace(batch, advantages=next(advantages)) for batch in step] for step in steps]
 
     def micro_batches(self, groups: Sequence[list[Sample]], scores: Tensor) -> list[PPOBatch]:
-        """Pack the micro-batches of a step, and compute GAE's advantages from the scores of all ranks' samples."""
+        """Pack the micro-batches of an optimizer step, with advantages from GAE; `scores` has all ranks' samples."""
         config = self.config
         normalizer = self.count_tokens(groups)
         batches = []

@@ -1,4 +1,4 @@
-"""The reference model for the KL penalty, by default a copy of the policy at the stage's start."""
+"""The reference model of DPO and of the KL penalty, by default a copy of the policy at the stage's start."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,8 +20,7 @@ from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.plain_weights import has_adapters
 
-# ModelConfig fields that must be equal in the policy and the reference, because both models get the same patches,
-# positions and token ids
+# fields of ModelConfig that policy and reference must have in common, because both get the same token ids and patches
 MATCHING_FIELDS = [
     "model_type", "vocab_size", "vision_config.patch_dim", "vision_config.spatial_merge_size",
     "vision_config.tokens_per_second",
@@ -31,7 +30,7 @@ MATCHING_FIELDS = [
 class Reference:
     """Reference model without gradients: either a copy of the policy or a model from a folder.
 
-    If the policy has adapters, only its trained parameters are copied.
+    A copy of a policy with adapters consists of the trained parameters only.
     """
 
     def __init__(self, policy: VisionLanguageModel, config: ReferenceOptions, processor: Processor, world: World):
@@ -48,7 +47,7 @@ class Reference:
 
     @torch.no_grad()
     def logps(self, group: GroupBatch, temperature: float = 1.0) -> Tensor:
-        """Compute the reference's log-probabilities (R, T) for completion tokens, in nats."""
+        """Compute the reference model's log-probabilities of completion tokens, (R, T), in nats."""
         with phase("reference"), swapped_in(self.model, self.policy) as model:
             logps, _ = per_token_logps(model, group, temperature)
             reshard(model)
@@ -58,7 +57,7 @@ class Reference:
 class SwappedParameters(nn.Module):
     """Copies of some parameters, which can be swapped into a model for a forward pass.
 
-    The parameters that are not copied are shared with the model, so a reference model needs little memory.
+    A reference model made of copies of the trained parameters needs little memory, because it shares all others.
     """
 
     def __init__(self, model: VisionLanguageModel, names: list[str]):
@@ -70,18 +69,17 @@ class SwappedParameters(nn.Module):
         self.copies = nn.ParameterList(copies).requires_grad_(False)
 
     def originals(self) -> list[nn.Parameter]:
-        """Return those parameters of the model that have a copy; a sharded model must not be gathered."""
+        """Return the model's own parameters of which there are copies."""
         parameters = dict(self.models[0].named_parameters())
         return [parameters[name] for name in self.names]
 
     def exchange(self):
-        """Swap the copies with the model's own parameters; a sharded model must be resharded first."""
-        # Autograd does not notice that .data changes. This is safe, because the original values are restored before the
-        # backward pass through a graph that uses them.
+        """Swap the copied values with the values of the model's parameters, which must be shards in a sharded model."""
+        # Autograd does not notice changes of .data, which is safe, because the model has its own values again before a
+        # backward pass.
         for saved_copy, parameter in zip(self.copies, self.originals(), strict=True):
             if not is_part(parameter):
-                # Swapping parameters allocates no memory, so memory cannot run out after only some parameters have been
-                # swapped.
+                # Swapping two tensors needs no memory, so memory cannot run out when only some parameters are swapped.
                 parameter.data, saved_copy.data = saved_copy.data, parameter.data
                 continue
             old_value = parameter.detach().clone()
@@ -93,7 +91,7 @@ class SwappedParameters(nn.Module):
 def swapped_in(
     model: VisionLanguageModel | SwappedParameters, policy: VisionLanguageModel
 ) -> Iterator[VisionLanguageModel]:
-    """Yield the reference model, ready for a forward pass; copied parameters replace those of the policy meanwhile."""
+    """Yield the reference model for a forward pass: its own model, or the policy with the copied parameters."""
     reshard(policy)
     if not isinstance(model, SwappedParameters):
         yield model
@@ -107,7 +105,7 @@ def swapped_in(
 
 
 def check_compatible(policy: VisionLanguageModel, path: str):
-    """Raise ValueError if the model in a folder has other inputs or outputs than the policy."""
+    """Raise ValueError if the model in a folder needs other inputs than the policy, or has another vocabulary size."""
     file = find_folder(path) / "config.json"
     other = read_config(file.parent)
     for name in MATCHING_FIELDS:

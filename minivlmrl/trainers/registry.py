@@ -1,4 +1,4 @@
-"""Registry for the training stages that a recipe can name, and their trainer classes."""
+"""Registry of training stages, which a recipe names in the option `stages`, and their trainer classes."""
 
 from minivlmrl.config.import_utils import find_stage
 from minivlmrl.config.validation import check_dtypes, check_effects
@@ -16,7 +16,7 @@ TRAINERS = {
 
 
 def find_class(stage: str) -> type[Trainer]:
-    """Import the trainer class that an item of `stages` names: a key in TRAINERS or file.py:Class."""
+    """Import the trainer class that an item of the option `stages` names: a key in TRAINERS, or file.py:Class."""
     trainer = find_stage(stage, TRAINERS)
     with error_context(f"stages: {stage}"):
         is_trainer = isinstance(trainer, type) and issubclass(trainer, Trainer)
@@ -31,15 +31,15 @@ def find_class(stage: str) -> type[Trainer]:
 
 
 def find_trainer(stage: str, config) -> type[Trainer]:
-    """Find the trainer class of a stage, which may be a class that the recipe names as file.py:Class."""
+    """Return the trainer class of a stage, whose name may come from a class file.py:Class in the option `stages`."""
     classes = {trainer.stage: trainer for trainer in map(find_class, config.stages)}
     return classes.get(stage) or find_class(stage)
 
 
 def find_trainers(config) -> dict[str, type[Trainer]]:
-    """Check a recipe, and return each stage's trainer class."""
+    """Check the recipe with the trainer class of each stage, and return {stage: trainer class}."""
     trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
-    # A recipe without stages may still have options of the section `reference`, which are then not reported as unused.
+    # Options of the section `reference` are not reported as unused in a recipe without stages.
     references = [cls.has_reference(getattr(config, name)) for name, cls in trainers.items()]
     check_dtypes(config)
     check_effects(config, has_reference=any(references) or not trainers)

@@ -5,12 +5,12 @@
          -> micro-batches of samples                              split
          -> packed micro-batches                                  pack
 
-In shapes, B is the number of prompts on this rank, n = B * G is the number of samples, which are ordered by prompt, and
-K is the number of reward functions. A micro-batch has R samples of at most T tokens each, and M completion tokens in
-total.
+In shapes, B is the number of prompts on this rank, n = B * G the number of samples, in the order of their prompts, and
+K the number of reward functions. R is the number of samples in a micro-batch, T the number of tokens in its longest
+completion, and M the number of all its completion tokens.
 
-A subclass implements `prepare`, which packs each optimizer step's micro-batches with the tensors that its loss needs,
-and `loss`. See GRPOTrainer and PPOTrainer.
+A subclass, such as GRPOTrainer or PPOTrainer, defines the methods `prepare`, which packs the micro-batches of each
+optimizer step with the tensors that the loss needs, and `loss`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ REWARD_MODEL = "reward_model"  # name of the reward that a trained reward model 
 
 
 def reward_models():
-    """Import and return the module extras/reward_model.py, which scores completions with a trained model."""
+    """Import and return extras/reward_model.py, a module that scores completions with a trained reward model."""
     module = "minivlmrl.extras.reward_model"
     check_extras(module, "the reward reward_model")
     return import_module(module)
@@ -54,7 +54,7 @@ def reward_models():
 class RolloutTrainer(Trainer):
     """Base class for trainers that sample completions and learn from their rewards.
 
-    A subclass's section has the options num_generations, micro_batch_size and max_tokens_per_micro_batch.
+    The section of a subclass must have the options num_generations, micro_batch_size and max_tokens_per_micro_batch.
     """
 
     samples_completions = True
@@ -62,7 +62,7 @@ class RolloutTrainer(Trainer):
 
     @classmethod
     def check(cls, run: RunConfig):
-        """Raise ValueError if the stage cannot use a recipe's sampling options or rewards."""
+        """Raise ValueError if the stage cannot use the recipe's rewards or its options in the section `sampling`."""
         if run.sampling.temperature == 0:
             raise ValueError(
                 "sampling.temperature is 0, so all completions of a group would be equal; "
@@ -96,21 +96,20 @@ class RolloutTrainer(Trainer):
     def shares_vision_tower(self) -> bool:
         """Return True if all models of the stage share one frozen vision tower.
 
-        The sampler then keeps the outputs of the vision tower for training. A reward model, or a reference model from a
-        folder, has a vision tower of its own.
+        A reward model, or a reference model from a folder, has another vision tower.
         """
         is_frozen = not trained_parameters(self.policy.visual)
         return is_frozen and self.run.reference.path is None and REWARD_MODEL not in self.run.rewards
 
     def prepare(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[Sequence[MicroBatch]]:
-        """Set the metrics of a rollout, and pack the micro-batches of each optimizer step, which trains on one part."""
+        """Set the metrics of a rollout, and pack micro-batches for the groups of each optimizer step in `parts`."""
         raise NotImplementedError
 
     def steps(self, batches: Batches) -> Iterator[Step]:
-        """Sample a rollout for each batch of rows, and yield its optimizer steps.
+        """Sample a rollout for each batch of rows, and yield the optimizer steps that train on the rollout.
 
-        A rollout is trained on in passes_per_rollout passes. Each pass has steps_per_rollout optimizer steps, and each
-        step trains on an equal share of the prompts.
+        Each of passes_per_rollout passes over a rollout has steps_per_rollout optimizer steps, with an equal share of
+        the prompts in each step.
         """
         self.batches = batches
         for rows in batches:
@@ -124,7 +123,7 @@ class RolloutTrainer(Trainer):
             for number, (micro_batches, groups) in enumerate(all_passes, start=1):
                 ends_rollout = number == len(all_passes)
                 trained = [batch.samples for batch in micro_batches if isinstance(batch, SampledBatch)]
-                # This rank may train on rows whose completions another rank has sampled.
+                # A rank may train on rows for which another rank has sampled completions.
                 self.rows = [sample.row for sample in chain(*trained)] or rows
                 yield Step(micro_batches, rollout.metrics, ends_rollout, rollout, groups)
                 self.reward_log.trainer_state.global_step += 1
@@ -132,7 +131,7 @@ class RolloutTrainer(Trainer):
     def trial_batches(self, rows: Sequence[Row]) -> Sequence[MicroBatch]:
         """Pack completions of max_new_tokens tokens, to test whether a training step fits in memory.
 
-        The rewards alternate between 0 and 1, because samples of a group with equal rewards may be left out.
+        Rewards in the memory test alternate between 0 and 1, because groups with equal rewards may be left out.
         """
         if samples_trajectories(self.run.sampling):
             return ()
@@ -150,11 +149,11 @@ class RolloutTrainer(Trainer):
     # ----------------------------------------------------------------------------- sample and score
 
     def roll_out(self, rows: Sequence[Row]) -> Rollout:
-        """Return the rollout to train on for a batch of rows."""
+        """Sample the rollout for a batch of rows; a subclass may sample further rows."""
         return self.sample_rollout(rows)
 
     def sample_rollout(self, rows: Sequence[Row]) -> Rollout:
-        """Sample G completions for each row and compute their rewards."""
+        """Sample G completions for each row, and compute their rewards."""
         self.rows = rows
         with self.phase("preparation"):
             prompts = [row.prompt(self.processor) for row in rows]
@@ -177,7 +176,8 @@ class RolloutTrainer(Trainer):
         return columns
 
     def rollout_metrics(self, rollout: Rollout, rewards: Tensor, totals: Tensor, **others: float) -> dict[str, float]:
-        """Compute metrics from the rewards (..., K) and weighted sums of all ranks, and add the metrics in `others`."""
+        """Compute the metrics of a rollout from all ranks' rewards, (..., K), and their weighted sums; add the metrics
+        `others`."""
         metrics = reward_metrics(rewards, totals, list(self.run.rewards))
         completions = [sample.completion for sample in rollout.samples]
         metrics |= completion_metrics(completions, bool(self.run.sampling.environment), self.world) | others
@@ -186,10 +186,10 @@ class RolloutTrainer(Trainer):
     # ------------------------------------------------------------------------- deal, split and pack
 
     def deal(self, groups: Sequence[list[Sample]], kept: Sequence[list[Sample]]) -> Sequence[list[Sample]]:
-        """Exchange a step's groups between ranks, so that each rank trains on about equally many tokens.
+        """Exchange the groups of an optimizer step between ranks, so that all ranks train on about equally many tokens.
 
         Args:
-            kept: the samples of each group that are trained on.
+            kept: for each group, the samples that are trained on.
         """
         if self.world.size == 1:
             return groups
@@ -204,8 +204,7 @@ class RolloutTrainer(Trainer):
     def split(self, groups: Sequence[list[Sample]]) -> list[list[Sample]]:
         """Split an optimizer step's samples into micro-batches.
 
-        A micro-batch has the groups of micro_batch_size prompts, or as many samples as max_tokens_per_micro_batch
-        allows.
+        A micro-batch has the samples of micro_batch_size prompts, or fewer if max_tokens_per_micro_batch is set.
         """
         size = self.config.micro_batch_size
         max_tokens = self.config.max_tokens_per_micro_batch
@@ -219,11 +218,12 @@ class RolloutTrainer(Trainer):
         return [[groups[i][j] for i, j in pairs] for pairs in micro_batches]
 
     def is_trained(self, sample: Sample) -> bool:
-        """Return False to exclude the tokens of a sample from the loss; the sample still counts as a sequence."""
+        """Return True if the tokens of a sample are trained on; a loss that divides by completions counts other
+        samples, too."""
         return True
 
     def count_tokens(self, groups: Sequence[list[Sample]]) -> LossNormalizer:
-        """Count the samples and the trained tokens in an optimizer step on all ranks."""
+        """Count the samples in an optimizer step on all ranks, and their tokens that are trained on."""
         samples = list(chain(*groups))
         trained = [sample.completion.policy_mask for sample in samples if self.is_trained(sample)]
         tokens = sum(int(mask.sum()) for mask in trained)
@@ -231,7 +231,7 @@ class RolloutTrainer(Trainer):
         return LossNormalizer(sequences, max(tokens, 1), self.run.sampling.max_new_tokens)
 
     def pack(self, samples: Sequence[Sample], normalizer: LossNormalizer) -> SampledBatch:
-        """Pack samples, grouped by prompt, and compute the reference's log-probabilities."""
+        """Pack samples, in the order of their prompts, and compute the log-probabilities of the reference model."""
         device = self.world.device
         groups = [list(group) for _, group in groupby(samples, lambda sample: id(sample.prompt))]
         prompts = [group[0].prompt for group in groups]
@@ -249,22 +249,22 @@ class RolloutTrainer(Trainer):
         )
 
     def ref_logps(self, group: GroupBatch) -> Tensor | None:
-        """Compute the reference's log-probabilities (R, T); None if there is no reference."""
+        """Compute the log-probabilities of the reference model, (R, T); None if there is no reference model."""
         return None if self.reference is None else self.reference.logps(group, self.temperature)
 
     def logps(self, group: GroupBatch) -> tuple[Tensor, Tensor]:
-        """Compute the log-probability (M,) and entropy (M,) of each completion token at the sampling temperature."""
+        """Compute the log-probability and the entropy of each completion token, both (M,), at the sampling
+        temperature."""
         return per_token_logps(self.policy, group, self.temperature)
 
     def token_metrics(self, batch: SampledBatch, old_logps: Tensor, entropies: Tensor) -> dict[str, Tensor]:
-        """Compute the mean entropy, and how much the log-probabilities of trainer and sampler differ.
+        """Compute the mean entropy, and the difference between log-probabilities of the trainer and the sampler.
 
-        The difference between trainer and sampler is reported as the largest absolute difference of a token, and as the
-        root mean square over all tokens, both in nats.
+        The metrics have the largest absolute difference and the root mean square over all tokens, in nats.
 
         Args:
-            old_logps: log-probabilities (R, T) of the policy that sampled, as the trainer computes them.
-            entropies: each token's entropy under the current policy, of shape (M,).
+            old_logps: (R, T) log-probabilities that the trainer computed for the policy before its update.
+            entropies: (M,) entropies of the policy's distributions at the completion tokens.
         """
         mask = batch.loss_mask
         mismatch = ((old_logps - batch.sampler_logps) * batch.group.completion_mask).abs()

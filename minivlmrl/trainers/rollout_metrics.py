@@ -1,4 +1,4 @@
-"""Rollout metrics, computed over all ranks' completions and named as in TRL."""
+"""Metrics over the completions of all ranks, with the names that TRL gives them."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -12,7 +12,7 @@ from minivlmrl.rewards.registry import RewardLog
 
 
 def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Compute each reward's mean and standard deviation, and the mean weighted sum.
+    """Compute the mean and the standard deviation of each reward, and the mean of the weighted sums.
 
     Args:
         rewards: rewards for all ranks' completions, of shape (n, K); NaN where a reward function returned None.
@@ -24,7 +24,7 @@ def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict
             f"rewards: {', '.join(names)} returned None for all {len(rewards)} completions of a rollout; check that "
             "the rows have values in the columns that these rewards use, for example in the column solution"
         )
-    # The metrics are computed in float64, because the result must not depend on the order of ranks.
+    # Metrics of rewards are computed in float64, so that they do not depend on the order of the ranks.
     metrics = {"reward": total.double().nanmean().item()}
     for name, values in zip(names, rewards.double().unbind(1), strict=True):
         metrics[f"rewards/{name}/mean"] = values.nanmean().item()
@@ -49,7 +49,7 @@ def completion_metrics(completions: Sequence[Completion], has_tools: bool, world
 
 
 def group_metrics(total: Tensor, num_generations: int) -> dict[str, float]:
-    """Compute how much the rewards differ among completions for the same prompt.
+    """Compute how much rewards differ among the completions of a prompt.
 
     Args:
         total: each completion's weighted reward sum on all ranks, of shape (n,).
@@ -62,7 +62,7 @@ def group_metrics(total: Tensor, num_generations: int) -> dict[str, float]:
 
 
 def logged_metrics(log: RewardLog, metrics: dict[str, float], world: World) -> dict[str, float]:
-    """Average the metrics that reward functions logged on all ranks, and clear the log; refuse names in `metrics`."""
+    """Return means over all ranks of the metrics that reward functions have logged, and empty the log."""
     metrics_of_ranks = world.gather_objects(log.metrics)
     log.metrics = {}
     means = {}

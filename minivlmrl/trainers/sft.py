@@ -1,4 +1,4 @@
-"""Supervised fine-tuning (InstructGPT, step 1), which raises the demonstrations' probability."""
+"""Supervised fine-tuning (SFT), which raises the probability of demonstrations; step 1 of InstructGPT."""
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ from minivlmrl.trainers.offline import OfflineTrainer
 
 
 class SFTTrainer(OfflineTrainer):
-    """Trainer for supervised fine-tuning on one demonstration for each prompt.
+    """Trainer for SFT on one demonstration for each prompt.
 
-    If the demonstration is a conversation, the loss includes only the assistant's turns.
+    In a demonstration with several turns, only the turns of the assistant are trained on.
     """
 
     stage = "sft"
@@ -44,7 +44,7 @@ class SFTTrainer(OfflineTrainer):
             batch = self.micro_batch([rows[index] for index in local_indices[start : start + size]])
             self.world.wait()  # for a rank that reads its images slowly
             mask = batch.loss_mask
-            # Rows from index `count` on repeat rows of other ranks, and must not count twice.
+            # The rows after the first `count` repeat rows of other ranks, and are not counted again.
             mask[max(0, count - start) :] = 0
             logps, _ = per_token_logps(self.policy, batch.group)
             padded = batch.group.pad(logps).double()
