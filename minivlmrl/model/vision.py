@@ -4,8 +4,8 @@ VisionLanguageModel.forward (model/decoder.py) replaces the embeddings of an ima
 output. VisionTransformer is the tower of Qwen2.5-VL, with window attention, RMSNorm and a SwiGLU MLP. The MLP of
 Qwen2-VL is in model/families/qwen2_vl.py, and the tower of Qwen3-VL in model/families/qwen3_vl.py.
 
-In shapes, P is the number of patches in all images together, E the hidden size, H the number of heads, D the head
-dimension, and M = P / 4 the number of merged tokens.
+In shapes, P is the number of patches in a batch, E the hidden size, H the number of heads, D the head dimension, and M
+= P / 4 the number of merged tokens.
 """
 
 import math
@@ -52,7 +52,7 @@ class MLP(nn.Module):
         return is_half_on_gpu(x.device, x.dtype) and are_plain
 
     def forward_padded(self, x: Tensor, missing: int) -> Tensor:
-        """Compute the MLP with an intermediate size that is larger by `missing` columns of zeros."""
+        """Compute the MLP with its intermediate size padded by `missing` zeros."""
 
         # The MLP's weights are padded in each forward pass, and not when the model is loaded, so that checkpoints,
         # optimizer states and shards keep the shapes of the model's config.
@@ -71,9 +71,8 @@ EPS = 1e-6  # epsilon for the norms in the vision tower
 def window_order(image_grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, list[int], list[int]]:
     """Order merged tokens by attention window, so that the tokens of each window are contiguous.
 
-    Every frame is tiled from its top left corner by windows of window_size pixels; windows at the right and bottom
-    edges may be smaller. Example: 3 x 5 merged tokens and windows of 4 x 4 tokens give two windows, columns 0 to 3 and
-    column 4:
+    Windows of window_size pixels tile each frame from its top left corner; those at the right and bottom edges may be
+    smaller. Example: 3 x 5 merged tokens and windows of 4 x 4 tokens give two windows, columns 0 to 3 and column 4:
         order 0 1 2 3 5 6 7 8 10 11 12 13 | 4 9 14
 
     Args:
@@ -111,7 +110,7 @@ def window_order(image_grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, 
 
 @dataclass
 class Layout:
-    """How the vision tower orders a batch of patches, rotates their queries and keys, and groups them for attention."""
+    """The layout of a batch of patches: their order, their rotary angles and their attention segments."""
 
     order: Tensor  # (P,) for each patch in window order, its index in pixel_values
     raster_order: Tensor  # (M,) for each merged token in raster order, its index in window order
@@ -124,7 +123,7 @@ class Layout:
 
 # Layouts are cached, because the policy and the reference model process the same images.
 @lru_cache(maxsize=8)
-# Tensors that are made in inference mode cannot be used in training, and a cached Layout is used in both.
+# A cached Layout is not made in inference mode, because training cannot use tensors from inference mode.
 @torch.inference_mode(False)
 def lay_out(grids: tuple[tuple[int, int, int], ...], config: VisionConfig, device: torch.device) -> Layout:
     """Compute the Layout for images and videos whose patch grids are (time, height, width)."""

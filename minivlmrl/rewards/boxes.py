@@ -1,8 +1,8 @@
 """Rewards for object detection: compare an answer's boxes with the true boxes.
 
 True boxes, in the column `solution`, are in pixels of the image file. Boxes in an answer may have other units, for
-example thousandths of the image's width and height. The columns image_sizes and answer_extents have the image's size in
-both units.
+example thousandths of the image's width and height. The column image_sizes has the image's size in pixels, and
+answer_extents has it in the units of the answer.
 
 Each box in an answer is matched with at most one true box. The summed IoU of matched pairs is divided by the number of
 boxes in the answer or in the solution, whichever is larger, so that missing and extra boxes both lower the reward.
@@ -36,8 +36,8 @@ def mean_iou(
 ) -> list:
     """Compute the mean IoU over matched boxes, from 0 to 1; missing and extra boxes count as 0.
 
-    Example: with one true box, an answer with this box and another one gets 1/2, and so does a box that covers half of
-    the true box. With two true boxes, an answer with one of them gets 1/2.
+    Example: the reward is 1/2 for one of two true boxes, for the one true box beside a wrong box, and for a box that
+    covers half of the one true box.
 
     Args:
         answer_texts: n answers, None for a completion without an answer.
@@ -70,7 +70,7 @@ def acc_0_5(answer_texts, solution, image_sizes, answer_extents, log_extra=None,
 def box_format(completions: list[str], answer_extents: Extents, log_extra: LogExtra | None = None, **columns) -> list:
     """Return 1.0 for completions with <think> and <answer> tags and valid boxes inside the image, else 0.0.
 
-    An answer that denies that there is an object also gets 1.0. A completion for a row without an image gets None.
+    The reward is also 1.0 for an answer that denies that there is an object, and None for a row without an image.
     """
     values = []
     reasons = []
@@ -106,7 +106,7 @@ def overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:
 
 
 def similarities(predicted: Objects, true: Objects) -> list[float]:
-    """Match predicted with true objects, and return the IoU of each pair, and 0 for each unmatched object."""
+    """Match predicted with true objects, and return the IoU of each pair and 0 for each unmatched object."""
     pairs = boxes.match(predicted, true, overlap)
     num_unmatched = max(len(predicted), len(true)) - len(pairs)
     return [overlap(predicted[i], true[j]) for i, j in pairs] + [0.0] * num_unmatched

@@ -1,7 +1,7 @@
 """Registry of reward functions, and checks on their arguments and return values.
 
-The name of a reward is a key of REWARDS, "my_rewards.py:brevity" or "package.module:brevity". Keyword arguments of the
-function may follow in brackets, as in "mine.py:near(tolerance=0.05)". Error messages contain the row for which a reward
+The name of a reward is a key of REWARDS, "my_rewards.py:brevity" or "package.module:brevity". The name of a reward may
+end with keyword arguments, as in "mine.py:near(tolerance=0.05)". Error messages contain the row for which a reward
 function failed.
 """
 
@@ -66,7 +66,7 @@ def last_turn(prompt: Text | list[dict]) -> Text:
 
 
 class RewardLog:
-    """What reward functions get as the arguments `trainer_state` and `log_metric`, as in TRL."""
+    """The arguments `trainer_state` and `log_metric` that reward functions get, as in TRL."""
 
     def __init__(self, global_step: int = 0, max_steps: int = 0):
         self.trainer_state = SimpleNamespace(global_step=global_step, max_steps=max_steps)  # optimizer steps
@@ -94,23 +94,23 @@ class Reward:
     function: Callable
     world: World = field(default_factory=World)
     log: RewardLog | None = None  # the stage's log; None in evaluations and commands
-    # time limit in seconds for a call of the function (option max_reward_seconds); None means no limit
+    # seconds that a call of the reward function may take (option max_reward_seconds); None means no limit
     max_seconds: float | None = None
 
     @property
     def columns(self) -> set[str]:
-        """Return the columns that a row must have: the function's parameters without a default value."""
+        """Return the columns that the reward function requires: its parameters without a default value."""
         parameters = inspect.signature(self.function).parameters.values()
         return {p.name for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD} - REWARD_ARGUMENTS
 
     @property
     def optional_columns(self) -> set[str]:
-        """Return the columns that the function may read: its parameters, with and without a default value."""
+        """Return the columns that the reward function may read: all its parameters."""
         return {*inspect.signature(self.function).parameters} - REWARD_ARGUMENTS
 
     @property
     def reads_all(self) -> bool:
-        """Return True if the function may read any column, because its code uses its parameter **columns."""
+        """Return True if the reward function may read any column, because its code uses its parameter **columns."""
         function = inspect.unwrap(getattr(self.function, "func", self.function))
         code = getattr(function, "__code__", None)
         if code is None or function.__module__.startswith("minivlmrl."):
@@ -175,7 +175,7 @@ class Reward:
         return checked_values(self.name, values, texts, [row and f"{row}: " for row in rows])
 
     def _find_failure(self, columns: dict[str, list], callbacks: dict[str, Any]) -> str:
-        """Call the reward function on single completions, and describe the first completion for which it fails."""
+        """Call the reward function on single completions, and describe the first one for which it fails."""
         callbacks = callbacks | {"log_extra": lambda *_: None}
         rows = columns.get("row_names") or ["" for _ in columns["completions"]]
         for i, (row, text) in enumerate(zip(rows, columns["completions"], strict=True)):

@@ -10,7 +10,6 @@ of its group, and has the advantage 0. A recipe gives each reward a weight, for 
 rewards/registry.py lists the names.
 
 A reward function explains its rewards by calling log_extra("why", reasons), with a text or None for each completion.
-The run's log completions.jsonl shows the reasons.
 """
 
 import re
@@ -58,8 +57,8 @@ def accuracy(
 ) -> list[float | None]:
     """Return 1.0 for each answer that equals the solution, else 0.0.
 
-    The comparison ignores case, repeated whitespace and final full stops. A completion for a row without a solution
-    gets None.
+    Answer and solution are compared without case, repeated whitespace and final full stops. A row without a solution
+    gives None.
 
     Raises:
         ValueError: no text equals a solution, see solution_text.
@@ -124,7 +123,7 @@ def find_answer(completion: str, where: str = "tags") -> str | None:
 def last_answer(text: str) -> str | None:
     """Return the text inside the last <answer>...</answer> of a text, or None.
 
-    The function takes linear time; a regular expression would take quadratic time for a text with many <answer> tags.
+    A regular expression would take quadratic time for a text with many <answer> tags.
     """
     for closed in reversed(text.split("</answer>")[:-1]):
         _, tag, answer = closed.partition("<answer>")

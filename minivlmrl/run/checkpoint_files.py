@@ -26,8 +26,9 @@ FILE_SIZE = 2**30
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
     """Yield blocks of bytes from weight files, from which the caller computes a hash.
 
-    Files up to 64 MiB are read completely. From files above 64 MiB, 1,024 evenly spaced blocks are read. The hash
-    notices that a model has been trained, because training changes all blocks, but may miss a change of a few bytes.
+    Files up to 64 MiB are read completely. From files above 64 MiB, 1,024 evenly spaced blocks are read. A hash of the
+    blocks shows that a model has been trained, because training changes all blocks, but may miss a change of a few
+    bytes.
     """
     for file in files:
         size = file.stat().st_size
@@ -48,8 +49,8 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 def writes(tensor: Tensor, number: int, world: World) -> bool:
     """Return True if this rank writes its rows of a tensor to a checkpoint; `number` is the tensor's index.
 
-    The ranks of the first replica write the rows of a sharded tensor. Any other tensor is equal on all ranks, and its
-    index selects the one rank that writes the tensor.
+    The ranks of the first replica write the rows of a sharded tensor. A tensor that is not sharded is written by one
+    rank, which the tensor's index selects.
     """
     if is_part(tensor):
         mesh = tensor.device_mesh

@@ -265,11 +265,7 @@ class CheckpointManager:
                 read_into(tensor, name, pieces[name])
 
     def select_checkpoint(self) -> TrainerState | None:
-        """Read the checkpoint that the option `resume` selects, and delete all newer checkpoints of the run.
-
-        The option `--resume=auto` selects the newest checkpoint that is not damaged. A new run deletes all checkpoints,
-        and gets None.
-        """
+        """Read the checkpoint that the option `resume` selects, if any, and delete all newer checkpoints of the run."""
         resume = self.config.resume
         # All ranks use the list of folders of rank 0, because a shared file system may show other ranks an outdated
         # list.

@@ -73,7 +73,7 @@ def _load_datasets(
     checks_files: bool,
     reads: Collection[str] | None,
 ) -> dict[str, Dataset]:
-    """Open all datasets on this rank; see load_datasets for the arguments."""
+    """Open all datasets on this rank."""
     config = run.data
     open_file = partial(_file_rows, config, checks_files, reads)
     files = config.files
@@ -144,7 +144,7 @@ def _training_rows(
     run: RunConfig, file: str | None, columns: Sequence[str], is_scored: bool, open_file: Callable[..., FileRows]
 ) -> Dataset:
     """Open the training rows of a stage: from a file for this stage only, or from the files for all stages."""
-    from minivlmrl.data.mixture import mix  # imported here, because tasks do not need it
+    from minivlmrl.data.mixture import mix
 
     config = run.data
     path = file or config.train_file
@@ -183,12 +183,8 @@ def _file_rows(
     constants: Mapping[str, list[RewardName]] | None = None,
     **changed_options: str,
 ) -> FileRows:
-    """Open a data file, and raise ValueError if one of the required columns is missing.
-
-    `constants` are further columns with one value for all rows, and `changed_options` replace the options of the
-    recipe.
-    """
-    # The reader of data files is imported only if a recipe has data files, because a task generates its rows.
+    """Open a data file; `constants` are columns with one value for all rows, and `changed_options` replace options."""
+    # FileDataset is imported only for recipes with data files, because built-in tasks generate their rows.
     from minivlmrl.data.file_dataset import FileDataset
 
     options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}

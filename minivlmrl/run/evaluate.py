@@ -65,16 +65,11 @@ def evaluation_sampling(sampling: SamplingOptions, **changes: float | None) -> S
 
 
 def metric_name(reward: str, way: str) -> str:
-    """Return a metric's name, for example eval/accuracy_greedy for the reward accuracy and greedy sampling."""
     return f"eval/{reward}_{way}"
 
 
 def metrics_by_name(rewards: Sequence[Reward], means: dict[str, list]) -> dict[str, float]:
-    """Return the metrics to report from the means {"greedy": [mean of each reward], "sampled": ...}.
-
-    Rewards after the first are reported for sampled and greedy answers only, and a format reward in second place for
-    sampled answers only.
-    """
+    """Return the metrics to report from the means {"greedy": [mean of each reward], "sampled": ...}."""
     values = {metric_name(rewards[0].name, way): mean[0] for way, mean in means.items()}
     for k, reward in enumerate(rewards[1:], start=1):
         values[metric_name(reward.name, "sampled")] = means["sampled"][k]
@@ -100,7 +95,7 @@ def gray_images(row: Row, _rows: Dataset) -> list[PIL.Image.Image]:
 
 
 def images_of_next_row(row: Row, rows: Dataset) -> list[PIL.Image.Image]:
-    """Return images of the next row that has images, as many as the row has."""
+    """Return as many images as a row has, from the next row that has images."""
     for distance in range(1, len(rows) + 1):
         images = rows[(row.index + distance) % len(rows)].images
         if len(images):

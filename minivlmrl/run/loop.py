@@ -1,7 +1,7 @@
 """The training loop.
 
-The function run_training calls train_stages, which calls train_stage for each stage. The function train_stage calls
-optimizer_step for each step.
+The function run_training calls train_stages, train_stages calls train_stage for each stage of a recipe, and train_stage
+calls optimizer_step for each step.
 """
 
 import math

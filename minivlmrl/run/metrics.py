@@ -55,7 +55,7 @@ class MetricsLog(ExitStack):
         write = partial(self.write, COMPLETIONS)
         self.completions = CompletionsLog(config, world, write, resumed)
         self.files = {}
-        # number of lines of each log file, also of those that only the resumed checkpoint knows
+        # number of lines of each log file, also of files that only the resumed checkpoint lists
         self.num_lines = dict(progress.num_log_lines)
         self.trackers = []
         if not world.is_main:
@@ -87,7 +87,7 @@ class MetricsLog(ExitStack):
         self.trainer = trainer
         self.name = trainer.stage
         bar = progress_bar(self.name, trainer.config.max_steps, self.world.is_main, steps_done)
-        # The context closes the progress bar after an error, so that the error message starts on a new line.
+        # MetricsLog closes the progress bar after an error, so that the error message starts on a new line.
         self.bar = self.enter_context(bar)
         self.begin_time = time.perf_counter() - seconds
         self.last_seconds = seconds
@@ -201,7 +201,7 @@ def short_names(names: Iterable[str]) -> list[str]:
 
 
 def begin_log(path: Path, progress: TrainerState, resumed: Path | None) -> int:
-    """Create a log file with the lines that were in it at the checkpoint, and return the number of these lines.
+    """Create a log file with the lines that it had at the checkpoint, and return their number.
 
     If the run resumes its own checkpoint, the log file is truncated in place, so that a killed process loses no lines.
     """
@@ -259,10 +259,7 @@ def check_mismatch(run: RunConfig, metrics: dict[str, float]):
 
 
 def memory_use() -> dict[str, float]:
-    """Return the peak memory of this process in GiB: of the GPU, or of the host if there is no GPU.
-
-    On a GPU, allocated, reserved and free memory are returned, too. On Windows without a GPU, nothing is returned.
-    """
+    """Return the peak memory of this process in GiB and, on a GPU, the allocated, the reserved and the free memory."""
     if torch.cuda.is_available():
         use = {
             "peak_memory_gib": torch.cuda.max_memory_allocated(),

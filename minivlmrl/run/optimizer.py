@@ -61,7 +61,7 @@ def check_optimizer(section: OptimizerOptions):
         state |= {f"{i}/{name}": value for name, value in optimizer.state[weight].items()}
     with error_context(f"optimizer.name {section.name}"):
         for group in optimizer.param_groups:
-            # Without "lr" in its parameter groups, the schedule could not set the optimizer's learning rate.
+            # The learning-rate schedule needs an optimizer whose parameter groups have "lr".
             check_field("lr" in group, "a parameter group", sorted(group), 'a dictionary with "lr"')
         try:
             save(state)

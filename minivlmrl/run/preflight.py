@@ -79,7 +79,7 @@ def check_truths(config: RunConfig, needs: dict[str, str], datasets: dict[str, D
     """Raise ValueError if no answer can equal the solution of a row.
 
     At most 10,000 evenly spaced rows of a dataset are checked, because other rows are checked when their answers are
-    scored. In 16 rows, boxes are compared with the size of the image. See try_rewards for the arguments.
+    scored. For 16 rows, the boxes in solutions must lie inside the image.
     """
     for stage, rows in datasets.items():
         sampled = stage == "eval" or needs[stage] == "prompts"
@@ -97,7 +97,7 @@ def check_truths(config: RunConfig, needs: dict[str, str], datasets: dict[str, D
                         reward.function([None], [solution], image_sizes=sizes, answer_extents=sizes)
         if all(reward.name == "accuracy" for reward in rewards):
             continue
-        from minivlmrl.rewards.boxes import check_inside  # imported here, because most runs have no boxes
+        from minivlmrl.rewards.boxes import check_inside
 
         for index in range(0, len(rows), math.ceil(len(rows) / NUM_IMAGES)):
             row = rows[index]

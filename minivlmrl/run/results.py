@@ -169,7 +169,6 @@ class Results:
         if trainer is not None:
             trainer.save(self.folder)
             if has_adapters(self.model):
-                # The module for adapters is imported only for models with adapters, because few runs have adapters.
                 from minivlmrl.model.lora import merge_note
 
                 note = merge_note(self.model)  # on all ranks

@@ -101,8 +101,7 @@ class CompletionsLog:
     def describe(
         self, trainer: Trainer, step: Step, number: int, logged: Iterator[dict]
     ) -> tuple[list[dict], dict[str, bytes]]:
-        """Return this rank's lines with the field `images`, and {path: WebP bytes} for images that are not stored
-        yet."""
+        """Return this rank's lines with the field `images`, and the images that are not stored yet as {path: bytes}."""
         lines = []
         pictures = {}  # {path: PIL image}
         for group, line in islice(zip(step.groups, logged, strict=True), self.num_prompts):
@@ -200,7 +199,7 @@ def describe_group(trainer: Trainer, group: list[Sample], advantages: list[float
 
 
 def describe_turn(turn: Completion, processor: Processor) -> dict:
-    """Return the entry of `turns` for one turn of a trajectory."""
+    """Return a turn's text, its number of tokens, and whether its prompt has an image."""
     row = turn.prompt.row if turn.prompt is not None else None
     return {
         "text": processor.decode_assistant_turn(turn),

@@ -89,10 +89,7 @@ def build_model(
 
 
 def build_processor(config: RunConfig, datasets: dict[str, Dataset] | None = None) -> Processor:
-    """Load the processor from the model folder of the recipe, or build a processor for a model with random weights.
-
-    A model with random weights uses the tokenizer of the task, or a new tokenizer that is trained on the rows.
-    """
+    """Load the processor from the recipe's model folder, or build a processor for a model with random weights."""
     section = config.model
     pixel_bounds = config.data.min_pixels, config.data.max_pixels
     if (section.path is None) == (section.config is None):
@@ -111,18 +108,13 @@ def build_processor(config: RunConfig, datasets: dict[str, Dataset] | None = Non
 
 
 def build_weights(config: RunConfig, world: World, processor: Processor) -> VisionLanguageModel:
-    """Load the recipe's model, or build a model with random weights; add adapters, and shard the weights.
-
-    Args:
-        processor: the model's processor; a random model has the vocabulary of its tokenizer.
-    """
+    """Load the recipe's model, or build a model with random weights; add adapters, and shard the weights."""
     section = config.model
     dtype = DTYPES[section.dtype]
     recompute = section.activation_checkpointing
     sharding = choose_sharding(config, world)
     adapt = None
     if config.adapter.r:
-        # The module for adapters is imported only for recipes with an adapter, because most recipes have none.
         from minivlmrl.model.lora import inject_adapters
 
         adapt = partial(inject_adapters, options=config.adapter)

@@ -12,7 +12,7 @@ RUN = "run.json"
 
 @dataclass
 class TrainerState:
-    """The progress of a run, with the same fields as run.json in a checkpoint.
+    """The progress of a run, whose fields a checkpoint stores in run.json.
 
     `seconds`, `num_log_lines` and `logs` may differ between ranks, and run.json has those of rank 0.
     """
@@ -55,7 +55,7 @@ class TrainerState:
         self.rows = rows
 
     def advance(self, stage: str, draws: int, seconds: float):
-        """Count one optimizer step of the current training stage."""
+        """Count one optimizer step of the current stage."""
         self.step += 1
         self.steps += 1
         self.draws = draws

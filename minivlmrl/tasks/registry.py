@@ -36,7 +36,6 @@ def get_task(name: str) -> Task:
     Raises:
         ValueError: there is no such task, or the task has no such option.
     """
-    # config.import_utils is imported only when a task is loaded, because most users of this module load none.
     from minivlmrl.config.import_utils import resolve_object, with_options
 
     task, options = resolve_object("data.task", name, TASKS)

@@ -3,8 +3,8 @@
 The prompt of a row shows one image, and asks for the colour and the shape of the object. The answer names one of 12
 classes (6 colours x 2 shapes): <think>I see green</think><answer>green square</answer>
 
-SFT has few demonstrations, and half of them have a random label, so that they teach the format of answers but little
-about images. Reinforcement learning then improves the answers.
+SFT has few demonstrations, and half of them have a random label, so that SFT teaches the format of answers, and
+reinforcement learning improves their content.
 """
 
 import random
@@ -73,10 +73,9 @@ def tagged_answer(label: str) -> str:
 
 
 def make_rejected(label: str, rng: random.Random) -> str:
-    """Make the rejected answer of a preference pair from the correct label.
+    """Make a rejected answer with a wrong colour, a wrong shape, a contradiction to the thought, or missing characters.
 
-    Each of four mistakes has probability 1/4: a wrong colour, a wrong shape, an answer that contradicts the thought, or
-    up to 12 missing characters. GRPO exploits a reward model that knows only wrong labels, see docs/results.md.
+    GRPO exploits a reward model that has seen only wrong labels, see docs/results.md.
     """
     color, shape = label.split()
     other_color = rng.choice([name for name in COLORS if name != color])
@@ -125,7 +124,7 @@ def datasets(
     wrong_demonstrations: Annotated[float, "[0, 1]"] = 0.5,
     pairs: Annotated[int, ">= 1"] = 1024,
 ) -> tuple[dict[str, Dataset], Dataset]:
-    """Build the training rows of all stages and the held-out rows, as Task.datasets describes.
+    """Build the training rows of all stages, and the held-out rows.
 
     Args:
         data: the recipe's section `data`.

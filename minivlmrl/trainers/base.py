@@ -73,7 +73,7 @@ class SampledBatch(MicroBatch):
 
     @property
     def completion_index(self) -> Tensor:
-        """Return the index of each of R samples among the samples of all ranks: (R,)."""
+        """Return the indices of the micro-batch's samples, (R,), among the samples of all ranks."""
         return torch.tensor([sample.index for sample in self.samples])
 
     def completion_advantages(self) -> list[float]:
@@ -172,7 +172,6 @@ class Trainer:
         select_trained(model, run.model.freeze)
         self.reference = None
         if self.has_reference(self.config):
-            # The module for reference models is imported only for stages that need a reference model.
             from minivlmrl.trainers.reference import Reference
 
             self.reference = Reference(model, run.reference, processor, world)
@@ -211,11 +210,10 @@ class Trainer:
     def dropout(self, step: int, micro_batch: int):
         """Return a context manager that enables adapter dropout for one micro-batch.
 
-        The seed of the random mask is made from the run's seed, the stage, the step, the micro-batch and the rank.
+        The dropout is seeded by the run's seed, the stage, the step, the micro-batch and the rank.
         """
         if not self.run.adapter.dropout:
             return nullcontext()
-        # The module for adapters is imported only for runs with adapters, because most runs have none.
         from minivlmrl.model.lora import dropout
 
         key = f"{self.run.seed}/{self.stage}/{step}/{micro_batch}/{self.world.rank}"

@@ -1,8 +1,8 @@
 """Deal the groups of an optimizer step to the ranks by length, so that no rank waits long for a slower one.
 
 A group is a prompt with its completions. Ranks send each other token ids and the output of a frozen vision tower, but
-no patches, which take 9.6 MB for an image of 896 x 896 pixels in bfloat16. Instead, the rank that gets a group reads
-the prompt's image from its file again.
+no patches, which take 9.6 MB for an image of 896 x 896 pixels in bfloat16. The rank that gets a group reads the
+prompt's image from its file again.
 """
 
 from collections.abc import Iterable, Sequence

@@ -87,7 +87,7 @@ class GRPOTrainer(RolloutTrainer):
     # ------------------------------------------------------------------------ rollout and rewards
 
     def roll_out(self, rows: Sequence[Row]) -> Rollout:
-        """Sample completions and compute their rewards, for further rows, too, if dynamic sampling needs them."""
+        """Sample completions and compute their rewards; dynamic sampling may use several batches of rows."""
         most_batches = self.config.max_num_gen_batches
         if most_batches == 1:
             return self.sample_rollout(rows)

@@ -89,7 +89,8 @@ class OfflineTrainer(Trainer):
         """Split the rows that have all answers among the ranks.
 
         All ranks get equally many rows, because they must run a sharded model equally often, so the last rows of a rank
-        may repeat rows of other ranks. Return the indices of this rank's rows, and how many of them repeat no row.
+        may repeat rows of other ranks. Return the indices of this rank's rows, and the number of rows without
+        repetitions.
         """
         indices = self.rows_with_answers(rows)
         return self.world.shard_evenly(indices) if indices else ([], 0)

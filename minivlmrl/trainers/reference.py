@@ -62,7 +62,7 @@ class SwappedParameters(nn.Module):
 
     def __init__(self, model: VisionLanguageModel, names: list[str]):
         super().__init__()
-        # the model is stored in a list, so that it is not registered as a submodule
+        # The policy is stored in a list, so that the policy is not registered as a submodule.
         self.models = [model]
         self.names = names
         copies = [parameter.detach().clone() for parameter in self.originals()]

@@ -5,7 +5,7 @@ from minivlmrl.config.validation import check_dtypes, check_effects
 from minivlmrl.errors import check_field, error_context
 from minivlmrl.trainers.base import Trainer
 
-# {stage: "module:class" of its trainer}, which is imported only if a recipe names the stage
+# {stage: "module:class" of its trainer}; a module is imported only if a recipe names the stage
 TRAINERS = {
     "sft": "minivlmrl.trainers.sft:SFTTrainer",
     "dpo": "minivlmrl.trainers.dpo:DPOTrainer",
@@ -31,7 +31,7 @@ def find_class(stage: str) -> type[Trainer]:
 
 
 def find_trainer(stage: str, config) -> type[Trainer]:
-    """Return the trainer class of a stage, whose name may come from a class file.py:Class in the option `stages`."""
+    """Return the trainer class of a stage, also if the option `stages` names a class in a user's file."""
     classes = {trainer.stage: trainer for trainer in map(find_class, config.stages)}
     return classes.get(stage) or find_class(stage)
 

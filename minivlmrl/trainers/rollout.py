@@ -1,4 +1,4 @@
-"""The base class for trainers that sample completions and learn from their rewards.
+"""Sample completions, compute their rewards and pack micro-batches, for trainers such as GRPO and PPO.
 
     rows -> prompts -> G completions per prompt -> rewards (n, K) sample_rollout
          -> groups of about equally many tokens on all ranks      deal
@@ -169,7 +169,7 @@ class RolloutTrainer(Trainer):
     def reward_columns(
         self, rows: Sequence[Row], prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
     ) -> dict[str, list]:
-        """Collect the columns that are passed to reward functions as keyword arguments."""
+        """Collect the keyword arguments of reward functions."""
         columns = reward_columns(rows, prompts, completions, self.processor)
         if self.reward_model is not None:
             columns["reward_model_scores"] = self.reward_model(prompts, completions)
