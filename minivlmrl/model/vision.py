@@ -71,8 +71,8 @@ EPS = 1e-6  # epsilon for the norms in the vision tower
 def window_order(image_grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, list[int], list[int]]:
     """Order merged tokens by attention window, so that the tokens of each window are contiguous.
 
-    Windows of window_size pixels tile each frame from its top left corner; those at the right and bottom edges may be
-    smaller. Example: 3 x 5 merged tokens and windows of 4 x 4 tokens give two windows, columns 0 to 3 and column 4:
+    Windows of window_size pixels tile each frame from its top left corner; windows at other edges may be smaller.
+    Example: 3 x 5 merged tokens and windows of 4 x 4 tokens give two windows, columns 0 to 3 and column 4:
         order 0 1 2 3 5 6 7 8 10 11 12 13 | 4 9 14
 
     Args:
@@ -152,8 +152,8 @@ class VisionTower(nn.Module):
       standard deviation config.initializer_range instead of that of a matrix;
     - deepstack_merger_list: further mergers, which model.freeze and adapter.target count to the
       part "merger", see PARTS in model/plain_weights.py.
-    The name of a layer that writes into the residual stream must end with an entry of INTO_RESIDUAL in model/build.py,
-    so that the layer gets small initial weights.
+    INTO_RESIDUAL in model/build.py lists the names of layers that write into the residual stream, and get smaller
+    initial weights.
     """
 
     config: VisionConfig

@@ -127,8 +127,8 @@ class Reward:
     def __call__(self, /, completions: list[str], **columns) -> list[float]:
         """Compute rewards for n completions; None values from the function become NaN.
 
-        A file in data.train may list rewards, which are then in the column row_rewards of the file's rows. A row whose
-        row_rewards does not list the reward gets NaN.
+        A file in the option data.train may list the rewards for its rows, in the column row_rewards; other rewards are
+        NaN.
 
         Raises:
             RewardFailed: the function failed. The message names the row.

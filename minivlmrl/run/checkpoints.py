@@ -284,7 +284,7 @@ class CheckpointManager:
                 f"resume is {resume}, but every checkpoint that it selects is damaged; "
                 "--resume=never deletes all checkpoints and starts again"
             )
-        # A run that resumes a checkpoint of another run has not saved a checkpoint yet.
+        # A run that resumes from the folder of another run has no checkpoint in its own folder yet.
         if folders and progress is not None:
             self.saved_steps = progress.steps
         if self.world.is_main:

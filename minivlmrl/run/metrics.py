@@ -241,8 +241,9 @@ def progress_bar(name: str, total: int, is_main: bool, initial: int = 0, leave: 
 def check_mismatch(run: RunConfig, metrics: dict[str, float]):
     """Raise ValueError if sampling and training compute different log-probabilities for the same tokens.
 
-    In float32, rollout.max_logp_mismatch bounds the difference for each token. In 16 bits, single tokens may have large
-    rounding errors, so a tenth of rollout.max_logp_mismatch bounds the root mean square over all tokens.
+    In float32, rollout.max_logp_mismatch bounds the difference of the log-probabilities of each token. In 16 bits,
+    single tokens may have large rounding errors, so a tenth of rollout.max_logp_mismatch bounds the root mean square
+    over all tokens.
     """
     name = "rollout/logp_mismatch"
     bound = run.rollout.max_logp_mismatch

@@ -82,7 +82,7 @@ def longest_row(trainer: Trainer, rows: Sequence[Row]) -> str:
 # ------------------------------------------------------------------------------- option to change
 WEIGHTS = "sharding", "lora", "nf4", "bfloat16", "8-bit moments"
 TRAINING = "communication", "recomputation", "micro-batch", "sharding", "nf4", "bfloat16"
-# {phase: entries of `options` in the function cures that lower the memory of the phase, the most effective first}
+# ways to lower the memory of a phase, the most effective first, named as in the function cures
 CURES = {
     "sampling": ("sampling batch", "layer by layer", "nf4", "bfloat16"),
     "evaluation": ("sampling batch", "layer by layer", "nf4", "bfloat16"),

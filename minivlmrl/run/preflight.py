@@ -1,7 +1,6 @@
 """Check a recipe before the first optimizer step, and print notes about the device, the model and the options.
 
-The checks call each reward function once, compare prompt lengths with the positions of the model, and look for unused
-options.
+The checks call each reward function once, compare prompts with the model's maximum length, and look for unused options.
 """
 
 import math

@@ -17,9 +17,8 @@ An entry of `completions` has these fields:
 - tokens: [[text, log-probability in nats], ...], with null as the log-probability of tokens from the prompt or a tool;
 - pictures: paths of the images that an environment added;
 - extra: other values that reward functions log;
-- turns: for an agent's trajectory, the text of each turn, the number of its tokens, and whether the prompt of the turn
-  has an image (the field shown). The newest image of a turn is the next one in `pictures`; the first turn's is the
-  row's image.
+- turns: for an agent's trajectory, the text of each turn, the number of its tokens, and `shown`, which is true if the
+  turn's prompt has an image. The images of turns after the first are in `pictures`.
 """
 
 import json

@@ -35,7 +35,7 @@ class MicroBatch:
     """
 
     group: GroupBatch
-    # (R, T) float32, with 1 for each completion token that is trained on, and 0 for other tokens
+    # (R, T) float32: 1 for each completion token that is trained on, 0 for others
     loss_mask: Tensor
     # numbers of completions and of tokens in the optimizer step, by which the loss is divided
     normalizer: LossNormalizer

@@ -82,9 +82,9 @@ def deal(trainer: RolloutTrainer, groups: Sequence[list[Sample]], lengths: Seque
 def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Assign groups to ranks, so that all ranks have equally many groups and nearly equally many tokens.
 
-    Each round assigns one group to each rank: the first round the longest groups, the next round the next longest.
-    Within a round, the rank with the fewest tokens so far gets the longest group. Ranks thus train on groups of similar
-    length at the same time, because sharded ranks wait for each other in every layer.
+    Groups are assigned in rounds, the longest groups first. In each round, every rank gets one group, and the rank with
+    the fewest tokens gets the longest. Sharded ranks wait for each other in every layer, so they train on groups of
+    similar length at the same time.
 
     Example: for groups with [[9, 5, 1], [8, 7, 2]] tokens on two ranks, the result is
         [[(0, 0), (0, 1), (1, 2)], [(1, 0), (1, 1), (0, 2)]], with 16 tokens for each rank.

@@ -21,7 +21,7 @@ def sample_until_groups_differ(
 ) -> tuple[Rollout, int]:
     """Sample batches of rows until the rewards differ in enough groups, and build a rollout.
 
-    If max_num_batches batches do not suffice, groups with equal rewards fill the rollout.
+    If too few groups differ after max_num_batches batches, groups with equal rewards fill the rollout.
 
     Args:
         rows: the first batch.
@@ -44,7 +44,7 @@ def sample_until_groups_differ(
 
 
 def gather_groups(trainer: RolloutTrainer, rollout: Rollout, compared: Tensor) -> list[tuple[Group, bool]]:
-    """Gather (group, True if its rewards differ) of all ranks, in the order of sampling."""
+    """Gather the groups of all ranks in the order of sampling, with True for a group whose rewards differ."""
     size = trainer.config.num_generations
     differs = torch.stack([group_std(column, size) > 1e-8 for column in compared.unbind(1)]).any(0)
     local = list(zip(map(Group.of, rollout.groups), differs.tolist(), strict=True))

@@ -184,7 +184,7 @@ class GRPOTrainer(RolloutTrainer):
             pairs = [(batch.group, self.logps(batch.group)) for batch in packed]
             old_logps = [group.pad(logps) for group, (logps, _) in pairs]
             old_entropies = [group.pad(entropies) for group, (_, entropies) in pairs]
-        # 3. Find the entropy above which tokens are trained on, among the tokens of the optimizer step on all ranks.
+        # 3. Find the entropy threshold for the tokens to train on, from the tokens of all ranks.
         threshold = num_entropy_tokens = None
         if config.top_entropy_quantile < 1:
             local = torch.cat([x[b.loss_mask.bool()].cpu() for b, x in zip(packed, old_entropies, strict=True)])
@@ -305,7 +305,8 @@ def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_c
 
     Over the last soft_punish_cache tokens before max_completion_len, the penalty falls linearly from 0 to -1.
 
-    Example: with a maximum of 100 and a cache of 20, lengths 80, 90, 100 and 120 give 0, -0.5, -1 and -1.
+    Example: with max_completion_len 100 and soft_punish_cache 20, completions of 80, 90, 100 and 120 tokens get 0,
+    -0.5, -1 and -1.
     Source: equation 13 of DAPO (arXiv 2503.14476), and get_soft_overlong_punishment in TRL.
     """
     free = max_completion_len - soft_punish_cache

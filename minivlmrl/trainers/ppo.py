@@ -1,7 +1,7 @@
 """Proximal policy optimization (PPO) with a critic (arXiv 1707.06347, InstructGPT).
 
 Before each token, the critic predicts the sum of future rewards. The critic is a value head on the policy's hidden
-states, or a separate model. An adaptive KL weight and an entropy bonus are not implemented.
+states, or a separate model. PPO's adaptive KL weight and entropy bonus are not implemented.
 """
 
 from collections.abc import Sequence

@@ -94,10 +94,7 @@ class RolloutTrainer(Trainer):
             self.reward_model = reward_models().RewardModelScores(run, model, processor, world)
 
     def shares_vision_tower(self) -> bool:
-        """Return True if all models of the stage share one frozen vision tower.
-
-        A reward model, or a reference model from a folder, has another vision tower.
-        """
+        """Return True if all models of the stage share one frozen vision tower."""
         is_frozen = not trained_parameters(self.policy.visual)
         return is_frozen and self.run.reference.path is None and REWARD_MODEL not in self.run.rewards
 
@@ -218,8 +215,7 @@ class RolloutTrainer(Trainer):
         return [[groups[i][j] for i, j in pairs] for pairs in micro_batches]
 
     def is_trained(self, sample: Sample) -> bool:
-        """Return True if the tokens of a sample are trained on; a loss that divides by completions counts other
-        samples, too."""
+        """Return True if the tokens of a sample are trained on."""
         return True
 
     def count_tokens(self, groups: Sequence[list[Sample]]) -> LossNormalizer:
