@@ -177,12 +177,10 @@ class VisionTransformer(VisionTower):
         A patch covers two frames of a video, and attends only to patches that cover these two frames.
 
         Args:
-            pixel_values: (P, patch_dim), in patchify's order in data/image.py. They are converted to the weights'
-                dtype.
+            pixel_values: (P, patch_dim), in the order of the function patchify, of any floating dtype.
             image_grid_thw: (images and videos, 3) int64, the number of patches in time, height and width.
         Returns:
-            (M, out_hidden_size) merged-token embeddings. Images and videos keep their order, and the tokens of each
-            image or video are in raster order.
+            (M, out_hidden_size) merged tokens, in the order of images and videos, and in raster order within each.
         """
         grids = tuple(map(tuple, image_grid_thw.tolist()))
         layout = lay_out(grids, self.config, pixel_values.device)

@@ -41,9 +41,8 @@ def mean_iou(
 
     Args:
         answer_texts: n answers, None for a completion without an answer.
-        solution: the true box [x1, y1, x2, y2] or a list of boxes, also as text, in pixels of the image file. [] and ""
-            mean that the image does not contain the object. In this case the answer must deny that there is an object,
-            see data.boxes.says_none.
+        solution: the true box [x1, y1, x2, y2] or a list of boxes, also as text, in pixels of the image file; [] or ""
+            if there is no object, which the answer must then say.
         image_sizes, answer_extents: (width, height) of the image in pixels of the file, and in the answer's units.
     Returns:
         n numbers, or None for a row without an image or without a solution.
@@ -139,8 +138,7 @@ def score_boxes(
         measure: function that computes a reward from an answer's objects and the true objects; an answer without
             objects gets 0.
         log_extra: function that logs the reasons for rewards below 1.
-        read: function that parses the objects in a solution or an answer, whose coordinates have the units of
-            (width, height) of the image.
+        read: function (text, size of the image) that parses the objects in a solution or an answer.
         requirement: end of the error message about a solution without objects.
     """
     scored = []  # each answer's (reward, reason)
@@ -172,7 +170,8 @@ def score_boxes(
 
 
 def check_inside(solution: Any, size: tuple[int, int]):
-    """Raise ValueError if a solution's box is over a pixel outside the image, or in fractions of the image's sides.
+    """Raise ValueError if a box in a solution exceeds the image by more than a pixel, or is in fractions and not in
+    pixels.
 
     Args:
         solution: as in mean_iou; other solutions are accepted.

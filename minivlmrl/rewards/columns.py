@@ -19,10 +19,8 @@ def reward_columns(
     """Collect the arguments of reward functions from B rows with G completions each.
 
     Returns:
-        {name: n = B * G values}. If a row lacks a column, its completions' values are None. `completions` has the texts
-        of the assistant's turns, `answer_texts` the answers in these texts, see find_answer, and `turn_texts` a list of
-        texts for each completion: those of all turns of a trajectory, or the single text of another completion.
-        `image_sizes` and `answer_extents` are described in image_extents.
+        {name: n = B * G values}, with None for columns that a row lacks. `completions` has the text of each completion,
+        `answer_texts` the answer in the text, and `turn_texts` a list of the texts of all turns.
     """
     flat, row_of_each, extents = [], [], []
     for row, prompt, group in zip(rows, prompts, completions, strict=True):

@@ -83,7 +83,7 @@ def accuracy(
 
 
 def solution_text(solution: Any) -> str:
-    """Return a solution as a text; "" without a solution.
+    """Return a solution as a text, which is "" if there is no solution.
 
     The solution 2.0 becomes the text "2", and a list of numbers a text such as "[1, 2]".
 

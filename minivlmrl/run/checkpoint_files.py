@@ -24,7 +24,7 @@ FILE_SIZE = 2**30
 
 
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
-    """Yield blocks of bytes from weight files, from which the caller computes a hash.
+    """Yield blocks of bytes from weight files, to compute a hash of the weights.
 
     Files up to 64 MiB are read completely. From files above 64 MiB, 1,024 evenly spaced blocks are read. A hash of the
     blocks shows that a model has been trained, because training changes all blocks, but may miss a change of a few
@@ -39,7 +39,7 @@ def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return the rows of a tensor that this rank holds, and the index of the first of them; a scalar is one row."""
+    """Return this rank's rows of a tensor, and the index of the first row; a scalar counts as one row."""
     if not is_part(tensor):
         return tensor.detach().reshape(tensor.shape or (1,)), 0
     rows = shard_rows(tensor.device_mesh, len(tensor))

@@ -38,12 +38,11 @@ def load_datasets(
 
     Args:
         run: the recipe.
-        stages: each stage's name -> the kind of rows that the stage needs, a key in NEEDS.
-        reward_columns: columns that the training rewards need. A file in `data.train` that lists its own rewards only
-            needs these rewards' columns.
-        eval_columns: columns that the held-out rows' rewards need.
+        stages: {stage: the kind of rows that it needs, a key in NEEDS}.
+        reward_columns: columns that rewards need in training rows, unless a file in data.train lists its rewards.
+        eval_columns: columns that rewards need in held-out rows.
         world: the ranks; None is a single process.
-        reads: further columns that a stage or a reward reads, see columns_read; None stands for all columns.
+        reads: all columns that a stage or a reward may read; None stands for any column.
     """
     world = world or World()
     load = partial(_load_datasets, run, stages, reward_columns, eval_columns, world.is_main, reads)

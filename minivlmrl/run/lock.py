@@ -16,8 +16,7 @@ def locked(folder: str | Path, world) -> Iterator[None]:
     """Create the output folder of a run, lock the file .lock there, and check that all ranks see the file.
 
     Raises:
-        ValueError: on all ranks, because another run holds the lock, or because a rank has another folder of this name.
-            Each host would then write its own part of a checkpoint.
+        ValueError: on all ranks, if another run holds the lock, or if a rank does not see rank 0's folder.
     """
     path = Path(folder) / ".lock"
     with ExitStack() as closing:

@@ -40,9 +40,8 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
     Args:
         config: the recipe.
         callbacks: objects whose methods the training loop calls; defaults to `default_callbacks(config)`.
-
     Returns:
-        The process's exit code: 0, or PREEMPTED if a signal ended the run.
+        The exit code of the process: 0, or 75 if a signal ended the run.
     """
     if callbacks is None:
         callbacks = default_callbacks(config)

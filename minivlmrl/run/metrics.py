@@ -35,7 +35,7 @@ METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
 SPEED_EVERY = 10  # steps after which a line about speed and memory is printed
-# metrics for which a step has the maximum or the sum over its micro-batches, and not the mean
+# metrics that are combined over micro-batches by maximum or sum, and not by the mean
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}
 # the metrics of a micro-batch or a rank, and the number of tokens or pairs over which they are means
 Means = tuple[dict[str, float], float]

@@ -133,9 +133,9 @@ def encode_image(image: PIL.Image.Image) -> bytes:
 
 
 def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
-    """Yield a line of completions.jsonl, without images, for each prompt that this rank has sampled in a step.
+    """Yield a line of completions.jsonl, without images, for each prompt of this rank in an optimizer step.
 
-    All ranks must call the function, because the advantage of a sample may be on another rank, which trains on it.
+    All ranks must call groups together, because the ranks gather the advantages of all samples.
     """
     own = {}  # {sample index: its advantage}
     for batch in step.micro_batches:

@@ -125,7 +125,7 @@ class Step:
 
     micro_batches: Sequence[MicroBatch]
     metrics: dict[str, float] = field(default_factory=dict)  # equal on all ranks
-    # True if no other optimizer step uses the rollout, so that a checkpoint can be saved after the step
+    # True for the last optimizer step on a rollout, after which a checkpoint can be saved
     ends_rollout: bool = True
     rollout: Rollout | None = None  # the rollout that this step trains on
     # the groups that this rank sampled for this step; another rank may train on some of them
@@ -140,8 +140,8 @@ class Trainer:
     whole optimizer step.
 
     Args:
-        run: the whole recipe. The stage's options are in the section with the stage's name.
-        steps_done: optimizer steps that the stage made before the run was resumed; 0 if the stage starts.
+        run: the whole recipe, in which a section with the stage's name has the stage's options.
+        steps_done: optimizer steps that a resumed stage has already made.
     """
 
     stage: str  # the stage's name, and its section's name in a recipe
@@ -220,7 +220,7 @@ class Trainer:
         return dropout(self.trained, self.run.adapter.dropout, key)
 
     def training_loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss of a micro-batch, and check that the result is a scalar and a dictionary of metrics."""
+        """Compute the loss and the metrics of a micro-batch, and check their types."""
         return checked_loss(f"the method loss of the stage {self.stage}", self.loss(batch))
 
     def modules(self) -> dict[str, nn.Module]:

@@ -29,7 +29,7 @@ class Group:
     def of(cls, samples: Sequence[Sample]) -> "Group":
         completions = [sample.completion for sample in samples]
         for completion in completions:
-            # An environment may not be picklable, and has already given its reward.
+            # An environment is not sent to other ranks, because it may not be picklable.
             completion.environment = None
         row = samples[0].row
         return cls(row.index, row.key, completions, torch.stack([sample.rewards for sample in samples]))
@@ -95,7 +95,7 @@ def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
         For each rank, the groups that it gets, the longest first, as (rank that has the group, index of the group).
     """
     ranks = range(len(lengths))
-    # The list is in the order of the groups' indices, so that groups with equally many tokens stay on their ranks.
+    # Sorting by index first keeps groups with equally many tokens on their ranks.
     groups = [(rank, i) for i in range(len(lengths[0])) for rank in ranks]
     groups.sort(key=lambda group: lengths[group[0]][group[1]], reverse=True)
     dealt: list[list[tuple[int, int]]] = [[] for _ in ranks]

@@ -25,8 +25,7 @@ class DPOTrainer(PairTrainer):
     stage = "dpo"
     config_type = DPOOptions
     config: DPOOptions
-    # Only chosen answers, which have even indices, are counted: the one loss that divides by tokens is `sft`, which
-    # trains on chosen answers alone.
+    # Only the loss `sft` divides by a number of tokens: that of the chosen answers, which have even indices.
     counted_rows = slice(0, None, 2)
 
     @staticmethod

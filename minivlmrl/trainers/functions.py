@@ -17,7 +17,7 @@ from minivlmrl.losses.grpo import AVERAGES, LossNormalizer, grpo_loss
 
 
 def loss_arguments(config: TrainingOptions, *losses: Callable, **others: Any) -> dict[str, Any]:
-    """Select the keyword arguments that loss functions accept from a section's options and from `others`."""
+    """Return those of a section's options, and of `others`, that are parameters of the given loss functions."""
     names = set().union(*(inspect.signature(loss).parameters for loss in losses))
     names.discard("advantages")  # the option `advantages` is a name, but the argument of losses is a tensor
     return {name: value for name, value in (vars(config) | others).items() if name in names}

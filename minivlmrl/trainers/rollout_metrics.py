@@ -15,9 +15,9 @@ def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict
     """Compute the mean and the standard deviation of each reward, and the mean of the weighted sums.
 
     Args:
-        rewards: rewards for all ranks' completions, of shape (n, K); NaN where a reward function returned None.
-        total: each completion's weighted reward sum, of shape (n,).
-        names: the K rewards' names.
+        rewards: (n, K) rewards of the completions on all ranks; NaN where a reward function returned None.
+        total: (n,) weighted sums of the rewards.
+        names: names of the K rewards.
     """
     if rewards.isnan().all():
         raise ValueError(
@@ -52,10 +52,9 @@ def group_metrics(total: Tensor, num_generations: int) -> dict[str, float]:
     """Compute how much rewards differ among the completions of a prompt.
 
     Args:
-        total: each completion's weighted reward sum on all ranks, of shape (n,).
+        total: (n,) weighted sums of rewards of the completions on all ranks.
     Returns:
-        The metrics `reward_std`, which is the mean standard deviation within a group, and `frac_reward_zero_std`, which
-        is the fraction of groups whose rewards are all equal.
+        reward_std: mean standard deviation within a group; frac_reward_zero_std: fraction of groups with equal rewards.
     """
     std = group_std(total.double(), num_generations)
     return {"reward_std": std.nanmean().item(), "frac_reward_zero_std": (std < 1e-8).float().mean().item()}
