@@ -58,7 +58,7 @@ def evaluate(
 
 
 def evaluation_sampling(sampling: SamplingOptions, **changes: float | None) -> SamplingOptions:
-    """Return sampling options for an evaluation: the native engine, batches of bounded size, and `changes`."""
+    """Return sampling options for an evaluation: the native engine, small batches, and the given changes."""
     max_batch_tokens = min(sampling.max_batch_tokens or BATCH_TOKENS, BATCH_TOKENS)
     changed = {"engine": "native", "max_batch_tokens": max_batch_tokens, **changes}
     return replace(sampling, **changed)

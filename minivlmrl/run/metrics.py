@@ -242,8 +242,8 @@ def check_mismatch(run: RunConfig, metrics: dict[str, float]):
     """Raise ValueError if sampling and training compute different log-probabilities for the same tokens.
 
     In float32, rollout.max_logp_mismatch bounds the difference of the log-probabilities of each token. In 16 bits,
-    single tokens may have large rounding errors, so a tenth of rollout.max_logp_mismatch bounds the root mean square
-    over all tokens.
+    single tokens may have large rounding errors, so a tenth of rollout.max_logp_mismatch bounds the root mean square of
+    all differences.
     """
     name = "rollout/logp_mismatch"
     bound = run.rollout.max_logp_mismatch

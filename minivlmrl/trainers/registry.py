@@ -39,7 +39,7 @@ def find_trainer(stage: str, config) -> type[Trainer]:
 def find_trainers(config) -> dict[str, type[Trainer]]:
     """Check the recipe with the trainer class of each stage, and return {stage: trainer class}."""
     trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
-    # Options of the section `reference` are not reported as unused in a recipe without stages.
+    # In a recipe without stages, options of the section `reference` are accepted without a check of their effect.
     references = [cls.has_reference(getattr(config, name)) for name, cls in trainers.items()]
     check_dtypes(config)
     check_effects(config, has_reference=any(references) or not trainers)
