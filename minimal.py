@@ -6,17 +6,15 @@
 
 A row is {"image": "cat.jpg", "problem": "How many cats are there?", "solution": "2"}. SFT imitates
 given answers. GRPO samples several answers to a question, and makes those with more reward more
-likely. DPO makes a chosen answer more likely than a rejected one. Read this file from top to
-bottom; the line above each part says what the part takes and returns. What is missing here:
-- all prompts in one packed sequence, and Triton kernels: minivlmrl/model/packing.py, kernels/
-- log-probabilities without storing all logits: kernels/selective_log_softmax.py
-- several GPUs: minivlmrl/distributed/fsdp.py
-- LoRA and 4-bit weights for small cards: minivlmrl/model/lora.py, minivlmrl/model/nf4.py
-- resume, logs, evaluation: minivlmrl/run/
-- several updates per rollout, DAPO, GSPO, PPO: minivlmrl/trainers/, minivlmrl/losses/
-- videos, conversations, other files of rows: minivlmrl/data/
-- Qwen2-VL, Qwen3-VL: minivlmrl/model/families/
-- tools: minivlmrl/extras/agents/
+likely. DPO makes a chosen answer more likely than a rejected one. Read minimal.py from top to
+bottom; a line like "# ---- A -> B" says what the next part takes and returns. minimal.py lacks: -
+all prompts in one packed sequence, and Triton kernels: minivlmrl/model/packing.py, kernels/ -
+log-probabilities without storing all logits: kernels/selective_log_softmax.py - several GPUs:
+minivlmrl/distributed/fsdp.py - LoRA and 4-bit weights for small cards: minivlmrl/model/lora.py,
+minivlmrl/model/nf4.py - resume, logs, evaluation: minivlmrl/run/ - several updates per rollout,
+DAPO, GSPO, PPO: minivlmrl/trainers/, minivlmrl/losses/ - videos, conversations, other files of
+rows: minivlmrl/data/ - Qwen2-VL, Qwen3-VL: minivlmrl/model/families/ - tools:
+minivlmrl/extras/agents/
 """
 
 import argparse
@@ -79,7 +77,7 @@ def smart_resize(height, width, factor, min_pixels, max_pixels) -> tuple[int, in
 def patchify(image, patch, merge, min_pixels, max_pixels) -> tuple[Tensor, int, int]:
     """Cut an image into patches (P, 3 * 2 * patch * patch), which lie in h rows and w columns.
 
-    Patches that become one image token, merge x merge neighbours, follow each other in the result.
+    The merge x merge neighbouring patches of an image token are consecutive rows of the result.
     """
     height, width = smart_resize(image.height, image.width, patch * merge, min_pixels, max_pixels)
     image = image.resize((width, height), PIL.Image.Resampling.BICUBIC)
@@ -87,9 +85,11 @@ def patchify(image, patch, merge, min_pixels, max_pixels) -> tuple[Tensor, int, 
     pixels = (pixels - MEAN) / STD
     frames = np.stack([pixels, pixels])  # a patch covers two frames of a video; here both are equal
     h, w = height // patch, width // patch
-    # The axes of x: frame; block row, row in block, y; block column, column in block, x; channel
+    # A block is the merge x merge patches of an image token. The axes of x are: frame; block row,
+    # patch row in the block, y in the patch; block column, patch column, x in the patch; channel
     x = frames.reshape(2, h // merge, merge, patch, w // merge, merge, patch, 3)
-    # Transposed axes: block row, block column, row in block, column in block; channel, frame, y, x
+    # The patches of a block become consecutive; the values of a patch are in the order channel,
+    # frame, y, x.
     patches = x.transpose(1, 4, 2, 5, 7, 0, 3, 6).reshape(h * w, -1)
     return torch.from_numpy(patches), h, w
 
@@ -123,7 +123,7 @@ def render(tokenizer, problem, image_lengths) -> list[int]:
     if len(texts) != len(image_lengths):
         raise ValueError(f"{len(texts)} <image> in {problem!r}, but {len(image_lengths)} images")
     names = "im_start", "im_end", "vision_start", "image_pad", "vision_end"
-    # `pad` is a list with the id of <|image_pad|>, so that pad * length repeats this placeholder.
+    # Each name becomes a list with one id, so that `pad * length` repeats the id of <|image_pad|>.
     start, end, open_image, pad, close_image = ([tokenizer.token_to_id(f"<|{n}|>")] for n in names)
     pieces = [start, "system\nYou are a helpful assistant.", end, "\n", start, f"user\n{first}"]
     for length, text in zip(image_lengths, texts, strict=True):
@@ -157,7 +157,7 @@ def mrope_positions(ids, grids, image_token) -> Tensor:
 
 
 def make_prompt(model, row) -> Prompt:
-    """Convert a row's list of images and its question to the inputs of a model."""
+    """Convert the images and the question of a row to the inputs of the model."""
     vision = model.config["vision_config"]
     merge = vision["spatial_merge_size"]
     device = model.lm_head.weight.device
@@ -232,7 +232,7 @@ class Vision(nn.Module):
         width = config["hidden_size"]
         size = (2, config["patch_size"], config["patch_size"])
         merged = width * config["spatial_merge_size"] ** 2
-        # This Conv3d only holds a weight, because a convolution of one patch is a linear layer.
+        # The checkpoint has a Conv3d; for one patch, a convolution equals a linear layer.
         self.patch_embed = nn.ModuleDict({"proj": nn.Conv3d(3, width, size, size, bias=False)})
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config["depth"]))
         mlp = [nn.Linear(merged, merged), nn.GELU(), nn.Linear(merged, config["out_hidden_size"])]
@@ -250,7 +250,7 @@ class Vision(nn.Module):
         # Half of a patch's rotary angles come from its row, half from its column: (P, D/2)
         count = self.config["hidden_size"] // self.config["num_heads"] // 4
         angles = (places[..., None] * frequencies(count, 10000.0, x.device)).flatten(1)
-        # A patch attends to the patches of its window, and in a few blocks to the whole image.
+        # In most blocks, a patch attends only to the patches in its window of the image.
         side = self.config["window_size"] // self.config["patch_size"]  # in patches
         windows = places // (side // merge * merge)  # a token's patches are in one window
         same_window = (windows[:, None] == windows).all(-1)  # (P, P)
@@ -327,7 +327,7 @@ class QwenVL(nn.Module):
         axis = torch.arange(3, device=x.device).repeat_interleave(sections)
         theta = self.config["rope_theta"]
         angles = positions[axis].T * frequencies(len(axis), theta, x.device)  # (L, D/2)
-        # The causal mask of 2 new tokens after 2 cached tokens has the rows 1110 and 1111.
+        # Example: with 2 cached tokens and 2 new ones, the causal mask has the rows 1110 and 1111.
         before = cache[0][0].shape[2] if cache else 0
         L = ids.shape[1]
         mask = torch.ones(L, before + L, dtype=torch.bool, device=x.device).tril(before)
@@ -344,7 +344,7 @@ class QwenVL(nn.Module):
 VISION_DEFAULTS = {"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16}
 VISION_DEFAULTS |= {"out_hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2}
 VISION_DEFAULTS |= {"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
-# Prefixes of the control tokens that only the chat template may put into a prompt
+# prefixes of the control tokens that become ordinary text if a user writes them in a question
 STRUCTURE = ("<|im", "<|vision", "<|video", "<|endoftext")
 
 
@@ -430,8 +430,8 @@ in_bfloat16 = torch.autocast("cuda", torch.bfloat16, enabled=torch.cuda.is_avail
 def sample(model, prompt, G, max_new_tokens) -> tuple[Tensor, Tensor]:
     """Sample G completions of a prompt. Return ids and mask, both (G, T).
 
-    The prompt runs once for all completions. The mask is True up to and including the first end
-    token of a completion, because the later tokens of this completion are ignored.
+    The mask is True up to and including the first end token of a completion, because all later
+    tokens are ignored.
     """
     ends = [model.tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>")]
     ends = torch.tensor(ends, device=prompt.ids.device)
@@ -457,8 +457,7 @@ def sample(model, prompt, G, max_new_tokens) -> tuple[Tensor, Tensor]:
 def log_probabilities(model, prompt, completions) -> Tensor:
     """Return the log-probability of each token in completions (G, T), given the tokens before it.
 
-    The prompt runs once for all G completions, because no prompt token attends to a completion.
-    In the backward pass, expand() adds up the gradients of the G completions.
+    All G completions share one forward pass of the prompt. No prompt token attends to a completion.
     """
     G, T = completions.shape
     states, cache = model(prompt.ids[None], prompt.positions, images=prompt.images)
@@ -509,8 +508,8 @@ def reward(text, solution) -> float:
 def group_advantages(rewards) -> Tensor:
     """Return (reward - mean) / standard deviation over a group (arXiv 2402.03300, section 4.1.2).
 
-    Rewards 1, 1, 0, 0 have the advantages 0.87, 0.87, -0.87, -0.87. Without 1e-4 in the divisor,
-    the advantages of equal rewards would be 0 / 0.
+    Rewards 1, 1, 0, 0 have the advantages 0.87, 0.87, -0.87, -0.87. Adding 1e-4 to the standard
+    deviation avoids 0 / 0 for equal rewards.
     """
     return (rewards - rewards.mean()) / (rewards.std() + 1e-4)
 
@@ -519,11 +518,11 @@ def grpo_loss(logps, old_logps, advantages, mask, epsilon=0.2, beta=0.0, ref_log
     """Compute the loss -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A) + beta KL of GRPO.
 
     A is the advantage, and r is the ratio pi / pi_old of the current policy to the policy that
-    sampled the completions. The KL keeps the policy near pi_ref, the policy before training.
-    The loss is averaged over the tokens of each completion, and then over completions. Clipping
-    stops the gradient of a token when its ratio r has moved far enough in the direction of A. With
-    one update per sample, as in minimal.py, the ratio r is 1, and nothing is clipped.
-    Equations 3 and 4 of DeepSeekMath (arXiv 2402.03300) define this loss.
+    sampled the completions. The KL keeps the policy near pi_ref, the policy before training. The
+    loss is averaged over the tokens of each completion, and then over completions. Clipping stops
+    the gradient of a token when r > 1 + epsilon and A > 0, or r < 1 - epsilon and A < 0. With one
+    update per sample, as in minimal.py, the ratio r is 1, and nothing is clipped. GRPO's loss is
+    defined in equations 3 and 4 of DeepSeekMath (arXiv 2402.03300).
     """
     ratio = (logps - old_logps).exp()
     clipped = ratio.clamp(1 - epsilon, 1 + epsilon)
@@ -547,7 +546,7 @@ def dpo_loss(logps, ref_logps, mask, beta=0.1) -> Tensor:
 
 
 def sft_loss(logps, mask, num_tokens) -> Tensor:
-    """Return the summed negative log-likelihood of an answer's tokens, divided by num_tokens."""
+    """Return minus the sum of an answer's log-probabilities, divided by the step's token count."""
     return -(logps * mask).sum() / num_tokens
 
 
@@ -596,7 +595,7 @@ def sft(model, reference, rows, options):
 
 
 def train(model, rows, stage, options):
-    """Run optimizer steps, each of which adds up the gradients of its rows, one after the other."""
+    """Run optimizer steps; each step computes the gradients of its rows one after the other."""
     reference = copy.deepcopy(model) if options.beta or stage is dpo else None
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
     order = []

@@ -10,9 +10,9 @@ but fast enough for tests. The environment variable MINIVLMRL_KERNELS selects th
     triton    always use Triton, and raise an error with the reason if Triton cannot run
 
 Before Triton is used on a GPU for the first time, verdicts.py compares each kernel with float64 on this GPU, in about
-10 s, and stores the result on disk. If a kernel is more than 2 % off, or its check fails, torch replaces the kernel
-with a warning, or an error is raised if MINIVLMRL_KERNELS is triton. The environment variable MINIVLMRL_SELF_TEST can
-switch off the check:
+10 s, and stores the result on disk. If a kernel fails this check or is more than 2 % off, torch replaces the kernel
+with a warning. With MINIVLMRL_KERNELS=triton, a failed check raises an error. The environment variable
+MINIVLMRL_SELF_TEST can switch off the check:
 
     1         (default) check the kernels once for each GPU model, driver, version and source
     0         use all kernels without a check
@@ -30,10 +30,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# The kernel files import tl and triton from this module. Two substitutes allow these files to be imported without
-# Triton; the decorated kernels are then plain functions that are never called. Triton is not imported if it is not
-# installed (macOS, Windows), or if it is not needed and would only take 70 MiB. Triton is needed if there is a GPU, if
-# triton was imported before, or if an environment variable requests Triton.
+# The kernel files import tl and triton from backend.py. Two substitutes allow the kernel files to be imported without
+# Triton; the decorated kernels are then plain functions that are never called. Importing Triton takes 70 MiB, so Triton
+# is imported only if there is a GPU, if triton was imported before, or if an environment variable requests Triton.
 triton = SimpleNamespace(jit=lambda kernel: kernel)
 tl = SimpleNamespace(constexpr=lambda value: value)
 INSTALLED = find_spec("triton") is not None
@@ -47,8 +46,7 @@ if INSTALLED and (REQUESTED or torch.cuda.is_available()):
 INTERPRETED = hasattr(tl, "sum") and not isinstance(tl.sum, triton.JITFunction)
 # dtypes that the kernels accept for their inputs; all kernels sum in float32
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Oldest supported compute capability. The A100 (8.0) is the first NVIDIA GPU with bfloat16. All AMD GPUs report larger
-# numbers.
+# lowest supported compute capability: that of the A100 (8.0), the first NVIDIA GPU with bfloat16
 CAPABILITY = (8, 0)
 
 KERNELS = ("window_attention", "decode_attention", "selective_log_softmax", "linear_log_softmax", "nf4_unpack")
@@ -80,7 +78,7 @@ def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
 
 
 def _setting(name: str, *values: str) -> str:
-    """Return an environment variable's value; the default is the first entry in `values`."""
+    """Return the value of an environment variable; the first of the allowed `values` is the default."""
     value = os.environ.get(name, values[0])
     if value not in values:
         raise ValueError(
@@ -141,8 +139,8 @@ def _compiler_obstacle() -> str | None:
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
     """Copy a tensor to a device.
 
-    A copy to a GPU goes through pinned memory, so that the host does not wait for it. If the host has run out of pinned
-    memory, as often in WSL, the copy is slower.
+    A copy to a GPU goes through pinned memory, so that the host does not wait for the copy. If the host has run out of
+    pinned memory, as often in WSL, the copy is slower.
     """
     is_upload = torch.device(device).type == "cuda" and not x.is_cuda
     if is_upload:
@@ -156,6 +154,6 @@ def to_device(x: Tensor, device: torch.device | str) -> Tensor:
 def is_half_on_gpu(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True for float16 and bfloat16 on a GPU, whose tensor cores multiply in 16 bits.
 
-    The meta device stands for a GPU, because the memory estimate runs on it.
+    Also return True for 16-bit tensors on the meta device, on which the memory estimate imitates a GPU.
     """
     return device.type in ("cuda", "meta") and dtype in (torch.float16, torch.bfloat16)

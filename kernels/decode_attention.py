@@ -7,14 +7,14 @@ Derivation. A query's keys are divided into parts. For part j, with the scores s
 
     m_j = max s_i        l_j = sum 2^(s_i - m_j)        o_j = sum 2^(s_i - m_j) v_i / l_j
 
-The parts of the keys are independent, so a GPU can compute all parts at once. With e_j = m_j + log2 l_j,
+A GPU computes all parts of the keys at once, because no part depends on another. With e_j = m_j + log2 l_j,
 
     out = sum 2^(e_j - max e) o_j / sum 2^(e_j - max e)
 
-is the attention output over all keys, which a second, small kernel computes. Each part of the keys is read in blocks,
-whose results are combined by the formula for `out`. The queries from all rows of a prompt form one tile, so that the
-prompt's keys are read once for all rows. The completion's own keys are read once for all query heads that share a key
-head.
+is the attention output over all keys. A second, small kernel computes `out`. Each program reads its keys in blocks, and
+combines the results of the blocks by the formula for `out`. The queries from all rows of a prompt form one tile, so
+that the prompt's keys are read once for all rows. The completion's own keys are read once for all query heads that
+share a key head.
 
 Sources: Flash-Decoding (Dao et al., 2023) divides keys into parts, and Hydragen (Juravsky et al., 2024) shares prompt
 keys.
@@ -29,8 +29,8 @@ from torch import Tensor
 from minivlmrl.kernels.backend import backend_for, tl, triton
 from minivlmrl.kernels.window_attention import TILE_DTYPES
 
-# Target number of Triton programs, about one for each GPU multiprocessor. It applies separately to the prompts' keys
-# and to the completions' own keys.
+# target number of Triton programs for the prompts' keys, and also for the completions' own keys: about one program for
+# each GPU multiprocessor
 PROGRAMS = 128
 MAX_PARTS = 32  # a query's keys are divided into at most this many parts
 TILE = 64  # maximum queries per program
@@ -44,13 +44,13 @@ LOG2E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def _attend(queries, k, v, mask, start, end, TILE: constexpr, D: constexpr):
-    """Compute the attention outputs o (TILE, D) and log2-sum-exps e (TILE,) over the keys start..end-1.
+    """Compute attention to the keys start..end-1: outputs (TILE, D), and log-sum-exps in base 2 (TILE,).
 
     Args:
         queries: (TILE, D).
         mask: 0 or -inf for each key; it is added to the scores.
     """
-    # The maximum score starts at a finite number, because the difference of two infinities would be NaN.
+    # The running maximum of the scores starts at a finite number, because -inf - (-inf) would be NaN.
     max_score = tl.full((TILE,), -1e38, tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     out = tl.zeros((TILE, D), tl.float32)
@@ -70,7 +70,7 @@ def _attend(queries, k, v, mask, start, end, TILE: constexpr, D: constexpr):
         out = tl.dot(rounded_weights, value_block, out * rescale[:, None], input_precision="ieee")
         total = total * rescale + tl.sum(weights, 1)
         max_score = new_max
-    # Without any key, the sum of the weights is 0, and tl.maximum avoids a division by 0.
+    # The sum of the attention weights is 0 if there is no key; tl.maximum then avoids a division by 0.
     total = tl.maximum(total, 1.0)
     return out / total[:, None], max_score + tl.log2(total)
 
@@ -80,15 +80,13 @@ def _part(
     program, q, k, v, mask, mask_stride, outs, log_sums, lines, group_rows, num_keys, part_keys,
     K: constexpr, HEADS: constexpr, D: constexpr, TILE: constexpr,
 ):  # fmt: skip
-    """Store attention outputs and log-sum-exps for a tile of queries and one part of a key head's keys.
+    """Store the attention outputs and log-sum-exps of a tile of queries, over one part of the keys.
 
-    A group is `group_rows` completions that share keys. HEADS query heads in every completion of the group attend to
-    one key head. `lines` is the number of queries, R * H.
+    group_rows: number of completions that share the keys. HEADS: query heads per key head. lines: R * H queries.
     """
     num_queries = group_rows * HEADS
     tiles = tl.cdiv(num_queries, TILE)
     parts = tl.cdiv(num_keys, part_keys)
-    # program = ((group * K + key_head) * parts + part) * tiles + tile
     tile = program % tiles
     part = program // tiles % parts
     group_and_head = program // tiles // parts
@@ -106,7 +104,7 @@ def _part(
     k += group_and_head.to(tl.int64) * num_keys * D
     v += group_and_head.to(tl.int64) * num_keys * D
     start = part * part_keys
-    # Masked keys come last. Therefore a part of the keys is skipped if its first key is masked.
+    # All masked keys come last, so if the first key of a part is masked, the whole part is skipped.
     part_end = tl.minimum(start + part_keys, num_keys)
     end = tl.where(tl.load(mask + start).to(tl.float32) == 0, part_end, start)
     out, log_sum = _attend(queries, k, v, mask, start, end, TILE, D)
@@ -123,7 +121,7 @@ def _parts_kernel(
     prompt_programs, prompt_rows, prompt_keys, prompt_part, own_keys, own_part,
     K: constexpr, HEADS: constexpr, D: constexpr, TILE: constexpr, OWN_TILE: constexpr,
 ):  # fmt: skip
-    """Compute attention to the prompts' keys in the first programs, and to the completions' own keys in the rest."""
+    """Compute attention to prompts' keys (first programs) and to completions' own keys (other programs)."""
     program = tl.program_id(0)
     if program < prompt_programs:
         _part(
@@ -131,9 +129,8 @@ def _parts_kernel(
             K, HEADS, D, TILE,
         )  # fmt: skip
     else:
-        # Results for the prompts' keys are stored before results for the completions' own keys.
         done = tl.cdiv(prompt_keys, prompt_part) * lines
-        # No two completions share their own keys, so each group has one completion.
+        # A completion does not share its own keys with other completions, so group_rows is 1.
         _part(
             program - prompt_programs, q, own_k, own_v, own_bias, own_bias_stride,
             outs + done.to(tl.int64) * D, log_sums + done, lines, 1, own_keys, own_part, K, HEADS, D, OWN_TILE,
@@ -142,10 +139,7 @@ def _parts_kernel(
 
 @triton.jit
 def _join_kernel(outs, log_sums, out, lines, parts, D: constexpr, PARTS: constexpr):
-    """Combine the results from all parts of the keys into the output of one query.
-
-    PARTS is the number of parts of the keys, rounded up to a power of two.
-    """
+    """Combine the results from all parts of the keys into the output of one query. PARTS: parts, padded to 2^n."""
     line = tl.program_id(0)
     part = tl.arange(0, PARTS)
     column = tl.arange(0, D)
@@ -166,7 +160,7 @@ def fits(q: Tensor) -> bool:
 
 
 class WorkSplit(NamedTuple):
-    """How the queries and keys of an attention call are divided among a Triton kernel's programs."""
+    """Numbers that say which queries and keys each program of a Triton kernel reads."""
 
     tile: int  # queries per program
     part_keys: int  # keys per part
@@ -175,7 +169,7 @@ class WorkSplit(NamedTuple):
 
 
 def split_work(k: Tensor, queries: int) -> WorkSplit:
-    """Divide the keys k (B, K, T, D) among about PROGRAMS programs; `queries` is the number of queries per key."""
+    """Divide the keys k (B, K, T, D) among about 128 Triton programs; `queries` queries attend to each key."""
     (B, K, T, _) = k.shape
     # A GPU's matrix instruction needs at least 16 rows.
     tile = min(TILE, max(16, 1 << (queries - 1).bit_length()))
@@ -191,7 +185,8 @@ def decode_attention(
 ) -> Tensor:
     """Compute the attention of the newest token of each completion to all tokens of its prompt and its completion.
 
-    The result equals DecodeAttention's result in minivlmrl/model/attention.py. Call `fits` first.
+    The kernels give the same result as the torch class DecodeAttention in minivlmrl/model/attention.py. Call `fits`
+    first.
 
     Args:
         q: (R, H, D), one query per row and head. Each prompt has R / B consecutive rows.

@@ -1,10 +1,10 @@
-"""Softmax attention with grouped heads (GQA), used by every attention in this project.
+"""Softmax attention with grouped heads (GQA): several query heads share a key head.
 
     S = q k^T D^-1/2, -inf for masked keys       P = softmax(S)       out = P v
 
-With H query heads and K key heads, query head i uses key head i // (H / K). In code without a fused kernel, the query
-heads that share a key head are stacked along the token axis, as if they were additional queries. Stacking gives fewer
-and larger matrix products, and the keys are not copied.
+With H query heads and K key heads, query head i uses key head i // (H / K). Code without a fused kernel stacks the
+query heads that share a key head along the token axis. Stacked query heads need fewer and larger matrix products, and
+no copies of the keys.
 """
 
 import math
@@ -17,19 +17,19 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from minivlmrl.kernels.float32_matmul import float32_matmul
 
-# Limits for computing the formula step by step on a CPU. Up to this key count and this head dimension, this takes half
-# as long as the fused kernel, forward and backward. With more keys, the scores no longer fit into the caches. With head
-# dimensions 80 and 128, the fused kernel is equally fast.
+# Up to 128 keys and head dimension 64, separate matrix products on a CPU take half as long as PyTorch's fused kernel,
+# forward and backward. With more keys, the scores no longer fit into the caches. With head dimensions 80 and 128, both
+# are equally fast.
 MAX_KEYS = 128
 MAX_HEAD_DIM = 64
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Compute x[index] along the first axis: (*index.shape, ...).
+    """Return x[index], the rows of x (N, ...) at the indices in `index`: (*index.shape, ...).
 
-    On a CPU, an embedding lookup selects the rows, because its backward pass is 17 times faster than that of x[index].
-    On a GPU, rows are selected with x[index], whose backward pass sorts the indices. The embedding's backward pass on a
-    GPU is slow up to 3,072 indices, and sometimes wrong with more than 1,024 (pytorch issue 187687).
+    On a CPU, F.embedding selects the rows, because its backward pass is 17 times faster than the backward pass of
+    x[index]. On a GPU, the backward pass of F.embedding is slow up to 3,072 indices, and sometimes wrong with more than
+    1,024 (pytorch issue 187687).
     """
     if x.device.type != "cpu":
         return x[index]
@@ -40,9 +40,10 @@ class Reorder(torch.autograd.Function):
     """Select rows, x[index], with a backward pass that copies rows instead of summing gradients.
 
     Arguments of apply:
-        x: (N, ...), N rows. index: indices of the rows to select. back: (N,), each row's position in `index`. Positions
-        of `index` that are not in `back` are padding, and their upstream gradient must be 0. `back` may be None if
-        `index` contains each row at most once.
+        x: (N, ...), the rows.
+        index: indices of the rows to select.
+        back: (N,), the position in `index` of each row. `back` may be None if `index` contains each row at most
+            once. Positions of `index` that `back` does not list must have the upstream gradient 0.
     """
 
     @staticmethod
@@ -72,7 +73,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     Source: torch's scaled_dot_product_attention with enable_gqa and causal_lower_right.
     """
     if q.dtype == torch.bfloat16 and is_before_ampere(q.device):
-        # PyTorch's SDPA would store all scores of bfloat16 inputs, but it stores none for float32 inputs.
+        # On GPUs before Ampere, PyTorch's SDPA stores all scores of bfloat16 inputs, but none of float32 inputs.
         return dense_attention(q.float(), k.float(), v.float(), is_causal).to(q.dtype)
     (_, H, L, D) = q.shape
     (_, K, T, _) = k.shape
@@ -93,7 +94,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
 
 
 def stack_queries(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tensor, Tensor | None]:
-    """Stack the queries that share a key head: (S, K, H/K*L, D), and return their mask, too."""
+    """Stack the query heads that share a key head: (S, H, L, D) -> (S, K, H/K*L, D). Also return the mask."""
     repeat = q.shape[1] // k.shape[1]
     L = q.shape[2]
     T = k.shape[2]
@@ -104,10 +105,10 @@ def stack_queries(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tensor, Tensor
 
 
 def written_out_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """Compute `dense_attention` step by step, with all scores in memory."""
+    """Compute softmax attention with separate matrix products, which store all scores."""
     L = q.shape[2]
     q, mask = stack_queries(q, k, is_causal)
-    # (S, K, H/K*L, T): each key's weight for each stacked query
+    # (S, K, H/K*L, T): the attention weights
     weights = attention_scores(q, k, mask).softmax(-1).to(q.dtype)
     return (weights @ v).unflatten(2, (-1, L)).flatten(1, 2)
 
@@ -121,18 +122,16 @@ class FlashOutput(NamedTuple):
 
 
 def is_before_ampere(device: torch.device) -> bool:
-    """Return True for an NVIDIA GPU with a compute capability below 8.0, whose fused kernels lack bfloat16.
-
-    The meta device stands for a newer GPU, unless the memory estimate replaces this function.
-    """
+    """Return True for an NVIDIA GPU with a compute capability below 8.0; its fused kernels do not support bfloat16."""
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0)
 
 
 def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return True if flash_attention supports the device, dtype and head dimension for q, k and v.
 
-    The meta device stands for an NVIDIA GPU, because the memory estimate runs on it. PyTorch's attention kernel for MPS
-    (Apple GPUs) returns no log-sum-exp. AMD GPUs are excluded, because their kernel's log-sum-exp is not tested.
+    Tensors on the meta device are treated like tensors on an NVIDIA GPU, because the memory estimate uses the meta
+    device. PyTorch's attention kernel for MPS (Apple GPUs) returns no log-sum-exp. AMD GPUs are excluded, because the
+    log-sum-exp of PyTorch's kernel for AMD is not tested.
     """
     half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0
     if q.device.type == "meta":
@@ -143,10 +142,10 @@ def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> FlashOutput:
-    """Compute attention with the fused kernel, outside autograd, and also return log-sum-exps.
+    """Compute attention with PyTorch's fused kernel, outside autograd, and also return log-sum-exps.
 
-    On a CPU, 16-bit inputs are computed in float32, so that `out` is not rounded before the backward pass, see
-    flash_attention_backward.
+    On a CPU, 16-bit inputs are computed in float32, so that the attention output is not rounded before the backward
+    pass, see flash_attention_backward.
 
     Args:
         q, k, v: as in dense_attention; has_flash_attention must be True for them.
@@ -171,17 +170,17 @@ def with_more_digits(*inputs: Tensor) -> list[Tensor]:
 def flash_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, result: FlashOutput, is_causal: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the q, k and v gradients with the fused kernel's backward pass.
+    """Compute the q, k and v gradients with the backward pass of PyTorch's fused attention kernel.
 
-    The backward kernel recomputes each key's attention weight as exp(score - log-sum-exp). Therefore `k` and `v` may
-    hold only a part of the keys, if `out` and `lse` are the attention results over all keys. For a part of the keys,
-    the k and v gradients are complete, but the q gradients must be summed over all parts.
+    The backward kernel recomputes each key's attention weight as P = exp(score - log-sum-exp). The arguments `k` and
+    `v` may be a part of the keys, if the attention output `out` and the log-sum-exp cover all keys. If the keys are
+    divided into parts, the q gradients must be summed over the parts, but not the k and v gradients.
 
-    The backward kernel computes a score's gradient as P (grad . v - grad . out), where P is the key's attention weight.
-    If one key has nearly all the attention weight, grad . v and grad . out cancel, and the rounding error of a 16-bit
-    `out` remains. In bfloat16, each rounding step changes a score's gradient by up to P * 2^-9 * sum(|grad * out|). The
-    rounding error of `out` affects the q and k gradients on a GPU; JoinedAttention rounds `out` twice. The gradient for
-    v does not depend on the attention output.
+    The backward kernel computes the gradient of a score as P (grad . v - grad . out). If one key has nearly all the
+    attention weight, grad . v and grad . out are nearly equal, so their difference consists mostly of the rounding
+    error of a 16-bit `out`. In bfloat16, rounding `out` once changes the gradient of a score by up to P * 2^-9 *
+    sum(|grad * out|). On a GPU, JoinedAttention rounds `out` twice, which affects the q and k gradients. The gradient
+    for v does not depend on the attention output.
 
     Args:
         grad: (S, H, L, D), upstream gradient; its last axis must be contiguous.
@@ -196,7 +195,7 @@ def flash_attention_backward(
             grad, q, k, v, out, lse, queries, keys, max_queries, max_keys, 0.0, is_causal, seed,
             offset,
         )  # fmt: skip
-    # PyTorch's kernel would sum the k and v gradients in the dtype of k and v, which loses digits in bfloat16.
+    # PyTorch's attention kernel on a CPU sums the k and v gradients in their own dtype, and bfloat16 would lose digits.
     inputs = with_more_digits(grad, q, k, v, out)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     q_grad, k_grad, v_grad = kernel(*inputs, lse, 0.0, is_causal)
@@ -213,7 +212,7 @@ def attention_scores(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor
     """
     scale = q.shape[-1] ** -0.5
     if q.dtype not in (torch.float32, torch.float64):
-        # The scale is applied to the float32 scores, because a scaled bfloat16 q would be rounded.
+        # The scale D^-1/2 multiplies the float32 scores, because scaled bfloat16 queries would be rounded again.
         scores = float32_matmul(q, k.mT)
         return scores * scale if mask is None else torch.add(mask, scores, alpha=scale)
     queries = q.flatten(0, -3)

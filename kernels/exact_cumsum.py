@@ -1,6 +1,6 @@
 """Cumulative sums of integers over long rows, computed in blocks.
 
-Cumulative sums in blocks are faster, because torch's cumsum on a GPU adds a row's values one after the other.
+On a GPU, torch.cumsum adds the values of a row one after the other, so cumulative sums in blocks are faster.
 """
 
 import torch.nn.functional as F
@@ -12,8 +12,8 @@ BLOCK = 128  # values in a block; 128 divides Qwen's vocabulary sizes
 def running_sum(x: Tensor) -> Tensor:
     """Compute x.cumsum(-1) for integers x (r, V).
 
-    Cumulative sums are computed inside each block, and the totals of the preceding blocks are added. torch's cumsum
-    over a whole vocabulary would take 0.3 ms per generated token.
+    Cumulative sums are computed inside each block, and the totals of the preceding blocks are added. torch.cumsum over
+    a whole vocabulary would take 0.3 ms per generated token.
     """
     vocab = x.shape[1]
     missing = -vocab % BLOCK

@@ -5,20 +5,20 @@ Derivation. For one hidden state h (D,), head W (V, D), chosen token y and tempe
     z = W h            logp, H and dz follow from z, y and T as in selective_log_softmax.py
     dh = W^T dz        dW = sum over rows of dz h^T
 
-The forward and the backward pass compute the logits (M, V) for blocks of the M hidden states (rows) in turn. For each
-row of the logits, the forward pass stores only three numbers: top, s and H. The backward pass computes each block of
-logits again, overwrites the block with its gradient dz, and multiplies dz by W and h. The forward and the backward pass
-together take four matrix products with M V D multiplications each. If a row's two upstream gradients are 0 (because of
-a zero advantage or a clipped ratio), its logits' gradient is exactly 0, so the backward pass skips the row.
+The forward and the backward pass compute the logits (M, V) one block at a time. A row of logits belongs to one hidden
+state, and the forward pass stores only three numbers for each row: top, s and H. The backward pass computes each block
+of logits again, and overwrites the logits with their gradient dz. The forward and the backward pass together take four
+matrix products, each with M * V * D multiplications. A token with advantage 0 or a clipped ratio has no gradient, so
+the backward pass skips the token's row of logits.
 
-    torch     A piece is a few rows with all their logits, small enough for the CPU's caches.
-    Triton    A piece is a tile with 4096 rows and 2048 ids, or fewer rows and more ids. The tile stays in
-              the GPU's L2 cache between the product that computes it and the kernel that adds it to top, s and t. dW is
-              completed tile by tile, without a float32 (V, D) copy.
+    torch     A block has a few rows with the logits of all ids, and fits into the CPU's caches.
+    Triton    A block has up to 4,096 rows, and the logits of 2,048 ids or more. The block stays in the GPU's L2 cache
+              between the matrix product and the kernel that reads the logits. dW needs no float32 copy of shape (V, D),
+              because all blocks with the same ids are computed one after the other.
 
-Logits are float32 even if the hidden states are bfloat16, because bfloat16 logits would have a resolution as coarse as
-0.06 to 0.125 nats. dz is rounded to bfloat16 before it is multiplied. All products are summed in float32, as are the
-contributions of all blocks of logits to dh and dW.
+Logits are float32 even if the hidden states are bfloat16, because bfloat16 logits would have a resolution of only 0.06
+to 0.125 nats. The logits' gradient dz is rounded to bfloat16 before the products with W and h. All matrix products and
+the gradients dh and dW are summed in float32.
 """
 
 import torch
@@ -39,15 +39,15 @@ from minivlmrl.kernels.selective_log_softmax import (
 # target size in bytes for a block of float32 logits that torch computes on a CPU; a block has 32 to 256 rows
 CHUNK_BYTES = 16 * 2**20
 GPU_ROWS = 512  # maximum number of rows in a block of logits that torch computes on a GPU
-# maximum number of rows in a block of logits for Triton; with TILE / 2 ids, the float32 block takes 34 MB
+# maximum number of rows in a block of logits for Triton; with 2,048 ids, a float32 block takes 34 MB
 TILE = 4096
 
 
 class Pieces:
     """Compute the logits from hidden states (M, D) and the LM head's weight (V, D), one block at a time.
 
-    A block (piece) holds the logits for a slice of the rows and a slice of the token ids. `mask` is
-    linear_log_softmax's argument sampling_mask; an empty mask (2, 0) allows all ids.
+    A block holds the logits for a slice of the rows and a slice of the token ids. `mask` is the sampling mask of
+    linear_log_softmax; an empty mask (2, 0) allows all ids.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float):
@@ -61,19 +61,17 @@ class Pieces:
         self.rows = slices(len(hidden), size)
         self.tiles = slices(len(weight), width)  # a single tile on the torch path
         self.hidden = hidden
-        # PyTorch does not support bfloat16 products with float32 results on a CPU, so the head is converted to float32
-        # once, instead of for each block of logits.
+        # On a CPU, PyTorch cannot multiply bfloat16 matrices into float32, so the LM head is converted to float32 once.
         self.weight = weight if weight.is_cuda else weight.to(sum_dtype)
         self.ids = ids
         self.mask = mask
         self.temperature = temperature
-        # All blocks of logits are written to the same memory, because newly allocated memory causes page faults. The
-        # exponentials reuse `scratch` for the same reason.
+        # All blocks of logits use the same memory, because newly allocated memory causes page faults.
         self.memory = hidden.new_empty(size * width, dtype=sum_dtype)
         self.scratch = self.memory.new_empty(0 if self.is_triton else size, width)
 
     def logits(self, rows: slice, tile: slice) -> Tensor:
-        """Compute a block of logits (m, width), in the memory that all blocks share."""
+        """Compute a block of logits (m, width), in memory that the next block will overwrite."""
         h = self.hidden[rows]
         w = self.weight[tile]
         z = self.memory[: len(h) * len(w)].view(len(h), len(w))
@@ -83,12 +81,11 @@ class Pieces:
         return z
 
     def score(self, rows: slice) -> tuple[Tensor, ...]:
-        """Compute log-probabilities, entropies, top and s, each (m,), for m consecutive hidden states."""
+        """Compute log-probabilities and entropies of m tokens, and top (maximum logit) and s per row, all (m,)."""
         ids = self.ids[rows]
         if not self.is_triton:
             z = self.logits(rows, self.tiles[0])
             return score_rows_(z, ids, self.temperature, self.scratch[: len(z)])
-        # top, s and t over the part of the vocabulary that score_part_ has read so far
         parts = torch.empty(4, len(ids), dtype=torch.float32, device=ids.device)
         *earlier, last = self.tiles
         for tile in earlier:
@@ -110,11 +107,11 @@ class Pieces:
 
 
 def tile_width(rows: int, vocab: int) -> int:
-    """Return how many token ids a block of logits with `rows` rows has in Triton.
+    """Return the number of token ids in a block of logits with `rows` rows, for the Triton kernels.
 
-    Matrix products with few rows and few token ids do not use all multiprocessors of a GPU. Therefore a block of logits
-    with fewer rows has more token ids: 4,096 rows get 2,048 ids, and 1,024 rows or fewer get 8,192 ids. The limit of
-    8,192 ids exists because the weight's gradient is summed in a float32 copy.
+    A small matrix product does not use all multiprocessors of a GPU. A block of logits with fewer rows has more token
+    ids: 4,096 rows have 2,048 ids, and 1,024 rows or fewer have 8,192 ids. The number of ids is limited, because the LM
+    head's gradient for the ids of a block is summed in float32.
     """
     step = TILE // 4  # widths are multiples of 1,024, so that GPUs can divide the products evenly
     ids = TILE**2 // 2 // max(rows, step)
@@ -127,10 +124,10 @@ def slices(count: int, size: int) -> list[slice]:
 
 
 def mask_logits_(z: Tensor, rows: Tensor, columns: Tensor) -> None:
-    """Set all logits z (m, width) to -inf, except the entries at (rows, columns)."""
+    """Set the logits z (m, width) to -inf, except the logits at the allowed pairs (rows[i], columns[i])."""
     m, width = z.shape
     inside = (rows >= 0) & (rows < m) & (columns >= 0) & (columns < width)
-    # Pairs (row, column) outside the logits z are redirected to an additional element after the last logit.
+    # Pairs for other blocks of logits set an additional element after the last logit, which is then dropped.
     cells = torch.where(inside, rows * width + columns, m * width)
     dropped = torch.ones(m * width + 1, dtype=torch.bool, device=z.device)
     dropped.index_fill_(0, cells, False)
@@ -138,7 +135,7 @@ def mask_logits_(z: Tensor, rows: Tensor, columns: Tensor) -> None:
 
 
 def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Join several completions' sampling masks into one mask for linear_log_softmax.
+    """Join the sampling masks of several completions into one sampling mask.
 
     Args:
         ids: (M,), all completions' tokens, one completion after the other.
@@ -153,7 +150,7 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
     allowed_ids = torch.cat([allowed for _, allowed in masks])
     tokens = torch.arange(len(ids))
     token_of_allowed = tokens.repeat_interleave(counts)
-    # Each token's own id is allowed too, because a forced token may be missing from the sampler's mask.
+    # The id of each token itself is always allowed, because the sampler's mask may lack a token that was forced.
     return torch.stack([torch.cat([tokens, token_of_allowed]), torch.cat([ids, allowed_ids])])
 
 
@@ -177,7 +174,7 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def differentiate(inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list) -> None:
-    """Add the gradients for hidden states (M, D) and LM head (V, D) to `grads`; None marks an unneeded gradient.
+    """Add the gradients of the hidden states (M, D) and of the LM head (V, D) to `grads`, unless an entry is None.
 
     `saved` has H, top and s from the forward pass, and `upstream` has g and e (or None), see the derivation.
     """
@@ -198,8 +195,8 @@ def differentiate(inputs: list[Tensor], saved: list, upstream: list, temperature
             grad_weight[tile].copy_(total)
 
 
-# The two passes are custom operators, not an autograd.Function, so that the memory estimate (diagnostics/memory.py)
-# sees only their results. For the logits, the estimate adds piece_bytes.
+# The forward and the backward pass are custom operators, so that the memory estimate (diagnostics/memory.py) counts
+# only their results, and not each block of logits. The function piece_bytes gives the memory for the logits.
 @torch.library.custom_op("minivlmrl::linear_log_softmax", mutates_args=())
 def _linear_log_softmax(
     hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float
@@ -220,12 +217,12 @@ def _(hidden, weight, ids, mask, temperature):
 def _linear_log_softmax_backward(
     inputs: list[Tensor], saved: list[Tensor], g: Tensor, e: Tensor | None, temperature: float, needed: list[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients for hidden and weight; a gradient that is not `needed` is an empty tensor."""
+    """Compute the gradients of the hidden states and of the LM head, or an empty tensor where `needed` is False."""
     hidden, weight, ids, mask = inputs
     rows = slice(None)
-    # Select only the rows with an upstream gradient. On a GPU, all rows are kept, because the host would have to wait
-    # for the row count, and the kernels skip the other rows anyway. With a mask, all rows are kept, because the mask
-    # contains indices into all rows.
+    # Rows whose upstream gradients are 0 are left out. On a GPU, all rows are kept, because the host would have to wait
+    # for the row count, and the kernels skip such rows. With a mask, all rows are kept, because the mask contains
+    # indices into all rows.
     if not hidden.is_cuda and not mask.numel():
         index = has_gradient(g, e).nonzero()[:, 0]
         if len(index) < len(ids):
@@ -304,7 +301,7 @@ def linear_log_softmax(
 
 def piece_bytes(rows: int, vocab: int, dtype: torch.dtype) -> int:
     """Return the bytes that linear_log_softmax allocates for logits on a GPU in each pass."""
-    # Triton needs 4 bytes per logit, and separate memory for the gradient dz unless dz is float32.
+    # Triton needs 4 bytes per logit, and 2 bytes for the logit's gradient if the gradient is in 16 bits.
     if dtype in DTYPES:
         rows = min(TILE, rows)
         return rows * tile_width(rows, vocab) * (4 + dtype.itemsize % 4)

@@ -1,9 +1,9 @@
 """Triton kernel that unpacks NF4 weights (4 bits each) with one read and one write.
 
 An NF4 byte holds two indices into a table with 16 values, the first index in the upper 4 bits. The 64 values of a block
-share a scale. A block's scale is stored as an 8-bit index into a table of 256 numbers. The number is multiplied by a
-float32 scale, which 256 blocks share, and an offset is added. In torch, unpacking reads and writes 24 bytes per weight;
-this kernel reads and writes 2.6 bytes with bfloat16 results.
+share a scale. A block's scale is stored as an 8-bit index into a table of 256 numbers: scale = table[index] *
+group_scale + offset, where 256 blocks share the float32 group_scale. With bfloat16 results, the Triton kernel reads and
+writes 2.6 bytes per weight, and torch operations 24 bytes.
 """
 
 import torch
@@ -19,7 +19,7 @@ constexpr = tl.constexpr
 
 @triton.jit
 def _kernel(packed, indices, scales, offset, scale_table, value_table, out, size, BYTES: constexpr, GROUP: constexpr):
-    """Unpack BYTES bytes into two NF4 values each; `size` is the number of bytes in the whole tensor."""
+    """Unpack BYTES of the tensor's `size` bytes, each of which holds two NF4 values."""
     begin = tl.program_id(0).to(tl.int64) * BYTES
     byte = begin + tl.arange(0, BYTES)
     inside = byte < size
@@ -38,7 +38,7 @@ def _kernel(packed, indices, scales, offset, scale_table, value_table, out, size
 def nf4_unpack(packed: Tensor, indices: Tensor, scales: Tensor, offset: Tensor, tables: tuple, dtype) -> Tensor:
     """Unpack n NF4 values into a tensor (n,) with the given dtype.
 
-    Triton and torch return bit-identical values, because fused multiply-add is switched off.
+    Unpacking with torch operations gives the same bits, because fused multiply-add is switched off.
 
     Args:
         packed: (n / 2,), bytes with two values each.

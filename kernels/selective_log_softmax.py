@@ -1,7 +1,6 @@
 """Log-probabilities for given tokens, and entropies, computed from logits.
 
-The forward and the backward pass each read the logits once. linear_log_softmax.py computes the logits from hidden
-states and uses the functions in this file.
+The forward and the backward pass each read the logits once.
 
 Derivation. For one row's logits z (V,), chosen token y and temperature T, with top = max_j z_j:
 
@@ -10,7 +9,7 @@ Derivation. For one row's logits z (V,), chosen token y and temperature T, with 
     logp = log p_y = d_y - log s <= 0
     H = -sum_j p_j log p_j = -sum_j p_j (d_j - log s) = log s - t / s
 
-Therefore top, s and t are sufficient to compute the log-probability logp and the entropy H. A row can be read in parts
+The log-probability logp and the entropy H of a row of logits follow from top, s, t and d_y. A row can be read in parts
 of any size. Two parts, 1 and 2, are combined with top = max(top1, top2) and c1 = (top1 - top) / T (and likewise c2),
 because exp(d + c1) = exp(d) exp(c1):
 
@@ -25,11 +24,11 @@ and the upstream gradients g (for logp) and e (for H), it follows that
     dz_j = g [j = y] / T + exp(d_j) (a + b d_j)
     a = -(g + e (H - log s)) / (T s)        b = -e / (T s)
 
-The backward pass reads the logits again, and top, s and H, which the forward pass saves.
+The forward pass saves top, s and H for the backward pass, which reads the logits again.
 
-The kernels compute in base 2, because GPUs have an instruction for 2^x. With k = log2(e) / T, d' = k z - k top is one
-instruction, and d = d' ln 2. For a logit equal to -inf, d exp d must be 0 and not inf * 0. Therefore d' is clamped to
-at least FLOOR = -126, where 2^d' is float32's smallest normal number. NaN stays NaN.
+The Triton kernels compute powers of 2 instead of e, because GPUs have an instruction for 2^x. With k = log2(e) / T, the
+difference d' = k z - k top takes one instruction, and d = d' ln 2. A logit of -inf would give d exp d = inf * 0 = NaN.
+So the difference d' is clamped to at least -126, where 2^d' is the smallest normal float32 number. NaN stays NaN.
 """
 
 import math
@@ -45,7 +44,7 @@ LOG2E = 1 / math.log(2)
 
 
 def score_rows_(z: Tensor, ids: Tensor, temperature: float, scratch: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Compute log-probabilities, entropies, top and s, each (m,), from logits z (m, V).
+    """Compute the log-probabilities and entropies of m tokens, and top (maximum logit) and s of each row, all (m,).
 
     Args:
         z: (m, V), the logits; they are overwritten with the differences d.
@@ -86,10 +85,7 @@ def differentiate_rows_(
 
 
 def differences_(z: Tensor, top: Tensor, temperature: float) -> Tensor:
-    """Compute d = (z - top) / T in place, where z (m, V) are logits and top is each row's largest logit.
-
-    Differences d below FLOOR * ln(2) are set to this limit.
-    """
+    """Replace the logits z (m, V) by d = (z - top) / T, but at least FLOOR ln 2; top (m,) are the row maxima."""
     z.sub_(top[:, None])
     if temperature != 1:
         z.div_(temperature)
@@ -97,10 +93,7 @@ def differences_(z: Tensor, top: Tensor, temperature: float) -> Tensor:
 
 
 def has_gradient(g: Tensor, e: Tensor | None) -> Tensor:
-    """Return (m,) bool: True for rows with an upstream gradient other than 0, such as NaN.
-
-    Rows of logits whose upstream gradients are all 0 have gradient 0.
-    """
+    """Return (m,) bool: True for rows of logits with an upstream gradient that is not 0 (NaN is not 0)."""
     return g != 0 if e is None else (g != 0) | (e != 0)
 
 
@@ -109,9 +102,9 @@ def select_rows(tensors: Sequence[Tensor | None], rows: slice | Tensor) -> list[
     return [x if x is None else x[rows].contiguous() for x in tensors]
 
 
-# One program computes one row of logits. Each iteration in the forward loop reads STEPS x COLUMNS logits, and each
-# column has its own top, s and t. A thread holds 8 whole adjacent columns, which are one 16-byte load for bfloat16, in
-# each step. Therefore threads exchange data only once, after the loop.
+# One Triton program reads one row of logits. Each iteration of the forward loop reads STEPS x COLUMNS logits, and each
+# column has its own top, s and t. In each step, a thread reads 8 adjacent columns, in one 16-byte load for bfloat16. A
+# column belongs to one thread, so the threads exchange data only once, after the loop.
 STEPS = tl.constexpr(8)
 COLUMNS = tl.constexpr(1024)
 FORWARD_WARPS = 4
@@ -126,7 +119,7 @@ LN2 = tl.constexpr(math.log(2))
 
 @triton.jit
 def _add_logits(z, top, s, t, k):
-    """Update each column's maximum (top) and sums (s, t) with the logits z (STEPS, COLUMNS)."""
+    """Add the logits z (STEPS, COLUMNS) to the running top, s and t (COLUMNS,) of the derivation."""
     new_top = tl.maximum(top, tl.max(z, 0) * k)
     c = top - new_top
     w = tl.exp2(c)
@@ -138,7 +131,7 @@ def _add_logits(z, top, s, t, k):
 
 @triton.jit
 def _describe_row(row_logits, width, k):
-    """Compute the maximum (top) and the sums s and t, in base 2, for one row of logits."""
+    """Compute top, s and t of the derivation, in base 2, for one row of logits."""
     offsets = tl.arange(0, STEPS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tops = tl.full((COLUMNS,), LOWEST_TOP, tl.float32)
     s = tl.zeros((COLUMNS,), tl.float32)
@@ -159,7 +152,7 @@ def _describe_row(row_logits, width, k):
 
 @triton.jit
 def _join(top1, s1, t1, top2, s2, t2):
-    """Combine the maxima (top) and the sums s and t of two parts of a logit row, in base 2."""
+    """Combine top, s and t of two parts of a row of logits, as in the derivation, but in base 2."""
     top = tl.maximum(top1, top2)
     c1 = top1 - top
     c2 = top2 - top
@@ -172,11 +165,11 @@ def _join(top1, s1, t1, top2, s2, t2):
 def _score_kernel(
     logits, ids, parts, logps, entropies, tops, totals, stride, rows, width, first, k, FIRST: constexpr, LAST: constexpr
 ):
-    """Score one token, given the `width` logits of the ids first..first+width-1.
+    """Compute one token's log-probability and entropy from logits for `width` ids, beginning with the id `first`.
 
-    If FIRST and LAST are both True, the row of logits covers the whole vocabulary. Otherwise, one kernel call for each
-    part of the vocabulary updates top, s and t. `parts` (4, rows) then holds the running results top, s, t and d_y +
-    top. `parts` is read unless FIRST is set, and written unless LAST is set.
+    If the logits do not cover the whole vocabulary, there is a kernel call for each part of the vocabulary. `parts` (4,
+    rows) then holds the running results top, s, t and d_y + top. The first call (FIRST) does not read `parts`, and the
+    last call (LAST) does not write `parts`.
     """
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * stride
@@ -192,7 +185,7 @@ def _score_kernel(
     if LAST:
         log_s = tl.log2(s)
         logp = (chosen - top - log_s) * LN2
-        # Without a limit, rounding could make k z - k top positive, and then the log-probability too.
+        # Because of rounding, a log-probability near 0 could become positive; it is then set to 0.
         tl.store(logps + row, tl.where(logp > 0, 0.0, logp))
         tl.store(entropies + row, (log_s - t / s) * LN2)
         tl.store(tops + row, top)
@@ -208,7 +201,7 @@ def _score_kernel(
 def _differentiate_kernel(
     logits, ids, entropies, tops, totals, grad_logps, grad_entropies, out, stride, out_stride, width, first, k
 ):
-    """Compute the gradient for logits first..first+width-1 of a row, and write it to `out`, which may be `logits`."""
+    """Compute the gradient of a row's `width` logits, and write the gradient to `out`, which may be `logits`."""
     row = tl.program_id(0).to(tl.int64)
     s = tl.load(totals + row)
     g = tl.load(grad_logps + row)
@@ -221,7 +214,7 @@ def _differentiate_kernel(
         a += scale * e * (tl.load(entropies + row) - tl.log2(s) * LN2)
         b = scale * e * LN2
         is_needed = is_needed | (e != 0)
-    # The logits of a row without an upstream gradient are not read, because their gradient is 0.
+    # If the upstream gradients are 0, the logits' gradient is 0, and the kernel does not read the logits.
     a = tl.where(is_needed, a, 0.0)
     b = tl.where(is_needed, b, 0.0)
     grad_chosen = tl.where(is_needed, g * k * LN2, 0.0)
@@ -232,7 +225,7 @@ def _differentiate_kernel(
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width_to_read
         z = tl.load(logits + row * stride + columns, mask=inside, other=float("-inf"))
-        # tl.maximum drops a NaN, but if a logit is NaN, its row's sum s is NaN, and so is the gradient dz.
+        # If a logit is NaN, tl.maximum returns FLOOR, but the row's sum s is NaN, and so is the gradient of the row.
         d = tl.maximum(z.to(tl.float32) * k - top, LOWEST_DIFFERENCE)
         dz = tl.exp2(d) * (a + b * d)
         dz = tl.where(columns == chosen_column, dz + grad_chosen, dz)
@@ -243,7 +236,7 @@ def _differentiate_kernel(
 def score_part_(
     z: Tensor, ids: Tensor, parts: Tensor | None, temperature: float, first_id: int = 0, last: bool = True
 ) -> tuple[Tensor, ...]:
-    """Score the tokens on one part of the vocabulary with the Triton kernel.
+    """Call the Triton kernel that computes log-probabilities and entropies, for one part of the vocabulary.
 
     Args:
         z: (N, width), logits for the ids first_id..first_id+width-1.
@@ -272,7 +265,7 @@ def score_part_(
 def differentiate_part_(
     z: Tensor, ids: Tensor, saved: list, upstream: list, temperature: float, out: Tensor, first_id: int = 0
 ) -> Tensor:
-    """Compute the logits' gradient for one part of the vocabulary with the Triton kernel.
+    """Call the Triton kernel that computes the gradient of the logits, for one part of the vocabulary.
 
     Args:
         z: (N, width), logits for the ids first_id..first_id+width-1.

@@ -4,9 +4,9 @@
     python -m minivlmrl.kernels.self_test cuda:3 decode_attention
 
 A compiler can translate a kernel wrongly for one GPU. For example, ptxas 12.8, which Triton 3.6 and 3.7 use for Hopper,
-computed a matrix product's addresses from a register that no instruction had written. The kernel's results were 30 to
-40 % off, and invalid addresses made the GPU refuse all later work in the process. Therefore verdicts.py runs
-self_test.py in separate processes before a training run. It prints each kernel's largest relative error.
+computed a matrix product's addresses from a register that no instruction had written. The attention outputs were 30 to
+40 % off, and invalid addresses made the GPU refuse all later work in the process. Before a training run, verdicts.py
+runs self_test.py in a process for each kernel. self_test.py prints the largest relative error of each kernel.
 """
 
 import os
@@ -23,12 +23,12 @@ from minivlmrl.kernels.nf4_unpack import BLOCK, GROUP, nf4_unpack
 from minivlmrl.kernels.selective_log_softmax import selective_log_softmax
 from minivlmrl.kernels.window_attention import Segments, batched_attention, window_attention
 
-# The dtype is float32 in Triton's interpreter, which multiplies bfloat16 matrices wrongly.
+# # Triton's interpreter multiplies bfloat16 matrices wrongly.
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
-# Head dimensions in vision towers with short segments; Qwen2.5-VL has 80, and Qwen3-VL has 64 or 72
+# The attention heads of a vision tower have the dimension 80 in Qwen2.5-VL, and 64 or 72 in Qwen3-VL.
 WINDOW_HEADS = 2 if INTERPRETED else 16
 WINDOW_HEAD_DIMS = (64, 72, 80, 128)
-# Key heads, query heads per key head, and head_dim: Qwen2.5-VL-3B and -7B, Qwen3.5, and a 0.5B text model
+# (key heads, query heads per key head, head dimension) of Qwen2.5-VL-3B and -7B, Qwen3.5, and a 0.5B text model
 DECODERS = ((2, 8, 128), (4, 7, 128), (2, 4, 256), (2, 7, 64))
 TEMPERATURE = 0.7
 
@@ -69,7 +69,7 @@ def check_windows(device: str) -> list[float]:
 
 
 def check_decoding(device: str) -> list[float]:
-    """Check decode_attention with padded prompts, and completions with positions that are not yet written."""
+    """Check the decoding kernels with padded prompts and with a key cache whose last positions are still empty."""
     B, G, P, C = 2, 8, 300, 70  # prompts, completions per prompt, tokens in a prompt, own tokens
     R = B * G
     prompt_bias = torch.zeros(B, P)
@@ -93,7 +93,7 @@ def check_decoding(device: str) -> list[float]:
 
 
 def exact_scores(logits: Tensor, ids: Tensor) -> Tensor:
-    """Compute the log-probabilities (M,) of the ids and the entropies (M,), concatenated to (2 M,)."""
+    """Compute M log-probabilities of tokens and M entropies, as one tensor (2 M,)."""
     log_probs = (logits / TEMPERATURE).log_softmax(-1)
     entropies = -(log_probs.exp() * log_probs).sum(-1)
     return torch.cat([log_probs.gather(1, ids[:, None])[:, 0], entropies])
@@ -110,7 +110,7 @@ def check_selective_log_softmax(device: str) -> list[float]:
 
 
 def check_linear_log_softmax(device: str) -> list[float]:
-    """Check linear_log_softmax with rows and ids that take several tiles of logits, except in the interpreter."""
+    """Check linear_log_softmax; on a GPU, the logits are computed in several blocks."""
     rows, vocab = (32, 5_000) if INTERPRETED else (2_048, 10_000)
     ids = torch.randint(vocab, (rows,))
     return compare(
@@ -138,7 +138,7 @@ def check_nf4(device: str) -> list[float]:
     return [relative_error(actual, expected)]
 
 
-# for each kernel, a function that returns relative errors; the names are those in KERNELS in backend.py
+# {kernel: the function that checks the kernel on a device, and returns relative errors}
 CHECKS = {
     "window_attention": check_windows,
     "decode_attention": check_decoding,
@@ -155,8 +155,8 @@ def largest_error(kernel: str, device: str) -> float:
 
 
 def main(device: str = "cuda:0", *kernels: str) -> int:
-    """Print each kernel's largest error; stop with an error message if a check fails."""
-    # MINIVLMRL_SELF_TEST is off, because a rejected kernel must run, and no kernel may wait for this check's verdict.
+    """Print the largest relative error of each kernel. At the first failure, print an error message and stop."""
+    # MINIVLMRL_SELF_TEST=0 switches off the check before a kernel's first use, which would run self_test.py again.
     os.environ |= {"MINIVLMRL_KERNELS": "triton", "MINIVLMRL_SELF_TEST": "0"}
     for kernel in kernels or CHECKS:
         try:

@@ -32,7 +32,7 @@ RETRY_AFTER = 3600
 def rejected_kernels(index: int, kernels: tuple[str, ...]) -> dict[str, str]:
     """Return the kernels that must not be used on the GPU cuda:index, with reasons.
 
-    On each host, the first call waits about 10 s for the kernel checks.
+    If no check results are stored, the kernel checks take about 10 s.
     """
     name = torch.cuda.get_device_name(index)
     reasons = {}
@@ -72,7 +72,7 @@ def describe_setup(device: str) -> str:
         "triton": import_module("triton").__version__,
         "kernels": source_hash,
     }
-    # Environment variables of Triton can select another assembler, which can change kernel results.
+    # Triton's environment variables are part of the text, because a variable can select another assembler.
     options = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("TRITON_")}
     return json.dumps(setup | options)
 
@@ -108,7 +108,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def check_kernels(device: str, kernels: Sequence[str]) -> dict[str, float | str]:
-    """Check all kernels at the same time, each in a process; return a result for each kernel."""
+    """Check all kernels at the same time, and return a relative error or an error message for each kernel."""
     with ThreadPoolExecutor(len(kernels)) as pool:
         return dict(zip(kernels, pool.map(partial(check_kernel, device), kernels), strict=True))
 
@@ -127,6 +127,6 @@ def check_kernel(device: str, kernel: str) -> float | str:
     results = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(f"{kernel} ")]
     if done.returncode == 0 and results:
         return float(results[-1])
-    # last lines that self_test.py wrote: its error message or a traceback, or no text if a signal ended the process
+    # The last line of the output is an error message; there is no output if a signal ended the process.
     lines = (done.stdout or done.stderr).splitlines() or [f"exit status {done.returncode}"]
     return lines[-1]

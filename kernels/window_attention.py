@@ -5,25 +5,23 @@ separately:
 
     S = c q_s k_s^T (L, L)      P = softmax(S) over the last axis      o_s = P v_s (L, D)
 
-The softmax exponentials are computed as 2^(S log2 e), after each row's largest score is subtracted. Let do_s be o_s's
-gradient. Because a row's softmax has the Jacobian diag(p) - p p^T,
+Let do_s be the gradient of o_s. Because a row's softmax has the Jacobian diag(p) - p p^T,
 
     dv_s = P^T do_s              dP = do_s v_s^T
     dS = P * (dP - sum_j P_ij dP_ij)
     dq_s = c dS k_s              dk_s = c dS^T q_s
 
-The backward pass therefore needs only q, k and v, and recomputes S and P, which are at most 64 x 64 numbers each, in
-registers.
+The backward pass recomputes the scores S and the weights P in registers, at most 64 x 64 numbers each, so that only q,
+k and v are saved.
 
-Segments are independent. In torch, a run (consecutive segments with equal length) is computed in one batched call
-without a mask. If runs of equally long segments are too short for separate calls, the segments are first sorted by
-length. In Triton, each program computes one segment of at most 64 tokens for one head. A program reads its inputs once
-and writes its outputs once. A head's D columns are padded to a power of two, for example 80 to 128. Blocks with 64 and
-16 columns would need fewer registers, but ptxas 12.8 (Triton 3.6 and 3.7) assembles products with 64 rows and 16 or 32
-columns wrongly for sm_90; verdicts.py finds a kernel with this error.
+In torch, consecutive segments with equal length are computed in one batched call without a mask. If there would be many
+short calls, the segments are first sorted by length. In Triton, each program computes one segment of at most 64 tokens
+for one head, and reads each input once. The D columns of a head are padded to a power of two, for example 80 to 128.
+Blocks with 64 + 16 columns would need fewer registers, but ptxas 12.8 (Triton 3.6 and 3.7) assembles matrix products
+with 64 rows and 16 or 32 columns wrongly for sm_90.
 
-On a GPU without Triton, torch's varlen_attn computes attention for windows of different lengths. The 128 window runs in
-eight photographs take .995 ms with varlen_attn, and 38.8 ms in separate calls (both passes, H200, bfloat16).
+On a GPU without Triton, torch's varlen_attn computes attention for windows of different lengths. For the windows of
+eight photographs, varlen_attn takes 0.995 ms, and 128 separate calls take 38.8 ms (both passes, H200, bfloat16).
 """
 
 import math
@@ -36,32 +34,28 @@ from torch import Tensor
 from minivlmrl.kernels.backend import INTERPRETED, backend_for, tl, to_device, triton
 from minivlmrl.kernels.dense_attention import Reorder, dense_attention, has_flash_attention
 
-# The most tokens and the largest head dimension that fit into a Triton program's registers. float32 does not fit: IEEE
-# products spill 8 KB per thread, and products in three tf32 passes still spill in the backward pass. Therefore torch
-# computes float32 on a GPU. The interpreter does not have this limit.
+# The most tokens and the largest head dimension that fit into a Triton program's registers. On a GPU, torch computes
+# float32 inputs, which do not fit: IEEE products spill 8 KB per thread, and products in three tf32 passes still spill
+# in the backward pass.
 MAX_TOKENS, MAX_HEAD_DIM = 64, 128
 TILE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]
 
-# Sorting 128 tokens takes a CPU as long as one attention call. Segments are sorted by length if an average run is
-# shorter.
+# Segments are sorted by length if an attention call would have fewer than 128 tokens on average, because a CPU sorts
+# 128 tokens in the time of one call.
 TOKENS_PER_CALL = 128
 
 
 class Segments:
-    """Segment boundaries, and the order in which `batched_attention` computes the segments.
-
-    All layers of the vision tower use the same Segments object.
-    """
+    """The boundaries of the segments, and the order in which torch computes the segments."""
 
     def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
         self.longest = max(lengths)
         starts = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
         # (segments + 1,), each segment's start and the last segment's end
         self.cu_seqlens = to_device(starts.int(), device)
-        # A run consists of consecutive segments with equal length. Each entry is the segment
-        # length and a run's token count.
+        # (segment length, token count) of each run of consecutive segments with equal length
         self.runs = [(length, sum(group)) for length, group in groupby(lengths)]
-        # permutation (T,) that sorts the tokens by segment length, and its inverse; None if the tokens are not sorted
+        # permutation (T,) that sorts the tokens by the length of their segment, and the inverse permutation, or None
         self.order = self.inverse = None
         if len(set(lengths)) < len(self.runs) and sum(lengths) < TOKENS_PER_CALL * len(self.runs):
             self.runs = [(length, sum(group)) for length, group in groupby(sorted(lengths))]
@@ -72,7 +66,7 @@ class Segments:
 
 
 def batched_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-    """Compute `window_attention` in torch, with one call for each run (equally long segments)."""
+    """Compute attention inside segments in torch, with one call for consecutive segments of the same length."""
     if segments.order is not None:
         q, k, v = (Reorder.apply(x, segments.order, segments.inverse) for x in (q, k, v))
     if len(segments.runs) == 1:  # split and concatenation are not needed
@@ -93,7 +87,7 @@ def _equal_segments(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-    """Compute `window_attention` with one call to torch's fused kernel, which needs an NVIDIA GPU."""
+    """Compute attention inside segments with one call to torch's varlen_attn, which needs an NVIDIA GPU."""
     # varlen_attn is imported only on use, because its module imports torch._dynamo, which takes over a second.
     from torch.nn.attention.varlen import varlen_attn
 
@@ -103,14 +97,14 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
     return out
 
 
-# The block sizes are powers of two: ROWS is a segment's padded token count, and COLUMNS the padded head dimension D.
+# A Triton kernel pads the tokens of a segment to ROWS and the head dimension D to COLUMNS, both powers of two.
 constexpr = tl.constexpr
 LOG2E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
 def _load(x, row_stride, length, D, ROWS: constexpr, COLUMNS: constexpr):
-    """Load the q, k or v of a segment, padded with 0 to (ROWS, COLUMNS)."""
+    """Load q, k or v of a segment, `length` tokens with D numbers, padded with 0 to (ROWS, COLUMNS)."""
     rows = tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, COLUMNS)[None, :]
     inside = (rows < length) & (columns < D)
@@ -119,7 +113,7 @@ def _load(x, row_stride, length, D, ROWS: constexpr, COLUMNS: constexpr):
 
 @triton.jit
 def _store(x, block, length, D, row_stride):
-    """Store the first `length` rows and D columns of a padded block."""
+    """Store a block of rows and columns, without the padding, in the tensor x."""
     rows = tl.arange(0, block.shape[0])[:, None]
     columns = tl.arange(0, block.shape[1])[None, :]
     inside = (rows < length) & (columns < D)
@@ -134,13 +128,13 @@ def _row_products(a, b):
 
 @triton.jit
 def _store_product(out, a, b, length, H: constexpr, D: constexpr):
-    """Compute a b for a (ROWS, ROWS), and write the product to a segment in `out` (contiguous)."""
+    """Store the matrix product a b, without padded rows and columns, in the contiguous tensor `out`."""
     _store(out, tl.dot(a, b, input_precision="ieee"), length, D, H * D)
 
 
 @triton.jit
 def _softmax(scores, length, D: constexpr, ROWS: constexpr):
-    """Compute P from q k^T. Attention weights for rows outside the segment are not used."""
+    """Compute the attention weights P (ROWS, ROWS) from q k^T, as powers of 2 instead of e."""
     inside = tl.arange(0, ROWS)[None, :] < length
     scores = tl.where(inside, scores * (D**-0.5 * LOG2E), float("-inf"))
     weights = tl.exp2(scores - tl.max(scores, 1)[:, None])
@@ -149,11 +143,11 @@ def _softmax(scores, length, D: constexpr, ROWS: constexpr):
 
 @triton.jit
 def _segment(cu_seqlens, H: constexpr):
-    """Return the program's head, and its segment's first token and length."""
+    """Return the head that a Triton program computes, and the first token and the length of its segment."""
     segment = tl.program_id(0) // H
     start = tl.load(cu_seqlens + segment)
     length = tl.load(cu_seqlens + segment + 1) - start
-    # int64, because offsets that are computed from the first token may exceed 32 bits
+    # The first token is an int64, because the offset of this token in q may exceed 32 bits.
     return tl.program_id(0) % H, start.to(tl.int64), length
 
 
@@ -162,7 +156,7 @@ def _forward_kernel(
     q, k, v, q_row, q_head, k_row, k_head, v_row, v_head, cu_seqlens, out,
     H: constexpr, D: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ):  # fmt: skip
-    """Compute attention for one segment and one head; q_row and q_head are q's strides between rows and heads."""
+    """Compute attention for one segment and one head. q_row, q_head: strides of q between tokens and heads."""
     head, start, length = _segment(cu_seqlens, H)
     q += start * q_row + head * q_head
     k += start * k_row + head * k_head
@@ -194,7 +188,7 @@ def _backward_kernel(
     values = _load(v, v_row, length, D, ROWS, COLUMNS)
     P = _softmax(_row_products(queries, keys), length, D, ROWS)
     dP = _row_products(grads, values)
-    # In the padded rows, dP (the gradient of the softmax weights) is 0, and so is dS (the gradient of the scores).
+    # In padded rows, the gradients dP of the attention weights and dS of the scores are 0.
     dS = (D**-0.5 * P * (dP - tl.sum(P * dP, 1)[:, None])).to(v.dtype.element_ty)
     P_t = tl.trans(P.to(v.dtype.element_ty))
     _store_product(grad_v + offset, P_t, grads, length, H, D)
@@ -203,14 +197,14 @@ def _backward_kernel(
 
 
 def block_sizes(longest: int, head_dim: int) -> tuple[int, int]:
-    """Return ROWS and COLUMNS for segments with at most `longest` tokens: 60 tokens of dimension 80 give 64, 128."""
-    # a kernel's block sizes are at least 16, because matrix instructions do not support smaller ones
+    """Return the padded token count and head dimension: 60 tokens with dimension 80 are padded to (64, 128)."""
+    # GPUs have no matrix instruction for fewer than 16 rows or columns
     rows, columns = (max(16, 1 << (size - 1).bit_length()) for size in (longest, head_dim))
     return rows, columns
 
 
 def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, **tensors: Tensor) -> None:
-    """Launch one program of a Triton kernel for each segment and head; `tensors` are its other arguments."""
+    """Launch a Triton kernel with one program for each segment and head."""
     # The kernels accept any strides between rows and between heads, but columns must be contiguous.
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     (_, H, D) = q.shape
@@ -263,10 +257,9 @@ _window_attention.register_autograd(_differentiate, setup_context=_save)
 def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
     """Compute attention within each segment with scale D^-1/2.
 
-    The Triton kernels are used if backend_for selects them and each segment fits into one program, which needs at most
-    64 tokens, D <= 128, and float16 or bfloat16. If Triton is not used, torch computes segments with at most 64 tokens
-    and different lengths in one varlen_attention call, if the GPU supports it, and all other segments with one
-    dense_attention call for each run.
+    Triton kernels compute segments of at most 64 tokens with D <= 128 in float16 or bfloat16, if backend_for selects
+    Triton. Without Triton, torch's varlen_attn computes segments of at most 64 tokens with different lengths, if the
+    GPU supports varlen_attn. batched_attention computes all other segments.
 
     Args:
         q, k, v: (T, H, D), queries, keys and values for T tokens, all with the same dtype.
@@ -278,7 +271,7 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
     fits = is_short and q.shape[-1] <= MAX_HEAD_DIM and q.dtype in TILE_DTYPES
     if fits and backend_for(q, "window_attention") == "triton":
         return _window_attention(q, k, v, segments.cu_seqlens, segments.longest)
-    # varlen_attn was only measured with segments of at most 64 tokens; longer ones are rare.
+    # The speed of torch's varlen_attn was measured only for segments of at most 64 tokens.
     is_mixed = is_short and len(segments.runs) > 1
     if is_mixed and q.is_cuda and has_flash_attention(*(x.transpose(0, 1)[None] for x in (q, k, v))):
         return varlen_attention(q, k, v, segments)

@@ -45,11 +45,11 @@ MODULES = {
     "sft_loss": "minivlmrl.losses.sft",
 }
 
-# Waiting threads of GNU OpenMP spin. With the default spin count, training was up to fifteen times slower when other
-# processes used the same cores.
+# Threads of GNU OpenMP wait in a busy loop. With the default length of the loop, training was up to fifteen times
+# slower when other processes used the same cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-# PyTorch may grow its GPU memory segments, so that steps of different lengths do not fragment memory. WSL is excluded,
-# because the first allocation could fail there (pytorch issue 192330).
+# Expandable segments of GPU memory avoid fragmentation by steps of different lengths. On WSL, the first allocation with
+# expandable segments could fail (pytorch issue 192330).
 in_wsl = hasattr(os, "uname") and "microsoft" in os.uname().release.lower()
 if not in_wsl and not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

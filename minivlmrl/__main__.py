@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         check_extras(module, f"the command {name}")
         return getattr(importlib.import_module(module), function)(arguments[1:]) or 0
     except BrokenPipeError:  # the program that reads the output, such as `head`, has ended
-        # stdout is replaced by an empty file, because the flush when Python exits would fail again on a closed pipe
+        # Python flushes stdout at exit, which would fail on the closed pipe, so stdout is replaced by an empty file.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:

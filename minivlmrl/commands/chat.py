@@ -61,7 +61,7 @@ def main(arguments: list[str]):
 
 
 def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunConfig:
-    """Load the prompt settings of the run that trained the model, or defaults, and the user's sampling options."""
+    """Load the prompt settings that were saved beside the model, or defaults, and the user's sampling options."""
     is_adapter = is_adapter_folder(options.model)
     path = base_model(options.model) if is_adapter else options.model
     dtype = read_config(find_folder(path)).torch_dtype
@@ -92,19 +92,15 @@ def build_row(options: argparse.Namespace, data: DataOptions) -> Row:
 
 
 class Stream:
-    """Prints one answer to the terminal while its tokens are sampled.
-
-    The tokens in `hidden` are not printed. A character whose bytes are spread over several tokens is printed with its
-    last byte.
-    """
+    """Print the tokens of an answer while they are sampled, except the tokens in `hidden`."""
 
     def __init__(self, tokenizer: Tokenizer, hidden: Collection[int]):
         self.tokenizer, self.hidden = tokenizer, hidden
-        # The UTF-8 decoder keeps the bytes of a character until all of them have been sampled.
+        # If several tokens share the bytes of a character, the decoder waits for the last byte.
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, rows: Tensor, ids: Tensor):
-        """Decode sampled token ids (n,), and print their text."""
+        """Print the text of sampled token ids (n,)."""
         for token_id in ids.tolist():
             if token_id not in self.hidden:
                 text = token_bytes(self.tokenizer, token_id)

@@ -7,9 +7,9 @@ torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                  # on seve
 
 A recipe sets the prompt template, the image size, the stopping rules, data.answer_format and the rewards of
 evaluations; --section.name=value changes any of these options. The default recipe is config.yaml from the run that
-trained the model. Without config.yaml, the recipe is minivlmrl.yaml beside the weights, or else recipes/own_data.yaml
-with {problem} as the prompt template. The adapter in the recipe is ignored, because the saved weights of a run contain
-the adapter already. --model may also be an adapter's folder, which names the base model to load.
+trained the model. If config.yaml is missing, the recipe is minivlmrl.yaml beside the weights, and if minivlmrl.yaml is
+missing, too, recipes/own_data.yaml with the prompt template {problem}. Options of the recipe's adapter are ignored,
+because the saved weights contain the adapter already. --model may also be the folder of an adapter.
 """
 
 import argparse
@@ -102,15 +102,14 @@ generate_main = partial(answer_file, "generate")
 
 
 def evaluation_config(options: argparse.Namespace, overrides: list[str], with_rewards: bool) -> RunConfig:
-    """Load the recipe, and set its model and data file to those on the command line.
+    """Load the recipe, with the model and the data file from the command line.
 
     A recipe that was found beside the model, and not named by the user, must not load code from files. A recipe that
     the user names with --recipe may load code from files.
     """
     is_adapter = is_adapter_folder(options.model)
     found_recipe = find_recipe(find_adapter(options.model) if is_adapter else options.model)
-    # The default prompt template is replaced by {problem}, because a model without a recipe was not trained with a
-    # template.
+    # A model without a recipe was not trained with a prompt template, so the prompt is the question alone.
     if not (found_recipe or options.recipe):
         overrides = ["--data.prompt_template={problem}", *overrides]
     recipe = options.recipe or found_recipe or recipes_folder() / "own_data.yaml"
@@ -119,7 +118,6 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
         "data.train_file": options.data,
         "data.eval_file": options.data,
         "data.eval_rows": options.rows,
-        # Options that only matter in training are cleared, because an evaluation does not train.
         "model.config": None,
         "data.task": None,
         "data.train": [],
@@ -129,8 +127,7 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
         fields["data.eval_rewards"] = ["accuracy", "format"]
     overridden = ["--adapter={}", *overrides, *as_overrides(fields)]
     is_found = options.recipe is None
-    # The recipe is loaded without rewards first, so that code of rewards that an evaluation does not run is not
-    # refused.
+    # Training rewards are loaded only if the evaluation uses them, so that unused code is not refused.
     config = load_config(recipe, ["--rewards={}", *overridden], is_found)
     if config.rewards:
         config.data.eval_rewards = list(config.rewards)
@@ -142,8 +139,7 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
 
 
 def trained_quantization(recipe: Path | None) -> Literal["nf4"] | None:
-    """Return the option adapter.quantize with which an adapter was trained, or None if its training run is not
-    found."""
+    """Return the value of adapter.quantize in the recipe of the run that trained an adapter, or None."""
     values = parse_yaml(recipe.read_bytes()) if recipe is not None else None
     section = values.get("adapter") if isinstance(values, dict) else None
     is_packed = isinstance(section, dict) and section.get("quantize") == "nf4"
@@ -151,8 +147,7 @@ def trained_quantization(recipe: Path | None) -> Literal["nf4"] | None:
 
 
 def find_recipe(model: str | Path) -> Path | None:
-    """Find the recipe of a model: config.yaml of the run that trained the model, or minivlmrl.yaml beside the
-    weights."""
+    """Find config.yaml of the run that trained a model, or minivlmrl.yaml beside the weights."""
     run_folders = Path(model).absolute().parents[:3]  # RUN is a parent of RUN/best/checkpoint
     recipe_paths = [folder / "config.yaml" for folder in run_folders]
     recipe_paths.append(find_folder(model) / INFERENCE_CONFIG)
@@ -163,7 +158,7 @@ def result_line(processor: Processor, names: Sequence[str], row: Row, completion
     answers = []
     for completion, values in zip(completions, rewards_of_row, strict=True):
         text = processor.decode_assistant_turn(completion)
-        # A missing mean is written as null, because JSON has no NaN.
+        # JSON has no NaN, so the reward of an answer that could not be scored becomes null.
         scored = [None if math.isnan(value) else value for value in values]
         answers.append(
             {
@@ -178,10 +173,7 @@ def result_line(processor: Processor, names: Sequence[str], row: Row, completion
 
 
 def summarise(lines: list[dict], names: Sequence[str]) -> dict:
-    """Compute the fraction `cut` of truncated answers, and the mean of each reward over all rows.
-
-    The mean of a reward leaves out rows for which the reward could not score any answer.
-    """
+    """Compute the fraction `cut` of truncated answers, and the mean of each reward over all rows that it scored."""
     cut_flags = [not answer["stopped"] for line in lines for answer in line["answers"]]
     summary: dict[str, float | None] = {"cut": sum(cut_flags) / len(cut_flags)}
     for name in names:

@@ -18,7 +18,7 @@ from minivlmrl.errors import did_you_mean
 
 
 def print_options(*names: str):
-    """Print the options of the named sections, or of all; the first name may be a recipe with its own stages."""
+    """Print the options of the named sections, or of all sections; the first name may be a recipe."""
     config_class = RunConfig
     if names and names[0].endswith(".yaml"):
         config_class = type(load_config(names[0]))
@@ -41,8 +41,7 @@ def print_options(*names: str):
 
 
 def options_by_section(config_class: type[RunConfig] = RunConfig) -> dict[str, list[Option]]:
-    """Return {section: its options}; the section "run" contains options such as seed that stand outside all
-    sections."""
+    """Return {section: its options}; options outside all sections, such as seed, are in the section "run"."""
     sections = {}
     for option in options_of(config_class):
         section = option.path.removesuffix(option.name).rstrip(".") or "run"

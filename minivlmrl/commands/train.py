@@ -19,7 +19,7 @@ from minivlmrl.run.process import run_rank
 
 
 def main(arguments: list[str]):
-    """Train as one rank, and exit the process at the end; with --help, only print the options of a recipe."""
+    """Run the command `train` as one rank of a training run, or print the options with --help."""
     if "--help" in arguments:
         from minivlmrl.commands.help import print_options
 
@@ -29,7 +29,7 @@ def main(arguments: list[str]):
 
 
 def train_recipe(arguments: list[str]) -> int:
-    """Train the recipe in the command-line arguments, and return an exit code."""
+    """Train the recipe that the command line names, and return an exit code."""
     return run_training(parse_arguments(arguments))
 
 

@@ -1,7 +1,7 @@
 """Load the functions and classes that a recipe names as "name", "file.py:name" or "package.module:name".
 
-A name may have options: "name(option=1)" binds the value 1 to the parameter `option` of the named function. Errors in
-the user's code are not converted to ValueError, so that their traceback names the user's line.
+In a recipe, "name(option=1)" calls the function `name` with option=1. Errors in the user's code are not converted to
+ValueError, so that their traceback names the user's line.
 """
 
 import ast
@@ -62,8 +62,8 @@ def recipes_folder() -> Path:
 @functools.cache
 def run_file(path: str) -> ModuleType:
     """Execute a Python file once, and return the resulting module."""
-    # The module's name is derived from the path, so that pickle and inspect find the module by the same name on every
-    # rank. Dots are replaced, because a dot in a module name separates packages.
+    # The path becomes the name of the module, so that pickle and inspect find the module by the same name on every
+    # rank. Dots are replaced, because Python would take the text before a dot for a package.
     module = ModuleType(path.removesuffix(".py").replace(".", "%2e"))
     module.__file__ = path
     sys.modules[module.__name__] = module
@@ -80,8 +80,8 @@ def split_options(text: str) -> tuple[str, str]:
 def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the object that a text such as "name(option=value)" names, and a dict of the options in the text.
 
-    Option values are Python literals. Only names with a colon load code from outside minivlmrl, so config/loading.py
-    can refuse foreign code by the colon.
+    Option values are Python literals. Only a name with a colon loads code from outside minivlmrl, and config/loading.py
+    relies on this colon to refuse such code.
 
     Args:
         kind: the object's kind for error messages, such as "reward".
@@ -119,7 +119,7 @@ def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
 
 
 def with_options(function: Callable, options: dict[str, Any]) -> Callable:
-    """Bind options to the parameters of a function that have defaults, and check the bounds of Annotated parameters."""
+    """Check the names and bounds of options, and return the function with these options as keyword arguments."""
     parameters = inspect.signature(function).parameters.values()
     hints = {p.name: p.annotation for p in parameters if p.default is not p.empty}
     values = {}

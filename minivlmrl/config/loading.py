@@ -18,7 +18,7 @@ from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
 from minivlmrl.errors import did_you_mean, error_context
 from minivlmrl.json_files import json_text
 
-# options that change a model's answers, and that have to be saved beside an adapter, because PEFT's files lack them
+# options that change a model's answers, and are saved beside the weights, because PEFT's files do not contain them
 INFERENCE_OPTIONS = {
     "model": ["dtype", "compute_dtype"],
     "data": [
@@ -73,8 +73,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
             overridden = _apply(override, overridden, hints)
         config = _build_run(config_class, overridden, "command line", resolver)
     except ValueError:
-        # The recipe is checked without the overrides first, so that an error in the recipe is reported with the
-        # recipe's name.
+        # If the recipe alone is wrong, the error names the recipe instead of the command line.
         _build_run(config_class, values, recipe)
         raise
     resolver.check()
@@ -87,7 +86,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
 def _build_run(
     config_class: type[RunConfig], values: dict, where: str | Path, change_text: ChangeText | None = None
 ) -> RunConfig:
-    """Build a RunConfig, and check the rules that involve other modules, such as those for DPO's losses."""
+    """Build a RunConfig, and check the image options, the video options and the losses of DPO."""
     config = build(config_class, values, str(where), change_text=change_text)
     with error_context(where):
         for name, options_class in (("image", ImageOptions), ("video", VideoOptions)):
@@ -128,8 +127,7 @@ def _stages(values: dict, where: str | Path) -> list[str]:
 
 @cache
 def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
-    """Add a section to RunConfig for each training stage from a user's file; raise ValueError if the section's name is
-    taken."""
+    """Return a subclass of RunConfig with an additional section for each training stage from a user's file."""
     if not algorithms:
         return RunConfig
     sections = {}
@@ -146,10 +144,10 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
 
 
 class Resolver:
-    """Makes the paths in a recipe absolute, and lists code from files in a recipe that the user has not named.
+    """Make the paths in a recipe absolute, and collect the code files of a recipe that was found beside a model.
 
-    Paths of the type FilePath are relative to the working directory, and RecipePath or Code to the recipe's folder. Hub
-    repository ids, and paths that do not exist, are not changed.
+    Paths of the type FilePath are relative to the working directory, and RecipePath or Code to the recipe's folder. A
+    FilePath that does not exist, such as a Hub repository id, is not changed.
 
     Args:
         recipe: path of the recipe.
@@ -165,8 +163,7 @@ class Resolver:
         self.unknown: list[str] = []  # code that only a recipe that was found names
 
     def check(self):
-        """Raise ValueError if a recipe that was found beside a model names code, unless the command line names this
-        code, too."""
+        """Raise ValueError if a recipe that was found beside a model names code from a file."""
         if self.unknown:
             raise ValueError(
                 f"{self.recipe} was found automatically and would run the code {self.unknown[0]}; read the code, "
@@ -178,8 +175,8 @@ class Resolver:
         if hint in (Code, RewardName):
             located = self._code(text, hint is RewardName, is_typed)
             name, options = split_options(located)
-            # A name without a colon is built into minivlmrl. A quoted text in the options counts as code, because the
-            # text could be a URL, a file or the name of a function.
+            # A quoted text in the options is refused like code, because the text could name a URL, a file or a
+            # function.
             if self.is_found and not is_typed and (":" in name or re.search("['\"]", options)):
                 self.unknown.append(located)
             return located
@@ -192,8 +189,8 @@ class Resolver:
     def _code(self, text: str, short: bool, is_typed: bool) -> str:
         """Make the file path in a text such as "file.py:name" absolute.
 
-        The path of a reward (`short`) stays relative to the working directory, because metrics are named after the
-        path.
+        The path of a reward (`short`) stays relative to the working directory, because the path is part of a metric's
+        name.
         """
         match = re.match(r"(.*?\.py)(:.*)", text, re.DOTALL)
         if not match:
@@ -209,8 +206,7 @@ class Resolver:
         """Find a file that a recipe names: beside the recipe, in the working directory, or in the folder `recipes`."""
         beside = self.recipe.parent
         folders = [Path(), beside] if is_typed else [beside, Path()]
-        # Built-in folders are searched, because a user's copy of a built-in recipe names files such as
-        # shapes_model.json.
+        # A user's copy of a built-in recipe names files in the built-in folders, such as shapes_model.json.
         ours = [recipes_folder().parent, recipes_folder()]
         existing = [folder for folder in folders + ours if os.path.exists(folder / file)]
         return os.path.abspath((existing or folders)[0] / file)
@@ -231,7 +227,7 @@ def _join_values(arguments: Sequence[str]) -> list[str]:
 
 
 def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
-    """Return the recipe's values after an override from the command line such as "--grpo.beta=0.1"."""
+    """Return a copy of a recipe's values, changed by an override such as "--grpo.beta=0.1"."""
     path, separator, text = override.removeprefix("--").partition("=")
     hint = hints.get(path)
     if not separator and hint is bool:  # --dpo.use_weighting
@@ -243,7 +239,7 @@ def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
 
 
 def _override_value(text: str, path: str, hint: TypeHint) -> Plain:
-    """Parse the value of an override as YAML; an option of type text takes a value such as 007 literally."""
+    """Parse the value of an override as YAML, but keep a value such as 007 if the option's type is text."""
     is_text = any(hint in (text_type, text_type | None) for text_type in TEXTS)
     where = f"command line: quote the value of {path}"
     with suppress(ValueError) if is_text else error_context(where):
@@ -254,7 +250,7 @@ def _override_value(text: str, path: str, hint: TypeHint) -> Plain:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Return a config with all defaults as YAML text, which can be used as a recipe to repeat the run."""
+    """Return all options of a run, with their defaults, as the YAML text of a recipe."""
     return yaml.safe_dump(dataclasses.asdict(config) | {"resume": None}, sort_keys=False)
 
 
@@ -285,7 +281,7 @@ def inference_yaml(config: RunConfig) -> str:
 
 
 def _replace(values, path: list[str], value):
-    """Return a copy of a nested dict with a new value at a path of keys; missing inner dicts are created."""
+    """Return a copy of a nested dict in which the keys of a path, such as ["grpo", "beta"], lead to a new value."""
     name, *rest = path
     inside = values if isinstance(values, dict) else {}
     return {**inside, name: _replace(inside.get(name), rest, value) if rest else value}

@@ -1,7 +1,7 @@
 """All options of a recipe, as dataclasses: one dataclass for each section of the recipe.
 
 A recipe is a YAML file with the fields of the dataclass RunConfig. On the command line, `--grpo.beta=0.04` sets one
-option, and `python train.py --help grpo` prints the comments beside the options of a section. The module
+option, and `python train.py --help grpo` prints the comments on the options of a section. The module
 config/validation.py rejects options that have no effect because of other options. A training stage that you write
 yourself declares its options in its own file.
 """
@@ -38,8 +38,8 @@ class ModelOptions:
     dtype: Dtype = "float32"  # dtype of parameters, gradients and AdamW moments
     # dtype of the forward and backward pass, such as bfloat16; None uses the option `dtype`
     compute_dtype: Dtype | None = None
-    # dtype of the saved weights; None is the dtype of the weights in the folder `path`, or the option `dtype` if
-    # training began with random weights
+    # dtype of the saved weights; None keeps the dtype of the files in `path`, or, for random weights, the option
+    # `dtype`
     save_dtype: Dtype | None = None
     # parts of the model that are not trained; `vision` is the vision tower, but not the merger that projects its output
     freeze: list[Part] = field(default_factory=list)
@@ -51,8 +51,7 @@ class ModelOptions:
 class LoRAOptions:
     """LoRA adapters. While adapters are trained, the weights of the base model are frozen."""
 
-    # folder of PEFT adapters to train further; r, alpha and target must have the values that the folder was trained
-    # with
+    # folder of PEFT adapters to train further; r, alpha and target must have the values of the first training
     path: FilePath | None = None
     r: Annotated[int, ">= 0"] = 0  # rank of the matrices; 0 trains without adapters
     alpha: Annotated[float, "(0, inf)"] = 32.0  # an adapter's output is scaled by alpha / r
@@ -61,8 +60,7 @@ class LoRAOptions:
     # layers that get adapters: language (the decoder), vision, merger, experts (with their routers), or a regular
     # expression for names of layers
     target: list[str] = field(default_factory=lambda: ["language"])
-    # nf4 stores the frozen weights of the decoder, and of all other layers that have adapters, in 4 bits per weight
-    # (QLoRA)
+    # nf4 stores the frozen weights of the decoder, and of other layers with adapters, in 4 bits per weight (QLoRA)
     quantize: Literal["nf4"] | None = None
 
 
@@ -99,7 +97,7 @@ class VideoOptions(ImageOptions):
     total_pixels: Whole | None = None  # upper bound on the total area of all frames
     fps: Annotated[float, "(0, 1e15)"] | None = None  # sampled frames per second
     nframes: Whole | None = None  # number of sampled frames, in place of fps
-    # bounds on the number of frames that are sampled from a video with the option fps
+    # bounds on the number of frames if the option fps is set
     min_frames: Whole | None = None
     max_frames: Whole | None = None
     # first and last second of the part of the video from which frames are sampled
@@ -113,22 +111,21 @@ class RowOptions:
 
     # folder of relative image paths; None is the folder of the data file
     image_root: FilePath | None = None
-    # your own function for a nested format, as file.py:name: it gets each row of a file as a dictionary and returns the
-    # columns that docs/data.md describes. None reads rows that have these columns already
+    # your own function for another format, as file.py:name: it gets a row of the file as a dictionary, and returns the
+    # columns that docs/data.md describes. None: the file has these columns
     format: Code | None = None
     # new names for columns: {label: solution} reads the column `label` as the column `solution`
     columns: dict[str, str] = field(default_factory=dict)
-    # template for the text of the last user turn; {problem} is replaced by the row's question. Rows that have no
-    # question need a template without {problem}
+    # text of the last user turn; {problem} is replaced by the row's question. If rows have no question, the text must
+    # not contain {problem}
     prompt_template: str = "{problem}"
     system_prompt: str | None = None  # None uses the chat template's default
-    # library that resizes images: pil, or torch, which the fast image processors of transformers use; None follows the
+    # library that resizes images: pil, or torch as in the fast image processors of transformers; None follows the
     # processor settings in the model folder
     resize_backend: Literal["pil", "torch"] | None = None
-    # size of all images whose row does not give a size, such as {resized_height: 384, resized_width: 384}; see
-    # ImageOptions
+    # size of images whose row gives no size, such as {resized_height: 384, resized_width: 384}; see ImageOptions
     image: dict = field(default_factory=dict)
-    # options for videos, such as {fps: 1}; an option that a row gives has priority; see VideoOptions
+    # options for videos, such as {fps: 1}; an option in a row has priority; see VideoOptions
     video: dict = field(default_factory=dict)
 
 
@@ -159,8 +156,8 @@ class DataOptions(RowOptions):
     files: dict[str, FilePath] = field(default_factory=dict)  # training rows of single stages: {sft: rows.jsonl}
     # file of held-out rows; docs/data.md describes the columns
     eval_file: FilePath | None = None
-    # leave out training rows whose prompt has more tokens than this number; a stage that trains on given answers counts
-    # the prompt together with its longest answer. None keeps all rows
+    # leave out training rows whose prompt has more tokens; a stage that trains on given answers, such as SFT, also
+    # counts the row's longest answer. None keeps all rows
     max_prompt_tokens: Annotated[int, ">= 1"] | None = None
     eval_rows: Annotated[int, ">= 0"] = 256  # maximum number of rows to evaluate; 0 for none
     # also evaluate with gray images and with the images of other rows, to measure how much answers depend on the image
@@ -169,8 +166,7 @@ class DataOptions(RowOptions):
     min_pixels: MinPixels | None = None
     # largest area of an image, in pixels; None follows the processor settings
     max_pixels: Count | None = None
-    # number of threads that prepare the next prompts during an optimizer step; with 0, prompts are prepared between
-    # steps
+    # threads that prepare the next prompts during an optimizer step; 0 prepares the prompts between the steps
     image_workers: Annotated[int, "[0, 64]"] = 2
     skip_unreadable: bool = False  # skip training rows whose image cannot be read, and count them
     # variables for the chat template, such as {enable_thinking: false}
@@ -180,7 +176,7 @@ class DataOptions(RowOptions):
     box_space: Literal["original", "resized", "thousandths", "unit"] | None = None
     # part of a completion that is the answer: the text in <answer> tags, the whole text, or the last line of the text
     answer_format: Literal["tags", "whole", "last_line"] = "tags"
-    # rewards that score evaluations; the first one is reported in most detail. None uses the training rewards, see
+    # rewards in evaluations; the first reward is reported in most detail. None uses the training rewards, see
     # RunConfig.eval_rewards
     eval_rewards: list[RewardName] | None = None
 
@@ -224,15 +220,14 @@ class SamplingOptions:
     # penalty for tokens that occur in the prompt or earlier in the completion: positive logits are divided by the
     # penalty, negative logits are multiplied by it
     repetition_penalty: Annotated[float, "(0, inf)"] = 1.0
-    # texts that end a completion; a completion includes the token with which one of these texts becomes complete
+    # texts that end a completion; a completion contains its stop string, and all characters of the last token
     stop_strings: list[str] = field(default_factory=list)
-    # maximum number of prompt and completion tokens in one sampling batch, where each completion counts as
-    # max_new_tokens; None samples all prompts in one batch
+    # maximum number of tokens in a sampling batch: its prompts, and max_new_tokens for each completion. None samples
+    # all prompts in one batch
     max_batch_tokens: Annotated[int, ">= 1"] | None = None
     # environment with tools that the model may call in its completions, as file.py:NAME, see docs/agents.md
     environment: Code | None = None
-    # number of past turns whose images remain in the prompt of the next turn, see docs/agents.md; None keeps the images
-    # of all turns
+    # number of past turns whose images stay in the prompt of the next turn, see docs/agents.md; None keeps all images
     history: Annotated[int, ">= 1"] | None = None
     cuda_graph: Literal["auto", "never"] = "auto"  # auto runs decode steps as a CUDA graph on a GPU
     # engine that computes the logits of rollouts: the trained model itself (native), vLLM (docs/notes/vllm.md), or a
@@ -252,8 +247,7 @@ class SamplingOptions:
 
     @property
     def truncates(self) -> bool:
-        """True if sampling removes tokens (top_k, top_p or min_p), so that training normalises over the remaining
-        tokens."""
+        """True if top_k, top_p or min_p removes tokens; training then uses the softmax over the other tokens."""
         return self.temperature > 0 and any(getattr(self, name) != off for name, off in NO_TRUNCATION.items())
 
     @property
@@ -266,11 +260,10 @@ class SamplingOptions:
 class RolloutOptions:
     """Options for sampling during training: a check of log-probabilities, and the gathering of sharded weights."""
 
-    # largest difference, in nats, that the log-probabilities of a token in sampling and in training may have. In 16
-    # bits, the root mean square of the differences over all tokens may be at most a tenth of this value
+    # largest allowed difference, in nats, between a token's log-probabilities in sampling and in training. In 16 bits,
+    # the root mean square over all tokens may be a tenth of this value
     max_logp_mismatch: Annotated[float, "(0, inf]; .inf disables the check"] = 1.0
-    # gather all sharded weights before completions are sampled; False gathers the weights layer by layer in each
-    # forward pass
+    # gather all sharded weights before sampling; False gathers each layer's weights in each forward pass
     gather_weights: bool = True
 
 
@@ -281,8 +274,8 @@ class RolloutOptions:
 class OptimizerOptions:
     """Optimizer options for all training stages; learning rate and adam_beta2 are set for each stage."""
 
-    # AdamW, AdamW with 8-bit moments, or your own optimizer as file.py:name, which is called with (parameters, learning
-    # rate, betas=, weight_decay=) and must keep its whole state in tensors
+    # AdamW, AdamW with 8-bit moments, or your own optimizer as file.py:name. Your optimizer is called with (parameters,
+    # learning rate, betas=, weight_decay=), and its whole state must be tensors
     name: Literal["adamw", "adamw_8bit"] | Code = "adamw"
     weight_decay: Annotated[float, "[0, inf)"] = 0.0  # applied to all weights
     max_grad_norm: Annotated[float, "(0, inf]; .inf does not clip"] = 1.0  # largest gradient norm
@@ -293,11 +286,11 @@ class ShardingOptions:
     """Options for sharding weights, gradients and optimizer state over the ranks with FSDP2."""
 
     enabled: bool = False  # False keeps a full copy of the model on each rank
-    # number of full copies of the model among all ranks; with one copy per node, weights are gathered only within nodes
+    # number of full copies of the model among all ranks; with one copy per node, no weights are sent between nodes
     replicas: Annotated[int, ">= 1"] = 1
     cpu_offload: bool = False  # keep shards, gradients and optimizer state in CPU memory
-    # gather weights and reduce gradients once per optimizer step, not once per micro-batch; each GPU then needs memory
-    # for all weights in the layers' dtype and all gradients in float32
+    # gather weights and reduce gradients once per optimizer step, not once per micro-batch. This is faster, but each
+    # GPU needs memory for all weights, and for all gradients in float32
     once_per_step: bool = False
 
 
@@ -320,8 +313,8 @@ class TrainingOptions:
     def without_effect(self) -> Iterator[tuple[str, str]]:
         """Yield (option, reason) for each option of this dataclass that has no effect because of other options.
 
-        If a recipe sets an option without effect, config/validation.py raises ValueError. The section for a stage in
-        your own file can extend this method, here for an option `warmdown`:
+        config/validation.py rejects a recipe that sets an option without effect. The options of your own stage can
+        extend the method without_effect. An example for an option `warmdown`:
 
             def without_effect(self):
                 yield from super().without_effect()
@@ -346,7 +339,7 @@ class DPOOptions(TrainingOptions):
     loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # keys in DPO_LOSSES
     loss_weights: list[Finite] | None = None  # None is 1 for each; MPO has [0.8, 0.2, 1.0]
     beta: Annotated[float, "(0, inf)"] = 0.1  # scales the log ratios; larger values keep the policy near the reference
-    # assumed fraction of pairs with swapped labels, for the losses sigmoid, exo_pair, robust, aot and aot_unpaired
+    # assumed fraction of pairs with swapped answers, for the losses sigmoid, exo_pair, robust, aot and aot_unpaired
     label_smoothing: Finite = 0.0
     # divergence that keeps the policy near the reference model, see f_score
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
@@ -360,9 +353,9 @@ class DPOOptions(TrainingOptions):
 class RewardModelOptions(TrainingOptions):
     """Options for training a reward model on preference pairs."""
 
-    # weight of a loss term, the squared sum of a pair's two scores, which keeps the mean score near 0
+    # weight of the loss term (chosen score + rejected score)^2, which keeps the mean score near 0
     center_rewards_coefficient: Finite | None = None
-    # model folder for the reward named `reward_model`; None uses the reward model that this stage has trained
+    # model folder for the reward `reward_model`; None uses the model from the recipe's stage reward_model
     path: FilePath | None = None
 
 
@@ -373,23 +366,21 @@ class GRPOOptions(TrainingOptions):
     num_generations: Annotated[int, ">= 2"] = 8  # G, completions per prompt (the group)
     steps_per_generation: Annotated[int, ">= 1"] = 1  # optimizer steps per pass over a rollout
     num_iterations: Annotated[int, ">= 1"] = 1  # passes over each rollout
-    # maximum number of tokens in a forward and backward pass; the prompt of several completions counts once, and its
-    # completions may be split over several passes. None sets no limit
+    # maximum number of tokens in a forward and backward pass; completions of the same prompt share the prompt's tokens,
+    # but may be split over several passes. None sets no limit
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
-    # dynamic sampling: replace groups whose rewards are all equal by new groups, from up to this many batches of
-    # prompts; 1 disables dynamic sampling
+    # dynamic sampling: a group whose rewards are all equal is replaced by the group of another prompt, from at most
+    # this number of prompt batches per step; 1 disables dynamic sampling
     max_num_gen_batches: Annotated[int, ">= 1"] = 1
 
     # function that computes advantages from rewards: a name in losses/advantages.py, or your own function as
-    # file.py:name. None chooses rloo for loss_type rloo, gdpo for multi_objective_aggregation normalize_then_sum, and
-    # otherwise grpo
+    # file.py:name. None is rloo with loss_type rloo, gdpo with normalize_then_sum, and otherwise grpo
     advantages: Literal["grpo", "gdpo", "rloo"] | Code | None = None
-    # advantages are divided by the standard deviation of the rewards in the group or in the batch, or are not divided
+    # divide advantages by the standard deviation of rewards in the group or in the batch; none does not divide
     scale_rewards: Literal["group", "batch", "none"] = "group"
     # with several rewards, normalise their weighted sum, or normalise each reward before the sum (GDPO)
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    # DAPO's penalty for long completions: the penalty grows over this many tokens before max_new_tokens; 0 disables the
-    # penalty
+    # DAPO's penalty for long completions grows over the last N tokens before max_new_tokens; 0 disables the penalty
     soft_punish_cache: Annotated[int, ">= 0"] = 0
     # leave completions that were cut at max_new_tokens out of the loss (DAPO's overlong filtering)
     mask_truncated_completions: bool = False
@@ -402,16 +393,15 @@ class GRPOOptions(TrainingOptions):
     epsilon_high: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2  # upper clip range, see epsilon_low
     beta: Annotated[float, "[0, inf)"] = 0.0  # weight of the KL penalty; 0 needs no reference model
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # KL estimator, see kl_term
-    # multiply the KL penalty by the ratio of the new to the old policy, which makes the gradient of the penalty
-    # unbiased
+    # multiply the KL penalty by pi / pi_old, which makes the gradient of the penalty unbiased
     use_bias_correction_kl: bool = True
-    # fraction of the completion tokens that are trained on, the tokens with the highest entropy
+    # train only on the completion tokens with the highest entropy: 0.2 trains on a fifth of all tokens
     top_entropy_quantile: Annotated[float, "(0, 1]"] = 1.0
     entropy_coef: Finite = 0.0  # weight of the entropy bonus
-    # importance sampling against differences between the log-probabilities of sampling and of training, see
+    # importance sampling corrects for log-probabilities that differ between sampling and training, see
     # rollout_importance_ratio
     rollout_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = None
-    # lower and upper bound of the importance ratio in rollout_correction
+    # lower and upper bound of the importance ratio that grpo.rollout_correction computes
     rollout_correction_bounds: tuple[CorrectionBound, CorrectionBound] = (None, 3.0)
 
     def __post_init__(self):
@@ -423,8 +413,7 @@ class GRPOOptions(TrainingOptions):
 
     @property
     def advantages_name(self) -> str:
-        """The value of the option `advantages`, or the value that follows from other options if `advantages` is
-        None."""
+        """The name of the advantage function; if grpo.advantages is None, the name follows from other options."""
         if self.advantages is not None:
             return self.advantages
         if self.loss_type == "rloo":
@@ -439,10 +428,10 @@ class PPOOptions(TrainingOptions):
     num_generations: Annotated[int, ">= 1"] = 1  # completions per prompt
     num_mini_batches: Annotated[int, ">= 1"] = 1  # optimizer steps per pass over a rollout
     num_ppo_epochs: Annotated[int, ">= 1"] = 4  # passes over each rollout
-    # maximum number of tokens per forward and backward pass; the prompt of several completions counts once. None sets
-    # no limit
+    # maximum number of tokens in a forward and backward pass; completions of the same prompt share the prompt's tokens.
+    # None sets no limit
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
-    # the ratio of the new to the old policy is clipped to 1 +- cliprange, and a critic's value to its old value +-
+    # the ratio of the new to the old policy is clipped to 1 +- cliprange, and the change of a critic's value to +-
     # cliprange
     cliprange: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2
     vf_coef: Annotated[float, "[0, inf)"] = 0.1  # weight of the critic's loss
@@ -466,44 +455,42 @@ class RunConfig:
 
     seed: int = 0  # seed for weights, data order and sampling
     output_dir: str = "runs/default"  # folder of all files of the run
-    # names of the training stages, in order; your own stage is file.py:Class, whose option section has the name
+    # names of the training stages, in order. Your own stage is file.py:Class, with its options in the section
     # Class.stage
     stages: list[Code] = field(default_factory=lambda: [Code("grpo")])
     max_epochs: Annotated[float, "(0, 1e6]"] | None = None  # epochs after which a stage ends
     # CPU threads per rank; None takes the environment variable OMP_NUM_THREADS, or an equal share of the cores
     num_threads: Annotated[int, "[1, 4096]"] | None = None
-    # minutes between saved training states, from which a run can resume; a training state is also saved after each
-    # stage
+    # minutes between saved training states, from which a run can resume; each stage also saves its last state
     checkpoint_minutes: Annotated[float, "[0, inf)"] = 10.0
-    # also save a training state every N steps; if checkpoint_steps and checkpoint_minutes are 0, a training state is
-    # saved only after a signal such as SIGTERM
+    # also save a training state every N steps; if checkpoint_steps and checkpoint_minutes are both 0, only a signal
+    # such as SIGTERM saves a state
     checkpoint_steps: Annotated[int, ">= 0"] = 0
-    # "auto" resumes from the newest training state in output_dir, if there is one; the path of a training state resumes
-    # from this state; "never" deletes the training states in output_dir and starts again
+    # "auto" resumes from the newest training state in output_dir, if there is one. A path resumes from the training
+    # state in the path. "never" deletes the training states in output_dir and starts again
     resume: str | None = None
     eval_steps: Annotated[int, ">= 0"] = 0  # also evaluate every N steps; 0 only between stages
     # also write the weights to the folder checkpoint/ every N steps; 0 writes the weights only after a stage
     save_steps: Annotated[int, ">= 0"] = 0
-    # files that save_steps and best_metric write: all weights with the adapter merged, or only the adapter, which is
-    # far smaller; the end of the run always writes merged weights
+    # what save_steps and best_metric write: all weights with the adapter merged, or only the adapter, which is far
+    # smaller. The end of a run always writes merged weights
     save: Literal["merged", "adapter"] = "merged"
     log_completions: Annotated[int, ">= 0"] = 10  # steps between entries in completions.jsonl
-    # number of prompts per entry of completions.jsonl, the first prompts of rank 0; null logs all prompts of all ranks
+    # log only the first N prompts of rank 0 in each entry of completions.jsonl; None logs all prompts of all ranks
     num_logged_prompts: Annotated[int, ">= 1"] | None = 4
     # minutes between updates of report.html; 0 writes the report only when the run ends
     report_minutes: Annotated[float, "[0, inf)"] = 1.0
-    # evaluation metric, such as eval/accuracy_greedy; the weights with the best value of this metric are saved in the
-    # folder best/
+    # evaluation metric, such as eval/accuracy_greedy; the folder best/ gets the weights with the metric's best value
     best_metric: str | None = None
-    # trackers that receive the metrics, or your own function as file.py:name, which is called with (config, steps,
-    # closing) and returns a function log(values, steps)
+    # trackers that receive the metrics, or your own function as file.py:name. Your function is called with (config,
+    # steps, closing), and returns a function log(values, steps)
     report_to: list[Literal["tensorboard", "wandb"] | Code] = field(default_factory=list)
-    # refuse to start if the run needs more memory than the GPUs have, according to `minivlmrl memory`
+    # refuse to start if the command `memory` estimates that the run needs more memory than the GPUs have
     check_memory: bool = True
     # seconds that a rank waits for other ranks in an optimizer step; sampling, rewards and saving may take longer on
     # one rank
     timeout: Annotated[float, "(0, 1e9)"] = 600.0
-    # seconds that one call of a reward function may take; a call scores all completions in a batch
+    # time limit in seconds for a call of a reward function; a call scores all completions in a batch
     max_reward_seconds: Annotated[float, "(0, 1e9)"] = 1800.0
     model: ModelOptions = field(default_factory=ModelOptions)
     adapter: LoRAOptions = field(default_factory=LoRAOptions)
@@ -511,7 +498,7 @@ class RunConfig:
     sharding: ShardingOptions = field(default_factory=ShardingOptions)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
-    # rewards whose weighted sum GRPO and PPO maximize: {name of a reward: its weight}, such as {accuracy: 1.0}
+    # rewards of which GRPO and PPO maximize the weighted sum: {name of a reward: weight}, such as {accuracy: 1.0}
     rewards: Weights = field(default_factory=lambda: {RewardName("format"): 0.5, RewardName("accuracy"): 1.0})
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     reference: ReferenceOptions = field(default_factory=ReferenceOptions)
@@ -522,9 +509,9 @@ class RunConfig:
     ppo: PPOOptions = field(default_factory=PPOOptions)
 
     def __post_init__(self):
-        # fields that load_config sets, and that a recipe cannot set
+        # A recipe cannot set these three fields; load_config sets them.
         self.recipe = ""  # recipe path
-        # sections in the recipe for the user's own stages that the command line has removed from `stages`
+        # sections for a user's own stages that the recipe has, but that --stages=... on the command line leaves out
         self.unused_sections: list[str] = []
         self.names_of_files: dict[str, str] = {}  # "file.py:Class" of `stages` -> Class.stage
         if self.rewards and not any(self.rewards.values()):
@@ -539,11 +526,11 @@ class RunConfig:
 
     @property
     def eval_rewards(self) -> list[RewardName]:
-        """The rewards that score evaluations: data.eval_rewards, or else the training rewards.
+        """The rewards in evaluations: data.eval_rewards, or the training rewards if data.eval_rewards is None.
 
         Training rewards are ordered by weight, the largest first, and rewards for the format come last. The reward
-        `reward_model` is left out of evaluations, because a reward model can only score training rows. If
-        `reward_model` is the only training reward, answers are evaluated with the rewards accuracy and format.
+        `reward_model` is left out of evaluations, because a reward model can only score training rows. If no reward is
+        left, evaluations use the rewards accuracy and format.
         """
         if self.data.eval_rewards is not None:
             return self.data.eval_rewards

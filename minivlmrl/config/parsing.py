@@ -50,7 +50,7 @@ TRL_ALIASES = {
 
 
 class Loader(yaml.SafeLoader):
-    """A YAML loader that also rejects duplicate keys, and aliases, with which a short text can fill the memory."""
+    """A YAML loader that rejects duplicate keys and aliases; a short text with aliases could fill the memory."""
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
@@ -97,7 +97,7 @@ def build(
 
 
 def check_values(cls: type[Dataclass], values: Mapping[str, Plain], where: str) -> dict[str, Plain]:
-    """Check values against the fields of a dataclass, and return those that are not None."""
+    """Check a mapping against the fields of a dataclass, and return the values that are not None."""
     if not values:
         return {}
     checked = vars(build(cls, values, where))
@@ -110,11 +110,11 @@ def read_value(hint: TypeHint, value: Plain, name: str, json: bool) -> Any:
 
 
 class Reader:
-    """Checks a nested value against a type hint, and converts the value.
+    """Check a nested value against a type hint, and convert the value.
 
     Type hints may be int, float, str, bool, dict, X | None, list[X], dict[str, X], tuple[X, ...], tuple[X, X, X],
-    dataclasses, Literal["a", "b"], text types from config/types.py, and bounds: Annotated[int, ">= 1"],
-    Annotated[float, "(0, 1]"].
+    dataclasses, Literal["a", "b"], text types from config/types.py, and numbers with bounds such as Annotated[float,
+    "(0, 1]"].
 
     Args:
         json: True for JSON files, which programs write. Then unknown keys are ignored and texts are not converted.
@@ -136,7 +136,7 @@ class Reader:
         """Check and convert a value of a recipe; `name` is the field's path in error messages, such as "grpo.beta"."""
         origin = typing.get_origin(hint)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            # a caller may pass a section that is already a dataclass, also of a subclass of the section's type
+            # A caller may pass a dataclass in place of a dict.
             return value if isinstance(value, hint) else self.read_section(hint, value, name)
         if origin in (typing.Union, types.UnionType):
             return self._read_union(hint, value, name)
@@ -147,7 +147,7 @@ class Reader:
                 raise _invalid(name, number, bounds_text(bounds))
             return number
         if origin is Literal:
-            # types of choices are compared in addition to values, because 1 == True in Python
+            # The types must be equal, too, because 1 == True in Python.
             choices = [(type(choice), choice) for choice in typing.get_args(hint)]
             if (type(value), value) not in choices:
                 raise _invalid(name, value, type_text(hint))
@@ -191,8 +191,7 @@ class Reader:
             raise ValueError(f"{prefix}{error}") from None
 
     def _read_union(self, hint: TypeHint, value: Plain, name: str) -> Any:
-        """Check a value whose type hint is a union: keep the value's own type if possible, or else try the types in
-        order."""
+        """Check a value whose type hint is a union. If the value has none of the types, try to convert the value."""
         choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
         if type(value) in typing.get_args(hint):  # "7" is text for float | str
             return value
@@ -221,7 +220,7 @@ class Reader:
         inside = typing.get_args(hint)
         if origin is list and isinstance(value, str) and not self.json:
             value = [value]  # a text stands for a list with one item, as in --dpo.loss_type=ipo
-        # a list is accepted where the type hint says tuple, because JSON and YAML have no tuples
+        # JSON and YAML have no tuples, so a list is accepted for a tuple.
         is_valid = isinstance(value, (list, tuple) if origin is tuple else list)
         check_field(is_valid, name, value, f"of type {type_text(hint)}")
         if origin is list or ... in inside:
@@ -231,16 +230,14 @@ class Reader:
         return tuple(self.read(item_hint, item, name) for item_hint, item in items)
 
     def _changed(self, hint: TypeHint, value: Plain, path: str) -> Plain:
-        """Replace a text whose type, such as FilePath, is defined in config/types.py by the result of the function
-        change_text."""
+        """Call the function change_text for a text whose type is in config/types.py, such as FilePath."""
         if self.change_text and hasattr(hint, "__supertype__") and isinstance(value, str):
             return self.change_text(hint, value, path)
         return value
 
 
 def _suggestion(root: type, section: type, prefix: str, key: str, dashes: str) -> str:
-    """Suggest an option in place of an unknown key: the option for TRL's name, the key in another section, or a similar
-    name."""
+    """Suggest an option in place of an unknown key, which may be TRL's name or belong to another section."""
     if key in TRL_ALIASES:
         return f"here this option is {dashes}{TRL_ALIASES[key].replace(' and ', f' and {dashes}')}"
     paths = [option.path for option in options_of(root)]
@@ -274,7 +271,7 @@ class Option(NamedTuple):
 
 
 def options_of(cls: type, prefix: str = "") -> Iterator[Option]:
-    """Yield the options in a dataclass and in its nested dataclasses, the sections of a recipe."""
+    """Yield the options of a dataclass, and of the dataclasses in its fields (the sections of a recipe)."""
     hints = typing.get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
@@ -331,8 +328,8 @@ def type_text(hint: TypeHint) -> str:
 def within_bounds(number: float, bounds: str) -> bool:
     """Return True if a number is within bounds such as ">= 1", "> 0" or "(0, 1]".
 
-    Infinity is only within bounds that end with "inf]", such as "(0, inf]". In `bounds`, text after "; " is advice for
-    error messages, and does not change the bounds.
+    Infinity is only within bounds that end with "inf]", such as "(0, inf]". Bounds may end with advice for error
+    messages, as in "(0, inf]; .inf does not clip".
     """
     interval = bounds.partition("; ")[0]
     if interval.startswith(">"):
@@ -344,8 +341,7 @@ def within_bounds(number: float, bounds: str) -> bool:
 
 
 def bounds_text(bounds: str) -> str:
-    """Describe bounds for an error message: "(0, inf]; .inf does not clip" becomes "in (0, inf] (.inf does not
-    clip)"."""
+    """Describe bounds in words for an error message: "(0, 1]; 1 is all" becomes "in (0, 1] (1 is all)"."""
     interval, _, advice = bounds.partition("; ")
     words = interval if interval[0] == ">" else f"in {interval}"
     words = "finite" if interval == "(-inf, inf)" else words

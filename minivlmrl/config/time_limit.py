@@ -11,17 +11,16 @@ longest = math.inf  # seconds that every limit has at most, see `shorten_limits`
 
 
 class Overtime(BaseException):
-    """Raised in a user's code that exceeds its time limit; a BaseException, so that `except Exception` does not catch
-    it."""
+    """A user's code takes too long. Because Overtime is a BaseException, `except Exception` does not catch it."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise the exception Overtime in a `with` block that runs longer than `seconds`.
 
-    The signal SIGALRM raises Overtime, and so also interrupts a sleep, a request or a regular expression. The time
-    limit has no effect on Windows, outside the main thread, in code that replaces SIGALRM's handler, or in C code that
-    never returns.
+    A timer sends the signal SIGALRM, which also interrupts a sleep, a request or a regular expression. The time limit
+    has no effect on Windows, outside the main thread, in code that replaces SIGALRM's handler, or in C code that never
+    returns.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or not hasattr(signal, "SIGALRM"):
@@ -39,16 +38,16 @@ def time_limit(seconds: float) -> Iterator[None]:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
-        # The timer is cleared twice, because the alarm may interrupt the line that clears the timer the first time.
+        # The timer may raise Overtime before the first setitimer(..., 0) stops the timer, so a second one follows.
         signal.setitimer(signal.ITIMER_REAL, 0)
-        # The former handler is None if C code installed it; signal.signal does not accept None.
+        # If C code had installed the handler, `former` is None, which signal.signal does not accept.
         signal.signal(signal.SIGALRM, former or signal.SIG_DFL)
 
 
 def shorten_limits(seconds: float):
-    """Limit the rest of a running `time_limit` block, and every later block, to `seconds`.
+    """Shorten the time limit that is running, and all later time limits, to at most `seconds`.
 
-    After a stop signal, the handler calls shorten_limits, so that the run does not wait for a reward that hangs.
+    A run calls shorten_limits after a stop signal, so that the run does not wait for a reward that hangs.
     """
     global longest
     longest = seconds

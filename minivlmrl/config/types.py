@@ -15,7 +15,7 @@ Code = NewType("Code", str)  # a name, or "file.py:name" with the file relative 
 RewardName = NewType("RewardName", str)  # reward name, or Code: see rewards/registry.py
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
-# parts of a model, see PARTS in model/plain_weights.py; vision is the vision tower without the merger
+# parts of a model; "vision" is the vision tower, without the merger that projects its output
 Part = Literal["vision", "merger", "language", "embeddings"]
 Count = Annotated[int, ">= 1"]
 Finite = Annotated[float, "(-inf, inf)"]

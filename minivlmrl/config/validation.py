@@ -1,8 +1,8 @@
 """Reject recipes that set an option which has no effect because of another option.
 
-The table RULES lists the options that other options switch off, with the reason and the condition. A recipe may contain
-an option without effect only with the option's default value. Training stages check their own options in the method
-`TrainingOptions.without_effect`, also stages in a user's file.
+For each option that has no effect under some condition, the table RULES has the reason and the condition. A recipe may
+not change an option without effect. Training stages, also those in a user's file, check their options in the method
+`TrainingOptions.without_effect`.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,18 +11,18 @@ from operator import attrgetter
 from minivlmrl.config.options import NO_TRUNCATION, RunConfig, TrainingOptions
 from minivlmrl.errors import error_context
 
-# (names of options separated by spaces, reason why the options have no effect, condition). The condition is a function
-# of the config and of whether a stage keeps a reference model.
+# (names of options, reason why the options have no effect, condition); the arguments of a condition are the config, and
+# True if a training stage needs a reference model
 Rule = tuple[str, str, Callable[[RunConfig, bool], object]]
 
 
 def on_policy(run: RunConfig) -> bool:
-    """Return True if GRPO takes one optimizer step per rollout, so that all ratios of new to old policy are 1."""
+    """Return True if GRPO takes one optimizer step per rollout, so that pi / pi_old is 1 for each token."""
     return run.grpo.num_iterations * run.grpo.steps_per_generation == 1
 
 
 def own_loss(run: RunConfig) -> bool:
-    """Return True if the GRPO loss comes from a user's file; the loss may then read any option in the section grpo."""
+    """Return True if the GRPO loss is a user's function, which may read every option in the section grpo."""
     return ":" in run.grpo.loss_type
 
 
@@ -147,8 +147,7 @@ def unnamed_stages(run: RunConfig) -> list[str]:
 
 
 def options_without_effect(run: RunConfig, has_reference: bool) -> Iterator[tuple[str, str]]:
-    """Yield (option, reason) for every option that has no effect in this run, even if the option has its default
-    value."""
+    """Yield (option, reason) for every option that has no effect in this run."""
     for options, reason, applies in RULES:
         if applies(run, has_reference):
             yield from ((option, reason) for option in options.split())

@@ -1,7 +1,7 @@
 """Parse bounding boxes from text, convert their coordinates, and compute their overlap.
 
 A box has two corners, top left and bottom right, in continuous coordinates: x runs from 0 to the width of the image. A
-box around a single pixel is therefore 1 wide: the width of a box is x2 - x1, without + 1.
+box around a single pixel has the width x2 - x1 = 1, so no + 1 is needed.
 """
 
 import json
@@ -45,7 +45,7 @@ class Box:
     def to(self, extent: tuple[float, float]) -> "Box":
         """Scale a bounding box to another size of the same image, for example after resizing.
 
-        Integer coordinates are rounded only once, by the division, because the product of two integers is exact.
+        Integer coordinates are multiplied first and then divided, because only the division rounds.
 
         Example: if an image's (width, height) changes from (100, 50) to (200, 200), the box (10, 10, 20, 20) becomes
         (20, 40, 40, 80).
@@ -97,8 +97,8 @@ def match(
 ) -> list[tuple[int, int]]:
     """Match predicted boxes one to one with true boxes, so that the summed similarity is maximal.
 
-    Example: the first predicted box has the IoUs 0.6 and 0.5 with the two true boxes, the second predicted box has 0.5
-    and 0. The best matches, (0, 1) and (1, 0), have the summed IoU 0.5 + 0.5 = 1.0.
+    Example: predicted box 0 has the IoUs 0.6 and 0.5 with true boxes 0 and 1, and predicted box 1 has 0.5 and 0. The
+    result is [(0, 1), (1, 0)] with the summed IoU 0.5 + 0.5 = 1.
 
     Args:
         predicted: predicted boxes.
@@ -125,13 +125,13 @@ def says_none(text: str) -> bool:
 
 
 def unfenced(text: str) -> str:
-    """Return a text without the Markdown code fence around the text, and without a final full stop."""
+    """Remove the Markdown code fence around a text, and the last full stop."""
     fenced = FENCED.fullmatch(text.strip())
     return (fenced[1] if fenced else text).strip().removesuffix(".")
 
 
 def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
-    """Parse the bounding boxes in a text; the text must have one of the formats below.
+    """Parse the bounding boxes in a text that has one of these formats:
 
         {"bbox_2d": [1, 2, 5, 6], "label": "cat"}    Qwen2.5-VL's JSON; other keys are ignored
         {'Position': [1, 2, 5, 6]}                   the same with the key Position or bbox
@@ -141,7 +141,7 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
         1 2 5 6                                      one box, with or without commas
         <|box_start|>(1,2),(5,6)<|box_end|>          Qwen2-VL's format, with or without object name
 
-    The text with the boxes may be in a Markdown code fence, or end with a full stop.
+    A box may be in a Markdown code fence, or end with a full stop.
 
     Returns:
         (x1, y1, x2, y2) of each box. The numbers are finite, but the corners can be out of order or outside the image,
@@ -174,5 +174,5 @@ def _groups_in_json(text: str) -> list[Plain]:
 
 
 def value_of(item: dict) -> Plain:
-    """Return the box in a JSON object, under the first key that is in KEYS (such as "bbox_2d"), or None."""
+    """Return the box in a JSON object, which has a key such as "bbox_2d", or None."""
     return next((item[key] for key in KEYS if key in item), None)

@@ -7,19 +7,19 @@ from minivlmrl.data.messages import THOUGHT_KEYS, content_parts, is_trained, par
 
 
 class Control(str):
-    """A control token such as <|im_end|>. A plain str that spells a control token is ordinary text."""
+    """A control token such as <|im_end|>. A plain str "<|im_end|>" is ordinary text."""
 
 
 class RewrittenTurnsError(ValueError):
-    """A chat template renders an earlier turn differently once further turns follow."""
+    """The chat template renders a turn differently if more turns follow, for example without the turn's thought."""
 
 
 START = Control("<|im_start|>")
 END = Control("<|im_end|>")
 # Two tokens end a completion: <|im_end|> ends a turn, and <|endoftext|> ends a document.
 ENDS = (END, Control("<|endoftext|>"))
-# Placeholder tokens for an image and a video. They are recognised by `is`, not by ==, because ordinary text can consist
-# of the same characters.
+# Placeholder tokens for an image and a video. Code compares with `is IMAGE`, because a user's text "<|image_pad|>" is
+# equal (==) to the placeholder.
 IMAGE = Control("<|image_pad|>")
 VIDEO = Control("<|video_pad|>")
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
@@ -49,10 +49,7 @@ def render(messages: list[dict]) -> list[str]:
 
 
 def as_jinja(name: str = "qwen2_5_vl") -> str:
-    """Load Qwen's chat template as Jinja source, for saved folders that have no chat template.
-
-    Only transformers needs the Jinja source, because this module renders messages without Jinja.
-    """
+    """Load Qwen's chat template as Jinja source, which transformers reads from a saved model folder."""
     return Path(__file__).with_name(f"{name}.jinja").read_text("utf-8").removesuffix("\n")
 
 
@@ -82,7 +79,7 @@ def layout_turn(message: dict) -> list[str]:
 
 
 def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
-    r"""Render the turns that follow a rendered prompt: an answer, or an answer and further turns.
+    r"""Render a completion: an answer, or an answer and further turns.
 
     Example: the answer "two", the user turn "And 2?" and the answer "four" give, joined, and with the pieces that the
     assistant writes in brackets,
@@ -90,7 +87,7 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
 
     Returns:
         Pieces as in `render`, each with a flag. The flag is True if the piece is trained: the text of an assistant
-        turn, or the <|im_end|> that closes this turn, see messages.is_trained. Generation stops after the last piece.
+        turn, or the <|im_end|> that closes this turn, see messages.is_trained.
     Raises:
         ValueError: an answer has a thought outside its content, such as reasoning_content.
     """
@@ -118,10 +115,7 @@ def join_text(pieces: list[str]) -> list[str]:
 
 
 def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Join neighbouring texts that are both trained or both not trained.
-
-    Trained and untrained texts stay separate, so that no token contains characters from both.
-    """
+    """Join neighbouring texts, but never trained with untrained text, because a token must not span both."""
     joined = []
     for is_written, run in groupby((pair for pair in pieces if pair[0]), key=lambda pair: pair[1]):
         joined += [(text, is_written) for text in join_text([piece for piece, _ in run])]

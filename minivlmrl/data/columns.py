@@ -11,14 +11,14 @@ from minivlmrl.config.types import Plain
 from minivlmrl.data.rows import REWARD_ARGUMENTS
 from minivlmrl.errors import check_field, error_context
 
-# {column that contains text: allowed types of its values}. A row may have only one of the columns in PROMPTS.
+# allowed types of the columns that contain text; a row may have only one column from PROMPTS
 PROMPTS = {"problem": str, "prompt": str | list, "messages": list}
 ANSWERS = {"completion": str | list, "chosen": str | list, "rejected": str | list}
 TEXTS = PROMPTS | ANSWERS
 MEDIA = {"image": "image", "images": "image", "video": "video", "videos": "video"}
-# columns that a row may have with every training stage and every reward function
+# columns that a row may always have, with every training stage and every reward function
 READ = {*PROMPTS, *MEDIA, "system", "box_space"}
-# {reserved column name: end of an error message "it must be ..." that says what to do with the column}
+# {reserved column name: what to do with the column, as the end of an error message "it must be ..."}
 RESERVED = {
     **dict.fromkeys(
         REWARD_ARGUMENTS - {"images"},
@@ -30,7 +30,7 @@ RESERVED = {
         '{"image": ..., "max_pixels": 200704}',
     ),
 }
-# {column that changes a prompt or a loss in other projects, but not in this package: what the column means there}
+# {name of a column that minivlmrl does not read: what this column changes in other projects}
 MEANINGS = {
     **dict.fromkeys(("tools", "functions", "tool_choice", "tools_kwargs"), "which tools the prompt declares"),
     **dict.fromkeys(("chat_template_kwargs", "chat_template", "enable_thinking"), "how the prompt is rendered"),
@@ -46,8 +46,7 @@ MEANINGS = {
     **dict.fromkeys(("teacher_prompt", "teacher_messages", "privileged_context"), "what a teacher sees"),
     "label": "whether the completion is a good answer",
 }
-# Columns of other projects' data files, which `python -m minivlmrl convert` reads. LAYOUTS lists columns that contain a
-# prompt, and BESIDE lists columns that occur beside a prompt column.
+# columns in other projects' data files: those in LAYOUTS contain a prompt, and those in BESIDE stand beside a prompt
 LAYOUTS = ("conversations", "conversation", "query", "instruction", "question", "prefix", "texts", "file_name")
 BESIDE = (
     "response", "output", "suffix", "history", "rejected_response", "rejected_messages", "rejected_conversations",
@@ -66,20 +65,17 @@ COLUMN_TYPES = {  # {column: its values' type and bounds}
 
 
 class ForeignLayoutError(ValueError):
-    """A row has another project's layout, which only the command `python -m minivlmrl convert` reads."""
+    """The row of a data file has the columns of another project, which only the command `convert` reads."""
 
 
 def find_format(name: str) -> Callable[[dict], dict]:
-    """Return the function that the option data.format names; the function converts a row of a data file."""
+    """Return the function that data.format names, which converts a row of a data file."""
     with error_context(f"data.format {name}"):
         return with_options(*resolve_object("format", name, {}))
 
 
 def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
-    """Rename a row's columns all at once, so that two columns can swap their names.
-
-    NaN becomes None, because pandas writes NaN for a missing value.
-    """
+    """Rename a row's columns all at once, so that two columns can swap names. pandas' NaN becomes None."""
     row = {name: value if value == value else None for name, value in row.items()}  # NaN differs from itself
     renamed = {theirs: ours for theirs, ours in renamed.items() if theirs != ours and row.get(theirs) is not None}
     columns = row | dict.fromkeys(renamed)
@@ -93,7 +89,7 @@ def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
 
 
 def check_columns(columns: dict, required: Sequence[str], known: Collection[str]):
-    """Raise ValueError if a row's column has a reserved name, a wrong value, or a meaning that would be ignored.
+    """Raise ValueError if a column has a reserved name or a wrong value, or would be ignored.
 
     Args:
         columns: {column: value}; columns whose value is None are ignored.
@@ -107,7 +103,7 @@ def check_columns(columns: dict, required: Sequence[str], known: Collection[str]
     for name, value in given.items():
         if name in RESERVED:
             check_field(False, f"column {name!r}", value, RESERVED[name])
-        # The column `label` is taken as a class name, unless it is a bool and the stage trains on completions.
+        # `label` may be the name of a class; only a bool in a stage that trains on completions means a good answer.
         is_class = name == "label" and (not isinstance(value, bool) or "completion" not in known)
         if name in MEANINGS and name not in known and value not in ("", [], {}) and not is_class:
             raise ValueError(

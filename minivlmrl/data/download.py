@@ -71,7 +71,7 @@ def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Pa
         allow_patterns=[*patterns],
         ignore_patterns="*/*",  # skip files in subfolders
     )
-    # The Hugging Face cache may have none of the model's files, or only the files that another program downloaded.
+    # The Hugging Face cache may lack the model, or some files of the model.
     with suppress(LocalEntryNotFoundError, ValueError):
         cached = Path(download(local_files_only=True))
         names = ["config.json"]
@@ -81,6 +81,6 @@ def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Pa
             names.append("tokenizer.json")
         if all((cached / name).is_file() for name in names):
             return cached
-    # A request with a timeout first checks the connection, because snapshot_download could wait forever for the hub.
+    # snapshot_download could wait forever for the hub, so a request with a timeout first checks the connection.
     HfApi().model_info(repo_id, revision=revision, timeout=NETWORK_SECONDS)
     return Path(download())

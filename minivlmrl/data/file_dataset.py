@@ -26,7 +26,7 @@ from minivlmrl.files import digest
 class FileDataset(FileRows):
     """A file's or dataset folder's rows.
 
-    Creating a FileDataset checks every row of the file. A row is read from the file again whenever the row is used.
+    Creating a FileDataset checks every row of the file. Each use of a row reads the row from the file again.
 
     Args:
         path: file or folder with the rows.
@@ -57,7 +57,7 @@ class FileDataset(FileRows):
         self.options = RowOptions(**options)
         self.convert = find_format(self.options.format) if self.options.format else dict
         self.required = required
-        # The column `label` counts as read, because a user's own stage may train on labels and share its data file.
+        # Another stage of the recipe, which shares the data file, may train on the column `label`.
         self.reads = ("label",) if reads is None else reads
         self.source = open_rows(path)
         self.constants = dict(constants or {})
@@ -65,9 +65,9 @@ class FileDataset(FileRows):
         if not self.size:
             raise ValueError(f"{path} has no rows; add at least one row or choose another file")
         self.folder = Path(self.options.image_root or self.source.folder)
-        # {(images per row, videos per row): number of rows that have so many images and videos}
+        # {(images in a row, videos in a row): number of such rows}
         self.counts = Counter()
-        # for each row, a hash of the prompt and, if checks_files is True, of the sizes of its image and video files
+        # the hash of each row's prompt and, if checks_files is True, of the sizes of its image and video files
         self.prompt_hashes = []
         self.columns = ()
         missing_files = []
@@ -183,7 +183,7 @@ def read_header(source: Source, folder: Path) -> PIL.Image.Image:
 
 
 def load_videos(media: list[Media], folder: Path, load: Callable[..., Video]) -> list[VideoFile]:
-    """Return a row's videos as VideoFile objects, whose frames are read only when the frames are used."""
+    """Return a row's videos as VideoFile objects, which read their frames on first use."""
     videos = []
     for item in media:
         if item.kind == "video":

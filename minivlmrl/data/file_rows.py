@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class FileRows(Sequence[Row]):
     """A dataset that is read from files, and whose rows can be inspected without decoding images."""
 
-    # for each row, a hash of its prompt and, on rank 0, of its image and video file sizes
+    # a hash of each row's prompt; on rank 0, the hash also covers the sizes of the image and video files
     prompt_hashes: list[int]
     unread: list[str]  # columns that no stage and no reward reads
 

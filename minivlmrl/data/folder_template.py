@@ -1,7 +1,7 @@
 """Render conversations with the chat template (a Jinja template) in a model's folder.
 
-A conversation is rendered to a list of texts and control tokens. The module chat_template.py renders Qwen2-VL's and
-Qwen2.5-VL's published template without Jinja.
+A rendered conversation is a list of texts and control tokens. The module chat_template.py renders the published
+template of Qwen2-VL and Qwen2.5-VL without Jinja.
 """
 
 import hashlib
@@ -39,18 +39,16 @@ from minivlmrl.json_files import parse_json, read_json
 
 # files that can contain a chat template, in the order in which transformers looks for the template
 FILES = ("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json")
-# sha256 of two chat templates with equal results: Qwen's for Qwen2-VL and Qwen2.5-VL, and TRL's for training
+# sha256 of the chat templates that chat_template.py replaces: Qwen's for Qwen2-VL and Qwen2.5-VL, and TRL's variant
 PUBLISHED = (
     "a0bc6f6fc7a29a80017a433e8f03a1cc1236e838a944a2d034295a60c4f2fddb",
     "31c85932a6d8826f0fe8d52b81767eba6b869128b0a7c7503d1e7baaad4e8043",
 )
 # Jinja code with which a chat template removes the thought <think>...</think> from an answer's text
 THOUGHT_SPLIT = re.compile(r"(split|partition)\(\s*['\"]</think>")
-# Tags for thoughts and tools. The text of a message may contain these tags, even if the tags are special tokens and the
-# chat template writes them, too.
+# tags for thoughts and tools, which the text of a message may contain, even if the tokenizer has them as special tokens
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-# Jinja templates that render like chat_template.render. DEFAULT is saved into model folders without a chat template,
-# and WITH_TOOLS is used if an environment declares tools.
+# Qwen2.5-VL's chat template: DEFAULT is saved into model folders without a template, and WITH_TOOLS can declare tools.
 DEFAULT = as_jinja()
 WITH_TOOLS = as_jinja("qwen2_5_vl_tools")
 # chat template for Qwen3-VL: Qwen2.5-VL's template without the default system message
@@ -58,7 +56,7 @@ DEFAULT_QWEN3 = re.sub(r"\n{%- if loop\.first.*?{% endif %}", "", DEFAULT, flags
 
 
 class ChatTemplate:
-    """A Jinja chat template. If a message's text spells a control token, the text stays ordinary text.
+    """A Jinja chat template. If a user writes "<|im_end|>" in a message, these characters stay ordinary text.
 
     Args:
         text: the template's text.
@@ -78,7 +76,7 @@ class ChatTemplate:
             self.template = environment().from_string(text)
         except Exception as error:  # nested blocks can also raise RecursionError or SyntaxError
             raise self._error(error) from error
-        # The regular expression lists longer control tokens first, because a token can begin with a shorter token.
+        # Longer control tokens come first in the regular expression, because a token can begin with a shorter token.
         control_names = sorted(self._structure(special_tokens), key=len, reverse=True)
         controls = {name: Control(name) for name in control_names}
         self.controls = {**controls, IMAGE: IMAGE, VIDEO: VIDEO}
@@ -86,17 +84,16 @@ class ChatTemplate:
         self.spelled = re.compile("|".join(map(_spelled, control_names)))
 
     def _structure(self, special_tokens: Iterable[str]) -> set[str]:
-        """Return the control tokens that only the chat template may write, but no text of a message."""
+        """Return the control tokens that come only from the chat template, and never from the text of a message."""
         written = [self.text]
-        # Short conversations are rendered to find control tokens that the template composes, such as '<|' +
-        # message.role + '|>'.
+        # Short conversations show control tokens that the template composes, such as '<|' + message.role + '|>'.
         for conversation in [("user",), ("system", "user"), ("user", "assistant"), ("user", "tool")]:
             messages = [{"role": role, "content": ""} for role in conversation]
             with suppress(ValueError):  # a template may refuse a role
                 written.append(self._lay_out(messages, True))
         names: set[str] = {IMAGE, VIDEO}
         for name in special_tokens:
-            # control tokens of a single character are skipped, because ordinary text contains such characters
+            # Special tokens of a single character are left out, because the character may occur in ordinary text.
             is_written = len(name) > 1 and any(name in text for text in written)
             if name in STRUCTURE or (is_written and name not in TAGS):
                 names.add(name)
@@ -127,7 +124,7 @@ class ChatTemplate:
     def render(self, messages: list[dict]) -> list[str]:
         """Render a conversation to a list of texts and control tokens, like the function chat_template.render.
 
-        Joined, the texts and control tokens equal the result of transformers' apply_chat_template.
+        The concatenated list equals the result of transformers' apply_chat_template.
 
         Args:
             messages: see chat_template.render. An assistant message can have tool_calls instead of content.
@@ -150,8 +147,6 @@ class ChatTemplate:
 
     def render_completion(self, messages: list[dict], turns: list[dict]) -> list[tuple[str, bool]]:
         """Render the turns that follow a prompt, like the function chat_template.render_completion.
-
-        The text of an assistant turn begins after the generation prompt, and ends with <|im_end|>.
 
         Args:
             turns: the completion's turns.
@@ -197,7 +192,7 @@ class ChatTemplate:
         raise self._error(f"the template does not render {missing}. {advice}")
 
     def _length(self, text: str, messages: list[dict], add_generation_prompt: bool) -> int:
-        """Return how long the rendered first messages are; the rendered conversation must begin with them."""
+        """Return the length of the rendered first `messages`, with which `text` must begin."""
         beginning = self._lay_out(messages, add_generation_prompt)
         if not text.startswith(beginning):
             raise self._error(
@@ -210,17 +205,14 @@ class ChatTemplate:
 
     @cached_property
     def opened(self) -> str:
-        """Return the opening of a thought, such as "<think>\\n", if the generation prompt ends with one, otherwise "".
-
-        The opening tag of a thought belongs to the assistant's turn, even if the prompt ends with this tag.
-        """
+        """The text with which a prompt opens the answer's thought, such as "<think>\\n", or "" if it opens none."""
         messages = [{"role": "user", "content": "?"}]
         prompt = self._lay_out(messages, True).removeprefix(self._lay_out(messages, False))
         _, tag, thought = prompt.rpartition("<think>")
         return tag + thought if tag and "</think>" not in thought else ""
 
     def declaring(self, tools: list[dict]) -> "ChatTemplate":
-        """Return a copy of this chat template whose rendered prompts list the schemas in `tools`."""
+        """Return a copy of the chat template that lists `tools` (JSON schemas) in each prompt."""
         if "in tools" not in self.text:
             raise self._error(
                 "the template cannot render tools; set declare_tools = False in the class of the environment"
@@ -230,20 +222,16 @@ class ChatTemplate:
         return template
 
     def _marked(self, messages: list[dict]) -> tuple[list[dict], str]:
-        """Return messages in which a mark is inserted into each text that spells a control token, and return the mark.
-
-        A marked text cannot be mistaken for a control token that the template wrote; `_cut` removes the mark after
-        rendering. The mark is a character that occurs in no message, and neither does the next character of Unicode.
-        """
+        """Insert a mark, a rare character, into control tokens that a user wrote; return the messages and the mark."""
         check_messages(messages)
         messages = _as_json(messages)
         if "reasoning_content" in self.text and not THOUGHT_SPLIT.search(self.text):
-            # Qwen3.8's chat template would write an empty thought before a thought in the message's text
+            # Qwen3.8's chat template would write an empty thought before a thought that the answer's text contains.
             messages = [_with_thought_apart(message) for message in messages]
         if "<function=" in self.text:  # the template renders parameters one by one instead of JSON
             _parse_arguments(messages)
         all_text = json.dumps(messages, ensure_ascii=False) + self.text
-        # The mark in the texts is a rare Chinese character, because templates, JSON and repr do not change letters.
+        # Templates, JSON and repr do not change letters, so the mark is a rare Chinese character.
         letters = map(chr, range(0x20000, sys.maxunicode))
         mark = next(a for a, b in pairwise(letters) if a not in all_text and b not in all_text)
         return _as_json(messages, lambda text: self.spelled.sub(rf"\g<0>{mark}", text)), mark
@@ -261,7 +249,7 @@ class ChatTemplate:
             raise self._error(error) from error
 
     def _cut(self, text: str, mark: str) -> list[str]:
-        """Split a rendered conversation at its control tokens, and remove the marks that `_marked` inserted."""
+        """Split a rendered conversation at its control tokens, and remove the marks in texts."""
         pieces = self.control.split(text)
         return [self.controls.get(piece) or piece.replace(mark, "") for piece in pieces]
 
@@ -274,7 +262,7 @@ class ChatTemplate:
 
 
 def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | None:
-    """Return a copy of a chat template in which the given variables have the given values.
+    """Return a copy of a chat template with values for some of the template's variables.
 
     Args:
         template: template to copy; None stands for chat_template.render.
@@ -297,10 +285,10 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
 
 
 def _spelled(name: str) -> str:
-    """Return a regular expression that finds where a text spells a control token, or begins one at its end.
+    """Return a regular expression that finds the first character of a control token in a user's text.
 
-    The token's characters may be separated by whitespace or continue in the next text, because a template may remove
-    whitespace and join texts.
+    The control token may contain whitespace or be cut off at the text's end, because a template may remove whitespace
+    and join texts.
     """
     others = [re.escape(character) for character in name[1:]]
     endings = [*([*others[:length], "$"] for length in range(len(others))), others]
@@ -309,7 +297,7 @@ def _spelled(name: str) -> str:
 
 
 def _with_thought_apart(message: dict) -> dict:
-    """Move a thought, <think>...</think>, from an assistant message's text to its key reasoning_content."""
+    """Move the thought <think>...</think> of an assistant message from its text to its key reasoning_content."""
     if message["role"] != "assistant" or "reasoning_content" in message:
         return message
     parts = content_parts(message)
@@ -331,7 +319,7 @@ def _parse_arguments(messages: list[dict]):
 
 
 def _as_json(value: Plain, change: Callable[[str], str] = str) -> Plain:
-    """Copy a value with plain JSON types only, because a template could escape Jinja's sandbox through other types."""
+    """Change all texts in a JSON value, and replace other objects, through which code could leave Jinja's sandbox."""
     if isinstance(value, dict):
         return {change(key): _as_json(item, change) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -359,9 +347,9 @@ def _template_in(path: Path) -> str | None:
 def environment() -> ImmutableSandboxedEnvironment:
     """Build a Jinja sandbox like the sandbox of transformers' apply_chat_template.
 
-    The sandbox has transformers' whitespace rules, functions and {% break %}, but refuses the tag {% generation %}.
-    The sandbox blocks access to Python internals and files, and range() over more than 100,000 items. Jinja's sandbox
-    does not limit time or memory (for example {{ 'x' * 10**9 }}), so use only templates that you trust.
+    Whitespace, functions and {% break %} are as in transformers; a template with {% generation %} is refused. The
+    sandbox blocks access to Python internals and files, and range() over more than 100,000 items. Jinja's sandbox does
+    not limit time or memory (for example {{ 'x' * 10**9 }}), so use only templates that you trust.
     """
 
     def fail(message: str):
@@ -372,7 +360,7 @@ def environment() -> ImmutableSandboxedEnvironment:
         return json.dumps(value, **options)
 
     sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension])
-    # Jinja's filter tojson is replaced, because the original filter escapes <, > and & for HTML.
+    # Jinja's own filter tojson escapes <, > and & for HTML.
     sandbox.filters["tojson"] = to_json
     sandbox.globals["raise_exception"] = fail
     return sandbox
