@@ -22,7 +22,7 @@ from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.trainers.base import MicroBatch, Step, Trainer
 
-# largest allowed relative difference between cached image embeddings and newly computed image embeddings
+# largest relative difference, caused by rounding, between cached and newly computed image embeddings
 CACHE_TOLERANCE = 0.05
 ADVICE = (
     "The run continues, but it does not learn from all inputs. Check the trainer, the collator and "
@@ -31,7 +31,7 @@ ADVICE = (
 
 
 class InputCheck(Callback):
-    """Warns if the loss in a training stage's first step does not depend on an image or a text of the step's rows."""
+    """Warns if the loss of a stage's first optimizer step does not depend on some image or text of its rows."""
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         self.log = log
@@ -50,10 +50,9 @@ class InputCheck(Callback):
 
 
 def check_inputs(trainer: Trainer, step: Step) -> list[str]:
-    """Return a warning for each kind of input, such as an image, on which the loss of an optimizer step does not
-    depend.
+    """Return a warning for each kind of fault in the inputs of an optimizer step.
 
-    Under FSDP the check does not run the model, and only compares tokens and images with those of the rows.
+    With FSDP, only tokens and patches are compared with the rows; no gradients are computed.
     """
     found: dict[str, list[str]] = {}  # {problem: its rows}
     for batch in step.micro_batches:
@@ -92,21 +91,18 @@ def parts_of(group: GroupBatch) -> Iterator[Part]:
 
 
 def check_gradients(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[Prompt, str]]:
-    """Yield (prompt, problem) for each text and each image at which the gradient of the loss is 0.
-
-    A prompt without any gradient is reported only in training on given answers, because sampled completions with an
-    advantage of 0 have no gradient.
-    """
+    """Yield (prompt, problem) for each text and each image at which the gradient of the loss is 0."""
     group = batch.group
     at_images, at_inputs = run_loss(trainer, batch)
     at_texts = at_inputs.index_fill(0, group.vision_index.cpu(), torch.nan)
     for part in parts_of(group):
         slopes = []
         own = at_texts[part.span]
+        # Sampled completions with an advantage of 0 give their prompt no gradient, which is no fault.
         if part.is_prompt and (trainer.answers or own.nansum()):
             slopes.append(("the text of the prompt", own[~own.isnan()]))
         for position, patches in part.images:
-            # an image has a gradient only if a token after the image is trained on
+            # An image that no trained token follows has no gradient, which is no fault.
             if at_texts[position : part.span.stop].nansum():
                 slopes.append(("an image", at_images[list(patches)]))
         for name, values in slopes:
@@ -122,9 +118,9 @@ def check_gradients(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[Promp
 
 
 def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Compute the absolute gradients of the loss with respect to the image patches and to the N input embeddings.
+    """Return the absolute gradients of the loss with respect to the image patches and the input embeddings.
 
-    Absolute gradients are summed over features; patches that are merged into one image token share its gradient.
+    The gradients are summed over features. Patches that form one image token all get the gradient of this token.
     """
     name = "pixel_values" if batch.group.vision_embeds is None else "vision_embeds"
     leaves: list[Tensor] = [getattr(batch.group, name).detach().clone().requires_grad_()]
@@ -135,14 +131,14 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return (leaves[-1], *arguments[1:])
 
     def add_states(module: nn.Linear, arguments: tuple, values: Tensor) -> Tensor | None:
-        # A new value head has weights of 0, so no input has a gradient. The hidden states are therefore added to its
-        # output.
+        # The weights of a new value head are 0, so that no gradient would reach the inputs. Adding the hidden states
+        # to the values gives each input a gradient.
         return None if module.weight.any() else values + arguments[0].mean(-1, keepdim=True)
 
     with ExitStack() as stack:
         for module in {*trainer.trained.modules(), *trainer.policy.modules()}:
             for weight in module.parameters(recurse=False):
-                # gradients of the weights are switched off, because the check only needs gradients of the inputs
+                # only gradients of the inputs are needed, not gradients of the weights
                 stack.callback(weight.requires_grad_, weight.requires_grad)
                 weight.requires_grad_(False)
             if isinstance(module, TextModel):
@@ -162,8 +158,7 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
 
 
 def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Prompt, str]]:
-    """Encode the rows again, and yield (prompt, problem) for each row whose tokens or images differ from the
-    micro-batch."""
+    """Encode each row of a micro-batch again, and yield (prompt, problem) if its tokens or images differ."""
     answers: dict[int, list[list[int]]] = {}  # {id of a prompt: its answers' ids}
     for part in parts_of(group):
         prompt, row = part.prompt, part.prompt.row
@@ -171,14 +166,14 @@ def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Pro
         if row is None or not row.messages:
             continue  # a trajectory's turn, whose prompt an environment has written
         if not part.is_prompt:
-            # a packed answer lacks its last token, which predicts nothing, except in training a reward model
+            # An answer in a micro-batch may lack its last token, because the last token predicts nothing.
             known = answers[id(prompt)]
             if known and ids not in [cut for x in known for cut in (x, x[:-1])]:
                 yield prompt, "the tokens of an answer are not those of its row"
             continue
         given = [encode_answer(trainer.processor, row, getattr(row, x)) for x in trainer.answers]
         answers[id(prompt)] = [turn.ids.tolist() for x in given for turn in x.turns or [x]]
-        # if the chat template changes earlier turns, the later turns of a conversation have their own prompts
+        # some chat templates render earlier turns differently, so that each later turn has a prompt of its own
         fresh = row.prompt(trainer.processor)
         fresh_prompts = [fresh, *(turn.prompt for x in given for turn in x.turns[1:])]
         patches = [number for _, patches in part.images for number in patches]
@@ -195,7 +190,7 @@ def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Pro
 
 
 def check_encoding(trainer: Trainer, row: Row, ids: list[int]) -> Iterator[str]:
-    """Yield a problem if decoding the tokens of a prompt does not give the text of its row."""
+    """Yield a problem if the tokens of a prompt do not decode to the texts of its row."""
     tokenizer = trainer.processor.tokenizer
     if lacking := find_missing_text(row.messages, tokenizer.decode(ids), len(row.messages)):
         yield f"the tokens of the step do not contain {lacking}"

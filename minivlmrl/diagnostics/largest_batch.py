@@ -1,4 +1,4 @@
-"""Run the largest batches of a training stage before its first step, so that memory runs out at once or never."""
+"""Compute a training stage's largest batches before its first step, so that a lack of memory shows at once."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -24,10 +24,7 @@ from minivlmrl.trainers.rollout import RolloutTrainer
 def largest_rows(
     question: MemoryQuestion, trainer: Trainer, dataset: Dataset, sizes: Sequence[RowSize], count: int
 ) -> list[Row]:
-    """Return the `count` largest rows; rows are repeated if the dataset has fewer.
-
-    A row whose image cannot be decoded raises ValueError, or is left out if data.skip_unreadable is set.
-    """
+    """Return the `count` largest readable rows; a dataset with fewer rows repeats them."""
     rows = []
     for size in sizes:
         if len(rows) == count:
@@ -45,7 +42,7 @@ def try_largest_batches(
     """Sample completions for the largest batches of a rollout and of an evaluation, and train on the largest
     micro-batch.
 
-    Weights, optimizer state and random generators do not change. All gradients are removed.
+    Weights, optimizer state and random generators stay as they were. All gradients are removed.
 
     Args:
         datasets: each stage's rows by its name, and the held-out rows as "eval".
@@ -58,7 +55,7 @@ def try_largest_batches(
         with phase("load"):
             missing = 0 if optimizer.state else optimizer_bytes
             reserved = torch.empty(missing, dtype=torch.uint8, device=world.device)
-        # The trial leaves out sampling with tools, and sampling with another engine such as vLLM.
+        # Sampling with tools or with vLLM is not tried.
         has_tools = run.sampling.environment is not None
         if isinstance(trainer, RolloutTrainer) and not has_tools and run.sampling.engine == "native":
             work = sampling_batch(question)

@@ -50,8 +50,8 @@ from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.registry import find_trainer
 
 RESERVE = 3 * GB
-# bytes that sampling needs for each completion and each token of the vocabulary: a logit and a probability in float32,
-# the probability as int64, and two copies of the cumulative sum; filters such as top_p need a sixth more
+# Bytes that sampling needs for each completion and vocabulary token: a logit and a probability in float32, the
+# probability as int64, and two cumulative sums in int64. Filters such as top_p need a sixth more.
 DRAW_BYTES = 32
 TYPICAL_ROWS = (RowSize(),)  # row sizes, if the rows are unknown
 
@@ -70,11 +70,11 @@ class BatchShape:
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Context manager that counts the bytes of the tensors created in its block: the current sum and the peak."""
+    """Context manager that counts the bytes of all tensors created in its block: now, and at the peak."""
 
     def __init__(self, uncounted: list[Tensor]):
         super().__init__()
-        # tensor storages that are not counted: those in `uncounted`, and those that were counted before
+        # addresses of tensor storages that must not be counted again
         self.counted = {tensor.untyped_storage()._cdata for tensor in uncounted}
         self.now = 0
         self.peak = 0
@@ -101,10 +101,7 @@ class AllocationTracker(TorchDispatchMode):
 
 
 def meta_batch(config: ModelConfig, work: BatchShape, patch_dtype: torch.dtype) -> GroupBatch:
-    """Build a micro-batch with the given numbers of prompts and tokens on the meta device.
-
-    Only token ids and image grids have values, because the shapes of activations depend on these values.
-    """
+    """Build a micro-batch on the meta device, where only token ids and image grids have values."""
     merge = config.vision_config.spatial_merge_size
     frame_tokens = work.image_tokens // work.frames
     rows = max(math.isqrt(frame_tokens), 1)
@@ -136,7 +133,7 @@ class TrainedModels(nn.Module):
 
 
 class MemoryEstimator:
-    """Estimates the memory for the parameters of a model and for its forward and backward passes.
+    """Estimates the memory for a model's parameters, and for its forward and backward passes.
 
     Args:
         before_ampere: True for a GPU with a compute capability below 8.0, which lacks attention kernels in bfloat16.
@@ -199,8 +196,7 @@ class MemoryEstimator:
     def tracked(
         self, run: RunConfig, models: TrainedModels, batch: GroupBatch, train: bool
     ) -> Iterator[tuple[TrainedModels, AllocationTracker]]:
-        """Yield copies of the models as in training (dtype, recomputation, dropout), and the tracker that counts their
-        bytes."""
+        """Yield copies of the models for a tracked pass, with the dtype, recomputation and dropout of training."""
         models = copy.deepcopy(models)
         if run.model.compute_dtype:
             models.to(DTYPES[run.model.compute_dtype])
@@ -212,17 +208,16 @@ class MemoryEstimator:
         fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         gpu_patch = mock.patch.object(dense_attention, "is_before_ampere", lambda device: self.before_ampere)
         dropout_on = dropout(models, run.adapter.dropout if train else 0.0, "memory")
-        # Cached attention masks and indices are dropped first, because tensors that exist already would not be counted.
+        # The tracker counts only new tensors, so cached attention masks and indices must be computed again.
         lay_out.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused_patch, gpu_patch, dropout_on, live:
             yield models, live
 
     def keys_and_values(self, dtype: torch.dtype, work: BatchShape) -> int:
-        """Return the size in bytes of the KV cache of a rollout.
+        """Return the size in bytes of a rollout's KV cache, including the states of recurrent layers.
 
-        All completions of a prompt share the cached keys and values of the prompt. A recurrent layer caches a state of
-        fixed size for each prompt and each completion, in place of keys and values.
+        All completions of a prompt share the cached keys and values of the prompt.
         """
         rows = torch.empty(work.prompts * (1 + work.num_generations), dtype=dtype, device="meta")
         layer_states = family_of(self.model).initial_states(self.model, rows)
@@ -235,13 +230,13 @@ class MemoryEstimator:
 
 
 def drop_gradient(parameter: nn.Parameter):
-    """Free the gradient of a parameter at once, because the memory estimate counts gradients separately."""
+    # train_items adds the memory for gradients
     parameter.grad = None
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_options) -> Tensor:
-    # On the meta device, PyTorch's scaled_dot_product_attention takes the unfused formula, which needs more memory than
-    # a GPU kernel. In float32, attention keeps the mask for the backward pass; in 16 bits, a GPU uses no mask.
+    # On the meta device, scaled_dot_product_attention stores the matrix of attention scores, which no fused GPU kernel
+    # does. A GPU needs an attention mask only in float32.
     mask = attn_mask if q.dtype == torch.float32 else None
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(q, k, v, attn_mask=mask)[0]
@@ -253,14 +248,13 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class MemoryQuestion:
-    """The inputs of a memory estimate: the config, the stage, the model, the number of GPUs and the sizes of the
-    rows."""
+    """The inputs of a memory estimate."""
 
     run: RunConfig
     stage: str
     estimator: MemoryEstimator
     gpus: int = 1
-    # sizes of the largest training rows in descending order; a batch with more prompts repeats the last size
+    # sizes of the largest training rows, in descending order
     rows: Sequence[RowSize] = TYPICAL_ROWS
     # sizes of the largest held-out rows; empty if the recipe has no evaluations
     held_out: Sequence[RowSize] = TYPICAL_ROWS
@@ -279,7 +273,6 @@ class MemoryQuestion:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which the models compute."""
         return DTYPES[self.run.model.compute_dtype or self.run.model.dtype]
 
     @property
@@ -293,13 +286,13 @@ class MemoryQuestion:
 
     @property
     def share(self) -> float:
-        """The fraction of a sharded tensor that one GPU holds."""
+        """The part of each sharded tensor in the memory of one GPU, for example 0.25 with four shards."""
         sharding = self.run.sharding
         return 0.0 if sharding.cpu_offload else 1 / num_shards(sharding, self.gpus)
 
 
 def estimate_phases(question: MemoryQuestion) -> dict[str, dict[str, float]]:
-    """Estimate the bytes on one GPU as {phase, such as "train": {item, such as "weights": bytes}}.
+    """Estimate the memory that each phase of training needs on one GPU.
 
     Returns:
         {phase: {item: bytes}}, for example {"train": {"weights": 1e9, "gradients": 1e9}}.
@@ -330,7 +323,7 @@ def training_batch(question: MemoryQuestion) -> BatchShape:
 
 
 def answers_batch(question: MemoryQuestion, rows: Sequence[RowSize], prompts: int) -> BatchShape:
-    """Return the numbers of prompts and tokens in a micro-batch of given answers."""
+    """Return the numbers of prompts and tokens in the largest micro-batch of answers from the data file."""
     lengths = [row.answer_tokens for row in rows if row.answer_tokens is not None]
     longest = max(lengths, default=question.run.sampling.max_new_tokens)
     return largest_batch(rows, prompts, [longest] * len(question.trainer.answers), None)
@@ -354,9 +347,7 @@ def evaluation_batch(question: MemoryQuestion) -> BatchShape:
 def largest_batch(
     rows: Sequence[RowSize], prompts: int, completions: list[int], max_tokens: int | None, whole: bool = False
 ) -> BatchShape:
-    """Divide the largest rows into batches, and return the numbers of prompts and tokens in the largest batch.
-
-    The batch is described by the mean size of its rows.
+    """Divide the largest rows into batches, and describe the largest batch by the mean size of its rows.
 
     Args:
         completions: token counts of each prompt's completions.
@@ -400,12 +391,12 @@ def gathered_bytes(question: MemoryQuestion, model: VisionLanguageModel) -> int:
     if not question.run.uses_fsdp:
         return 0
     blocks = [computed_bytes(block, question.dtype) for block in model.blocks()]
-    # FSDP holds the weights of two blocks at a time, because it gathers a block while the previous block is computed.
+    # FSDP gathers the weights of a block while the previous block is computed, so two blocks are in memory.
     return computed_bytes(model, question.dtype) - sum(blocks) + 2 * max(blocks)
 
 
 def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: BatchShape) -> dict[str, float]:
-    """Return {item, such as "keys and values": bytes} of the memory that only sampling needs."""
+    """Return {item, such as "keys and values": bytes} for the memory that only sampling needs."""
     run, estimator, dtype = question.run, question.estimator, question.dtype
     policy = question.models.policy
     by_layer = run.uses_fsdp and not run.rollout.gather_weights
@@ -416,7 +407,7 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
         prefill = estimator.prefill(run, policy, work)
     rows = work.prompts * work.num_generations
     keys_and_values = estimator.keys_and_values(dtype, work)
-    # The activations of the prompts are freed before the first token is sampled, so the peak is the larger of the two.
+    # Activations of the prompts are freed before logits are sampled from, so only the larger of both counts.
     after_prompts = {
         "prompts' forward": max(prefill - keys_and_values, 0),
         "logits": DRAW_BYTES * rows * estimator.config.vocab_size,
@@ -428,14 +419,14 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
         "keys and values": keys_and_values,
         larger: after_prompts[larger],
     }
-    # vLLM occupies GPU memory only during rollouts, because its engine is put to sleep in the other phases.
+    # vLLM needs GPU memory only while it samples; its engine sleeps during training.
     return items | find_engine(sampling).engine_bytes(sampling, estimator.parameters, dtype)
 
 
 def evaluation_items(question: MemoryQuestion) -> dict[str, float]:
-    """Return {item: bytes} of the memory that is only needed during an evaluation, such as for the KV cache."""
-    # An evaluation first samples answers to held-out rows. A stage that trains on given answers then computes their
-    # log-probabilities, and the peak is the larger of the two.
+    """Return {item, such as "keys and values": bytes} for the memory that only an evaluation needs."""
+    # An evaluation samples answers to held-out rows. For stages such as SFT, an evaluation also computes the
+    # log-probabilities of the answers in the data file, and may need more memory for them.
     items = rollout_items(question, evaluation_sampling(question.run.sampling), evaluation_batch(question))
     if not question.trainer.answers:
         return items
@@ -460,11 +451,11 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
     gradients = bytes_of(trained) * question.share
     if question.gpus > 1 and not run.uses_fsdp:
         gradients *= 2  # because the ranks sum a copy of the gradients
-    # the gradients of gathered weights have the same size in bytes as the gathered weights
+    # a block's gathered weights and their gradients
     gathered = 2 * sum(gathered_bytes(question, backbone) for backbone in models.backbones)
     if run.sharding.once_per_step:
-        # With sharding.once_per_step, all weights stay gathered and gradients are added up in float32 or wider, while
-        # the gradients of the current blocks also exist in the layers' dtype.
+        # With sharding.once_per_step, all weights stay gathered, and gradients are added up in float32. Two blocks
+        # also have gradients in the dtype of their weights.
         weights = sum(computed_bytes(backbone, question.dtype) for backbone in models.backbones)
         gathered = weights + gathered // 2
         for parameter in trained:
@@ -479,17 +470,17 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
 
 
 def logits_bytes(question: MemoryQuestion, work: BatchShape) -> int:
-    """Return the peak size in bytes of the logits in training, which are computed in chunks."""
+    """Return the bytes of the largest chunk of logits in training."""
     rows = work.prompts * work.num_generations * work.completion_tokens
     return piece_bytes(rows, question.estimator.config.vocab_size, question.dtype)
 
 
 def persistent_items(question: MemoryQuestion) -> dict[str, int]:
-    """Return {item, such as "weights": bytes} of the memory that all phases need, before sharding divides it."""
+    """Return {item, such as "weights": bytes} for the memory that all phases need, summed over all shards."""
     run, models = question.run, question.models
     policy = models.policy
     weights = bytes_of([*policy.parameters(), *policy.buffers()])
-    # With adapters, a second model such as the reference model shares the base weights and adds only its own adapters.
+    # With adapters, a second model such as the reference model shares the policy's base weights.
     adapters = bytes_of(adapter_parameters(policy))
     optimizer = build_optimizer(models, question.options, run.optimizer)
     begin_state(optimizer, trained_parameters(models))
@@ -509,7 +500,7 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
 
 
 def reference_bytes(question: MemoryQuestion) -> int:
-    """Return the bytes of a reference model before sharding, without base weights that it shares with the policy."""
+    """Return the bytes of the reference model without the base weights that the reference shares with the policy."""
     run, policy = question.run, question.models.policy
     if run.reference.path is not None:
         return MemoryEstimator.from_folder(run.reference.path).parameters * question.dtype.itemsize
@@ -519,12 +510,12 @@ def reference_bytes(question: MemoryQuestion) -> int:
 
 
 def peak_bytes(phases: dict[str, dict]) -> float:
-    """Return the bytes of the phase that needs the most memory, including a reserve for CUDA and NCCL."""
+    """Return the bytes that a run needs in its largest phase, including RESERVE."""
     return RESERVE + max(sum(items.values()) for items in phases.values())
 
 
 def state_bytes(question: MemoryQuestion) -> int:
-    """Return the bytes of a saved training state on the disk."""
+    """Return the bytes of a training state on the disk."""
     items = persistent_items(question)
     adapters = adapter_parameters(question.models.policy)
     items["weights"] = bytes_of(adapters) or items["weights"]

@@ -81,15 +81,12 @@ class MemoryCheck(Callback):
 def measure_datasets(
     question: MemoryQuestion, datasets: dict[str, Dataset], processor: Processor
 ) -> tuple[list[RowSize], list[RowSize]]:
-    """Find the sizes of a stage's largest training rows and of the largest held-out rows."""
     answers = question.trainer.answers
     rows = measure_rows(datasets[question.stage], processor, answers)
     return rows, measure_rows(datasets.get("eval", ()), processor, answers)
 
 
 def refusal(question: MemoryQuestion, available: float) -> str:
-    """Return an error message for a stage that needs more than `available` bytes: its largest row, and options that
-    help."""
     stage, gpus = question.stage, question.gpus
     phases = estimate_phases(question)
     phase = max(phases, key=lambda name: sum(phases[name].values()))
@@ -115,7 +112,7 @@ def refusal(question: MemoryQuestion, available: float) -> str:
 
 
 def fitting_pixels(question: MemoryQuestion, available: float) -> int:
-    """Return the largest data.max_pixels with which a stage fits into memory, or 0 if no image size is small enough."""
+    """Return the largest data.max_pixels with which a stage fits into memory, or 0 if there is none."""
     vision = question.estimator.config.vision_config
 
     def smaller(rows: Sequence[RowSize], tokens: int) -> list[RowSize]:
@@ -131,9 +128,9 @@ def fitting_pixels(question: MemoryQuestion, available: float) -> int:
 
 
 def written_bytes(question: MemoryQuestion) -> dict[str, float]:
-    """Return {kind of file: bytes} for the moment at which the files of a stage need the most space on the disk.
+    """Return {kind of file: bytes} for the peak disk usage of a stage.
 
-    At this moment, an old and a new checkpoint exist, because the new one is completed before the old one is deleted.
+    A checkpoint is deleted only after the next checkpoint has been written, so space for one more is counted.
     """
     run, estimator = question.run, question.estimator
     sizes = {}
@@ -153,13 +150,10 @@ def written_bytes(question: MemoryQuestion) -> dict[str, float]:
 
 
 def check_disk(question: MemoryQuestion):
-    """Raise ValueError if the disk lacks space for the training states and the weights of a run.
-
-    Training states that the output folder already contains count as free space, because the run deletes them.
-    """
+    """Raise ValueError if the disk lacks space for the training states and the weights of a run."""
     run = question.run
     folder = Path(run.output_dir).absolute()
-    earlier = 0
+    earlier = 0  # bytes of an earlier run's files, which this run deletes or replaces
     for pattern in ("states/*/*", "checkpoint/**/*", "best/**/*"):
         earlier += sum(path.stat().st_size for path in folder.glob(pattern) if path.is_file())
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())

@@ -20,10 +20,9 @@ from minivlmrl.trainers.base import Step, Trainer
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_suffix(".html")
-POINTS = 500  # maximum number of curve points in a stage; each is the mean of some steps
-# maximum numbers of steps with completions, and of prompts per step, which keep the page small
-STEPS = 60
-PROMPTS = 4
+POINTS = 500  # maximum number of points of a curve in one stage
+STEPS = 60  # number of steps whose completions are shown
+PROMPTS = 4  # number of prompts that are shown for a step
 
 
 class ReportPage(Callback):
@@ -47,18 +46,19 @@ class ReportPage(Callback):
             write_page([self.folder], self.folder / PAGE)
 
     def refresh(self):
-        """Update the page if an update is due."""
         begin = clock()
         if self.is_main and self.seconds and begin >= self.next_time:
             write_page([self.folder], self.folder / PAGE, self.seconds)
-            # The time until the next update grows with the duration of an update, so that updates take about 1 % of the
-            # time.
+            # Writing the page may take 1 % of the run's time.
             self.next_time = clock() + max(self.seconds, 100 * (clock() - begin))
 
 
 def write_page(folders: list[Path], out: Path, seconds: float = 0):
-    """Write an HTML page about one or several runs; a browser reloads the page every `seconds`, or never if `seconds`
-    is 0."""
+    """Write an HTML page about one or several runs.
+
+    Args:
+        seconds: time after which a browser reloads the page; 0 means never.
+    """
     runs = [collect_run(folder) | {"reload": seconds} for folder in folders]
     text = json_text(runs).replace("<", "\\u003c")  # the data must not contain </script>
     draft = out.with_suffix(".partial")
@@ -67,7 +67,6 @@ def write_page(folders: list[Path], out: Path, seconds: float = 0):
 
 
 def collect_run(folder: Path) -> dict:
-    """Collect the data of a run for the page. The page counts steps from 1, as the terminal does."""
     config, summary = folder / RUN_CONFIG, folder / SUMMARY
     metrics = read_lines(folder / METRICS, LogLine)
     evaluations = collect_evaluations(folder, metrics)
@@ -75,7 +74,7 @@ def collect_run(folder: Path) -> dict:
     timings = read_lines(folder / TIMINGS, LogLine)
     warnings = read_lines(folder / WARNINGS, LogLine)
     for line in (*completions, *metrics, *timings, *warnings):
-        line["step"] += 1
+        line["step"] += 1  # files count steps from 0, the page and the terminal from 1
     last_timings = [lines[-1] | {"speed": describe_speed(lines[-SPEED_EVERY:])} for lines in by_stage(timings).values()]
     return {
         "name": folder.resolve().name,
@@ -98,7 +97,7 @@ def by_stage(lines: list[dict]) -> dict[str, list[dict]]:
 
 
 def thin_out(metrics: list[dict]) -> dict:
-    """Average the metrics over groups of adjacent steps, so that each stage has at most POINTS points on a curve."""
+    """Average the metrics over groups of adjacent steps, so that a stage's curve has at most POINTS points."""
     points = []
     steps_per_point = {}
     for stage, lines in by_stage(metrics).items():
@@ -110,8 +109,7 @@ def thin_out(metrics: list[dict]) -> dict:
 
 
 def join_steps(lines: list[dict]) -> dict:
-    """Average each metric over some steps; for metrics such as min_length or max_length, take the minimum or
-    maximum."""
+    """Return each metric's mean over some steps, or its minimum or maximum for names such as min_length."""
     joined = {}
     for name in dict.fromkeys(name for line in lines for name in line):
         values = [line[name] for line in lines if line.get(name) is not None]
@@ -126,7 +124,7 @@ def join_steps(lines: list[dict]) -> dict:
 
 
 def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
-    """Read evaluations.jsonl, and number the steps of all stages consecutively."""
+    """Read evaluations.jsonl, and count steps from the beginning of the run instead of the stage."""
     first_steps = {}  # {stage: total number of steps in all earlier stages}
     for number, line in enumerate(metrics):
         first_steps.setdefault(line["stage"], number)
@@ -138,7 +136,7 @@ def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
 
 
 def collect_completions(folder: Path) -> list[dict]:
-    """Read the first PROMPTS prompts of at most about STEPS logged steps from completions.jsonl."""
+    """Read completions.jsonl, and keep some prompts of about STEPS evenly spaced steps."""
     lines_of_step = {}  # {(stage, step): lines}
     for line in read_lines(folder / COMPLETIONS, LogLine):
         lines_of_step.setdefault((line["stage"], line["step"]), []).append(line)
@@ -161,8 +159,7 @@ def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:
 
 def data_uri(folder: Path, path: str) -> str:
     file = (folder / path).resolve()
-    # A path outside the folder images/ is refused, so that a manipulated completions.jsonl cannot copy other files into
-    # the report.
+    # Only files in images/ are allowed, so that a manipulated completions.jsonl cannot put other files into the report.
     if file.parent != folder.resolve() / IMAGES or not file.is_file():
         raise ValueError(
             f"{path!r:.80} is not an image in the folder {IMAGES}/ of the run. Remove the line that names this file."

@@ -1,7 +1,7 @@
 """Warn if training does not learn, with a likely cause and a suggested fix.
 
-Each warning has a condition on the metrics of the last WINDOW optimizer steps. A warning is repeated only if its
-condition did not hold at some step in between.
+Each warning has a condition, which must hold for the metrics of WINDOW consecutive optimizer steps. A warning is
+printed once, and printed again if its condition has ended and later holds again.
 """
 
 import json
@@ -54,7 +54,7 @@ class WarningRules:
         self.recent = deque(maxlen=WINDOW)  # the last steps' metrics
         self.said: set[str] = set()  # rules that were violated at the last step
         self.rollout = None
-        # the pair (solutions, rewards) of each of the last rollouts
+        # for each of the last rollouts: the rows' column `solution`, and the rewards of the completions
         self.recent_rewards = deque(maxlen=BASELINE_ROLLOUTS)
         self.extremes = []  # lowest and highest total reward for any completion so far
 
@@ -70,40 +70,36 @@ class WarningRules:
         self.recent.append(metrics)
         found = dict(self.violated()) if len(self.recent) == WINDOW else {}
         new = [sentence for name, sentence in found.items() if name not in self.said]
-        # The name "solved" is never removed from the set of printed warnings, so that this warning is printed only
-        # once.
+        # The warning "solved" is printed only once in a stage.
         self.said = set(found) | (self.said & {"solved"})
         return new
 
     def state(self) -> str:
-        """Return the metrics and warnings so far as JSON for a checkpoint, so that a resumed run gives the same
-        warnings."""
+        """Return the recent metrics and warnings as JSON, so that a resumed run gives the same warnings."""
         rewards = [(solutions, rewards.tolist()) for solutions, rewards in self.recent_rewards]
         return json.dumps([list(self.recent), sorted(self.said), rewards, self.extremes])
 
     def restore(self, state: str):
-        """Load the JSON that `state` returned."""
         recent, said, *_, rewards, self.extremes = json.loads(state)  # minivlmrl 0.5 saved one more value
         self.recent.extend(recent)
         self.said.update(said)
         self.recent_rewards += [(solutions, torch.tensor(values)) for solutions, values in rewards]
 
     def always(self, name: str, holds: Callable[[float], bool]) -> bool:
-        """Return True if the metric `name` is present and satisfies the condition `holds` at each of the last steps."""
+        """Return True if a metric exists and meets a condition in each of the last WINDOW steps."""
         return all(name in metrics and holds(metrics[name]) for metrics in self.recent)
 
     def mean(self, name: str) -> float:
-        """Return the mean of the metric `name` over the last steps, or NaN if a step lacks the metric."""
+        """Return a metric's mean over the last WINDOW steps, or NaN if one of these steps lacks the metric."""
         return sum(metrics.get(name, math.nan) for metrics in self.recent) / len(self.recent)
 
     def violated(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, text) for each warning whose condition holds at the last steps."""
+        """Yield (name, text) for each warning whose condition holds now."""
         stuck = [*self.stuck_rules()]
         reward = self.mean("reward")
         lowest, highest = self.extremes or (0, 0)
         if stuck and lowest < highest and reward >= lowest + 0.9 * (highest - lowest):
-            # After convergence, only the warning "solved" is given, because a converged run also looks like one that
-            # does not learn.
+            # If the mean reward cannot rise further, gradients are 0 for a good reason.
             sentence = (
                 f"The mean reward is {reward:.3g}, close to the highest reward of any completion "
                 f"so far ({highest:.3g}). Little is left to learn from these prompts."
@@ -115,7 +111,7 @@ class WarningRules:
         yield from self.unused_parameters()
 
     def stuck_rules(self) -> Iterator[tuple[str, str]]:
-        """Yield warnings that training does not learn, whose conditions also hold after convergence."""
+        """Yield warnings about equal rewards and about gradients of 0."""
         sampling, last = self.run.sampling, self.recent[-1]
         stds = [f"rewards/{name}/std" for name in self.run.rewards]
         if stds and all(self.always(name, lambda std: std == 0) for name in stds):
@@ -160,7 +156,7 @@ class WarningRules:
                 )
 
     def majority_baseline(self) -> Iterator[tuple[str, str]]:
-        """Yield a warning for each reward that does not beat the most frequent solution (shuffled labels)."""
+        """Yield a warning for each reward whose mean a model reaches by always giving the most frequent solution."""
         if len(self.recent_rewards) < BASELINE_ROLLOUTS:
             return
         solutions = [solution for texts, _ in self.recent_rewards for solution in texts]
@@ -187,8 +183,8 @@ class WarningRules:
     def unused_parameters(self) -> Iterator[tuple[str, str]]:
         """Yield a warning about trainable parameters that have never had a gradient.
 
-        A parameter has never had a gradient if the optimizer has no state for the parameter. Experts of a mixture are
-        left out, because an expert may not have received a token yet.
+        AdamW has no state for such a parameter. Experts of a mixture are left out, because an expert may not have
+        received a token yet.
         """
         names = []
         for name, parameter in self.trainer.trained.named_parameters():
