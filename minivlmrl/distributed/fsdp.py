@@ -1,12 +1,12 @@
 """Shard weights, gradients and optimizer state over the ranks with FSDP2.
 
-Models contain no code for sharding. FSDP wraps each vision block and each decoder layer as a unit, whose weights are
-gathered to run it and freed afterwards. If the weights of the embedding and the output head are not tied, each is an
-FSDP unit, too. All weights outside of blocks, embedding and head form one more FSDP unit, the root.
+Models contain no code for sharding. An FSDP unit is a module whose weights are gathered before its forward pass and
+freed afterwards. Each vision block and each decoder layer is an FSDP unit. The embedding and the output head are units
+of their own if their weights are not tied. All other weights form one more unit, the root.
 
-All ranks must run the same units in the same order, because gathering weights waits for all ranks. All ranks get the
-same number of prompts and of micro-batches, so that they run the same FSDP units. The class DummyVisionForward runs the
-vision tower on ranks without images, and in_lockstep runs equally many decode steps on all ranks.
+Ranks must run the same FSDP units in the same order, because gathering weights waits for all ranks. Each rank therefore
+gets the same number of prompts and of micro-batches. The class DummyVisionForward runs the vision tower on ranks
+without images, and in_lockstep runs equally many decode steps on all ranks.
 """
 
 from collections.abc import Callable
@@ -41,14 +41,11 @@ from minivlmrl.model.lora import copy_adapter_layout
 class Sharding:
     """How models are sharded: device mesh, dtypes and CPU offloading.
 
-    A sharded model stores its Sharding in the attribute `sharding`.
-
     Args:
         dtype: dtype of the weights that the optimizer updates. Gradients are reduced in this dtype, at least in
             float32.
         recompute: recompute activations in the backward pass (activation checkpointing).
-        compute_dtype: dtype for gathered weights and activations; None takes dtype.
-            It is used even if sharding.enabled is false.
+        compute_dtype: dtype for gathered weights and activations, even if sharding.enabled is false; None takes dtype.
     """
 
     def __init__(
@@ -64,8 +61,7 @@ class Sharding:
         self.recompute = recompute
         self.once_per_step = section.once_per_step
         self.compute_dtype = compute_dtype or dtype
-        # FSDP does not cast inputs, so that rotary angles stay in float32, and so do inputs of float32 adapters on a
-        # 16-bit model.
+        # Inputs are not cast, because rotary angles and the inputs of float32 adapters must stay in float32.
         gradient_dtype = torch.promote_types(dtype, torch.float32)
         self.precision = MixedPrecisionPolicy(compute_dtype, gradient_dtype, cast_forward_inputs=False)
         self.offload = OffloadPolicy()
@@ -73,7 +69,7 @@ class Sharding:
             self.offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
 
     def shard(self, model: VisionLanguageModel):
-        """Shard a model in place, whose parameters may be on any device, including the meta device."""
+        """Shard a model in place. The model's parameters may be on any device, including the meta device."""
         has_packed_weights = not all(p.is_floating_point() for p in model.parameters())
         if has_packed_weights and torch.__version__ < "2.13":  # pytorch issue 177844
             raise ValueError(
@@ -104,20 +100,21 @@ class Sharding:
         if is_untied:
             gather_embedding_and_head(model)
         vision = DummyVisionForward()
-        # hooks for the vision tower are added after FSDP's hooks, so they run when the root's weights are gathered
+        # registered after FSDP's hooks, which gather the weights that the black image needs
         model.register_forward_pre_hook(vision.before)
         model.model.register_forward_pre_hook(vision.before_decoder)
         model.sharding = self
 
     def shard_head(self, head: nn.Module):
-        """Shard a value head, which computes in the dtype of its weights, not in compute_dtype."""
+        """Shard a value head. The head computes in the dtype of its weights, unlike the model below it."""
         self.shard_alone(head, MixedPrecisionPolicy(cast_forward_inputs=False))
 
     def shard_alone(self, module: nn.Module, precision: MixedPrecisionPolicy) -> FSDPModule:
-        """Wrap all parameters of a module that are in no FSDP unit yet as one more unit."""
+        """Form one FSDP unit from all parameters of a module that belong to no unit yet."""
         root = self.make_unit(module, precision)
         for unit in units(module):
-            # FSDP sums gradients without dividing, because each loss is already divided by the counts of all ranks
+            # FSDP must add up gradients and not average them, because each rank divides its loss by a total over all
+            # ranks, such as the number of tokens.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             vars(unit)["communication"] = Communication(self.once_per_step)
@@ -125,11 +122,10 @@ class Sharding:
         return root
 
     def make_unit(self, module: nn.Module, precision: MixedPrecisionPolicy) -> FSDPModule:
-        """Wrap a module as an FSDP unit, whose weights are gathered and freed together."""
         return fully_shard(module, mesh=self.mesh, mp_policy=precision, offload_policy=self.offload)
 
     def take_shard(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Copy the rows of a full tensor that this rank stores into a DTensor that is sharded like a parameter.
+        """Create a DTensor from a full tensor, of which this rank copies only its own rows.
 
         Args:
             like: the parameter, whose dtype and sharding the result has.
@@ -137,15 +133,15 @@ class Sharding:
         rows = shard_rows(self.mesh, len(tensor))
         local_rows = tensor[rows].to(self.device, like.dtype, copy=True)
         assert isinstance(like, DTensor)  # because fully_shard turns all parameters into DTensors
-        # DTensor.from_local is not used, because it would move offloaded rows to the GPU
+        # DTensor.from_local would move the rows to the GPU, even with sharding.cpu_offload
         return DTensor(local_rows, like._spec, requires_grad=False)
 
     @torch.no_grad()
     def gather(self, model: VisionLanguageModel) -> VisionLanguageModel:
-        """Gather the full weights of a model, and return a model without FSDP that uses these weights.
+        """Gather the full weights of a sharded model, and return a model without FSDP that shares these weights.
 
-        The returned model has no FSDP hooks, so each rank can run it independently, also in a CUDA graph. The returned
-        model can be used until the weights of the sharded model are freed by `reshard`.
+        Each rank can run a model without FSDP independently, also in a CUDA graph. Calling `reshard` on the sharded
+        model frees the weights of both models.
         """
         for unit in units(model):
             unit.unshard()
@@ -155,7 +151,7 @@ class Sharding:
         return unsharded
 
     def copy(self, model: VisionLanguageModel, in_compute_dtype: bool) -> VisionLanguageModel:
-        """Copy a sharded model. Each rank copies its own part.
+        """Copy a sharded model. Each rank copies its own rows.
 
         Args:
             in_compute_dtype: copy into compute_dtype; False keeps the parameters' dtype.
@@ -177,7 +173,7 @@ def make_mesh(num_shards: int, world: World) -> DeviceMesh:
     device = world.device.type
     if num_shards == world.size:
         return init_device_mesh(device, (num_shards,), mesh_dim_names=("shard",))
-    # The process groups are created explicitly, because init_device_mesh would give them PyTorch's default timeout.
+    # init_device_mesh would create process groups with PyTorch's timeout, not with the run's timeout.
     ranks = torch.arange(world.size).view(-1, num_shards)
     limit = timedelta(seconds=world.timeout)
     groups = []
@@ -193,8 +189,6 @@ def sharded_blocks(tower: nn.ModuleList) -> list[FSDPModule]:
 
 def layers_without_experts(model: VisionLanguageModel) -> list[FSDPModule]:
     """Return the decoder layers without experts, in which all parameters have gradients in every micro-batch."""
-    # An expert without tokens has no gradient in a micro-batch. The vision tower and the merger have none without
-    # images.
     experts = model.config.experts
     layers = enumerate(sharded_blocks(model.model.layers))
     return [layer for i, layer in layers if experts is None or not experts.has_experts(i)]
@@ -203,10 +197,8 @@ def layers_without_experts(model: VisionLanguageModel) -> list[FSDPModule]:
 def gather_embedding_and_head(model: VisionLanguageModel):
     """Add hooks that gather the weights of an untied embedding and output head in each forward pass.
 
-    FSDP's own hooks do not gather these two weights, because the model uses them without calling their modules. The
-    weights stay gathered until the end of the backward pass, or until `reshard`. The weights stay gathered until the
-    end of the backward pass, or until `reshard`. As one unit, embedding and head would need a float32 buffer for both
-    gradients: 4.4 GB for a 7B model.
+    The model reads these weights without calling the modules, so that FSDP's own hooks do not run. Embedding and head
+    are separate FSDP units, because one unit would need a float32 buffer for both gradients: 4.4 GB for a 7B model.
     """
     embedding, head = model.model.embed_tokens, model.lm_head
     assert isinstance(embedding, FSDPModule) and isinstance(head, FSDPModule)
@@ -220,13 +212,13 @@ def gather_embedding_and_head(model: VisionLanguageModel):
     for unit in (embedding, head):
         unit.set_reshard_after_forward(False)  # a decode step calls the embedding's module
         communication_of(unit).all_reduces_once = True
-    # hooks for embedding and head are added after FSDP's hooks, so they run when the root's weights are gathered
+    # registered after FSDP's hooks, so that FSDP gathers the root first
     model.register_forward_pre_hook(gather_embedding)
     model.register_forward_hook(gather_head)
 
 
 def sum_counts(counts: list[int]) -> list[int]:
-    """Add up integers over all ranks, on the CPU, so that no rank waits for its GPU."""
+    """Add up integers over all ranks. The sum runs on the CPU, so that no rank waits for its GPU."""
     total = torch.tensor(counts)
     dist.all_reduce(total)
     return total.tolist()
@@ -235,11 +227,11 @@ def sum_counts(counts: list[int]) -> list[int]:
 class DummyVisionForward:
     """Hooks that run the vision tower on a black image if this rank has no image, but another rank has one.
 
-    The output for the black image is multiplied by 0, so that it does not change the result. If no rank has images, the
-    vision tower is not run, and AdamW skips its parameters.
+    The black image does not change the decoder's input, because the vision tower's output is multiplied by 0. If no
+    rank has images, the vision tower is not run, and AdamW skips its parameters.
     """
 
-    zero: Tensor | None = None  # output for the black image in the current forward pass, times 0
+    zero: Tensor | None = None  # 0 times the vision tower's output for the black image of the current forward pass
 
     def before(self, model: VisionLanguageModel, arguments: tuple):
         batch = arguments[0]
@@ -253,10 +245,10 @@ class DummyVisionForward:
             self.zero = forward_black_image(model.visual, model.config.vision_config, batch.input_ids.device)
 
     def before_decoder(self, decoder: nn.Module, arguments: tuple) -> tuple | None:
-        """Add the output for the black image, which is 0, to the input of the decoder.
+        """Add the vision tower's zero output for the black image to the decoder's input.
 
-        With frozen embeddings, the decoder's input would otherwise have a gradient only on ranks with images, and ranks
-        would reduce the gradients of the first layer and of the root in different orders.
+        The addition gives the decoder's input a gradient on every rank, also if embeddings are frozen. Otherwise ranks
+        without images would reduce the gradients of FSDP units in another order than ranks with images.
         """
         if self.zero is None:
             return None
@@ -267,18 +259,18 @@ class DummyVisionForward:
 
 
 def forward_black_image(tower: nn.Module, config: VisionConfig, device: torch.device) -> Tensor:
-    """Return 0 times the output of a vision tower for a black image of one token, so that its backward pass runs."""
+    """Return 0 times the sum of a vision tower's outputs for a black image of one token."""
     merge_size = config.spatial_merge_size
     black_patches = torch.zeros(merge_size**2, config.patch_dim, device=device)
     return 0 * tower(black_patches, torch.tensor([[1, merge_size, merge_size]])).sum()
 
 
 def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLanguageModel, world: World) -> Callable:
-    """Wrap the function sample_token so that all ranks run a sharded decoder equally often.
+    """Wrap the function that samples a token, so that all ranks run a sharded decoder for equally many steps.
 
-    The completions of different ranks have different lengths. Before each further decode step, the returned function
-    tells the other ranks that this rank needs one more step. A rank whose completions have ended runs the decoder on a
-    dummy token until the completions of all ranks have ended.
+    Completions on different ranks have different lengths. Before each decode step, a rank tells the other ranks whether
+    it needs the step. A rank whose completions have ended runs the decoder on a dummy token until the completions of
+    all ranks have ended.
     """
 
     def sample_together(logits: Tensor, rows: Tensor, counts: Tensor):

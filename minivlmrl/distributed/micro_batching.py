@@ -1,8 +1,7 @@
-"""Split prompts and completions into micro-batches of a limited number of tokens, which bounds the memory of a forward
-pass.
+"""Split prompts and completions into micro-batches of a limited number of tokens.
 
-Dividing a batch does not change completions, because each row has its own random seed. Dividing a batch changes
-gradients only by rounding, because each loss is divided by the counts of the whole step.
+Sampled completions do not depend on the micro-batches, because each row has its own random seed. Gradients differ only
+by rounding, because each loss is divided by a total of the whole optimizer step, such as its number of tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,16 +17,15 @@ Key = TypeVar("Key")
 def split_into_micro_batches(
     lengths: Sequence[tuple[int, Sequence[int]]], max_prompts: int, max_tokens: int | None, world: World | None = None
 ) -> list[list[tuple[int, int]]]:
-    """Split prompts and their completions into micro-batches, which are lists of pairs (prompt index, completion
-    index).
+    """Split prompts and their completions into micro-batches.
 
-    With a limit on tokens, prompts of similar length come into the same micro-batch. If a prompt with all its
-    completions exceeds the limit, its completions are divided, and each part repeats the prompt. All ranks get the same
-    number of micro-batches, because ranks of a sharded model run together.
+    With max_tokens, prompts are sorted by length, so that a micro-batch has prompts of similar length. If a prompt and
+    its completions have more than max_tokens tokens, several micro-batches contain the prompt, each with some of its
+    completions. All ranks get the same number of micro-batches, because the ranks of a sharded model run together.
 
-    Example: for lengths [(10, [5, 5]), (10, [40, 2])] and limits of 9 prompts and 40 tokens, the result is [(0, 0), (0,
-        1)], [(1, 1)], [(1, 0)]. In the example, the last micro-batch exceeds the limit with 50 tokens, because a single
-        completion is never divided.
+    Example: prompt 0 has 10 tokens and two completions of 5 tokens. Prompt 1 has 10 tokens and completions of 40 and 2
+    tokens. For max_tokens = 40, the micro-batches are [(0, 0), (0, 1)], [(1, 1)] and [(1, 0)], with 20, 12 and 50
+    tokens. A single completion is never divided, even if it has more than max_tokens tokens.
 
     Args:
         lengths: for each prompt (its token count, its completions' token counts).
@@ -50,8 +48,6 @@ def split_into_micro_batches(
         group_tokens = prompt_length + sum(completion_lengths)
         if group_tokens > limit:
             rows.sort(key=lambda row: row[1])
-        # A prompt with its completions begins a new micro-batch, unless the current micro-batch has room for all of
-        # them.
         is_full = len({i for i, _ in current}) == max_prompts or tokens + group_tokens > limit
         for number, (j, length) in enumerate(rows):
             if number > 0:
@@ -83,18 +79,20 @@ def sample_in_micro_batches(
     sampling: SamplingOptions,
     world: World | None,
 ) -> list[list[Completion]]:
-    """Call the function sample(prompts, num_generations, keys) on micro-batches, and concatenate the completions.
+    """Sample completions in micro-batches of at most sampling.max_batch_tokens tokens.
 
-    The option sampling.max_batch_tokens limits the tokens in a micro-batch, where completions count with their full
-    length. Every micro-batch has at least one prompt, with all completions of this prompt. The order of prompts is kept
-    if all prompts fit into one micro-batch.
+    Each completion counts as sampling.max_new_tokens tokens. All completions of a prompt are in the same micro-batch.
+
+    Args:
+        sample: function that samples the completions of one micro-batch from (prompts, num_generations, keys).
+        keys: for each prompt, the seed of its random numbers.
     """
     completions: list = [None] * len(prompts)
     most_new = num_generations * sampling.max_new_tokens
     lengths = [(len(prompt.input_ids), [most_new]) for prompt in prompts]
     limit = sampling.max_batch_tokens
     if limit is not None and sum(length + most_new for length, _ in lengths) <= limit:
-        limit = None
+        limit = None  # because a limit would sort the prompts
     for rows in split_into_micro_batches(lengths, len(prompts), limit, world):
         chosen = [i for i, _ in rows]
         groups = sample([prompts[i] for i in chosen], num_generations, [keys[i] for i in chosen])

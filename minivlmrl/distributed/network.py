@@ -18,11 +18,11 @@ CONNECT_SECONDS = 60.0
 
 
 def attempt_store(limit: timedelta) -> Store:
-    """Create the store with the network addresses of the ranks, a new one for each restart by torchrun --max-restarts.
+    """Create the key-value store through which the ranks exchange their network addresses.
 
-    In torch 2.13, torchrun uses one store for all restarts, in which a rank finds the addresses of dead processes
-    (pytorch issue 135712). With several hosts, one store serves all restarts, because not all hosts know the number of
-    the restart, see docs/many_gpus.md.
+    On one host, each restart by torchrun --max-restarts gets a new store, because torchrun's own store still has the
+    addresses of dead processes (torch 2.13, pytorch issue 135712). Several hosts share one store for all restarts,
+    because not all hosts know how many restarts there have been, see docs/many_gpus.md.
 
     Raises:
         ValueError: rank 0's store cannot be reached.
@@ -44,8 +44,7 @@ def attempt_store(limit: timedelta) -> Store:
 def connect(store: Store, rank: int, size: int, device: torch.device, limit: timedelta):
     """Create the process group, and test the network with a sum over all ranks, on CPUs and on GPUs.
 
-    Gloo connects the CPUs of all ranks. The sum makes NCCL connect the GPUs at once, and not only in the first step,
-    after all weights have been loaded.
+    Without a sum over GPUs, NCCL would connect the ranks only in the first step, after all weights have been loaded.
 
     Args:
         store: the store of rank addresses.
@@ -57,7 +56,7 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
     """
     hosts = wait_for_ranks(store, rank, size, limit)
     has_gpu = device.type == "cuda"
-    # A timer limits the time to connect, because gloo and NCCL wait forever if a firewall drops packets.
+    # A timer ends the process if connecting takes too long, because gloo and NCCL have no limit of their own.
     late = describe(f"no answer within {CONNECT_SECONDS:g} seconds", hosts, rank, has_gpu)
     timer = threading.Timer(CONNECT_SECONDS, end_process, [late])
     timer.daemon = True
@@ -69,7 +68,7 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
             rank=rank,
             world_size=size,
             timeout=limit,
-            # with device_id, NCCL connects at once and knows which GPU belongs to this rank
+            # NCCL must know which GPU belongs to this rank
             device_id=device if has_gpu else None,
         )
         for place in dict.fromkeys((torch.device("cpu"), device)):
@@ -84,7 +83,7 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
 
 
 def end_process(message: str):
-    """Print a message and exit; a timer calls this function, because Python cannot interrupt gloo and NCCL."""
+    """Print a message and exit at once, because Python cannot interrupt gloo and NCCL with an exception."""
     print(message, file=sys.stderr, flush=True)
     os._exit(2)
 
@@ -107,10 +106,11 @@ def wait_for_ranks(store: Store, rank: int, size: int, limit: timedelta) -> list
 
 @contextmanager
 def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
-    """Close network connections that a block opens, once the other host has not answered for `seconds`.
+    """Context manager for creating a process group whose collective operations fail if another host dies.
 
-    Collective operations of gloo that wait for a dead host then fail. A rank that computes for a long time keeps its
-    connection, because the kernel of its host answers. Only Linux has these socket options.
+    Linux closes each connection of the process group when the other host has not answered for `seconds`. A rank that
+    computes for a long time stays connected, because the operating system of its host answers. Without Linux, the
+    context manager has no effect.
     """
     if sys.platform != "linux":
         yield
@@ -125,7 +125,7 @@ def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
         socket.TCP_USER_TIMEOUT: round(1000 * seconds),  # for data that the other host must confirm
     }
     for number in set(os.listdir("/proc/self/fd")) - before:
-        # OSError is suppressed, because open files that are not TCP connections lack these options
+        # some of the new open files are no TCP connections and raise OSError
         with suppress(OSError), socket.fromfd(int(number), socket.AF_INET, socket.SOCK_STREAM) as x:
             x.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in options.items():
@@ -133,7 +133,6 @@ def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
 
 
 def describe(problem: str, hosts: list[str], rank: int, has_gpu: bool) -> str:
-    """Return the error message for a network that does not work: hosts, interfaces, and what to check."""
     libraries = ("GLOO", "NCCL") if has_gpu else ("GLOO",)
     variables = [f"{library}_SOCKET_IFNAME" for library in libraries]
     chosen = [f"{name}={os.environ.get(name, 'not set')}" for name in variables]

@@ -19,22 +19,22 @@ from minivlmrl.distributed.device import find_device
 Value = TypeVar("Value")
 
 NO_LIMIT = timedelta(days=30)
-# gloo process group in which ranks wait for slow work; None in a run with a single process
+# gloo process group in which ranks wait for slow work, such as saving; None in a run with a single process
 waiting_group: dist.ProcessGroup | None = None
 
 
 @dataclass
 class World:
-    """Rank, number of ranks and device of this process; World() is a run with a single process."""
+    """Rank, number of ranks and device of a process. World() is a run with a single process."""
 
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
-    # function to call regularly in work that takes long. In training, this is StopSignals.stop_if_preempted, which ends
-    # the work after a signal such as SIGTERM.
+    # Slow work calls this function regularly. In training, the function is StopSignals.stop_if_preempted, which ends
+    # the run after a signal such as SIGTERM.
     stop_if_preempted: Callable[[], None] = lambda: None
     timeout: float = 600.0  # seconds that a collective operation waits for other ranks
-    # False if an engine such as vLLM has joined the process group and will destroy it
+    # False if an engine such as vLLM uses the process group and destroys it at the end
     ends_group: bool = True
 
     @property
@@ -48,9 +48,9 @@ class World:
         return items[begin:end]
 
     def shard_evenly(self, items: Sequence[Value]) -> tuple[list[Value], int]:
-        """Return every N-th item for N ranks, starting at this rank; repeat items so that all ranks have equally many.
+        """Deal the items out to the ranks in turn. The first items are repeated until all ranks have equally many.
 
-        All ranks get equally many items, because the ranks of a sharded model must run the model equally often.
+        Ranks of a sharded model must run the model equally often, and so need equally many items.
 
         Returns:
             this rank's items, and the number of leading items that are not repeats.
@@ -63,13 +63,13 @@ class World:
         """Add up each value over all ranks."""
         if self.size == 1:
             return list(values)
-        # the sum runs on the CPU, so that no rank waits for its GPU
+        # on the CPU, so that no rank waits for its GPU
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total)
         return total.tolist()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Concatenate tensors (n, ...) from all ranks in rank order, to (n * size, ...)."""
+        """Concatenate the tensors (n, ...) of all ranks, in rank order. The result is (n * size, ...)."""
         if self.size == 1:
             return tensor
         joined = tensor.new_empty(self.size * len(tensor), *tensor.shape[1:])
@@ -77,7 +77,7 @@ class World:
         return joined
 
     def gather_objects(self, value: Value) -> list[Value]:
-        """Return a list with the value from every rank, in rank order; values are small and picklable."""
+        """Return a list with each rank's value, in rank order. Values must be picklable, and should be small."""
         if self.size == 1:
             return [value]
         values = [value] * self.size  # placeholders, which all_gather_object replaces
@@ -85,8 +85,10 @@ class World:
         return values
 
     def exchange(self, values: Sequence[Value]) -> list[Value]:
-        """Send values[r], which is picklable, to rank r, and return the values that this rank receives, in rank
-        order."""
+        """Send one picklable value to each rank, and return the values that the ranks send to this rank.
+
+        Both lists are in rank order: values[2] is sent to rank 2.
+        """
         pickled = [torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) for value in values]
         sizes = torch.tensor([len(part) for part in pickled])
         arriving = torch.empty_like(sizes)
@@ -96,11 +98,10 @@ class World:
         return [pickle.loads(part.numpy().tobytes()) for part in received.split(arriving.tolist())]
 
     def wait(self):
-        """Wait for all ranks without a time limit, unless the process of a rank has ended.
+        """Wait for all ranks without a time limit; raise RuntimeError if the process of a rank has ended.
 
-        Collective operations fail if a rank is late by more than `timeout` seconds. The timeout of collective
-        operations suits training steps, but not sampling, rewards and saving, which may take much longer on one rank
-        than on another.
+        Other collective operations have a time limit, World.timeout. Sampling, rewards and saving may take longer than
+        this limit on one rank.
         """
         if self.size > 1:
             monitored_barrier(NO_LIMIT)
@@ -108,7 +109,7 @@ class World:
     def run_on_all_ranks(self, work: Callable[[], Value]) -> Value:
         """Call the function `work` on every rank; an error on any rank is raised on all ranks.
 
-        On one rank, `work` may take longer than the timeout of collective operations.
+        There is no time limit for `work`.
 
         Returns:
             the value that `work` returned on this rank.
@@ -128,14 +129,14 @@ class World:
     def run_on_rank_zero(self, work: Callable[[], Value]) -> Value | None:
         """Call the function `work` on rank 0 and return its result; return None on other ranks.
 
-        All ranks must call this method; an error on rank 0 is raised on all ranks.
+        All ranks must call run_on_rank_zero; an error on rank 0 is raised on all ranks.
         """
         return self.run_on_all_ranks(work if self.is_main else lambda: None)
 
     def compute_on_rank_zero(self, work: Callable[[], Value]) -> Value:
         """Call the function `work` on rank 0, and return its picklable result on all ranks.
 
-        All ranks must call this method; an error on rank 0 is raised on all ranks.
+        All ranks must call compute_on_rank_zero; an error on rank 0 is raised on all ranks.
         """
         result = self.gather_objects(self.run_on_rank_zero(work))[0]
         return result  # pyright: ignore[reportReturnType] (None only if work returned None)
@@ -144,11 +145,12 @@ class World:
         self.sum(0)  # dist.barrier would wait for the GPU, because the group has a device
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]):
-        """Add up the gradients of all ranks; the losses are already divided by the counts of all ranks."""
+        """Add up the gradients of all ranks, in place."""
+        # a sum and no mean, because each rank divides its loss by a total over all ranks, such as the number of tokens
         if self.size == 1:
             return
         num_ranks = self.sum(*(parameter.grad is not None for parameter in parameters))
-        # if a parameter has no gradient on any rank, its gradient stays None, as in a single process
+        # a parameter without a gradient on any rank keeps None, so that AdamW skips it as in a single process
         trained = [parameter for parameter, n in zip(parameters, num_ranks, strict=True) if n]
         gradients = []
         for parameter in trained:
@@ -165,9 +167,7 @@ class World:
 
 
 def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
-    """Initialise the process group if torchrun started this process, and select the device.
-
-    Set the number of CPU threads, too, and disable cuDNN's attention.
+    """Initialise the process group if torchrun started this process; select the device and the number of CPU threads.
 
     Args:
         num_threads: this process's CPU threads; None is default_num_threads.
@@ -186,19 +186,18 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
     device = find_device(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # cuDNN's attention is disabled, because it can give wrong results with fewer than 8 key heads (pytorch issue
-    # 193893)
+    # cuDNN's attention can give wrong results with fewer than 8 key heads (pytorch issue 193893)
     torch.backends.cuda.enable_cudnn_sdp(False)
     if size > 1 or sharded:
-        # The network module is imported only for several ranks, because most runs have a single process.
+        # imported here, because most runs have a single process
         from minivlmrl.distributed.network import attempt_store, connect, ending_with_dead_hosts
 
-        # Gloo is the backend for CPU tensors and Python objects. Without a named network interface, gloo looks up the
-        # name of the host, which can fail in a container.
+        # Gloo finds its network interface by the name of the host, which can fail in a container. On a single host, the
+        # loopback interface is always right.
         if local_size == size and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         time_limit = timedelta(seconds=timeout)
-        # HashStore is documented in torch.distributed, although pyright takes the class for private
+        # torch.distributed documents HashStore, but pyright takes the class for private
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         if size > 1:
             store = attempt_store(time_limit)
@@ -206,7 +205,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
         if size > 1:
             global waiting_group
             with ending_with_dead_hosts(timeout):
-                # new_group returns an int only to ranks outside the group, and this group has all ranks
+                # pyright does not know that new_group returns a group to all members of the group
                 waiting_group = dist.new_group(  # pyright: ignore[reportAssignmentType]
                     backend="gloo", timeout=NO_LIMIT
                 )
@@ -214,7 +213,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
 
 
 def monitored_barrier(limit: timedelta):
-    """Wait until all ranks of the group call this function, at most for `limit`.
+    """Wait until all ranks have called monitored_barrier.
 
     Raises:
         RuntimeError: a rank has ended, or a rank is late by more than the limit. On rank 0, the message names a rank
@@ -225,9 +224,9 @@ def monitored_barrier(limit: timedelta):
 
 
 def default_num_threads(local_size: int) -> int:
-    """Return the environment variable OMP_NUM_THREADS, or an equal share of the CPU cores for each process.
+    """Return the environment variable OMP_NUM_THREADS, or the number of CPU cores divided by the processes on the host.
 
-    With several processes, the value 1 of OMP_NUM_THREADS is ignored, because torchrun sets this value by default.
+    With several processes, OMP_NUM_THREADS=1 is ignored, because torchrun sets this value by default.
     """
     requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if requested.isdecimal() and int(requested) > (local_size > 1):
@@ -239,7 +238,7 @@ def default_num_threads(local_size: int) -> int:
 
 
 def shutdown(world: World):
-    """Destroy the process group of this run, if there is one, after all ranks have called this function."""
+    """Wait for all ranks, and destroy the process group of the run, if there is one."""
     world.wait()  # for the last work of rank 0
     if dist.is_initialized():
         dist.barrier()  # destroying the group while another rank still uses it can abort that rank

@@ -34,8 +34,8 @@ def save_model(
 ):
     """Save a model and its processor as a folder that transformers and vLLM can load.
 
-    Adapters are merged into the saved weights, and also saved alone in the subfolder adapter/ in PEFT's format. The
-    folder is replaced atomically. The dtype of saved weights is model.save_dtype, if this attribute is set.
+    Adapters are merged into the saved weights, and also saved alone in the subfolder adapter/ in PEFT's format. An
+    existing folder is replaced atomically. The weights are saved in model.save_dtype, if it is not None.
 
     All ranks must call this function. All ranks gather the tensors of one file at a time, because the full model may
     not fit into the memory of rank 0. Rank 0 writes the files, and an error of rank 0 is raised on all ranks.
@@ -54,8 +54,7 @@ def save_model(
         write_adapter = adapter_writer(model, base)
         weights = file_weights(model) if merge else {}
         unused = (world.run_on_rank_zero(lambda: unused_tensors(model)) if merge else None) or {}
-        # Rank 0 decides which file a tensor comes into, because only rank 0 has the tensors that the model does not
-        # use.
+        # Rank 0 distributes the tensors over files, because only rank 0 has read the folder's unused tensors.
         files = world.gather_objects(divide(model, weights, unused, max_shard_size))[0]
         # ranks other than 0 write nothing
         new_folder = world.run_on_rank_zero(lambda: saving.enter_context(replacing(folder))) or Path(folder)
@@ -69,8 +68,7 @@ def save_model(
             write_other_files(new_folder, model, processor, files if merge else None, write_adapter)
             if write_more_files is not None:
                 write_more_files(new_folder)
-            # The new folder replaces the old folder inside of this function, so that an error is raised on all ranks.
-            saving.pop_all().close()
+            saving.pop_all().close()  # replaces the old folder by the new folder
 
         for file, names in files.filename_to_tensors.items():
             tensors = {}
@@ -86,7 +84,7 @@ def save_model(
 
 
 def adapter_writer(model: VisionLanguageModel, base: str | None) -> Callable[[Path], None] | None:
-    """Return a function that saves the adapters of a model in PEFT's format, or None if the model has no adapters."""
+    """Return a function that saves a model's adapters in PEFT's format, or None if there are no adapters."""
     if not has_adapters(model):
         return None
     # The code for adapters is imported only if a model has adapters, because few runs have them.
@@ -98,8 +96,7 @@ def adapter_writer(model: VisionLanguageModel, base: str | None) -> Callable[[Pa
 def divide(
     model: VisionLanguageModel, weights: Mapping[str, Weight], unused: Mapping[str, Tensor], max_shard_size: int
 ) -> StateDictSplit:
-    """Distribute the weights of a model, and tensors of its folder that the model does not use, over files of
-    max_shard_size bytes."""
+    """Distribute weights and unused tensors over files of at most max_shard_size bytes."""
     shapes = {}
     for name, weight in weights.items():
         shape = on_meta(weight)
@@ -115,7 +112,7 @@ def write_other_files(
     files: StateDictSplit | None,
     write_adapter: Callable[[Path], None] | None,
 ):
-    """Write the config, the index of weight files and the adapter of a model; only the adapter if `files` is empty."""
+    """Write all files of a model folder except the weights. If merged weights are not saved, `files` is None."""
     settings = processor.tokenizer.files.get(INFERENCE_CONFIG)
     if files is not None:
         write_settings(folder, model, processor)

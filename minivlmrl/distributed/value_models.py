@@ -1,4 +1,4 @@
-"""Load and save models with a value head (reward models and critics) beside the policy."""
+"""Load and save reward models and critics, which are models with a value head."""
 
 from functools import partial
 from pathlib import Path
@@ -26,9 +26,9 @@ def save_value_model(
     base: str | None = None,
     merge: bool = True,
 ):
-    """Save a value model: a model folder plus the value head in score.safetensors, as load_value_model reads them.
+    """Save a value model as a model folder, with the value head in the file score.safetensors.
 
-    All ranks must call this.
+    All ranks must call this function.
 
     Args:
         base: the base model's folder, which an adapter refers to.
@@ -46,7 +46,7 @@ def save_value_model(
 def load_critic(
     folder: str | Path, policy: VisionLanguageModel, processor: Processor, run: RunConfig, device: torch.device
 ) -> ValueModel:
-    """Load a value model for training as a critic, with the options `adapter` and `model.freeze` of the recipe."""
+    """Load a value model for training as a critic, with the recipe's options `adapter` and `model.freeze`."""
     dtype = policy.lm_head.weight.dtype
     inject = partial(inject_adapters, options=run.adapter)
     critic = load_value_model(folder, dtype, device, policy.sharding, inject)

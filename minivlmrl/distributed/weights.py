@@ -1,7 +1,7 @@
 """Functions for the weights of a model that may be sharded with FSDP2.
 
-A sharded model stores an object of the class distributed.fsdp.Sharding in its attribute `sharding`. This module does
-not import FSDP, so that runs without sharding do not load FSDP.
+A sharded model has an attribute `sharding`, an object of the class distributed.fsdp.Sharding. The module weights.py
+does not import PyTorch's FSDP, because most runs have no sharding.
 """
 
 import copy
@@ -25,13 +25,16 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-# activation checkpointing: store only the inputs of a function, and run the function again in the backward pass
+# Activation checkpointing: only a function's inputs are stored, and the function runs again in the backward pass.
 compute_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def num_shards(section: ShardingOptions, num_ranks: int) -> int:
-    """Return over how many ranks the weights of a model are sharded; raise ValueError if replicas do not divide the
-    ranks."""
+    """Return the number of ranks over which one copy of the weights is sharded.
+
+    Raises:
+        ValueError: the number of ranks is not a multiple of sharding.replicas.
+    """
     if num_ranks % section.replicas:
         raise ValueError(
             f"sharding.replicas is {section.replicas}, but the number of ranks, {num_ranks}, is "
@@ -41,12 +44,12 @@ def num_shards(section: ShardingOptions, num_ranks: int) -> int:
 
 
 def is_unit(module: nn.Module) -> "TypeGuard[FSDPModule]":
-    """Return True if FSDP has wrapped this module as a unit, whose weights are gathered and freed together."""
+    """Return True if a module is an FSDP unit, whose weights are gathered and freed together."""
     return hasattr(type(module), "unshard")
 
 
 def units(module: nn.Module) -> "list[FSDPModule]":
-    """Return all FSDP units in a module; a module that is not sharded has none."""
+    """Return all FSDP units in a module; there are none without sharding."""
     return [part for part in module.modules() if is_unit(part)]
 
 
@@ -55,25 +58,25 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def is_part(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Return True if a tensor is a DTensor, of which this rank stores only some rows."""
+    """Return True for a DTensor, of which each rank stores only some rows."""
     return hasattr(tensor, "device_mesh")
 
 
 def reshard(module: nn.Module):
-    """Free the gathered weights of a sharded module, which is necessary before its parameters are changed."""
+    """Free the gathered weights of a sharded module. Parameters must not be changed while their weights are gathered."""
     for unit in units(module):
         unit.reshard()
 
 
 @dataclass
 class Communication:
-    """When an FSDP unit gathers its weights and reduces its gradients, see begin_micro_batch."""
+    """How often an FSDP unit gathers its weights and reduces its gradients, see begin_micro_batch."""
 
     once_per_step: bool  # the option sharding.once_per_step
     # True for vision blocks and decoder layers, whose gathered weights are freed after their forward pass
     is_block: bool = False
-    # True if the same parameters have gradients in every micro-batch of a step. Otherwise the sum over replicas cannot
-    # be postponed, because FSDP sums all gradients of a unit as one tensor.
+    # True if the gradients may be summed over replicas only in the last micro-batch. False for units in which some
+    # parameters have no gradient in some micro-batches, because FSDP sums all gradients of a unit as one tensor.
     all_reduces_once: bool = False
     was_gathered: bool = False  # only a unit that was gathered before can postpone its reduction
 
@@ -85,9 +88,9 @@ def communication_of(unit: "FSDPModule") -> Communication:
 def begin_micro_batch(module: nn.Module, is_last: bool):
     """Postpone the communication of a sharded module until the last micro-batch of an optimizer step.
 
-    With the option sharding.once_per_step, gathered weights are kept, and each rank adds up its own gradients. The last
-    micro-batch sums the gradients over the ranks, also for units that it does not run, such as the vision tower.
-    Without sharding.once_per_step, only the sum of gradients over replicas is postponed.
+    With sharding.once_per_step, weights stay gathered for a whole optimizer step, and gradients are summed over ranks
+    once, in the last micro-batch. Without this option, each micro-batch gathers weights and sums gradients over the
+    ranks of a replica, and most units sum gradients over replicas only in the last micro-batch.
     """
     for unit in units(module):
         communication = communication_of(unit)
@@ -104,7 +107,7 @@ def begin_micro_batch(module: nn.Module, is_last: bool):
 
 
 def end_micro_batches(module: nn.Module):
-    """Free all gathered weights of a module after the last micro-batch of an optimizer step."""
+    """Free a module's gathered weights after the last micro-batch of an optimizer step."""
     for unit in units(module):
         if communication_of(unit).once_per_step:
             unit.set_reshard_after_forward(communication_of(unit).is_block, recurse=False)
@@ -112,7 +115,7 @@ def end_micro_batches(module: nn.Module):
 
 
 def shard_rows(mesh: "DeviceMesh", num_rows: int) -> slice:
-    """Return which rows of a sharded tensor this rank stores; the last ranks may store fewer rows, or none."""
+    """Return the rows of a sharded tensor that this rank stores. The last ranks may store fewer rows, or none."""
     shards = mesh["shard"]
     rows_per_rank = math.ceil(num_rows / shards.size())
     first_row = shards.get_local_rank() * rows_per_rank
@@ -121,22 +124,19 @@ def shard_rows(mesh: "DeviceMesh", num_rows: int) -> slice:
 
 @contextmanager
 def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterator[VisionLanguageModel]:
-    """Yield a model for sampling, in a block without gradients.
-
-    On a GPU, sampling uses 16-bit copies of the adapters (see model/lora.py), unless weights are gathered layer by
-    layer.
+    """Context manager that disables gradients and yields a model for sampling.
 
     Args:
-        gather_weights: True gathers a sharded model's full weights on every rank first, so
-            that each rank can run any number of forward passes. False gathers one layer at a time, which saves memory;
-            all ranks must then run equally many passes, see fsdp.in_lockstep.
+        gather_weights: True gathers a sharded model's full weights on every rank first, so that each rank can run any
+            number of forward passes. False gathers one layer at a time, which saves memory; all ranks must then run
+            equally many passes, see fsdp.in_lockstep.
     """
     if model.sharding is None:
         with adapter_copies(model), torch.inference_mode():
             yield model
         return
     try:
-        # torch.inference_mode is avoided, because tensors that FSDP allocates in it cannot be trained later
+        # In torch.inference_mode, FSDP would allocate weights that cannot be trained later.
         with torch.no_grad():
             if not gather_weights:
                 yield model
@@ -149,7 +149,7 @@ def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterato
 
 
 def adapter_copies(model: VisionLanguageModel) -> AbstractContextManager[list[nn.Parameter]]:
-    """Replace the adapters of a model by 16-bit copies in a `with` block, see sampling_copies in model/lora.py."""
+    """Context manager that replaces a model's adapters by 16-bit copies on a GPU, see model/lora.sampling_copies."""
     if not has_adapters(model):
         return nullcontext([])
     # The code for adapters is imported only if a model has adapters, because few runs have them.
@@ -159,9 +159,9 @@ def adapter_copies(model: VisionLanguageModel) -> AbstractContextManager[list[nn
 
 
 def copy_model(model: VisionLanguageModel, in_compute_dtype: bool = False) -> VisionLanguageModel:
-    """Copy a model. Each rank copies its own part.
+    """Copy a model. With sharding, each rank copies its own rows.
 
-    With adapters and without sharding, the copy shares the base weights of the model.
+    With adapters and without sharding, the copy shares the model's base weights.
 
     Args:
         in_compute_dtype: copy a sharded model into the dtype in which it computes.
