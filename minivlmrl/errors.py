@@ -1,4 +1,4 @@
-"""Functions for error messages, which say where an error occurred, which value is wrong and what was probably meant."""
+"""Functions for error messages, which name the place of an error, the wrong value and a likely correction."""
 
 import difflib
 import os
@@ -11,9 +11,9 @@ from traceback import extract_tb
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent
-# folders with the code of this project; a clone has kernels and recipes beside the package
+# folders whose errors are shown without a traceback; a clone has kernels and recipes beside the package
 OURS = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in (PACKAGE.name, "kernels", "recipes"))
-# files with a user's code that options of the recipe name, see config/import_utils.py
+# Python files of the user that a recipe names as `file.py:name`, see config/import_utils.py
 USER_FILES: set[str] = set()
 
 # quoted texts of at least 80 characters (an apostrophe is no quote), and words of at least 500 characters
@@ -26,11 +26,11 @@ NO_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory|ST
 class error_context(AbstractContextManager):
     """Context manager that puts a file, row or field before the message of a ValueError in its block.
 
-    The file, row or field is not repeated if the message already begins with it. Errors of other types, such as those
-    of a user's code, get the file, row or field as a note.
+    Nothing is added if the message already begins with the same place. Errors of other types, such as those of a user's
+    code, get the place as a note.
     """
 
-    # error_context is not a generator, because each of 200,000 rows enters several contexts, and a class is faster.
+    # A class is faster than a generator, and each row of a data file enters error_context several times.
     def __init__(self, where: str | Path):
         self.where = where
 
@@ -45,8 +45,8 @@ class error_context(AbstractContextManager):
 def mistake(error: BaseException) -> str | None:
     """Return a message of one line for an error that the user can correct without a traceback, otherwise None.
 
-    A user can correct a lack of memory, errors of the operating system, and errors from a `raise` statement of
-    minivlmrl. Errors in a user's own code are shown with their traceback.
+    Such errors are a lack of memory, errors of the operating system, and those from a `raise` statement of minivlmrl.
+    Errors in a user's own code are shown with their traceback.
     """
     if is_out_of_memory(error):
         size = f" ({shortened(str(error).splitlines()[0])})" if str(error) else ""  # the first line has it, if known
@@ -71,19 +71,19 @@ def mistake(error: BaseException) -> str | None:
 
 
 def check_field(valid: bool, name: str, value: Any, expected: str):
-    """Raise ValueError with the name of a field, its value and what is expected, unless `valid` is true."""
+    """Raise ValueError if a field is not valid. The message has the field's name, its value and what is expected."""
     if not valid:
         raise _invalid(name, value, expected)
 
 
 def _invalid(name: str, value: Any, expected: str) -> ValueError:
-    # reprlib.repr shortens the value, because repr is slow for a long list
+    # reprlib.repr shortens a long list before it is converted to text, which repr would do slowly
     shown = reprlib.repr(value) if isinstance(value, list | dict) else repr(value)
     return ValueError(f"{name} is {shown:.80}, but it must be {expected}")
 
 
 def shortened(error: str | Exception) -> str:
-    """Shorten long texts in an error message, which may be images in base64."""
+    """Shorten long texts in an error message, such as images in base64."""
     return LONG_QUOTES.sub(lambda quote: f"{quote[0][:80]}...{quote[0][-1]}", str(error))
 
 
@@ -91,17 +91,17 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """Return True if an error means that GPU memory or host memory is full.
 
     PyTorch raises OutOfMemoryError for the GPU, but a plain RuntimeError for host memory and in CUDA's libraries.
-    OutOfMemoryError is recognised by its name, because this module must not import torch.
     """
     if not isinstance(error, RuntimeError):
         return isinstance(error, MemoryError)
+    # by name, because commands that need no torch import errors.py
     return type(error).__name__ == "OutOfMemoryError" or bool(NO_MEMORY.search(str(error)))
 
 
 class phase(AbstractContextManager):
     """Context manager that marks its block as a phase of training, such as "forward", for error messages.
 
-    An error in the block gets the attributes `phase` and `rows`, unless an inner block has set them.
+    An error gets the attributes `phase` and `rows`. In nested blocks, those of the innermost block count.
 
     Args:
         name: name of the phase, as the message shows it.
@@ -118,7 +118,7 @@ class phase(AbstractContextManager):
 
 @contextmanager
 def optional_dependency(name: str, needed: str) -> Iterator[None]:
-    """Convert an ImportError in the block to a ValueError that says which optional dependencies to install.
+    """Context manager that converts an ImportError to a ValueError, which says what to install.
 
     Args:
         name: extra of minivlmrl, such as "video".
@@ -131,7 +131,7 @@ def optional_dependency(name: str, needed: str) -> Iterator[None]:
 
 
 def check_extras(target: str, name: str):
-    """Raise ValueError if `target` is in the folder extras/ and this copy of the package lacks that folder.
+    """Raise ValueError if `target` is in the folder extras/, but the folder has been deleted.
 
     Args:
         target: module, or "module:name", that the core knows by this text alone.
@@ -143,8 +143,9 @@ def check_extras(target: str, name: str):
 
 
 def did_you_mean(name: str, names: Iterable[str], prefix: str = "", count: int = 1, cutoff: float = 0.6) -> str:
-    """Return the end of an error message about an unknown name, such as "; did you mean shapes?", or "" if none is
-    similar.
+    """Return the end of an error message about an unknown name, such as "; did you mean shapes?".
+
+    If no known name is similar, the result is "".
 
     Args:
         name: the unknown name.

@@ -1,12 +1,10 @@
 """Convert an image file to the normalised patches that a vision tower reads.
 
-An image is loaded as RGB, resized with smart_resize, normalised, and cut into patches. The patches are identical, bit
-for bit, to those that transformers' image processors compute.
+The patches are identical, bit for bit, to those that transformers' image processors compute.
 
-Example: a 100 x 60 pixel image (width x height) is resized to 112 x 56, multiples of 28, and cut into an 8 x 4 patch
-grid, whose 3 colours x 2 equal frames x 14 x 14 values are normalised. Each block of 2 x 2 patches becomes one image
-token, so 8 x 4 patches become 8 tokens. For an image of 8 tokens, Processor.encode writes the placeholder <|image_pad|>
-8 times into the prompt, and the vision tower turns every four patches into one placeholder's embedding.
+Example: an image of 100 x 60 pixels (width x height) is resized to 112 x 56 pixels, which are multiples of 28. It is
+cut into 8 x 4 patches. A patch has 3 colours x 2 equal frames x 14 x 14 normalised values. Each block of 2 x 2 patches
+becomes one image token, so the prompt contains the placeholder <|image_pad|> 8 times.
 """
 
 import math
@@ -29,7 +27,7 @@ Grid = tuple[int, int, int]  # patches in time, height and width
 def load_image(file: str | Path | Image) -> Image:
     """Load an image file as RGB, rotated upright according to its EXIF orientation.
 
-    The function media.fetch_image also loads images from file:// URLs, data URIs and bytes.
+    See media.fetch_image for file:// URLs, data URIs and bytes.
 
     Raises:
         ValueError: the aspect ratio is over 200, or the colours of the image are not known (see to_rgb).
@@ -58,7 +56,7 @@ def to_rgb(image: Image) -> Image:
 def to_8_bits(image: Image) -> Image:
     """Convert an image with 16 bits per pixel to 8 bits; return other images unchanged.
 
-    Pillow's own conversion from 16 to 8 bits is not used, because it makes every value above 255 white.
+    Pillow's own conversion from 16 to 8 bits would make every value above 255 white.
     """
     if not image.mode.startswith("I;16"):
         return image
@@ -84,8 +82,8 @@ def check_ratio(width: int, height: int):
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
     """Compute the height and width in pixels that an image is resized to before it is cut into patches.
 
-    The image's new height and width are multiples of `factor`. The image almost keeps its aspect ratio, and its new
-    area is between min_pixels and max_pixels.
+    The image almost keeps its aspect ratio. Its new height and width are multiples of `factor`, the side of the square
+    that becomes one image token. Its new area is between min_pixels and max_pixels.
 
     Example: with factor 28 and max_pixels 1003520, an image of height 1092 and width 1568 gets height 812 and width
     1176.
@@ -136,7 +134,7 @@ def patchify(frames: np.ndarray, patch_size: int, temporal_patch_size: int, merg
         h // merge_size, merge_size, patch_size,  # 3 to 5: block row, row in the block, y
         w // merge_size, merge_size, patch_size,  # 6 to 8: block column, column in the block, x
     )  # fmt: skip
-    # The axes are transposed to: time, block row, block column, row and column in the block; channel, frame, y, x.
+    # new order of the axes: (time, block row, block column, row and column in the block), (channel, frame, y, x)
     patches = axes.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return patches.reshape(t * h * w, -1), (t, h, w)
 
@@ -159,7 +157,7 @@ def resize_frames(frames: Iterable[Image], height: int, width: int, mean: np.nda
 
 
 def look_up(normalised: np.ndarray, pixels: np.ndarray) -> np.ndarray:
-    """Replace each pixel value from 0 to 255 by its normalised value, which a lookup table contains.
+    """Normalise pixel values from 0 to 255 with a lookup table.
 
     Args:
         normalised: (3, 256), each grey level's normalised value in each colour channel.
@@ -173,10 +171,7 @@ def look_up(normalised: np.ndarray, pixels: np.ndarray) -> np.ndarray:
 
 @dataclass
 class ImageProcessor:
-    """Converts images to patches, with the preprocessing settings of a checkpoint.
-
-    The module data/image_settings.py reads and validates the preprocessing settings of a checkpoint.
-    """
+    """Converts images to patches, with a checkpoint's settings, which data/image_settings.py reads."""
 
     patch_size: int = 14
     temporal_patch_size: int = 2
@@ -186,17 +181,16 @@ class ImageProcessor:
     # CLIP's mean and standard deviation of each colour channel, for pixel values from 0 to 1
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
-    # function that resizes and normalises frames with Pillow; data/image_settings.py has a variant that uses torch
+    # function that resizes and normalises images, see RESIZE in data/image_settings.py
     resize: Callable[..., np.ndarray] = resize_frames
-    # class that samples and resizes videos for a model family, such as Qwen3-VL; None uses data/video.py
+    # class that samples and resizes the videos of a model family such as Qwen3-VL; None means data/video.py
     videos: Any = None
-    # dtype of the patches; a model that computes in 16 bits gets patches of 16 bits, so that only half the bytes are
-    # copied to a GPU
+    # dtype of the patches; patches of 16 bits are copied to a GPU in half the time
     dtype: torch.dtype = torch.float32
 
     @property
     def factor(self) -> int:
-        """Return the side in pixels of the square that becomes one image token; 14 * 2 = 28 by default."""
+        """Return the side, in pixels, of the square that becomes one image token: 14 * 2 = 28 by default."""
         return self.patch_size * self.merge_size
 
     @property
@@ -205,7 +199,7 @@ class ImageProcessor:
         return 3 * self.temporal_patch_size * self.patch_size**2
 
     def num_tokens(self, image_grid_thw: Grid) -> int:
-        """Return the number of an image's tokens: one for each block of merge_size x merge_size patches."""
+        """Return the number of image tokens: one for each block of merge_size x merge_size patches."""
         return math.prod(image_grid_thw) // self.merge_size**2
 
     def __call__(self, image: Image, **options: int) -> tuple[Tensor, Grid]:
@@ -230,10 +224,10 @@ class ImageProcessor:
         return self.patches([image], new_height, new_width)
 
     def patches(self, frames: Sequence[Image], height: int, width: int) -> tuple[Tensor, Grid]:
-        """Convert frames to RGB, resize the frames, and return their normalised patches and patch counts (t, h, w)."""
+        """Resize the frames of an image or video, and return their normalised patches and patch counts (t, h, w)."""
         mean = np.array(self.image_mean, np.float32)[:, None]  # (3, 1)
         std = np.array(self.image_std, np.float32)[:, None]
-        # Video frames are converted to RGB one by one, because a copy of all frames could fill the memory.
+        # frames are converted to RGB one by one, because a copy of all frames could fill the memory
         resized = self.resize(map(to_rgb, frames), height, width, mean, std)
         patches, image_grid_thw = patchify(resized, self.patch_size, self.temporal_patch_size, self.merge_size)
         return torch.from_numpy(patches).to(self.dtype), image_grid_thw

@@ -20,28 +20,27 @@ from minivlmrl.json_files import read_json
 def torch_resize_frames(
     frames: Iterable[PIL.Image.Image], height: int, width: int, mean: np.ndarray, std: np.ndarray
 ) -> np.ndarray:
-    """Resize and normalise RGB frames with torch's kernel, bit for bit as transformers' torchvision processor does."""
-    # Pillow resizes images by default, because checkpoints were trained with Pillow; see docs/numerical_parity.md.
+    """Resize and normalise RGB frames with torch, bit for bit as transformers' torchvision processor does."""
     size = (height, width)
     resized = []
     for frame in frames:
-        # The pixels stay uint8, because torch's resize rounds between its two passes only for integers.
+        # Pixels stay uint8, because torch rounds between the horizontal and the vertical pass only for integers.
         pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
         pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
         resized.append(pixels[0].permute(1, 2, 0).numpy())
-    # `scale` is 255 with a rounding error, because transformers multiplies mean and std by the same number.
+    # 255 with the rounding error that transformers' processor has, too
     scale = np.float32(1 / (1 / 255))
     grey_levels = np.arange(256, dtype=np.float32)
     return look_up((grey_levels - mean * scale) / (std * scale), np.stack(resized))
 
 
-# {value of the option data.resize_backend: function that resizes and normalises frames}
+# {value of data.resize_backend: function}; Pillow is the default, because checkpoints were trained with Pillow
 RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}
 
 Mean = Annotated[float, "(-1e6, 1e6)"]
 Std = Annotated[float, "[1e-6, 1e6)"]  # positive, because pixels are divided by Std
-# Here only the class whose name ends with Fast resizes images with torch. In transformers 5, the class without a suffix
-# also uses torch if torchvision is installed.
+# The name of the image processor in a checkpoint. For a name that ends with Fast, images are resized with torch, for
+# the other names with Pillow. In transformers 5, Qwen2VLImageProcessor also uses torch if torchvision is installed.
 ProcessorType = Literal[
     "Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "Qwen2VLImageProcessorFast", "Qwen2_5_VLImageProcessor"
 ]
@@ -57,18 +56,15 @@ FIXED = {
 # {option of data.video that chooses frames: name of the option in video_preprocessor_config.json}
 SAMPLING = {"fps": "fps", "nframes": "num_frames", "min_frames": "min_frames", "max_frames": "max_frames"}
 FPS = 2.0  # sampled frames per second by default
-# default bounds for the size of a video frame, as the number of tokens of an equally large image
+# default bounds for the size of a video frame, measured in image tokens: 128 tokens are 128 * 28 * 28 pixels
 MIN_FRAME_TOKENS, MAX_FRAME_TOKENS = 128, 768
-# settings whose name in preprocessor_config.json is also the name in ImageProcessor
+# settings with the same name in preprocessor_config.json and in ImageProcessor
 SAME_NAMES = ("image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size")
 
 
 @dataclass
 class Size:
-    """The lower and upper bound for an image's area in pixels, under the new and old names of transformers.
-
-    The fields height, width, max_height and max_width must be null, because a fixed size is not supported.
-    """
+    """Bounds for an image's area in pixels, under the old and new names of transformers; fixed sizes are refused."""
 
     shortest_edge: MinPixels | None = None
     longest_edge: Count | None = None
@@ -82,7 +78,7 @@ class Size:
 
 @dataclass
 class ImageSettings:
-    """The fields that are read from preprocessor_config.json; a field that is null counts as missing."""
+    """The fields that are read from preprocessor_config.json. A field with the value null counts as missing."""
 
     image_processor_type: ProcessorType | None = None
     size: Size | None = None
@@ -120,14 +116,13 @@ def read_image_processor(content: dict, where: str, min_pixels: int | None = Non
     resize = RESIZE["torch" if str(settings.image_processor_type).endswith("Fast") else "pil"]
     processor = ImageProcessor(**given, min_pixels=low, max_pixels=high, resize=resize)
     with error_context("data" if min_pixels or max_pixels else where):
-        # smart_resize raises ValueError if no image size can satisfy the bounds min_pixels and max_pixels
+        # raises ValueError if max_pixels is smaller than min_pixels or than one token
         side = processor.factor
         smart_resize(side, side, side, low, high)
     return processor
 
 
 def patch_settings(holder: ImageSettings | ImageProcessor) -> dict:
-    """Return {name: value} for the settings image_mean, image_std, patch_size, temporal_patch_size and merge_size."""
     return {name: getattr(holder, name) for name in SAME_NAMES}
 
 
@@ -150,7 +145,7 @@ def write_image_processor(processor: ImageProcessor, options: dict[str, int]) ->
 
 
 def area_bounds(processor: ImageProcessor, options: dict[str, Any], bounds: tuple[int, int]) -> tuple[int, int]:
-    """Return the smallest and the largest area in pixels: `bounds`, unless options change them; see ImageOptions."""
+    """Return the smallest and the largest area of an image in pixels. Options replace the given bounds."""
     if "resized_height" in options:
         limits = processor.min_pixels, processor.max_pixels
         height, width = smart_resize(options["resized_height"], options["resized_width"], processor.factor, *limits)
@@ -159,16 +154,13 @@ def area_bounds(processor: ImageProcessor, options: dict[str, Any], bounds: tupl
 
 
 def write_video_processor(processor: ImageProcessor, options: dict[str, float]) -> dict:
-    """Build the content of a video_preprocessor_config.json from the options of data.video; no options give {}.
-
-    The file names the class Qwen2VLVideoProcessor, which resizes frames as Qwen2.5-VL does, see video.frame_size.
-    """
+    """Build the content of a video_preprocessor_config.json from the options of data.video; {} without options."""
     if not options:
         return {}
     area = processor.factor**2  # of one token
     low, high = area_bounds(processor, options, (MIN_FRAME_TOKENS * area, MAX_FRAME_TOKENS * area))
     content = {
-        "video_processor_type": "Qwen2VLVideoProcessor",
+        "video_processor_type": "Qwen2VLVideoProcessor",  # which resizes frames as video.frame_size does
         **FIXED,
         **patch_settings(processor),
         "size": {"shortest_edge": low, "longest_edge": high},
@@ -180,7 +172,7 @@ def write_video_processor(processor: ImageProcessor, options: dict[str, float]) 
 
 
 def write_sampling(options: dict[str, float]) -> dict:
-    """Return the options that choose a video's frames, under the names that video_preprocessor_config.json uses."""
+    """Return the options that choose a video's frames, under their names in video_preprocessor_config.json."""
     given: dict[str, Any] = {SAMPLING[name]: value for name, value in options.items() if name in SAMPLING}
     if "num_frames" in given:
         given["fps"] = None  # the class may have a default, which transformers does not combine with num_frames
@@ -200,8 +192,7 @@ def read_sampling(settings: dict) -> dict[str, float]:
 def image_settings(folder: Path) -> tuple[Path, dict]:
     """Return the file in a model's folder that has the settings for images, and these settings.
 
-    The image settings are in preprocessor_config.json, or, since transformers 5, in the field image_processor in
-    processor_config.json.
+    Transformers 5 writes the settings into processor_config.json; older versions use preprocessor_config.json.
     """
     file = folder / "preprocessor_config.json"
     newer = folder / "processor_config.json"
@@ -217,7 +208,7 @@ def image_settings(folder: Path) -> tuple[Path, dict]:
 
 
 def video_settings(folder: Path) -> tuple[Path, dict]:
-    """Return the file in a model's folder from which transformers reads the settings for videos, and these settings."""
+    """Return the file in a model's folder that has the settings for videos, and these settings."""
     newer = folder / "processor_config.json"
     file = folder / "video_preprocessor_config.json"
     settings = read_json(newer).get("video_processor") if newer.is_file() else None

@@ -14,14 +14,14 @@ from minivlmrl.data.processor import Processor, images_in
 from minivlmrl.data.rows import Dataset, Prompt, Row
 
 MAX_SKIPPED = 100  # consecutive unreadable rows after which a run ends with an error
-# maximum number of rows prepared in advance; with an image of one megapixel per row, the patches take 1.5 GB
+# maximum number of rows that threads prepare in advance; the patches of 64 images of one megapixel take 1.5 GB
 MAX_AHEAD = 64
 Result = TypeVar("Result")
 
 
 @dataclass
 class PreparedRow(Row):
-    """A row whose token ids and image patches a background thread has already computed."""
+    """A row whose prompt a background thread has already computed."""
 
     prepared_prompt: Prompt | None = None
 
@@ -31,11 +31,12 @@ class PreparedRow(Row):
 
 
 class Batches(Iterator[list[Row]]):
-    """Endless iterator over this rank's batches of rows, one batch for each rollout. A batch has the rows of
-    `trainer.steps_per_rollout` optimizer steps, one step after the other. Every pass over the dataset shuffles the rows
-    anew. Each row gets a key, "seed/stage/batch/position", which seeds the row's random numbers, so that any number of
-    ranks samples the same completions. Threads prepare the prompts of the next batch in advance. A row's error is
-    raised only when the batch with this row is returned.
+    """Endless iterator over this rank's batches of rows, one batch for each rollout.
+
+    A batch has the rows of `trainer.steps_per_rollout` optimizer steps, one step after the other. The rows are shuffled
+    again for every pass over the dataset. Each row gets the key "seed/stage/batch/position", which seeds its random
+    numbers, so that any number of ranks samples the same completions. Background threads prepare the prompts of the
+    next batch.
 
     Args:
         dataset: the stage's rows.
@@ -50,14 +51,14 @@ class Batches(Iterator[list[Row]]):
         self.world = trainer.world
         self.processor = trainer.processor
         self.skip_unreadable = options.skip_unreadable
-        # Answers' images are checked only to skip unreadable rows; otherwise tokenizing an answer raises the error.
+        # Tokenizing an answer decodes its images again, so they are checked early only if unreadable rows are skipped.
         self.checked_answers = trainer.answers if self.skip_unreadable else ()
         self.skipped: set[int] = set()  # indices of unreadable rows that this rank skipped
         self.key = f"{seed}/{trainer.stage}"
         self.step_size = trainer.config.prompts_per_step
         draw_size = self.step_size * trainer.steps_per_rollout
         self.numbers = shuffled(len(dataset), draw_size, seed, skip=draws * draw_size)
-        # Each worker thread lets PyTorch use a single CPU thread, because more would slow all workers down.
+        # PyTorch uses one CPU thread in each worker, because more threads would slow all workers down.
         num_workers = max(1, options.image_workers)
         self.workers = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
         self.max_ahead = MAX_AHEAD if options.image_workers else 0
@@ -66,7 +67,7 @@ class Batches(Iterator[list[Row]]):
         self.ahead: list[Future] = []  # the next draw's first rows, which threads prepare
 
     def draw(self, number: int) -> list[tuple[int, str]]:
-        """Return (dataset index, key for random numbers) of each row in this rank's next batch."""
+        """Return (dataset index, key) of each row in this rank's part of a batch."""
         numbers = next(self.numbers)
         rows = []
         for first in range(0, len(numbers), self.step_size):
@@ -89,11 +90,10 @@ class Batches(Iterator[list[Row]]):
         return rows
 
     def submit(self, draw: list[tuple[int, str]]) -> list[Future]:
-        """Let background threads start to prepare the prompts of the given rows."""
         return [self.workers.submit(self.prepare, index, key) for index, key in draw]
 
     def prepare(self, index: int, key: str) -> tuple[Row, dict[int, ValueError]]:
-        """Compute the prompt of a row or of the next readable row; also return the errors of unreadable rows."""
+        """Prepare a row or, if it is unreadable, the next readable row; also return the errors of skipped rows."""
 
         def use(row: Row) -> Prompt:
             return readable_prompt(row, self.processor, self.checked_answers)
@@ -102,15 +102,15 @@ class Batches(Iterator[list[Row]]):
         return PreparedRow(**vars(replace(row, key=key)), prepared_prompt=prompt), failures
 
     def row(self, index: int, key: str = "") -> Row:
-        """Prepare one row outside a batch. The key is a text that seeds the sampling of completions."""
+        """Prepare one row outside a batch. The text `key` seeds the sampling of its completions."""
         return self.rows([(index, key)])[0]
 
     def rows(self, rows: list[tuple[int, str]]) -> list[Row]:
-        """Prepare rows that belong to other ranks; each row is given by its dataset index and its key."""
+        """Prepare rows outside a batch, which are given as (dataset index, key)."""
         return self.wait_for(self.submit(rows))
 
     def wait_for(self, futures: Sequence[Future]) -> list[Row]:
-        """Wait for the rows that background threads prepare, and warn once about each unreadable row."""
+        """Wait until threads have prepared rows, and warn once about each unreadable row."""
         rows = []
         for row, failures in (future.result() for future in futures):
             rows.append(row)
@@ -137,7 +137,7 @@ def readable_prompt(row: Row, processor: Processor, answers: Sequence[str]) -> P
 def next_readable(
     rows: Dataset, index: int, use: Callable[[Row], Result], skips: bool = True
 ) -> tuple[Row, Result, dict[int, ValueError]]:
-    """Return the first row from `index` on that is readable: calling `use` on this row raises no ValueError.
+    """Return the row at `index`, or the next row on which the function `use` raises no ValueError.
 
     Returns:
         The row, the result of `use`, and {index of an unreadable row: its error}.
@@ -159,7 +159,7 @@ def next_readable(
 
 
 def shuffled(size: int, per_draw: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
-    """Yield lists of `per_draw` shuffled row indices; the first `skip` indices of the sequence are left out."""
+    """Yield lists of shuffled row indices, without the first `skip` indices, which a resumed run has used."""
     if size == 0:
         raise ValueError("the dataset has no rows to train on")
     generator = torch.Generator().manual_seed(seed)

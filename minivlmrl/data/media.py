@@ -48,25 +48,24 @@ FILE_NAMES = {
 }
 # the first bytes of image files in the formats JPEG, PNG, GIF, WebP, BMP and TIFF
 MAGIC = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*", re.DOTALL)
-# {kind: keys under which a message part can have the source of its image or video}
+# names of the key that has the file of an image or video part, such as "image", "image_url" or "path"
 SOURCES = {kind: (kind, f"{kind}_url", "url", "path", "base64", "source") for kind in KINDS}
-# keys of a JSON object that gives the source of an image or video, see _source_in
+# keys of a JSON object that describes an image file, in the formats of Hugging Face, OpenAI and Anthropic
 SOURCE_KEYS = ("bytes", "path", "url", "type", "media_type", "data")
 # options that select which frames of a video file are used
 SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
 # Image formats that are not allowed, because reading them has side effects: Pillow runs Ghostscript for EPS, opens the
 # files that an IPTC file names, and calls Windows functions for WMF.
 PROGRAMS = "EPS", "IPTC", "WMF"
-# Maximum number of pixels of an image, as in Pillow: half a GiB as RGB. The limit is needed because an image file of a
-# few kilobytes can declare any size.
+# Maximum number of pixels of an image, as in Pillow: half a GiB as RGB. Without a limit, an image file of a few
+# kilobytes could fill the memory.
 MAX_IMAGE_PIXELS = 178_956_970
 
 EMPTY = (None, "")  # entries that stand for no image or video
 
 Source = str | Path | bytes
 
-# Ignore Pillow's warning about large images. The warning filter is set only once, on import, because all threads share
-# the filters.
+# Pillow's warning about large images is ignored on import, because all threads share the warning filters.
 warnings.filterwarnings("ignore", category=PIL.Image.DecompressionBombWarning)
 
 
@@ -86,7 +85,7 @@ def fetch_image(source: Source, folder: str | Path | None = None) -> Image:
 
 @contextlib.contextmanager
 def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Image]:
-    """Open an image in a `with` block, and convert every exception in this block to a ValueError."""
+    """Context manager that opens an image, and converts every exception in its block to a ValueError."""
     name, file = open_source(source, folder)
     try:
         with PIL.Image.open(file) as image:
@@ -109,13 +108,17 @@ def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Ima
 
 
 def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | io.BytesIO]:
-    """Return an image's or video's name for error messages, and its path or, for bytes and data URIs, a byte stream."""
+    """Find the file of an image or video.
+
+    Returns:
+        Its name for error messages, and its path. Bytes and data URIs have a byte stream instead of a path.
+    """
     if isinstance(source, bytes | bytearray):
         return f"{len(source)} bytes", io.BytesIO(source)
     text = str(source)
     name = text if len(text) <= 200 else f"{text[:60]}... ({len(text)} characters)"
     if text.startswith("data:"):
-        # data URIs are decoded with base64 and not with urllib, because urllib ignores invalid characters
+        # urllib would ignore invalid characters in the base64 text of a data URI
         with error_context(f"{name}: the data is not valid base64"):
             return name, io.BytesIO(base64.b64decode("".join(text.partition(",")[2].split()), validate=True))
     if text.startswith(("http://", "https://")):
@@ -126,7 +129,7 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
     if text.startswith("file://"):
         text = url2pathname(text.removeprefix("file://").removeprefix("localhost"))
     path = Path(folder or "", text)
-    # a pipe or a device is refused, because reading from a pipe or a device may never end
+    # reading from a pipe or a device may never end
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise ValueError(f"{path} is a pipe or a device; use a regular file instead")
     return str(path) if len(str(path)) <= 400 else name, path
@@ -143,7 +146,7 @@ class Media:
 
     @property
     def sources(self) -> Sequence[str | bytes]:
-        """Return a list with the source of the image or video file, or with the source of each video frame."""
+        """Return the sources of all files: one image, one video, or all frames of a video."""
         return self.source if isinstance(self.source, list) else [self.source]
 
 
@@ -158,7 +161,7 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
     row_media = {}
     for name, kind in MEDIA.items():
         entries = columns.get(name)
-        # a column with "" or [null] has no image, because some tools write a missing image so
+        # some tools write "" or [null] into the column of a row without images
         if entries in EMPTY or (isinstance(entries, list) and all(entry in EMPTY for entry in entries)):
             continue
         if kind in row_media:
@@ -175,9 +178,9 @@ def place_media(
 ) -> tuple[list[dict], list[Media]]:
     """Assign each image and video in a row to a part of a message.
 
-    Each image or video gets the next message part of its kind without a source. If messages have only texts, an image
-    or video replaces the next tag <image> or <video>. Texts without tags get all images and videos before the first
-    user turn's text.
+    The images in the row's column belong, in order, to the image parts that name no file of their own. If messages have
+    only texts, each image replaces one tag <image>. Texts without tags get all images before the first user turn's
+    text. The same rules hold for videos.
 
     Args:
         turns: the prompt's messages and, if the answer contains images, the answer's.
@@ -214,13 +217,10 @@ def place_media(
 
 
 def _with_common(item: Media, common_options: dict) -> dict:
-    """Combine the options of one image or video with the options for all rows, data.image and data.video.
-
-    The options in data.image apply only to images without options of their own. An option in data.video applies to each
-    video that does not set it, but frame lists and videos with nframes ignore options that select frames.
-    """
+    """Combine the options of one image or video with the options for all rows, data.image and data.video."""
     if item.kind == "image":
         return item.options or common_options
+    # data.video must not select frames again if the row gives nframes or a list of frames
     ignored = SAMPLING_OPTIONS if "nframes" in item.options else ()
     if isinstance(item.source, list):  # the frames are given, and fps is the rate at which they were taken
         ignored = {*SAMPLING_OPTIONS} - {"fps"}
@@ -230,8 +230,11 @@ def _with_common(item: Media, common_options: dict) -> dict:
 def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Collection[str]):
     """Raise ValueError if a row's column contains an image or video that the model would not see.
 
-    Images are found at any depth of a column, as path, URL, data URI, base64 text or bytes. The model sees only the
-    images and videos in `media`. Columns in `known`, which data.columns or a reward names, may have other images.
+    Images are found at any depth of a column, as path, URL, data URI, base64 text or bytes.
+
+    Args:
+        media: the images and videos that the model sees.
+        known: columns that may contain images for other purposes, because data.columns or a reward names them.
     """
     sources = [source for item in media for source in item.sources]
     for name in columns.keys() - {*known, *MEDIA, *TEXTS, "solution", "system"}:
@@ -252,7 +255,7 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
 
 
 def _leaves(value: Plain) -> Iterator[str | bytes]:
-    """Yield the texts and bytes in nested lists and dicts; a dict with the key "bytes" gives only its bytes."""
+    """Yield the texts and bytes in nested lists and dicts. A dict with the key "bytes" yields only its bytes."""
     if isinstance(value, dict):
         value = [value["bytes"]] if isinstance(value.get("bytes"), str | bytes) else [*value.values()]
     if isinstance(value, list):
@@ -269,7 +272,7 @@ def _unread_kind(item: str | bytes, folder: Path) -> str | None:
     if encoded := ENCODED.match(item):
         return encoded[1] if encoded[1] in SUFFIXES else "image"
     for kind, pattern in FILE_NAMES.items():
-        # a text with spaces is a file name only if the file exists, because a sentence can end with a file name
+        # A sentence can end with a file name, so a text with spaces is a file name only if the file exists.
         if pattern.fullmatch(item) and (" " not in item or os.path.isfile(join(folder, item))):
             return kind
     return None
@@ -287,7 +290,7 @@ def _is_source(item: str | bytes, source: str | bytes) -> bool:
 
 
 def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str]]:
-    """Yield (source, path of the file) for each image, video and frame; bytes and data URIs have the path ""."""
+    """Yield (source, path) for each image, video and frame. The path is "" for bytes and data URIs."""
     for item in media:
         for source in item.sources:
             if isinstance(source, bytes) or source.startswith("data:"):
@@ -299,12 +302,12 @@ def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str
 
 
 def source_keys(part: dict, kind: str) -> list[str]:
-    """Return the keys, such as "image_url", under which a message part has the source of an image or video."""
+    """Return the keys of a message part, such as "image_url", that have the file of its image or video."""
     return [name for name in SOURCES[kind] if part.get(name) is not None]
 
 
 def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -> Media:
-    """Parse an image or video in a column or message part; a part without source takes the next in `next_media`."""
+    """Parse an image or video in a column or message part. A part without a file takes the column's next entry."""
     if isinstance(entry, str) and kind == "image" and re.match(BASE64, entry):
         entry = {"base64": entry}  # MMBench's data files contain base64 text without a data URI's header
     if not isinstance(entry, dict) or "bytes" in entry:
@@ -332,11 +335,11 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
 
 def _source_in(source: dict) -> Plain:
     """Return an image's source from a dict of Hugging Face {"bytes", "path"}, OpenAI {"url"} or Anthropic {"data"}."""
-    # OpenAI's key "detail" is refused if its value is "low", because "low" asks for a smaller image
+    # OpenAI's key "detail" with the value "low" asks for a smaller image, which is not supported
     known = SOURCE_KEYS if source.get("detail") == "low" else (*SOURCE_KEYS, "detail")
     check_keys(source, known, "the source")
     content = source.get("bytes", source.get("data"))
     if content is not None:
-        # bytes of an image are base64 text if the row comes from a JSON file
+        # JSON has no bytes, so the bytes of an image in a JSON file are base64 text
         return f"data:;base64,{content}" if isinstance(content, str) else content
     return source.get("path" if "bytes" in source else "url")

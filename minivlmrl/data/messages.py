@@ -13,8 +13,8 @@ MARK = re.compile("<(image|video)>")  # tag in a text, which an image or video r
 KINDS = ("image", "video")
 BASE64 = r"(/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{32}"  # JPEG, PNG, WebP or GIF
 ENCODED = re.compile(rf"data:(image|video)/|{BASE64}", re.IGNORECASE)
-# Maximum number of characters in a message, because the library `tokenizers` fails on ten million characters. A million
-# characters are encoded in a second.
+# Maximum number of characters in a message. The library `tokenizers` encodes a million characters in a second, but
+# fails on ten million.
 MAX_TEXT = 2**20
 # keys of a message that can contain the assistant's thought, separate from the content
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -30,10 +30,7 @@ CALL_KEYS = ("id", "type", "index", "function", "name", "arguments")
 
 
 def content_parts(message: dict) -> list[dict]:
-    """Return a message's content as a list of parts.
-
-    A content that is a text gives a list with a single part. A message without content gives an empty list.
-    """
+    """Return a message's content as a list of parts, for example one text part, or [] without content."""
     content = message.get("content") or []
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
@@ -65,17 +62,17 @@ def as_turns(text_or_turns: str | list[dict], role: str = "assistant") -> list[d
 
 
 def parts_of(turns: Iterable[dict]) -> list[dict]:
-    """Return all turns' parts in one list. A turn with tool_calls and without content has no parts."""
+    """Return the parts of all turns in one list."""
     return [part for turn in turns for part in content_parts(turn)]
 
 
 def shown_parts_of(turns: Iterable[dict]) -> list[dict]:
-    """Return the message parts of all turns that are images or videos, in one list."""
+    """Return the image and video parts of all turns in one list."""
     return [part for turn in turns for part in content_parts(turn) if part_kind(part) != "text"]
 
 
 def text_of(message: dict) -> str:
-    """Return a message's text: all its text parts joined, without images and videos."""
+    """Join the text parts of a message."""
     return "".join(part.get("text") or "" for part in content_parts(message))
 
 
@@ -102,9 +99,7 @@ def conversation(
 
 
 def put_in_template(template: str, turns: list[dict]) -> list[dict]:
-    """Insert the question of a conversation (the last user turn's text) into the template data.prompt_template.
-
-    The question replaces the text {problem} in the template.
+    """Insert the question of a conversation, the last user turn's text, into the template data.prompt_template.
 
     Raises:
         ValueError: the last user turn does not have exactly one text part.
@@ -125,8 +120,8 @@ def put_in_template(template: str, turns: list[dict]) -> list[dict]:
 def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
     """Replace the tags <image> and <video> in the texts of messages by image and video parts.
 
-    For example, "<image>What?" gives an empty text part, an image part and the text part "What?". If no text contains a
-    tag, image and video parts are inserted before the first user turn's text.
+    Example: "<image>What?" becomes an empty text part, an image part and the text part "What?". Without any tag, image
+    and video parts are inserted before the first user turn's text.
 
     Args:
         turns: messages whose parts are texts.
@@ -136,7 +131,7 @@ def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
     for turn in turns:
         parts = []
         for part in content_parts(turn):
-            # re.split returns texts and, between them, the words of the tags: text, "image", text, "video", text
+            # re.split splits "a<image>b" into "a", "image", "b", so that every second piece is the name of a tag
             for number, piece in enumerate(MARK.split(part["text"])):
                 parts.append({"type": piece} if number % 2 else {"type": "text", "text": piece})
         placed.append({**turn, "content": parts})
@@ -148,14 +143,14 @@ def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
 
 
 def add_system_prompt(messages: list[dict], system_prompt: str | None) -> list[dict]:
-    """Prepend a system message, unless system_prompt is None or the conversation already has a system message."""
+    """Prepend a system message if the conversation has none. Without a system_prompt, nothing changes."""
     if system_prompt is None or (messages and messages[0]["role"] == "system"):
         return messages
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
 def check_counts(kinds: Sequence[str | None], media: Mapping[str, int]):
-    """Raise ValueError if a prompt's number of placeholders differs from its number of images or videos.
+    """Raise ValueError unless a prompt has one placeholder for each image and for each video.
 
     Args:
         kinds: each placeholder's kind, "image" or "video".
@@ -181,12 +176,12 @@ def check_ends(turns: list[dict]):
 
 
 def is_trained(turn: dict) -> bool:
-    """Return True if a turn has a loss: an assistant turn, unless a key such as "loss" or "weight" is false or 0."""
+    """Return True for an assistant turn on which a loss is computed: no key such as "loss" is false or 0."""
     return turn["role"] == "assistant" and all(turn.get(key) in (None, True) for key in LOSS_KEYS)
 
 
 def check_turns(turns: list[dict], is_prompt: bool = False):
-    """Raise ValueError if a turn cannot be rendered, or has a role, a key or a value that would be ignored.
+    """Raise ValueError if a chat template cannot render a turn, or if training would ignore something in the turn.
 
     Args:
         turns: the turns.
@@ -232,7 +227,7 @@ def check_turns(turns: list[dict], is_prompt: bool = False):
 
 
 def check_keys(value: dict, known: Iterable[str], name: str):
-    """Raise ValueError if a dict has an unknown key, unless the key's value is empty, such as None or []."""
+    """Raise ValueError if a dict has an unknown key with a value. Empty values, such as None and [], are allowed."""
     for key in value:
         if key not in known and value[key] not in (None, "", [], {}):
             raise ValueError(

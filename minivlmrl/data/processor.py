@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from minivlmrl.data.tokenizer import Tokenizer
     from minivlmrl.data.video import Video, VideoFile
 
-# keys of a message part that are no options of an image or video, unlike max_pixels
+# keys of a message part that contain its image, video or text; all other keys, such as max_pixels, are options
 PART_KEYS = {"type", "text", "image", "image_url", "video", "video_url"}
 AnyImage = TypeVar("AnyImage")
 AnyVideo = TypeVar("AnyVideo")
@@ -34,10 +34,10 @@ class Processor:
     image_processor: ImageProcessor
     # chat template in the model's folder; None means Qwen2.5-VL's template, see chat_template.py
     template: "ChatTemplate | None" = None
-    # format that tells where a completion contains its answer, see find_answer in rewards/text.py
+    # where a completion contains its answer, see find_answer in rewards/text.py
     answer_format: str = "tags"
     box_space: str = "resized"  # units of an answer's boxes, see data/boxes.py
-    # further token ids that end a completion, from generation_config.json and the option sampling.stop_token_ids
+    # token ids besides <|im_end|> that end a completion, from generation_config.json and sampling.stop_token_ids
     end_token_ids: Sequence[int] = ()
     sizes: Mapping[str, dict] = field(default_factory=dict)  # options of data.image and data.video, for saved folders
 
@@ -67,7 +67,7 @@ class Processor:
         # For Qwen3-VL, the prompt shows each temporal patch of a video as an image that follows a timestamp.
         if self.image_processor.videos is not None:
             pieces, grids, seconds = self.image_processor.videos.lay_out(pieces, grids, seconds)
-        # an empty tensor is added, because torch.cat needs at least one tensor, even for a prompt without images
+        # torch.cat needs at least one tensor, also for a prompt without images
         no_patches = torch.zeros(0, self.image_processor.patch_dim, dtype=self.image_processor.dtype)
         return Prompt(
             input_ids=torch.tensor(list(chain(*self.encode(pieces, grids)))),
@@ -79,10 +79,10 @@ class Processor:
     def media_patches(
         self, messages: list[dict], images: Sequence[PIL.Image.Image], videos: "Sequence[Video | VideoFile]"
     ) -> Iterator[tuple[Tensor, Grid, float | list[float]]]:
-        """Yield (patches, number of patches in time, height and width, seconds) for each image and video of a prompt.
+        """Yield (patches, patch grid, seconds) for each image and video of a prompt.
 
-        A video's seconds are the duration of a temporal patch or, for Qwen3-VL, a list with each patch's timestamp. An
-        image has 0 seconds.
+        The patch grid is the number of patches in time, height and width. For an image, `seconds` is 0. For a video, it
+        is the duration of a temporal patch or, for Qwen3-VL, a list with the timestamps of all temporal patches.
         """
         for item, options in shown_parts(messages, images, videos):
             if isinstance(item, PIL.Image.Image):
@@ -103,18 +103,18 @@ class Processor:
         ids = []
         for piece in pieces:
             piece_ids = self.tokenizer.encode(piece)  # a Control has one id
-            # Placeholder tokens are compared by `is`, not by ==, because ordinary text can contain the same characters.
+            # An ordinary text "<|image_pad|>" equals IMAGE, so placeholders are compared by `is` and not by ==.
             if piece is IMAGE or piece is VIDEO:
                 piece_ids = piece_ids * self.image_processor.num_tokens(next(remaining_grids))
             ids.append(piece_ids)
         return ids
 
     def join_turns(self, turns: list[dict]) -> list[dict]:
-        """Return an answer's turns unchanged; a subclass in extras/agents/ joins the turns around a tool's result."""
+        """Return an answer's turns unchanged. ToolProcessor merges tool results into assistant turns."""
         return turns
 
     def mark_results(self, pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-        """Return an answer's texts and flags unchanged; a subclass in extras/agents/ marks the results of tools."""
+        """Return pairs (text, True if the policy wrote the text) unchanged. ToolProcessor changes them for tools."""
         return pieces
 
     def decode(self, ids: Tensor) -> str:
@@ -127,7 +127,7 @@ class Processor:
     def decode_assistant_turn(self, completion: Completion) -> str:
         """Decode the tokens that the policy wrote, without tool results.
 
-        If the chat template ends the prompt with an opening tag such as "<think>", the text begins with this tag.
+        An opening tag such as "<think>", with which the chat template ends the prompt, is put before the text.
         """
         opened = self.template.opened if self.template else ""
         return opened + self.decode(completion.ids[completion.policy_mask])
@@ -136,12 +136,12 @@ class Processor:
 def shown_parts(
     messages: list[dict], images: Sequence[AnyImage], videos: Sequence[AnyVideo]
 ) -> Iterator[tuple[AnyImage | AnyVideo, dict[str, int]]]:
-    """Yield the image or video of each image part and video part in order, with the part's options."""
+    """Yield (image or video, its options) for each image part and video part of the messages, in order."""
     parts = shown_parts_of(messages)
     kinds = [part_kind(part) for part in parts]
     check_counts(kinds, {"image": len(images), "video": len(videos)})
     remaining_images, remaining_videos = iter(images), iter(videos)
-    # This function is a generator, so that only one decoded image is in memory at a time.
+    # one at a time, so that only one decoded image is in memory
     for kind, part in zip(kinds, parts, strict=True):
         options = {key: part[key] for key in part.keys() - PART_KEYS if part[key] is not None}
         yield next(remaining_images if kind == "image" else remaining_videos), options
@@ -156,13 +156,12 @@ def encode_completion(
 ) -> Completion:
     """Tokenize a demonstrated answer for SFT, and mark the tokens that the model must learn to write.
 
-    An answer consists of the tokens of its text and of <|im_end|>. An answer with several turns also has the tokens
-    between the turns. The mask Completion.policy_mask is True only for tokens in assistant turns. User and tool turns,
-    and images in any turn, are context on which no loss is computed.
+    The tokens of an answer are those of its text and <|im_end|> and, between several turns, those that the chat
+    template adds. The mask Completion.policy_mask is True only for tokens in assistant turns. User and tool turns, and
+    images in any turn, are context on which no loss is computed.
 
-    Some chat templates, such as Qwen3.5's, drop thoughts of earlier turns, so several turns are no single sequence.
-    With a template that drops thoughts, each assistant turn becomes a Completion in `turns` with its own prompt. The
-    first assistant turn has the given prompt.
+    Some chat templates, such as Qwen3.5's, drop the thoughts of earlier turns. A model then reads another prompt before
+    each turn. With such a template, Completion.turns has one Completion for each assistant turn, with its own prompt.
 
     Args:
         messages: the prompt, see data/messages.py.
@@ -184,7 +183,7 @@ def encode_completion(
 
 
 def encode_answer(processor: Processor, row: Row, answer: str | list[dict]) -> Completion:
-    """Tokenize an answer of a row, and give the row to each prompt of the answer."""
+    """Tokenize an answer of a row."""
     completion = encode_completion(processor, row.messages, answer, row.images, row.videos)
     for turn in completion.turns:
         if turn.prompt is not None:
@@ -214,7 +213,7 @@ def encode_windows(
 
 
 def encode_turns(processor: Processor, messages: list[dict], turns: list[dict]) -> Completion:
-    """Tokenize the turns of an answer that follow a prompt, as one sequence of tokens."""
+    """Tokenize the turns of an answer as one sequence of tokens."""
     template = processor.template
     pieces = render_completion(turns) if template is None else template.render_completion(messages, turns)
     pieces = processor.mark_results(pieces)
@@ -236,8 +235,8 @@ def encode_turns(processor: Processor, messages: list[dict], turns: list[dict]) 
 def images_in(turns: list[dict]) -> list[PIL.Image.Image]:
     """Return the images in the parts of turns, in order.
 
-    An image part of an answer may contain, instead of the image, a function that decodes the image file. Images in
-    answers are decoded only here, because most uses of a row need only texts.
+    An image part of an answer may contain, instead of the image, a function that decodes the image file. Most uses of a
+    row need only texts, so the images of answers are decoded late.
     """
     images = [part.get("image") for part in parts_of(turns)]
     decoded = [image() if callable(image) else image for image in images]

@@ -55,7 +55,7 @@ def read_row(
         place, prompt, answers = split_answers(columns, options)
         messages, media, answers = place_answers(place, prompt, answers, row_media, options)
     except ValueError:
-        # An image in an unknown column is reported first, because it explains why an <image> tag has no image.
+        # If an <image> tag has no image, the image may be in an unknown column, and check_unread says so.
         check_unread(columns, [item for items in row_media.values() for item in items], folder, known)
         raise
     check_required(required, columns | answers, file_columns)
@@ -68,7 +68,7 @@ def read_row(
 
 
 def check_required(required: Sequence[str], columns: dict, file_columns: dict):
-    """Raise ValueError if a row lacks a required column; the error message lists the row's columns."""
+    """Raise ValueError if a row lacks a required column. The error message lists the row's columns."""
     existing = sorted(name for name, value in file_columns.items() if value is not None and value == value)  # not NaN
     unknown = [name for name in existing if name not in (*ANSWERS, "label", "solution", "problem")]
     for name in required:
@@ -88,13 +88,13 @@ def check_required(required: Sequence[str], columns: dict, file_columns: dict):
 
 
 def answer_image_parts(row: Row) -> list[dict]:
-    """Return the message parts with an image, from all answers of a row."""
+    """Return the image parts of all answers of a row."""
     answers = (row.completion, row.chosen, row.rejected)
     return [part for answer in answers if isinstance(answer, list) for part in shown_parts_of(answer)]
 
 
 def split_answers(columns: dict, options: RowOptions) -> tuple[str, list[dict], Answers]:
-    """Split a row into its prompt and its answers; docs/data.md describes the columns.
+    """Split a row into its prompt and its answers. The columns are described in docs/data.md.
 
     Returns:
         The column of the prompt, for error messages; the prompt's turns; and {column: answer}.
@@ -140,7 +140,7 @@ def split_answers(columns: dict, options: RowOptions) -> tuple[str, list[dict], 
 
 
 def read_texts(columns: dict) -> dict:
-    """Check and return the columns of a row that contain a text or a list of turns."""
+    """Check the columns of a row that contain a text or a list of turns, and return these columns."""
     texts = {name: columns[name] for name in TEXTS if columns.get(name) is not None}
     for name, value in texts.items():
         check_field(isinstance(value, TEXTS[name]), f"column {name!r}", value, TYPE_WORDS[TEXTS[name]])
@@ -150,12 +150,12 @@ def read_texts(columns: dict) -> dict:
 
 
 def _column(answer: str, place: str) -> str:
-    """Return the column that an answer comes from: `messages`, if this column has the prompt and the answer."""
+    """Return the column that contains an answer. The column `messages` can contain the prompt and the answer."""
     return place if (answer, place) == ("completion", "messages") else answer
 
 
 def check_answers(answers: Answers, place: str):
-    """Raise ValueError if an answer is blank or has no turn to train on, or if both answers of a pair are equal."""
+    """Raise ValueError for a blank answer, an answer without a turn to train on, or a pair of equal answers."""
     said = {}  # an answer's turns, with the texts of a turn joined
     for name, answer in answers.items():
         turns = as_turns(answer)
@@ -189,14 +189,16 @@ def _shared_turns(answers: Answers, columns: list[str]) -> list[dict]:
 def place_answers(
     place: str, prompt: list[dict], answers: Answers, row_media: dict[str, list[Media]], options: RowOptions
 ) -> tuple[list[dict], list[Media], Answers]:
-    """Assign a row's images and videos, in order, to the parts of the prompt and then of each answer.
+    """Assign a row's images and videos, in order, to the parts of the prompt and of its answers.
+
+    Each answer is placed as a continuation of the prompt, so `chosen` and `rejected` may show the same image.
 
     Returns:
         The prompt's messages, its media in order, and {column: answer}. An image part of an answer contains its Media
         under the key "image".
     """
-    # answers with an image part or, in a turn of another role than the assistant, a tag such as <image>; if no answer
-    # has an image, all images of the row belong to the prompt
+    # Answers that show an image: as a message part, or as the tag <image> in a user's or tool's turn. If there are
+    # none, all images of the row belong to the prompt.
     shown = {}
     for name, turns in answers.items():
         if isinstance(turns, list):
@@ -211,7 +213,7 @@ def place_answers(
             parts = shown_parts_of(answer)
             if any(part_kind(part) == "video" for part in parts):
                 raise ValueError("a video after the first assistant turn is not supported; move it into the prompt")
-            # The answer's images are the last ones in `media`, because images are in the order of their parts.
+            # images are in the order of their parts, so the answer's images come last
             for part in reversed(parts):
                 part["image"] = media.pop()  # FileDataset.__getitem__ loads the image
         if shown:

@@ -1,7 +1,6 @@
 """Read the rows of data files in the formats JSON Lines, JSON and parquet.
 
-The text of each JSON row stays in memory (200,000 rows of 500 bytes take 100 MB) and is parsed each time the row is
-read. Rows in parquet files are read from disk.
+The text of a JSON file stays in memory, and a row is parsed each time it is read. A parquet file stays on the disk.
 """
 
 import bisect
@@ -19,7 +18,7 @@ from minivlmrl.config.types import Plain
 from minivlmrl.errors import check_field, error_context, optional_dependency
 from minivlmrl.json_files import check_downloaded, parse_json, unique_keys
 
-# types of values in parquet files that are converted to text, because JSON does not support these types
+# types of values in parquet files that JSON does not support, so that these values are converted to text
 NO_JSON_TYPES = date, time, timedelta, Decimal
 SEPARATOR = re.compile(r"\s*([\[,\]])\s*")  # what begins a list, separates its items, or ends it
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -48,7 +47,7 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
 
 
 def convert_advice(path: str | Path, format: str | None = None, columns: Mapping[str, str] | None = None) -> str:
-    """Return the advice for an error message: a command that converts a data file to the columns this package reads."""
+    """Return the end of an error message, which advises a command that converts a data file."""
     renamed = {theirs: ours for theirs, ours in (columns or {}).items() if theirs != ours}
     options = {"format": format, "columns": renamed and json.dumps(renamed)}
     given = {name: _for_shell(value) for name, value in options.items() if value}
@@ -58,7 +57,7 @@ def convert_advice(path: str | Path, format: str | None = None, columns: Mapping
 
 
 def _for_shell(text: str) -> str:
-    """Quote a text for a shell; a long text gets backslashes, because error messages shorten long quoted texts."""
+    """Quote a text for a shell, a long text with backslashes, because error messages shorten long quotations."""
     quoted = shlex.quote(text)
     return quoted if len(quoted) < 80 else re.sub(r"([^\w@%+=:,./-])", r"\\\1", text)
 
@@ -66,7 +65,7 @@ def _for_shell(text: str) -> str:
 def _open_folder(folder: Path) -> "Lines | Arrow":
     """Open the rows of a folder that has parquet files, or a single data file."""
     parquet_files = sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")])
-    # A parquet file's name begins with its split: train-00000-of-00002.parquet belongs to the split train.
+    # train-00000-of-00002.parquet belongs to the split train
     split_names = sorted({re.sub(r"(^|-)\d.*", "", path.stem) for path in parquet_files})
     if len(split_names) > 1:
         raise ValueError(
@@ -88,7 +87,7 @@ def _open_folder(folder: Path) -> "Lines | Arrow":
 class Lines:
     """The rows of a file in the format JSON Lines, or of a file that contains a JSON list.
 
-    `texts` contains one pair per row: its line number and its text.
+    The attribute `texts` has a pair for each row: its line number and its text.
     """
 
     def __init__(self, path: Path):
@@ -107,7 +106,7 @@ class Lines:
             self.texts = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
 
     def split_list(self, content: str) -> list[tuple[int, str]]:
-        """Return (line number, text) of each item in a JSON list, which may have line breaks anywhere."""
+        """Return (line number, text) of each item in a JSON list. The list may have line breaks anywhere."""
         rows = []
         decode = json.JSONDecoder().raw_decode
         separator, start = SEPARATOR.search(content), 0  # the opening bracket, later the commas
@@ -139,7 +138,7 @@ class Lines:
         text = self.texts[index][1]
         with error_context(self.where(index)):
             columns = parse_json(text, decode_row)
-            # Texts with a lone surrogate (such as \ud800) are refused: valid JSON, but impossible to encode in UTF-8.
+            # A lone surrogate such as \ud800 is valid JSON, but cannot be encoded in UTF-8, and so not tokenized.
             if SURROGATE.search(text):
                 parse_json(json.dumps(columns, ensure_ascii=False), str.encode)
             check_field(isinstance(columns, dict), "the row", columns, "a JSON object that maps columns to values")
@@ -149,7 +148,7 @@ class Lines:
 class Arrow:
     """The rows of one or more parquet files, in the order of the files.
 
-    The last 4 row groups are cached, because reading a row of a parquet file loads a whole row group.
+    Reading a row of a parquet file loads a whole row group, so the last 4 row groups are cached.
     """
 
     def __init__(self, paths: list[Path]):
@@ -158,7 +157,7 @@ class Arrow:
             import pyarrow.parquet as pq
         self.path = paths[0]
         self.folder = paths[0].parent
-        # for each row group: path of the file, dataset index of the file's first row, open file, index in the file
+        # (path, index of the file's first row in the dataset, open file, index in the file) of each row group
         self.groups = []
         self.starts = [0]  # each group's first row index, then the total row count
         for path in paths:
@@ -199,7 +198,7 @@ class Arrow:
 
 
 def map_nested(value: Plain, change: Callable, types: type | tuple[type, ...] = str) -> Plain:
-    """Return a copy of nested lists and dicts in which a function has changed all values of the given types."""
+    """Copy nested lists and dicts, and call the function `change` on each value of the given types, such as str."""
     if isinstance(value, types):
         return change(value)
     if isinstance(value, list):
@@ -209,5 +208,5 @@ def map_nested(value: Plain, change: Callable, types: type | tuple[type, ...] = 
     return value
 
 
-# decoder for a row in JSON, which refuses repeated keys and converts NaN and Infinity to None
+# parses a row in JSON, refuses repeated keys, and converts NaN and Infinity to None
 decode_row = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=lambda name: None).decode

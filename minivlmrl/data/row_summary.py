@@ -19,7 +19,7 @@ TOKEN_BYTES = 3  # text bytes per token, roughly; only the order of rows depends
 
 
 class PatchCounter(ImageProcessor):
-    """An image processor that counts the patches of an image without computing pixel values."""
+    """An image processor that computes the patch grid of an image, but no pixel values."""
 
     def patches(self, frames, height: int, width: int) -> tuple[torch.Tensor, tuple[int, int, int]]:
         depth = math.ceil(len(frames) / self.temporal_patch_size)
@@ -32,7 +32,7 @@ def counting_processor(processor: Processor) -> Processor:
 
 
 def without_rows(rows: Dataset, removed: Collection[int]) -> Dataset:
-    """Return a dataset without the rows whose indices are in `removed`."""
+    """Return a dataset without the rows at the indices `removed`."""
     if not removed or not isinstance(rows, FileRows):
         return rows
     return RowSelection([rows], [(0, i) for i in range(len(rows)) if i not in removed])
@@ -42,9 +42,11 @@ def row_sizes(
     rows: Dataset, numbers: Iterable[int], processor: Processor, answers: Sequence[str] = (),
     unreadable: list[str] | None = None, videos: bool = False,
 ) -> Iterator["RowSize"]:  # fmt: skip
-    """Yield the token counts of rows; rows with videos are skipped if `videos` is False.
+    """Yield the number of tokens and images of the rows with the given indices.
 
-    The error of an unreadable row is appended to `unreadable`, or raised if `unreadable` is None.
+    Args:
+        unreadable: list that collects the errors of unreadable rows; None raises them.
+        videos: whether rows with videos are included.
     """
     counter = counting_processor(processor)
     for number in numbers:
@@ -62,7 +64,7 @@ def row_sizes(
 def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False) -> str:
     """Describe a dataset, such as "1204 (1200 with 1 image, 4 with no image); prompts of 212 to 580 tokens".
 
-    If skip_unreadable is True, unreadable rows are counted and reported; otherwise an unreadable row raises ValueError.
+    An unreadable row raises ValueError, or is counted and reported if skip_unreadable is True.
     """
     numbers = sorted({len(rows) * i // SAMPLE for i in range(SAMPLE)})
     unreadable: list[str] | None = [] if skip_unreadable else None
@@ -84,7 +86,7 @@ def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False) 
 
 
 def count_words(media_counts: Mapping[tuple[int, int], int], num_rows: int) -> str:
-    """Describe how many rows have how many images and videos, such as "1204 (1200 with 1 image, ...)"."""
+    """Describe the numbers of images and videos per row, such as "1204 (1200 with 1 image, 4 with no image)"."""
 
     listed = []
     for counts, number in media_counts.items():
@@ -100,7 +102,7 @@ def long_rows(
 ) -> Iterator["RowSize"]:
     """Yield the size of each row without videos whose prompt and longest answer have more than `limit` tokens.
 
-    If skip_unreadable is True, unreadable rows are left out; otherwise an unreadable row raises ValueError.
+    An unreadable row raises ValueError, or is left out if skip_unreadable is True.
     """
     if not isinstance(rows, FileRows):
         return  # an embedded task's rows are all similar
@@ -110,7 +112,7 @@ def long_rows(
         row, media = rows.read(number)
         image_tokens = len(media) * images.max_pixels // (images.patch_size * images.merge_size) ** 2
         texts = [row.messages, *(getattr(row, name) for name in answers)]
-        # A text has at most as many tokens as bytes, because each token has at least one byte.
+        # a token has at least one byte, so a text has at most as many tokens as bytes
         if len(repr(texts).encode()) + image_tokens + MARKUP > limit:
             numbers.append(number)
     sizes = row_sizes(rows, numbers, processor, answers, [] if skip_unreadable else None)
@@ -137,12 +139,12 @@ class RowSize:
 
     @property
     def weight(self) -> int:
-        """A token count for sorting rows; image tokens count twice, because vision tower and decoder process them."""
+        """The token count by which rows are sorted. Image tokens count twice: in the vision tower and the decoder."""
         return self.prompt_tokens + self.image_tokens + (self.answer_tokens or 0)
 
 
 def measure_rows(rows: Dataset, processor: Processor, answers: Sequence[str] = ()) -> list[RowSize]:
-    """Return the token counts of a dataset's largest readable rows, the largest row first."""
+    """Return the sizes of a dataset's largest readable rows, in descending order."""
     numbers = range(min(len(rows), SAMPLE))  # an embedded task's rows are all similar
     if isinstance(rows, FileRows):
         counter = counting_processor(processor)
@@ -156,7 +158,7 @@ def measure_rows(rows: Dataset, processor: Processor, answers: Sequence[str] = (
 
 
 def rough_weight(row: Row, counter: Processor, answers: Sequence[str]) -> float:
-    """Estimate RowSize.weight, a row's token count, from the bytes of its texts and the sizes of its images."""
+    """Estimate a row's token count from the bytes of its texts and the sizes of its images."""
     media = counter.media_patches(row.messages, row.images, row.videos)
     image_tokens = sum(counter.image_processor.num_tokens(grid) for _, grid, _ in media)
     texts = [row.messages, *(getattr(row, name) for name in answers)]
@@ -164,7 +166,7 @@ def rough_weight(row: Row, counter: Processor, answers: Sequence[str]) -> float:
 
 
 def row_size(row: Row, index: int, counter: Processor, answers: Sequence[str]) -> RowSize:
-    """Count the tokens in a row whose images are not decoded."""
+    """Count the tokens and images of a row, whose images are not decoded."""
     prompt = row.prompt(counter)
     prompt_tokens = len(prompt.input_ids)
     grids = prompt.image_grid_thw

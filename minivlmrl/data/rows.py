@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from minivlmrl.data.video import Video, VideoFile
 
 
-# Arguments of reward functions that do not come from columns of the data file. No column may have these names.
+# Arguments of reward functions that come from training. No column of a data file may have one of these names.
 REWARD_ARGUMENTS = {
     "prompts",
     "images",
@@ -39,7 +39,7 @@ class Prompt:
     """One row's question, as tensors."""
 
     input_ids: Tensor  # (P,) int64, image placeholders expanded
-    # patches of all images and videos in order, (patches, values per patch), in the dtype of ImageProcessor
+    # (patches, values per patch), in the dtype of ImageProcessor: the patches of all images and videos, in order
     pixel_values: Tensor
     image_grid_thw: Tensor  # (images and videos, 3) int64: patches in time, height, width
     second_per_grid_ts: Tensor | None = None  # (images and videos,) float32, 0 for images
@@ -60,26 +60,26 @@ class Completion:
     """
 
     ids: Tensor  # (C,) int64, with the stop token
-    # log-probabilities of the C tokens in nats, float32, at the sampling temperature (1 for greedy decoding); None for
-    # an answer that was not sampled
+    # (C,) float32: log-probabilities of the tokens in nats, at the sampling temperature (1 for greedy decoding). None
+    # for an answer that was not sampled.
     logps: Tensor | None = None
     # True if a stop token or a stop string ended the completion, False if max_new_tokens ended it
     stopped: bool = True
-    # (C,) bool, one value per token: True if the policy wrote the token, False if a tool or user did; None means all
-    # True
+    # (C,) bool: True for each token that the policy wrote, False for tokens of a tool or user. Without a mask, the
+    # policy wrote all tokens.
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
-    # token ids that top_k, top_p and min_p allowed for each token, as (number of ids per token (C,), all ids
-    # concatenated); None means that the whole vocabulary was allowed
+    # The token ids that top_k, top_p and min_p left to choose from: the number of ids for each token (C,), and the
+    # concatenated ids. None without these filters.
     sampling_mask: tuple[Tensor, Tensor] | None = None
-    # images that tools return, each as (image, patches, image_grid_thw); a completion with `turns` has only the images,
-    # because each of its turns has its own patches
+    # (image, patches, image_grid_thw) of each image in a tool result. A completion with `turns` has only the images,
+    # without patches.
     pictures: Sequence[tuple] = ()
     environment: Any = None  # the Environment that the tools belong to, see extras/agents/environment.py
-    # (number of tool calls, number of failed tool calls, True if a tool's result was truncated to fit)
+    # number of tool calls, number of failed tool calls, and True if the completion had no room for a tool result
     calls: tuple[int, int, bool] = (0, 0, False)
     extra: dict = field(default_factory=dict)  # values that rewards log with TRL's log_extra
-    # A trajectory has one completion per model call in `turns`, each with its own ids and `prompt`. For all other
-    # completions, `prompt` is None, because the row has the prompt.
+    # One Completion for each assistant turn, if the turns have different prompts. Each of these completions has its own
+    # `prompt`; the prompt of all other completions belongs to the row.
     turns: "Sequence[Completion]" = ()
     prompt: Prompt | None = None
 
@@ -100,18 +100,18 @@ class Completion:
 
 @dataclass
 class Row:
-    """One example from a data file, or from a task that is part of this package."""
+    """One example from a data file or from an embedded task."""
 
     messages: list[dict]  # the prompt, see data/messages.py
     images: Sequence[PIL.Image.Image]  # one for each image part in the prompt, in order
-    # {column: value} of the row, such as problem and solution; the values are arguments of reward functions
+    # {column: value}, such as problem and solution; reward functions get the values as arguments
     columns: dict = field(default_factory=dict)
-    # A demonstrated answer for SFT, as a text or as turns. A part of a turn has, under the key "image", an image or a
-    # function that decodes the image (see processor.images_in).
+    # A demonstrated answer for SFT, as a text or as turns. Images in turns may be decoded later, see
+    # processor.images_in.
     completion: str | list[dict] | None = None
     chosen: str | list[dict] | None = None  # the better answer in a pair, for preference training
     rejected: str | list[dict] | None = None  # the worse answer
-    # videos of the prompt in order, one for each message part that stands for a video
+    # one for each video part in the prompt, in order
     videos: "Sequence[Video | VideoFile]" = field(default_factory=list)
     where: str = ""  # the row's file and line, for error messages
     key: str = ""  # text that seeds all random numbers for this row
@@ -139,9 +139,9 @@ Dataset = Sequence[Row]
 
 
 def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: int) -> Tensor:
-    """Return random numbers in [0, 1) for sampling completions, seeded by the keys of the prompts.
+    """Return random numbers in [0, 1) for sampling completions.
 
-    Sampled completions therefore do not depend on how prompts are divided among batches and ranks.
+    The key of a prompt seeds its random numbers, so that batches and ranks do not change the sampled completions.
 
     Returns:
         (keys * num_generations, max_new_tokens) float64: one number per completion token.

@@ -17,37 +17,37 @@ SPECIAL_TOKENS = (
     "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>",
     "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
-# Control tokens that begin and end turns and documents, or stand for images and videos. Only a chat template may write
-# these control tokens, so a text that spells one stays text.
+# Control tokens that only a chat template may write. They begin and end turns and documents, or stand for images and
+# videos. A user's text that contains the characters of such a token stays ordinary text.
 STRUCTURE = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>",
     "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
-# regular expression by which Qwen2 splits a text before byte-pair encoding: contractions, words, digits, ...
+# Regular expression by which Qwen2 splits a text before byte-pair encoding, into contractions, words, digits, ...
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# files besides tokenizer.json that can list added tokens, and the fields that can contain a special token
+# files besides tokenizer.json that can list added tokens
 TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TOKEN_FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 SPECIAL_FIELDS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-# text for a check: a tokenizer must encode and decode this text without a change
+# each tokenizer must encode and decode this text without a change
 PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍👧 \t\x00" + "".join(SPECIAL_TOKENS)
 
 
 class Tokenizer:
     """Converts text to token ids and back.
 
-    `special_tokens` maps each control token of Qwen2 and of the backend to its id. `structure` is the subset that a
-    text may not write: text with the same characters is encoded as ordinary text. A text that spells any other added
-    token, such as <tool_call> or <|box_start|>, is encoded as this token, as in transformers.
+    `special_tokens` maps each control token of Qwen2 and of the backend to its id. `structure` has the control tokens
+    that no text can produce: "<|im_end|>" in a text is encoded as ordinary characters. The texts "<tool_call>" and
+    "<|box_start|>" become control tokens, as in transformers.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):
         self.backend = backend
         self.files: dict[str, bytes] = {}  # {name: content} of the tokenizer's files, for saving
-        # truncation and padding are disabled, because a tokenizer.json may enable them, which would change token ids
+        # A tokenizer.json can enable truncation and padding, which would change the token ids of a text.
         backend.no_truncation()
         backend.no_padding()
         self.special_tokens: dict[str, int] = {}
@@ -60,14 +60,14 @@ class Tokenizer:
         self.reserve(STRUCTURE)
 
     def reserve(self, names: Iterable[str]):
-        """Set which control tokens no text can produce; a text that spells one is encoded as ordinary text."""
+        """Encode the names of these control tokens as ordinary text, unless the chat template writes them."""
         self.structure = frozenset(names)
         self.backend = with_special_tokens(self.backend, self.structure)
-        # if encode_special_tokens were False, the text "<|im_end|>" would be encoded as the control token
+        # This flag means that the characters "<|im_end|>" are encoded as ordinary text.
         self.backend.encode_special_tokens = True
 
     def __len__(self) -> int:
-        # The vocabulary size follows from the largest token id, because an added token may have any id.
+        # the largest id counts, because ids of added tokens can have gaps
         return 1 + max(self.backend.get_vocab().values())
 
     def encode(self, text: str) -> list[int]:
@@ -80,7 +80,7 @@ class Tokenizer:
             raise ValueError(f"the text {text!r:.60} is not valid Unicode; it may contain a lone surrogate") from error
 
     def decode(self, ids: list[int]) -> str:
-        """Decode token ids to a text that includes control tokens, such as <|im_end|>."""
+        """Decode token ids to a text, including control tokens such as <|im_end|>."""
         return self.backend.decode(ids, skip_special_tokens=False)
 
     def save(self, path: str | Path):
@@ -89,11 +89,11 @@ class Tokenizer:
 
 
 def with_special_tokens(backend: tokenizers.Tokenizer, names: Collection[str]) -> tokenizers.Tokenizer:
-    """Return a copy of a tokenizer in which exactly the added tokens with the given names are special tokens."""
+    """Copy a tokenizer, and mark only the added tokens with the given names as special tokens."""
     added_tokens = backend.get_added_tokens_decoder().values()
     if all(token.special == (token.content in names) for token in added_tokens):
         return backend
-    # The tokenizer is rebuilt from JSON, because the library `tokenizers` cannot make a special token ordinary.
+    # Only the JSON of a tokenizer can be changed so that a special token becomes ordinary.
     content = json.loads(backend.to_str())
     for token in content["added_tokens"]:
         token["special"] = token["content"] in names
@@ -101,7 +101,7 @@ def with_special_tokens(backend: tokenizers.Tokenizer, names: Collection[str]) -
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a tokenizer.json, which must have all tokens that the other files in its folder list."""
+    """Load a tokenizer.json. Raise ValueError if it lacks a token that another file in its folder lists."""
     advice = "write tokenizer.json with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
     if not Path(path).is_file():
         raise ValueError(f"{path}: the file does not exist. If the folder has vocab.json and merges.txt, {advice}")
@@ -136,7 +136,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def listed_tokens(folder: Path) -> list[AddedToken]:
     """List the tokens in TOKEN_FILES.
 
-    As in transformers, tokenizer_config.json replaces the other files if it has the field added_tokens_decoder.
+    As in transformers, only tokenizer_config.json counts if it has the field added_tokens_decoder.
     """
     config, special, added = (read_json(folder / name) if (folder / name).is_file() else {} for name in TOKEN_FILES)
     listed = config.get("added_tokens_decoder")
@@ -164,8 +164,6 @@ def listed_tokens(folder: Path) -> list[AddedToken]:
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE tokenizer on a list of texts.
-
-    As in Qwen2, texts are normalised to NFC and split by a regular expression, and control tokens are added.
 
     Args:
         vocab_size: maximum number of tokens, including control tokens, if it is large enough for the 256 byte values.

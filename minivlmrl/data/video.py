@@ -1,7 +1,6 @@
 """Resize video frames as qwen-vl-utils does, and cut them into patches; extras/video_files.py reads the files.
 
-A model family with other rules for videos has a class in ImageProcessor.videos, for example
-model/families/qwen3_vl.Videos.
+The model family Qwen3-VL samples and resizes videos differently, see the class model/families/qwen3_vl.Videos.
 """
 
 import math
@@ -17,10 +16,10 @@ from minivlmrl.data.image_settings import FPS, MAX_FRAME_TOKENS, MIN_FRAME_TOKEN
 from minivlmrl.data.media import MAX_IMAGE_PIXELS, Source, fetch_image, open_image
 from minivlmrl.errors import check_extras
 
-FRAME_FACTOR = 2  # the sampled frame count is a multiple of this factor
-# default limit for all frames of a video together, in tokens of an equally large image: 0.9 * 128000
+FRAME_FACTOR = 2  # the number of sampled frames is a multiple of FRAME_FACTOR
+# default limit for the area of all frames of a video together, measured in image tokens: 0.9 * 128000
 TOTAL_TOKENS = 115_200
-# maximum number of pixels in all sampled frames of a video, before and after resizing: 6 GiB as RGB
+# Maximum number of pixels in all sampled frames of a video: 6 GiB as RGB. It limits original and resized frames.
 MAX_VIDEO_PIXELS = 2**31
 
 
@@ -30,7 +29,7 @@ class Video:
 
     frames: Sequence[PIL.Image.Image]  # all of the same size
     fps: float  # sampled frames per second
-    # time of each frame in seconds; if None, the times are computed from the frame rate fps
+    # time of each frame in seconds; None means that the frames follow at the rate fps
     seconds: Sequence[float] | None = None
 
     def __post_init__(self):
@@ -46,7 +45,6 @@ class Video:
                 )
 
     def read(self, _processor: ImageProcessor) -> "Video":
-        """Return this video itself, because the frames of a Video are already loaded."""
         return self
 
     def patches(self, processor: ImageProcessor, **options: int) -> tuple[Tensor, Grid, float | list[float]]:
@@ -76,21 +74,17 @@ class Video:
 
 @dataclass
 class VideoFile:
-    """A video file that is decoded only when its patches are computed.
-
-    A video is decoded only when the image processor is known, because model families sample different frames.
-    """
+    """A video file that is decoded only when its patches are computed, because models sample different frames."""
 
     load: Callable[..., Video]  # load_video with all arguments except frame_factor and defaults
 
     def read(self, processor: ImageProcessor) -> Video:
-        """Load the frames of a video file that the model family of the image processor samples."""
+        """Load the frames of a video file that the processor's model family samples."""
         if processor.videos is None:
             return self.load()
         return self.load(frame_factor=1, defaults=processor.videos.sampling)
 
     def patches(self, processor: ImageProcessor, **options: int) -> tuple:
-        """Load the video file, and compute the patches of its frames."""
         return self.read(processor).patches(processor, **options)
 
 
@@ -123,9 +117,9 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, de
 
 
 def outline_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, defaults=None, **sampling) -> Video:
-    """Return a video with frames that are blank but have the right size and number, without decoding the file.
+    """Return a video whose frames are blank, but have the right size and number.
 
-    The frame count of a video file is taken from the file's header. See load_video for the arguments.
+    The size and number of frames come from the header of the file. See load_video for the arguments.
     """
     sampling = check_options("video", sampling)
     if isinstance(source, list | tuple):
@@ -135,7 +129,6 @@ def outline_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR,
 
 
 def video_files():
-    """Import the module extras/video_files.py, which reads the frames of video files."""
     module = "minivlmrl.extras.video_files"
     check_extras(module, "a video file")
     return import_module(module)
@@ -167,7 +160,7 @@ def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int,
     Returns:
         Height and width.
 
-    Source: the function fetch_video in qwen-vl-utils, for a video file. A video given as a list of frames is resized
+    Source: the function fetch_video in qwen-vl-utils, as it resizes a video file. A list of frames is resized only
     once, although qwen-vl-utils 0.0.14 resizes it twice.
     """
     options = check_options("video", options)

@@ -63,7 +63,7 @@ def is_part(tensor: Tensor) -> "TypeGuard[DTensor]":
 
 
 def reshard(module: nn.Module):
-    """Free the gathered weights of a sharded module. Parameters must not be changed while their weights are gathered."""
+    """Free the gathered weights of a sharded module, which is needed before its parameters change."""
     for unit in units(module):
         unit.reshard()
 
