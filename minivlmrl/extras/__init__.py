@@ -1,7 +1,6 @@
-"""Optional features: without the folder extras/, all recipes that use no optional feature train to the same weights.
+"""Optional features. The folder extras/ can be deleted, which changes nothing for recipes without an optional feature.
 
-The core has the names of these modules in its tables, and imports a module only when a recipe, a command line or a
-model's config.json names the feature:
+The core imports a module of extras/ only when a recipe, a command line or a model's config.json names the feature:
 
 | here | what it is | named by |
 |---|---|---|

@@ -1,12 +1,12 @@
 """AdamW whose two moments are stored in 8 bits per value instead of 32 (arXiv 2110.02861).
 
-Each row of an AdamW moment is split into blocks of 256 values. A block of 256 values is stored as one float32 scale,
-which is the largest absolute value, and one byte per value. Each byte of a moment is an index into a table of 256
-numbers between -1 and 1, which are denser near 0. FSDP shards weights by rows and no block crosses a row, so the bytes
-do not depend on the number of ranks. bitsandbytes, in contrast, splits each flattened tensor into blocks.
+Each row of an AdamW moment is split into blocks of 256 values. A block is stored as one float32 scale, its largest
+absolute value, and one byte per value. The byte is an index into a table of 256 numbers between -1 and 1, which are
+denser near 0. FSDP shards tensors by rows, so that the stored bytes do not depend on the number of ranks. bitsandbytes,
+in contrast, splits the flattened tensor into blocks.
 
-A recipe selects the 8-bit AdamW with `optimizer: {name: adamw_8bit}`. A recipe selects a modified copy of this
-optimizer by file and class, for example `my_adamw.py:AdamW8bit`.
+A recipe selects the 8-bit AdamW with `optimizer: {name: adamw_8bit}`, and a modified copy of it by its file and class,
+for example `my_adamw.py:AdamW8bit`.
 """
 
 import math
@@ -19,18 +19,16 @@ from minivlmrl.distributed.weights import is_part
 from minivlmrl.kernels.nf4_unpack import GROUP
 from minivlmrl.model.nf4 import dequantize, dynamic_code, quantize
 
-# The moments of vectors, and of tensors with fewer values than SMALLEST, stay in float32.
-SMALLEST = 4096
+SMALLEST = 4096  # moments of vectors, and of tensors with fewer values, stay in float32
 PIECE = 2**24  # maximum number of values that are dequantized to float32 at a time
-# {name of an AdamW moment: whether the moment's values can be negative}
-SIGNED = {"exp_avg": True, "exp_avg_sq": False}
+SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # whether an AdamW moment can have negative values
 
 
 class AdamW8bit(torch.optim.Optimizer):
     """torch.optim.AdamW with 8-bit moments, and Kahan summation for 16-bit weights.
 
-    Kahan summation stores each 16-bit weight's rounding error in another 16 bits, so that
-    small updates accumulate instead of being lost.
+    Kahan summation stores the rounding error of each 16-bit weight in another 16 bits, so that small updates accumulate
+    instead of being lost.
     """
 
     def __init__(self, parameters: Iterable, lr: float, betas: tuple[float, float], weight_decay: float):
@@ -46,10 +44,7 @@ class AdamW8bit(torch.optim.Optimizer):
                     self._update(parameter, parameter.grad, group)
 
     def _update(self, parameter: Tensor, parameter_gradient: Tensor, group: dict):
-        """Update a parameter and its optimizer state in place, one chunk of rows at a time.
-
-        A chunk of rows has at most PIECE values, so that float32 copies of the moments need little memory.
-        """
+        """Update a parameter and its optimizer state in place, in chunks of rows with at most PIECE values."""
         weight = _rows(parameter)
         gradient = _rows(parameter_gradient)
         state = self.state[parameter]
@@ -62,7 +57,7 @@ class AdamW8bit(torch.optim.Optimizer):
             self._update_rows(weight[rows], gradient[rows], piece, num_steps, group)
 
     def _update_rows(self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], num_steps: int, group: dict):
-        """Apply the AdamW update (arXiv 1711.05101, algorithm 2) to a chunk of rows, in place."""
+        """Update a chunk of rows in place by AdamW (arXiv 1711.05101, algorithm 2)."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
         learning_rate = group["lr"]
         beta1, beta2 = group["betas"]
@@ -83,20 +78,17 @@ class AdamW8bit(torch.optim.Optimizer):
         self._write(state, "exp_avg_sq", v)
 
     def _read(self, state: dict[str, Tensor], name: str) -> Tensor:
-        """Return a moment of AdamW, dequantized if the moment is stored in 8 bits.
-
-        A moment stored in float32 is returned without a copy, so the caller updates the stored moment in place.
-        """
+        """Return a moment of AdamW: a dequantized copy of its 8-bit values, or the stored float32 moment itself."""
         if f"{name}_scale" not in state:
             return state[name]
         code = dynamic_code(SIGNED[name], state[name].device)
         return dequantize(state[name], state[f"{name}_scale"], code)
 
     def _write(self, state: dict[str, Tensor], name: str, moment: Tensor):
-        if f"{name}_scale" not in state:  # a float32 moment was already updated in place
+        if f"{name}_scale" not in state:  # _update_rows has updated the float32 moment in place
             return
         indices, scales = quantize(moment, dynamic_code(SIGNED[name], moment.device))
-        # The second moment must not round to 0, because the update divides by its square root.
+        # the second moment must not round to 0, because AdamW divides by its square root
         if name == "exp_avg_sq":
             indices.clamp_(min=1)
         state[name].copy_(indices)
@@ -104,7 +96,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def empty_state(parameter: Tensor) -> dict[str, Tensor]:
-    """Create a parameter's initial optimizer state, sharded like the parameter."""
+    """Create the optimizer state of a parameter before the first step, sharded like the parameter."""
     parameter = parameter.detach()
     state = {"step": torch.zeros(())}
     if parameter.dtype.itemsize == 2:
@@ -114,13 +106,13 @@ def empty_state(parameter: Tensor) -> dict[str, Tensor]:
     for name in SIGNED:
         state[name] = torch.zeros_like(parameter, dtype=moment_dtype)
         if not is_small:
-            # The tensor of scales has one value for each block of GROUP values in a row of the moment.
+            # one scale for each block of 256 values
             block_starts = parameter.flatten(1)[:, ::GROUP]
             state[f"{name}_scale"] = torch.zeros_like(block_starts, dtype=torch.float32)
     return state
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """View this rank's shard of a tensor as a matrix (rows, n); an empty shard has 0 rows."""
+    """View this rank's shard of a tensor as a matrix (rows, n). An empty shard has 0 rows."""
     local_rows = tensor.to_local() if is_part(tensor) else tensor.detach()
     return local_rows.view(len(local_rows), math.prod(local_rows.shape[1:]))

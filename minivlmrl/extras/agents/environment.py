@@ -21,31 +21,31 @@ from minivlmrl.extras.agents.tool_processor import ToolProcessor
 class Environment(Protocol):
     """An environment holds the state of one completion, and has the tools that the completion may call.
 
-    Every public method of an environment is a tool, except `reset`, `get_reward` and `observe`, of which only `reset`
-    must exist. An environment may set an attribute `done` to end its completion. An environment may replace a default
-    of Settings, such as max_tool_calls, by an attribute of that name.
+    Every public method of an environment is a tool, except `reset`, `get_reward` and `observe`. Only the method `reset`
+    is required. An environment ends its completion by setting its attribute `done` to True. An attribute with the name
+    of a field of Settings, such as max_tool_calls, replaces the default.
     """
 
     def reset(self, **columns) -> None:
-        """Start an episode from a row's columns."""
+        """Start a completion. The arguments are the columns of the prompt's row."""
 
 
 class RewardingEnvironment(Environment, Protocol):
-    """Interface of a tool environment that scores its own completion by a method `get_reward`.
+    """Interface of a tool environment that scores its own completion.
 
-    A recipe whose environment has a method `get_reward` must set `rewards: {environment: 1}`.
+    A recipe with such an environment must set `rewards: {environment: 1}`.
     """
 
     def get_reward(self) -> float | list[float] | None:
-        """Return the completion's reward, or a list with one reward for each turn.
+        """Return the completion's reward, a list with one reward for each turn, or None for an unknown reward.
 
-        A list of rewards may leave out the last turn, whose reward is then 0. None stands for an unknown reward.
+        The list may be shorter by one turn, because the last turn calls no tool. The last turn then has the reward 0.
         """
 
 
 @dataclass
 class Settings:
-    """Settings of a tool environment, whose class may override a setting by an attribute of that name."""
+    """Settings of a tool environment, with defaults. The environment's class may have attributes of the same names."""
 
     # whether the system message declares the tools, in the model's chat-template format
     declare_tools: bool = True
@@ -62,8 +62,8 @@ class Settings:
 def get_environment(name: str) -> Callable[[], Environment]:
     """Return the constructor of the tool environment that a recipe names.
 
-    The environment's name refers to a Python class, a function, or a list of functions. Arguments of an environment's
-    class follow in parentheses, for example "my_tools.py:Turn(step=45)".
+    The name refers to a Python class, a function, or a list of functions. Arguments of a class follow in parentheses,
+    for example "my_tools.py:Turn(step=45)".
     """
     kind, options = resolve_object("sampling.environment", name, {})
     with error_context(f"sampling.environment {name}"):
@@ -102,16 +102,16 @@ def class_of(functions: Callable | list[Callable]) -> type[Environment]:
 
 
 def with_tools(processor: Processor, name: str) -> Processor:
-    """Return a copy of the processor whose chat template declares an environment's tools."""
+    """Copy a Processor, so that its chat template declares an environment's tools."""
     environment = get_environment(name)()
     template = processor.template
     tools = tools_of(environment)
     if settings_of(environment).declare_tools:
         if template is None or template.text == DEFAULT:
-            # The default Qwen2-VL and Qwen2.5-VL template cannot declare tools.
+            # the chat template of Qwen2-VL and Qwen2.5-VL cannot declare tools
             values = template.token_names if template else {}
             template = ChatTemplate(WITH_TOOLS, name, processor.tokenizer.special_tokens, values)
-            # Exported checkpoints contain the tokenizer's files, and must have the template that declares the tools.
+            # saved models must have the template that declares the tools
             files = processor.tokenizer.files
             files.pop("chat_template.json", None)
             files["chat_template.jinja"] = WITH_TOOLS.encode()
@@ -123,11 +123,10 @@ def with_tools(processor: Processor, name: str) -> Processor:
 def environment_reward(
     environments: Sequence[RewardingEnvironment | None], turn_texts: list[list[str]], **columns
 ) -> list[float | None]:
-    """Compute the reward of each completion by calling get_reward of its environment, as TRL does.
+    """Call get_reward of each completion's environment, as TRL does, and return one reward for each completion.
 
-    If get_reward returns a list with one number for each turn of a trajectory, the reward is the sum of the list. The
-    list from get_reward may leave out the last turn, which calls no tool and then has the reward 0. The reward of a
-    completion without an environment is None.
+    If get_reward returns a list with one number for each turn, the reward is their sum. A completion without an
+    environment has the reward None.
 
     Args:
         environments: each completion's environment, or None.
@@ -152,7 +151,7 @@ def environment_reward(
 
 
 def check_reward(name: str | None, rewards: Iterable[str]):
-    """Check that the recipe uses the reward "environment" if and only if the environment has the method get_reward."""
+    """Check that the recipe uses the reward "environment" exactly if the environment has a method get_reward."""
     has_reward = name is not None and hasattr(get_environment(name)(), "get_reward")
     if has_reward and "environment" not in rewards:
         raise ValueError(
@@ -167,7 +166,7 @@ def check_reward(name: str | None, rewards: Iterable[str]):
 
 
 def settings_of(environment: Environment) -> Settings:
-    """Return an environment's settings, which are attributes of the environment or else default values."""
+    """Return an environment's settings: its attributes, or else the defaults."""
     values = {}
     for field in fields(Settings):
         if hasattr(environment, field.name):
@@ -185,7 +184,7 @@ def tools_of(environment: Environment) -> dict[str, Callable]:
 
 
 def arguments_of(tool: Callable) -> type:
-    """Create a dataclass with a tool's arguments, so that `build` can validate a call."""
+    """Create a dataclass whose fields are a tool's arguments, by which tool calls are validated."""
     arguments = []
     with error_context(f"tool {tool.__name__}"):
         hints = typing.get_type_hints(tool, include_extras=True)

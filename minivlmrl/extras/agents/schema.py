@@ -20,19 +20,16 @@ TYPES = {
     list: "array",
     dict: "object",
 }
-# regular expression for one argument in a Google-style docstring; groups: indentation, name and description
+# one argument in the section Args of a Google-style docstring: its indentation, name and description
 ARGUMENT = re.compile(r"^([ \t]*)(\w+):((?:.|\n(?=\1[ \t]|(?![ \t]*\w+:)))*)", re.MULTILINE)
 
 
-# regular expression for "(choices: [...])" at the end of an argument's description in a docstring
+# "(choices: [...])" at the end of an argument's description
 CHOICES = re.compile(r"\s*\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
 def json_schema(tool: Callable) -> dict:
-    """Return a tool's JSON schema.
-
-    The JSON schema of a tool is generated from the tool's signature, type hints and Google-style docstring.
-    """
+    """Return a tool's JSON schema, made from its signature, type hints and Google-style docstring."""
     hints = typing.get_type_hints(tool, include_extras=True)
     parameters = inspect.signature(tool).parameters
     docstring = inspect.getdoc(tool) or ""
@@ -99,8 +96,8 @@ def type_schema(hint) -> dict:
 def union_schema(hints: tuple) -> dict:
     """Return the JSON schema for a union of types.
 
-    If each type's schema is only a type name, the union's schema is a list of type names. If a type has a longer
-    schema, the union's schema lists the schemas of its types under "anyOf". A union with None gets "nullable": true.
+    Examples: int | str gives {"type": ["integer", "string"]}, int | None gives {"type": "integer", "nullable": True},
+    and int | list[int] lists both schemas under "anyOf".
     """
     schemas = [type_schema(hint) for hint in hints if hint is not types.NoneType]
     kinds = sorted({str(schema.get("type")) for schema in schemas})

@@ -30,21 +30,21 @@ CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{8,}")  # an address in memory, see without_addresses
 
 
-# a tool call: the tool's name ("" for a call in Qwen's format), and the text between the tags of the call
+# the tool's name ("" for a tool call in Qwen's format), and the text between the tags of the tool call
 Call = tuple[str, str]
-# an image that a tool returned, and the image_grid_thw that the image's patches will have
+# an image that a tool returned, and its patch grid, image_grid_thw
 Picture = tuple[Image, tuple[int, int, int]]
 
 
-# exceptions of a tool whose message becomes a tool result, which the model reads
+# exceptions in a tool that do not end the run; the model reads their messages as the tool's result
 FAILURES = Exception, SystemExit, Overtime
 
 
 def find_calls(text: str, tools: Collection[str], ended: bool) -> list[Call]:
     """Find the tool calls in the text that the policy wrote since the last tool result.
 
-    A tool call in tags is found as soon as the model closes the tag. Tool calls in Qwen's format are found only when
-    the turn has ended, because one turn may contain several of these calls.
+    A tool call in tags is found as soon as the model closes the tag. In Qwen's format, one turn may contain several
+    tool calls, which are found when the turn has ended.
 
     Returns:
         The calls in text order. If a call is in tags, it is the only one in the list.
@@ -66,8 +66,8 @@ def answer_call(
 ) -> tuple[list[dict], list[Picture], bool]:
     """Execute one tool call, and return the result as parts of a chat message.
 
-    If a tool raises an exception, an argument of the call is invalid, or the result exceeds a limit in `settings`, the
-    result is a text part "error: ...", which the model reads.
+    If an argument is invalid, the tool raises an exception, or its result exceeds a limit in `settings`, the model
+    reads the text "error: ..." as the result.
 
     Args:
         name, inside: the call, see Call.
@@ -104,14 +104,14 @@ def check_limits(parts: list[dict], images: list[Image], settings: Settings):
 def without_addresses(text: str) -> str:
     """Replace memory addresses, such as 0x7f3a91c0, by 0x.
 
-    Memory addresses differ between runs, for example in the stack traces of selenium's errors. The model reads tool
-    errors, so a run whose tool errors contain memory addresses could not be repeated.
+    The model reads the errors of tools. Memory addresses in them, for example in stack traces of selenium, differ
+    between runs, so that a run could not be repeated.
     """
     return ADDRESS.sub("0x", text)
 
 
 def grid_of(image: Image, image_processor: ImageProcessor) -> tuple[int, int, int]:
-    """Compute an image's patch grid, image_grid_thw, without computing the patches."""
+    """Compute an image's patch grid without its patches."""
     width, height = to_rgb(image).size  # raises an exception if the image cannot be decoded
     height, width = smart_resize(
         height, width, image_processor.factor, image_processor.min_pixels, image_processor.max_pixels
@@ -120,7 +120,7 @@ def grid_of(image: Image, image_processor: ImageProcessor) -> tuple[int, int, in
 
 
 def begin(make: Callable[[], Environment], columns: dict) -> Environment:
-    """Construct a tool environment, and call its method `reset` with the columns of a data set row."""
+    """Construct a tool environment, and call its method `reset` with the columns of a row."""
     environment = make()
     text = call_method(environment, "reset", **columns)
     if text is not None:
@@ -131,7 +131,7 @@ def begin(make: Callable[[], Environment], columns: dict) -> Environment:
 
 
 def begin_with_row(name: str, row: Row) -> Environment:
-    """Construct the environment `name`, and call its `reset` with a data set row."""
+    """Construct the named environment, and call its method `reset` with the columns, images and prompt of a row."""
     columns = {"images": [*row.images], "extents": [x.size for x in row.images]}
     with error_context(f"{row.where or 'the first row'}: sampling.environment {name}"):
         return begin(get_environment(name), row.columns | columns | {"prompt": row.messages})
@@ -158,7 +158,6 @@ def call(tools: dict[str, Callable], name: str, inside: str):
 
 
 def strict_json(text: str):
-    """Parse JSON in a call."""
     return parse_json(text, json.JSONDecoder(parse_constant=refuse_constant).decode)
 
 
@@ -168,10 +167,10 @@ def refuse_constant(name: str):
 
 
 def check_values(value, name: str):
-    """Raise ValueError if an argument of a tool call has a number that is not finite, or half of a surrogate pair.
+    """Raise ValueError if an argument of a tool call has an infinite number or half of a surrogate pair.
 
-    JSON can contain an infinite number as 1e999, and half of a surrogate pair as "\\ud800". A tool environment that
-    computes with an infinite number would fail later, where the error ends the run.
+    JSON can contain them as 1e999 and "\\ud800". An environment that stores an infinite number could fail later, in
+    get_reward, where an error ends the run.
     """
     if isinstance(value, dict):
         for key, item in value.items():
@@ -194,8 +193,8 @@ def check_values(value, name: str):
 def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
     """Parse the text between a tool's tags into {argument name: value}.
 
-    The text in a tool call's tags lists the arguments in signature order, as JSON values separated by commas. If a
-    tool's only argument is a str, or the text is not JSON, the whole text is the first argument.
+    The text lists the arguments in signature order, as JSON values separated by commas. If the text is not JSON, or the
+    tool's only argument is a str, the whole text is the first argument.
     """
     expected = fields(arguments_of(tools[name]))
     values = [inside.strip()]
@@ -208,7 +207,7 @@ def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
 
 
 def read_call(inside: str, tools: dict[str, Callable]) -> tuple[str, dict]:
-    """Parse a tool call in Qwen's <tool_call> format into the tool's name and its arguments."""
+    """Parse a tool call in Qwen's <tool_call> format, and return the tool's name and arguments."""
     written_call = read_parameters(inside, tools) or strict_json(inside)
     if not isinstance(written_call, dict) or not isinstance(written_call.get("name"), str):
         raise ValueError('a tool call must have the form {"name": ..., "arguments": {...}}')
@@ -237,11 +236,10 @@ def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
 
 
 def read_parameter(hint, text: str):
-    """Parse one argument of a tool call in Qwen3.5's format, where strings are verbatim and other values are JSON.
+    """Parse one argument of a tool call in Qwen3.5's format, where strings have no quotes and other values are JSON.
 
-    An argument's text is parsed as JSON if the JSON value is no string and matches the argument's type hint; else the
-    text is the value. For example, with the type hint int | str, the argument 7 is a number, while 7.5, seven and "7"
-    (including its quotes) are strings.
+    Example: for the type hint int | str, the text 7 is a number, while 7.5, seven and "7" (with its quotes) are
+    strings.
     """
     value = text
     with suppress(ValueError):
@@ -252,15 +250,13 @@ def read_parameter(hint, text: str):
         with suppress(ValueError):
             read_value(hint, choice, "", json=True)
             return choice
-    return value  # a value with the wrong type, for which `build` raises an error
+    return value  # has the wrong type, which is reported when the call is validated
 
 
 def part(result) -> dict:
-    """Convert a tool's result into a part of a chat message, such as an image part.
+    """Convert a tool's result to an image part or a text part of a chat message.
 
-    A PIL image becomes an image part, and a part in TRL's format becomes an image or a text part. A tool result that is
-    no image and no message part is converted to text with `str`. Lone surrogates are replaced by "?", because UTF-8
-    cannot encode them.
+    The result may be a PIL image or a message part in TRL's format. All other results are converted to text with `str`.
     """
     kind = part_kind(result)
     shown = result.get("image") if kind == "image" else result
@@ -271,10 +267,7 @@ def part(result) -> dict:
 
 
 def valid_text(value: Any) -> Any:
-    """Replace each lone surrogate in a text, also inside lists and dicts, by "?".
-
-    A lone surrogate cannot be encoded as UTF-8, and therefore has no tokens.
-    """
+    """Replace lone surrogates by "?" in a text or in nested lists and dicts, because UTF-8 cannot encode them."""
     if isinstance(value, list):
         return [valid_text(item) for item in value]
     if isinstance(value, dict):
@@ -283,7 +276,7 @@ def valid_text(value: Any) -> Any:
 
 
 def turn_opening(processor: Processor) -> list[str]:
-    """Return the text pieces that the chat template puts between a user turn's <|im_end|> and the assistant's turn."""
+    """Return the text pieces between the <|im_end|> of a user turn and the text of the assistant's turn."""
     lay = render if processor.template is None else processor.template.render
     pieces = lay([{"role": "user", "content": "?"}])
     last_end = len(pieces) - pieces[::-1].index(END)

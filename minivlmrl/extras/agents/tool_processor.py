@@ -11,14 +11,14 @@ from minivlmrl.data.processor import Processor
 
 @dataclass
 class ToolProcessor(Processor):
-    """Processor of a run in which completions may call the tools whose names are in the field `tools`."""
+    """Processor of a run in which completions may call tools. The field `tools` has the tools' names."""
 
     tools: Sequence[str] = ()
 
     def join_turns(self, turns: list[dict]) -> list[dict]:
         """Merge tool results into the assistant turns that called the tools in tags.
 
-        For example, the result of the tool call <search>cats</search> is inserted after it, as <result>...</result>.
+        Example: after the tool call <search>cats</search>, its result is inserted as <result>...</result>.
         """
         joined = []
         is_answered = False  # the last joined turn ends with a tool's result

@@ -1,8 +1,7 @@
 """Sample completions that call tools.
 
 When a completion calls a tool, the model reads the tool's result in one forward pass, and decoding continues after the
-result. The random numbers that sample a prompt's completions depend only on the prompt's key. Training uses the token
-ids and patches that were recorded during sampling, so text is not tokenized again.
+result. Training uses the token ids and patches of sampling, so that no text is tokenized again.
 """
 
 import re
@@ -42,7 +41,7 @@ from minivlmrl.rewards.columns import extent
 
 
 class ToolEpisode:
-    """The state of one completion that calls tools, and of its tool environment, during sampling."""
+    """The state of one completion during sampling with tools, and of its tool environment."""
 
     def __init__(self, environment: Environment):
         self.environment = environment
@@ -50,11 +49,10 @@ class ToolEpisode:
         self.settings = settings_of(environment)
         self.num_calls = 0
         self.num_failed = 0
-        # The regular expression has the names of all tools, so no closing tag is longer than the regular expression.
         self.closing_tag = re.compile(f"</({'|'.join(self.tools)})>".encode())
         self.text = b""  # UTF-8 text that the policy generated since the last tool result
         self.ids: list[int] = []  # completion token ids, including tool results
-        # for each token id in `ids`: True if the policy sampled the token, False if a tool result contains the token
+        # True for each token that the policy sampled, False for tokens of tool results
         self.policy_mask: list[bool] = []
         self.pictures: list[tuple] = []  # images in tool results, as in Completion.pictures
         self.unread: list[Prompt] = []  # the tool result (at most one) that the model must still read
@@ -85,10 +83,8 @@ class ToolEpisode:
         return is_finished
 
     def new_calls(self, new_bytes: bytes, turn_ends: bool, text_ends: bool) -> list[Call]:
-        """Append a token's bytes to the completion's text, and return the tool calls that the token completes.
-
-        Tool calls after the first max_tool_calls calls of a completion are ignored.
-        """
+        """Append a token's bytes to the text, and return its tool calls, unless the completion has no more calls."""
+        # no closing tag is longer than the regular expression, which has the names of all tools
         searched_from = max(0, len(self.text) - len(self.closing_tag.pattern))
         self.text += new_bytes
         if text_ends or not (turn_ends or self.closes_a_call(searched_from)):
@@ -97,10 +93,7 @@ class ToolEpisode:
         return calls[: self.settings.max_tool_calls - self.num_calls]
 
     def closes_a_call(self, searched_from: int) -> bool:
-        """Return whether the text contains a tool's closing tag at or after byte `searched_from`.
-
-        A tool's closing tag counts only if the text also contains the tool's opening tag.
-        """
+        """Return whether the text has a tool's opening tag, and its closing tag at or after a byte position."""
         closing_tag = self.closing_tag.search(self.text, searched_from)
         return closing_tag is not None and b"<%s>" % closing_tag[1] in self.text
 
@@ -118,7 +111,7 @@ class ToolEpisode:
         if self.done:
             return True
         ids = encode_answers(answers, pictures, turn_ended, processor)
-        # Tool results are not truncated, because images cannot be. After tool results, at least one token must be left.
+        # A completion ends if a tool result leaves no token for the policy. Results with images cannot be truncated.
         self.cut = len(ids) >= tokens_left
         if self.cut:
             return True
@@ -131,7 +124,7 @@ class ToolEpisode:
         return False
 
     def call_tools(self, calls: list[Call], processor: Processor) -> tuple[list[list[dict]], list[Picture]]:
-        """Execute tool calls, and return each result's message parts and all images."""
+        """Execute tool calls; return the message parts of each result, and the images of all results."""
         answers = []
         pictures = []
         for name, inside in calls:
@@ -144,21 +137,18 @@ class ToolEpisode:
 
     @property
     def done(self) -> bool:
-        """Return whether the environment has set `done`, which ends the completion."""
+        """Whether the environment has ended its completion by its attribute `done`."""
         return bool(getattr(self.environment, "done", False))
 
     def finish(self, completion: Completion):
-        """Add the tool results, the tool environment and the number of tool calls to a sampled completion."""
+        """Complete a sampled completion by its tool results, its environment and the number of tool calls."""
         self.insert_answers(completion)
         completion.stopped &= not self.cut
         completion.environment = self.environment
         completion.calls = self.num_calls, self.num_failed, self.cut
 
     def insert_answers(self, completion: Completion):
-        """Insert tool-result tokens between a completion's sampled tokens.
-
-        Tokens of tool results have the log-probability 0, and False in the completion's `policy_mask`.
-        """
+        """Insert the tokens of tool results, with the log-probability 0, between a completion's sampled tokens."""
         policy_mask = torch.tensor(self.policy_mask)
         completion.ids = torch.tensor(self.ids)
         completion.policy_mask = policy_mask
@@ -174,18 +164,14 @@ class ToolEpisode:
 def encode_answers(
     answers: list[list[dict]], pictures: list[Picture], turn_ended: bool, processor: Processor
 ) -> list[int]:
-    """Tokenize tool results.
-
-    If the policy has ended its turn, the tool results form a user turn, and the next assistant turn is opened. If the
-    policy's turn goes on, the tool results are inserted into the turn.
-    """
+    """Tokenize tool results: as a user turn after the policy's turn, or as text inside the policy's turn."""
     grids = [grid for _, grid in pictures]
     opening = turn_opening(processor) if turn_ended else ()
     return list(chain(*processor.encode(render_answers(answers, opening), grids)))
 
 
 def as_prompt(ids: list[int], pictures: list[Picture], processor: Processor) -> tuple[Prompt, list[tuple]]:
-    """Convert tokenized tool results into a Prompt that the model can read.
+    """Return a Prompt from the token ids and images of tool results.
 
     Returns:
         The Prompt, and one tuple (image, patches, grid) per image, for Completion.pictures.
@@ -199,10 +185,7 @@ def as_prompt(ids: list[int], pictures: list[Picture], processor: Processor) -> 
 
 
 def copy_on_write(image: Image) -> Image:
-    """Return a copy-on-write view of an image.
-
-    An image's pixels are copied only if a tool writes to the image, so several environments can share one image.
-    """
+    """Return a view of an image that several environments can share. Pixels are copied when a tool changes them."""
     image.load()
     image = image._new(image.im)
     image.readonly = 1
@@ -211,7 +194,7 @@ def copy_on_write(image: Image) -> Image:
 
 @dataclass
 class AnswerSpan:
-    """The position of a tool result in the packed tokens of all tool results, and in the KV cache of decoding."""
+    """The position of a tool result in the forward pass over tool results, and in the KV cache."""
 
     row: int  # row index in the decoding batch
     tokens: slice  # the result's positions in the packed tokens of all results
@@ -225,7 +208,7 @@ class AnswerAttention(DecodeAttention):
     """Attention for a forward pass over tool results, which are packed into one sequence.
 
     The tokens of a tool result attend to the prompt, to the completion's earlier tokens, and causally to each other.
-    The keys and values of a tool result are appended to the KV cache of the decode steps.
+    Their keys and values are appended to the KV cache.
 
     Args:
         decoding: the attention of the decode steps.
@@ -240,7 +223,7 @@ class AnswerAttention(DecodeAttention):
         self.response_rows = rows
         prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # one length per prompt
         newest = decoding.newest.tolist()  # position of each row's newest token
-        # for recurrent layers: the slice of each tool result's row in the batch, and the slice of the packed tokens
+        # for recurrent layers: (row in the batch as a slice, packed tokens as a slice) of each tool result
         self.spans = []
         tokens_of_rows = [0] * len(newest)
         tokens_before = 0
@@ -264,13 +247,13 @@ class AnswerAttention(DecodeAttention):
         decoding.advance(new_tokens, max(longest - max(newest), 0))
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # cached keys and values of completions (R, K, C, D): rows, key heads, completion tokens, head dimension
+        # (R, K, C, D): cached keys and values of R completions of C tokens, for K heads of D features
         row_k, row_v = self.decoding.row_kv[layer_index]
-        # cached keys and values of prompts (B, K, P, D): prompts, key heads, prompt tokens, head dimension
+        # (B, K, P, D): cached keys and values of B prompts of P tokens
         prompt_k, prompt_v = self.decoding.prompt_kv[layer_index]
         out = []
         for span in self.answer_spans:
-            # queries of one tool result (1, H, tokens, D): query heads, tokens of the result, head dimension
+            # (1, H, tokens, D): the queries of one tool result
             queries = q[span.tokens].transpose(0, 1)[None]
             keys = extend(row_k, prompt_k, k, span)
             values = extend(row_v, prompt_v, v, span)
@@ -280,7 +263,7 @@ class AnswerAttention(DecodeAttention):
 
 
 def extend(row_cache: Tensor, prompts: Tensor, new: Tensor, span: AnswerSpan) -> Tensor:
-    """Write a tool result's keys or values into the KV cache, and return all keys or values that the result attends to.
+    """Write a tool result's keys or values into the KV cache, and return all those that the result attends to.
 
     Args:
         row_cache: (R, K, C, D), cache for the rows' own tokens, modified in place.
@@ -292,13 +275,13 @@ def extend(row_cache: Tensor, prompts: Tensor, new: Tensor, span: AnswerSpan) ->
         row's own tokens up to the result's end.
     """
     row_cache[span.row, :, span.begin : span.end] = new[span.tokens].transpose(0, 1)
-    # the prompt's keys or values (K, P, D): key heads, prompt tokens without padding, head dimension
+    # (K, prompt_length, D), without padding
     seen_prompt = prompts[span.prompt, :, : span.prompt_length]
     return torch.cat([seen_prompt, row_cache[span.row, :, : span.end]], dim=1)[None]
 
 
 class ReadingDecode(Decode):
-    """Decode step that also runs a forward pass over tool results that the model has not read yet."""
+    """Decode step after which the model reads new tool results in a forward pass."""
 
     def __init__(self, decode: Decode, sampler: "ToolSampler"):
         self.decode = decode
@@ -323,9 +306,11 @@ class ReadingDecode(Decode):
         index: Tensor,
         answers: list[Prompt],
     ) -> Tensor:
-        """Run the model on the tool results of some rows, and return the logits (len(rows), V) after each result.
+        """Run the model on tool results, and return the logits (results, V) after each result.
 
-        `rows` are indices in the decoding batch, and `index` is the same as a tensor.
+        Args:
+            rows: each result's row index in the decoding batch, also as the tensor `index`.
+            answers: the tool results.
         """
         batch = pack(answers, [[] for _ in answers], model.config, attention.device)
         lengths = batch.layout.prompt_lengths
@@ -334,8 +319,8 @@ class ReadingDecode(Decode):
         batch.position_ids += start.repeat_interleave(repeats)
         answer_attention = AnswerAttention(attention, rows, lengths)
         hidden = model(batch, answer_attention, batch.layout.last_index)
-        # A decode step computes a row's next position id as start + newest. A tool result with an image has fewer
-        # position ids than tokens, so that `start` must shrink by the difference.
+        # The next position id of a row is attention.start + attention.newest. `newest` counts tokens, but an image has
+        # fewer position ids than tokens, so `start` is decreased.
         last_positions = [x.max() for x in batch.position_ids.split(lengths, dim=1)]
         attention.start[index] = torch.stack(last_positions) - attention.newest[index]
         row_of_token = attention.rows[index].repeat_interleave(repeats)
@@ -344,7 +329,7 @@ class ReadingDecode(Decode):
 
 
 class ToolSampler(Sampler):
-    """Sampler for completions that may call the tools of the environment `sampling.environment`."""
+    """Samples completions that may call the tools of sampling.environment."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -374,18 +359,18 @@ class ToolSampler(Sampler):
         return step_episodes(self.episodes, self, rows, ids, turn_ends, text_ends)
 
 
-# The remaining functions of tool_sampler.py are also used by TrajectorySampler in trajectories.py.
+# The functions below are also called by TrajectorySampler in trajectories.py.
 
 AnyEpisode = TypeVar("AnyEpisode", bound=ToolEpisode)
 
 
 def find_environment(sampler: Sampler) -> Callable[[], Environment]:
-    """Return the constructor of the tool environment that the option sampling.environment names."""
+    """Return the constructor of the tool environment in the option sampling.environment."""
     name = sampler.sampling.environment
     if name is None:
         raise ValueError("sampling.environment is not set, but a sampler with tools needs an environment")
     make = get_environment(name)
-    # Ranks run forward passes over tool results at different times, so FSDP cannot gather weights layer by layer.
+    # Ranks read tool results at different times, but FSDP gathers a layer's weights on all ranks at the same time.
     if not sampler.gather_weights:
         raise ValueError(
             "rollout.gather_weights is false, which is not supported with sampling.environment; "
@@ -401,9 +386,9 @@ def begin_episodes(
     prompts: Iterable[Prompt],
     num_generations: int,
 ) -> list[AnyEpisode]:
-    """Create the sampling state, a ToolEpisode, of each completion, in the order of the prompts.
+    """Create a ToolEpisode for each completion, in the order of the prompts.
 
-    Each completion has its own tool environment, which is reset with the prompt's data set row.
+    Each completion gets its own environment, whose method `reset` is called with the prompt's row.
     """
     episodes = []
     for prompt in prompts:
@@ -423,15 +408,14 @@ def begin_episodes(
 
 
 def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
-    """Return the keyword arguments with which the method `reset` of a tool environment is called.
+    """Return the arguments for the method `reset` of a tool environment: columns, images, messages and extents.
 
-    The method `reset` of a tool environment gets the row's columns, images and messages, and an extent for each image.
     The extent of an image is the width and height of the coordinate system in which the image's boxes are written.
     """
     images = list(row.images)  # may decode image files, because images are loaded lazily
     space = row.columns.get("box_space") or processor.box_space
     patch_size = processor.image_processor.patch_size
-    # patch grids of the prompt's images; second_per_grid_ts, the seconds between two frames, is 0 for an image
+    # patch grids of images; for a video, the seconds between two frames are not 0
     grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()
     extents = []
     for image, (_, rows, columns) in zip(images, grids, strict=True):
@@ -443,9 +427,13 @@ def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
 def step_episodes(
     episodes: Sequence[ToolEpisode], sampler: Sampler, rows: Tensor, ids: Tensor, turn_ends: Tensor, text_ends: Tensor
 ) -> Tensor:
-    """Append one sampled token to each completion of a batch; return (r,): True where the completion is finished.
+    """Append one sampled token to each completion of a batch.
 
-    `rows` (r,) are the episode indices of the tokens; see ToolEpisode.step for `turn_ends` and `text_ends`.
+    Args:
+        rows: (r,), the episode index of each token. For turn_ends and text_ends, see ToolEpisode.step.
+
+    Returns:
+        (r,) bool: True for each completion that ends.
     """
     sampled = (x.tolist() for x in (rows, ids, turn_ends, text_ends))
     ends = []
