@@ -16,21 +16,21 @@ OURS = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in (PACKAGE.name, "kern
 # Python files of the user that a recipe names as `file.py:name`, see config/import_utils.py
 USER_FILES: set[str] = set()
 
-# quoted texts of at least 80 characters (an apostrophe is no quote), and words of at least 500 characters
+# finds quoted texts of at least 80 characters, and words of at least 500 characters; an apostrophe is no quote
 LONG_QUOTES = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}""")
 
-# parts of the messages with which PyTorch, CUDA and cuBLAS report that memory is full
+# finds messages with which PyTorch, CUDA and cuBLAS report that memory is full
 NO_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory|STATUS_ALLOC_FAILED", re.IGNORECASE)
 
 
 class error_context(AbstractContextManager):
     """Context manager that puts a file, row or field before the message of a ValueError in its block.
 
-    Nothing is added if the message already begins with the same place. Errors of other types, such as those of a user's
-    code, get the place as a note.
+    A message that already begins with the same file, row or field is not changed. Other types of errors, such as those
+    of a user's code, get the file, row or field as a note.
     """
 
-    # A class is faster than a generator, and each row of a data file enters error_context several times.
+    # contextlib.contextmanager would be slower, and each row of a data file enters error_context several times
     def __init__(self, where: str | Path):
         self.where = where
 
@@ -45,8 +45,8 @@ class error_context(AbstractContextManager):
 def mistake(error: BaseException) -> str | None:
     """Return a message of one line for an error that the user can correct without a traceback, otherwise None.
 
-    Such errors are a lack of memory, errors of the operating system, and those from a `raise` statement of minivlmrl.
-    Errors in a user's own code are shown with their traceback.
+    A user can correct a lack of memory, errors of the operating system, and errors from a `raise` statement of
+    minivlmrl. Errors in a user's own code are shown with their traceback.
     """
     if is_out_of_memory(error):
         size = f" ({shortened(str(error).splitlines()[0])})" if str(error) else ""  # the first line has it, if known
@@ -71,7 +71,7 @@ def mistake(error: BaseException) -> str | None:
 
 
 def check_field(valid: bool, name: str, value: Any, expected: str):
-    """Raise ValueError if a field is not valid. The message has the field's name, its value and what is expected."""
+    """Raise ValueError if `valid` is False. The error message has a field's name, its value and what is expected."""
     if not valid:
         raise _invalid(name, value, expected)
 
@@ -94,14 +94,14 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """
     if not isinstance(error, RuntimeError):
         return isinstance(error, MemoryError)
-    # by name, because commands that need no torch import errors.py
+    # The class is recognised by its name, because errors.py must not import torch.
     return type(error).__name__ == "OutOfMemoryError" or bool(NO_MEMORY.search(str(error)))
 
 
 class phase(AbstractContextManager):
     """Context manager that marks its block as a phase of training, such as "forward", for error messages.
 
-    An error gets the attributes `phase` and `rows`. In nested blocks, those of the innermost block count.
+    An error in the block gets the attributes `phase` and `rows`, which an outer phase does not overwrite.
 
     Args:
         name: name of the phase, as the message shows it.
@@ -145,7 +145,8 @@ def check_extras(target: str, name: str):
 def did_you_mean(name: str, names: Iterable[str], prefix: str = "", count: int = 1, cutoff: float = 0.6) -> str:
     """Return the end of an error message about an unknown name, such as "; did you mean shapes?".
 
-    If no known name is similar, the result is "".
+    Returns:
+        The text, or "" if no known name is similar.
 
     Args:
         name: the unknown name.

@@ -2,9 +2,9 @@
 
 The patches are identical, bit for bit, to those that transformers' image processors compute.
 
-Example: an image of 100 x 60 pixels (width x height) is resized to 112 x 56 pixels, which are multiples of 28. It is
-cut into 8 x 4 patches. A patch has 3 colours x 2 equal frames x 14 x 14 normalised values. Each block of 2 x 2 patches
-becomes one image token, so the prompt contains the placeholder <|image_pad|> 8 times.
+Example: an image of 100 x 60 pixels (width x height) is resized to 112 x 56 pixels, which are multiples of 28, and cut
+into 8 x 4 patches. A patch has 3 colours x 2 equal frames x 14 x 14 normalised values. Each block of 2 x 2 patches
+becomes one image token, so an image of 8 x 4 patches has 8 tokens.
 """
 
 import math
@@ -26,8 +26,6 @@ Grid = tuple[int, int, int]  # patches in time, height and width
 
 def load_image(file: str | Path | Image) -> Image:
     """Load an image file as RGB, rotated upright according to its EXIF orientation.
-
-    See media.fetch_image for file:// URLs, data URIs and bytes.
 
     Raises:
         ValueError: the aspect ratio is over 200, or the colours of the image are not known (see to_rgb).
@@ -54,7 +52,7 @@ def to_rgb(image: Image) -> Image:
 
 
 def to_8_bits(image: Image) -> Image:
-    """Convert an image with 16 bits per pixel to 8 bits; return other images unchanged.
+    """Convert an image with 16 bits per pixel to 8 bits. Images with 8 bits are returned unchanged.
 
     Pillow's own conversion from 16 to 8 bits would make every value above 255 white.
     """
@@ -71,7 +69,7 @@ def to_8_bits(image: Image) -> Image:
 
 
 def check_ratio(width: int, height: int):
-    """Raise ValueError if an image's aspect ratio is over 200, as transformers does."""
+    """Raise ValueError if an image's aspect ratio is over 200, the limit in transformers."""
     if max(height, width) > 200 * min(height, width):
         raise ValueError(
             f"the image has {width} x {height} pixels, but its aspect ratio must be at most 200; "
@@ -82,8 +80,10 @@ def check_ratio(width: int, height: int):
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
     """Compute the height and width in pixels that an image is resized to before it is cut into patches.
 
-    The image almost keeps its aspect ratio. Its new height and width are multiples of `factor`, the side of the square
-    that becomes one image token. Its new area is between min_pixels and max_pixels.
+    The image almost keeps its aspect ratio. The new area is between min_pixels and max_pixels.
+
+    Args:
+        factor: number of which the new height and width are multiples, the side of the square that becomes one token.
 
     Example: with factor 28 and max_pixels 1003520, an image of height 1092 and width 1568 gets height 812 and width
     1176.
@@ -134,7 +134,8 @@ def patchify(frames: np.ndarray, patch_size: int, temporal_patch_size: int, merg
         h // merge_size, merge_size, patch_size,  # 3 to 5: block row, row in the block, y
         w // merge_size, merge_size, patch_size,  # 6 to 8: block column, column in the block, x
     )  # fmt: skip
-    # new order of the axes: (time, block row, block column, row and column in the block), (channel, frame, y, x)
+    # The new order of axes is (time, block row, block column, row and column in the block) for the patches, and
+    # (channel, frame, y, x) for the values of a patch.
     patches = axes.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return patches.reshape(t * h * w, -1), (t, h, w)
 
@@ -171,7 +172,7 @@ def look_up(normalised: np.ndarray, pixels: np.ndarray) -> np.ndarray:
 
 @dataclass
 class ImageProcessor:
-    """Converts images to patches, with a checkpoint's settings, which data/image_settings.py reads."""
+    """Converts images to patches. Its fields are the image settings of a checkpoint, see data/image_settings.py."""
 
     patch_size: int = 14
     temporal_patch_size: int = 2
@@ -181,11 +182,11 @@ class ImageProcessor:
     # CLIP's mean and standard deviation of each colour channel, for pixel values from 0 to 1
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
-    # function that resizes and normalises images, see RESIZE in data/image_settings.py
+    # function that resizes and normalises images or frames, such as resize_frames
     resize: Callable[..., np.ndarray] = resize_frames
-    # class that samples and resizes the videos of a model family such as Qwen3-VL; None means data/video.py
+    # class that samples and resizes videos as a model family such as Qwen3-VL needs; None means data/video.py
     videos: Any = None
-    # dtype of the patches; patches of 16 bits are copied to a GPU in half the time
+    # dtype of the patches; patches in 16 bits halve the bytes that are copied to a GPU
     dtype: torch.dtype = torch.float32
 
     @property

@@ -28,19 +28,19 @@ def torch_resize_frames(
         pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
         pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
         resized.append(pixels[0].permute(1, 2, 0).numpy())
-    # 255 with the rounding error that transformers' processor has, too
+    # 255, with the rounding error of transformers' image processor
     scale = np.float32(1 / (1 / 255))
     grey_levels = np.arange(256, dtype=np.float32)
     return look_up((grey_levels - mean * scale) / (std * scale), np.stack(resized))
 
 
-# {value of data.resize_backend: function}; Pillow is the default, because checkpoints were trained with Pillow
+# {value of data.resize_backend: function that resizes images}; checkpoints were trained with Pillow's resizing
 RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}
 
 Mean = Annotated[float, "(-1e6, 1e6)"]
 Std = Annotated[float, "[1e-6, 1e6)"]  # positive, because pixels are divided by Std
-# The name of the image processor in a checkpoint. For a name that ends with Fast, images are resized with torch, for
-# the other names with Pillow. In transformers 5, Qwen2VLImageProcessor also uses torch if torchvision is installed.
+# Classes of transformers that a checkpoint may name. For a class whose name ends with Fast, images are resized with
+# torch, otherwise with Pillow. In transformers 5, Qwen2VLImageProcessor also uses torch if torchvision is installed.
 ProcessorType = Literal[
     "Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "Qwen2VLImageProcessorFast", "Qwen2_5_VLImageProcessor"
 ]
@@ -56,15 +56,18 @@ FIXED = {
 # {option of data.video that chooses frames: name of the option in video_preprocessor_config.json}
 SAMPLING = {"fps": "fps", "nframes": "num_frames", "min_frames": "min_frames", "max_frames": "max_frames"}
 FPS = 2.0  # sampled frames per second by default
-# default bounds for the size of a video frame, measured in image tokens: 128 tokens are 128 * 28 * 28 pixels
+# default bounds for the area of a video frame, in image tokens of 28 * 28 pixels
 MIN_FRAME_TOKENS, MAX_FRAME_TOKENS = 128, 768
-# settings with the same name in preprocessor_config.json and in ImageProcessor
+# settings that have the same name in preprocessor_config.json and in the class ImageProcessor
 SAME_NAMES = ("image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size")
 
 
 @dataclass
 class Size:
-    """Bounds for an image's area in pixels, under the old and new names of transformers; fixed sizes are refused."""
+    """Bounds for an image's area in pixels, under the old and new names of transformers.
+
+    A fixed height or width is not supported.
+    """
 
     shortest_edge: MinPixels | None = None
     longest_edge: Count | None = None
@@ -116,7 +119,7 @@ def read_image_processor(content: dict, where: str, min_pixels: int | None = Non
     resize = RESIZE["torch" if str(settings.image_processor_type).endswith("Fast") else "pil"]
     processor = ImageProcessor(**given, min_pixels=low, max_pixels=high, resize=resize)
     with error_context("data" if min_pixels or max_pixels else where):
-        # raises ValueError if max_pixels is smaller than min_pixels or than one token
+        # smart_resize raises ValueError if max_pixels is smaller than min_pixels or than the area of one token
         side = processor.factor
         smart_resize(side, side, side, low, high)
     return processor
@@ -192,7 +195,7 @@ def read_sampling(settings: dict) -> dict[str, float]:
 def image_settings(folder: Path) -> tuple[Path, dict]:
     """Return the file in a model's folder that has the settings for images, and these settings.
 
-    Transformers 5 writes the settings into processor_config.json; older versions use preprocessor_config.json.
+    Transformers 5 writes image settings into processor_config.json, older versions into preprocessor_config.json.
     """
     file = folder / "preprocessor_config.json"
     newer = folder / "processor_config.json"

@@ -51,7 +51,8 @@ class Batches(Iterator[list[Row]]):
         self.world = trainer.world
         self.processor = trainer.processor
         self.skip_unreadable = options.skip_unreadable
-        # Tokenizing an answer decodes its images again, so they are checked early only if unreadable rows are skipped.
+        # Images in answers are decoded in advance only if unreadable rows are skipped, because tokenizing an answer
+        # decodes its images, too.
         self.checked_answers = trainer.answers if self.skip_unreadable else ()
         self.skipped: set[int] = set()  # indices of unreadable rows that this rank skipped
         self.key = f"{seed}/{trainer.stage}"
@@ -67,7 +68,7 @@ class Batches(Iterator[list[Row]]):
         self.ahead: list[Future] = []  # the next draw's first rows, which threads prepare
 
     def draw(self, number: int) -> list[tuple[int, str]]:
-        """Return (dataset index, key) of each row in this rank's part of a batch."""
+        """Return (dataset index, random key) for each row of this rank in the batch with the given number."""
         numbers = next(self.numbers)
         rows = []
         for first in range(0, len(numbers), self.step_size):
@@ -93,7 +94,7 @@ class Batches(Iterator[list[Row]]):
         return [self.workers.submit(self.prepare, index, key) for index, key in draw]
 
     def prepare(self, index: int, key: str) -> tuple[Row, dict[int, ValueError]]:
-        """Prepare a row or, if it is unreadable, the next readable row; also return the errors of skipped rows."""
+        """Prepare a row or, if it is unreadable, the next readable row. Also return the errors of skipped rows."""
 
         def use(row: Row) -> Prompt:
             return readable_prompt(row, self.processor, self.checked_answers)
@@ -102,11 +103,11 @@ class Batches(Iterator[list[Row]]):
         return PreparedRow(**vars(replace(row, key=key)), prepared_prompt=prompt), failures
 
     def row(self, index: int, key: str = "") -> Row:
-        """Prepare one row outside a batch. The text `key` seeds the sampling of its completions."""
+        """Prepare one row outside a batch. Its key is a text that seeds the sampling of its completions."""
         return self.rows([(index, key)])[0]
 
     def rows(self, rows: list[tuple[int, str]]) -> list[Row]:
-        """Prepare rows outside a batch, which are given as (dataset index, key)."""
+        """Prepare rows outside a batch. A row is given by its index in the dataset and its random key."""
         return self.wait_for(self.submit(rows))
 
     def wait_for(self, futures: Sequence[Future]) -> list[Row]:
@@ -137,7 +138,11 @@ def readable_prompt(row: Row, processor: Processor, answers: Sequence[str]) -> P
 def next_readable(
     rows: Dataset, index: int, use: Callable[[Row], Result], skips: bool = True
 ) -> tuple[Row, Result, dict[int, ValueError]]:
-    """Return the row at `index`, or the next row on which the function `use` raises no ValueError.
+    """Return the row at `index` or, if it is unreadable, the next readable row.
+
+    Args:
+        use: function that raises ValueError for an unreadable row, such as readable_prompt.
+        skips: False raises the error of the first unreadable row.
 
     Returns:
         The row, the result of `use`, and {index of an unreadable row: its error}.
@@ -159,7 +164,7 @@ def next_readable(
 
 
 def shuffled(size: int, per_draw: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
-    """Yield lists of shuffled row indices, without the first `skip` indices, which a resumed run has used."""
+    """Yield lists of shuffled row indices. A resumed run skips the indices that it has used before."""
     if size == 0:
         raise ValueError("the dataset has no rows to train on")
     generator = torch.Generator().manual_seed(seed)

@@ -48,7 +48,7 @@ FILE_NAMES = {
 }
 # the first bytes of image files in the formats JPEG, PNG, GIF, WebP, BMP and TIFF
 MAGIC = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*", re.DOTALL)
-# names of the key that has the file of an image or video part, such as "image", "image_url" or "path"
+# {kind: keys of a message part that may name the file of its image or video, such as "image_url" or "path"}
 SOURCES = {kind: (kind, f"{kind}_url", "url", "path", "base64", "source") for kind in KINDS}
 # keys of a JSON object that describes an image file, in the formats of Hugging Face, OpenAI and Anthropic
 SOURCE_KEYS = ("bytes", "path", "url", "type", "media_type", "data")
@@ -65,7 +65,7 @@ EMPTY = (None, "")  # entries that stand for no image or video
 
 Source = str | Path | bytes
 
-# Pillow's warning about large images is ignored on import, because all threads share the warning filters.
+# Pillow's warning about large images is ignored once for all threads, because threads share the warning filters.
 warnings.filterwarnings("ignore", category=PIL.Image.DecompressionBombWarning)
 
 
@@ -129,7 +129,7 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
     if text.startswith("file://"):
         text = url2pathname(text.removeprefix("file://").removeprefix("localhost"))
     path = Path(folder or "", text)
-    # reading from a pipe or a device may never end
+    # a pipe or a device is no image, and reading from it may never end
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise ValueError(f"{path} is a pipe or a device; use a regular file instead")
     return str(path) if len(str(path)) <= 400 else name, path
@@ -146,7 +146,7 @@ class Media:
 
     @property
     def sources(self) -> Sequence[str | bytes]:
-        """Return the sources of all files: one image, one video, or all frames of a video."""
+        """Return the files of an image or video: one file, or one for each frame of a video."""
         return self.source if isinstance(self.source, list) else [self.source]
 
 
@@ -178,9 +178,9 @@ def place_media(
 ) -> tuple[list[dict], list[Media]]:
     """Assign each image and video in a row to a part of a message.
 
-    The images in the row's column belong, in order, to the image parts that name no file of their own. If messages have
+    The images in a row's column belong, in order, to the image parts that name no file of their own. If messages have
     only texts, each image replaces one tag <image>. Texts without tags get all images before the first user turn's
-    text. The same rules hold for videos.
+    text. Videos are assigned like images.
 
     Args:
         turns: the prompt's messages and, if the answer contains images, the answer's.
@@ -220,7 +220,7 @@ def _with_common(item: Media, common_options: dict) -> dict:
     """Combine the options of one image or video with the options for all rows, data.image and data.video."""
     if item.kind == "image":
         return item.options or common_options
-    # data.video must not select frames again if the row gives nframes or a list of frames
+    # If a row gives nframes or a list of frames, the options of data.video must not select frames again.
     ignored = SAMPLING_OPTIONS if "nframes" in item.options else ()
     if isinstance(item.source, list):  # the frames are given, and fps is the rate at which they were taken
         ignored = {*SAMPLING_OPTIONS} - {"fps"}
@@ -255,7 +255,7 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
 
 
 def _leaves(value: Plain) -> Iterator[str | bytes]:
-    """Yield the texts and bytes in nested lists and dicts. A dict with the key "bytes" yields only its bytes."""
+    """Yield the texts and bytes in nested lists and dicts, but only the bytes of a dict with the key "bytes"."""
     if isinstance(value, dict):
         value = [value["bytes"]] if isinstance(value.get("bytes"), str | bytes) else [*value.values()]
     if isinstance(value, list):
@@ -279,7 +279,7 @@ def _unread_kind(item: str | bytes, folder: Path) -> str | None:
 
 
 def _is_source(item: str | bytes, source: str | bytes) -> bool:
-    """Return True if two sources are equal, or one path ends with the other, as "/cats/1.png" with "1.png"."""
+    """Return True if two file names can mean the same file, such as "/cats/1.png" and "1.png"."""
     if item is source or item == source or f"data:;base64,{item!s}" == source:
         return True
     if isinstance(item, bytes) or isinstance(source, bytes) or max(len(item), len(source)) > 500:
@@ -302,12 +302,12 @@ def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str
 
 
 def source_keys(part: dict, kind: str) -> list[str]:
-    """Return the keys of a message part, such as "image_url", that have the file of its image or video."""
+    """Return the keys of a message part that name the file of its image or video, such as "image_url"."""
     return [name for name in SOURCES[kind] if part.get(name) is not None]
 
 
 def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -> Media:
-    """Parse an image or video in a column or message part. A part without a file takes the column's next entry."""
+    """Parse an image or video in a column or message part. A part without a file gets the next image of the column."""
     if isinstance(entry, str) and kind == "image" and re.match(BASE64, entry):
         entry = {"base64": entry}  # MMBench's data files contain base64 text without a data URI's header
     if not isinstance(entry, dict) or "bytes" in entry:

@@ -18,7 +18,7 @@ ENCODED = re.compile(rf"data:(image|video)/|{BASE64}", re.IGNORECASE)
 MAX_TEXT = 2**20
 # keys of a message that can contain the assistant's thought, separate from the content
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
-# keys of an assistant turn that say whether the loss includes the turn: true or 1 (yes), false or 0 (no)
+# Keys of an assistant turn that say whether a loss is computed on the turn, with the value true, 1, false or 0.
 LOSS_KEYS = ("loss", "loss_mask", "weight", "train")
 TURN_KEYS = {  # {role: the keys of its turns}
     "system": ("role", "content", *LOSS_KEYS),
@@ -30,7 +30,7 @@ CALL_KEYS = ("id", "type", "index", "function", "name", "arguments")
 
 
 def content_parts(message: dict) -> list[dict]:
-    """Return a message's content as a list of parts, for example one text part, or [] without content."""
+    """Return a message's content as a list of parts. A text becomes a single text part."""
     content = message.get("content") or []
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
@@ -55,7 +55,7 @@ def part_kind(part: dict) -> str | None:
 
 
 def as_turns(text_or_turns: str | list[dict], role: str = "assistant") -> list[dict]:
-    """Convert a text to a list with one turn of the given role; return a list of turns unchanged."""
+    """Convert a text to a list with one turn of the given role. A list of turns is returned unchanged."""
     if isinstance(text_or_turns, str):
         return [{"role": role, "content": text_or_turns}]
     return text_or_turns
@@ -81,8 +81,8 @@ def conversation(
 ) -> list[dict]:
     """Build the messages for a prompt that asks a question about images and videos.
 
-    Example: ("What is it?", {"image": 1}) gives one user message with an image part and a text part. In the question
-    "Is <image> left of <image>?", image parts replace the two tags.
+    Example: the question "What is it?" about one image gives a user message with an image part and a text part. In the
+    question "Is <image> left of <image>?", image parts replace the two tags.
 
     Args:
         problem: the question's text.
@@ -120,8 +120,8 @@ def put_in_template(template: str, turns: list[dict]) -> list[dict]:
 def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
     """Replace the tags <image> and <video> in the texts of messages by image and video parts.
 
-    Example: "<image>What?" becomes an empty text part, an image part and the text part "What?". Without any tag, image
-    and video parts are inserted before the first user turn's text.
+    Example: "<image>What?" becomes an empty text part, an image part and the text part "What?". If no message has a
+    tag, image and video parts are inserted before the first user turn's text.
 
     Args:
         turns: messages whose parts are texts.
@@ -143,7 +143,7 @@ def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
 
 
 def add_system_prompt(messages: list[dict], system_prompt: str | None) -> list[dict]:
-    """Prepend a system message if the conversation has none. Without a system_prompt, nothing changes."""
+    """Prepend the text system_prompt, if there is one, to a conversation without a system message."""
     if system_prompt is None or (messages and messages[0]["role"] == "system"):
         return messages
     return [{"role": "system", "content": system_prompt}, *messages]
@@ -176,12 +176,12 @@ def check_ends(turns: list[dict]):
 
 
 def is_trained(turn: dict) -> bool:
-    """Return True for an assistant turn on which a loss is computed: no key such as "loss" is false or 0."""
+    """Return True if a loss is computed on a turn: an assistant turn without "loss": false or a similar key."""
     return turn["role"] == "assistant" and all(turn.get(key) in (None, True) for key in LOSS_KEYS)
 
 
 def check_turns(turns: list[dict], is_prompt: bool = False):
-    """Raise ValueError if a chat template cannot render a turn, or if training would ignore something in the turn.
+    """Raise ValueError if a chat template cannot render a turn, or if a turn has a key or image that is not read.
 
     Args:
         turns: the turns.
@@ -227,7 +227,7 @@ def check_turns(turns: list[dict], is_prompt: bool = False):
 
 
 def check_keys(value: dict, known: Iterable[str], name: str):
-    """Raise ValueError if a dict has an unknown key with a value. Empty values, such as None and [], are allowed."""
+    """Raise ValueError if a dict has an unknown key, except with an empty value such as None or []."""
     for key in value:
         if key not in known and value[key] not in (None, "", [], {}):
             raise ValueError(

@@ -13,7 +13,7 @@ from minivlmrl.errors import error_context
 def mix(parts: Sequence[FileRows], files: Sequence[FileOptions]) -> RowSelection:
     """Concatenate the rows of several data files, and repeat them according to each file's option `weight`.
 
-    Example: if a file has the weight 2.5, its first row occurs three times, its second row twice, and so on in turn.
+    Example: if a file has the weight 2.5, its rows occur three times and twice in turn.
     """
     picks = []
     for part_number, (rows, section) in enumerate(zip(parts, files, strict=True)):
@@ -35,7 +35,7 @@ def sample(strategy: str, total_rows: int) -> list[int]:
             rows are the same for every run seed.
         total_rows: number of rows.
 
-    Source: the strategies are those of the option sampling_strategy in VLM-R1's grpo_rec.py.
+    Source: sampling_strategy in VLM-R1's grpo_rec.py has the same strategies.
     """
     match = re.fullmatch(r"all|(first|end|random):([0-9]+)(%?)", strategy)
     if not match:

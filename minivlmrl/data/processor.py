@@ -34,7 +34,7 @@ class Processor:
     image_processor: ImageProcessor
     # chat template in the model's folder; None means Qwen2.5-VL's template, see chat_template.py
     template: "ChatTemplate | None" = None
-    # where a completion contains its answer, see find_answer in rewards/text.py
+    # name of the place where a completion contains its answer, see find_answer in rewards/text.py
     answer_format: str = "tags"
     box_space: str = "resized"  # units of an answer's boxes, see data/boxes.py
     # token ids besides <|im_end|> that end a completion, from generation_config.json and sampling.stop_token_ids
@@ -81,8 +81,8 @@ class Processor:
     ) -> Iterator[tuple[Tensor, Grid, float | list[float]]]:
         """Yield (patches, patch grid, seconds) for each image and video of a prompt.
 
-        The patch grid is the number of patches in time, height and width. For an image, `seconds` is 0. For a video, it
-        is the duration of a temporal patch or, for Qwen3-VL, a list with the timestamps of all temporal patches.
+        The patch grid is the number of patches in time, height and width. The third value is 0 for an image, and for a
+        video the seconds of a temporal patch or, for Qwen3-VL, a list with the timestamps of all temporal patches.
         """
         for item, options in shown_parts(messages, images, videos):
             if isinstance(item, PIL.Image.Image):
@@ -91,7 +91,7 @@ class Processor:
                 yield item.patches(self.image_processor, **options)
 
     def encode(self, pieces: Sequence[str], grids: Sequence[Grid]) -> list[list[int]]:
-        """Tokenize texts and control tokens, and repeat each placeholder once per token of its image or video.
+        """Tokenize texts and control tokens. A placeholder is repeated for each token of its image or video.
 
         Args:
             pieces: text and control tokens, as `render` returns them.
@@ -103,18 +103,18 @@ class Processor:
         ids = []
         for piece in pieces:
             piece_ids = self.tokenizer.encode(piece)  # a Control has one id
-            # An ordinary text "<|image_pad|>" equals IMAGE, so placeholders are compared by `is` and not by ==.
+            # A user's text "<|image_pad|>" is equal to the placeholder IMAGE, so `is` is necessary instead of ==.
             if piece is IMAGE or piece is VIDEO:
                 piece_ids = piece_ids * self.image_processor.num_tokens(next(remaining_grids))
             ids.append(piece_ids)
         return ids
 
     def join_turns(self, turns: list[dict]) -> list[dict]:
-        """Return an answer's turns unchanged. ToolProcessor merges tool results into assistant turns."""
+        """Return an answer's turns unchanged. The subclass ToolProcessor merges tool results into assistant turns."""
         return turns
 
     def mark_results(self, pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-        """Return pairs (text, True if the policy wrote the text) unchanged. ToolProcessor changes them for tools."""
+        """Return pairs (text, True if the assistant wrote the text) unchanged. ToolProcessor marks tool results."""
         return pieces
 
     def decode(self, ids: Tensor) -> str:
@@ -127,7 +127,7 @@ class Processor:
     def decode_assistant_turn(self, completion: Completion) -> str:
         """Decode the tokens that the policy wrote, without tool results.
 
-        An opening tag such as "<think>", with which the chat template ends the prompt, is put before the text.
+        If the chat template ends a prompt with an opening tag such as "<think>", the decoded text begins with the tag.
         """
         opened = self.template.opened if self.template else ""
         return opened + self.decode(completion.ids[completion.policy_mask])
@@ -141,7 +141,7 @@ def shown_parts(
     kinds = [part_kind(part) for part in parts]
     check_counts(kinds, {"image": len(images), "video": len(videos)})
     remaining_images, remaining_videos = iter(images), iter(videos)
-    # one at a time, so that only one decoded image is in memory
+    # images are yielded one by one, so that only one decoded image is in memory
     for kind, part in zip(kinds, parts, strict=True):
         options = {key: part[key] for key in part.keys() - PART_KEYS if part[key] is not None}
         yield next(remaining_images if kind == "image" else remaining_videos), options
@@ -156,12 +156,11 @@ def encode_completion(
 ) -> Completion:
     """Tokenize a demonstrated answer for SFT, and mark the tokens that the model must learn to write.
 
-    The tokens of an answer are those of its text and <|im_end|> and, between several turns, those that the chat
-    template adds. The mask Completion.policy_mask is True only for tokens in assistant turns. User and tool turns, and
-    images in any turn, are context on which no loss is computed.
+    An answer ends with the token <|im_end|>. The mask Completion.policy_mask is True only for tokens in assistant
+    turns. User and tool turns, and images in any turn, are context on which no loss is computed.
 
-    Some chat templates, such as Qwen3.5's, drop the thoughts of earlier turns. A model then reads another prompt before
-    each turn. With such a template, Completion.turns has one Completion for each assistant turn, with its own prompt.
+    Some chat templates, such as Qwen3.5's, drop the thoughts of earlier turns, so that the prompt of a later turn does
+    not contain them. Completion.turns then has one Completion with its own prompt for each assistant turn.
 
     Args:
         messages: the prompt, see data/messages.py.
@@ -235,8 +234,8 @@ def encode_turns(processor: Processor, messages: list[dict], turns: list[dict]) 
 def images_in(turns: list[dict]) -> list[PIL.Image.Image]:
     """Return the images in the parts of turns, in order.
 
-    An image part of an answer may contain, instead of the image, a function that decodes the image file. Most uses of a
-    row need only texts, so the images of answers are decoded late.
+    Most uses of a row need only texts. An image part of an answer may therefore contain a function that decodes the
+    image file.
     """
     images = [part.get("image") for part in parts_of(turns)]
     decoded = [image() if callable(image) else image for image in images]

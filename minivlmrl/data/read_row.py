@@ -55,7 +55,7 @@ def read_row(
         place, prompt, answers = split_answers(columns, options)
         messages, media, answers = place_answers(place, prompt, answers, row_media, options)
     except ValueError:
-        # If an <image> tag has no image, the image may be in an unknown column, and check_unread says so.
+        # The cause of a missing image can be an unknown name of its column, which check_unread reports.
         check_unread(columns, [item for items in row_media.values() for item in items], folder, known)
         raise
     check_required(required, columns | answers, file_columns)
@@ -68,7 +68,7 @@ def read_row(
 
 
 def check_required(required: Sequence[str], columns: dict, file_columns: dict):
-    """Raise ValueError if a row lacks a required column. The error message lists the row's columns."""
+    """Raise ValueError if a row lacks a required column."""
     existing = sorted(name for name, value in file_columns.items() if value is not None and value == value)  # not NaN
     unknown = [name for name in existing if name not in (*ANSWERS, "label", "solution", "problem")]
     for name in required:
@@ -94,7 +94,7 @@ def answer_image_parts(row: Row) -> list[dict]:
 
 
 def split_answers(columns: dict, options: RowOptions) -> tuple[str, list[dict], Answers]:
-    """Split a row into its prompt and its answers. The columns are described in docs/data.md.
+    """Split a row into its prompt and its answers, as docs/data.md describes.
 
     Returns:
         The column of the prompt, for error messages; the prompt's turns; and {column: answer}.
@@ -197,8 +197,8 @@ def place_answers(
         The prompt's messages, its media in order, and {column: answer}. An image part of an answer contains its Media
         under the key "image".
     """
-    # Answers that show an image: as a message part, or as the tag <image> in a user's or tool's turn. If there are
-    # none, all images of the row belong to the prompt.
+    # Answers show images by message parts, or by the tag <image> in a user's or tool's turn. If no answer shows an
+    # image, all images of the row belong to the prompt.
     shown = {}
     for name, turns in answers.items():
         if isinstance(turns, list):
@@ -213,7 +213,7 @@ def place_answers(
             parts = shown_parts_of(answer)
             if any(part_kind(part) == "video" for part in parts):
                 raise ValueError("a video after the first assistant turn is not supported; move it into the prompt")
-            # images are in the order of their parts, so the answer's images come last
+            # the images of the prompt come first, those of the answer last
             for part in reversed(parts):
                 part["image"] = media.pop()  # FileDataset.__getitem__ loads the image
         if shown:

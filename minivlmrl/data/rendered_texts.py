@@ -9,15 +9,15 @@ from unicodedata import normalize
 from minivlmrl.config.types import Plain
 from minivlmrl.data.messages import THOUGHT_KEYS, content_parts, part_kind
 
-# thoughts at the beginning of an answer; the first <think> may be missing, because it can be the end of the prompt
+# finds thoughts at the beginning of an answer; the first tag <think> may be missing, because a prompt can end with it
 THOUGHT = re.compile(r"\s*(<think>)?((?!<think>).)*?</think>(\s*<think>((?!<think>).)*?</think>)*", re.DOTALL)
 
 
 def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> str | None:
     """Describe the first text of a message that is missing in a rendered conversation.
 
-    Whitespace is ignored, because many chat templates strip texts. Texts may be reordered, and the arguments of tool
-    calls may be escaped as in JSON.
+    Whitespace is ignored, because many chat templates strip texts. Texts may also be in another order, and the
+    arguments of tool calls may be escaped as in JSON.
 
     Args:
         messages: the conversation's messages.
@@ -49,7 +49,7 @@ def _compact(text: str) -> str:
 
 
 def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
-    """Return the indices of texts that a rendered conversation without whitespace does not contain often enough."""
+    """Return the indices of the texts that are missing in a rendered conversation without whitespace."""
     start = 0
     for text in map(_compact, texts):
         place = compact.find(text, start)
@@ -58,8 +58,7 @@ def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
         start = place + len(text)
     else:
         return []
-    # Some text is missing, or the texts are reordered. Long texts are searched and removed first, so that a short text
-    # is not found inside a long text.
+    # Long texts are searched and removed first, so that a short text is not found inside a long text.
     missing = []
     for index, text in sorted(enumerate(map(_compact, texts)), key=lambda item: -len(item[1])):
         before, found, after = compact.partition(text) if text else (compact, " ", "")
@@ -71,7 +70,7 @@ def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
 
 
 def _written_texts(message: dict, is_history: bool) -> Iterator[str]:
-    """Yield a message's texts. Thoughts in assistant turns before the answer are left out."""
+    """Yield a message's texts. Thoughts in an earlier assistant turn (is_history) are left out."""
     parts = content_parts(message)
     texts = [part["text"] for part in parts if part_kind(part) == "text"]
     skipped = 0  # number of first characters that belong to the thought

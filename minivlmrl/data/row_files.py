@@ -1,6 +1,7 @@
 """Read the rows of data files in the formats JSON Lines, JSON and parquet.
 
-The text of a JSON file stays in memory, and a row is parsed each time it is read. A parquet file stays on the disk.
+The text of a JSON file stays in memory, but each row is parsed only when it is read. Rows of a parquet file are loaded
+from the disk when they are read.
 """
 
 import bisect
@@ -18,7 +19,7 @@ from minivlmrl.config.types import Plain
 from minivlmrl.errors import check_field, error_context, optional_dependency
 from minivlmrl.json_files import check_downloaded, parse_json, unique_keys
 
-# types of values in parquet files that JSON does not support, so that these values are converted to text
+# types in parquet files that JSON does not have; values of these types are converted to text
 NO_JSON_TYPES = date, time, timedelta, Decimal
 SEPARATOR = re.compile(r"\s*([\[,\]])\s*")  # what begins a list, separates its items, or ends it
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -57,7 +58,7 @@ def convert_advice(path: str | Path, format: str | None = None, columns: Mapping
 
 
 def _for_shell(text: str) -> str:
-    """Quote a text for a shell, a long text with backslashes, because error messages shorten long quotations."""
+    """Quote a text for a shell. A long text gets backslashes, because error messages shorten long texts in quotes."""
     quoted = shlex.quote(text)
     return quoted if len(quoted) < 80 else re.sub(r"([^\w@%+=:,./-])", r"\\\1", text)
 
@@ -65,7 +66,7 @@ def _for_shell(text: str) -> str:
 def _open_folder(folder: Path) -> "Lines | Arrow":
     """Open the rows of a folder that has parquet files, or a single data file."""
     parquet_files = sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")])
-    # train-00000-of-00002.parquet belongs to the split train
+    # for example, the file train-00000-of-00002.parquet belongs to the split "train"
     split_names = sorted({re.sub(r"(^|-)\d.*", "", path.stem) for path in parquet_files})
     if len(split_names) > 1:
         raise ValueError(
@@ -138,7 +139,7 @@ class Lines:
         text = self.texts[index][1]
         with error_context(self.where(index)):
             columns = parse_json(text, decode_row)
-            # A lone surrogate such as \ud800 is valid JSON, but cannot be encoded in UTF-8, and so not tokenized.
+            # A lone surrogate such as \ud800 is valid JSON, but a tokenizer cannot encode it in UTF-8.
             if SURROGATE.search(text):
                 parse_json(json.dumps(columns, ensure_ascii=False), str.encode)
             check_field(isinstance(columns, dict), "the row", columns, "a JSON object that maps columns to values")
@@ -157,7 +158,7 @@ class Arrow:
             import pyarrow.parquet as pq
         self.path = paths[0]
         self.folder = paths[0].parent
-        # (path, index of the file's first row in the dataset, open file, index in the file) of each row group
+        # for each row group: (path of its file, index of the file's first row, open file, number in the file)
         self.groups = []
         self.starts = [0]  # each group's first row index, then the total row count
         for path in paths:
@@ -198,7 +199,7 @@ class Arrow:
 
 
 def map_nested(value: Plain, change: Callable, types: type | tuple[type, ...] = str) -> Plain:
-    """Copy nested lists and dicts, and call the function `change` on each value of the given types, such as str."""
+    """Copy nested lists and dicts, and replace each value of the given types by the result of the function `change`."""
     if isinstance(value, types):
         return change(value)
     if isinstance(value, list):
@@ -208,5 +209,5 @@ def map_nested(value: Plain, change: Callable, types: type | tuple[type, ...] = 
     return value
 
 
-# parses a row in JSON, refuses repeated keys, and converts NaN and Infinity to None
+# decode_row parses a row in JSON, refuses repeated keys, and converts NaN and Infinity to None
 decode_row = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=lambda name: None).decode

@@ -32,7 +32,7 @@ def counting_processor(processor: Processor) -> Processor:
 
 
 def without_rows(rows: Dataset, removed: Collection[int]) -> Dataset:
-    """Return a dataset without the rows at the indices `removed`."""
+    """Return a dataset without the rows whose indices are given."""
     if not removed or not isinstance(rows, FileRows):
         return rows
     return RowSelection([rows], [(0, i) for i in range(len(rows)) if i not in removed])
@@ -42,7 +42,7 @@ def row_sizes(
     rows: Dataset, numbers: Iterable[int], processor: Processor, answers: Sequence[str] = (),
     unreadable: list[str] | None = None, videos: bool = False,
 ) -> Iterator["RowSize"]:  # fmt: skip
-    """Yield the number of tokens and images of the rows with the given indices.
+    """Yield the sizes of the rows with the given indices.
 
     Args:
         unreadable: list that collects the errors of unreadable rows; None raises them.
@@ -139,7 +139,7 @@ class RowSize:
 
     @property
     def weight(self) -> int:
-        """The token count by which rows are sorted. Image tokens count twice: in the vision tower and the decoder."""
+        """The cost by which rows are sorted: tokens in the decoder plus image tokens in the vision tower."""
         return self.prompt_tokens + self.image_tokens + (self.answer_tokens or 0)
 
 

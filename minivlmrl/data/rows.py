@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from minivlmrl.data.video import Video, VideoFile
 
 
-# Arguments of reward functions that come from training. No column of a data file may have one of these names.
+# arguments that every reward function can have; columns of a data file must have other names
 REWARD_ARGUMENTS = {
     "prompts",
     "images",
@@ -47,8 +47,7 @@ class Prompt:
     vision_embeds: Tensor | None = None
 
     def __post_init__(self):
-        # The attribute `row`, which Row.prompt sets, is not a dataclass field, because FSDP2's hooks walk through all
-        # fields of a model's arguments.
+        # FSDP2's hooks walk through all dataclass fields of a model's arguments, so the attribute `row` is no field.
         self.row: Row | None = None
 
 
@@ -65,21 +64,19 @@ class Completion:
     logps: Tensor | None = None
     # True if a stop token or a stop string ended the completion, False if max_new_tokens ended it
     stopped: bool = True
-    # (C,) bool: True for each token that the policy wrote, False for tokens of a tool or user. Without a mask, the
-    # policy wrote all tokens.
+    # (C,) bool: True for each token that the policy wrote, False for tokens of a tool or user; None means that the
+    # policy wrote all tokens
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
-    # The token ids that top_k, top_p and min_p left to choose from: the number of ids for each token (C,), and the
-    # concatenated ids. None without these filters.
+    # For each sampled token, the token ids that top_k, top_p and min_p allowed: (C,) numbers of ids, and all ids
+    # concatenated. Without top_k, top_p and min_p, the value is None.
     sampling_mask: tuple[Tensor, Tensor] | None = None
-    # (image, patches, image_grid_thw) of each image in a tool result. A completion with `turns` has only the images,
-    # without patches.
+    # (image, patches, image_grid_thw) of each image in a tool result, or (image,) if `turns` have the patches
     pictures: Sequence[tuple] = ()
     environment: Any = None  # the Environment that the tools belong to, see extras/agents/environment.py
     # number of tool calls, number of failed tool calls, and True if the completion had no room for a tool result
     calls: tuple[int, int, bool] = (0, 0, False)
     extra: dict = field(default_factory=dict)  # values that rewards log with TRL's log_extra
-    # One Completion for each assistant turn, if the turns have different prompts. Each of these completions has its own
-    # `prompt`; the prompt of all other completions belongs to the row.
+    # If the turns of an answer have different prompts, `turns` has a Completion with its own `prompt` for each turn.
     turns: "Sequence[Completion]" = ()
     prompt: Prompt | None = None
 
@@ -106,12 +103,11 @@ class Row:
     images: Sequence[PIL.Image.Image]  # one for each image part in the prompt, in order
     # {column: value}, such as problem and solution; reward functions get the values as arguments
     columns: dict = field(default_factory=dict)
-    # A demonstrated answer for SFT, as a text or as turns. Images in turns may be decoded later, see
-    # processor.images_in.
+    # demonstrated answer for SFT, as a text or as turns; images in turns may not be decoded yet, see images_in
     completion: str | list[dict] | None = None
     chosen: str | list[dict] | None = None  # the better answer in a pair, for preference training
     rejected: str | list[dict] | None = None  # the worse answer
-    # one for each video part in the prompt, in order
+    # one video for each video part in the prompt, in order
     videos: "Sequence[Video | VideoFile]" = field(default_factory=list)
     where: str = ""  # the row's file and line, for error messages
     key: str = ""  # text that seeds all random numbers for this row
@@ -141,7 +137,7 @@ Dataset = Sequence[Row]
 def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: int) -> Tensor:
     """Return random numbers in [0, 1) for sampling completions.
 
-    The key of a prompt seeds its random numbers, so that batches and ranks do not change the sampled completions.
+    The key of a prompt seeds its random numbers, so that the sampled completions do not depend on batches and ranks.
 
     Returns:
         (keys * num_generations, max_new_tokens) float64: one number per completion token.

@@ -32,7 +32,7 @@ QWEN2_SPLIT = (
 TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TOKEN_FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 SPECIAL_FIELDS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-# each tokenizer must encode and decode this text without a change
+# a test for loaded tokenizers: encoding and decoding must not change this text
 PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍👧 \t\x00" + "".join(SPECIAL_TOKENS)
 
 
@@ -60,18 +60,18 @@ class Tokenizer:
         self.reserve(STRUCTURE)
 
     def reserve(self, names: Iterable[str]):
-        """Encode the names of these control tokens as ordinary text, unless the chat template writes them."""
+        """Set the attribute `structure`: the control tokens that no text can produce."""
         self.structure = frozenset(names)
         self.backend = with_special_tokens(self.backend, self.structure)
-        # This flag means that the characters "<|im_end|>" are encoded as ordinary text.
+        # encode_special_tokens means that the text "<|im_end|>" is encoded as ordinary characters
         self.backend.encode_special_tokens = True
 
     def __len__(self) -> int:
-        # the largest id counts, because ids of added tokens can have gaps
+        # the ids of added tokens can have gaps, so the largest id gives the vocabulary size
         return 1 + max(self.backend.get_vocab().values())
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, or the single id of a control token (a Control)."""
+        """Return the token ids of a text. A control token, which is an object of the class Control, has one id."""
         if isinstance(text, Control):
             return [self.special_tokens[text]]
         try:
@@ -93,7 +93,7 @@ def with_special_tokens(backend: tokenizers.Tokenizer, names: Collection[str]) -
     added_tokens = backend.get_added_tokens_decoder().values()
     if all(token.special == (token.content in names) for token in added_tokens):
         return backend
-    # Only the JSON of a tokenizer can be changed so that a special token becomes ordinary.
+    # The library `tokenizers` cannot make a special token ordinary, except by loading changed JSON.
     content = json.loads(backend.to_str())
     for token in content["added_tokens"]:
         token["special"] = token["content"] in names
@@ -101,7 +101,7 @@ def with_special_tokens(backend: tokenizers.Tokenizer, names: Collection[str]) -
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a tokenizer.json. Raise ValueError if it lacks a token that another file in its folder lists."""
+    """Load a tokenizer.json. The file must contain all tokens that other files in its folder list."""
     advice = "write tokenizer.json with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
     if not Path(path).is_file():
         raise ValueError(f"{path}: the file does not exist. If the folder has vocab.json and merges.txt, {advice}")
@@ -136,7 +136,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def listed_tokens(folder: Path) -> list[AddedToken]:
     """List the tokens in TOKEN_FILES.
 
-    As in transformers, only tokenizer_config.json counts if it has the field added_tokens_decoder.
+    If tokenizer_config.json has the field added_tokens_decoder, only this file is read, as in transformers.
     """
     config, special, added = (read_json(folder / name) if (folder / name).is_file() else {} for name in TOKEN_FILES)
     listed = config.get("added_tokens_decoder")

@@ -17,9 +17,9 @@ from minivlmrl.data.media import MAX_IMAGE_PIXELS, Source, fetch_image, open_ima
 from minivlmrl.errors import check_extras
 
 FRAME_FACTOR = 2  # the number of sampled frames is a multiple of FRAME_FACTOR
-# default limit for the area of all frames of a video together, measured in image tokens: 0.9 * 128000
+# default limit for the area of all frames of a video together, in image tokens of 28 * 28 pixels: 0.9 * 128000
 TOTAL_TOKENS = 115_200
-# Maximum number of pixels in all sampled frames of a video: 6 GiB as RGB. It limits original and resized frames.
+# maximum number of pixels in all sampled frames of a video: 6 GiB as RGB
 MAX_VIDEO_PIXELS = 2**31
 
 
@@ -29,7 +29,7 @@ class Video:
 
     frames: Sequence[PIL.Image.Image]  # all of the same size
     fps: float  # sampled frames per second
-    # time of each frame in seconds; None means that the frames follow at the rate fps
+    # time of each frame in seconds; None means a constant frame rate, fps
     seconds: Sequence[float] | None = None
 
     def __post_init__(self):
@@ -48,7 +48,7 @@ class Video:
         return self
 
     def patches(self, processor: ImageProcessor, **options: int) -> tuple[Tensor, Grid, float | list[float]]:
-        """Resize a video's frames to the size that frame_size returns, and cut the frames into patches.
+        """Resize a video's frames, and cut the frames into patches.
 
         With data.resize_backend=torch, patches are identical, bit for bit, to those of transformers'
         Qwen2VLVideoProcessor. With data.resize_backend=pil, frames are resized exactly as by transformers' image
@@ -119,7 +119,7 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, de
 def outline_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, defaults=None, **sampling) -> Video:
     """Return a video whose frames are blank, but have the right size and number.
 
-    The size and number of frames come from the header of the file. See load_video for the arguments.
+    The size and number of frames are read from the header of a video file. See load_video for the arguments.
     """
     sampling = check_options("video", sampling)
     if isinstance(source, list | tuple):
@@ -160,8 +160,8 @@ def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int,
     Returns:
         Height and width.
 
-    Source: the function fetch_video in qwen-vl-utils, as it resizes a video file. A list of frames is resized only
-    once, although qwen-vl-utils 0.0.14 resizes it twice.
+    Source: the function fetch_video in qwen-vl-utils, which resizes the frames of a video file. A list of frames is
+    resized once, although qwen-vl-utils 0.0.14 resizes it twice.
     """
     options = check_options("video", options)
     factor = processor.factor

@@ -52,7 +52,7 @@ class InputCheck(Callback):
 def check_inputs(trainer: Trainer, step: Step) -> list[str]:
     """Return a warning for each kind of fault in the inputs of an optimizer step.
 
-    With FSDP, only tokens and patches are compared with the rows; no gradients are computed.
+    With FSDP, the tokens and patches of a micro-batch are compared with its rows, but no gradients are computed.
     """
     found: dict[str, list[str]] = {}  # {problem: its rows}
     for batch in step.micro_batches:
@@ -91,18 +91,18 @@ def parts_of(group: GroupBatch) -> Iterator[Part]:
 
 
 def check_gradients(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[Prompt, str]]:
-    """Yield (prompt, problem) for each text and each image at which the gradient of the loss is 0."""
+    """Yield (prompt, problem) for each text and each image on which the loss does not depend: its gradient is 0."""
     group = batch.group
     at_images, at_inputs = run_loss(trainer, batch)
     at_texts = at_inputs.index_fill(0, group.vision_index.cpu(), torch.nan)
     for part in parts_of(group):
         slopes = []
         own = at_texts[part.span]
-        # Sampled completions with an advantage of 0 give their prompt no gradient, which is no fault.
+        # If all sampled completions of a prompt have the advantage 0, its gradient is rightly 0.
         if part.is_prompt and (trainer.answers or own.nansum()):
             slopes.append(("the text of the prompt", own[~own.isnan()]))
         for position, patches in part.images:
-            # An image that no trained token follows has no gradient, which is no fault.
+            # If no token after an image is trained on, the image's gradient is rightly 0.
             if at_texts[position : part.span.stop].nansum():
                 slopes.append(("an image", at_images[list(patches)]))
         for name, values in slopes:
@@ -131,14 +131,14 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return (leaves[-1], *arguments[1:])
 
     def add_states(module: nn.Linear, arguments: tuple, values: Tensor) -> Tensor | None:
-        # The weights of a new value head are 0, so that no gradient would reach the inputs. Adding the hidden states
-        # to the values gives each input a gradient.
+        # A new value head with weights of 0 would stop all gradients. Adding the hidden states to the predicted values
+        # lets gradients reach the inputs.
         return None if module.weight.any() else values + arguments[0].mean(-1, keepdim=True)
 
     with ExitStack() as stack:
         for module in {*trainer.trained.modules(), *trainer.policy.modules()}:
             for weight in module.parameters(recurse=False):
-                # only gradients of the inputs are needed, not gradients of the weights
+                # check_inputs needs gradients of the inputs, but not of the weights
                 stack.callback(weight.requires_grad_, weight.requires_grad)
                 weight.requires_grad_(False)
             if isinstance(module, TextModel):
@@ -173,7 +173,7 @@ def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Pro
             continue
         given = [encode_answer(trainer.processor, row, getattr(row, x)) for x in trainer.answers]
         answers[id(prompt)] = [turn.ids.tolist() for x in given for turn in x.turns or [x]]
-        # some chat templates render earlier turns differently, so that each later turn has a prompt of its own
+        # If a chat template drops the thoughts of earlier turns, each later turn has a prompt of its own.
         fresh = row.prompt(trainer.processor)
         fresh_prompts = [fresh, *(turn.prompt for x in given for turn in x.turns[1:])]
         patches = [number for _, patches in part.images for number in patches]
@@ -190,7 +190,7 @@ def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Pro
 
 
 def check_encoding(trainer: Trainer, row: Row, ids: list[int]) -> Iterator[str]:
-    """Yield a problem if the tokens of a prompt do not decode to the texts of its row."""
+    """Yield a problem if decoding the tokens of a prompt does not give the texts of its row."""
     tokenizer = trainer.processor.tokenizer
     if lacking := find_missing_text(row.messages, tokenizer.decode(ids), len(row.messages)):
         yield f"the tokens of the step do not contain {lacking}"

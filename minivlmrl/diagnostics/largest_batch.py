@@ -1,4 +1,4 @@
-"""Compute a training stage's largest batches before its first step, so that a lack of memory shows at once."""
+"""Compute the largest batches of a training stage before its first step, so that memory is not exhausted later."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -24,7 +24,7 @@ from minivlmrl.trainers.rollout import RolloutTrainer
 def largest_rows(
     question: MemoryQuestion, trainer: Trainer, dataset: Dataset, sizes: Sequence[RowSize], count: int
 ) -> list[Row]:
-    """Return the `count` largest readable rows; a dataset with fewer rows repeats them."""
+    """Return the largest readable rows of a dataset. Rows are repeated if there are fewer than `count`."""
     rows = []
     for size in sizes:
         if len(rows) == count:
@@ -55,7 +55,7 @@ def try_largest_batches(
         with phase("load"):
             missing = 0 if optimizer.state else optimizer_bytes
             reserved = torch.empty(missing, dtype=torch.uint8, device=world.device)
-        # Sampling with tools or with vLLM is not tried.
+        # Sampling with tools, or with an engine such as vLLM, is left out.
         has_tools = run.sampling.environment is not None
         if isinstance(trainer, RolloutTrainer) and not has_tools and run.sampling.engine == "native":
             work = sampling_batch(question)

@@ -1,8 +1,8 @@
 """Estimate the GPU memory that each phase of training needs (sampling, scoring, forward and backward pass).
 
-To count the memory of activations, a forward and a backward pass run on the meta device, whose tensors have a shape but
-no values. The sizes of weights, gradients and optimizer state follow from the number of parameters, their dtypes and
-the sharding. The constant RESERVE is the memory for the CUDA context, NCCL's buffers and gaps between allocations.
+The memory for activations is counted while a forward and a backward pass run on the meta device, whose tensors have a
+shape but no values. The sizes of weights, gradients and optimizer state are computed from the number of parameters,
+their dtypes and the sharding. The CUDA context, NCCL's buffers and gaps between allocations need RESERVE bytes.
 """
 
 import copy
@@ -70,7 +70,10 @@ class BatchShape:
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Context manager that counts the bytes of all tensors created in its block: now, and at the peak."""
+    """Context manager that counts the bytes of all tensors that are created in its block.
+
+    The attribute `now` is the current number of bytes, `peak` the largest so far.
+    """
 
     def __init__(self, uncounted: list[Tensor]):
         super().__init__()
@@ -171,7 +174,7 @@ class MemoryEstimator:
         return TrainedModels(model, ValueModel(backbone, run.model.freeze))
 
     def activations(self, run: RunConfig, models: TrainedModels, work: BatchShape, train: bool) -> int:
-        """Return the peak bytes of activations in a forward pass and, if `train` is true, a backward pass."""
+        """Return the peak bytes of activations in a forward pass, with a backward pass if `train` is true."""
         batch = meta_batch(self.config, work, patch_dtype(run))
         with self.tracked(run, models, batch, train) as (models, live):
             if train:
@@ -196,7 +199,7 @@ class MemoryEstimator:
     def tracked(
         self, run: RunConfig, models: TrainedModels, batch: GroupBatch, train: bool
     ) -> Iterator[tuple[TrainedModels, AllocationTracker]]:
-        """Yield copies of the models for a tracked pass, with the dtype, recomputation and dropout of training."""
+        """Yield copies of the models, and a tracker that counts the bytes of their forward and backward passes."""
         models = copy.deepcopy(models)
         if run.model.compute_dtype:
             models.to(DTYPES[run.model.compute_dtype])
@@ -208,7 +211,7 @@ class MemoryEstimator:
         fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         gpu_patch = mock.patch.object(dense_attention, "is_before_ampere", lambda device: self.before_ampere)
         dropout_on = dropout(models, run.adapter.dropout if train else 0.0, "memory")
-        # The tracker counts only new tensors, so cached attention masks and indices must be computed again.
+        # AllocationTracker counts only new tensors, so cached attention masks must be computed again.
         lay_out.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused_patch, gpu_patch, dropout_on, live:
@@ -230,13 +233,13 @@ class MemoryEstimator:
 
 
 def drop_gradient(parameter: nn.Parameter):
-    # train_items adds the memory for gradients
+    # gradients are counted in train_items
     parameter.grad = None
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_options) -> Tensor:
-    # On the meta device, scaled_dot_product_attention stores the matrix of attention scores, which no fused GPU kernel
-    # does. A GPU needs an attention mask only in float32.
+    # On the meta device, PyTorch's own scaled_dot_product_attention would store all attention scores, which fused
+    # kernels on a GPU do not. On a GPU, attention in 16 bits needs no mask.
     mask = attn_mask if q.dtype == torch.float32 else None
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(q, k, v, attn_mask=mask)[0]
@@ -286,7 +289,7 @@ class MemoryQuestion:
 
     @property
     def share(self) -> float:
-        """The part of each sharded tensor in the memory of one GPU, for example 0.25 with four shards."""
+        """The part of a sharded tensor that is in the memory of one GPU, for example 0.25 with four shards."""
         sharding = self.run.sharding
         return 0.0 if sharding.cpu_offload else 1 / num_shards(sharding, self.gpus)
 
@@ -347,7 +350,7 @@ def evaluation_batch(question: MemoryQuestion) -> BatchShape:
 def largest_batch(
     rows: Sequence[RowSize], prompts: int, completions: list[int], max_tokens: int | None, whole: bool = False
 ) -> BatchShape:
-    """Divide the largest rows into batches, and describe the largest batch by the mean size of its rows.
+    """Divide the largest rows into batches, and return the numbers of prompts and tokens in the largest batch.
 
     Args:
         completions: token counts of each prompt's completions.
@@ -378,7 +381,7 @@ def largest_batch(
 
 
 def computed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
-    """Return the bytes of a module's weights after a cast to `dtype`; NF4 weights stay in 4 bits."""
+    """Return the bytes of a module's weights in the dtype of the computation. NF4 weights stay in 4 bits."""
     total = 0
     for parameter in module.parameters():
         used_dtype = dtype if parameter.is_floating_point() else parameter.dtype
@@ -391,7 +394,7 @@ def gathered_bytes(question: MemoryQuestion, model: VisionLanguageModel) -> int:
     if not question.run.uses_fsdp:
         return 0
     blocks = [computed_bytes(block, question.dtype) for block in model.blocks()]
-    # FSDP gathers the weights of a block while the previous block is computed, so two blocks are in memory.
+    # FSDP gathers the weights of the next block while a block is computed, so the weights of two blocks are in memory.
     return computed_bytes(model, question.dtype) - sum(blocks) + 2 * max(blocks)
 
 
@@ -407,7 +410,7 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
         prefill = estimator.prefill(run, policy, work)
     rows = work.prompts * work.num_generations
     keys_and_values = estimator.keys_and_values(dtype, work)
-    # Activations of the prompts are freed before logits are sampled from, so only the larger of both counts.
+    # The prompts' activations are freed before the first token is sampled, so they and the logits share memory.
     after_prompts = {
         "prompts' forward": max(prefill - keys_and_values, 0),
         "logits": DRAW_BYTES * rows * estimator.config.vocab_size,
@@ -451,11 +454,11 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
     gradients = bytes_of(trained) * question.share
     if question.gpus > 1 and not run.uses_fsdp:
         gradients *= 2  # because the ranks sum a copy of the gradients
-    # a block's gathered weights and their gradients
+    # twice, because the gradients of gathered weights need as many bytes as the weights
     gathered = 2 * sum(gathered_bytes(question, backbone) for backbone in models.backbones)
     if run.sharding.once_per_step:
-        # With sharding.once_per_step, all weights stay gathered, and gradients are added up in float32. Two blocks
-        # also have gradients in the dtype of their weights.
+        # With sharding.once_per_step, the weights of all blocks stay gathered, and their gradients are added up in
+        # float32. The gradients of two blocks also exist in the dtype of the weights.
         weights = sum(computed_bytes(backbone, question.dtype) for backbone in models.backbones)
         gathered = weights + gathered // 2
         for parameter in trained:
@@ -470,7 +473,7 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
 
 
 def logits_bytes(question: MemoryQuestion, work: BatchShape) -> int:
-    """Return the bytes of the largest chunk of logits in training."""
+    """Return the bytes of the logits in training. They are computed in chunks, of which the largest counts."""
     rows = work.prompts * work.num_generations * work.completion_tokens
     return piece_bytes(rows, question.estimator.config.vocab_size, question.dtype)
 
@@ -510,7 +513,7 @@ def reference_bytes(question: MemoryQuestion) -> int:
 
 
 def peak_bytes(phases: dict[str, dict]) -> float:
-    """Return the bytes that a run needs in its largest phase, including RESERVE."""
+    """Return the bytes of the phase that needs the most memory, with RESERVE for CUDA and NCCL."""
     return RESERVE + max(sum(items.values()) for items in phases.values())
 
 

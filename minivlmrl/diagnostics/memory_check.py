@@ -128,9 +128,9 @@ def fitting_pixels(question: MemoryQuestion, available: float) -> int:
 
 
 def written_bytes(question: MemoryQuestion) -> dict[str, float]:
-    """Return {kind of file: bytes} for the peak disk usage of a stage.
+    """Return {kind of file: bytes} for the files of a stage at the peak of its disk usage.
 
-    A checkpoint is deleted only after the next checkpoint has been written, so space for one more is counted.
+    A checkpoint is deleted only after the next checkpoint has been written, so one more checkpoint is counted.
     """
     run, estimator = question.run, question.estimator
     sizes = {}

@@ -49,7 +49,7 @@ class ReportPage(Callback):
         begin = clock()
         if self.is_main and self.seconds and begin >= self.next_time:
             write_page([self.folder], self.folder / PAGE, self.seconds)
-            # Writing the page may take 1 % of the run's time.
+            # the next update comes so late that writing the report takes 1 % of the run's time
             self.next_time = clock() + max(self.seconds, 100 * (clock() - begin))
 
 
@@ -97,7 +97,7 @@ def by_stage(lines: list[dict]) -> dict[str, list[dict]]:
 
 
 def thin_out(metrics: list[dict]) -> dict:
-    """Average the metrics over groups of adjacent steps, so that a stage's curve has at most POINTS points."""
+    """Average the metrics over groups of adjacent steps, so that a curve has at most 500 points in each stage."""
     points = []
     steps_per_point = {}
     for stage, lines in by_stage(metrics).items():
@@ -136,7 +136,7 @@ def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
 
 
 def collect_completions(folder: Path) -> list[dict]:
-    """Read completions.jsonl, and keep some prompts of about STEPS evenly spaced steps."""
+    """Read completions.jsonl, and keep the first prompts of about 60 evenly spaced steps."""
     lines_of_step = {}  # {(stage, step): lines}
     for line in read_lines(folder / COMPLETIONS, LogLine):
         lines_of_step.setdefault((line["stage"], line["step"]), []).append(line)

@@ -1,7 +1,7 @@
 """Warn if training does not learn, with a likely cause and a suggested fix.
 
-Each warning has a condition, which must hold for the metrics of WINDOW consecutive optimizer steps. A warning is
-printed once, and printed again if its condition has ended and later holds again.
+Each warning has a condition, which must hold for the metrics of 10 consecutive optimizer steps. A warning is not
+repeated while its condition continues to hold.
 """
 
 import json
@@ -46,7 +46,7 @@ class TrainingWarnings(Callback):
 
 
 class WarningRules:
-    """The conditions for warnings, applied to the metrics of one training stage."""
+    """The conditions for warnings about one training stage."""
 
     def __init__(self, trainer: Trainer, optimizer: Optimizer):
         self.trainer, self.optimizer = trainer, optimizer
@@ -86,20 +86,20 @@ class WarningRules:
         self.recent_rewards += [(solutions, torch.tensor(values)) for solutions, values in rewards]
 
     def always(self, name: str, holds: Callable[[float], bool]) -> bool:
-        """Return True if a metric exists and meets a condition in each of the last WINDOW steps."""
+        """Return True if a metric meets a condition in each of the last 10 steps."""
         return all(name in metrics and holds(metrics[name]) for metrics in self.recent)
 
     def mean(self, name: str) -> float:
-        """Return a metric's mean over the last WINDOW steps, or NaN if one of these steps lacks the metric."""
+        """Return a metric's mean over the last 10 steps, or NaN if a step lacks the metric."""
         return sum(metrics.get(name, math.nan) for metrics in self.recent) / len(self.recent)
 
     def violated(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, text) for each warning whose condition holds now."""
+        """Yield (name, text) for each warning whose condition holds for the last 10 steps."""
         stuck = [*self.stuck_rules()]
         reward = self.mean("reward")
         lowest, highest = self.extremes or (0, 0)
         if stuck and lowest < highest and reward >= lowest + 0.9 * (highest - lowest):
-            # If the mean reward cannot rise further, gradients are 0 for a good reason.
+            # Rewards can also be equal, and gradients 0, because training has converged to the highest reward.
             sentence = (
                 f"The mean reward is {reward:.3g}, close to the highest reward of any completion "
                 f"so far ({highest:.3g}). Little is left to learn from these prompts."
@@ -156,7 +156,7 @@ class WarningRules:
                 )
 
     def majority_baseline(self) -> Iterator[tuple[str, str]]:
-        """Yield a warning for each reward whose mean a model reaches by always giving the most frequent solution."""
+        """Yield a warning for each reward whose mean is no better than always answering the most frequent solution."""
         if len(self.recent_rewards) < BASELINE_ROLLOUTS:
             return
         solutions = [solution for texts, _ in self.recent_rewards for solution in texts]
@@ -183,8 +183,8 @@ class WarningRules:
     def unused_parameters(self) -> Iterator[tuple[str, str]]:
         """Yield a warning about trainable parameters that have never had a gradient.
 
-        AdamW has no state for such a parameter. Experts of a mixture are left out, because an expert may not have
-        received a token yet.
+        AdamW creates the state of a parameter with its first gradient. Experts of a mixture are left out, because an
+        expert may not have received a token yet.
         """
         names = []
         for name, parameter in self.trainer.trained.named_parameters():

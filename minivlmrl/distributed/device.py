@@ -23,8 +23,8 @@ def find_device(local_rank: int = 0) -> torch.device:
         try:
             torch.cuda.init()
         except RuntimeError as error:
-            # PyTorch's messages "no NVIDIA driver" and "No CUDA GPUs" mean that the machine has no GPU. A forked
-            # subprocess cannot initialise CUDA at all, and its parent process has found no GPU.
+            # "no NVIDIA driver" and "No CUDA GPUs" mean that the machine has no GPU. Any other message of PyTorch means
+            # that a GPU cannot be used, except "in forked subprocess": the parent process has found no GPU.
             if not re.search("no NVIDIA driver|No CUDA GPUs|in forked subprocess", str(error)):
                 raise ValueError(
                     f"CUDA cannot use this machine's GPU ({str(error).splitlines()[0]}): update the driver, install a "
@@ -41,7 +41,7 @@ def hides_gpus() -> bool:
 def describe_device(device: torch.device) -> str:
     """Describe the device: the number of CPU threads, or the GPU's name, compute capability, driver and free memory."""
     if device.type != "cuda":
-        # the program nvidia-smi is part of each NVIDIA driver, also on Windows and in WSL
+        # each NVIDIA driver contains the program nvidia-smi, also on Windows and in WSL
         unused = not torch.backends.cuda.is_built() and not hides_gpus() and shutil.which("nvidia-smi")
         note = ", because this PyTorch is built for CPUs only: see docs/gpu.md" if unused else ""
         return f"CPU (threads: {torch.get_num_threads()}){note}"
@@ -49,7 +49,7 @@ def describe_device(device: torch.device) -> str:
 
     major, minor = torch.cuda.get_device_capability(device)
     free, total = torch.cuda.mem_get_info(device)
-    # The driver describes its version in a line such as "NVRM version: NVIDIA UNIX x86_64 Kernel Module 580.65".
+    # The NVIDIA driver describes itself as "NVRM version: NVIDIA UNIX x86_64 Kernel Module 580.65", for example.
     number = re.search(r"\b\d+(\.\d+)+\b", driver_version())
     driver = number.group() if number else "unknown"
     return (

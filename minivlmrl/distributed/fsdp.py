@@ -1,12 +1,12 @@
 """Shard weights, gradients and optimizer state over the ranks with FSDP2.
 
 Models contain no code for sharding. An FSDP unit is a module whose weights are gathered before its forward pass and
-freed afterwards. Each vision block and each decoder layer is an FSDP unit. The embedding and the output head are units
-of their own if their weights are not tied. All other weights form one more unit, the root.
+freed afterwards. Each vision block and each decoder layer is an FSDP unit. The embedding and the output head are FSDP
+units of their own if their weights are not tied. All other weights form one more FSDP unit, the root.
 
-Ranks must run the same FSDP units in the same order, because gathering weights waits for all ranks. Each rank therefore
-gets the same number of prompts and of micro-batches. The class DummyVisionForward runs the vision tower on ranks
-without images, and in_lockstep runs equally many decode steps on all ranks.
+Ranks must run the same FSDP units in the same order, because gathering weights waits for all ranks. All ranks get the
+same number of prompts and of micro-batches. The class DummyVisionForward runs the vision tower on ranks without images,
+and in_lockstep runs equally many decode steps on all ranks.
 """
 
 from collections.abc import Callable
@@ -61,7 +61,7 @@ class Sharding:
         self.recompute = recompute
         self.once_per_step = section.once_per_step
         self.compute_dtype = compute_dtype or dtype
-        # Inputs are not cast, because rotary angles and the inputs of float32 adapters must stay in float32.
+        # FSDP must not cast the inputs of modules, because rotary angles and inputs of adapters must stay in float32.
         gradient_dtype = torch.promote_types(dtype, torch.float32)
         self.precision = MixedPrecisionPolicy(compute_dtype, gradient_dtype, cast_forward_inputs=False)
         self.offload = OffloadPolicy()
@@ -100,13 +100,13 @@ class Sharding:
         if is_untied:
             gather_embedding_and_head(model)
         vision = DummyVisionForward()
-        # registered after FSDP's hooks, which gather the weights that the black image needs
+        # The vision tower runs in these hooks, so they must come after FSDP's hooks, which gather the root's weights.
         model.register_forward_pre_hook(vision.before)
         model.model.register_forward_pre_hook(vision.before_decoder)
         model.sharding = self
 
     def shard_head(self, head: nn.Module):
-        """Shard a value head. The head computes in the dtype of its weights, unlike the model below it."""
+        """Shard a value head. A value head computes in the dtype of its weights, not in compute_dtype."""
         self.shard_alone(head, MixedPrecisionPolicy(cast_forward_inputs=False))
 
     def shard_alone(self, module: nn.Module, precision: MixedPrecisionPolicy) -> FSDPModule:
@@ -125,7 +125,7 @@ class Sharding:
         return fully_shard(module, mesh=self.mesh, mp_policy=precision, offload_policy=self.offload)
 
     def take_shard(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Create a DTensor from a full tensor, of which this rank copies only its own rows.
+        """Shard a full tensor: copy this rank's rows of the tensor into a DTensor.
 
         Args:
             like: the parameter, whose dtype and sharding the result has.
@@ -138,10 +138,10 @@ class Sharding:
 
     @torch.no_grad()
     def gather(self, model: VisionLanguageModel) -> VisionLanguageModel:
-        """Gather the full weights of a sharded model, and return a model without FSDP that shares these weights.
+        """Gather the full weights of a sharded model, and return a model without FSDP that has these weights.
 
-        Each rank can run a model without FSDP independently, also in a CUDA graph. Calling `reshard` on the sharded
-        model frees the weights of both models.
+        Each rank can run a model without FSDP independently, also in a CUDA graph. When the function `reshard` frees
+        the gathered weights, the model without FSDP can no longer be used.
         """
         for unit in units(model):
             unit.unshard()
@@ -197,7 +197,7 @@ def layers_without_experts(model: VisionLanguageModel) -> list[FSDPModule]:
 def gather_embedding_and_head(model: VisionLanguageModel):
     """Add hooks that gather the weights of an untied embedding and output head in each forward pass.
 
-    The model reads these weights without calling the modules, so that FSDP's own hooks do not run. Embedding and head
+    The model reads the weights of embedding and head without calling the modules, so FSDP's own hooks do not run. They
     are separate FSDP units, because one unit would need a float32 buffer for both gradients: 4.4 GB for a 7B model.
     """
     embedding, head = model.model.embed_tokens, model.lm_head
@@ -212,7 +212,7 @@ def gather_embedding_and_head(model: VisionLanguageModel):
     for unit in (embedding, head):
         unit.set_reshard_after_forward(False)  # a decode step calls the embedding's module
         communication_of(unit).all_reduces_once = True
-    # registered after FSDP's hooks, so that FSDP gathers the root first
+    # Embedding and head must be gathered after the root, so their hooks are registered after FSDP's hooks.
     model.register_forward_pre_hook(gather_embedding)
     model.register_forward_hook(gather_head)
 
@@ -247,8 +247,8 @@ class DummyVisionForward:
     def before_decoder(self, decoder: nn.Module, arguments: tuple) -> tuple | None:
         """Add the vision tower's zero output for the black image to the decoder's input.
 
-        The addition gives the decoder's input a gradient on every rank, also if embeddings are frozen. Otherwise ranks
-        without images would reduce the gradients of FSDP units in another order than ranks with images.
+        Without this gradient, if embeddings are frozen, a rank without images would reduce the gradients of the first
+        layer and of the root in another order than a rank with images.
         """
         if self.zero is None:
             return None
@@ -268,9 +268,8 @@ def forward_black_image(tower: nn.Module, config: VisionConfig, device: torch.de
 def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLanguageModel, world: World) -> Callable:
     """Wrap the function that samples a token, so that all ranks run a sharded decoder for equally many steps.
 
-    Completions on different ranks have different lengths. Before each decode step, a rank tells the other ranks whether
-    it needs the step. A rank whose completions have ended runs the decoder on a dummy token until the completions of
-    all ranks have ended.
+    Before each decode step, each rank tells the other ranks whether it needs one more step. A rank whose completions
+    have ended runs the decoder on a dummy token until the completions of all ranks have ended.
     """
 
     def sample_together(logits: Tensor, rows: Tensor, counts: Tensor):

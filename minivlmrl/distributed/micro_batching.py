@@ -1,7 +1,7 @@
 """Split prompts and completions into micro-batches of a limited number of tokens.
 
 Sampled completions do not depend on the micro-batches, because each row has its own random seed. Gradients differ only
-by rounding, because each loss is divided by a total of the whole optimizer step, such as its number of tokens.
+by rounding, because each loss is divided by the number of tokens or completions in the whole optimizer step.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +23,8 @@ def split_into_micro_batches(
     its completions have more than max_tokens tokens, several micro-batches contain the prompt, each with some of its
     completions. All ranks get the same number of micro-batches, because the ranks of a sharded model run together.
 
-    Example: prompt 0 has 10 tokens and two completions of 5 tokens. Prompt 1 has 10 tokens and completions of 40 and 2
-    tokens. For max_tokens = 40, the micro-batches are [(0, 0), (0, 1)], [(1, 1)] and [(1, 0)], with 20, 12 and 50
+    Example: prompts of 10 tokens, prompt 0 with completions of 5 and 5 tokens, prompt 1 with completions of 40 and 2
+    tokens, and max_tokens = 40 give the micro-batches [(0, 0), (0, 1)], [(1, 1)] and [(1, 0)], with 20, 12 and 50
     tokens. A single completion is never divided, even if it has more than max_tokens tokens.
 
     Args:
@@ -81,7 +81,8 @@ def sample_in_micro_batches(
 ) -> list[list[Completion]]:
     """Sample completions in micro-batches of at most sampling.max_batch_tokens tokens.
 
-    Each completion counts as sampling.max_new_tokens tokens. All completions of a prompt are in the same micro-batch.
+    Each completion is counted with its maximum length, sampling.max_new_tokens. All completions of a prompt are in the
+    same micro-batch.
 
     Args:
         sample: function that samples the completions of one micro-batch from (prompts, num_generations, keys).

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-# seconds in which all ranks must connect, after all ranks have started
-CONNECT_SECONDS = 60.0
+CONNECT_SECONDS = 60.0  # time limit for connecting the ranks, after all ranks have started
 
 
 def attempt_store(limit: timedelta) -> Store:
@@ -68,7 +67,7 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
             rank=rank,
             world_size=size,
             timeout=limit,
-            # NCCL must know which GPU belongs to this rank
+            # tells NCCL which GPU belongs to this rank
             device_id=device if has_gpu else None,
         )
         for place in dict.fromkeys((torch.device("cpu"), device)):
@@ -108,9 +107,9 @@ def wait_for_ranks(store: Store, rank: int, size: int, limit: timedelta) -> list
 def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
     """Context manager for creating a process group whose collective operations fail if another host dies.
 
-    Linux closes each connection of the process group when the other host has not answered for `seconds`. A rank that
-    computes for a long time stays connected, because the operating system of its host answers. Without Linux, the
-    context manager has no effect.
+    Linux closes a network connection of the process group when the other host has not answered for `seconds`. A rank
+    that computes for a long time stays connected, because the operating system of its host answers. Other systems than
+    Linux have no such setting.
     """
     if sys.platform != "linux":
         yield
@@ -125,7 +124,7 @@ def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
         socket.TCP_USER_TIMEOUT: round(1000 * seconds),  # for data that the other host must confirm
     }
     for number in set(os.listdir("/proc/self/fd")) - before:
-        # some of the new open files are no TCP connections and raise OSError
+        # OSError: the open file is not a TCP connection
         with suppress(OSError), socket.fromfd(int(number), socket.AF_INET, socket.SOCK_STREAM) as x:
             x.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in options.items():

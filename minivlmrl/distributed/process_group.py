@@ -30,11 +30,11 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
-    # Slow work calls this function regularly. In training, the function is StopSignals.stop_if_preempted, which ends
-    # the run after a signal such as SIGTERM.
+    # Slow work such as sampling calls this function regularly, so that a signal such as SIGTERM ends the run soon, see
+    # StopSignals.stop_if_preempted.
     stop_if_preempted: Callable[[], None] = lambda: None
     timeout: float = 600.0  # seconds that a collective operation waits for other ranks
-    # False if an engine such as vLLM uses the process group and destroys it at the end
+    # False if an engine such as vLLM destroys the process group at the end of the run
     ends_group: bool = True
 
     @property
@@ -48,9 +48,10 @@ class World:
         return items[begin:end]
 
     def shard_evenly(self, items: Sequence[Value]) -> tuple[list[Value], int]:
-        """Deal the items out to the ranks in turn. The first items are repeated until all ranks have equally many.
+        """Return this rank's part of a sequence: every N-th item for N ranks, starting at the rank's number.
 
-        Ranks of a sharded model must run the model equally often, and so need equally many items.
+        Some items are repeated so that all ranks have equally many, because ranks must run a sharded model equally
+        often.
 
         Returns:
             this rank's items, and the number of leading items that are not repeats.
@@ -63,7 +64,7 @@ class World:
         """Add up each value over all ranks."""
         if self.size == 1:
             return list(values)
-        # on the CPU, so that no rank waits for its GPU
+        # a sum on the GPU would wait until the GPU has finished its work
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total)
         return total.tolist()
@@ -85,9 +86,10 @@ class World:
         return values
 
     def exchange(self, values: Sequence[Value]) -> list[Value]:
-        """Send one picklable value to each rank, and return the values that the ranks send to this rank.
+        """Send one picklable value to each rank, and return the values that the ranks send to this rank, in rank order.
 
-        Both lists are in rank order: values[2] is sent to rank 2.
+        Args:
+            values: values[2] is sent to rank 2, for example.
         """
         pickled = [torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) for value in values]
         sizes = torch.tensor([len(part) for part in pickled])
@@ -100,8 +102,8 @@ class World:
     def wait(self):
         """Wait for all ranks without a time limit; raise RuntimeError if the process of a rank has ended.
 
-        Other collective operations have a time limit, World.timeout. Sampling, rewards and saving may take longer than
-        this limit on one rank.
+        Other collective operations have the time limit World.timeout. Sampling, rewards and saving on one rank may take
+        longer than World.timeout.
         """
         if self.size > 1:
             monitored_barrier(NO_LIMIT)
@@ -146,11 +148,12 @@ class World:
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]):
         """Add up the gradients of all ranks, in place."""
-        # a sum and no mean, because each rank divides its loss by a total over all ranks, such as the number of tokens
+        # Gradients are summed and not averaged, because each rank divides its loss by a total over all ranks, such as
+        # the number of tokens.
         if self.size == 1:
             return
         num_ranks = self.sum(*(parameter.grad is not None for parameter in parameters))
-        # a parameter without a gradient on any rank keeps None, so that AdamW skips it as in a single process
+        # AdamW must skip parameters without a gradient on any rank, as in a single process
         trained = [parameter for parameter, n in zip(parameters, num_ranks, strict=True) if n]
         gradients = []
         for parameter in trained:
@@ -189,7 +192,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
     # cuDNN's attention can give wrong results with fewer than 8 key heads (pytorch issue 193893)
     torch.backends.cuda.enable_cudnn_sdp(False)
     if size > 1 or sharded:
-        # imported here, because most runs have a single process
+        # runs with a single process do not load the module network
         from minivlmrl.distributed.network import attempt_store, connect, ending_with_dead_hosts
 
         # Gloo finds its network interface by the name of the host, which can fail in a container. On a single host, the

@@ -35,7 +35,8 @@ def save_model(
     """Save a model and its processor as a folder that transformers and vLLM can load.
 
     Adapters are merged into the saved weights, and also saved alone in the subfolder adapter/ in PEFT's format. An
-    existing folder is replaced atomically. The weights are saved in model.save_dtype, if it is not None.
+    existing folder is replaced atomically. The attribute model.save_dtype is the dtype of the saved weights; None keeps
+    the dtype of the parameters.
 
     All ranks must call this function. All ranks gather the tensors of one file at a time, because the full model may
     not fit into the memory of rank 0. Rank 0 writes the files, and an error of rank 0 is raised on all ranks.
@@ -54,7 +55,8 @@ def save_model(
         write_adapter = adapter_writer(model, base)
         weights = file_weights(model) if merge else {}
         unused = (world.run_on_rank_zero(lambda: unused_tensors(model)) if merge else None) or {}
-        # Rank 0 distributes the tensors over files, because only rank 0 has read the folder's unused tensors.
+        # Rank 0 distributes the tensors over files, because only rank 0 has read the tensors that the model does not
+        # use.
         files = world.gather_objects(divide(model, weights, unused, max_shard_size))[0]
         # ranks other than 0 write nothing
         new_folder = world.run_on_rank_zero(lambda: saving.enter_context(replacing(folder))) or Path(folder)
@@ -96,7 +98,7 @@ def adapter_writer(model: VisionLanguageModel, base: str | None) -> Callable[[Pa
 def divide(
     model: VisionLanguageModel, weights: Mapping[str, Weight], unused: Mapping[str, Tensor], max_shard_size: int
 ) -> StateDictSplit:
-    """Distribute weights and unused tensors over files of at most max_shard_size bytes."""
+    """Distribute the tensors of a model folder over files of at most max_shard_size bytes."""
     shapes = {}
     for name, weight in weights.items():
         shape = on_meta(weight)
@@ -112,7 +114,7 @@ def write_other_files(
     files: StateDictSplit | None,
     write_adapter: Callable[[Path], None] | None,
 ):
-    """Write all files of a model folder except the weights. If merged weights are not saved, `files` is None."""
+    """Write the config, the processor and the adapter of a model into its folder, or only the adapter."""
     settings = processor.tokenizer.files.get(INFERENCE_CONFIG)
     if files is not None:
         write_settings(folder, model, processor)

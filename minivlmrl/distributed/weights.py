@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-# Activation checkpointing: only a function's inputs are stored, and the function runs again in the backward pass.
+# Activation checkpointing stores only the inputs of a function, and runs the function again in the backward pass.
 compute_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -49,7 +49,7 @@ def is_unit(module: nn.Module) -> "TypeGuard[FSDPModule]":
 
 
 def units(module: nn.Module) -> "list[FSDPModule]":
-    """Return all FSDP units in a module; there are none without sharding."""
+    """Return all FSDP units in a module. A module without sharding has no FSDP units."""
     return [part for part in module.modules() if is_unit(part)]
 
 
@@ -70,7 +70,7 @@ def reshard(module: nn.Module):
 
 @dataclass
 class Communication:
-    """How often an FSDP unit gathers its weights and reduces its gradients, see begin_micro_batch."""
+    """How an FSDP unit communicates with other ranks, see begin_micro_batch."""
 
     once_per_step: bool  # the option sharding.once_per_step
     # True for vision blocks and decoder layers, whose gathered weights are freed after their forward pass
@@ -89,8 +89,8 @@ def begin_micro_batch(module: nn.Module, is_last: bool):
     """Postpone the communication of a sharded module until the last micro-batch of an optimizer step.
 
     With sharding.once_per_step, weights stay gathered for a whole optimizer step, and gradients are summed over ranks
-    once, in the last micro-batch. Without this option, each micro-batch gathers weights and sums gradients over the
-    ranks of a replica, and most units sum gradients over replicas only in the last micro-batch.
+    once, in the last micro-batch. Without sharding.once_per_step, each micro-batch gathers weights and sums gradients
+    over the ranks of a replica, and most FSDP units sum gradients over replicas only in the last micro-batch.
     """
     for unit in units(module):
         communication = communication_of(unit)
@@ -124,7 +124,7 @@ def shard_rows(mesh: "DeviceMesh", num_rows: int) -> slice:
 
 @contextmanager
 def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterator[VisionLanguageModel]:
-    """Context manager that disables gradients and yields a model for sampling.
+    """Context manager that yields a model for sampling, without gradients.
 
     Args:
         gather_weights: True gathers a sharded model's full weights on every rank first, so that each rank can run any
@@ -136,7 +136,7 @@ def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterato
             yield model
         return
     try:
-        # In torch.inference_mode, FSDP would allocate weights that cannot be trained later.
+        # torch.inference_mode is not possible with FSDP, because weights that are gathered in it cannot be trained.
         with torch.no_grad():
             if not gather_weights:
                 yield model

@@ -1,4 +1,4 @@
-"""Optional features. The folder extras/ can be deleted, which changes nothing for recipes without an optional feature.
+"""Optional features. The folder extras/ can be deleted without an effect on recipes that use no optional feature.
 
 The core imports a module of extras/ only when a recipe, a command line or a model's config.json names the feature:
 

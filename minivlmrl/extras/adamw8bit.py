@@ -1,11 +1,11 @@
 """AdamW whose two moments are stored in 8 bits per value instead of 32 (arXiv 2110.02861).
 
-Each row of an AdamW moment is split into blocks of 256 values. A block is stored as one float32 scale, its largest
-absolute value, and one byte per value. The byte is an index into a table of 256 numbers between -1 and 1, which are
-denser near 0. FSDP shards tensors by rows, so that the stored bytes do not depend on the number of ranks. bitsandbytes,
-in contrast, splits the flattened tensor into blocks.
+Each row of an AdamW moment is split into blocks of 256 values. A block is stored as one float32 scale, which is
+its largest absolute value, and one byte per value. The byte of a value is an index into a table of 256 numbers between
+-1 and 1, which are denser near 0. FSDP shards tensors by rows, so the number of ranks does not change the blocks.
+bitsandbytes, in contrast, splits the flattened tensor into blocks.
 
-A recipe selects the 8-bit AdamW with `optimizer: {name: adamw_8bit}`, and a modified copy of it by its file and class,
+A recipe selects the 8-bit AdamW with `optimizer: {name: adamw_8bit}`, and your modified copy with its file and class,
 for example `my_adamw.py:AdamW8bit`.
 """
 
@@ -44,7 +44,7 @@ class AdamW8bit(torch.optim.Optimizer):
                     self._update(parameter, parameter.grad, group)
 
     def _update(self, parameter: Tensor, parameter_gradient: Tensor, group: dict):
-        """Update a parameter and its optimizer state in place, in chunks of rows with at most PIECE values."""
+        """Update a parameter and its optimizer state in place, one chunk of rows at a time."""
         weight = _rows(parameter)
         gradient = _rows(parameter_gradient)
         state = self.state[parameter]
@@ -96,7 +96,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def empty_state(parameter: Tensor) -> dict[str, Tensor]:
-    """Create the optimizer state of a parameter before the first step, sharded like the parameter."""
+    """Create a parameter's optimizer state for the first step. The state is sharded like the parameter."""
     parameter = parameter.detach()
     state = {"step": torch.zeros(())}
     if parameter.dtype.itemsize == 2:

@@ -22,30 +22,30 @@ class Environment(Protocol):
     """An environment holds the state of one completion, and has the tools that the completion may call.
 
     Every public method of an environment is a tool, except `reset`, `get_reward` and `observe`. Only the method `reset`
-    is required. An environment ends its completion by setting its attribute `done` to True. An attribute with the name
-    of a field of Settings, such as max_tool_calls, replaces the default.
+    is required. An environment ends its completion by setting its attribute `done` to True. An attribute of an
+    environment, such as max_tool_calls, replaces the default in the class Settings.
     """
 
     def reset(self, **columns) -> None:
-        """Start a completion. The arguments are the columns of the prompt's row."""
+        """Start a completion. The arguments are the columns of the row that has the prompt."""
 
 
 class RewardingEnvironment(Environment, Protocol):
     """Interface of a tool environment that scores its own completion.
 
-    A recipe with such an environment must set `rewards: {environment: 1}`.
+    A recipe with a rewarding environment must set `rewards: {environment: 1}`.
     """
 
     def get_reward(self) -> float | list[float] | None:
         """Return the completion's reward, a list with one reward for each turn, or None for an unknown reward.
 
-        The list may be shorter by one turn, because the last turn calls no tool. The last turn then has the reward 0.
+        A list without a reward for the last turn is allowed, because the last turn calls no tool. Its reward is 0.
         """
 
 
 @dataclass
 class Settings:
-    """Settings of a tool environment, with defaults. The environment's class may have attributes of the same names."""
+    """Default settings of a tool environment, which attributes of the environment replace."""
 
     # whether the system message declares the tools, in the model's chat-template format
     declare_tools: bool = True
@@ -62,7 +62,7 @@ class Settings:
 def get_environment(name: str) -> Callable[[], Environment]:
     """Return the constructor of the tool environment that a recipe names.
 
-    The name refers to a Python class, a function, or a list of functions. Arguments of a class follow in parentheses,
+    An environment is a Python class, a function, or a list of functions. Its name may contain arguments of the class,
     for example "my_tools.py:Turn(step=45)".
     """
     kind, options = resolve_object("sampling.environment", name, {})
@@ -111,7 +111,7 @@ def with_tools(processor: Processor, name: str) -> Processor:
             # the chat template of Qwen2-VL and Qwen2.5-VL cannot declare tools
             values = template.token_names if template else {}
             template = ChatTemplate(WITH_TOOLS, name, processor.tokenizer.special_tokens, values)
-            # saved models must have the template that declares the tools
+            # a saved model must have the chat template with which it was trained
             files = processor.tokenizer.files
             files.pop("chat_template.json", None)
             files["chat_template.jinja"] = WITH_TOOLS.encode()
@@ -125,8 +125,8 @@ def environment_reward(
 ) -> list[float | None]:
     """Call get_reward of each completion's environment, as TRL does, and return one reward for each completion.
 
-    If get_reward returns a list with one number for each turn, the reward is their sum. A completion without an
-    environment has the reward None.
+    If get_reward returns a list of numbers, the reward is the sum of the list. A completion without an environment has
+    the reward None.
 
     Args:
         environments: each completion's environment, or None.
@@ -151,7 +151,7 @@ def environment_reward(
 
 
 def check_reward(name: str | None, rewards: Iterable[str]):
-    """Check that the recipe uses the reward "environment" exactly if the environment has a method get_reward."""
+    """Check that a recipe uses the reward "environment" if, and only if, its environment has a method get_reward."""
     has_reward = name is not None and hasattr(get_environment(name)(), "get_reward")
     if has_reward and "environment" not in rewards:
         raise ValueError(
@@ -184,7 +184,7 @@ def tools_of(environment: Environment) -> dict[str, Callable]:
 
 
 def arguments_of(tool: Callable) -> type:
-    """Create a dataclass whose fields are a tool's arguments, by which tool calls are validated."""
+    """Create a dataclass that validates the arguments of a tool."""
     arguments = []
     with error_context(f"tool {tool.__name__}"):
         hints = typing.get_type_hints(tool, include_extras=True)

@@ -20,11 +20,11 @@ TYPES = {
     list: "array",
     dict: "object",
 }
-# one argument in the section Args of a Google-style docstring: its indentation, name and description
+# finds the indentation, name and description of each argument in the section Args of a Google-style docstring
 ARGUMENT = re.compile(r"^([ \t]*)(\w+):((?:.|\n(?=\1[ \t]|(?![ \t]*\w+:)))*)", re.MULTILINE)
 
 
-# "(choices: [...])" at the end of an argument's description
+# finds "(choices: [...])" at the end of an argument's description
 CHOICES = re.compile(r"\s*\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
@@ -96,8 +96,8 @@ def type_schema(hint) -> dict:
 def union_schema(hints: tuple) -> dict:
     """Return the JSON schema for a union of types.
 
-    Examples: int | str gives {"type": ["integer", "string"]}, int | None gives {"type": "integer", "nullable": True},
-    and int | list[int] lists both schemas under "anyOf".
+    Examples: int | str gives {"type": ["integer", "string"]}, and int | None gives {"type": "integer", "nullable":
+    True}. The schema for int | list[int] lists the schemas of both types under "anyOf".
     """
     schemas = [type_schema(hint) for hint in hints if hint is not types.NoneType]
     kinds = sorted({str(schema.get("type")) for schema in schemas})

@@ -25,12 +25,12 @@ from minivlmrl.errors import check_field, error_context
 from minivlmrl.extras.agents.environment import Environment, Settings, arguments_of, get_environment, settings_of
 from minivlmrl.json_files import parse_json
 
-# JSON constants for the Python constants that Qwen3.5 writes in its tool calls
+# Qwen3.5 writes Python constants such as True in its tool calls, which are converted to JSON.
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{8,}")  # an address in memory, see without_addresses
 
 
-# the tool's name ("" for a tool call in Qwen's format), and the text between the tags of the tool call
+# a tool call: the name of the tool, and the text between the tags; the name is "" in Qwen's format
 Call = tuple[str, str]
 # an image that a tool returned, and its patch grid, image_grid_thw
 Picture = tuple[Image, tuple[int, int, int]]
@@ -104,8 +104,8 @@ def check_limits(parts: list[dict], images: list[Image], settings: Settings):
 def without_addresses(text: str) -> str:
     """Replace memory addresses, such as 0x7f3a91c0, by 0x.
 
-    The model reads the errors of tools. Memory addresses in them, for example in stack traces of selenium, differ
-    between runs, so that a run could not be repeated.
+    The model reads the error messages of tools. Memory addresses in error messages, for example in those of selenium,
+    differ between runs, so that a run could not be repeated.
     """
     return ADDRESS.sub("0x", text)
 
@@ -162,15 +162,15 @@ def strict_json(text: str):
 
 
 def refuse_constant(name: str):
-    """Raise ValueError for NaN and Infinity, which Python's JSON parser would accept."""
+    """Raise ValueError for NaN and Infinity in JSON, which Python's JSON parser would accept."""
     raise ValueError(f"{name} is not a JSON number")
 
 
 def check_values(value, name: str):
     """Raise ValueError if an argument of a tool call has an infinite number or half of a surrogate pair.
 
-    JSON can contain them as 1e999 and "\\ud800". An environment that stores an infinite number could fail later, in
-    get_reward, where an error ends the run.
+    JSON can contain an infinite number as 1e999, and half of a surrogate pair as "\\ud800". An environment that stores
+    an infinite number could fail later, in get_reward, where an error ends the run.
     """
     if isinstance(value, dict):
         for key, item in value.items():
@@ -193,8 +193,8 @@ def check_values(value, name: str):
 def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
     """Parse the text between a tool's tags into {argument name: value}.
 
-    The text lists the arguments in signature order, as JSON values separated by commas. If the text is not JSON, or the
-    tool's only argument is a str, the whole text is the first argument.
+    A tool call in tags lists its arguments in signature order, as JSON values separated by commas. If the text is not
+    JSON, or the tool's only argument is a str, the whole text is the first argument.
     """
     expected = fields(arguments_of(tools[name]))
     values = [inside.strip()]
@@ -256,7 +256,7 @@ def read_parameter(hint, text: str):
 def part(result) -> dict:
     """Convert a tool's result to an image part or a text part of a chat message.
 
-    The result may be a PIL image or a message part in TRL's format. All other results are converted to text with `str`.
+    A tool may return a PIL image or a message part in TRL's format. Other results are converted to text with `str`.
     """
     kind = part_kind(result)
     shown = result.get("image") if kind == "image" else result

@@ -11,7 +11,7 @@ from minivlmrl.data.processor import Processor
 
 @dataclass
 class ToolProcessor(Processor):
-    """Processor of a run in which completions may call tools. The field `tools` has the tools' names."""
+    """Processor of a run in which completions may call tools. The field `tools` lists the names of the tools."""
 
     tools: Sequence[str] = ()
 

@@ -41,7 +41,7 @@ from minivlmrl.rewards.columns import extent
 
 
 class ToolEpisode:
-    """The state of one completion during sampling with tools, and of its tool environment."""
+    """The state of one completion, and of its tool environment, while the completion is sampled."""
 
     def __init__(self, environment: Environment):
         self.environment = environment
@@ -83,8 +83,8 @@ class ToolEpisode:
         return is_finished
 
     def new_calls(self, new_bytes: bytes, turn_ends: bool, text_ends: bool) -> list[Call]:
-        """Append a token's bytes to the text, and return its tool calls, unless the completion has no more calls."""
-        # no closing tag is longer than the regular expression, which has the names of all tools
+        """Append a token's bytes to the completion's text, and return the tool calls that end with the token."""
+        # A closing tag that ends in the new bytes begins at most len(pattern) bytes before them.
         searched_from = max(0, len(self.text) - len(self.closing_tag.pattern))
         self.text += new_bytes
         if text_ends or not (turn_ends or self.closes_a_call(searched_from)):
@@ -93,7 +93,7 @@ class ToolEpisode:
         return calls[: self.settings.max_tool_calls - self.num_calls]
 
     def closes_a_call(self, searched_from: int) -> bool:
-        """Return whether the text has a tool's opening tag, and its closing tag at or after a byte position."""
+        """Return whether a tool call in tags ends at or after a byte position in the text."""
         closing_tag = self.closing_tag.search(self.text, searched_from)
         return closing_tag is not None and b"<%s>" % closing_tag[1] in self.text
 
@@ -111,7 +111,7 @@ class ToolEpisode:
         if self.done:
             return True
         ids = encode_answers(answers, pictures, turn_ended, processor)
-        # A completion ends if a tool result leaves no token for the policy. Results with images cannot be truncated.
+        # A tool result with images cannot be truncated. A completion ends if its next tool result is too long.
         self.cut = len(ids) >= tokens_left
         if self.cut:
             return True
@@ -137,11 +137,11 @@ class ToolEpisode:
 
     @property
     def done(self) -> bool:
-        """Whether the environment has ended its completion by its attribute `done`."""
+        """Return True if the environment has ended its completion, by its attribute `done`."""
         return bool(getattr(self.environment, "done", False))
 
     def finish(self, completion: Completion):
-        """Complete a sampled completion by its tool results, its environment and the number of tool calls."""
+        """Add the tool results, the environment and the number of tool calls to a sampled completion."""
         self.insert_answers(completion)
         completion.stopped &= not self.cut
         completion.environment = self.environment
@@ -171,7 +171,7 @@ def encode_answers(
 
 
 def as_prompt(ids: list[int], pictures: list[Picture], processor: Processor) -> tuple[Prompt, list[tuple]]:
-    """Return a Prompt from the token ids and images of tool results.
+    """Convert the token ids and images of tool results to a Prompt, so that the model can read them.
 
     Returns:
         The Prompt, and one tuple (image, patches, grid) per image, for Completion.pictures.
@@ -185,7 +185,7 @@ def as_prompt(ids: list[int], pictures: list[Picture], processor: Processor) -> 
 
 
 def copy_on_write(image: Image) -> Image:
-    """Return a view of an image that several environments can share. Pixels are copied when a tool changes them."""
+    """Return a copy-on-write view of an image, so that several environments can share an image."""
     image.load()
     image = image._new(image.im)
     image.readonly = 1
@@ -194,7 +194,7 @@ def copy_on_write(image: Image) -> Image:
 
 @dataclass
 class AnswerSpan:
-    """The position of a tool result in the forward pass over tool results, and in the KV cache."""
+    """The position of a tool result in its forward pass and in the KV cache."""
 
     row: int  # row index in the decoding batch
     tokens: slice  # the result's positions in the packed tokens of all results
@@ -208,7 +208,7 @@ class AnswerAttention(DecodeAttention):
     """Attention for a forward pass over tool results, which are packed into one sequence.
 
     The tokens of a tool result attend to the prompt, to the completion's earlier tokens, and causally to each other.
-    Their keys and values are appended to the KV cache.
+    The keys and values of a tool result are appended to the KV cache.
 
     Args:
         decoding: the attention of the decode steps.
@@ -223,7 +223,7 @@ class AnswerAttention(DecodeAttention):
         self.response_rows = rows
         prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # one length per prompt
         newest = decoding.newest.tolist()  # position of each row's newest token
-        # for recurrent layers: (row in the batch as a slice, packed tokens as a slice) of each tool result
+        # for recurrent layers: each tool result's row in the batch and its packed tokens, as slices
         self.spans = []
         tokens_of_rows = [0] * len(newest)
         tokens_before = 0
@@ -281,7 +281,7 @@ def extend(row_cache: Tensor, prompts: Tensor, new: Tensor, span: AnswerSpan) ->
 
 
 class ReadingDecode(Decode):
-    """Decode step after which the model reads new tool results in a forward pass."""
+    """Decode step that also runs a forward pass over new tool results."""
 
     def __init__(self, decode: Decode, sampler: "ToolSampler"):
         self.decode = decode
@@ -319,8 +319,8 @@ class ReadingDecode(Decode):
         batch.position_ids += start.repeat_interleave(repeats)
         answer_attention = AnswerAttention(attention, rows, lengths)
         hidden = model(batch, answer_attention, batch.layout.last_index)
-        # The next position id of a row is attention.start + attention.newest. `newest` counts tokens, but an image has
-        # fewer position ids than tokens, so `start` is decreased.
+        # Decode steps compute the position id of a token as attention.start + attention.newest, which counts tokens.
+        # An image has fewer position ids than tokens, so attention.start is decreased.
         last_positions = [x.max() for x in batch.position_ids.split(lengths, dim=1)]
         attention.start[index] = torch.stack(last_positions) - attention.newest[index]
         row_of_token = attention.rows[index].repeat_interleave(repeats)
@@ -359,7 +359,7 @@ class ToolSampler(Sampler):
         return step_episodes(self.episodes, self, rows, ids, turn_ends, text_ends)
 
 
-# The functions below are also called by TrajectorySampler in trajectories.py.
+# ToolSampler and TrajectorySampler call the following functions.
 
 AnyEpisode = TypeVar("AnyEpisode", bound=ToolEpisode)
 
@@ -415,7 +415,7 @@ def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
     images = list(row.images)  # may decode image files, because images are loaded lazily
     space = row.columns.get("box_space") or processor.box_space
     patch_size = processor.image_processor.patch_size
-    # patch grids of images; for a video, the seconds between two frames are not 0
+    # the patch grids of all images, because videos have second_per_grid_ts > 0
     grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()
     extents = []
     for image, (_, rows, columns) in zip(images, grids, strict=True):
