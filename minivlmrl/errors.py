@@ -101,7 +101,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 class phase(AbstractContextManager):
     """Context manager that marks its block as a phase of training, such as "forward", for error messages.
 
-    An error in the block gets the attributes `phase` and `rows`, which an outer phase does not overwrite.
+    An error gets the attributes `phase` and `rows` from the innermost phase in which it is raised.
 
     Args:
         name: name of the phase, as the message shows it.

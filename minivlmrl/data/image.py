@@ -80,7 +80,7 @@ def check_ratio(width: int, height: int):
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
     """Compute the height and width in pixels that an image is resized to before it is cut into patches.
 
-    The image almost keeps its aspect ratio. The new area is between min_pixels and max_pixels.
+    The image almost keeps its aspect ratio. The area of the resized image is between min_pixels and max_pixels.
 
     Args:
         factor: number of which the new height and width are multiples, the side of the square that becomes one token.
@@ -172,7 +172,7 @@ def look_up(normalised: np.ndarray, pixels: np.ndarray) -> np.ndarray:
 
 @dataclass
 class ImageProcessor:
-    """Converts images to patches. Its fields are the image settings of a checkpoint, see data/image_settings.py."""
+    """Converts images to patches. The fields of ImageProcessor are a checkpoint's image settings."""
 
     patch_size: int = 14
     temporal_patch_size: int = 2

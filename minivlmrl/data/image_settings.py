@@ -28,8 +28,7 @@ def torch_resize_frames(
         pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
         pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
         resized.append(pixels[0].permute(1, 2, 0).numpy())
-    # 255, with the rounding error of transformers' image processor
-    scale = np.float32(1 / (1 / 255))
+    scale = np.float32(1 / (1 / 255))  # 255, with the rounding error of transformers' image processor
     grey_levels = np.arange(256, dtype=np.float32)
     return look_up((grey_levels - mean * scale) / (std * scale), np.stack(resized))
 
@@ -66,7 +65,7 @@ SAME_NAMES = ("image_mean", "image_std", "patch_size", "temporal_patch_size", "m
 class Size:
     """Bounds for an image's area in pixels, under the old and new names of transformers.
 
-    A fixed height or width is not supported.
+    Image settings with a fixed height or width are not supported.
     """
 
     shortest_edge: MinPixels | None = None

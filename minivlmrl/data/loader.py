@@ -103,7 +103,7 @@ class Batches(Iterator[list[Row]]):
         return PreparedRow(**vars(replace(row, key=key)), prepared_prompt=prompt), failures
 
     def row(self, index: int, key: str = "") -> Row:
-        """Prepare one row outside a batch. Its key is a text that seeds the sampling of its completions."""
+        """Prepare one row outside a batch. The key of a row is a text that seeds the sampling of its completions."""
         return self.rows([(index, key)])[0]
 
     def rows(self, rows: list[tuple[int, str]]) -> list[Row]:

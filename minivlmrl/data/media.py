@@ -307,7 +307,7 @@ def source_keys(part: dict, kind: str) -> list[str]:
 
 
 def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -> Media:
-    """Parse an image or video in a column or message part. A part without a file gets the next image of the column."""
+    """Parse an image or video in a column or message part. Message parts without a file use `next_media`."""
     if isinstance(entry, str) and kind == "image" and re.match(BASE64, entry):
         entry = {"base64": entry}  # MMBench's data files contain base64 text without a data URI's header
     if not isinstance(entry, dict) or "bytes" in entry:

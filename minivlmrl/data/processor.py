@@ -34,7 +34,7 @@ class Processor:
     image_processor: ImageProcessor
     # chat template in the model's folder; None means Qwen2.5-VL's template, see chat_template.py
     template: "ChatTemplate | None" = None
-    # name of the place where a completion contains its answer, see find_answer in rewards/text.py
+    # format of completions, such as "tags", which tells where the answer is; see find_answer in rewards/text.py
     answer_format: str = "tags"
     box_space: str = "resized"  # units of an answer's boxes, see data/boxes.py
     # token ids besides <|im_end|> that end a completion, from generation_config.json and sampling.stop_token_ids
@@ -81,8 +81,8 @@ class Processor:
     ) -> Iterator[tuple[Tensor, Grid, float | list[float]]]:
         """Yield (patches, patch grid, seconds) for each image and video of a prompt.
 
-        The patch grid is the number of patches in time, height and width. The third value is 0 for an image, and for a
-        video the seconds of a temporal patch or, for Qwen3-VL, a list with the timestamps of all temporal patches.
+        The patch grid is the number of patches in time, height and width. The value `seconds` is 0 for an image. For a
+        video, `seconds` is the duration of a temporal patch or, for Qwen3-VL, a list of the patches' timestamps.
         """
         for item, options in shown_parts(messages, images, videos):
             if isinstance(item, PIL.Image.Image):
@@ -160,7 +160,8 @@ def encode_completion(
     turns. User and tool turns, and images in any turn, are context on which no loss is computed.
 
     Some chat templates, such as Qwen3.5's, drop the thoughts of earlier turns, so that the prompt of a later turn does
-    not contain them. Completion.turns then has one Completion with its own prompt for each assistant turn.
+    not contain them. If thoughts are dropped, Completion.turns has one Completion, with its own prompt, for each
+    assistant turn.
 
     Args:
         messages: the prompt, see data/messages.py.
@@ -234,8 +235,8 @@ def encode_turns(processor: Processor, messages: list[dict], turns: list[dict]) 
 def images_in(turns: list[dict]) -> list[PIL.Image.Image]:
     """Return the images in the parts of turns, in order.
 
-    Most uses of a row need only texts. An image part of an answer may therefore contain a function that decodes the
-    image file.
+    An image part of an answer may contain a function that decodes the image file, because most uses of a row need only
+    texts.
     """
     images = [part.get("image") for part in parts_of(turns)]
     decoded = [image() if callable(image) else image for image in images]

@@ -55,7 +55,7 @@ def read_row(
         place, prompt, answers = split_answers(columns, options)
         messages, media, answers = place_answers(place, prompt, answers, row_media, options)
     except ValueError:
-        # The cause of a missing image can be an unknown name of its column, which check_unread reports.
+        # An image may be missing because its column has an unknown name, which check_unread reports.
         check_unread(columns, [item for items in row_media.values() for item in items], folder, known)
         raise
     check_required(required, columns | answers, file_columns)
@@ -213,7 +213,7 @@ def place_answers(
             parts = shown_parts_of(answer)
             if any(part_kind(part) == "video" for part in parts):
                 raise ValueError("a video after the first assistant turn is not supported; move it into the prompt")
-            # the images of the prompt come first, those of the answer last
+            # in `media`, the images of the answer come after those of the prompt
             for part in reversed(parts):
                 part["image"] = media.pop()  # FileDataset.__getitem__ loads the image
         if shown:

@@ -70,7 +70,7 @@ def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
 
 
 def _written_texts(message: dict, is_history: bool) -> Iterator[str]:
-    """Yield a message's texts. Thoughts in an earlier assistant turn (is_history) are left out."""
+    """Yield a message's texts, without the thoughts of an assistant turn if `is_history` is True."""
     parts = content_parts(message)
     texts = [part["text"] for part in parts if part_kind(part) == "text"]
     skipped = 0  # number of first characters that belong to the thought

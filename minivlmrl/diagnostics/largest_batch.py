@@ -24,7 +24,7 @@ from minivlmrl.trainers.rollout import RolloutTrainer
 def largest_rows(
     question: MemoryQuestion, trainer: Trainer, dataset: Dataset, sizes: Sequence[RowSize], count: int
 ) -> list[Row]:
-    """Return the largest readable rows of a dataset. Rows are repeated if there are fewer than `count`."""
+    """Return the largest readable rows of a dataset. A dataset with fewer rows than `count` repeats its rows."""
     rows = []
     for size in sizes:
         if len(rows) == count:
@@ -55,7 +55,7 @@ def try_largest_batches(
         with phase("load"):
             missing = 0 if optimizer.state else optimizer_bytes
             reserved = torch.empty(missing, dtype=torch.uint8, device=world.device)
-        # Sampling with tools, or with an engine such as vLLM, is left out.
+        # no trial for completions that call tools, or that an engine such as vLLM samples
         has_tools = run.sampling.environment is not None
         if isinstance(trainer, RolloutTrainer) and not has_tools and run.sampling.engine == "native":
             work = sampling_batch(question)

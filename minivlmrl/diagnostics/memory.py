@@ -454,7 +454,7 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
     gradients = bytes_of(trained) * question.share
     if question.gpus > 1 and not run.uses_fsdp:
         gradients *= 2  # because the ranks sum a copy of the gradients
-    # twice, because the gradients of gathered weights need as many bytes as the weights
+    # The gradients of gathered weights need as many bytes as the gathered weights.
     gathered = 2 * sum(gathered_bytes(question, backbone) for backbone in models.backbones)
     if run.sharding.once_per_step:
         # With sharding.once_per_step, the weights of all blocks stay gathered, and their gradients are added up in
@@ -473,7 +473,7 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
 
 
 def logits_bytes(question: MemoryQuestion, work: BatchShape) -> int:
-    """Return the bytes of the logits in training. They are computed in chunks, of which the largest counts."""
+    """Return the bytes of the largest chunk of logits, because training computes logits in chunks."""
     rows = work.prompts * work.num_generations * work.completion_tokens
     return piece_bytes(rows, question.estimator.config.vocab_size, question.dtype)
 

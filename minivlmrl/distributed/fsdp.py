@@ -100,7 +100,7 @@ class Sharding:
         if is_untied:
             gather_embedding_and_head(model)
         vision = DummyVisionForward()
-        # The vision tower runs in these hooks, so they must come after FSDP's hooks, which gather the root's weights.
+        # FSDP's hooks, which are registered before DummyVisionForward, gather the root's weights for the vision tower.
         model.register_forward_pre_hook(vision.before)
         model.model.register_forward_pre_hook(vision.before_decoder)
         model.sharding = self
@@ -197,8 +197,9 @@ def layers_without_experts(model: VisionLanguageModel) -> list[FSDPModule]:
 def gather_embedding_and_head(model: VisionLanguageModel):
     """Add hooks that gather the weights of an untied embedding and output head in each forward pass.
 
-    The model reads the weights of embedding and head without calling the modules, so FSDP's own hooks do not run. They
-    are separate FSDP units, because one unit would need a float32 buffer for both gradients: 4.4 GB for a 7B model.
+    The model reads the weights of embedding and head without calling the modules, so FSDP's own hooks do not run.
+    Embedding and head are separate FSDP units, because one unit would need a float32 buffer for the gradients of both:
+    4.4 GB for a 7B model.
     """
     embedding, head = model.model.embed_tokens, model.lm_head
     assert isinstance(embedding, FSDPModule) and isinstance(head, FSDPModule)
@@ -247,8 +248,8 @@ class DummyVisionForward:
     def before_decoder(self, decoder: nn.Module, arguments: tuple) -> tuple | None:
         """Add the vision tower's zero output for the black image to the decoder's input.
 
-        Without this gradient, if embeddings are frozen, a rank without images would reduce the gradients of the first
-        layer and of the root in another order than a rank with images.
+        Otherwise, with frozen embeddings, a rank without images would reduce the gradients of the first layer and of
+        the root in another order than a rank with images.
         """
         if self.zero is None:
             return None

@@ -23,9 +23,10 @@ def split_into_micro_batches(
     its completions have more than max_tokens tokens, several micro-batches contain the prompt, each with some of its
     completions. All ranks get the same number of micro-batches, because the ranks of a sharded model run together.
 
-    Example: prompts of 10 tokens, prompt 0 with completions of 5 and 5 tokens, prompt 1 with completions of 40 and 2
-    tokens, and max_tokens = 40 give the micro-batches [(0, 0), (0, 1)], [(1, 1)] and [(1, 0)], with 20, 12 and 50
-    tokens. A single completion is never divided, even if it has more than max_tokens tokens.
+    Example: prompt 0 has 10 tokens and completions of 5 and 5 tokens; prompt 1 has 10 tokens and completions of 40 and
+    2 tokens. For max_tokens = 40, the pairs (prompt, completion) in the micro-batches are [(0, 0), (0, 1)], [(1, 1)]
+    and [(1, 0)], with 20, 12 and 50 tokens. A single completion is never divided, even if it has more than max_tokens
+    tokens.
 
     Args:
         lengths: for each prompt (its token count, its completions' token counts).

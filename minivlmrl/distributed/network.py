@@ -67,8 +67,7 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
             rank=rank,
             world_size=size,
             timeout=limit,
-            # tells NCCL which GPU belongs to this rank
-            device_id=device if has_gpu else None,
+            device_id=device if has_gpu else None,  # the GPU of this rank, for NCCL
         )
         for place in dict.fromkeys((torch.device("cpu"), device)):
             total = torch.ones(1, device=place)
@@ -107,9 +106,8 @@ def wait_for_ranks(store: Store, rank: int, size: int, limit: timedelta) -> list
 def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
     """Context manager for creating a process group whose collective operations fail if another host dies.
 
-    Linux closes a network connection of the process group when the other host has not answered for `seconds`. A rank
-    that computes for a long time stays connected, because the operating system of its host answers. Other systems than
-    Linux have no such setting.
+    On Linux, a network connection of the process group is closed when the other host has not answered for `seconds`. A
+    rank that computes for a long time stays connected, because the operating system of its host answers.
     """
     if sys.platform != "linux":
         yield

@@ -30,8 +30,7 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
-    # Slow work such as sampling calls this function regularly, so that a signal such as SIGTERM ends the run soon, see
-    # StopSignals.stop_if_preempted.
+    # sampling and other slow work call stop_if_preempted regularly, so that a signal such as SIGTERM ends the run soon
     stop_if_preempted: Callable[[], None] = lambda: None
     timeout: float = 600.0  # seconds that a collective operation waits for other ranks
     # False if an engine such as vLLM destroys the process group at the end of the run

@@ -96,7 +96,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def empty_state(parameter: Tensor) -> dict[str, Tensor]:
-    """Create a parameter's optimizer state for the first step. The state is sharded like the parameter."""
+    """Create the optimizer state of a parameter, sharded like the parameter, before the first step."""
     parameter = parameter.detach()
     state = {"step": torch.zeros(())}
     if parameter.dtype.itemsize == 2:

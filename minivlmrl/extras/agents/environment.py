@@ -39,13 +39,13 @@ class RewardingEnvironment(Environment, Protocol):
     def get_reward(self) -> float | list[float] | None:
         """Return the completion's reward, a list with one reward for each turn, or None for an unknown reward.
 
-        A list without a reward for the last turn is allowed, because the last turn calls no tool. Its reward is 0.
+        The last turn, which calls no tool, has the reward 0 if the list is shorter by one turn.
         """
 
 
 @dataclass
 class Settings:
-    """Default settings of a tool environment, which attributes of the environment replace."""
+    """The settings of a tool environment, unless attributes of the environment replace them."""
 
     # whether the system message declares the tools, in the model's chat-template format
     declare_tools: bool = True
@@ -62,8 +62,8 @@ class Settings:
 def get_environment(name: str) -> Callable[[], Environment]:
     """Return the constructor of the tool environment that a recipe names.
 
-    An environment is a Python class, a function, or a list of functions. Its name may contain arguments of the class,
-    for example "my_tools.py:Turn(step=45)".
+    An environment is a Python class, a function, or a list of functions. The name of a class may have arguments, for
+    example "my_tools.py:Turn(step=45)".
     """
     kind, options = resolve_object("sampling.environment", name, {})
     with error_context(f"sampling.environment {name}"):

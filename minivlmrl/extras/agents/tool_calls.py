@@ -256,7 +256,7 @@ def read_parameter(hint, text: str):
 def part(result) -> dict:
     """Convert a tool's result to an image part or a text part of a chat message.
 
-    A tool may return a PIL image or a message part in TRL's format. Other results are converted to text with `str`.
+    A tool may return a PIL image or a message part in TRL's format. Results of other types are converted with `str`.
     """
     kind = part_kind(result)
     shown = result.get("image") if kind == "image" else result
