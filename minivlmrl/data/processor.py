@@ -81,8 +81,8 @@ class Processor:
     ) -> Iterator[tuple[Tensor, Grid, float | list[float]]]:
         """Yield (patches, patch grid, seconds) for each image and video of a prompt.
 
-        The patch grid is the number of patches in time, height and width. The value `seconds` is 0 for an image. For a
-        video, `seconds` is the duration of a temporal patch or, for Qwen3-VL, a list of the patches' timestamps.
+        The patch grid is the number of patches in time, height and width. The value `seconds` is 0 for an image, the
+        duration of a temporal patch for a video, and a list of timestamps for a video in Qwen3-VL.
         """
         for item, options in shown_parts(messages, images, videos):
             if isinstance(item, PIL.Image.Image):

@@ -211,7 +211,7 @@ class MemoryEstimator:
         fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         gpu_patch = mock.patch.object(dense_attention, "is_before_ampere", lambda device: self.before_ampere)
         dropout_on = dropout(models, run.adapter.dropout if train else 0.0, "memory")
-        # AllocationTracker counts only new tensors, so cached attention masks must be computed again.
+        # Attention masks must be computed again, because the tracker would not count cached masks.
         lay_out.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused_patch, gpu_patch, dropout_on, live:
@@ -238,9 +238,8 @@ def drop_gradient(parameter: nn.Parameter):
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_options) -> Tensor:
-    # On the meta device, PyTorch's own scaled_dot_product_attention would store all attention scores, which fused
-    # kernels on a GPU do not. On a GPU, attention in 16 bits needs no mask.
-    mask = attn_mask if q.dtype == torch.float32 else None
+    # scaled_dot_product_attention stores all attention scores on the meta device, but a fused kernel on a GPU does not
+    mask = attn_mask if q.dtype == torch.float32 else None  # in 16 bits, a GPU needs no mask
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(q, k, v, attn_mask=mask)[0]
 

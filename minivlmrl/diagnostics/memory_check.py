@@ -130,7 +130,7 @@ def fitting_pixels(question: MemoryQuestion, available: float) -> int:
 def written_bytes(question: MemoryQuestion) -> dict[str, float]:
     """Return {kind of file: bytes} for the files of a stage at the peak of its disk usage.
 
-    A checkpoint is deleted only after the next checkpoint has been written, so one more checkpoint is counted.
+    The disk needs space for one more checkpoint, because the oldest is deleted after the newest has been written.
     """
     run, estimator = question.run, question.estimator
     sizes = {}

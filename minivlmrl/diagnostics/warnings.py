@@ -183,8 +183,8 @@ class WarningRules:
     def unused_parameters(self) -> Iterator[tuple[str, str]]:
         """Yield a warning about trainable parameters that have never had a gradient.
 
-        AdamW creates the state of a parameter with its first gradient. Experts of a mixture are left out, because an
-        expert may not have received a token yet.
+        AdamW creates the state of a parameter with its first gradient. There is no warning about experts of a mixture,
+        because an expert may not have received a token yet.
         """
         names = []
         for name, parameter in self.trainer.trained.named_parameters():

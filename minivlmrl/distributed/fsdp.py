@@ -100,7 +100,7 @@ class Sharding:
         if is_untied:
             gather_embedding_and_head(model)
         vision = DummyVisionForward()
-        # FSDP's hooks, which are registered before DummyVisionForward, gather the root's weights for the vision tower.
+        # The hooks for a black image must run after FSDP's hooks, which gather the root's weights.
         model.register_forward_pre_hook(vision.before)
         model.model.register_forward_pre_hook(vision.before_decoder)
         model.sharding = self
@@ -197,7 +197,7 @@ def layers_without_experts(model: VisionLanguageModel) -> list[FSDPModule]:
 def gather_embedding_and_head(model: VisionLanguageModel):
     """Add hooks that gather the weights of an untied embedding and output head in each forward pass.
 
-    The model reads the weights of embedding and head without calling the modules, so FSDP's own hooks do not run.
+    FSDP gathers weights when a module is called, but the model uses the weights of embedding and head without a call.
     Embedding and head are separate FSDP units, because one unit would need a float32 buffer for the gradients of both:
     4.4 GB for a 7B model.
     """
@@ -246,10 +246,10 @@ class DummyVisionForward:
             self.zero = forward_black_image(model.visual, model.config.vision_config, batch.input_ids.device)
 
     def before_decoder(self, decoder: nn.Module, arguments: tuple) -> tuple | None:
-        """Add the vision tower's zero output for the black image to the decoder's input.
+        """Add the vision tower's output for a black image, which is 0, to the decoder's input.
 
-        Otherwise, with frozen embeddings, a rank without images would reduce the gradients of the first layer and of
-        the root in another order than a rank with images.
+        With frozen embeddings, only the vision tower's output gives the decoder's input a gradient. FSDP reduces the
+        gradients of the root and of the first layer in another order if the decoder's input has no gradient.
         """
         if self.zero is None:
             return None

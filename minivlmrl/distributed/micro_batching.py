@@ -1,7 +1,7 @@
 """Split prompts and completions into micro-batches of a limited number of tokens.
 
-Sampled completions do not depend on the micro-batches, because each row has its own random seed. Gradients differ only
-by rounding, because each loss is divided by the number of tokens or completions in the whole optimizer step.
+Sampled completions do not depend on the micro-batches, because each row has its own random seed. Micro-batches change
+gradients only by rounding, because a loss is divided by the number of tokens or completions in the optimizer step.
 """
 
 from collections.abc import Callable, Sequence

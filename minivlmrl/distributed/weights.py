@@ -115,7 +115,7 @@ def end_micro_batches(module: nn.Module):
 
 
 def shard_rows(mesh: "DeviceMesh", num_rows: int) -> slice:
-    """Return the rows of a sharded tensor that this rank stores. The last ranks may store fewer rows, or none."""
+    """Return the rows of a sharded tensor that this rank stores. The last ranks may have fewer rows, or none."""
     shards = mesh["shard"]
     rows_per_rank = math.ceil(num_rows / shards.size())
     first_row = shards.get_local_rank() * rows_per_rank
@@ -159,7 +159,7 @@ def adapter_copies(model: VisionLanguageModel) -> AbstractContextManager[list[nn
 
 
 def copy_model(model: VisionLanguageModel, in_compute_dtype: bool = False) -> VisionLanguageModel:
-    """Copy a model. With sharding, each rank copies its own rows.
+    """Copy a model. Each rank copies its own rows of a sharded model.
 
     With adapters and without sharding, the copy shares the model's base weights.
 

@@ -30,7 +30,7 @@ CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{8,}")  # an address in memory, see without_addresses
 
 
-# a tool call: the name of the tool, and the text between the tags; the name is "" in Qwen's format
+# a tool call: (name of the tool, text between the tags); the name is "" in Qwen's <tool_call> format
 Call = tuple[str, str]
 # an image that a tool returned, and its patch grid, image_grid_thw
 Picture = tuple[Image, tuple[int, int, int]]

@@ -319,8 +319,8 @@ class ReadingDecode(Decode):
         batch.position_ids += start.repeat_interleave(repeats)
         answer_attention = AnswerAttention(attention, rows, lengths)
         hidden = model(batch, answer_attention, batch.layout.last_index)
-        # Decode steps compute the position id of a token as attention.start + attention.newest, which counts tokens.
-        # An image has fewer position ids than tokens, so attention.start is decreased.
+        # The position id of the next token is attention.start plus the number of tokens so far. An image has fewer
+        # position ids than tokens, so attention.start is decreased.
         last_positions = [x.max() for x in batch.position_ids.split(lengths, dim=1)]
         attention.start[index] = torch.stack(last_positions) - attention.newest[index]
         row_of_token = attention.rows[index].repeat_interleave(repeats)
