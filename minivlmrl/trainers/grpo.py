@@ -150,7 +150,8 @@ class GRPOTrainer(RolloutTrainer):
         return find_advantages(self.config)
 
     def compute_advantages(self, totals: Tensor, rewards: Tensor) -> Tensor:
-        """Compute samples' advantages from their K rewards, (n, K), and from weighted sums of the rewards, (n,)."""
+        """Compute the advantages of N samples from their K rewards, (N, K), and from weighted sums of the rewards,
+        (N,)."""
         function = self.advantage_function
         tensors = {"rewards_per_func": rewards, "reward_weights": self.reward_weights}
         arguments = loss_arguments(self.config, function, **tensors)
