@@ -138,7 +138,7 @@ def gradient_of(model, scalar):
 
 @pytest.mark.parametrize("history", [1, 2, 3])
 def test_the_expected_gradient_is_that_of_the_expected_reward(monkeypatch, history):
-    """Windows with 1, 2 and all rounds agree to 1e-9; docs/agents.md has the error of a simpler loss."""
+    """Windows with 1, 2 and all rounds agree to 1e-9."""
     model, truth, loss = model_of(PROCESSOR, dtype=torch.float64), 0.0, 0.0
     for goal in ("red", "blue"):
         prompt, group = all_trajectories(monkeypatch, goal, history, model)
