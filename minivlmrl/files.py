@@ -20,12 +20,11 @@ SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # a file name, not 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter/adapter_config.json"  # file of a checkpoint with `save: adapter`
 RUN_CONFIG = "config.yaml"  # file in the folder of a run, with all options of the run
-# name of the file beside a model's weights with the options that change the model's answers
+# file in a model's folder, with the options that change the model's answers
 INFERENCE_CONFIG = "minivlmrl.yaml"
 
 
 def _what_to_do(folder: Path) -> str:
-    """Return advice for the user about a folder that lacks config.json or weights."""
     if (folder / "checkpoint" / "config.json").is_file():
         return "It is the folder of a run; use its folder checkpoint"
     if any(folder.glob("adapter_*")):
@@ -93,9 +92,9 @@ def replacing(folder: str | Path) -> Iterator[Path]:
     """Yield a new, empty folder that replaces `folder` when the block has ended without an error.
 
     While the `with` block runs, the new folder is called NAME.partial. After the `with` block, the old folder is
-    renamed to NAME.replaced, and the new folder to NAME. If the process is killed between these two renames,
-    find_folder and the next save find NAME.replaced. If the disk is full, the old checkpoint folder is kept. ValueError
-    is raised if the old folder contains files but no checkpoint.
+    renamed to NAME.replaced, and the new folder to NAME. If the process is killed between the two renames, find_folder
+    uses NAME.replaced. If saving fails, the old folder is kept. ValueError is raised if the old folder contains files
+    but no checkpoint.
     """
     folder = Path(folder).resolve()  # resolves symbolic links
     new = Path(f"{folder}.partial")

@@ -1,7 +1,4 @@
-"""Read the frames of video files with PyAV; videos that are lists of images do not need PyAV.
-
-Frames are selected as in qwen-vl-utils or, for Qwen3-VL (frame_factor 1), as in transformers' Qwen3VLVideoProcessor.
-"""
+"""Read the frames of video files with PyAV; videos that are lists of images do not need PyAV."""
 
 import contextlib
 import io
@@ -60,8 +57,8 @@ def sample(file: Path | io.BytesIO, sampling: dict) -> Video:
         frames, num_decoded = decode(file, indices)
         if len(frames) == len(indices):
             return Video(frames, fps, [index / video_fps for index in indices])
-        # A video file can have fewer frames than packets, because frames before the first key frame cannot be decoded.
-        # In this case, sample again from the number of decoded frames.
+        # Frames before the first key frame cannot be decoded, so a video can have fewer frames than packets. Then
+        # indices are computed again from the number of decoded frames.
         total_frames = num_decoded
 
 
@@ -78,7 +75,7 @@ def count_frames(container, stream) -> int:
         if packet.pts is not None:
             packet_end = float((packet.pts + (packet.duration or 0)) * packet.time_base)
             end_seconds = max(end_seconds, packet_end)
-    # The duration is checked for Matroska files only, because in other video files an index reveals missing packets.
+    # Only a truncated Matroska file must be found by its duration, because other formats have an index of all packets.
     claimed_seconds = (container.duration or 0) / 1e6
     missing_seconds = claimed_seconds + (container.start_time or 0) / 1e6 - end_seconds
     if "matroska" in container.format.name and missing_seconds > max(0.5, 0.05 * claimed_seconds):
@@ -106,17 +103,13 @@ def opened_video(file: Path | io.BytesIO) -> Iterator[tuple]:
         if stream.codec_context is None:
             raise ValueError("FFmpeg cannot decode the format of the video; convert the video")
         check_size(1, stream.codec_context.width, stream.codec_context.height)
-        # with max_pixels, FFmpeg checks the size of every frame, because frames can declare another size than the
-        # stream
+        # FFmpeg's option max_pixels limits every frame, because a frame may be larger than the stream declares
         stream.codec_context.options = {"max_pixels": str(MAX_IMAGE_PIXELS)}
         yield container, stream
 
 
 def decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.Image.Image], int]:
-    """Decode the frames of a video file with the given indices, upright and in RGB, and count all decoded frames.
-
-    If a video file ends early, fewer frames than indices are returned.
-    """
+    """Decode the frames of a video file with the given indices, upright and in RGB, and count all decoded frames."""
     frames = []
     num_decoded = 0
     with opened_video(file) as (container, stream):
@@ -153,8 +146,8 @@ def sample_indices(
     Returns:
         Indices of the sampled frames, and the sampled frames per second.
 
-    Source: qwen-vl-utils' video readers, which compute in float32; if frame_factor is 1, transformers'
-        Qwen3VLVideoProcessor, which computes in float64.
+    Source: qwen-vl-utils' video readers (float32), or for Qwen3-VL (frame_factor 1) transformers'
+        Qwen3VLVideoProcessor (float64).
     """
     if total_frames <= 0 or not 0 < video_fps < math.inf:
         raise ValueError(f"the video has {total_frames} frames at {video_fps} per second, so no frame can be sampled")
@@ -180,8 +173,8 @@ def sample_indices(
 def smart_nframes(total_frames: int, video_fps: float, frame_factor: int, sampling: dict[str, float]) -> int:
     """Compute how many frames of a video to sample; the number is a multiple of frame_factor.
 
-    Example: 100 frames at 30 frames per second last 3.33 seconds. Sampling 2 frames per second from 3.33 seconds gives
-    6.67 frames, which are rounded down to 6 frames.
+    Example: 100 frames at 30 frames per second last 3.33 seconds, so sampling 2 frames per second gives 6.67 frames,
+    rounded down to 6.
 
     Args:
         sampling: either nframes, the number of frames to sample, or fps, the sampled

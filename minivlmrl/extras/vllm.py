@@ -58,7 +58,7 @@ FIXED_OPTIONS = {
     "mm_device_do_normalize": False,  # minivlmrl's patches are already normalised
     "limit_mm_per_prompt": {"video": 0},  # so that vLLM does not profile the longest video
     "mm_processor_cache_gb": 0,
-    # If async_scheduling and enable_chunked_prefill are off, vLLM samples each token exactly once.
+    # With async_scheduling or enable_chunked_prefill, vLLM would not sample each token exactly once.
     "async_scheduling": False,
     "enable_chunked_prefill": False,
     "load_format": "dummy",  # random weights, because real weights are loaded before each rollout
@@ -71,7 +71,7 @@ class VLLMOptions:
     """vllm.LLM options that a recipe may set.
 
     A recipe cannot set an option of vllm.LLM that names a file or code, such as worker_cls, because a stranger's
-    config.yaml must not load code. Nor can a recipe set an option of vllm.LLM that contradicts FIXED_OPTIONS.
+    config.yaml must not load code.
     """
 
     block_size: Count | None = None
@@ -94,7 +94,7 @@ class VLLMOptions:
     swap_space: Annotated[float, "[0, inf)"] | None = None
 
 
-# {policy: its vllm.LLM}, because all training stages of a run share one vLLM engine
+# Each policy has one vllm.LLM, which all training stages of a run share.
 STARTED = WeakKeyDictionary()
 
 
@@ -103,7 +103,7 @@ class Sampling:
 
     def __init__(self, sample_token: TokenSampler, num_rows: int):
         self.sample_token = sample_token
-        # for each decode step, a tuple of tensors: row indices, token ids, log-probabilities, whether a row ends
+        # each decode step's row indices, token ids, log-probabilities, and whether each row ends
         self.steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self.counts = torch.zeros(num_rows, dtype=torch.long)  # each row's token count so far
         self.ended: list[str] = []  # names of the requests that ended in the latest step
@@ -126,11 +126,10 @@ class Sampling:
 class TokenChooser:
     """A vLLM logits processor that makes vLLM select the tokens which minivlmrl sampled from vLLM's logits.
 
-    vLLM's V1 model runner calls the method update_state, and vLLM's V2 model runner calls add_request. start_engine
-    makes a subclass that also inherits from vLLM's two LogitsProcessor classes.
+    The method update_state is for vLLM's V1 model runner, and add_request for vLLM's V2 model runner.
     """
 
-    # `sampling` is a class attribute, because vLLM constructs the logits processor; None while vLLM warms up.
+    # `sampling` is set on the class, because vLLM itself constructs the TokenChooser; None while vLLM warms up
     sampling: Sampling | None = None
 
     def __init__(self, vllm_config, *_):
@@ -150,7 +149,7 @@ class TokenChooser:
     def apply(self, logits: Tensor, context=None) -> Tensor:
         """Replace vLLM's logits (r, V) by logits that select the sampled tokens.
 
-        vLLM's V2 model runner passes a context with the batch slots of the rows; the V1 model runner passes None.
+        vLLM's V2 model runner passes each row's slot in the batch as `context`; the V1 model runner passes None.
         """
         slots = context.idx_mapping_np.tolist() if context else sorted(self.rows)
         rows = [self.rows[slot] for slot in slots]
@@ -159,10 +158,7 @@ class TokenChooser:
 
 
 def row_of_request(params, prompt_ids, output_ids) -> int:
-    """Return the row index of a request.
-
-    vLLM calls row_of_request when a request enters the batch, and stores the returned row index.
-    """
+    """Return the row index that vLLM stores when a request enters its batch."""
     return params.extra_args["row"]
 
 
@@ -221,7 +217,7 @@ class VLLMSampler(Sampler):
         All ranks must call this method. See Sampler.__call__ for the arguments.
         """
         if self.sleeps:
-            # vLLM's wake_up allocates the memory into which reload_weights copies the weights
+            # wake_up allocates the memory for vLLM's weights, which the sleeping engine had freed
             self.llm.wake_up(tags=["weights"])
         weights = ((name, gather_full_tensor(x)) for name, x in file_weights(self.model).items())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
@@ -312,11 +308,11 @@ class VLLMSampler(Sampler):
         completions: Sequence[Sequence[Completion]],
         max_logp_mismatch: float,
     ):
-        """Compare the log-probabilities of the first rollout that vLLM computed with those that the policy computes.
+        """Compare vLLM's log-probabilities with the policy's in the first rollout.
 
-        The two log-probabilities of a token may differ by at most 1e-3 nats in float32. In 16 bits, single tokens
-        differ more, so only the root mean square over a prompt's completions is bounded, by 0.5 nats. The option
-        max_logp_mismatch multiplies the bounds, 1e-3 and 0.5 nats, on the difference of log-probabilities.
+        In float32, vLLM's and the policy's log-probability of a token may differ by at most 1e-3 nats. In 16 bits,
+        single tokens differ more, so only the root mean square of the differences over a prompt's completions is
+        bounded, by 0.5 nats. The option rollout.max_logp_mismatch multiplies both bounds (1e-3 and 0.5 nats).
         """
         if self.is_verified:
             return
@@ -349,10 +345,7 @@ def computed_dtype(model: VisionLanguageModel) -> torch.dtype:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Filter vLLM's log: return False for vLLM's warning that rotary tables were not loaded.
-
-    vLLM's warning about rotary tables is irrelevant, because rotary tables are not weights.
-    """
+    """Return False for vLLM's warning that rotary tables, which are no weights, were not loaded."""
     return "RotaryEmbedding: Failed to load weights" not in record.getMessage()
 
 

@@ -1,13 +1,13 @@
 """Capture the decode step as a CUDA graph, so that the CPU makes one launch per token.
 
-Without a CUDA graph, the GPU waits for the host, because a decode step of 36 layers has more than a thousand kernel
-launches. A CUDA graph takes a single launch, and runs the same kernels on the same memory every time. Therefore all
-values that change from step to step are stored in tensors with constant addresses. Keys and values are stored in
-buffers whose unused part is masked, and finished completions are computed until the whole batch is finished. A new CUDA
-graph is captured only when the key and value buffers have to grow.
+Without a CUDA graph, the GPU waits for the CPU, because a decode step of 36 layers has more than a thousand kernel
+launches. A CUDA graph takes a single launch, and runs the same kernels on the same memory addresses every time. To keep
+the addresses, the buffers for keys and values are longer than needed, with the unused part masked, and finished
+completions stay in the batch. Only when the buffers for keys and values are full, longer buffers are allocated, and a
+new CUDA graph is captured.
 
-Sampling uses the same random numbers with and without a CUDA graph. The last bits of logits differ, because a CUDA
-graph's sums also include masked keys.
+Sampling uses the same random numbers with and without a CUDA graph. With a CUDA graph, logits differ in their last
+bits, because sums over keys include masked keys.
 """
 
 from functools import cache
@@ -23,7 +23,7 @@ from minivlmrl.model.attention import DecodeAttention
 HEADROOM = 2**30  # free bytes in GPU memory that a capture may request from the driver
 # Initial size of the key and value buffers, in tokens per completion. The size is doubled when the buffers are full.
 KEYS = 256
-# All CUDA graph captures share one stream, because a GPU keeps separate workspaces for every stream.
+# All CUDA graphs are captured on one stream, because every further stream would need its own workspaces.
 capture_stream = cache(lambda device: torch.cuda.Stream(device))
 
 
@@ -48,7 +48,7 @@ class StaticDecodeAttention(DecodeAttention):
         self.longest += growth
         if self.num_row_keys < min(self.longest, self.capacity):
             self.num_row_keys = min(max(2 * self.num_row_keys, self.longest), self.capacity)
-            # The layers' buffers are enlarged one by one, so that only one is in memory twice.
+            # Buffers are enlarged layer by layer, so that only one layer's buffers are in memory twice.
             for layer in self.row_kv:
                 layer[:] = [F.pad(x, (0, 0, 0, self.num_row_keys - x.shape[2])) for x in layer]
 
@@ -68,12 +68,12 @@ class CapturedDecode(Decode):
     attention_type = StaticDecodeAttention
 
     def __init__(self):
-        # the attention object's slots and buffer size for which the CUDA graph was captured
+        # the PromptSlots and the buffer length with which the CUDA graph was captured
         self.graph_key = None
         self.graph = None
 
     def __call__(self, model, ids: Tensor, attention) -> Tensor:
-        # A CUDA graph reads fixed addresses, so it is only valid for the slots and buffers with which it was captured.
+        # A CUDA graph reads fixed addresses, so a new one is captured for other PromptSlots or longer buffers.
         graph_key = attention.slots, attention.num_row_keys
         is_new = graph_key != self.graph_key
         if is_new:
@@ -95,15 +95,15 @@ class CapturedDecode(Decode):
 
     def capture(self, model, attention):
         """Capture a decode step's kernels in a CUDA graph, then replay the graph to run the step."""
-        # torch.cuda.graph is not used, because it first returns all unused memory to the driver, which takes 0.1 to 0.4
-        # s. This capture returns memory only if little is free.
+        # torch.cuda.graph would first return all unused memory to the driver, which takes 0.1 to 0.4 s. Here, memory is
+        # returned only if little is free.
         if torch.cuda.mem_get_info()[0] < HEADROOM:
             torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         stream = capture_stream(self.ids.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # The capture mode thread_local allows other threads, which load images, to use the GPU.
+            # The mode thread_local allows the threads that load images to use the GPU during the capture.
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 self.step(model, attention)

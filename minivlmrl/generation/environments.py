@@ -42,7 +42,7 @@ def make_sampler(
 
 
 def check_environment(run: RunConfig):
-    """Raise ValueError if a recipe's environment does not fit its rewards or sampling.history."""
+    """Raise ValueError if a recipe's environment contradicts its rewards or the option sampling.history."""
     if run.sampling.environment is not None or "environment" in run.rewards:
         agents().check_reward(run.sampling.environment, run.rewards)
     samples_trajectories(run.sampling)  # raises if there are two rules for context windows
@@ -66,6 +66,6 @@ def prepare_tools(processor: Processor, name: str | None) -> Processor:
 
 
 def packed_length(completion: Completion) -> int:
-    """Count the tokens that a completion, with the context windows of later turns, adds to a batch."""
+    """Count the tokens that a completion adds to a batch, including the prompts of its later turns."""
     windows = [turn.prompt for turn in completion.turns[1:] if turn.prompt is not None]
     return len(completion.ids) + sum(len(window.input_ids) for window in windows)

@@ -1,9 +1,8 @@
 """Apply repetition penalty, temperature, top_k, top_p and min_p to the next token's logits.
 
 To add a sampling filter, add a field to SamplingOptions and an entry to NO_TRUNCATION (both in config/options.py), and
-a last step to filter_logits. A filter without an entry in NO_TRUNCATION is never applied, because the sampler, the
-training step, vLLM and option checks use the table to decide whether tokens are removed. docs/developer_guide.md has an
-example.
+a last step to filter_logits. A filter without an entry in NO_TRUNCATION is never applied. For an example, see
+docs/developer_guide.md.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,8 +17,6 @@ from minivlmrl.data.rows import Completion
 class Filters:
     """Logits processor that applies a recipe's filters to one batch.
 
-    make_token_sampler takes the filters as its argument logits_processor.
-
     Args:
         prompts: each prompt's token ids, (P,) int64. The repetition penalty applies to them.
         num_generations: number of completions per prompt.
@@ -29,7 +26,7 @@ class Filters:
         self.sampling = sampling
         self.prompts = prompts
         self.num_generations = num_generations
-        # for each row and token: the ids that the sampling filters did not remove
+        # for each row and each of its tokens, the ids that the filters kept
         self.allowed_ids: list[list[Tensor]] = [[] for _ in range(len(prompts) * num_generations)]
         # (R, V) bool, whether a row's prompt or completion contains a token id
         self.seen: Tensor | None = None
@@ -52,19 +49,16 @@ class Filters:
         return scores
 
     def record_masks(self, completions: Iterable[Completion]):
-        """Store in each completion the token ids that the sampling filters did not remove.
-
-        Training normalises log-probabilities over the ids that the sampling filters did not remove.
-        """
+        """Store in each completion the ids that the filters kept, because training normalises over these ids."""
         for allowed_of_row, completion in zip(self.allowed_ids, completions, strict=True):
-            # Decoding continues after a row has finished, so a row can have more masks than its completion has tokens.
+            # Decoding goes on after a row has finished, so `allowed_of_row` may be longer than the completion.
             allowed_ids = allowed_of_row[: len(completion.ids)]
             if allowed_ids:
                 counts = torch.tensor([len(ids) for ids in allowed_ids])
                 completion.sampling_mask = counts, torch.cat(allowed_ids)
 
     def add_seen(self, rows: Tensor, ids: Tensor):
-        """Add one token id (r,) to each row's history, so that the repetition penalty applies to it from now on."""
+        """Add each row's new token, ids (r,), to the tokens to which the repetition penalty applies."""
         if self.seen is not None:
             self.seen[rows, ids] = True
 
@@ -91,7 +85,7 @@ def filter_logits(logits: Tensor, sampling: SamplingOptions, seen: Tensor | None
         return scores
     scores = scores / sampling.temperature
     if sampling.top_k:
-        # each row's largest scores, top_k many, in descending order
+        # each row's top_k largest scores, in descending order
         largest = scores.topk(min(sampling.top_k, scores.shape[-1])).values
         scores = scores.masked_fill(scores < largest[:, -1:], float("-inf"))
     if sampling.top_p < 1:

@@ -27,29 +27,29 @@ from minivlmrl.model.attention import DecodeAttention, GroupAttention
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.packing import GroupBatch, pack
 
-# Integer that stands for a probability of 1. Sums stay below 2^53, where float64 is exact.
+# Integer that stands for a probability of 1. Sums of probabilities stay below 2^53, where float64 is exact.
 UNITS = 2**52
 # A function sample_token(logits, rows, counts) -> ids, logps, ends. It samples one token per row from logits (r, V).
 # rows (r,) are the row indices, and counts (r,) the token counts that each row has so far. Each result is (r,), and
 # `ends` is True where the token ends the completion.
 TokenSampler = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-# a function sample(probs, rows, counts) that samples ids (r,) from probabilities (r, V)
+# function (probs, rows, counts) that samples one token id per row, (r,), from probabilities (r, V)
 SampleIds = Callable[[Tensor, Tensor, Tensor], Tensor]
-# a function logits_processor(logits, rows, counts) that computes scores (r, V) from logits (r, V)
+# function (logits, rows, counts) that computes scores (r, V) from logits (r, V), for example a top_p filter
 LogitsProcessor = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Decode:
     """Run one decode step, which is a forward pass of one new token per row.
 
-    cuda_graphs.py captures the decode step as a CUDA graph. The samplers in extras/agents/ override Decode to also
-    prefill tool outputs.
+    Subclasses of Decode capture the decode step as a CUDA graph (cuda_graphs.py), or also prefill tool outputs
+    (extras/agents/).
     """
 
     attention_type = DecodeAttention
 
     def __call__(self, model: VisionLanguageModel, ids: Tensor, attention: DecodeAttention) -> Tensor:
-        """Compute the logits (r, V) after each row's newest token, ids (r,)."""
+        """Compute the logits (r, V) that follow each row's newest token, whose `ids` are (r,)."""
         position = (attention.start + attention.newest).expand(3, -1)
         hidden = model.model(model.model.embed_tokens(ids), position, attention)
         return float32_matmul(hidden, model.lm_head.weight.T)
@@ -83,7 +83,7 @@ def generate(
     logits, attention = prefill(model, batch, prompt_index, max_new_tokens, decode)
     del batch  # the patches of the images would take memory until the last token is sampled
     unfinished = torch.ones_like(attention.rows, dtype=torch.bool)
-    # one tuple (rows, ids, logps, ends) per step, each (r,); `rows` is -1 for a finished row
+    # each decode step's (rows, ids, logps, ends), all (r,), with -1 in place of the index of a finished row
     steps = []
     for step in range(1, max_new_tokens + 1):
         counts = (attention.newest + 1).clamp(max=max_new_tokens - 1)
@@ -117,9 +117,9 @@ def prefill(
     attention = GroupAttention(batch.layout, keep_keys=True)
     # (B, hidden_size), the hidden state at each prompt's last token
     hidden = model(batch, attention, batch.layout.last_index)
-    # for each prompt (3, P): its tokens' time, height and width positions
+    # each prompt's token positions in time, height and width, (3, P)
     positions = batch.position_ids.split(batch.layout.prompt_lengths, dim=1)
-    # (B,), the position of each prompt's first completion token
+    # (B,), for each prompt, the position at which its completions begin
     start = torch.stack([position.max() + 1 for position in positions])
     decoding = decode.attention_type(attention, prompt_index, capacity, start)
     logits = float32_matmul(hidden, model.lm_head.weight.T)
@@ -160,9 +160,8 @@ def make_token_sampler(
 ) -> TokenSampler:
     """Make the function with which `generate` samples one token per row.
 
-    The sampling function also returns each sampled token's log-probability. The logits are divided by the temperature
-    and normalised over the tokens that the filters do not remove. A repetition penalty has no influence on the
-    log-probabilities, and a temperature of 0 counts as 1.
+    Log-probabilities are computed from logits that are divided by the temperature and normalised over the tokens that
+    the filters keep. A repetition penalty does not change the log-probabilities, and a temperature of 0 counts as 1.
 
     Args:
         temperature: logit divisor; 0 selects the likeliest token.
@@ -218,7 +217,7 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     Returns:
         The sampled ids (r,).
     """
-    # (r, V), cumulative probabilities; the multiplication by a power of 2 is exact
+    # (r, V) cumulative probabilities, in units of 2^-52; multiplying by a power of 2 is exact
     units = running_sum((probs * UNITS).long())
     target = (uniform * units[:, -1]).long()  # rounded down, so it is below the total
     chosen = torch.searchsorted(units, target[:, None], right=True)[:, 0]

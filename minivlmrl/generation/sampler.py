@@ -30,8 +30,7 @@ ENGINES = {"native": "minivlmrl.generation.sampler:Sampler", "vllm": "minivlmrl.
 class Sampler:
     """Sample completions with the options in a recipe's section `sampling`.
 
-    A sample depends on its prompt's key, but not on the other prompts or the number of ranks. To add a sampling engine,
-    subclass Sampler; see extras/vllm.py and docs/developer_guide.md.
+    To add a sampling engine, subclass Sampler; see extras/vllm.py and docs/developer_guide.md.
 
     Args:
         processor: the policy's processor, with the tokenizer and the default stop tokens.
@@ -58,7 +57,7 @@ class Sampler:
         # computation device; the weights may be offloaded to a different device
         self.device = self.world.device
         self.gather_weights = gather_weights
-        # callback with the rows (r,) and ids (r,) for new tokens; commands/chat.py prints them
+        # called with the row indices (r,) and the ids (r,) of new tokens, for example to print the tokens
         self.on_tokens: Callable[[Tensor, Tensor], None] = lambda rows, ids: None
         by_layer = is_sharded(model) and not gather_weights
         self.keeps_vision = keeps_vision and not by_layer and sampling.max_batch_tokens is None
@@ -127,7 +126,7 @@ class Sampler:
     def sample_with(
         self, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
-        """Sample completions with the function `sample_token`. extras/vllm.py overrides it."""
+        """Sample completions with `sample_token`; VLLMSampler overrides this method, to let vLLM compute logits."""
         with rollout_weights(self.model, self.gather_weights) as model:
             if is_sharded(model):
                 from minivlmrl.distributed.fsdp import in_lockstep
@@ -138,10 +137,7 @@ class Sampler:
     def generate(
         self, model: VisionLanguageModel, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
-        """Sample completions with `model`, which is the gathered or the sharded policy.
-
-        The samplers in extras/agents/ extend this method.
-        """
+        """Sample completions with `model`, which is the gathered or the sharded policy."""
         if self.keeps_vision:
             keep_vision(model, prompts, self.device)
         limit = self.sampling.max_new_tokens
@@ -159,14 +155,14 @@ class Sampler:
         return CapturedDecode()
 
     def accept_tokens(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
-        """Record each row's sampled token, and return which rows are finished; all tensors are (r,).
+        """Record each row's sampled token, and return (r,), True where the row is finished.
 
-        `turn_ends` is True for a stop token. The samplers in extras/agents/ override this method to run tools.
+        `turn_ends` (r,) is True for a stop token. The samplers in extras/agents/ override accept_tokens to run tools.
         """
         return turn_ends | self.record_tokens(rows, ids)
 
     def record_tokens(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Record one token per row, sampled or from a tool; return (r,), True where it completes a stop string."""
+        """Record one token per row, sampled or from a tool; return (r,), True if it completes a stop string."""
         if self.filters is not None:
             self.filters.add_seen(rows, ids)
         self.on_tokens(rows, ids)
@@ -174,7 +170,7 @@ class Sampler:
             return torch.zeros_like(ids, dtype=torch.bool)
         return self.stop_strings.completed(rows, ids)
 
-    # Subclasses of Sampler for other sampling engines override the methods below.
+    # A sampler with another sampling engine overrides check, most_tokens, engine_bytes and verify_logps.
 
     @classmethod
     def check(cls, run: RunConfig):
@@ -196,7 +192,7 @@ class Sampler:
         completions: Sequence[Sequence[Completion]],
         max_logp_mismatch: float,
     ):
-        """Check that an engine's log-probabilities match the policy's; Sampler itself samples from the policy.
+        """Check that an engine computes the policy's log-probabilities; the native engine uses the policy itself.
 
         Args:
             rows: each prompt's row, for error messages.
@@ -216,8 +212,8 @@ def find_engine(sampling: SamplingOptions) -> type[Sampler]:
 def check_groups(completions: Sequence[Sequence[Completion]], num_prompts: int, num_generations: int):
     """Raise ValueError unless an engine has sampled num_generations completions for each prompt.
 
-    With a wrong number of completions, prompts would get the rewards of other prompts. With NaN as log-probabilities,
-    no check could find that the sampling engine and the trainer compute different policies.
+    With another number of completions, prompts would get the rewards of other prompts. If log-probabilities were NaN,
+    no check would find that the engine and the trainer compute different policies.
     """
     lengths = [len(group) for group in completions]
     if lengths != [num_generations] * num_prompts:
@@ -230,7 +226,7 @@ def check_groups(completions: Sequence[Sequence[Completion]], num_prompts: int, 
 
 
 def can_capture(model: VisionLanguageModel, sampling: SamplingOptions, by_layer: bool) -> bool:
-    """Return whether a CUDA graph can capture decode steps; False if FSDP gathers layer by layer (`by_layer`)."""
+    """Return whether a CUDA graph can capture decode steps, which it cannot if FSDP gathers layer by layer."""
     # CUDA graphs cannot capture a mixture of experts, because the number of tokens per expert varies
     return sampling.cuda_graph == "auto" and not by_layer and model.config.experts is None
 

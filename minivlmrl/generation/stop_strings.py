@@ -11,8 +11,8 @@ from torch import Tensor
 
 from minivlmrl.data.tokenizer import Tokenizer
 
-# Byte-level BPE represents each byte by one character: the byte's own character in Latin-1 if it is printable, and for
-# all other bytes, in order, the characters from code point 256 on.
+# Byte-level BPE writes each byte as one character. A printable byte is written as its Latin-1 character, and the other
+# bytes, in order, as the characters from code point 256 on.
 PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
 UNPRINTABLE = [byte for byte in range(256) if byte not in PRINTABLE]
 BYTES = {
@@ -71,7 +71,7 @@ class StopStrings:
             text = before + self.bytes_of(token_id)
             is_complete = False
             for string in self.strings:
-                # The search for stop strings starts where every match contains a byte from the new token.
+                # Text before the new token was searched earlier, so a match must contain a byte of the new token.
                 start = max(0, len(before) + 1 - len(string))
                 is_complete |= string in text[start:]
             ends.append(is_complete)

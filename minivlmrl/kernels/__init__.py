@@ -1,7 +1,6 @@
 """Make the files of <repository>/kernels importable as `minivlmrl.kernels.<name>` in a source tree.
 
-An installed wheel does not need this file, because pyproject.toml maps `minivlmrl.kernels` to the folder kernels/. If a
-wheel is built from an old build/ folder, it may contain this file, which is harmless.
+An installed wheel has the folder kernels/ as `minivlmrl.kernels`, because pyproject.toml maps the names.
 """
 
 from pathlib import Path

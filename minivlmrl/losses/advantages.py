@@ -60,8 +60,7 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
 def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -> Tensor:
     """Compute GDPO's advantages: normalise each of the K rewards within its group, then sum them.
 
-    Each reward is normalised within its group. Then the weighted sums of the K normalised rewards are normalised over
-    the whole batch.
+    GDPO also normalises the weighted sums of the rewards over the whole batch.
 
     Example: two completions with rewards (0, 0) and (1, 100) have the normalised rewards (-0.71, -0.71) and
     (0.71, 0.71), so the large reward does not dominate the small one.
@@ -82,7 +81,7 @@ def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -
 def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False) -> Tensor:
     """Compute RLOO's advantages: reward minus the mean reward in the rest of the group.
 
-    Example: a group with rewards 1, 0, 0 has the advantages 1 - 0 = 1, 0 - 0.5 = -0.5 and -0.5.
+    Example: in RLOO, a group with rewards 1, 0, 0 has the advantages 1 - 0 = 1, 0 - 0.5 = -0.5 and -0.5.
 
     Args:
         rewards: (n,) tensor. A reward that is NaN is excluded from all means, and its advantage is 0.

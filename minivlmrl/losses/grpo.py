@@ -11,8 +11,8 @@ The loss is computed in four steps. For three of the steps, the value of an opti
     average    over tokens and rows                                           AVERAGES
 
 GRPO, DAPO and Dr. GRPO differ only in the average. Every average divides by totals over the whole optimizer step, so
-the gradients of its micro-batches add up to the step's gradient, no matter how the step is split. grpo_variants.py adds
-RLOO, CISPO, SAPO and other losses to the tables.
+the gradients of the micro-batches add up to the step's gradient. The file grpo_variants.py adds RLOO, CISPO, SAPO and
+other losses to the tables.
 """
 
 from collections.abc import Callable
@@ -27,9 +27,9 @@ class LossNormalizer:
     """Totals over all micro-batches and ranks of a step, by which losses are divided."""
 
     sequences: float  # completion count in the optimizer step
-    # number of completion tokens in the optimizer step with mask 1; num_items_in_batch in TRL
+    # number of tokens with mask 1 in the optimizer step, which TRL calls num_items_in_batch
     tokens: float | Tensor
-    # constant length by which dr_grpo divides instead of completion lengths
+    # constant by which Dr. GRPO divides instead of by completion lengths
     max_completion_length: int | None = None
 
 
@@ -53,9 +53,8 @@ def grpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the policy-gradient loss for a batch of completions.
 
-    Example: one completion has two tokens, advantage 0.5 and ratio 1 (on-policy), and beta is 0. Each token's loss is
-    -0.5, so the batch's loss is also -0.5 with loss_type "grpo" or "dapo". With loss_type "dr_grpo" and
-    max_completion_length 4, the batch's loss is -0.25.
+    Example: with beta 0, one completion of two tokens with advantage 0.5 and ratio 1 (on-policy) has the loss -0.5 for
+    loss_type "grpo" or "dapo", and -0.25 for "dr_grpo" with max_completion_length 4.
 
     Args:
         per_token_logps: (B, T) float, log-probabilities in nats under the trained policy, with gradient.
@@ -128,7 +127,7 @@ def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
 RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     # r_t = pi(o_t) / pi_old(o_t)
     "token": lambda log_ratio, mask: log_ratio.exp(),
-    # (prod_t r_t)^(1 / |o|) is the geometric mean over a completion's tokens (GSPO eq. 7)
+    # geometric mean of the ratios of a completion's tokens, (prod_t r_t)^(1 / |o|); GSPO eq. 7
     "sequence": lambda log_ratio, mask: row_mean(log_ratio, mask).exp(),
 }
 
@@ -167,8 +166,8 @@ def clipped(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor, 
     return -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages), metrics
 
 
-# {loss_type: function that returns the loss of each token, (B, T), and a dictionary of metrics}. Each function takes a
-# TermInputs and options of its own, such as delta, which callers pass to grpo_loss as further keyword arguments.
+# For each loss_type, a function that computes token losses, (B, T), and a dictionary of metrics from a TermInputs. Its
+# options, such as delta, are further keyword arguments of grpo_loss.
 TERMS: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
     "grpo": clipped,
     "dapo": clipped,
@@ -185,17 +184,16 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
         k3   pi_ref/pi - log(pi_ref/pi) - 1   unbiased, not negative   that of KL(pi_ref || pi)
         k1+, k2+, k3+                         same as without a plus   that of KL(pi || pi_ref)
 
-    The expected values and gradients of the estimators hold for sums over tokens, without correct_kl. By default,
-    correct_kl gives k1 and k3 the gradient of KL(pi || pi_ref). The estimators' gradients treat earlier tokens as
-    constant. A token also changes the KL of the tokens after it; only a KL penalty in the reward has this gradient
-    (docs/faq.md).
+    The values and gradients in the table are those of sums over tokens with use_bias_correction_kl=False. With
+    use_bias_correction_kl=True, the default, k1 and k3 also have the gradient of KL(pi || pi_ref). No estimator's
+    gradient contains a token's effect on the KL of later tokens, which only a KL penalty in the reward takes into
+    account (docs/faq.md).
 
     Recipes select k1, k2 or k3 with grpo.kl_estimator; k1+, k2+ and k3+ are only for callers of grpo_loss. To add a KL
-    estimator, extend KL_ESTIMATORS, GRPOOptions.kl_estimator (config/options.py) and correct_kl, which decides whether
-    the gradient flows through the ratio.
+    estimator, extend KL_ESTIMATORS, correct_kl, and GRPOOptions.kl_estimator in config/options.py.
 
-    Source: Schulman, "Approximating KL divergence" (2020) for the values; arXiv 2506.09477 for the gradients; verl's
-        straight-through estimators for the names with a plus.
+    Source: the values are in Schulman's "Approximating KL divergence" (2020), the gradients in arXiv 2506.09477, and
+        the estimators with a plus in verl.
     """
     if ref_logps is None:
         raise ValueError("beta is not 0, so grpo_loss needs ref_per_token_logps")
@@ -219,23 +217,23 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 def correct_kl(kl: Tensor, ratio: Tensor, kl_estimator: str) -> Tensor:
     """Multiply the KL estimate by the ratio, to obtain the expected gradient of KL(pi || pi_ref).
 
-    Multiplying by the ratio also corrects the KL estimate if an older policy sampled the tokens. For the estimators k1
-    and k3, the missing part of the gradient flows through the ratio. For k2, k1+, k2+ and k3+, whose gradient is
-    already correct, the ratio is detached and only reweights tokens that an older policy sampled.
+    The ratio also corrects the KL estimate if an older policy sampled the tokens. The estimators k1 and k3 get the
+    missing part of their gradient from the ratio. The gradients of k2, k1+, k2+ and k3+ are already correct, so their
+    ratio is detached.
     """
     if kl_estimator == "k2" or kl_estimator.endswith("+"):
         return kl * ratio.detach()
     return kl * ratio
 
 
-# For each loss_type, a function that averages token losses, (B, T), to a scalar. The function gets the losses, which
-# are 0 outside the mask, the mask, and a LossNormalizer.
+# For each loss_type, a function (token losses, mask, normalizer) that averages the token losses (B, T) to a scalar. The
+# token losses are 0 where the mask is 0.
 AVERAGES: dict[str, Callable[[Tensor, Tensor, LossNormalizer], Tensor]] = {
-    # mean over each completion's tokens, then mean over the step's completions
+    # mean over each completion's tokens, then over the optimizer step's completions
     "grpo": lambda terms, mask, normalizer: (terms.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / normalizer.sequences,
     # mean over all tokens in the optimizer step, which gives all tokens the same weight
     "dapo": lambda terms, mask, normalizer: terms.sum() / normalizer.tokens,
-    # Dr. GRPO's divisor does not depend on completion lengths, so the loss has no length bias.
+    # Dr. GRPO divides by a constant instead of by completion lengths, so the loss has no length bias.
     "dr_grpo": lambda terms, mask, normalizer: terms.sum() / (normalizer.sequences * max_length(normalizer)),
 }
 
@@ -258,7 +256,7 @@ def row_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def mean_metric(x: Tensor, mask: Tensor) -> Tensor:
-    """Average a per-token metric (B, T) over the mask, or a per-row metric (B, 1) over the rows."""
+    """Average a metric (B, T) over the tokens whose mask is 1, or a metric (B, 1) over the rows."""
     if x.dtype == torch.bool:
         x = x.double()  # float64, so that the fractions from several micro-batches add up exactly
     if x.shape[1] == 1:
@@ -277,6 +275,6 @@ def check_bounds(epsilon_low: float, epsilon_high: float, beta: float):
 
 
 def check_known(option: str, name: str, table: dict[str, Callable]):
-    """Raise ValueError if an option's value is unknown, that is, not a key in the option's table."""
+    """Raise ValueError if an option's value is not a key in the option's table of functions."""
     if name not in table:
         raise ValueError(f"{option} is {name!r}, but it must be one of {', '.join(table)}")

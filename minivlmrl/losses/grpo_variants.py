@@ -1,8 +1,8 @@
 """GRPO loss variants: GSPO-token, RLOO, CISPO, SAPO, VESPO, LUSPO and BNPO.
 
-The loss variants are added to the tables RATIOS, TERMS and AVERAGES in grpo.py. grpo_variants.py also computes an
-entropy bonus, and token weights that mask off-policy rows, select tokens with high entropy, or correct for the sampler.
-To use grpo_variants.py in your own project, copy grpo.py too.
+Importing grpo_variants.py adds the variants to the tables in grpo.py. The file also has an entropy bonus, and token
+weights that mask off-policy rows, select tokens with high entropy, or correct for the sampler. To copy grpo_variants.py
+into your own project, copy grpo.py too.
 """
 
 import math
@@ -29,10 +29,7 @@ RATIOS |= {
 
 
 def rloo_term(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor, dict]:
-    """Compute RLOO's token loss, which is PPO's clipped loss with the whole completion's ratio.
-
-    RLOO ignores the option importance_sampling_level.
-    """
+    """Compute PPO's clipped loss with the whole completion's ratio, for every importance_sampling_level."""
     inputs.ratio = RATIOS["sequence_sum"](inputs.log_ratio, inputs.mask)
     return clipped(inputs, delta=delta)
 
@@ -75,9 +72,8 @@ def vespo_term(
 ) -> tuple[Tensor, dict]:
     """Compute VESPO's term: -sg(phi(W)) A log pi with phi(W) = W^k exp(lambda (1 - W)).
 
-    VESPO's W is the importance weight for a whole completion; sg stops the gradient. The options vespo_k_neg and
-    vespo_lambda_neg set k and lambda for negative advantages; vespo_k_pos and vespo_lambda_pos do so for all other
-    advantages.
+    VESPO's W is the importance weight for a whole completion; sg stops the gradient. VESPO's k is vespo_k_neg for
+    negative advantages and vespo_k_pos for others, and lambda is vespo_lambda_neg or vespo_lambda_pos.
 
     Args:
         importance_sampling_ratio: (B, T) or (B, 1), ratio of the trainer's to the sampler's probabilities. W is
@@ -93,10 +89,7 @@ def vespo_term(
 
 
 def vespo_log_weight(log_ratio: Tensor, importance_sampling_ratio: Tensor | None, mask: Tensor) -> Tensor:
-    """Compute VESPO's log W, (B, 1): the sum of the log-ratios (B, T) over each row's tokens.
-
-    If importance_sampling_ratio (trainer to sampler) is not None, its logarithms are added to the sum.
-    """
+    """Compute VESPO's log W, (B, 1): the sum of log_ratio and log importance_sampling_ratio over each row's tokens."""
     lowest = math.log(1e-8)
     highest = 20.0
     total = (log_ratio.clamp(-highest, highest) * mask).sum(-1, keepdim=True)
@@ -114,11 +107,11 @@ TERMS |= {
     "vespo": vespo_term,
 }
 AVERAGES |= {
-    # mean over the micro-batch's tokens, times the micro-batch's share of the step's completions. As in TRL, the
+    # BNPO: mean over the micro-batch's tokens, times the micro-batch's share of the step's completions. As in TRL, the
     # gradient depends on how a step is split into micro-batches.
     "bnpo": lambda terms, mask, normalizer: terms.sum() / mask.sum().clamp(min=1) * (len(mask) / normalizer.sequences),
-    # LUSPO (arXiv 2602.05261): sum over each completion's tokens, and mean over completions, so a long completion has
-    # more weight than a short one
+    # LUSPO (arXiv 2602.05261): sum over each completion's tokens, then mean over completions, so that a long completion
+    # has more weight than a short one
     "luspo": lambda terms, mask, normalizer: terms.sum() / normalizer.sequences,
     "rloo": AVERAGES["grpo"],
     "cispo": AVERAGES["dapo"],
@@ -169,13 +162,13 @@ def mean_entropy(
 ) -> Tensor:
     """Compute the entropy bonus, which is the mean entropy of the tokens whose `kept` is 1.
 
-    The caller subtracts entropy_coef times the mean entropy from the loss, so that training increases the entropy.
+    Trainers subtract grpo.entropy_coef times the entropy bonus from the loss, so that training increases the entropy.
 
     Args:
         entropies: (B, T), in nats.
         kept: (B, T), 1 for tokens to average over.
         num_tokens: kept tokens in the whole optimizer step. None estimates it as TRL does: the number in this batch,
-        divided by the share of the step's completions that this batch has.
+            divided by the share of the step's completions that this batch has.
     """
     if num_tokens is None:
         num_tokens = kept.sum().clamp(min=1) * normalizer.sequences / len(kept)
@@ -212,8 +205,7 @@ def rollout_importance_ratio(
 ) -> Tensor:
     """Compute the ratio of the trainer's to the sampler's probabilities, which weights the loss.
 
-    The ratio corrects for a sampler (such as vLLM) whose probabilities differ slightly from the trainer's. It is 1
-    where both are equal.
+    The ratio corrects for a sampler (such as vLLM) whose probabilities differ slightly from the trainer's.
 
     Args:
         old_per_token_logps: (B, T), log-probabilities that the trainer computed, in nats.

@@ -96,8 +96,8 @@ def ppo_loss(
 
     The policy and the value loss are clipped with the same eps, the option cliprange.
 
-    Example: one token has ratio 1, advantage 2, value 1, old value 1 and return 3. The policy loss is -2 and the value
-    loss is 2; with vf_coef 0.1, the PPO loss is -1.8.
+    Example: a token with ratio 1, advantage 2, value 1, old value 1 and return 3 has the policy loss -2 and the value
+    loss 2; with vf_coef 0.1, the PPO loss is -1.8.
 
     Args:
         per_token_logps, values: (B, T), policy log-probabilities in nats and predictions by the critic, both with
@@ -114,7 +114,7 @@ def ppo_loss(
     Source: PPO eq. 7 and 9 (arXiv 1707.06347); equals PPOTrainer in TRL 1.12, the last release that has one.
     """
     eps = cliprange
-    # The log-ratio is set to 0 for padding tokens, so that the ratio stays finite
+    # exp could overflow for padding tokens, so their log-ratio is set to 0
     log_ratio = (per_token_logps - old_per_token_logps) * mask
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio

@@ -7,8 +7,8 @@ the rejected one. Only `per_token_logps` has a gradient.
 
 Each loss divides by `normalizer`, the totals of the whole optimizer step, so that the gradients of micro-batches add up
 to the step's gradient. `normalizer.sequences` counts two answers for each pair; by default, the batch is the whole
-optimizer step. Three losses still depend on the micro-batches: aot and aot_unpaired sort a micro-batch's pairs, as in
-TRL, and use_weighting (WPO) multiplies the micro-batch's sft mean.
+optimizer step. Only aot and aot_unpaired, which sort a micro-batch's pairs as in TRL, and sft with use_weighting (WPO)
+depend on how a step is split into micro-batches.
 """
 
 import math
@@ -28,13 +28,14 @@ SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired")  # losses wi
 
 @dataclass
 class Pairs:
-    """Inputs of the functions in DPO_LOSSES, of shape (B,) unless a comment gives another. f' is f_score."""
+    """Inputs of the functions in DPO_LOSSES, of shape (B,) unless a comment gives another."""
 
     logps: Tensor  # (B, 2) log pi(y | x), summed over tokens, nats
     ref_logps: Tensor  # (B, 2) log pi_ref(y | x)
     u: Tensor  # chosen answer's log-ratio, log pi(y_c) - log pi_ref(y_c)
     v: Tensor  # rejected answer's log-ratio, log pi(y_r) - log pi_ref(y_r)
-    # beta d, with the margin d = f'(pi / pi_ref)(y_c) - f'(pi / pi_ref)(y_r), or u - v for the reverse KL
+    # beta times the margin d, which is f_score of the chosen minus f_score of the rejected answer, or u - v for
+    # reverse_kl
     z: Tensor
     mean_margin: Tensor  # d with both scores divided by their answers' lengths
     sft_loss: Tensor  # chosen tokens' mean negative log-probability, the same for every pair
@@ -43,51 +44,53 @@ class Pairs:
     discopop_tau: float  # DiscoPOP's mixture temperature
 
 
-# loss_type: function from Pairs to the loss of each pair (B,). In the comments, s is the sigmoid, b is beta and e is
-# label_smoothing.
+# For each loss_type, a function from Pairs to the loss of each pair, (B,). In the comments, d is the margin, and u and
+# v are the log-ratios of the chosen and the rejected answer.
 DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
-    # -log s(b d), DPO eq. 7 (arXiv 2305.18290). label_smoothing adds -log s(-b d) with the weight
-    # e: cDPO, eq. 3 in E. Mitchell's note (ericmitchell.ai/cdpo.pdf). TRL ignores e since 0.29.
+    # DPO eq. 7 (arXiv 2305.18290): -log sigmoid(beta d). With label_smoothing, which TRL ignores since 0.29, the loss
+    # is cDPO's, eq. 3 in E. Mitchell's note (ericmitchell.ai/cdpo.pdf).
     "sigmoid": lambda pairs: smoothed(pairs.z, pairs.e),
-    # hinge loss max(0, 1 - beta d). SLiC (arXiv 2305.10425), as in RSO (2309.06657)
+    # SLiC (arXiv 2305.10425), as in RSO (2309.06657): the hinge loss max(0, 1 - beta d)
     "hinge": lambda pairs: torch.relu(1 - pairs.z),
-    # (d - 1 / (2 b))^2 with d per token. IPO eq. 17 (2310.12036); its authors normalise by length
+    # IPO eq. 17 (arXiv 2310.12036): (d - 1 / (2 beta))^2 with the margin d per token, like IPO's authors
     "ipo": lambda pairs: (pairs.mean_margin - 1 / (2 * pairs.beta)).square(),
-    # KL between (s(b d), s(-b d)) and the labels (1 - e, e). EXO eq. 16 (arXiv 2402.00856)
+    # EXO eq. 16 (arXiv 2402.00856): KL between (sigmoid(beta d), sigmoid(-beta d)) and the smoothed labels
     "exo_pair": lambda pairs: (
         pairs.z.sigmoid() * (logsigmoid(pairs.z) - math.log(1 - pairs.e))
         + (-pairs.z).sigmoid() * (logsigmoid(-pairs.z) - math.log(pairs.e))
     ),
-    # -log s(b u) - log s(-b u) / 2 - log s(-b v) / 2. NCA (arXiv 2402.05369)
+    # NCA (arXiv 2402.05369): -log sigmoid(beta u) - log sigmoid(-beta u) / 2 - log sigmoid(-beta v) / 2
     "nca_pair": lambda pairs: (
         -logsigmoid(pairs.beta * pairs.u)
         - 0.5 * logsigmoid(-pairs.beta * pairs.u)
         - 0.5 * logsigmoid(-pairs.beta * pairs.v)
     ),
-    # DPO unbiased under labels flipped with probability e. Robust DPO eq. 11 (arXiv 2403.00409)
+    # Robust DPO eq. 11 (arXiv 2403.00409): unbiased if labels are flipped with the probability label_smoothing
     "robust": lambda pairs: (-(1 - pairs.e) * logsigmoid(pairs.z) + pairs.e * logsigmoid(-pairs.z)) / (1 - 2 * pairs.e),
-    # -log s(b u) - log s(-b v), without BCO's running mean of rewards. BCO (arXiv 2404.04656)
+    # BCO (arXiv 2404.04656) without its running mean of rewards: -log sigmoid(beta u) - log sigmoid(-beta v)
     "bco_pair": lambda pairs: -logsigmoid(pairs.beta * pairs.u) - logsigmoid(-pairs.beta * pairs.v),
-    # (u - 1 / (2 b))^2 + (v + 1 / (2 b))^2. SPPO eq. 4.7, win probabilities 1 and 0 (2405.00675)
+    # SPPO eq. 4.7 (arXiv 2405.00675) with win probabilities 1 and 0: (u - 1 / (2 beta))^2 + (v + 1 / (2 beta))^2
     "sppo_hard": lambda pairs: (pairs.u - 0.5 / pairs.beta).square() + (pairs.v + 0.5 / pairs.beta).square(),
-    # DPO on sorted margins of policy and reference. Paired AOT (arXiv 2406.05882)
+    # Paired AOT (arXiv 2406.05882): DPO's loss on the policy's minus the reference's sorted margins
     "aot": lambda pairs: smoothed(
         pairs.beta * (sorted_margins(pairs.logps) - sorted_margins(pairs.ref_logps)), pairs.e
     ),
-    # DPO on sorted log-ratios of chosen and rejected answers. Unpaired AOT (arXiv 2406.05882)
+    # Unpaired AOT (arXiv 2406.05882): DPO's loss on the chosen minus the rejected answers' sorted log-ratios
     "aot_unpaired": lambda pairs: smoothed(pairs.beta * (pairs.u.sort().values - pairs.v.sort().values), pairs.e),
-    # 1 - s(b u) + s(b v) raises chosen answers and lowers rejected ones. APO eq. 7 (2408.06266). 1 - s(x) is computed
-    # as s(-x), because 1 - s(20) is 0 in float32, and so is its gradient.
+    # APO-zero, eq. 7 (arXiv 2408.06266): 1 - sigmoid(beta u) + sigmoid(beta v) raises chosen and lowers rejected
+    # answers. 1 - sigmoid(x) is computed as sigmoid(-x), because 1 - sigmoid(20) is 0 in float32, and so is its
+    # gradient.
     "apo_zero": lambda pairs: (-pairs.beta * pairs.u).sigmoid() + (pairs.beta * pairs.v).sigmoid(),
-    # s(b u) + 1 - s(b (u - v)) lowers both answers, the rejected one more. APO eq. 8 (2408.06266)
+    # APO-down, eq. 8 (arXiv 2408.06266): sigmoid(beta u) + 1 - sigmoid(beta (u - v)) lowers both answers, the rejected
+    # one more
     "apo_down": lambda pairs: (pairs.beta * pairs.u).sigmoid() + (pairs.beta * (pairs.v - pairs.u)).sigmoid(),
-    # logistic and exponential loss, mixed by m = s(b d / tau). DiscoPOP eq. 5 (arXiv 2406.08414)
+    # DiscoPOP eq. 5 (arXiv 2406.08414): logistic and exponential loss, mixed by sigmoid(beta d / discopop_tau)
     "discopop": lambda pairs: torch.lerp(
         -logsigmoid(pairs.z), (-pairs.z).exp(), (pairs.z / pairs.discopop_tau).sigmoid()
     ),
-    # mean of -log pi over all chosen answers' tokens, equal for all pairs. Third loss of MPO (arXiv 2411.10442)
+    # SFT, the third loss of MPO (arXiv 2411.10442): mean of -log pi over the tokens of all chosen answers
     "sft": lambda pairs: pairs.sft_loss,
-    # -log s(b d) with d per token: length-normalised DPO of Tulu 3 (arXiv 2411.15124)
+    # length-normalised DPO of Tulu 3 (arXiv 2411.15124): -log sigmoid(beta d) with the margin d per token
     "sigmoid_norm": lambda pairs: -logsigmoid(pairs.beta * pairs.mean_margin),
 }
 
@@ -112,7 +115,7 @@ def dpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute a DPO loss: one of the 15 losses in DPO_LOSSES, or a weighted sum of several.
 
-    Example: if policy and reference are equal (u = v = 0), sigmoid is 0.693, hinge is 1, and ipo with beta 0.1 is 25.
+    Example: if policy and reference are equal, the loss sigmoid is 0.693, hinge is 1, and ipo with beta 0.1 is 25.
 
     Args:
         per_token_logps: (B, 2, T) float, log-probabilities under the policy in nats, with gradient.
@@ -160,7 +163,7 @@ def dpo_loss(
     u, v = log_ratio.unbind(1)
     scores = f_score(log_ratio, f_divergence_type, f_alpha_divergence_coef)
     mean_scores = scores / lengths  # (B, 2)
-    # The sum of the sft loss over pairs, divided by num_pairs, is -sum(logps of chosen tokens) / num_tokens
+    # sft_loss is scaled so that its sum over pairs, divided by num_pairs, is the mean over chosen tokens
     sft_loss = -(per_token_logps * mask)[:, 0].sum() / num_tokens * (num_pairs / B)
     pairs = Pairs(
         logps, ref_logps, u, v,
@@ -194,7 +197,8 @@ def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor
 def answer_logps(per_token_logps: Tensor, mask: Tensor, ld_alpha: float | None = None) -> Tensor:
     """Sum the token log-probabilities (B, 2, T) of each answer: (B, 2), in nats.
 
-    Beyond the shorter answer's length, log-probabilities of the longer answer are multiplied by ld_alpha, if set.
+    LD-DPO multiplies log-probabilities beyond the shorter answer's length by ld_alpha.
+
     Source: LD-DPO eq. 9 (arXiv 2409.06411); DPOTrainer.compute_ref_log_probs in TRL 1.16.
     """
     weights = mask.to(per_token_logps.dtype)  # so that ld_alpha is not rounded to float32
@@ -206,7 +210,7 @@ def answer_logps(per_token_logps: Tensor, mask: Tensor, ld_alpha: float | None =
 
 
 def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Tensor:
-    """Compute f'(t) at the likelihood ratio t = pi / pi_ref, given log t.
+    """Compute an f-divergence's derivative f'(t) at the likelihood ratio t = pi / pi_ref, given log t.
 
     reverse_kl           log t
     forward_kl           1 - 1/t
@@ -219,7 +223,7 @@ def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Te
         return -(-log_ratio).expm1()  # 1 - exp(-x) would round small log-ratios away
     if divergence == "js_divergence":
         return math.log(2) + logsigmoid(log_ratio)
-    # (alpha - 1) log t is at most 80, because float32's exp overflows for numbers above 88.
+    # (alpha - 1) log t is clamped to at most 80, because exp overflows in float32 for numbers above 88.
     return ((alpha - 1) * log_ratio).clamp(max=80.0).expm1() / (alpha - 1)
 
 
@@ -301,12 +305,12 @@ def _check_known(name: str, value: str, known_names):
 
 
 def sorted_margins(logps: Tensor) -> Tensor:
-    """Subtract rejected from chosen log-probabilities (B, 2), and sort the differences: (B,)."""
+    """Sort the differences of chosen and rejected log-probabilities, (B, 2) -> (B,), in ascending order."""
     return (logps[:, 0] - logps[:, 1]).sort().values
 
 
 def smoothed(z: Tensor, label_smoothing: float) -> Tensor:
-    """Compute (1 - label_smoothing) times -log sigmoid(z), plus label_smoothing times -log sigmoid(-z)."""
+    """Compute DPO's logistic loss -log sigmoid(z) with label smoothing."""
     return -(1 - label_smoothing) * logsigmoid(z) - label_smoothing * logsigmoid(-z)
 
 

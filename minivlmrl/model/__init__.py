@@ -1,4 +1,4 @@
-"""The models. Importing this package also tells glibc to keep freed memory in the process."""
+"""The models. Importing minivlmrl.model also tells glibc to keep freed memory in the process."""
 
 import ctypes
 import os

@@ -6,10 +6,9 @@ The attention objects in this file, which the decoder calls, implement these rul
     completion tokens  attend to their whole prompt and, causally, to their own completion
     no token           attends to another group or to another completion
 
-Each prompt is computed only once for all its completions, and the results are the same as if every completion were
-computed in a separate row together with its prompt. `visible` expresses the rules as a mask. GroupAttention does not
-need a mask, because it calls attention separately for the prompts and for the completions, and passes only the keys to
-which the queries may attend.
+Each prompt is computed only once for all its completions, and the results are the same as if every completion had a
+prompt of its own. `visible` expresses the rules as a mask. GroupAttention does not need a mask, because it calls
+attention separately for the prompts and for the completions, and passes only the keys to which the queries may attend.
 
 Dimension letters: N tokens in the packed sequence, B groups, R completions in all groups, M tokens in all completions,
 P tokens in a prompt, C tokens in a completion, H query heads, K key/value heads, D head_dim.
@@ -77,7 +76,7 @@ class GroupLayout:
         self.row_index = index_tensor([row * T + i for row, i in cells], device)
         blocks, self.slots = self.lay_blocks(device)
         self.shapes = [block.shape for block in blocks]
-        # index of the token in each cell of the concatenated token blocks; -1 marks an empty cell
+        # index of the token in each cell of the concatenated blocks, or -1 if the cell is empty
         order = torch.cat([block.flatten() for block in blocks])
         filled = order >= 0
         # (N,) each token's cell
@@ -87,7 +86,6 @@ class GroupLayout:
         self.inverse = to_device(inverse, device)
 
     def predicting_tokens(self) -> list[int]:
-        """Return, for each completion token, the packed position whose output predicts the token."""
         tokens = []
         for prompt_span, spans in zip(self.prompt_spans, self.completion_spans, strict=True):
             for span in spans:
@@ -97,7 +95,7 @@ class GroupLayout:
     def lay_blocks(self, device: torch.device | str) -> tuple[list[Tensor], list[PromptSlots | None]]:
         """Arrange the tokens in rectangular blocks, so that prompts of the same length share a block.
 
-        The b prompts with P tokens form a block (b, P), and the r completions of these prompts form a block (r, C).
+        The b prompts with P tokens form a block (b, P), and their r completions form a block (r, C).
 
         Returns:
             blocks: for each prompt length, the prompt block and then the completion block. A block cell contains a
@@ -118,10 +116,7 @@ class GroupLayout:
         return blocks, slots
 
     def blocks(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Split x (N, H, D) into two tensors for each prompt length, one of prompts and one of completions.
-
-        Prompts have the shape (b, H, P, D), and completions have the shape (r, H, C, D).
-        """
+        """For each prompt length, split x (N, H, D) into prompts (b, H, P, D) and their completions (r, H, C, D)."""
         if not self.in_order:
             x = Reorder.apply(x, self.order, self.inverse)
         sizes = [shape.numel() for shape in self.shapes]
@@ -131,7 +126,6 @@ class GroupLayout:
 
 
 def index_tensor(values: list[int], device: torch.device | str) -> Tensor:
-    """Create an int64 tensor on a device; an empty list gives an empty tensor."""
     return to_device(torch.tensor(values, dtype=torch.long), device)
 
 
@@ -148,7 +142,7 @@ def visible(layout: GroupLayout) -> Tensor:
 
 
 class GroupAttention:
-    """Attention for training, scoring and prefill; for each prompt length, attention is called twice.
+    """Attention for training, scoring and prefill, computed separately for prompts and for completions.
 
     Args:
         layout: prompt and completion positions in the packed sequence.
@@ -159,7 +153,7 @@ class GroupAttention:
         self.layout = layout
         self.keep_keys = keep_keys
         self.keys: list[tuple[Tensor, Tensor]] = []
-        # layer index -> states of a recurrent layer after the last token of each prompt, see qwen3_5.py
+        # by layer index, a recurrent layer's states after the last token of each prompt; see qwen3_5.py
         self.recurrent_state: dict[int, list[Tensor]] = {}
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -182,7 +176,7 @@ class GroupAttention:
 class DecodeAttention:
     """Attention for decoding steps, with a KV cache that stores each prompt once per group.
 
-    Each row (completion) has one new token, which attends to the prompt and to the earlier tokens of the row.
+    In each step, a completion has one new token, which attends to its prompt and to the completion's earlier tokens.
 
     Args:
         prompts: GroupAttention(layout, keep_keys=True), after a prefill of the prompts without completions.
@@ -192,8 +186,8 @@ class DecodeAttention:
     """
 
     check_every = 1  # `generate` checks for finished rows after this number of steps
-    # Parts of a decoding step, each as (slice of rows, slice of the new tokens of these rows). DecodeAttention has one
-    # part, which contains all rows, with one new token per row.
+    # Recurrent layers process groups of rows with equally many new tokens, each as (slice of rows, slice of new
+    # tokens). DecodeAttention has one group, with one new token per row.
     spans: Sequence[tuple[slice, slice]] = ((slice(None), slice(None)),)
     # rows whose new tokens in a decoding step are tool responses; see extras/agents/tool_sampler.py
     response_rows: Sequence[int] = ()
@@ -202,8 +196,8 @@ class DecodeAttention:
         lengths = prompts.layout.prompt_lengths
         first_keys = prompts.keys[0][0]
         self.device = first_keys.device
-        # The prompts' keys and values in each layer, (B, K, P, D). Shorter prompts are padded with zeros at the end.
-        # prompt_bias (B, P) is 0 for tokens, and masks the padding by -inf.
+        # The prompts' keys and values in each layer, (B, K, P, D). Shorter prompts are padded with zeros, which
+        # prompt_bias (B, P) masks by -inf.
         self.prompt_kv = []
         for layer in prompts.keys:
             padded = [pad_sequence(list(x.split(lengths)), batch_first=True) for x in layer]
@@ -211,14 +205,14 @@ class DecodeAttention:
         zeros = [first_keys.new_zeros(n) for n in lengths]
         self.prompt_bias = pad_sequence(zeros, batch_first=True, padding_value=float("-inf"))
         self.masks_prompts = len(set(lengths)) > 1  # without padding, prompt_bias is not needed
-        # The completions' keys and values in each layer, (R, K, capacity, D). row_bias is -inf after each row's newest
-        # token, and so masks the unused part of the cache.
+        # The completions' keys and values in each layer, (R, K, capacity, D). The unused part after each row's newest
+        # token is masked by -inf in row_bias.
         R = len(prompt_index)
         (_, K, D) = first_keys.shape
         self.row_kv = [[x.new_zeros(R, K, capacity, D) for x in layer] for layer in prompts.keys]
         self.row_bias = first_keys.new_zeros(R, 1, 1, capacity)
         self.num_row_keys = 0  # number of keys in the longest row; steps read only these keys
-        # row_bias is only needed if rows have different numbers of tokens, which happens only with tools
+        # row_bias is only needed if some completions are longer than others, because tools added tokens
         self.masks_rows = False
         self.prompt_index = prompt_index
         self.slots = PromptSlots(prompt_index, len(lengths), self.device)
@@ -239,7 +233,7 @@ class DecodeAttention:
         if unfinished.all():
             return None
         rows = unfinished.nonzero()[:, 0]
-        # `prompts` are indices of prompts with unfinished rows; self.prompt_index has each row's index in `prompts`
+        # indices of the prompts that still have rows, and each remaining row's index among these prompts
         prompts, self.prompt_index = self.prompt_index[rows].unique_consecutive(return_inverse=True)
         self.slots = PromptSlots(self.prompt_index, len(prompts), self.device)
         rows = to_device(rows, self.device)
@@ -258,7 +252,7 @@ class DecodeAttention:
         return rows
 
     def advance(self, tokens: int | Tensor = 1, growth: int = 1):
-        """Move each row's write position in the KV cache forward, and unmask the new positions.
+        """Reserve room in the KV cache for each row's new tokens, and unmask their positions.
 
         Args:
             tokens: number of new tokens, the same for all rows or (R,).
@@ -292,8 +286,8 @@ class DecodeAttention:
         row_k, row_v = self.remember(layer_index, k, v)  # (R, K, C, D)
         prompt_k, prompt_v = self.prompt_kv[layer_index]  # (B, K, P, D)
         q = q.view(R, K, H // K, D)
-        # One matrix product multiplies a prompt's keys by the queries from all rows of the prompt. prompt_bias is
-        # (B, 1, 1, P) and row_bias is (R, 1, 1, C); a bias is None if no key is masked.
+        # One matrix product multiplies a prompt's keys by the queries of all its completions. The biases prompt_bias
+        # (B, 1, 1, P) and row_bias (R, 1, 1, C) mask keys by -inf, or are None if no key is masked.
         prompt_bias = self.prompt_bias[:, None, None] if self.masks_prompts else None
         row_bias = self.row_bias[..., : self.num_row_keys] if self.masks_rows else None
         to_prompt = attention_scores(self.slots.by_prompt(q), prompt_k, prompt_bias)

@@ -21,9 +21,9 @@ from minivlmrl.model.families.registry import CONTROL_TOKENS, FAMILIES, ModelSpe
 if TYPE_CHECKING:
     from minivlmrl.data.folder_template import ChatTemplate
 
-# layers whose output is added to the residual stream have names that end with one of these strings
+# ends of the names of the layers whose output is added to the residual stream
 INTO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2", "attn.proj")
-# fields of ImageProcessor -> fields of VisionConfig with the same meaning
+# for each field of ImageProcessor, the field of VisionConfig with the same meaning
 PATCHES = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size", "merge_size": "spatial_merge_size"}
 
 
@@ -69,7 +69,7 @@ def default_template(family: ModelSpec) -> "ChatTemplate | None":
     """Return the chat template for a model folder that has none; None means that chat_template.render is used."""
     if family.default_system:
         return None
-    # imported here, because folder_template.py imports Jinja, which Qwen2-VL and Qwen2.5-VL do not need
+    # folder_template.py imports Jinja, which Qwen2-VL and Qwen2.5-VL do not need.
     from minivlmrl.data.folder_template import DEFAULT_QWEN3, ChatTemplate
 
     return ChatTemplate(DEFAULT_QWEN3, "the default template")
@@ -86,7 +86,7 @@ def model_from_config(config: ModelConfig, where: str | Path) -> VisionLanguageM
 
 @runtime_checkable
 class ResetsItself(Protocol):
-    """Interface for modules that initialise their own parameters."""
+    """Interface for modules whose parameters `initialize` sets by calling reset_parameters."""
 
     resets_itself: bool
 
@@ -97,11 +97,11 @@ class ResetsItself(Protocol):
 def initialize(model: VisionLanguageModel, generator: torch.Generator):
     """Initialise weights: matrices N(0, 1/fan_in), embeddings N(0, 0.02^2), norms 1, biases 0.
 
-    Learned position embeddings have the standard deviation vision_config.initializer_range instead of 0.02, because the
-    patch embeddings to which position embeddings are added have values of order 1.
+    Learned position embeddings have the standard deviation vision_config.initializer_range, which may be larger than
+    0.02, because patch embeddings have values of order 1.
 
-    The output of some matrices is added to the residual stream. The variance of these matrices is divided by 2 x the
-    number of blocks, so that the sum over all blocks does not grow with the number of blocks.
+    The variance of matrices whose output is added to the residual stream is divided by 2 x the number of blocks, so
+    that the sum of all outputs does not grow with the number of blocks.
     """
     for module in model.modules():
         if isinstance(module, nn.RMSNorm | nn.LayerNorm | ResetsItself):

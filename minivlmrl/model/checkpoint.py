@@ -30,7 +30,7 @@ from minivlmrl.model.plain_weights import Sharded, Weight, base_weights, plain_n
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# files besides the weights that a saved checkpoint copies unchanged from the loaded folder
+# files, except weights, that are copied unchanged from the loaded folder to a saved checkpoint
 CARRIED = re.compile(
     r"(tokenizer_config|generation_config|video_preprocessor_config|tokenizer|vocab|added_tokens"
     r"|special_tokens_map|chat_template)\.json"
@@ -65,7 +65,7 @@ def load_model(
     if sharding is not None:
         sharding.shard(model)
 
-    # function: (tensor in a file, parameter of the model) -> the shard of the tensor that this rank keeps
+    # take_shard(tensor in a file, parameter of the model) returns the part of the tensor that this rank keeps
     take_shard = sharding.take_shard if sharding else lambda x, like: x.to(device, like.dtype, copy=True)
     assign(model, _read_weights(folder, files, model, take_shard, device))
     model.folder = folder.resolve()  # save_model copies unused tensors from this folder
@@ -81,10 +81,7 @@ def read_config(folder: Path) -> ModelConfig:
 def _read_weights(
     folder: Path, files: list[Path], model: VisionLanguageModel, take_shard: Callable, device: torch.device | str
 ) -> dict[str, Tensor]:
-    """Read a model's weights from files, and return this rank's shards of the weights by parameter name.
-
-    A quantised layer packs and stores its weight as soon as the weight is read from the file.
-    """
+    """Read a model's weights from files, and return this rank's shards of the weights by parameter name."""
     expected = base_weights(model)  # lists a tied head only as the embedding
     is_tied = model.config.tie_word_embeddings
     family = family_of(model)
@@ -95,7 +92,7 @@ def _read_weights(
         for name, tensor in family.split_tensors(tensors, model.config, file):
             if name.startswith(family.unused_prefixes):
                 continue
-            # some folders store a tied language-model head, in addition to the same values in the embedding
+            # some folders store the language-model head, although it is tied to the embedding
             like = expected.get(EMBEDDING if is_tied and name == HEAD else name)
             fault = None
             if like is None:
@@ -135,7 +132,7 @@ def _read_weights(
 def check_loaded(weight: Tensor, name: str, file: Path):
     """Raise ValueError if a loaded weight contains NaN or infinite values."""
     local_weight = weight.to_local() if isinstance(weight, Sharded) else weight
-    # one NaN or infinite value in a weight makes the sum of the weight NaN or infinite
+    # the sum of a weight's values is NaN or infinite if one of the values is
     total = local_weight.sum(dtype=torch.promote_types(weight.dtype, torch.float32))
     if not total.isfinite():
         raise ValueError(
@@ -145,9 +142,9 @@ def check_loaded(weight: Tensor, name: str, file: Path):
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for each tensor in a safetensors file; hub_name converts the names.
+    """Yield (name, tensor) for each tensor in a safetensors file, with the name that minivlmrl uses.
 
-    The tensors are views of the memory-mapped file, so callers must copy the values.
+    A yielded tensor is a view of the memory-mapped file, so the caller must copy the values.
     """
     check_downloaded(file)
     try:
@@ -169,7 +166,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def unused_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
-    """Return the tensors in a model's folder that no module uses but saving copies, such as Qwen3.5's draft layer."""
+    """Return the tensors of a model's folder that the model does not use, such as Qwen3.5's draft layer."""
     folder = model.folder
     prefixes = family_of(model).unused_prefixes
     tensors = {}
@@ -196,7 +193,7 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
         folder: folder path or repository name.
         min_pixels, max_pixels: bounds on the image area in pixels. They default to the bounds in the folder.
     """
-    # ChatTemplate is imported in the function, because a model with random weights does not need Jinja
+    # folder_template.py imports Jinja, which models with random weights do not need.
     from minivlmrl.data.folder_template import ChatTemplate
 
     folder = find_folder(folder)
@@ -247,7 +244,7 @@ def end_token_ids(folder: Path) -> list[int]:
 
 
 def carried_files(folder: Path) -> dict[str, bytes]:
-    """Read the files that save_model will copy, because the folder may be gone when the model is saved."""
+    """Read the files that saved checkpoints copy, because the folder may be deleted during the run."""
     files = {}
     for file in sorted(folder.iterdir()):
         if CARRIED.fullmatch(file.name) and file.is_file():
@@ -261,7 +258,7 @@ def carried_files(folder: Path) -> dict[str, bytes]:
 
 
 def file_weights(model: VisionLanguageModel) -> dict[str, Weight]:
-    """Return a model's weights by the names that the family's files on the hub use, for gather_full_tensor."""
+    """Return a model's weights (see gather_full_tensor) by the names in the family's files on the hub."""
     family = family_of(model)
     file_name = module_name if family.files_have_module_names else str
     weights = {file_name(name): weight for name, weight in plain_weights(model).items()}
@@ -292,8 +289,8 @@ def write_settings(folder: Path, model: VisionLanguageModel, processor: Processo
         write_json(folder / "video_preprocessor_config.json", videos)
     template = processor.template
     if template is not None and Path(template.source).name == "processor_config.json":
-        # processor_config.json is not copied, because its image settings may have changed. The chat
-        # template is saved as chat_template.json, where loaders also search for a template.
+        # Only the chat template of processor_config.json is saved, as chat_template.json, because the image settings in
+        # processor_config.json may have changed.
         write_json(folder / "chat_template.json", {"chat_template": template.text})
     if (template is None or template.is_default) and "chat_template.jinja" not in carried:
         template_text = as_jinja() if template is None else template.text

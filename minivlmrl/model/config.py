@@ -1,7 +1,7 @@
 """ModelConfig and VisionConfig: a model's sizes and settings, with config.json's names.
 
-model/config_json.py reads, checks and writes config.json. A family whose vision tower has settings of its own declares
-them in a subclass of VisionConfig, in its file in model/families/.
+model/config_json.py reads, checks and writes config.json. If a family's vision tower has further settings, the family's
+file in model/families/ has a subclass of VisionConfig.
 """
 
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 Size = Annotated[int, "[1, 1e9]"]
 TokenId = Annotated[int, "[0, 1e9]"]
-# Sizes are limited, because building a larger model takes minutes before loading fails for missing weights.
+# The depth is limited, because a model with a wrong, large depth is built for minutes before loading fails.
 Depth = Annotated[int, "[1, 1000]"]
 
 
@@ -17,8 +17,7 @@ Depth = Annotated[int, "[1, 1000]"]
 class VisionConfig:
     """Vision-tower config with the fields that all model families share.
 
-    Qwen2-VL uses this class itself, and every other family uses a subclass with its own fields and defaults. The
-    default values are those of transformers for Qwen2-VL and Qwen2.5-VL.
+    The defaults of VisionConfig are those of transformers for Qwen2-VL and Qwen2.5-VL.
     """
 
     depth: Depth = 32  # number of transformer blocks
@@ -29,16 +28,15 @@ class VisionConfig:
     in_channels: Size = 3
     patch_size: Size = 14  # patch side in pixels
     temporal_patch_size: Size = 2  # frames in one patch; an image is repeated
-    # side, in patches, of the square of patches that is merged into one decoder token
+    # side n of the n x n patches that are merged into one token of the decoder
     spatial_merge_size: Size = 2
     rope_theta: Annotated[float, "(0, inf)"] = 1e4  # 2-D rotary embedding's base
     # standard deviation of the learned position embeddings in a new model
     initializer_range: Annotated[float, "[0, inf)"] = 0.02
-    # keys in vision_config that minivlmrl does not use, and that to_dict writes unchanged
+    # unused keys of vision_config in config.json, which saving writes unchanged
     extra: dict = field(default_factory=dict, hash=False)
 
-    # Properties that every vision tower has. Each property is a constant that config.json does not contain, unless a
-    # subclass for a model family makes the property a field.
+    # A ClassVar is a constant that config.json does not contain, unless a family's subclass makes it a field.
     norm: ClassVar[Literal["rms_norm", "layer_norm"]] = "layer_norm"
     # side of a square attention window in pixels; None makes each frame one window
     window_size: ClassVar[int | None] = None
@@ -46,7 +44,7 @@ class VisionConfig:
     fullatt_block_indexes: ClassVar[tuple[int, ...]] = ()
     # number of M-RoPE time positions per second of video; None uses one position per time step
     tokens_per_second: ClassVar[int | None] = None
-    # indices of blocks whose output is also added to the decoder's first layers (DeepStack)
+    # DeepStack: indices of tower blocks whose output is also added to the decoder's first layers
     deepstack_visual_indexes: ClassVar[tuple[int, ...]] = ()
 
     @property
@@ -60,7 +58,7 @@ class VisionConfig:
 
 @dataclass
 class ModelConfig:
-    """Model config. The defaults are the values that all Qwen2.5-VL checkpoints share."""
+    """Model config, whose defaults are the values that all Qwen2.5-VL checkpoints share."""
 
     vocab_size: Size
     hidden_size: Size
@@ -111,7 +109,7 @@ class ModelConfig:
     def mrope_axes(self) -> tuple[int, ...]:
         """Return the axis (0 time, 1 height, 2 width) of the position that each rotary frequency encodes.
 
-        Example: mrope_section (2, 1, 1) gives the axes 0 0 1 2, and with mrope_interleaved the axes 0 1 2 0.
+        Example: mrope_section (2, 1, 1) gives four frequencies the axes 0 0 1 2, or with mrope_interleaved 0 1 2 0.
         """
         section = self.mrope_section
         if self.mrope_interleaved:

@@ -9,9 +9,9 @@ from minivlmrl.errors import check_field, error_context
 from minivlmrl.model.config import ModelConfig, VisionConfig
 from minivlmrl.model.families.registry import FAMILIES, ModelSpec
 
-# keys in config.json that are not copied to ModelConfig.extra, because to_dict computes the values
+# keys of config.json that to_dict computes when saving, and that are therefore not stored in ModelConfig.extra
 REWRITTEN = {"text_config", "rope_parameters", "rope_scaling", "dtype", "architectures", "transformers_version"}
-# keys in vision_config that are not copied to VisionConfig.extra, because to_dict computes the values
+# keys of vision_config that to_dict computes when saving, and that are therefore not stored in VisionConfig.extra
 REWRITTEN_IN_VISION = REWRITTEN | {"model_type", "hidden_act", "in_chans", "spatial_patch_size", "torch_dtype"}
 
 
@@ -30,8 +30,8 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
     names = rope.keys() & {"rope_theta", "mrope_section", "partial_rotary_factor"}
     flat = _merge(family.defaults, family.experts, flat, {name: rope[name] for name in names})
     flat["torch_dtype"] = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype") or "float32"
-    # tie_word_embeddings at the top level of config.json takes precedence, because transformers 5 always writes the
-    # default value into text_config.
+    # The top level's tie_word_embeddings has priority, because transformers 5 always writes the default value of
+    # tie_word_embeddings into text_config.
     flat["tie_word_embeddings"] = _merge({"tie_word_embeddings": False}, text, config)["tie_word_embeddings"]
     flat["vision_config"] = _read_vision(vision, family, where)
     flat |= family.text
@@ -52,7 +52,6 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
 
 
 def _check_model_type(config: dict, where: str):
-    """Raise ValueError unless model_type in config.json is a supported model family."""
     model_type = config.get("model_type")
     expected = f"{' or '.join(FAMILIES)}; other mixtures of experts and qwen4_exp are not supported"
     if isinstance(model_type, str) and not config.get("vision_config"):
@@ -94,12 +93,11 @@ def to_dict(config: ModelConfig) -> dict[str, Any]:
 
 
 def without(values: dict, names: Container[str]) -> dict:
-    """Return a copy of the dictionary `values` without the keys in `names`."""
     return {name: value for name, value in values.items() if name not in names}
 
 
 def _merge(*sections: dict) -> dict:
-    """Join JSON objects. A later object's value replaces an earlier value, unless the later value is null.
+    """Join JSON objects; a later object's value replaces an earlier object's value, unless it is null.
 
     transformers 4.52 to 4.56 write null into text_config for keys that have a value at the top level.
     """
@@ -120,12 +118,12 @@ def _section(config: dict, where: str, *names: str) -> dict:
 
 
 def _rope(config: dict, where: str) -> dict:
-    # transformers 5 writes the key rope_parameters, and older releases write rope_scaling
+    # the rope settings are called rope_parameters in transformers 5, and rope_scaling in older releases
     return _section(config, where, "rope_parameters", "rope_scaling")
 
 
 def _check_supported(flat: dict, vision: dict, family: ModelSpec, where: str):
-    """Raise ValueError if a setting is not supported. Missing and null settings are accepted."""
+    """Raise ValueError if a setting in config.json has an unsupported value; null is accepted."""
     rope = _rope(flat, where)
     vision_rope = _rope(vision, f"{where}: vision_config")
     supported = {  # key -> (value in the file, supported values ...)

@@ -1,8 +1,7 @@
 """Decoder and LM head for the vision-language models Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5.
 
 The decoder processes a packed sequence of N tokens. The decoder's argument `attention` decides which tokens attend to
-each other. model/families/registry.py names each family's vision tower, layers and norm. Parameters have the same names
-as in checkpoints on the Hugging Face hub.
+each other. Parameters have the same names as in checkpoints on the Hugging Face hub.
 
 Dimension letters: N tokens, H query heads, K key/value heads, D head_dim. `config` is the ModelConfig in
 model/config.py.
@@ -76,8 +75,8 @@ class VisionLanguageModel(nn.Module):
 def place_images(x: Tensor, vision_embeds: Tensor, index: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Replace the embeddings x (N, hidden_size) at `index` (M,) by the vision tower's output.
 
-    With DeepStack, vision_embeds have the shape (M, k * hidden_size), k > 1. The first hidden_size columns replace
-    embeddings; the other columns are returned as k - 1 tensors for the argument `deep` of TextModel.
+    With DeepStack, the tower's output (M, k * hidden_size) has further columns, which are returned as k - 1 tensors for
+    the decoder's first layers.
     """
     first, *deep = vision_embeds.to(x.dtype).split(x.shape[1], dim=-1)
     return x.index_copy(0, index, first), deep

@@ -10,9 +10,9 @@ from minivlmrl.model.packing import GroupBatch
 def per_token_logps(model: VisionLanguageModel, batch: GroupBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Compute each completion token's log-probability given the prompt and earlier tokens.
 
-    Logits are computed block by block, and computed again in the backward pass, so that memory never holds all logits
-    (M, vocab_size). If sampling filters such as top_p removed tokens (batch.sampling_mask), the probabilities are
-    normalised over the remaining vocabulary.
+    Logits are computed block by block, in the forward pass and again in the backward pass, so that memory never holds
+    all logits (M, vocab_size). If filters such as top_p removed tokens in sampling, the probabilities are normalised
+    over the remaining vocabulary.
 
     Args:
         batch: packed batch with M completion tokens.
@@ -26,15 +26,12 @@ def per_token_logps(model: VisionLanguageModel, batch: GroupBatch, temperature: 
 
 
 def completion_states(model: VisionLanguageModel, batch: GroupBatch) -> Tensor:
-    """Compute the hidden states (M, hidden_size) that predict the completion tokens."""
+    """Compute the hidden states (M, hidden_size) from which the head predicts the completion tokens."""
     return model(batch, select=batch.layout.predict_index)
 
 
 def logps_of_states(
     model: VisionLanguageModel, states: Tensor, batch: GroupBatch, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute the results of per_token_logps from the hidden states that completion_states returned.
-
-    A caller that also needs the hidden states calls logps_of_states instead of per_token_logps.
-    """
+    """Compute the results of per_token_logps from `states`, which completion_states has computed."""
     return linear_log_softmax(states, model.lm_head.weight, batch.completion_ids, temperature, batch.sampling_mask)

@@ -1,8 +1,7 @@
 """LoRA adapters (arXiv 2106.09685): train two small matrices for each frozen linear layer.
 
 A layer with an adapter computes x W^T + scaling * x A^T B^T, and only A and B are trained. `inject_adapters` replaces
-linear layers in a model that is already built, also if the model is on the meta device and not yet sharded. The
-code of the decoder, the sampler and the losses is therefore independent of adapters.
+linear layers in a model that is already built, so the decoder, the sampler and the losses have no code for adapters.
 
 Dimension letters: N is the number of tokens, and r is the rank of an adapter.
 """
@@ -40,8 +39,8 @@ from minivlmrl.model.plain_weights import (
 def inject_adapters(model: VisionLanguageModel, options: LoRAOptions):
     """Freeze a model, and replace its target layers by LoRALinear layers.
 
-    The weights of new adapters are zero until init_adapters initialises these weights. If options.r is 0, no adapters
-    are added, and the whole model stays trainable.
+    New adapters are zero until init_adapters initialises them. If options.r is 0, no adapters are added, and the whole
+    model stays trainable.
     """
     model.requires_grad_(not options.r)
     if not options.r:
@@ -79,7 +78,7 @@ class LoRALinear(ReplacedLinear):
         adapter_input = adapter_input.to(self.lora_A.dtype)
         low_rank = F.linear(adapter_input, self.lora_A)  # (N, r)
         wide_result = base_result.to(self.lora_A.dtype)
-        # addmm scales the matrix product and adds the scaled product to wide_result in one operation
+        # addmm multiplies, scales and adds in a single operation
         adapted = torch.addmm(wide_result, low_rank, self.lora_B.T, alpha=self.scaling)
         return adapted.to(base_result.dtype)
 
@@ -114,9 +113,9 @@ class LoRALinear(ReplacedLinear):
 class TF32Adapter(torch.autograd.Function):
     """Compute base_result + scaling * x A^T B^T with TF32 products in the forward and the backward pass.
 
-    TF32 rounds the factors of a float32 product to 11 significant bits for the tensor cores, and sums products in
-    float32. A bfloat16 input x has 8 significant bits, so TF32 does not round x. TF32Adapter sets the precision in each
-    pass, because the setting is global in torch, and autograd runs the backward pass later, in another thread.
+    For TF32, tensor cores round the factors of a float32 product to 11 significant bits, and sum in float32. A bfloat16
+    input x has 8 significant bits, so TF32 does not change x. TF32Adapter sets the precision in both passes, because
+    torch's setting is global, and autograd runs the backward pass later.
 
     Shapes: base_result (N, out_features), x (N, in_features), A (r, in_features), B (out_features, r).
     """
@@ -155,10 +154,10 @@ def adapters(model: nn.Module) -> dict[str, LoRALinear]:
 def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
     """Apply dropout with probability p to all adapters' inputs inside a `with` block.
 
-    As in PEFT, only the adapter's input is dropped, and not the base layer's input. A layer's dropout mask depends only
-    on `key` and on the layer's name. Activation recomputation in the backward pass therefore repeats the mask, and
-    a resumed run does not have to restore the state of a random generator. All completions of a prompt share the
-    dropout mask of the prompt's tokens.
+    As in PEFT, dropout changes the adapter's input, but not the base layer's input. The dropout mask depends only on
+    `key` and on the layer's name, so that recomputing activations in the backward pass repeats the mask, and a resumed
+    run needs no saved state of a random generator. All completions of a prompt share the dropout mask of the prompt's
+    tokens.
     """
     layers = adapters(model) if p else {}
     for name, layer in layers.items():
@@ -172,12 +171,11 @@ def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
 def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     """Inside a `with` block on a GPU, replace float32 adapters by 16-bit copies if the base layer is 16-bit.
 
-    A decode step multiplies few tokens, so the float32 products and conversions in an adapter take longer than its base
-    layer. With copies in the base dtype, an adapter computes two 16-bit products, as with model.compute_dtype. The
-    adapters are not merged into the base, because W + scaling * B A in bfloat16 loses most updates that are small
-    beside W. On a CPU nothing is replaced.
+    A decode step multiplies few tokens, so the float32 products in an adapter would take longer than its 16-bit base
+    layer. The adapters are not merged into the base, because W + scaling * B A in bfloat16 loses most updates that are
+    small beside W. On a CPU nothing is replaced.
 
-    The 16-bit copies keep their memory addresses inside the block, because CUDA graphs read these addresses.
+    CUDA graphs can read the 16-bit copies, because their memory addresses do not change inside the block.
 
     Yields:
         The 16-bit copies of the adapter parameters, or an empty list if no adapter is replaced.
@@ -196,9 +194,8 @@ def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
 
 @torch.no_grad()
 def surviving_share(model: nn.Module) -> float:
-    """Compute which share (0 to 1) of the weights that adapters update still differs from the base after a merge."""
-    # A merged weight is rounded to the base dtype. If the update is less than half of the distance to the next number,
-    # the merged weight equals the base weight, and the update is lost.
+    """Compute the share (0 to 1) of the updated weights that still differ from the base weights after a merge."""
+    # A merged weight is rounded to the base dtype, so an update below half of the distance to the next number is lost.
     num_changed = num_updated = 0
     for layer in adapters(model).values():
         weight, update = layer.weight_and_update()
@@ -242,8 +239,7 @@ def quantize_base(model: VisionLanguageModel):
     """Quantise the decoder's frozen linear layers, and the adapters' base layers, to NF4.
 
     The routers, the head and the embeddings are not quantised, and neither are layers in the vision tower and the
-    merger that do not have an adapter. bitsandbytes in transformers 5.23 also quantises the layers of the tower: all
-    linear layers except the head. This function works on any device.
+    merger that do not have an adapter. In transformers 5.23, bitsandbytes quantises all linear layers except the head.
     """
     not_quantized = family_of(model).not_quantized
     names = []
@@ -257,8 +253,7 @@ def quantize_base(model: VisionLanguageModel):
 
 
 def quantize_layer(model: nn.Module, name: str):
-    """Replace the linear layer with this name by an NF4Linear that holds the quantised weight."""
-    # NF4Linear is imported in the function, because only few recipes set adapter.quantize
+    # nf4.py is imported only for the few recipes that set adapter.quantize
     from minivlmrl.model.nf4 import NF4Linear
 
     linear = model.get_submodule(name)
@@ -278,7 +273,7 @@ def init_adapters(model: VisionLanguageModel, seed: int):
 
 
 def set_parameters(model: VisionLanguageModel, weights: dict[str, Tensor]):
-    """Set parameters to full tensors, converted to the parameters' device and dtype; each rank keeps its own shard."""
+    """Set a model's parameters to full tensors, converted to their device and dtype; each rank keeps its own shard."""
     sharding = model.sharding
     device = model.lm_head.weight.device
     parameters = dict(model.named_parameters())
@@ -314,7 +309,7 @@ def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
 
 
 def add_lora(model: nn.Module, name: str, r: int, scaling: float) -> LoRALinear:
-    """Replace a linear layer by a LoRALinear with a zero adapter, and discard any old adapter."""
+    """Replace a linear layer by a LoRALinear whose A and B are zero, and discard any old adapter."""
     layer = model.get_submodule(name)
     base = layer.base if isinstance(layer, LoRALinear) else layer
     assert isinstance(base, nn.Linear | PackedLinear)

@@ -1,10 +1,9 @@
 """Quantise frozen weights to NF4, 4 bits per value, as in QLoRA (arXiv 2305.14314).
 
-Each block of 64 values has a scale, which is the largest absolute value in the block. Each value is divided by the
-scale, and stored as the index of the nearest of 16 quantiles of a normal distribution. The scales are also quantised
-("double quantisation"): the mean of the scales is subtracted, and each difference is stored in 8 bits. In total, NF4
-takes 4.13 bits per value. Every forward and backward pass unpacks the weights again. extras/adamw8bit.py quantises the
-moments of AdamW to 8 bits in the same way.
+Each block of 64 values has a scale, which is the largest absolute value in the block. Each value is divided by its
+block's scale, and stored as the index of the nearest of 16 quantiles of a normal distribution. The blocks' scales are
+also quantised ("double quantisation"): their mean is subtracted, and each difference is stored in 8 bits. In total, NF4
+takes 4.13 bits per value. Every forward and backward pass unpacks the weights again.
 """
 
 from collections.abc import Callable
@@ -32,8 +31,8 @@ _table = cache(lambda device: torch.tensor(NF4).to(device))  # (16,)
 def dynamic_code(signed: bool, device: torch.device) -> Tensor:
     """Return the 256 values in bitsandbytes' dynamic 8-bit code, in ascending order.
 
-    The code contains 0, 1 and numbers in seven decades, such as 0.01 to 0.1. The code has twice as many values in each
-    decade as in the next lower decade.
+    The dynamic code has 0, 1 and numbers in seven decades, such as 0.01 to 0.1, and in each decade twice as many
+    numbers as in the next lower decade.
     """
     numbers = [torch.zeros(1), torch.ones(1)]
     for decade in range(7):
@@ -64,7 +63,7 @@ def quantize(values: Tensor, code: Tensor, block: int = GROUP) -> tuple[Tensor, 
 
 
 def dequantize(indices: Tensor, scales: Tensor, code: Tensor) -> Tensor:
-    """Compute (rows, n) float32 values from the indices and scales that `quantize` returned."""
+    """Compute the float32 values (rows, n) whose indices and scales `quantize` has returned."""
     return code[indices.int()] * scales.repeat_interleave(GROUP, 1)[:, : indices.shape[1]]
 
 
@@ -97,14 +96,14 @@ def pack_on_meta(shape: torch.Size) -> dict[str, Tensor]:
 def unpack_nf4(
     packed: Tensor, scale_indices: Tensor, scale_scales: Tensor, offset: Tensor, dtype=torch.float32
 ) -> Tensor:
-    """Compute a weight's values (n,), padded to whole blocks, from the tensors that pack_nf4 returned."""
+    """Unpack the tensors that pack_nf4 returned into the weight's values (n,), padded to whole blocks."""
     scale_code = dynamic_code(True, packed.device)
     value_table = _table(packed.device)
     if backend_for(offset, "nf4_unpack") == "triton":
         return nf4_unpack(packed, scale_indices, scale_scales, offset, (scale_code, value_table), dtype)
     scales = dequantize(scale_indices[None], scale_scales[None], scale_code)[0] + offset
-    # value_pairs contains the two float32 values that each possible byte encodes, as one int64. On a CPU, 4096 blocks
-    # are unpacked at a time, because 4096 blocks fit into the CPU's cache. All blocks at once take 3 times as long.
+    # A CPU unpacks 4096 blocks at a time, which fit into the CPU's cache; all blocks at once would take 3 times as
+    # long. An int64 in value_pairs has the two float32 values that a byte encodes.
     piece_blocks = 4096 if packed.is_cpu else len(scales)
     value_pairs = torch.cartesian_prod(value_table, value_table).view(torch.int64)
     values = scales.new_empty(len(scales), BLOCK, dtype=dtype)
@@ -123,7 +122,7 @@ def unpack_nf4(
 class NF4Linear(PackedLinear):
     """A frozen linear layer with an NF4 weight.
 
-    In a sharded model, each rank has a shard of the packed values, and the scales of all values.
+    In a sharded model, each rank has a shard of the 4-bit values, but all scales.
     """
 
     packed: nn.Parameter
@@ -132,8 +131,7 @@ class NF4Linear(PackedLinear):
     offset: Tensor
 
     def pack(self, weight: Tensor, take_shard: Callable | None = None):
-        """Pack a weight into this layer; see PackedLinear.pack."""
-        # Memory estimates pack meta tensors. pack_on_meta is cached, because a model may have thousands of experts.
+        # Memory estimates pack weights on the meta device, with a cache, because a model may have thousands of experts.
         if weight.is_meta:
             packed_tensors = {name: torch.empty_like(x) for name, x in pack_on_meta(weight.shape).items()}
         else:
@@ -148,7 +146,7 @@ class NF4Linear(PackedLinear):
     @property
     def weight(self) -> Tensor:
         """Gather and unpack the weight (out_features, in_features), in its original dtype."""
-        # The packed weight is moved to the device of `offset`, because offloaded shards are in host memory.
+        # Offloaded shards are in host memory, so the gathered values are moved to the device of the scales.
         packed = gather(self.packed).to(self.offset.device)
         values = unpack_nf4(packed, self.scale_indices, self.scale_scales, self.offset, self.dtype)
         return values[: self.shape.numel()].view(self.shape)

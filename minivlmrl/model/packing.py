@@ -23,10 +23,10 @@ from minivlmrl.model.rope import get_rope_index
 class GroupBatch:
     """A packed sequence with N tokens and no padding, with R rows and M completion tokens in total.
 
-    A row of the batch is one completion, or all turns in a trajectory. Losses are computed per row.
+    A row of the batch is one completion, or all turns in a trajectory.
     """
 
-    # (N,) int64; the last token of each completion is left out, because the last token predicts no token
+    # (N,) int64 token ids, without the last token of each completion, which predicts no token
     input_ids: Tensor
     position_ids: Tensor  # (3, N) int64 positions in time, height and width
     # (patches, patch_dim) patches of all images and videos in order, in float32 or the computation dtype
@@ -34,10 +34,10 @@ class GroupBatch:
     image_grid_thw: Tensor  # (images and videos, 3) int64
     vision_index: Tensor  # (merged tokens,) image-token and video-token positions in input_ids
     completion_ids: Tensor  # (M,) int64, the tokens that are scored, completions in order
-    # (M,) float32, 1 for tokens that the policy generated, and 0 for tool output or other turns
+    # (M,) float32, 1 for tokens that the policy generated, and 0 for the output of tools or users
     policy_mask: Tensor
-    # (2, K) int64, each pair has a completion token's index and a vocabulary id that sampling filters kept for this
-    # completion token; (2, 0) without sampling filters
+    # (2, K) int64 pairs of a completion token's index and one of the ids that the sampling filters kept at that token;
+    # (2, 0) without sampling filters
     sampling_mask: Tensor
     layout: GroupLayout
     prompts: Sequence[Prompt] = ()  # the B packed prompts
@@ -115,10 +115,9 @@ def pack_turns(
     config: ModelConfig,
     device: torch.device | str = "cpu",
 ) -> GroupBatch:
-    """Pack prompts and completions as the function `pack` does, but pack each turn after the turn's own prompt.
+    """Pack prompts and completions like `pack`, but each later turn of a completion after the turn's own prompt.
 
-    The first turns of all completions of a prompt share this prompt. All turns of a completion are one row of the
-    batch. Completions that have no turns are packed as in `pack`.
+    All turns of a completion are one row of the batch.
     """
     if not any(completion.turns for group in completions for completion in group):
         return pack(prompts, completions, config, device)
@@ -161,7 +160,6 @@ def lay_group(prompt: Prompt, group: Sequence[Completion], config: ModelConfig) 
     for completion in group:
         span = Span(
             ids=completion.ids[:-1],
-            # a placeholder <|image_pad|> that the policy generated does not belong to any image
             image_ids=completion.ids.masked_fill(completion.policy_mask, -1)[:-1],
             position_ids=next_position + torch.arange(len(completion.ids) - 1).expand(3, -1),
         )

@@ -32,7 +32,7 @@ CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "b
 INNER_FOLDERS = "", "adapter", "checkpoint/adapter"
 TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.(lora_[AB])(?:\.default)?\.weight")
 MERGE = "Merge the adapter into its base model with PEFT, and load the merged model."
-# adapters are rejected if adapter_config.json sets one of these fields, which would change the results
+# fields of adapter_config.json that would change the results; an adapter that sets one of them is rejected
 UNSUPPORTED = (
     "use_dora", "use_qalora", "bias", "lora_bias", "fan_in_fan_out", "modules_to_save", "layer_replication",
     "trainable_token_indices", "target_parameters", "alora_invocation_tokens",
@@ -41,12 +41,12 @@ UNSUPPORTED = (
 
 @dataclass
 class PeftConfig:
-    """Fields that are read from adapter_config.json; layer names and ranks are read from the tensors instead."""
+    """The fields that are read from adapter_config.json; layer names and ranks are read from the tensors."""
 
     peft_type: Literal["LORA"]
     lora_alpha: Annotated[float, "(0, inf)"]
     use_rslora: bool = False
-    # whole layer name or last parts of a layer name -> alpha; regular expressions, as in PEFT, are not supported
+    # alpha for layers whose name ends with the key; PEFT's regular expressions are not supported
     alpha_pattern: dict[str, Annotated[float, "(0, inf)"]] | None = None
 
 
@@ -106,7 +106,7 @@ def base_model(folder: str | Path) -> str:
 
 
 def adapter_options(folder: str | Path, quantize: Literal["nf4"] | None = None) -> LoRAOptions:
-    """Return the recipe options with which build_model loads a folder's adapter, quantised as in the adapter's run."""
+    """Return options for a recipe's section `adapter` that load the adapter in a folder."""
     folder = find_adapter(folder)
     config = _read_config(folder / CONFIG)
     with error_context(folder / WEIGHTS):
@@ -188,7 +188,7 @@ def _check_shape(model: VisionLanguageModel, name: str, pair: dict[str, Tensor],
             "trained on this base model."
         )
     if not isinstance(layer, nn.Linear | LoRALinear | PackedLinear) or name == "lm_head":
-        raise ValueError(f"the layer {name:.80} is no linear layer before the head. {MERGE}")
+        raise ValueError(f"the layer {name:.80} is not a linear layer, or is the head. {MERGE}")
     shapes = {kind: tuple(tensor.shape) for kind, tensor in pair.items()}
     r, *_ = shapes.get("lora_A") or [0]
     expected_shapes = {"lora_A": (r, layer.in_features), "lora_B": (layer.out_features, r)}
@@ -219,8 +219,7 @@ def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Calla
             full = gather_full_tensor(matrix).cpu().contiguous()
             tensors[f"{PREFIX}{name}.{kind}.weight"] = full
     ranks = {name: layer.r for name, layer in layers.items()}
-    # PEFT computes the scaling as alpha / r, so alpha is saved as scaling * r, even for an adapter that was loaded with
-    # the scaling alpha / sqrt(r)
+    # PEFT computes scaling = alpha / r, so alpha is saved as scaling * r, also for rsLoRA's scaling alpha / sqrt(r).
     alphas = {name: layer.scaling * layer.r for name, layer in layers.items()}
     r = max(ranks.values())
     alpha = max(alphas.values())

@@ -1,8 +1,8 @@
 """Compute the weights of a model without adapters and quantisation, and the names of these weights.
 
-LoRA (model/lora.py) and NF4 (model/nf4.py) replace linear layers, but checkpoints store the weights of plain linear
-layers. The functions in plain_weights.py compute plain weights and plain names from replaced layers. plain_weights.py
-also defines the model parts that options such as model.freeze can name.
+LoRA (model/lora.py) and NF4 (model/nf4.py) replace linear layers, but checkpoints store plain linear layers. The
+functions in this file compute weights and names of plain layers from the replaced layers. PARTS defines the model parts
+that options such as model.freeze can name.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from minivlmrl.config.types import Part
 
-# model part, as named in recipes -> prefixes of weight names. The first part with a matching prefix is used.
+# For each model part that recipes can name, prefixes of weight names. A weight belongs to the first part that matches.
 PARTS: dict[Part, str | tuple[str, ...]] = {
     "merger": ("visual.merger.", "visual.deepstack_merger_list."),
     "embeddings": ("model.embed_tokens.", "lm_head."),  # the LM head is often tied to the embedding
@@ -57,8 +57,8 @@ class PackedProduct(torch.autograd.Function):
 class PackedLinear(ReplacedLinear):
     """Base class for frozen linear layers whose weight is packed into fewer bits.
 
-    A packed layer can also be the base layer of a LoRALinear. Subclasses such as model/nf4.NF4Linear implement packing
-    in `pack` and unpacking in `weight`.
+    Subclasses such as model/nf4.NF4Linear implement packing in the method `pack` and unpacking in the property
+    `weight`.
     """
 
     def __init__(self, linear: nn.Linear):
@@ -91,7 +91,7 @@ class PackedLinear(ReplacedLinear):
         return product if self.bias is None else product + self.bias
 
 
-# a weight is a parameter or layer from which gather_full_tensor computes the full tensor
+# what gather_full_tensor converts to a full tensor: a parameter, a replaced layer or stacked weights
 Weight = Tensor | ReplacedLinear | Stacked
 
 
@@ -151,7 +151,7 @@ def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
 
 
 def plain_weights(model: nn.Module) -> dict[str, Weight]:
-    """Return, by plain name, the weights from which gather_full_tensor computes weights with merged adapters."""
+    """Return the weights by the names of plain layers; gather_full_tensor merges the adapters into them."""
     weights: dict[str, Weight] = {**base_weights(model)}
     for name, layer in model.named_modules():
         if isinstance(layer, ReplacedLinear) and not name.endswith(".base"):
@@ -160,7 +160,7 @@ def plain_weights(model: nn.Module) -> dict[str, Weight]:
 
 
 def shared_base(model: nn.Module) -> dict[int, Tensor]:
-    """Return a memo for copy.deepcopy, with which a copied model has its own adapters and shares all other weights."""
+    """Return a memo with which copy.deepcopy copies a model's adapters, but shares all its other weights."""
     if not has_adapters(model):
         return {}
     base = [p for name, p in model.named_parameters() if not is_adapter(name)]

@@ -27,8 +27,9 @@ def get_rope_index(
         time   0 1 | 2 2 2 2 2 2 | 5
         height 0 1 | 2 2 2 3 3 3 | 5
         width  0 1 | 2 3 4 2 3 4 | 5
-    Example: a video has 3 time steps, 0.75 s apart, and 2 positions per second. The time positions of the video are
-    floor(step * 1.5), so 0, 1 and 3.
+
+    Example: a video with 3 time steps, 0.75 s apart, and 2 positions per second has the time positions 0, 1 and 3,
+    which are floor(1.5 * step).
 
     Args:
         input_ids: (N,) int64, one prompt with its image and video placeholders expanded.
@@ -72,7 +73,6 @@ def get_rope_index(
 
 
 def _text_positions(first: int, count: int) -> Tensor:
-    """Return positions (3, count) of text, which count up from `first` and are equal on all three axes."""
     return torch.arange(first, first + count).expand(3, -1)
 
 
@@ -89,7 +89,7 @@ def _grid_positions(t: int, rows: int, cols: int, seconds: float, config: Vision
 
 
 def text_rotary(position_ids: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute the cosines and sines of M-RoPE. config.mrope_axes has the position axis of each rotary frequency.
+    """Compute the cosines and sines of M-RoPE.
 
     Args:
         position_ids: (3, N) int64, from get_rope_index.
@@ -109,8 +109,8 @@ def vision_rotary(
     """Compute the cosines and sines of the vision tower's 2-D rotary embedding for each patch.
 
     Half of the frequencies rotate by the patch's row, and half by the patch's column. Patches are in pixel_values
-    order: merge blocks are in raster order, and so are a block's patches. All frames of a video have the same rotary
-    angles, because the tower's rotary embedding does not encode time.
+    order: the blocks of patches that are merged are in raster order, and so are the patches in each block. All frames
+    of a video have the same rotary angles, because the tower's rotary embedding does not encode time.
 
     Args:
         image_grid_thw: (images and videos, 3) int64, the number of patches in time, height, width.

@@ -23,7 +23,6 @@ def select_trained(model: nn.Module, freeze: Sequence[Part]):
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters with requires_grad, which the optimizer updates."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
@@ -57,7 +56,7 @@ def trainable_summary(model: nn.Module) -> str:
         kind_name = part_of(name)
         rank_text = ""
         if is_adapter(name):
-            # a block's index is replaced by *, so that one line of the table counts a layer in all blocks
+            # blocks.0.mlp becomes blocks.*.mlp, so that one line of the table counts the layer in all blocks
             kind_name = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer_name)
             r = parameter.shape[0 if name.endswith("lora_A") else 1]
             rank_text = f" x r {r}"

@@ -104,9 +104,9 @@ A = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weig
       for name, cause in {
           "lm_head.base_layer.weight": "lm_head.base_layer.weight is not a lora_A or lora_B",
           "model.language_model.embed_tokens.lora_embedding_A": "lora_embedding_A is not a lora_A or lora_B",
-          "lm_head.lora_A.weight": "the layer lm_head is no linear layer before the head",
-          "model.language_model.embed_tokens.lora_A.weight": "the layer model.embed_tokens is no linear layer",
-          "model.visual.patch_embed.proj.lora_A.weight": "the layer visual.patch_embed.proj is no linear layer",
+          "lm_head.lora_A.weight": "the layer lm_head is not a linear layer, or is the head",
+          "model.language_model.embed_tokens.lora_A.weight": "the layer model.embed_tokens is not a linear layer",
+          "model.visual.patch_embed.proj.lora_A.weight": "the layer visual.patch_embed.proj is not a linear layer",
       }.items()],
     (lambda t: t.clear(), "the file does not contain any tensors"),
     (lambda t: t.update({A: t[A][0, 0].clone()}), r"lora_A \(\).*, but this model needs"),

@@ -1,11 +1,11 @@
 """Qwen3-VL's vision tower, and functions that parse its configuration files.
 
-Qwen3-VL's tower has learned position embeddings besides the 2-D rotary embedding, and no window attention. With
-DeepStack, outputs of some inner blocks are also merged, and added to the image tokens after the first decoder layers.
+Qwen3-VL's tower has learned position embeddings besides the 2-D rotary embedding, and no window attention. DeepStack
+also merges the outputs of some inner blocks, and adds them to the image tokens after the first decoder layers.
 Qwen3-VL's decoder (decoder.py) has normalised queries and keys, no biases, and interleaved M-RoPE.
 
-Dimension letters: P patches in all images together, E hidden_size, M merged tokens (P / 4).
-Source: Qwen3-VL report; modeling_qwen3_vl.py in transformers.
+Dimension letters: P patches in all images together, E hidden_size, M merged tokens (P / 4). Source: the Qwen3-VL
+report, and modeling_qwen3_vl.py in transformers.
 """
 
 import math
@@ -71,7 +71,7 @@ def gelu_mlp(hidden_size: int, intermediate_size: int, bias: bool) -> nn.Module:
 
 
 class Merger(nn.Module):
-    """Merge 2 x 2 patches into one token; with norm_all_patches, one LayerNorm spans all four patches (DeepStack)."""
+    """Merge 2 x 2 patches into one token; in DeepStack (norm_all_patches), all four are normalised together."""
 
     def __init__(self, config: VisionConfig, norm_all_patches: bool):
         super().__init__()
@@ -109,7 +109,7 @@ class Qwen3VisionTransformer(VisionTower):
             decoder layers.
         """
         grids = tuple(map(tuple, image_grid_thw.tolist()))
-        # patches stay in raster order, because Qwen3-VL's tower does not use windows
+        # lay_out does not reorder the patches, because Qwen3-VL's tower does not use windows
         layout = lay_out(grids, self.config, pixel_values.device)
         x = self.patch_embed(pixel_values)  # (P, E)
         x = x + torch.cat([self.positions(*grid) for grid in grids]).to(x.dtype)
@@ -136,7 +136,7 @@ class Qwen3VisionTransformer(VisionTower):
         row_weights = interpolation_weights(h, side).to(table)  # (h, side)
         column_weights = interpolation_weights(w, side).to(table)  # (w, side)
         grid = torch.einsum("hi,wj,ije->hwe", row_weights, column_weights, table)
-        # positions are reordered, so that the patches of a merged token are contiguous
+        # position embeddings are reordered as in pixel_values, where the patches of a merged token are contiguous
         blocks = grid.view(h // merge, merge, w // merge, merge, -1).transpose(1, 2)
         return blocks.reshape(h * w, -1).repeat(t, 1)
 
@@ -151,8 +151,8 @@ def interpolation_weights(count: int, side: int) -> Tensor:
     return (1 - distances).clamp(min=0)
 
 
-# TEXT has values of ModelConfig that config.json does not contain. TEXT_DEFAULTS are transformers' defaults for keys
-# that config.json may omit.
+# TEXT has the values of ModelConfig fields that are equal in all Qwen3 decoders. TEXT_DEFAULTS has transformers'
+# defaults for keys that config.json may omit.
 TEXT = {"attention_bias": False, "qk_norm": True, "mrope_interleaved": True}
 TEXT_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 5e5, "mrope_section": [24, 20, 20], "head_dim": 128}
 # keys of config.json that Qwen3-VL stores at the top level instead of in text_config
@@ -170,7 +170,7 @@ IMAGES = {
 
 
 def write_config(config: dict) -> dict:
-    """Convert a flat config to the nested config.json since transformers 4.57."""
+    """Convert a flat config to the nested layout that config.json has in transformers since 4.57."""
     text = dict(config)
     mrope_section = text.pop("rope_scaling")["mrope_section"]
     vision = dict(text.pop("vision_config"))
@@ -189,7 +189,7 @@ def write_config(config: dict) -> dict:
 class Videos:
     """Video preprocessing, in which frames share a pixel budget and time steps have timestamps.
 
-    Source: Qwen3VLVideoProcessor and Qwen3VLProcessor in transformers 5.23.
+    Source: transformers 5.23, Qwen3VLVideoProcessor and Qwen3VLProcessor.
     """
 
     # minimum and maximum number of pixels in all frames of a video together
@@ -277,9 +277,10 @@ def read_videos(settings: dict, where: str, images: ImageProcessor) -> Videos:
 
 
 def write_videos(images: ImageProcessor, options: dict) -> dict:
-    """Return video_preprocessor_config.json's contents for these image settings and options of data.video.
+    """Return the contents of video_preprocessor_config.json; `options` is the recipe's section data.video.
 
-    The file bounds all frames together, so a bound for one frame is multiplied by the largest number of frames.
+    The pixel bounds in the file apply to all frames together, so a bound for one frame is multiplied by the largest
+    number of frames.
     """
     videos = images.videos
     if not isinstance(videos, Videos):

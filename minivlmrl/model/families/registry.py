@@ -47,14 +47,15 @@ TensorsOfFile = Iterable[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The values and functions in which model families differ. Each family sets the fields
-    architecture and vision_config. A field that a family does not set has the value of Qwen2.5-VL.
+    """The values and functions in which model families differ.
+
+    Each family sets the fields architecture and vision_config. A field that a family does not set has the value of
+    Qwen2.5-VL.
     """
 
     architecture: str  # class name in transformers, as in config.json
     vision_config: type[VisionConfig]  # dataclass with the fields in config.json's vision_config
-    # function: ModelConfig -> model with the modules visual, model and lm_head. Set this field to
-    # partial(VisionLanguageModel, tower=TOWER) for a family whose tower is another class TOWER.
+    # builds a model from a ModelConfig; a family with another vision tower sets partial(VisionLanguageModel, tower=...)
     model: Callable[..., VisionLanguageModel] = VisionLanguageModel
 
     # ---- config.json
@@ -63,9 +64,9 @@ class ModelSpec:
     # default values in transformers for keys that config.json may omit
     defaults: dict[str, Any] = field(default_factory=lambda: {"rms_norm_eps": 1e-5})
     hidden_act: str = "silu"  # tower activation, as named in config.json
-    # function: (vision_config from config.json, file name) -> values for the fields of VisionConfig
+    # converts vision_config in config.json (and the file's name) to values for the fields of VisionConfig
     read_vision: Callable[[dict, str], dict] = lambda vision, where: vision
-    # function: config.json without text_config -> config.json in the family's layout
+    # converts a config.json without text_config to the layout of the family's files
     write: Callable[[dict], dict] = lambda config: config
 
     # ---- weights
@@ -78,28 +79,29 @@ class ModelSpec:
     default_system: bool = True
     # default values for keys that preprocessor_config.json may omit
     images: dict[str, Any] = field(default_factory=dict)
-    # function that parses video_preprocessor_config.json; None processes videos as in Qwen2.5-VL
+    # parses video_preprocessor_config.json; if the result is None, videos are processed as in Qwen2.5-VL
     read_videos: Callable = lambda settings, where, images: None
-    # function: (ImageProcessor, options data.video) -> new video_preprocessor_config.json; {} keeps the loaded file
+    # computes video_preprocessor_config.json from an ImageProcessor and the section data.video; {} keeps the loaded
+    # file
     write_videos: Callable[[ImageProcessor, dict], dict] = write_video_processor
     box_space: str = "resized"  # box coordinates in answers; see data/boxes.py
 
     # ---- experts and recurrent layers
     # config.json keys that describe experts, with transformers' defaults
     experts: dict[str, Any] = field(default_factory=dict)
-    # ModelConfig field ("experts" or "recurrent") -> dataclass for its value, with a method `check`
+    # for each ModelConfig field ("experts" or "recurrent"), the dataclass of its value, with a method `check`
     sections: Mapping[str, type] = field(default_factory=dict)
     transposed_experts: bool = False  # whether files may have transposed expert weights
-    # function: (pairs of name and tensor from a file, ModelConfig, file) -> pairs of parameter name and tensor
+    # converts a file's pairs of name and tensor to pairs of parameter name and tensor, for example one for each expert
     split_tensors: Callable[[TensorsOfFile, ModelConfig, Path], TensorsOfFile] = lambda tensors, config, file: tensors
-    # function: (weights by name, ModelConfig) joins, in place, the weights that files store as a single tensor
+    # joins, in place, the weights that files store as one tensor, for example the weights of all experts
     stack_tensors: Callable[[dict[str, Weight], ModelConfig], None] = lambda weights, config: None
-    # function: (model, sum_counts) makes the model sum its experts' token counts over ranks by sum_counts
+    # makes a model sum its experts' token counts over all ranks, with the function sum_counts
     count_over_ranks: Callable[[VisionLanguageModel, Callable], None] = lambda model, sum_counts: None
-    # additional values of the option adapter.target -> regular expression that the selected layers' names match
+    # for each additional value of the option adapter.target, the pattern of the names of the selected layers
     adapter_targets: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
     not_quantized: tuple[str, ...] = ()  # router name ends, which are not quantised
-    # function: (model, tensor with b rows) -> for each recurrent layer, the initial states of the b rows
+    # returns the initial states of each recurrent layer for as many rows as a tensor has
     initial_states: Callable[[VisionLanguageModel, Tensor], list[list[Tensor]]] = lambda model, rows: []
     in_vllm: bool = True  # whether extras/vllm.py supports the family
 
@@ -122,21 +124,20 @@ FAMILIES = Families()
 
 
 def family_of(model: VisionLanguageModel) -> ModelSpec:
-    """Return the ModelSpec of the family to which a model belongs."""
     return FAMILIES[model.config.model_type]
 
 
 def hub_name(name: str) -> str:
     """Convert the name that any transformers release gives a tensor to the name in minivlmrl.
 
-    Example: model.visual.x becomes visual.x, and model.language_model.x becomes model.x. Tensor names
-    in the hub's files for Qwen2-VL and Qwen2.5-VL do not change.
+    Example: the name model.visual.x becomes visual.x, and model.language_model.x becomes model.x. hub_name does not
+    change the names in the hub's files for Qwen2-VL and Qwen2.5-VL.
     """
     return re.sub(r"^model\.(?=visual\.)|^model\.language_(?=model\.)", "", name)
 
 
 def module_name(name: str) -> str:
-    """Convert a parameter's name in minivlmrl to its name in transformers 4.52 and later; inverts hub_name."""
+    """Convert a parameter's name in minivlmrl to its name in transformers since 4.52."""
     if name.startswith("visual."):
         return f"model.{name}"
     return re.sub(r"^model\.", "model.language_model.", name)
