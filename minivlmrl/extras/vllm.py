@@ -2,11 +2,10 @@
 
     sampling: {engine: vllm, vllm: {max_model_len: 4096}}
 
-Before each rollout, vLLM receives the policy's weights. vLLM also receives the token ids and image patches that
-minivlmrl has computed for each prompt, so that text is not tokenized and images are not resized or normalised a second
-time. vLLM computes only the logits, and this file samples the tokens. Because minivlmrl samples the tokens, a
-completion does not depend on the other rows in a batch, and in float32 it equals a completion that is sampled without
-vLLM. To change how vLLM is used, copy vllm.py and set sampling.engine=my_vllm.py:VLLMSampler.
+Before each rollout, vLLM receives the policy's weights. Prompts are passed to vLLM as token ids and image patches. vLLM
+computes only the logits, and minivlmrl samples the tokens, so a completion does not depend on the other rows in a
+batch, and in float32 it equals a completion that is sampled without vLLM. To change how vLLM is used, copy vllm.py and
+set sampling.engine=my_vllm.py:VLLMSampler.
 
 vLLM is imported inside functions, because the memory estimate must work without vLLM.
 

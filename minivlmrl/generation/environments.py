@@ -15,7 +15,6 @@ from minivlmrl.model.decoder import VisionLanguageModel
 
 
 def agents():
-    """Import and return the module extras/agents/hooks.py, whose functions the core calls."""
     module = "minivlmrl.extras.agents.hooks"
     check_extras(module, "sampling.environment")
     return import_module(module)

@@ -65,15 +65,13 @@ def generate(
     decode: Decode | None = None,
     device: torch.device | None = None,
 ) -> list[list[Completion]]:
-    """Sample num_generations completions per prompt.
+    """Sample a list of num_generations completions for each prompt.
 
     Args:
         sample_token: function that samples one token per row, see make_token_sampler.
         decode: function that computes a decode step; defaults to Decode().
         device: computation device; defaults to lm_head's device. Pass it if weights are offloaded, because they are
             then on another device.
-    Returns:
-        A list of num_generations completions for each prompt.
     """
     decode = decode or Decode()
     device = device or model.lm_head.weight.device
@@ -171,8 +169,6 @@ def make_token_sampler(
             distribution. The default is logits / temperature. A filter such as top_p is a logits processor that sets
             removed tokens' scores to -inf.
         device: the logits' device.
-    Returns:
-        The function sample_token(logits, rows, counts) -> ids, logps, ends, see TokenSampler.
     """
     stop_index = to_device(torch.tensor(stop_ids, dtype=torch.long), device)
 

@@ -66,12 +66,10 @@ class Sampler:
         self.stop_strings: StopStrings | None = None
 
     def __call__(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> list[list[Completion]]:
-        """Sample num_generations completions per prompt. All ranks must call this method.
+        """Sample a list of num_generations completions for each prompt. All ranks must call this method.
 
         Args:
             keys: each prompt's key, from which its random numbers are computed.
-        Returns:
-            A list of num_generations completions for each prompt.
         """
         if self.sampling.max_batch_tokens is None:
             return self.sample(prompts, num_generations, keys)

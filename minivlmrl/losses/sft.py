@@ -18,7 +18,7 @@ def sft_loss(per_token_logps: Tensor, mask: Tensor, *, loss_type: SFTType = "nll
         per_token_logps: (B, T) float, log-probabilities under the policy in nats, with gradient.
         mask: (B, T), 1 for tokens that are trained on.
         loss_type: "nll" is the negative log-likelihood. "dft" multiplies each token's loss by the token's detached
-            probability, so that an unlikely token's gradient is not larger than a likely token's gradient.
+            probability, so that unlikely tokens do not dominate the gradient.
         normalizer: LossNormalizer whose `tokens` divides the summed loss. None divides by the mask's sum.
     Source: DFT eq. 9 (arXiv 2508.05629); TRL's SFTTrainer, num_items_in_batch = normalizer.tokens.
     """

@@ -8,7 +8,7 @@ The attention objects in this file, which the decoder calls, implement these rul
 
 Each prompt is computed only once for all its completions, and the results are the same as if every completion had a
 prompt of its own. `visible` expresses the rules as a mask. GroupAttention does not need a mask, because it calls
-attention separately for the prompts and for the completions, and passes only the keys to which the queries may attend.
+attention separately for prompts and for completions.
 
 Dimension letters: N tokens in the packed sequence, B groups, R completions in all groups, M tokens in all completions,
 P tokens in a prompt, C tokens in a completion, H query heads, K key/value heads, D head_dim.

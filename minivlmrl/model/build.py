@@ -34,7 +34,6 @@ def random_model(config_file: str | Path, tokenizer: Tokenizer, seed: int) -> tu
 
 
 def random_weights(config_file: str | Path, tokenizer: Tokenizer, seed: int) -> VisionLanguageModel:
-    """Build a model with random weights for a config.json and a tokenizer."""
     model = model_from_config(config_for(config_file, tokenizer), config_file)
     initialize(model, torch.Generator().manual_seed(seed))
     return model

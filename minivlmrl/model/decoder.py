@@ -1,7 +1,7 @@
 """Decoder and LM head for the vision-language models Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5.
 
-The decoder processes a packed sequence of N tokens. The decoder's argument `attention` decides which tokens attend to
-each other. Parameters have the same names as in checkpoints on the Hugging Face hub.
+The decoder processes a packed sequence of N tokens. Parameters have the same names as in checkpoints on the Hugging
+Face hub.
 
 Dimension letters: N tokens, H query heads, K key/value heads, D head_dim. `config` is the ModelConfig in
 model/config.py.

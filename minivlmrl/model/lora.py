@@ -173,7 +173,7 @@ def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
 
     A decode step multiplies few tokens, so the float32 products in an adapter would take longer than its 16-bit base
     layer. The adapters are not merged into the base, because W + scaling * B A in bfloat16 loses most updates that are
-    small beside W. On a CPU nothing is replaced.
+    small beside W.
 
     CUDA graphs can read the 16-bit copies, because their memory addresses do not change inside the block.
 

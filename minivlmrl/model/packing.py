@@ -173,7 +173,6 @@ def lay_group(prompt: Prompt, group: Sequence[Completion], config: ModelConfig) 
 
 
 def join_vision_embeds(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Tensor | None:
-    """Concatenate the cached embeddings of all images; return None if an image has no cached embeddings."""
     embeds = [x for prompt in prompts if (x := prompt.vision_embeds) is not None]
     if len(embeds) < len(prompts) or any(completion.pictures for completion in completions):
         return None

@@ -1,7 +1,6 @@
-"""Model family registry. A ModelSpec contains everything that differs between model families.
+"""Registry of model families; docs/developer_guide.md shows how to add a family.
 
-MODULES maps the `model_type` in config.json to a Python module. A family's module is imported only when a model of
-the family is used; its dictionary SPECS contains the ModelSpec. docs/developer_guide.md shows how to add a family.
+MODULES maps the `model_type` in config.json to a Python module, whose dictionary SPECS contains the ModelSpec.
 """
 
 import re
