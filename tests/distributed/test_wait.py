@@ -12,9 +12,9 @@ import torch
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.options import ShardingOptions
 from minivlmrl.diagnostics import report
+from minivlmrl.distributed import saving
 from minivlmrl.distributed.process_group import shutdown
 from minivlmrl.generation.sampler import Sampler
-from minivlmrl.model import checkpoint
 from minivlmrl.rewards.registry import Reward, RewardFailed
 from minivlmrl.run import checkpoint_files, process
 from minivlmrl.run.process import lost_ranks
@@ -90,7 +90,7 @@ def test_a_run_waits_for_slow_work_of_one_rank(home, lively, tmp_path, monkeypat
     options += ["--data.eval_rows=2", "--eval_steps=1", "--report_minutes=0.0001"]
     (tmp_path / "my_tracker.py").write_text(TRACKER)
     options.append(f"--report_to=[{tmp_path}/my_tracker.py:tracker]")
-    for owner, name in ((report, "write_page"), (checkpoint_files, "save_tensors"), (checkpoint, "save_tensors")):
+    for owner, name in ((report, "write_page"), (checkpoint_files, "save_tensors"), (saving, "save_tensors")):
         slow(owner, name, "0", monkeypatch)
     slow(Shapes, "__getitem__", "1", monkeypatch)
     recipe = [str(home / "recipe.yaml"), f"--output_dir={tmp_path}/run", f"--timeout={TIMEOUT}", *options]
