@@ -307,7 +307,7 @@ def source_keys(part: dict, kind: str) -> list[str]:
 
 
 def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -> Media:
-    """Parse an image or video in a column or message part. Message parts without a file use `next_media`."""
+    """Parse an image or video in a column or message part."""
     if isinstance(entry, str) and kind == "image" and re.match(BASE64, entry):
         entry = {"base64": entry}  # MMBench's data files contain base64 text without a data URI's header
     if not isinstance(entry, dict) or "bytes" in entry:
@@ -319,7 +319,7 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
     if options:
         options = check_options(kind, options)
     if not names and next_media is not None:
-        listed = next(next_media)  # check_counts has found as many entries as parts
+        listed = next(next_media)  # the column's next image, which exists because of check_counts
         return Media(kind, listed.source, listed.options | options)
     source: Plain = entry[names[0]] if names else None
     if names == ["base64"]:

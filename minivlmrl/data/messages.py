@@ -176,7 +176,7 @@ def check_ends(turns: list[dict]):
 
 
 def is_trained(turn: dict) -> bool:
-    """Return True if a loss is computed on a turn: an assistant turn without "loss": false or a similar key."""
+    """Return True if a loss is computed on a turn: an assistant turn in which no key such as "loss" is false."""
     return turn["role"] == "assistant" and all(turn.get(key) in (None, True) for key in LOSS_KEYS)
 
 

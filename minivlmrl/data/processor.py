@@ -160,8 +160,8 @@ def encode_completion(
     turns. User and tool turns, and images in any turn, are context on which no loss is computed.
 
     Some chat templates, such as Qwen3.5's, drop the thoughts of earlier turns, so that the prompt of a later turn does
-    not contain them. If thoughts are dropped, Completion.turns has one Completion, with its own prompt, for each
-    assistant turn.
+    not contain them. If the chat template drops thoughts, Completion.turns has one Completion, with its own prompt, for
+    each assistant turn.
 
     Args:
         messages: the prompt, see data/messages.py.

@@ -16,8 +16,8 @@ THOUGHT = re.compile(r"\s*(<think>)?((?!<think>).)*?</think>(\s*<think>((?!<thin
 def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> str | None:
     """Describe the first text of a message that is missing in a rendered conversation.
 
-    Whitespace is ignored, because many chat templates strip texts. Texts may also be in another order, and the
-    arguments of tool calls may be escaped as in JSON.
+    Whitespace in texts is ignored, because many chat templates strip texts. A chat template may change the order of
+    texts, and escape the arguments of tool calls as in JSON.
 
     Args:
         messages: the conversation's messages.

@@ -58,7 +58,7 @@ def convert_advice(path: str | Path, format: str | None = None, columns: Mapping
 
 
 def _for_shell(text: str) -> str:
-    """Quote a text for a shell. A long text gets backslashes, because error messages shorten long texts in quotes."""
+    """Quote a text for a shell; long texts get backslashes, because error messages shorten long texts in quotes."""
     quoted = shlex.quote(text)
     return quoted if len(quoted) < 80 else re.sub(r"([^\w@%+=:,./-])", r"\\\1", text)
 

@@ -67,10 +67,10 @@ class Completion:
     # (C,) bool: True for each token that the policy wrote, False for tokens of a tool or user; None means that the
     # policy wrote all tokens
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
-    # For each sampled token, the token ids that top_k, top_p and min_p allowed: (C,) numbers of ids, and all ids
-    # concatenated. Without top_k, top_p and min_p, the value is None.
+    # token ids that top_k, top_p and min_p allowed for each sampled token: the number of ids (C,), and all ids
+    # concatenated; None without these options
     sampling_mask: tuple[Tensor, Tensor] | None = None
-    # (image, patches, image_grid_thw) of each image in a tool result, or (image,) if `turns` have the patches
+    # one tuple for each image in a tool result: (image, patches, image_grid_thw), or (image,) in a trajectory
     pictures: Sequence[tuple] = ()
     environment: Any = None  # the Environment that the tools belong to, see extras/agents/environment.py
     # number of tool calls, number of failed tool calls, and True if the completion had no room for a tool result
@@ -103,7 +103,7 @@ class Row:
     images: Sequence[PIL.Image.Image]  # one for each image part in the prompt, in order
     # {column: value}, such as problem and solution; reward functions get the values as arguments
     columns: dict = field(default_factory=dict)
-    # demonstrated answer for SFT, as a text or as turns; images in turns may not be decoded yet, see images_in
+    # demonstrated answer for SFT: a text, or turns whose images may not be decoded yet, see processor.images_in
     completion: str | list[dict] | None = None
     chosen: str | list[dict] | None = None  # the better answer in a pair, for preference training
     rejected: str | list[dict] | None = None  # the worse answer

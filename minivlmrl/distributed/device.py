@@ -23,8 +23,8 @@ def find_device(local_rank: int = 0) -> torch.device:
         try:
             torch.cuda.init()
         except RuntimeError as error:
-            # "no NVIDIA driver" and "No CUDA GPUs" mean that the machine has no GPU. Any other message of PyTorch means
-            # that a GPU cannot be used, except "in forked subprocess": the parent process has found no GPU.
+            # PyTorch's messages "no NVIDIA driver" and "No CUDA GPUs" mean that there is no GPU. The message "in forked
+            # subprocess" comes in a subprocess whose parent process has found no GPU.
             if not re.search("no NVIDIA driver|No CUDA GPUs|in forked subprocess", str(error)):
                 raise ValueError(
                     f"CUDA cannot use this machine's GPU ({str(error).splitlines()[0]}): update the driver, install a "

@@ -115,7 +115,7 @@ def end_micro_batches(module: nn.Module):
 
 
 def shard_rows(mesh: "DeviceMesh", num_rows: int) -> slice:
-    """Return the rows of a sharded tensor that this rank stores. The last ranks may have fewer rows, or none."""
+    """Return the rows of a sharded tensor that this rank stores, which may be none for the last ranks."""
     shards = mesh["shard"]
     rows_per_rank = math.ceil(num_rows / shards.size())
     first_row = shards.get_local_rank() * rows_per_rank

@@ -27,7 +27,7 @@ class Environment(Protocol):
     """
 
     def reset(self, **columns) -> None:
-        """Start a completion. The arguments are the columns of the row that has the prompt."""
+        """Start a completion, with the columns of the prompt's row as arguments."""
 
 
 class RewardingEnvironment(Environment, Protocol):
@@ -39,7 +39,7 @@ class RewardingEnvironment(Environment, Protocol):
     def get_reward(self) -> float | list[float] | None:
         """Return the completion's reward, a list with one reward for each turn, or None for an unknown reward.
 
-        The last turn, which calls no tool, has the reward 0 if the list is shorter by one turn.
+        If a list has no reward for the last turn, which calls no tool, the last turn's reward is 0.
         """
 
 
@@ -62,8 +62,8 @@ class Settings:
 def get_environment(name: str) -> Callable[[], Environment]:
     """Return the constructor of the tool environment that a recipe names.
 
-    An environment is a Python class, a function, or a list of functions. The name of a class may have arguments, for
-    example "my_tools.py:Turn(step=45)".
+    An environment is a Python class, a function, or a list of functions. A recipe may give arguments to a class, as in
+    "my_tools.py:Turn(step=45)".
     """
     kind, options = resolve_object("sampling.environment", name, {})
     with error_context(f"sampling.environment {name}"):

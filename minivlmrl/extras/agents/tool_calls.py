@@ -193,8 +193,8 @@ def check_values(value, name: str):
 def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
     """Parse the text between a tool's tags into {argument name: value}.
 
-    A tool call in tags lists its arguments in signature order, as JSON values separated by commas. If the text is not
-    JSON, or the tool's only argument is a str, the whole text is the first argument.
+    A tool call in tags lists its arguments in signature order, as JSON values separated by commas. If the text between
+    the tags is not JSON, or the tool's only argument is a str, the whole text is the first argument.
     """
     expected = fields(arguments_of(tools[name]))
     values = [inside.strip()]
@@ -256,7 +256,7 @@ def read_parameter(hint, text: str):
 def part(result) -> dict:
     """Convert a tool's result to an image part or a text part of a chat message.
 
-    A tool may return a PIL image or a message part in TRL's format. Results of other types are converted with `str`.
+    A tool may return a PIL image or a message part in TRL's format. All other tool results are converted with `str`.
     """
     kind = part_kind(result)
     shown = result.get("image") if kind == "image" else result

@@ -84,7 +84,7 @@ class ToolEpisode:
 
     def new_calls(self, new_bytes: bytes, turn_ends: bool, text_ends: bool) -> list[Call]:
         """Append a token's bytes to the completion's text, and return the tool calls that end with the token."""
-        # A closing tag that ends in the new bytes begins at most len(pattern) bytes before them.
+        # A closing tag can begin before the new bytes, but is not longer than the regular expression with all tools.
         searched_from = max(0, len(self.text) - len(self.closing_tag.pattern))
         self.text += new_bytes
         if text_ends or not (turn_ends or self.closes_a_call(searched_from)):
@@ -359,7 +359,7 @@ class ToolSampler(Sampler):
         return step_episodes(self.episodes, self, rows, ids, turn_ends, text_ends)
 
 
-# ToolSampler and TrajectorySampler call the following functions.
+# ToolSampler and TrajectorySampler share the functions below.
 
 AnyEpisode = TypeVar("AnyEpisode", bound=ToolEpisode)
 
