@@ -1,8 +1,8 @@
 """Choose between the torch code and the Triton code of a kernel, and import Triton if possible.
 
 The torch code runs everywhere, and the tests compare the Triton kernels with the torch code. Triton runs on a GPU, or
-on a CPU in its interpreter, which executes the programs one after the other with numpy. Triton's interpreter is slow,
-but fast enough for tests. The environment variable MINIVLMRL_KERNELS selects the path:
+on a CPU in its interpreter, which executes the programs one after the other with numpy. The environment variable
+MINIVLMRL_KERNELS selects the path:
 
     auto      (default) use Triton for float32, float16 and bfloat16 tensors on a GPU, otherwise
               torch

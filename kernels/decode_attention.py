@@ -44,12 +44,7 @@ LOG2E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def _attend(queries, k, v, mask, start, end, TILE: constexpr, D: constexpr):
-    """Compute attention to the keys start..end-1: outputs (TILE, D), and log-sum-exps in base 2 (TILE,).
-
-    Args:
-        queries: (TILE, D).
-        mask: 0 or -inf for each key; it is added to the scores.
-    """
+    """Compute attention outputs (TILE, D) and base-2 log-sum-exps (TILE,) of queries (TILE, D) to keys start..end-1."""
     # The running maximum of the scores starts at a finite number, because -inf - (-inf) would be NaN.
     max_score = tl.full((TILE,), -1e38, tl.float32)
     total = tl.zeros((TILE,), tl.float32)
@@ -80,11 +75,8 @@ def _part(
     program, q, k, v, mask, mask_stride, outs, log_sums, lines, group_rows, num_keys, part_keys,
     K: constexpr, HEADS: constexpr, D: constexpr, TILE: constexpr,
 ):  # fmt: skip
-    """Store the attention outputs and log-sum-exps of a tile of queries, over one part of the keys.
-
-    group_rows: number of completions that share the keys. HEADS: query heads per key head. lines: R * H queries.
-    """
-    num_queries = group_rows * HEADS
+    """Store the attention outputs and log-sum-exps of a tile of queries, over one part of the keys."""
+    num_queries = group_rows * HEADS  # query heads of all completions that share the keys
     tiles = tl.cdiv(num_queries, TILE)
     parts = tl.cdiv(num_keys, part_keys)
     tile = program % tiles
@@ -139,7 +131,7 @@ def _parts_kernel(
 
 @triton.jit
 def _join_kernel(outs, log_sums, out, lines, parts, D: constexpr, PARTS: constexpr):
-    """Combine the results from all parts of the keys into the output of one query. PARTS: parts, padded to 2^n."""
+    """Combine the results from all parts of the keys into the output of one query."""
     line = tl.program_id(0)
     part = tl.arange(0, PARTS)
     column = tl.arange(0, D)

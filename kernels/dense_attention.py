@@ -94,7 +94,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
 
 
 def stack_queries(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tensor, Tensor | None]:
-    """Stack the query heads that share a key head: (S, H, L, D) -> (S, K, H/K*L, D). Also return the mask."""
+    """Stack the query heads that share a key head, (S, H, L, D) -> (S, K, H/K*L, D), and build the causal mask."""
     repeat = q.shape[1] // k.shape[1]
     L = q.shape[2]
     T = k.shape[2]

@@ -1,6 +1,7 @@
 """Cumulative sums of integers over long rows, computed in blocks.
 
-On a GPU, torch.cumsum adds the values of a row one after the other, so cumulative sums in blocks are faster.
+On a GPU, torch.cumsum adds the values of a row one after the other. torch.cumsum over a whole vocabulary would take 0.3
+ms per generated token.
 """
 
 import torch.nn.functional as F
@@ -10,11 +11,7 @@ BLOCK = 128  # values in a block; 128 divides Qwen's vocabulary sizes
 
 
 def running_sum(x: Tensor) -> Tensor:
-    """Compute x.cumsum(-1) for integers x (r, V).
-
-    Cumulative sums are computed inside each block, and the totals of the preceding blocks are added. torch.cumsum over
-    a whole vocabulary would take 0.3 ms per generated token.
-    """
+    """Compute x.cumsum(-1) for integers x (r, V)."""
     vocab = x.shape[1]
     missing = -vocab % BLOCK
     if missing:

@@ -107,12 +107,9 @@ class Pieces:
 
 
 def tile_width(rows: int, vocab: int) -> int:
-    """Return the number of token ids in a block of logits with `rows` rows, for the Triton kernels.
-
-    A small matrix product does not use all multiprocessors of a GPU. A block of logits with fewer rows has more token
-    ids: 4,096 rows have 2,048 ids, and 1,024 rows or fewer have 8,192 ids. The number of ids is limited, because the LM
-    head's gradient for the ids of a block is summed in float32.
-    """
+    """Return the token ids in a block of logits for Triton: 2,048 for 4,096 rows, and 8,192 for 1,024 rows or fewer."""
+    # A small matrix product does not use all multiprocessors of a GPU, so fewer rows have more ids. The number of ids
+    # has a limit, because the LM head's gradient for these ids is summed in float32.
     step = TILE // 4  # widths are multiples of 1,024, so that GPUs can divide the products evenly
     ids = TILE**2 // 2 // max(rows, step)
     return min(ids // step * step, vocab)
@@ -174,10 +171,7 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def differentiate(inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list) -> None:
-    """Add the gradients of the hidden states (M, D) and of the LM head (V, D) to `grads`, unless an entry is None.
-
-    `saved` has H, top and s from the forward pass, and `upstream` has g and e (or None), see the derivation.
-    """
+    """Add the gradients of the hidden states (M, D) and of the LM head (V, D) to `grads`, unless an entry is None."""
     hidden, weight, ids, mask = inputs
     grad_hidden, grad_weight = grads
     pieces = Pieces(hidden, weight, ids, mask, temperature)

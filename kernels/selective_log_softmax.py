@@ -165,12 +165,7 @@ def _join(top1, s1, t1, top2, s2, t2):
 def _score_kernel(
     logits, ids, parts, logps, entropies, tops, totals, stride, rows, width, first, k, FIRST: constexpr, LAST: constexpr
 ):
-    """Compute one token's log-probability and entropy from logits for `width` ids, beginning with the id `first`.
-
-    If the logits do not cover the whole vocabulary, there is a kernel call for each part of the vocabulary. `parts` (4,
-    rows) then holds the running results top, s, t and d_y + top. The first call (FIRST) does not read `parts`, and the
-    last call (LAST) does not write `parts`.
-    """
+    """Compute one token's log-probability and entropy from logits for `width` ids, beginning with the id `first`."""
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * stride
     top, s, t = _describe_row(row_logits, width, k)
@@ -241,8 +236,8 @@ def score_part_(
     Args:
         z: (N, width), logits for the ids first_id..first_id+width-1.
         ids: (N,), the chosen tokens.
-        parts: (4, N), running results over the parts so far, see _score_kernel. None if the vocabulary is a single
-            part.
+        parts: (4, N), top, s, t and d_y + top over the earlier parts of the vocabulary, which a call before the last
+            updates. None if the vocabulary is a single part.
         last: whether this is the last part.
     Returns:
         logp, H, top (in base 2) and s, each (N,) float32, or an empty tuple before the last part.
@@ -312,7 +307,6 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
 
 
 def check_temperature(temperature: float):
-    """Raise ValueError unless logits can be divided by the temperature."""
     if not temperature > 0:
         raise ValueError(f"the temperature is {temperature}, but it must be greater than 0")
 

@@ -39,10 +39,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def compare(function: Callable, reference: Callable, inputs: Sequence[Tensor], device: str) -> list[float]:
-    """Return the relative errors in a function's result and its gradients.
-
-    The reference function receives the same inputs in float64 on the CPU.
-    """
+    """Return the relative errors in a function's result and gradients, against a reference in float64 on the CPU."""
     leaves = [x.to(device).requires_grad_() for x in inputs]
     exact_leaves = [x.double().requires_grad_() for x in inputs]
     actual = function(*leaves)

@@ -165,13 +165,10 @@ class JoinedAttention(torch.autograd.Function):
 def grouped_attention(
     q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, slots: PromptSlots
 ) -> Tensor:
-    """Compute the attention of completions with one matrix product for all completions of a prompt.
-
-    S: slots per prompt, see PromptSlots. A completion's queries are ordered by token and then by head.
-    """
+    """Compute the attention of completions with one matrix product for all completions of a prompt."""
     (_, H, C, _) = q.shape
     K = k.shape[1]
-    S = slots.slots
+    S = slots.slots  # per prompt
     h = H // K
     q = q.unflatten(1, (K, h)).transpose(2, 3)  # (R, K, C, h, D)
     q = slots.by_prompt(q).flatten(2, 3)  # (B, K, S*C*h, D)

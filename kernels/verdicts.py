@@ -30,10 +30,7 @@ RETRY_AFTER = 3600
 
 @cache
 def rejected_kernels(index: int, kernels: tuple[str, ...]) -> dict[str, str]:
-    """Return the kernels that must not be used on the GPU cuda:index, with reasons.
-
-    If no check results are stored, the kernel checks take about 10 s.
-    """
+    """Return the kernels that must not be used on the GPU cuda:index, with reasons."""
     name = torch.cuda.get_device_name(index)
     reasons = {}
     for kernel, result in load_or_check(f"cuda:{index}", kernels).items():
@@ -78,7 +75,6 @@ def describe_setup(device: str) -> str:
 
 
 def driver_version() -> str:
-    """Return the GPU driver's version, from the NVIDIA or the AMD driver's file."""
     for path in (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version")):
         if path.exists():
             return path.read_text().partition("\n")[0]

@@ -156,7 +156,7 @@ def _forward_kernel(
     q, k, v, q_row, q_head, k_row, k_head, v_row, v_head, cu_seqlens, out,
     H: constexpr, D: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ):  # fmt: skip
-    """Compute attention for one segment and one head. q_row, q_head: strides of q between tokens and heads."""
+    """Compute attention for one segment and one head; arguments such as q_row and q_head are strides."""
     head, start, length = _segment(cu_seqlens, H)
     q += start * q_row + head * q_head
     k += start * k_row + head * k_head

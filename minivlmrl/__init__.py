@@ -56,7 +56,6 @@ if not in_wsl and not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_A
 
 
 def __getattr__(name: str):
-    """Import a public name when it is used for the first time."""
     if name == "parity":
         return importlib.import_module("minivlmrl.extras.parity")
     if name not in MODULES:

@@ -102,11 +102,7 @@ generate_main = partial(answer_file, "generate")
 
 
 def evaluation_config(options: argparse.Namespace, overrides: list[str], with_rewards: bool) -> RunConfig:
-    """Load the recipe, with the model and the data file from the command line.
-
-    A recipe that was found beside the model, and not named by the user, must not load code from files. A recipe that
-    the user names with --recipe may load code from files.
-    """
+    """Load the recipe, with the model and the data file from the command line."""
     is_adapter = is_adapter_folder(options.model)
     found_recipe = find_recipe(find_adapter(options.model) if is_adapter else options.model)
     # A model without a recipe was not trained with a prompt template, so the prompt is the question alone.
@@ -126,7 +122,7 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
     if not with_rewards:
         fields["data.eval_rewards"] = ["accuracy", "format"]
     overridden = ["--adapter={}", *overrides, *as_overrides(fields)]
-    is_found = options.recipe is None
+    is_found = options.recipe is None  # only a recipe that the user names may load code from files
     # Training rewards are loaded only if the evaluation uses them, so that unused code is not refused.
     config = load_config(recipe, ["--rewards={}", *overridden], is_found)
     if config.rewards:

@@ -29,7 +29,6 @@ def main(arguments: list[str]):
 
 
 def train_recipe(arguments: list[str]) -> int:
-    """Train the recipe that the command line names, and return an exit code."""
     return run_training(parse_arguments(arguments))
 
 

@@ -146,14 +146,7 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
 class Resolver:
     """Make the paths in a recipe absolute, and collect the code files of a recipe that was found beside a model.
 
-    Paths of the type FilePath are relative to the working directory, and RecipePath or Code to the recipe's folder. A
-    FilePath that does not exist, such as a Hub repository id, is not changed.
-
-    Args:
-        recipe: path of the recipe.
-        typed: options of the command line, such as "grpo.beta" or "grpo". Their files are searched first in the working
-            directory and then beside the recipe, and those of other options the other way round.
-        is_found: see load_config.
+    `typed` lists the options on the command line, such as "grpo.beta" or "grpo".
     """
 
     def __init__(self, recipe: Path, typed: Collection[str], is_found: bool):
@@ -182,21 +175,18 @@ class Resolver:
             return located
         if hint is RecipePath:
             return self._find(text, is_typed)
-        if hint is FilePath and os.path.exists(text):
+        if hint is FilePath and os.path.exists(text):  # not the id of a Hub repository
             return str(Path(text).resolve())
         return text
 
     def _code(self, text: str, short: bool, is_typed: bool) -> str:
-        """Make the file path in a text such as "file.py:name" absolute.
-
-        The path of a reward (`short`) stays relative to the working directory, because the path is part of a metric's
-        name.
-        """
+        """Make the file path in a text such as "file.py:name" absolute."""
         match = re.match(r"(.*?\.py)(:.*)", text, re.DOTALL)
         if not match:
             return text
         file, name = match.groups()
         path = self._find(file, is_typed)
+        # The path of a reward stays relative to the working directory, because the path is part of a metric's name.
         if short and not os.path.isabs(file):
             for home in (os.getcwd(), recipes_folder().parent):
                 path = path.removeprefix(os.path.join(home, ""))
@@ -205,7 +195,7 @@ class Resolver:
     def _find(self, file: str, is_typed: bool) -> str:
         """Find a file that a recipe names: beside the recipe, in the working directory, or in the folder `recipes`."""
         beside = self.recipe.parent
-        folders = [Path(), beside] if is_typed else [beside, Path()]
+        folders = [Path(), beside] if is_typed else [beside, Path()]  # first the folder where the user wrote the path
         # A user's copy of a built-in recipe names files in the built-in folders, such as shapes_model.json.
         ours = [recipes_folder().parent, recipes_folder()]
         existing = [folder for folder in folders + ours if os.path.exists(folder / file)]

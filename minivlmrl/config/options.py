@@ -428,9 +428,7 @@ class PPOOptions(TrainingOptions):
     num_generations: Annotated[int, ">= 1"] = 1  # completions per prompt
     num_mini_batches: Annotated[int, ">= 1"] = 1  # optimizer steps per pass over a rollout
     num_ppo_epochs: Annotated[int, ">= 1"] = 4  # passes over each rollout
-    # maximum number of tokens in a forward and backward pass; completions of the same prompt share the prompt's tokens.
-    # None sets no limit
-    max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
+    max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None  # see grpo.max_tokens_per_micro_batch
     # the ratio of the new to the old policy is clipped to 1 +- cliprange, and the change of a critic's value to +-
     # cliprange
     cliprange: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2

@@ -191,7 +191,7 @@ class Reader:
             raise ValueError(f"{prefix}{error}") from None
 
     def _read_union(self, hint: TypeHint, value: Plain, name: str) -> Any:
-        """Check a value whose type hint is a union. If the value has none of the types, try to convert the value."""
+        """Keep a value that has a type of the union; otherwise try to convert the value to each type in order."""
         choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
         if type(value) in typing.get_args(hint):  # "7" is text for float | str
             return value
@@ -239,7 +239,7 @@ class Reader:
 def _suggestion(root: type, section: type, prefix: str, key: str, dashes: str) -> str:
     """Suggest an option in place of an unknown key, which may be TRL's name or belong to another section."""
     if key in TRL_ALIASES:
-        return f"here this option is {dashes}{TRL_ALIASES[key].replace(' and ', f' and {dashes}')}"
+        return f"the name in minivlmrl is {dashes}{TRL_ALIASES[key].replace(' and ', f' and {dashes}')}"
     paths = [option.path for option in options_of(root)]
     if "." in key and key in paths:  # a recipe has sections in place of dotted names
         parent, _, name = key.rpartition(".")
@@ -250,7 +250,7 @@ def _suggestion(root: type, section: type, prefix: str, key: str, dashes: str) -
             if key == path.replace(".", "_") or path.split(".")[-1] in words:
                 elsewhere.append(dashes + path)
         if elsewhere:
-            return f"here this option is {' or '.join(elsewhere)}"
+            return f"the name in minivlmrl is {' or '.join(elsewhere)}"
     names = [field.name for field in dataclasses.fields(section)]
     return did_you_mean(key, names, dashes + prefix, count=3, cutoff=0.0).removeprefix("; ")
 
@@ -326,11 +326,7 @@ def type_text(hint: TypeHint) -> str:
 
 
 def within_bounds(number: float, bounds: str) -> bool:
-    """Return True if a number is within bounds such as ">= 1", "> 0" or "(0, 1]".
-
-    Infinity is only within bounds that end with "inf]", such as "(0, inf]". Bounds may end with advice for error
-    messages, as in "(0, inf]; .inf does not clip".
-    """
+    """Return True if a number is within bounds such as ">= 1", "(0, 1]" or "(0, inf]; .inf does not clip"."""
     interval = bounds.partition("; ")[0]
     if interval.startswith(">"):
         interval = f"{'[' if '=' in interval else '('}{interval.strip('>= ')}, inf)"

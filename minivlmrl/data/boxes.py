@@ -58,7 +58,6 @@ class Box:
 
     @property
     def numbers(self) -> tuple[float, float, float, float]:
-        """Return the coordinates x1, y1, x2, y2."""
         return self.x1, self.y1, self.x2, self.y2
 
     @property

@@ -285,11 +285,8 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
 
 
 def _spelled(name: str) -> str:
-    """Return a regular expression that finds the first character of a control token in a user's text.
-
-    The control token may contain whitespace or be cut off at the text's end, because a template may remove whitespace
-    and join texts.
-    """
+    """Return a regular expression that finds the first character of a control token in a user's text."""
+    # A template may remove whitespace and join texts, so the token may contain whitespace or be cut off at the end.
     others = [re.escape(character) for character in name[1:]]
     endings = [*([*others[:length], "$"] for length in range(len(others))), others]
     patterns = [r"\s*".join(["", *ending]) for ending in endings]
@@ -330,7 +327,6 @@ def _as_json(value: Plain, change: Callable[[str], str] = str) -> Plain:
 
 
 def _template_in(path: Path) -> str | None:
-    """Return the text of the chat template in a file of a model's folder, or None if the file has no template."""
     if not path.is_file():
         return None
     if path.suffix == ".jinja":

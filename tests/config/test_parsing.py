@@ -111,17 +111,17 @@ def test_json_files_may_have_more_keys_and_are_not_converted():
 
 @pytest.mark.parametrize(("override", "meant"), [
     ("grpo.learning_rat=1", "did you mean --grpo.learning_rate or --grpo.min_lr_ratio or --grpo.scale_rewards?"),
-    ("grpo.lr=1", "here this option is --STAGE.learning_rate"),
-    ("max_completion_length=9", "here this option is --sampling.max_new_tokens"),
-    ("use_vllm=true", "here this option is --sampling.vllm"),
-    ("deepspeed=ds.json", "here this option is --sharding.enabled"),
-    ("grpo.epsilon=0.1", "here this option is --grpo.epsilon_low and --grpo.epsilon_high"),
-    ("learning_rate=1", "here this option is --sft.learning_rate or --dpo.learning_rate or "),
-    ("grpo_learning_rate=1", "here this option is --grpo.learning_rate"),
-    ("num_generations=8", "here this option is --grpo.num_generations or --ppo.num_generations"),
-    ("grpo.save_steps=5", "here this option is --save_steps"),
-    ("reward_model_path=x", "here this option is --reward_model.path"),
-    ("max_new_tokens=4", "here this option is --sampling.max_new_tokens"),
+    ("grpo.lr=1", "the name in minivlmrl is --STAGE.learning_rate"),
+    ("max_completion_length=9", "the name in minivlmrl is --sampling.max_new_tokens"),
+    ("use_vllm=true", "the name in minivlmrl is --sampling.vllm"),
+    ("deepspeed=ds.json", "the name in minivlmrl is --sharding.enabled"),
+    ("grpo.epsilon=0.1", "the name in minivlmrl is --grpo.epsilon_low and --grpo.epsilon_high"),
+    ("learning_rate=1", "the name in minivlmrl is --sft.learning_rate or --dpo.learning_rate or "),
+    ("grpo_learning_rate=1", "the name in minivlmrl is --grpo.learning_rate"),
+    ("num_generations=8", "the name in minivlmrl is --grpo.num_generations or --ppo.num_generations"),
+    ("grpo.save_steps=5", "the name in minivlmrl is --save_steps"),
+    ("reward_model_path=x", "the name in minivlmrl is --reward_model.path"),
+    ("max_new_tokens=4", "the name in minivlmrl is --sampling.max_new_tokens"),
     ("zzz=1", "did you mean --"),
 ])  # fmt: skip
 def test_an_unknown_option_gets_a_suggestion(override, meant):
