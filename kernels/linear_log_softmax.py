@@ -11,10 +11,10 @@ of logits again, and overwrites the logits with their gradient dz. The forward a
 matrix products, each with M * V * D multiplications. A token with advantage 0 or a clipped ratio has no gradient, so
 the backward pass skips the token's row of logits.
 
-    torch     A block has a few rows with the logits of all ids, and fits into the CPU's caches.
-    Triton    A block has up to 4,096 rows, and the logits of 2,048 ids or more. The block stays in the GPU's L2 cache
-              between the matrix product and the kernel that reads the logits. dW needs no float32 copy of shape (V, D),
-              because all blocks with the same ids are computed one after the other.
+    torch     blocks have a few rows with the logits of all ids, and fit into the CPU's caches.
+    Triton    blocks have up to 4,096 rows, and 2,048 ids or more. A block stays in the GPU's L2 cache between the
+              matrix product and the kernel that reads the logits. Only a part of dW is in float32 at a time, because
+              all blocks with the same ids are computed one after the other.
 
 Logits are float32 even if the hidden states are bfloat16, because bfloat16 logits would have a resolution of only 0.06
 to 0.125 nats. The logits' gradient dz is rounded to bfloat16 before the products with W and h. All matrix products and
@@ -171,7 +171,7 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def differentiate(inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list) -> None:
-    """Add the gradients of the hidden states (M, D) and of the LM head (V, D) to `grads`, unless an entry is None."""
+    """Add the gradients of hidden states (M, D) and LM head (V, D) to the two tensors `grads`; one may be None."""
     hidden, weight, ids, mask = inputs
     grad_hidden, grad_weight = grads
     pieces = Pieces(hidden, weight, ids, mask, temperature)
@@ -294,7 +294,7 @@ def linear_log_softmax(
 
 
 def piece_bytes(rows: int, vocab: int, dtype: torch.dtype) -> int:
-    """Return the bytes that linear_log_softmax allocates for logits on a GPU in each pass."""
+    """Return the bytes of logits that linear_log_softmax allocates on a GPU in the forward or backward pass."""
     # Triton needs 4 bytes per logit, and 2 bytes for the logit's gradient if the gradient is in 16 bits.
     if dtype in DTYPES:
         rows = min(TILE, rows)

@@ -64,7 +64,7 @@ def score_rows_(z: Tensor, ids: Tensor, temperature: float, scratch: Tensor | No
 def differentiate_rows_(
     d: Tensor, ids: Tensor, saved: list, upstream: list, temperature: float, scratch=None
 ) -> Tensor:
-    """Compute dz (m, V), the logits' gradient, from the differences d (m, V).
+    """Compute dz (m, V), the logits' gradient, from d = (logits - row maximum) / T.
 
     Args:
         d: (m, V), overwritten.
@@ -196,7 +196,7 @@ def _score_kernel(
 def _differentiate_kernel(
     logits, ids, entropies, tops, totals, grad_logps, grad_entropies, out, stride, out_stride, width, first, k
 ):
-    """Compute the gradient of a row's `width` logits, and write the gradient to `out`, which may be `logits`."""
+    """Compute the gradient of `width` logits in a row, and write it to `out`, which may be the logits' memory."""
     row = tl.program_id(0).to(tl.int64)
     s = tl.load(totals + row)
     g = tl.load(grad_logps + row)

@@ -49,7 +49,7 @@ def rectangles(prompts: list[range], completions: list[list[range]]) -> tuple[Te
 class PromptSlots:
     """Convert between tensors with one row for each completion and padded tensors with one row for each prompt.
 
-    In a padded tensor, every prompt has the same number of slots. Each slot holds a completion of the prompt, or 0.
+    In a padded tensor, every prompt has the same number of slots. A slot holds a completion of the prompt, or zeros.
 
     Args:
         prompt_index: (R,), each row's prompt, in ascending order. It must be on the CPU, so

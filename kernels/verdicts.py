@@ -59,7 +59,7 @@ def load_or_check(device: str, kernels: Sequence[str]) -> dict[str, float | str]
 
 
 def describe_setup(device: str) -> str:
-    """Return the GPU's name, driver, versions and kernel sources as a text that identifies stored check results."""
+    """Return a text that identifies stored check results: the GPU, the versions, and a hash of the kernels."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     source_hash = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     setup = {
@@ -123,6 +123,6 @@ def check_kernel(device: str, kernel: str) -> float | str:
     results = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(f"{kernel} ")]
     if done.returncode == 0 and results:
         return float(results[-1])
-    # The last line of the output is an error message; there is no output if a signal ended the process.
+    # After a failure, the last line that self_test.py wrote is an error message, unless a signal ended self_test.py.
     lines = (done.stdout or done.stderr).splitlines() or [f"exit status {done.returncode}"]
     return lines[-1]

@@ -14,11 +14,11 @@ Let do_s be the gradient of o_s. Because a row's softmax has the Jacobian diag(p
 The backward pass recomputes the scores S and the weights P in registers, at most 64 x 64 numbers each, so that only q,
 k and v are saved.
 
-In torch, consecutive segments with equal length are computed in one batched call without a mask. If there would be many
-short calls, the segments are first sorted by length. In Triton, each program computes one segment of at most 64 tokens
-for one head, and reads each input once. The D columns of a head are padded to a power of two, for example 80 to 128.
-Blocks with 64 + 16 columns would need fewer registers, but ptxas 12.8 (Triton 3.6 and 3.7) assembles matrix products
-with 64 rows and 16 or 32 columns wrongly for sm_90.
+In torch, consecutive segments with equal length are computed in one batched call without a mask. To avoid many short
+calls, the segments are first sorted by length. In Triton, each program computes one segment of at most 64 tokens for
+one head, and reads each input once. The D columns of a head are padded to a power of two, for example 80 to 128. Blocks
+with 64 + 16 columns would need fewer registers, but ptxas 12.8 (Triton 3.6 and 3.7) assembles matrix products with 64
+rows and 16 or 32 columns wrongly for sm_90.
 
 On a GPU without Triton, torch's varlen_attn computes attention for windows of different lengths. For the windows of
 eight photographs, varlen_attn takes 0.995 ms, and 128 separate calls take 38.8 ms (both passes, H200, bfloat16).
@@ -55,7 +55,7 @@ class Segments:
         self.cu_seqlens = to_device(starts.int(), device)
         # (segment length, token count) of each run of consecutive segments with equal length
         self.runs = [(length, sum(group)) for length, group in groupby(lengths)]
-        # permutation (T,) that sorts the tokens by the length of their segment, and the inverse permutation, or None
+        # permutation (T,) that sorts tokens by the length of their segment, and its inverse; None without sorting
         self.order = self.inverse = None
         if len(set(lengths)) < len(self.runs) and sum(lengths) < TOKENS_PER_CALL * len(self.runs):
             self.runs = [(length, sum(group)) for length, group in groupby(sorted(lengths))]

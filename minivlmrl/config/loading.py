@@ -73,7 +73,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
             overridden = _apply(override, overridden, hints)
         config = _build_run(config_class, overridden, "command line", resolver)
     except ValueError:
-        # If the recipe alone is wrong, the error names the recipe instead of the command line.
+        # An error in the recipe itself names the recipe, and not the command line.
         _build_run(config_class, values, recipe)
         raise
     resolver.check()

@@ -261,7 +261,7 @@ class RolloutOptions:
     """Options for sampling during training: a check of log-probabilities, and the gathering of sharded weights."""
 
     # largest allowed difference, in nats, between a token's log-probabilities in sampling and in training. In 16 bits,
-    # the root mean square over all tokens may be a tenth of this value
+    # the root mean square over all tokens may be at most a tenth of this value
     max_logp_mismatch: Annotated[float, "(0, inf]; .inf disables the check"] = 1.0
     # gather all sharded weights before sampling; False gathers each layer's weights in each forward pass
     gather_weights: bool = True
@@ -376,7 +376,8 @@ class GRPOOptions(TrainingOptions):
     # function that computes advantages from rewards: a name in losses/advantages.py, or your own function as
     # file.py:name. None is rloo with loss_type rloo, gdpo with normalize_then_sum, and otherwise grpo
     advantages: Literal["grpo", "gdpo", "rloo"] | Code | None = None
-    # divide advantages by the standard deviation of rewards in the group or in the batch; none does not divide
+    # group or batch: divide advantages by the standard deviation of the rewards in the group or batch. none: do not
+    # divide
     scale_rewards: Literal["group", "batch", "none"] = "group"
     # with several rewards, normalise their weighted sum, or normalise each reward before the sum (GDPO)
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
@@ -464,8 +465,8 @@ class RunConfig:
     # also save a training state every N steps; if checkpoint_steps and checkpoint_minutes are both 0, only a signal
     # such as SIGTERM saves a state
     checkpoint_steps: Annotated[int, ">= 0"] = 0
-    # "auto" resumes from the newest training state in output_dir, if there is one. A path resumes from the training
-    # state in the path. "never" deletes the training states in output_dir and starts again
+    # "auto" resumes from the newest training state in output_dir, if there is one. A path names the training state to
+    # resume from. "never" deletes the training states in output_dir and starts again
     resume: str | None = None
     eval_steps: Annotated[int, ">= 0"] = 0  # also evaluate every N steps; 0 only between stages
     # also write the weights to the folder checkpoint/ every N steps; 0 writes the weights only after a stage
@@ -509,7 +510,7 @@ class RunConfig:
     def __post_init__(self):
         # A recipe cannot set these three fields; load_config sets them.
         self.recipe = ""  # recipe path
-        # sections for a user's own stages that the recipe has, but that --stages=... on the command line leaves out
+        # sections of the recipe for a user's stages that --stages=... on the command line leaves out
         self.unused_sections: list[str] = []
         self.names_of_files: dict[str, str] = {}  # "file.py:Class" of `stages` -> Class.stage
         if self.rewards and not any(self.rewards.values()):

@@ -1,8 +1,8 @@
 """Reject recipes that set an option which has no effect because of another option.
 
-For each option that has no effect under some condition, the table RULES has the reason and the condition. A recipe may
-not change an option without effect. Training stages, also those in a user's file, check their options in the method
-`TrainingOptions.without_effect`.
+For each option that has no effect under some condition, the table RULES has the reason and the condition. A recipe must
+not change the value of an option without effect. Training stages, also those in a user's file, check their options in
+the method `TrainingOptions.without_effect`.
 """
 
 from collections.abc import Callable, Iterator

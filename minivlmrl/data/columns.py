@@ -46,7 +46,7 @@ MEANINGS = {
     **dict.fromkeys(("teacher_prompt", "teacher_messages", "privileged_context"), "what a teacher sees"),
     "label": "whether the completion is a good answer",
 }
-# columns in other projects' data files: those in LAYOUTS contain a prompt, and those in BESIDE stand beside a prompt
+# names of columns in other projects: LAYOUTS are columns with a prompt, and BESIDE are columns next to a prompt
 LAYOUTS = ("conversations", "conversation", "query", "instruction", "question", "prefix", "texts", "file_name")
 BESIDE = (
     "response", "output", "suffix", "history", "rejected_response", "rejected_messages", "rejected_conversations",
@@ -103,12 +103,12 @@ def check_columns(columns: dict, required: Sequence[str], known: Collection[str]
     for name, value in given.items():
         if name in RESERVED:
             check_field(False, f"column {name!r}", value, RESERVED[name])
-        # `label` may be the name of a class; only a bool in a stage that trains on completions means a good answer.
+        # The column `label` may name a class. Only a bool, in a stage that trains on completions, rates the answer.
         is_class = name == "label" and (not isinstance(value, bool) or "completion" not in known)
         if name in MEANINGS and name not in known and value not in ("", [], {}) and not is_class:
             raise ValueError(
-                f"column {name!r} is {value!r:.60}. In other projects, this column says {MEANINGS[name]}, but minivlmrl "
-                f"ignores it. Remove the column, or keep it for a reward with data.columns: {{{name}: {name}}}"
+                f"column {name!r} is {value!r:.60}. In other projects, this column says {MEANINGS[name]}, but "
+                f"minivlmrl ignores it. Remove the column, or keep it for a reward with data.columns: {{{name}: {name}}}"
             )
         if name in COLUMN_TYPES and (name != "label" or name in required):  # `label` has other meanings, too
             read_value(COLUMN_TYPES[name], value, f"column {name!r}", json=True)

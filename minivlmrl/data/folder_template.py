@@ -46,7 +46,7 @@ PUBLISHED = (
 )
 # Jinja code with which a chat template removes the thought <think>...</think> from an answer's text
 THOUGHT_SPLIT = re.compile(r"(split|partition)\(\s*['\"]</think>")
-# tags for thoughts and tools, which the text of a message may contain, even if the tokenizer has them as special tokens
+# tags for thoughts and tools; a message may contain such a tag, even if the tag is a special token of the tokenizer
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 # Qwen2.5-VL's chat template: DEFAULT is saved into model folders without a template, and WITH_TOOLS can declare tools.
 DEFAULT = as_jinja()
@@ -205,7 +205,7 @@ class ChatTemplate:
 
     @cached_property
     def opened(self) -> str:
-        """The text with which a prompt opens the answer's thought, such as "<think>\\n", or "" if it opens none."""
+        """The text at the end of a prompt that opens the answer's thought, such as "<think>\\n", or "" without one."""
         messages = [{"role": "user", "content": "?"}]
         prompt = self._lay_out(messages, True).removeprefix(self._lay_out(messages, False))
         _, tag, thought = prompt.rpartition("<think>")

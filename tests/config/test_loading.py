@@ -328,7 +328,7 @@ def test_recipes_are_found_by_their_names(tmp_path, monkeypatch):
 NO_YAML = "FOLDER/recipe.yaml: the text is not valid YAML"
 REFUSED = [  # recipe, overrides, sentence
     ({}, ["--grpo.betta=1"], "command line: unknown key grpo.betta; did you mean --grpo.beta or --grpo."),
-    ("max_new_tokens: 4", [], "FOLDER/recipe.yaml: unknown key max_new_tokens; the name in minivlmrl is sampling.max_new_"),
+    ("max_new_tokens: 4", [], "FOLDER/recipe.yaml: unknown key max_new_tokens; the name in minivlmrl is sampling.ma"),
     ("grpo.beta: 4", [], "FOLDER/recipe.yaml: unknown key grpo.beta; write beta in the section grpo"),
     ({}, ["--seed.x=1"], "command line: seed is"),
     ({}, ["--grpo=1"], "command line: grpo is 1, but it must be an object with names and values"),
