@@ -108,7 +108,7 @@ def check_columns(columns: dict, required: Sequence[str], known: Collection[str]
         if name in MEANINGS and name not in known and value not in ("", [], {}) and not is_class:
             raise ValueError(
                 f"column {name!r} is {value!r:.60}. In other projects, this column says {MEANINGS[name]}, but "
-                f"minivlmrl ignores it. Remove the column, or keep it for a reward with data.columns: {{{name}: {name}}}"
+                f"minivlmrl ignores it. Remove the column, or keep it for a reward: data.columns: {{{name}: {name}}}"
             )
         if name in COLUMN_TYPES and (name != "label" or name in required):  # `label` has other meanings, too
             read_value(COLUMN_TYPES[name], value, f"column {name!r}", json=True)
