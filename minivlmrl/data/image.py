@@ -184,7 +184,7 @@ class ImageProcessor:
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
     # function that resizes and normalises images or frames, such as resize_frames
     resize: Callable[..., np.ndarray] = resize_frames
-    # class that samples and resizes videos as a model family such as Qwen3-VL needs; None means data/video.py
+    # class for the videos of a model family such as Qwen3-VL; None means data/video.py
     videos: Any = None
     # dtype of the patches; patches in 16 bits halve the bytes that are copied to a GPU
     dtype: torch.dtype = torch.float32

@@ -49,7 +49,7 @@ def _compact(text: str) -> str:
 
 
 def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
-    """Return the indices of the texts that are missing in a rendered conversation without whitespace."""
+    """Return the indices of the texts that are missing in a rendered conversation."""
     start = 0
     for text in map(_compact, texts):
         place = compact.find(text, start)
@@ -106,7 +106,7 @@ def _call_texts(calls: Plain) -> Iterator[str]:
 
 
 def _json_forms(text: str) -> list[str]:
-    """Return the forms in which a template can render a text: unchanged, or escaped as JSON once or twice."""
+    """Return the ways in which a chat template can write a text: unchanged, or escaped as JSON once or twice."""
     forms = [text]
     for ensure_ascii in (False, True):
         escaped = json.dumps(text, ensure_ascii=ensure_ascii)[1:-1]

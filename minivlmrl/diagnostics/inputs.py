@@ -91,7 +91,7 @@ def parts_of(group: GroupBatch) -> Iterator[Part]:
 
 
 def check_gradients(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[Prompt, str]]:
-    """Yield (prompt, problem) for each text and each image on which the loss does not depend: its gradient is 0."""
+    """Yield (prompt, problem) for each text and each image that has no effect on the loss."""
     group = batch.group
     at_images, at_inputs = run_loss(trainer, batch)
     at_texts = at_inputs.index_fill(0, group.vision_index.cpu(), torch.nan)

@@ -100,7 +100,7 @@ class Sharding:
         if is_untied:
             gather_embedding_and_head(model)
         vision = DummyVisionForward()
-        # The hooks for a black image must run after FSDP's hooks, which gather the root's weights.
+        # Hooks run in the order of their registration: FSDP gathers the root's weights before a black image needs them.
         model.register_forward_pre_hook(vision.before)
         model.model.register_forward_pre_hook(vision.before_decoder)
         model.sharding = self
@@ -195,7 +195,7 @@ def layers_without_experts(model: VisionLanguageModel) -> list[FSDPModule]:
 
 
 def gather_embedding_and_head(model: VisionLanguageModel):
-    """Add hooks that gather the weights of an untied embedding and output head in each forward pass.
+    """Add hooks that gather the weights of embedding and output head in each forward pass, if they are not tied.
 
     FSDP gathers weights when a module is called, but the model uses the weights of embedding and head without a call.
     Embedding and head are separate FSDP units, because one unit would need a float32 buffer for the gradients of both:

@@ -45,7 +45,7 @@ class RewardingEnvironment(Environment, Protocol):
 
 @dataclass
 class Settings:
-    """The settings of a tool environment, unless attributes of the environment replace them."""
+    """Settings of a tool environment. An environment changes a default by an attribute with the same name."""
 
     # whether the system message declares the tools, in the model's chat-template format
     declare_tools: bool = True
