@@ -93,8 +93,10 @@ def replacing(folder: str | Path) -> Iterator[Path]:
 
     While the `with` block runs, the new folder is called NAME.partial. After the `with` block, the old folder is
     renamed to NAME.replaced, and the new folder to NAME. If the process is killed between the two renames, find_folder
-    uses NAME.replaced. If saving fails, the old folder is kept. ValueError is raised if the old folder contains files
-    but no checkpoint.
+    uses NAME.replaced. If saving fails, the old folder is kept.
+
+    Raises:
+        ValueError: the old folder contains files but no checkpoint.
     """
     folder = Path(folder).resolve()  # resolves symbolic links
     new = Path(f"{folder}.partial")

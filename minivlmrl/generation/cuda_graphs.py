@@ -2,7 +2,7 @@
 
 Without a CUDA graph, the GPU waits for the CPU, because a decode step of 36 layers has more than a thousand kernel
 launches. A CUDA graph takes a single launch, and runs the same kernels on the same memory addresses every time. To keep
-the addresses, the buffers for keys and values are longer than needed, with the unused part masked, and finished
+memory addresses, the buffers for keys and values are longer than needed, with the unused part masked, and finished
 completions stay in the batch. Only when the buffers for keys and values are full, longer buffers are allocated, and a
 new CUDA graph is captured.
 

@@ -34,32 +34,29 @@ class Pairs:
     ref_logps: Tensor  # (B, 2) log pi_ref(y | x)
     u: Tensor  # chosen answer's log-ratio, log pi(y_c) - log pi_ref(y_c)
     v: Tensor  # rejected answer's log-ratio, log pi(y_r) - log pi_ref(y_r)
-    # beta times the margin d, which is f_score of the chosen minus f_score of the rejected answer, or u - v for
-    # reverse_kl
-    z: Tensor
-    mean_margin: Tensor  # d with both scores divided by their answers' lengths
+    z: Tensor  # beta times the margin, which is f_score of the chosen minus f_score of the rejected answer
+    mean_margin: Tensor  # margin with both scores divided by their answers' lengths
     sft_loss: Tensor  # chosen tokens' mean negative log-probability, the same for every pair
     beta: float  # dpo_loss option
     e: float  # dpo_loss option label_smoothing
     discopop_tau: float  # DiscoPOP's mixture temperature
 
 
-# For each loss_type, a function from Pairs to the loss of each pair, (B,). In the comments, d is the margin, and u and
-# v are the log-ratios of the chosen and the rejected answer.
+# For each loss_type, a function from Pairs to the loss of each pair, (B,). docs/preferences.md has the formulas.
 DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
-    # DPO eq. 7 (arXiv 2305.18290): -log sigmoid(beta d). With label_smoothing, which TRL ignores since 0.29, the loss
-    # is cDPO's, eq. 3 in E. Mitchell's note (ericmitchell.ai/cdpo.pdf).
+    # DPO eq. 7 (arXiv 2305.18290). With label_smoothing, which TRL ignores since 0.29, the loss is cDPO's, eq. 3 in
+    # E. Mitchell's note (ericmitchell.ai/cdpo.pdf).
     "sigmoid": lambda pairs: smoothed(pairs.z, pairs.e),
-    # SLiC (arXiv 2305.10425), as in RSO (2309.06657): the hinge loss max(0, 1 - beta d)
+    # hinge loss of SLiC (arXiv 2305.10425), as in RSO (2309.06657)
     "hinge": lambda pairs: torch.relu(1 - pairs.z),
-    # IPO eq. 17 (arXiv 2310.12036): (d - 1 / (2 beta))^2 with the margin d per token, like IPO's authors
+    # IPO eq. 17 (arXiv 2310.12036), with the margin per token, as computed by IPO's authors
     "ipo": lambda pairs: (pairs.mean_margin - 1 / (2 * pairs.beta)).square(),
-    # EXO eq. 16 (arXiv 2402.00856): KL between (sigmoid(beta d), sigmoid(-beta d)) and the smoothed labels
+    # EXO eq. 16 (arXiv 2402.00856): KL between the predicted preferences and the smoothed labels
     "exo_pair": lambda pairs: (
         pairs.z.sigmoid() * (logsigmoid(pairs.z) - math.log(1 - pairs.e))
         + (-pairs.z).sigmoid() * (logsigmoid(-pairs.z) - math.log(pairs.e))
     ),
-    # NCA (arXiv 2402.05369): -log sigmoid(beta u) - log sigmoid(-beta u) / 2 - log sigmoid(-beta v) / 2
+    # NCA (arXiv 2402.05369)
     "nca_pair": lambda pairs: (
         -logsigmoid(pairs.beta * pairs.u)
         - 0.5 * logsigmoid(-pairs.beta * pairs.u)
@@ -67,30 +64,28 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     ),
     # Robust DPO eq. 11 (arXiv 2403.00409): unbiased if labels are flipped with the probability label_smoothing
     "robust": lambda pairs: (-(1 - pairs.e) * logsigmoid(pairs.z) + pairs.e * logsigmoid(-pairs.z)) / (1 - 2 * pairs.e),
-    # BCO (arXiv 2404.04656) without its running mean of rewards: -log sigmoid(beta u) - log sigmoid(-beta v)
+    # BCO (arXiv 2404.04656), without its running mean of rewards
     "bco_pair": lambda pairs: -logsigmoid(pairs.beta * pairs.u) - logsigmoid(-pairs.beta * pairs.v),
-    # SPPO eq. 4.7 (arXiv 2405.00675) with win probabilities 1 and 0: (u - 1 / (2 beta))^2 + (v + 1 / (2 beta))^2
+    # SPPO eq. 4.7 (arXiv 2405.00675), with the win probabilities 1 and 0
     "sppo_hard": lambda pairs: (pairs.u - 0.5 / pairs.beta).square() + (pairs.v + 0.5 / pairs.beta).square(),
-    # Paired AOT (arXiv 2406.05882): DPO's loss on the policy's minus the reference's sorted margins
+    # paired AOT (arXiv 2406.05882): DPO's loss on the policy's minus the reference's sorted margins
     "aot": lambda pairs: smoothed(
         pairs.beta * (sorted_margins(pairs.logps) - sorted_margins(pairs.ref_logps)), pairs.e
     ),
-    # Unpaired AOT (arXiv 2406.05882): DPO's loss on the chosen minus the rejected answers' sorted log-ratios
+    # unpaired AOT (arXiv 2406.05882): DPO's loss on the chosen minus the rejected answers' sorted log-ratios
     "aot_unpaired": lambda pairs: smoothed(pairs.beta * (pairs.u.sort().values - pairs.v.sort().values), pairs.e),
-    # APO-zero, eq. 7 (arXiv 2408.06266): 1 - sigmoid(beta u) + sigmoid(beta v) raises chosen and lowers rejected
-    # answers. 1 - sigmoid(x) is computed as sigmoid(-x), because 1 - sigmoid(20) is 0 in float32, and so is its
-    # gradient.
+    # APO-zero, eq. 7 (arXiv 2408.06266), raises chosen and lowers rejected answers. 1 - sigmoid(x) is computed as
+    # sigmoid(-x), because 1 - sigmoid(20) is 0 in float32, and so is its gradient.
     "apo_zero": lambda pairs: (-pairs.beta * pairs.u).sigmoid() + (pairs.beta * pairs.v).sigmoid(),
-    # APO-down, eq. 8 (arXiv 2408.06266): sigmoid(beta u) + 1 - sigmoid(beta (u - v)) lowers both answers, the rejected
-    # one more
+    # APO-down, eq. 8 (arXiv 2408.06266), lowers both answers, the rejected one more
     "apo_down": lambda pairs: (pairs.beta * pairs.u).sigmoid() + (pairs.beta * (pairs.v - pairs.u)).sigmoid(),
-    # DiscoPOP eq. 5 (arXiv 2406.08414): logistic and exponential loss, mixed by sigmoid(beta d / discopop_tau)
+    # DiscoPOP eq. 5 (arXiv 2406.08414): a mixture of the logistic and the exponential loss
     "discopop": lambda pairs: torch.lerp(
         -logsigmoid(pairs.z), (-pairs.z).exp(), (pairs.z / pairs.discopop_tau).sigmoid()
     ),
-    # SFT, the third loss of MPO (arXiv 2411.10442): mean of -log pi over the tokens of all chosen answers
+    # SFT on the chosen answers, the third loss of MPO (arXiv 2411.10442)
     "sft": lambda pairs: pairs.sft_loss,
-    # length-normalised DPO of Tulu 3 (arXiv 2411.15124): -log sigmoid(beta d) with the margin d per token
+    # length-normalised DPO of Tulu 3 (arXiv 2411.15124)
     "sigmoid_norm": lambda pairs: -logsigmoid(pairs.beta * pairs.mean_margin),
 }
 
@@ -189,7 +184,7 @@ def dpo_loss(
 
 
 def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor:
-    """Compute WPO's pair weights w_c w_r (B,), where w = exp(mean_t(log pi - log sum_j p_j^2))."""
+    """Compute WPO's weight for each pair, (B,), which is the product of the weights of its two answers."""
     aligned = ((logps - log_sum_sq_probs) * mask).sum(-1) / mask.sum(-1)  # (B, 2)
     return aligned.sum(-1).exp()
 

@@ -89,7 +89,7 @@ class GroupLayout:
         tokens = []
         for prompt_span, spans in zip(self.prompt_spans, self.completion_spans, strict=True):
             for span in spans:
-                tokens += [prompt_span[-1], *span]  # the prompt's last token predicts the first
+                tokens += [prompt_span[-1], *span]  # the prompt's last token predicts the first one
         return tokens
 
     def lay_blocks(self, device: torch.device | str) -> tuple[list[Tensor], list[PromptSlots | None]]:

@@ -36,7 +36,7 @@ class VisionConfig:
     # unused keys of vision_config in config.json, which saving writes unchanged
     extra: dict = field(default_factory=dict, hash=False)
 
-    # A ClassVar is a constant that config.json does not contain, unless a family's subclass makes it a field.
+    # ClassVar attributes are constants, unless a family's subclass makes them fields, which are read from config.json.
     norm: ClassVar[Literal["rms_norm", "layer_norm"]] = "layer_norm"
     # side of a square attention window in pixels; None makes each frame one window
     window_size: ClassVar[int | None] = None

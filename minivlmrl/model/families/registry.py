@@ -99,7 +99,7 @@ class ModelSpec:
     count_over_ranks: Callable[[VisionLanguageModel, Callable], None] = lambda model, sum_counts: None
     # for each additional value of the option adapter.target, the pattern of the names of the selected layers
     adapter_targets: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
-    not_quantized: tuple[str, ...] = ()  # router name ends, which are not quantised
+    not_quantized: tuple[str, ...] = ()  # ends of router names, which are not quantised
     # returns the initial states of each recurrent layer for as many rows as a tensor has
     initial_states: Callable[[VisionLanguageModel, Tensor], list[list[Tensor]]] = lambda model, rows: []
     in_vllm: bool = True  # whether extras/vllm.py supports the family
