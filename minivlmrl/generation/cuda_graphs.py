@@ -68,12 +68,12 @@ class CapturedDecode(Decode):
     attention_type = StaticDecodeAttention
 
     def __init__(self):
-        # the PromptSlots and the buffer length with which the CUDA graph was captured
+        # the attention's index tensors (slots) and buffer length with which the CUDA graph was captured
         self.graph_key = None
         self.graph = None
 
     def __call__(self, model, ids: Tensor, attention) -> Tensor:
-        # A CUDA graph reads fixed addresses, so a new one is captured for other PromptSlots or longer buffers.
+        # A CUDA graph reads fixed addresses, so a new one is captured for other slots or longer buffers.
         graph_key = attention.slots, attention.num_row_keys
         is_new = graph_key != self.graph_key
         if is_new:
@@ -95,8 +95,8 @@ class CapturedDecode(Decode):
 
     def capture(self, model, attention):
         """Capture a decode step's kernels in a CUDA graph, then replay the graph to run the step."""
-        # torch.cuda.graph would first return all unused memory to the driver, which takes 0.1 to 0.4 s. Here, memory is
-        # returned only if little is free.
+        # torch.cuda.graph would return all unused memory to the driver at each capture, which takes 0.1 to 0.4 s. So
+        # memory is returned only if little is free.
         if torch.cuda.mem_get_info()[0] < HEADROOM:
             torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""Sample completions for prompts. The forward pass of each prompt is computed only once for all its completions.
+"""Sample completions for prompts.
 
     prefill        run one forward over all prompts, and store each prompt's keys and values
                    once for all its completions

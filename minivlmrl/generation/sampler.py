@@ -1,4 +1,4 @@
-"""Sample completions as a recipe configures it: filters, stop strings, sharding and CUDA graphs."""
+"""Sample completions with a recipe's filters and stop strings, sharded weights and CUDA graphs."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -124,7 +124,7 @@ class Sampler:
     def sample_with(
         self, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
-        """Sample completions with `sample_token`; VLLMSampler overrides this method, to let vLLM compute logits."""
+        """Sample completions with `sample_token`; VLLMSampler overrides sample_with, to let vLLM compute the logits."""
         with rollout_weights(self.model, self.gather_weights) as model:
             if is_sharded(model):
                 from minivlmrl.distributed.fsdp import in_lockstep
@@ -210,8 +210,8 @@ def find_engine(sampling: SamplingOptions) -> type[Sampler]:
 def check_groups(completions: Sequence[Sequence[Completion]], num_prompts: int, num_generations: int):
     """Raise ValueError unless an engine has sampled num_generations completions for each prompt.
 
-    With another number of completions, prompts would get the rewards of other prompts. If log-probabilities were NaN,
-    no check would find that the engine and the trainer compute different policies.
+    If an engine returned another number of completions, prompts would get the rewards of other prompts. If
+    log-probabilities were NaN, no check would find that the engine and the trainer compute different policies.
     """
     lengths = [len(group) for group in completions]
     if lengths != [num_generations] * num_prompts:

@@ -1,6 +1,6 @@
 """The GRPO loss as a pure function that takes log-probabilities.
 
-This file imports only torch, so that you can copy it into your own project.
+grpo.py imports only torch, so that you can copy the file into your own project.
 
 B is the number of completions, and T is the longest completion's length; shorter completions are padded on the right.
 The loss is computed in four steps. For three of the steps, the value of an option selects a function from a table:
@@ -166,8 +166,8 @@ def clipped(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor, 
     return -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages), metrics
 
 
-# For each loss_type, a function that computes token losses, (B, T), and a dictionary of metrics from a TermInputs. Its
-# options, such as delta, are further keyword arguments of grpo_loss.
+# For each loss_type, a function that computes token losses, (B, T), and a dictionary of metrics from a TermInputs. The
+# function's own options, such as delta, are further keyword arguments of grpo_loss.
 TERMS: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
     "grpo": clipped,
     "dapo": clipped,

@@ -1,8 +1,8 @@
 """GRPO loss variants: GSPO-token, RLOO, CISPO, SAPO, VESPO, LUSPO and BNPO.
 
-Importing grpo_variants.py adds the variants to the tables in grpo.py. The file also has an entropy bonus, and token
-weights that mask off-policy rows, select tokens with high entropy, or correct for the sampler. To copy grpo_variants.py
-into your own project, copy grpo.py too.
+Importing grpo_variants.py adds the variants to the tables in grpo.py. Further functions compute an entropy bonus, and
+token weights that mask off-policy rows, select tokens with high entropy, or correct for the sampler. To copy
+grpo_variants.py into your own project, copy grpo.py too.
 """
 
 import math

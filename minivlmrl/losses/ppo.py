@@ -94,8 +94,6 @@ def ppo_loss(
         policy   max(-A r, -A clip(r, 1 - eps, 1 + eps))             r = pi(o_t) / pi_old(o_t)
         value    max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2) / 2
 
-    The policy and the value loss are clipped with the same eps, the option cliprange.
-
     Example: a token with ratio 1, advantage 2, value 1, old value 1 and return 3 has the policy loss -2 and the value
     loss 2; with vf_coef 0.1, the PPO loss is -1.8.
 
@@ -103,8 +101,7 @@ def ppo_loss(
         per_token_logps, values: (B, T), policy log-probabilities in nats and predictions by the critic, both with
             gradient.
         mask: (B, T), 1 for tokens that are trained on.
-        cliprange: the ratio is clipped to [1 - cliprange, 1 + cliprange], and a value to its old value -+ cliprange; at
-            least 0.
+        cliprange: eps, at least 0. The ratio is clipped to [1 - eps, 1 + eps], and a value to its old value -+ eps.
         vf_coef: value loss weight.
         old_per_token_logps, old_values: (B, T), per_token_logps and values at sampling time.
         advantages, returns: (B, T), see gae.

@@ -1,6 +1,6 @@
 """Losses on preference data: DPO and its variants, and reward models.
 
-The file imports only torch, so that you can copy it into your own project.
+preference.py imports only torch, so that you can copy the file into your own project.
 
 B is the number of pairs and T the longest answer's length. In tensors (B, 2, T), [:, 0] is the chosen answer and [:, 1]
 the rejected one. Only `per_token_logps` has a gradient.

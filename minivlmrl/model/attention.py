@@ -212,7 +212,7 @@ class DecodeAttention:
         self.row_kv = [[x.new_zeros(R, K, capacity, D) for x in layer] for layer in prompts.keys]
         self.row_bias = first_keys.new_zeros(R, 1, 1, capacity)
         self.num_row_keys = 0  # number of keys in the longest row; steps read only these keys
-        # row_bias is only needed if some completions are longer than others, because tools added tokens
+        # row_bias is only needed after tools have made some completions longer than others
         self.masks_rows = False
         self.prompt_index = prompt_index
         self.slots = PromptSlots(prompt_index, len(lengths), self.device)

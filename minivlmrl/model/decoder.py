@@ -52,8 +52,6 @@ class VisionLanguageModel(nn.Module):
     def forward(self, batch: GroupBatch, attention: Attention | None = None, select: Tensor | None = None) -> Tensor:
         """Compute hidden states for a packed batch.
 
-        A prompt, image or video that several completions share is computed only once.
-
         Args:
             batch: the batch with N packed tokens.
             attention: decides which tokens attend to each other. Defaults to GroupAttention(batch.layout).

@@ -3,7 +3,7 @@
 Each block of 64 values has a scale, which is the largest absolute value in the block. Each value is divided by its
 block's scale, and stored as the index of the nearest of 16 quantiles of a normal distribution. The blocks' scales are
 also quantised ("double quantisation"): their mean is subtracted, and each difference is stored in 8 bits. In total, NF4
-takes 4.13 bits per value. Every forward and backward pass unpacks the weights again.
+takes 4.13 bits per value. Every forward and backward pass unpacks the NF4 weights again.
 """
 
 from collections.abc import Callable
@@ -22,11 +22,11 @@ NF4 = (  # the 16 quantiles in the appendix of the QLoRA paper, with float32 pre
     -0.0910500363, 0.0, 0.0795802996, 0.160930201, 0.246112302, 0.337915242,
     0.440709829, 0.562617004, 0.722956836, 1.0,
 )  # fmt: skip
-# The NF4 table is cached on each device, because a copy to the device synchronises, which CUDA graphs do not allow.
+# The NF4 table and the 8-bit code are cached on each device, because CUDA graphs do not allow the synchronising copy to
+# a device.
 _table = cache(lambda device: torch.tensor(NF4).to(device))  # (16,)
 
 
-# The 8-bit code is cached, because a copy to a device synchronises, which CUDA graphs do not allow.
 @cache
 def dynamic_code(signed: bool, device: torch.device) -> Tensor:
     """Return the 256 values in bitsandbytes' dynamic 8-bit code, in ascending order.

@@ -64,7 +64,6 @@ class DeepStackVisionConfig(Qwen3VisionConfig):
 
 
 def gelu_mlp(hidden_size: int, intermediate_size: int, bias: bool) -> nn.Module:
-    """Build the MLP fc2(gelu(fc1(x))), with GELU's tanh approximation."""
     first = nn.Linear(hidden_size, intermediate_size, bias=bias)
     last = nn.Linear(intermediate_size, hidden_size, bias=bias)
     return nn.Sequential(OrderedDict(linear_fc1=first, gelu=nn.GELU("tanh"), linear_fc2=last))
@@ -261,7 +260,7 @@ class Videos:
         return join_text(laid_pieces), step_grids, step_seconds
 
 
-# settings in video_preprocessor_config.json for which only one value is supported, with this value
+# the only supported values of some settings in video_preprocessor_config.json
 VIDEO_FIXED = {**FIXED, "do_sample_frames": True, "cap_pixels_per_frame": False}
 
 
@@ -279,8 +278,8 @@ def read_videos(settings: dict, where: str, images: ImageProcessor) -> Videos:
 def write_videos(images: ImageProcessor, options: dict) -> dict:
     """Return the contents of video_preprocessor_config.json; `options` is the recipe's section data.video.
 
-    The pixel bounds in the file apply to all frames together, so a bound for one frame is multiplied by the largest
-    number of frames.
+    Pixel bounds in video_preprocessor_config.json apply to all frames together, so a bound for one frame is multiplied
+    by the largest number of frames.
     """
     videos = images.videos
     if not isinstance(videos, Videos):

@@ -91,7 +91,7 @@ class ModelSpec:
     # for each ModelConfig field ("experts" or "recurrent"), the dataclass of its value, with a method `check`
     sections: Mapping[str, type] = field(default_factory=dict)
     transposed_experts: bool = False  # whether files may have transposed expert weights
-    # converts a file's pairs of name and tensor to pairs of parameter name and tensor, for example one for each expert
+    # converts a file's (name, tensor) pairs to (parameter name, tensor) pairs, of which stacked experts yield several
     split_tensors: Callable[[TensorsOfFile, ModelConfig, Path], TensorsOfFile] = lambda tensors, config, file: tensors
     # joins, in place, the weights that files store as one tensor, for example the weights of all experts
     stack_tensors: Callable[[dict[str, Weight], ModelConfig], None] = lambda weights, config: None
