@@ -68,7 +68,7 @@ class CapturedDecode(Decode):
     attention_type = StaticDecodeAttention
 
     def __init__(self):
-        # the attention's index tensors (slots) and buffer length with which the CUDA graph was captured
+        # each row's prompt (slots) and the buffer length with which the CUDA graph was captured
         self.graph_key = None
         self.graph = None
 

@@ -51,7 +51,7 @@ class Filters:
     def record_masks(self, completions: Iterable[Completion]):
         """Store in each completion the ids that the filters kept, because training normalises over these ids."""
         for allowed_of_row, completion in zip(self.allowed_ids, completions, strict=True):
-            # Decoding goes on after a row has finished, so `allowed_of_row` may be longer than the completion.
+            # Decoding goes on after a row has finished, so ids may be recorded for more tokens than a completion has.
             allowed_ids = allowed_of_row[: len(completion.ids)]
             if allowed_ids:
                 counts = torch.tensor([len(ids) for ids in allowed_ids])

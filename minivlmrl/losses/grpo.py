@@ -192,8 +192,8 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
     Recipes select k1, k2 or k3 with grpo.kl_estimator; k1+, k2+ and k3+ are only for callers of grpo_loss. To add a KL
     estimator, extend KL_ESTIMATORS, correct_kl, and GRPOOptions.kl_estimator in config/options.py.
 
-    Source: the values are in Schulman's "Approximating KL divergence" (2020), the gradients in arXiv 2506.09477, and
-        the estimators with a plus in verl.
+    Source: Schulman's "Approximating KL divergence" (2020) has the values of k1, k2 and k3, arXiv 2506.09477 has their
+        gradients, and verl has the estimators with a plus.
     """
     if ref_logps is None:
         raise ValueError("beta is not 0, so grpo_loss needs ref_per_token_logps")

@@ -66,7 +66,7 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     "robust": lambda pairs: (-(1 - pairs.e) * logsigmoid(pairs.z) + pairs.e * logsigmoid(-pairs.z)) / (1 - 2 * pairs.e),
     # BCO (arXiv 2404.04656), without its running mean of rewards
     "bco_pair": lambda pairs: -logsigmoid(pairs.beta * pairs.u) - logsigmoid(-pairs.beta * pairs.v),
-    # SPPO eq. 4.7 (arXiv 2405.00675), with the win probabilities 1 and 0
+    # SPPO eq. 4.7 (arXiv 2405.00675), where the chosen answer wins with probability 1
     "sppo_hard": lambda pairs: (pairs.u - 0.5 / pairs.beta).square() + (pairs.v + 0.5 / pairs.beta).square(),
     # paired AOT (arXiv 2406.05882): DPO's loss on the policy's minus the reference's sorted margins
     "aot": lambda pairs: smoothed(

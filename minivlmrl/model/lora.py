@@ -154,10 +154,9 @@ def adapters(model: nn.Module) -> dict[str, LoRALinear]:
 def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
     """Apply dropout with probability p to all adapters' inputs inside a `with` block.
 
-    As in PEFT, dropout changes the adapter's input, but not the base layer's input. The dropout mask depends only on
-    `key` and on the layer's name, so that recomputing activations in the backward pass repeats the mask, and a resumed
-    run needs no saved state of a random generator. All completions of a prompt share the dropout mask of the prompt's
-    tokens.
+    As in PEFT, dropout changes the adapter's input, but not the base layer's input. A dropout mask depends only on
+    `key` and on the layer's name, so recomputing activations in the backward pass repeats the mask. A resumed run needs
+    no saved state of a random generator. All completions of a prompt share the dropout mask of the prompt's tokens.
     """
     layers = adapters(model) if p else {}
     for name, layer in layers.items():
