@@ -98,7 +98,8 @@ class WarningRules:
         stuck = [*self.stuck_rules()]
         reward = self.mean("reward")
         lowest, highest = self.extremes or (0, 0)
-        if stuck and lowest < highest and reward >= lowest + 0.9 * (highest - lowest):
+        never = self.rewards_of_zero()
+        if stuck and not never and lowest < highest and reward >= lowest + 0.9 * (highest - lowest):
             # Rewards can also be equal, and gradients 0, because training has converged to the highest reward.
             sentence = (
                 f"The mean reward is {reward:.3g}, close to the highest reward of any completion "
@@ -106,15 +107,30 @@ class WarningRules:
             )
             stuck = [("solved", sentence)]
         yield from stuck
+        for name in never if not self.all_equal() else ():
+            yield (
+                name,
+                f"Reward {name} is 0 for all completions. Compare completions.jsonl with what the reward expects. A "
+                "model that never writes such an answer needs a better data.prompt_template, or demonstrations first "
+                "(--stages=[sft,grpo]).",
+            )
         yield from self.unwanted_completions()
         yield from self.majority_baseline()
         yield from self.unused_parameters()
 
+    def rewards_of_zero(self) -> list[str]:
+        """Return the names of rewards that were 0 for all completions."""
+        return [name for name in self.run.rewards if self.always(f"rewards/{name}/mean", lambda mean: mean == 0)]
+
+    def all_equal(self) -> bool:
+        """Return True if no reward differed between two completions of a step."""
+        stds = [f"rewards/{name}/std" for name in self.run.rewards]
+        return bool(stds) and all(self.always(name, lambda std: std == 0) for name in stds)
+
     def stuck_rules(self) -> Iterator[tuple[str, str]]:
         """Yield warnings about equal rewards and about gradients of 0."""
         sampling, last = self.run.sampling, self.recent[-1]
-        stds = [f"rewards/{name}/std" for name in self.run.rewards]
-        if stds and all(self.always(name, lambda std: std == 0) for name in stds):
+        if self.all_equal():
             means = [f"{x} is {last.get(f'rewards/{x}/mean', 0):.3g}" for x in self.run.rewards]
             yield (
                 "constant",
@@ -139,7 +155,7 @@ class WarningRules:
             )
 
     def unwanted_completions(self) -> Iterator[tuple[str, str]]:
-        """Yield warnings about truncated completions, and about answer formats that never occur."""
+        """Yield a warning about truncated completions."""
         if self.always("completions/clipped_ratio", lambda share: share >= 0.9):
             yield (
                 "cut",
@@ -147,13 +163,6 @@ class WarningRules:
                 f"({self.run.sampling.max_new_tokens}). Raise this limit, or ask for shorter answers in "
                 "data.prompt_template.",
             )
-        for name in self.run.rewards:
-            if "format" in name and self.always(f"rewards/{name}/mean", lambda mean: mean == 0):
-                yield (
-                    name,
-                    f"No completion has the format that reward {name} expects. Describe the format in "
-                    "data.prompt_template, train the stage sft first, or remove the reward.",
-                )
 
     def majority_baseline(self) -> Iterator[tuple[str, str]]:
         """Yield a warning for each reward whose mean is no better than always answering the most frequent solution."""

@@ -1,4 +1,4 @@
-"""Test each rule for training warnings by hand; test_planted_faults.py tests whole runs with faults."""
+"""Test each rule for training warnings by hand; tests/extras/test_planted_faults.py runs whole faulty trainings."""
 
 import math
 import re
@@ -27,7 +27,8 @@ CASES = [
     ({"frac_reward_zero_std": 1.0}, 0.01, r"sampling\.temperature \(0\.01\) is low .* the same text is sampled repeat"),
     (SAME, 1.0, r"equal for all completions: format is 0\.9 and accuracy is 0\.5"),
     ({"completions/clipped_ratio": 0.95}, 1.0, r"sampling\.max_new_tokens \(9\)"),
-    ({"rewards/format/mean": 0.0}, 1.0, "No completion has the format that reward format expects"),
+    ({"rewards/format/mean": 0.0}, 1.0, "Reward format is 0 for all completions"),
+    ({"rewards/accuracy/mean": 0.0, "frac_reward_zero_std": 0.9}, 1.0, "Reward accuracy is 0 for all completions"),
     ({"grad_norm": 0.0}, 1.0, "All gradients are zero"),
 ]
 
@@ -90,6 +91,16 @@ def test_success_is_reported_once():
         "Little is left to learn from these prompts."
     ]
     assert len(said[1.2]) == 6 and "The rewards are equal for all completions" in said[1.2][0]
+
+
+def test_a_run_in_which_one_reward_never_rises_is_no_success():
+    """The policy has learned the small reward of a second function, and no answer is right."""
+    rules = make_rules()
+    step = HEALTHY | {"reward": 0.5, "rewards/accuracy/mean": 0.0, "frac_reward_zero_std": 1.0}
+    rules.step(step, rollout_with([[0.0, 0.0], [1.0, 0.0]]))
+    said = list(chain(*(rules.step(step) for _ in range(WINDOW))))
+    assert len(said) == 2 and said[0].startswith("All completions of each group have the same reward")
+    assert said[1].startswith("Reward accuracy is 0 for all completions")
 
 
 @pytest.mark.parametrize("killed", [1, 22, BASELINE_ROLLOUTS, BASELINE_ROLLOUTS + 1])

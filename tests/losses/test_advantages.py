@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minivlmrl.losses.advantages import combine, group_advantages
+from minivlmrl.losses.advantages import combine, group_advantages, leave_one_out, normalize_then_sum
 
 NAN = float("nan")
 
@@ -22,6 +22,22 @@ def test_a_completion_nobody_could_judge_counts_for_nothing():
     assert advantages[0] == 0
     without = group_advantages(torch.tensor([1.0, 0.0, 1.0]), 3)
     torch.testing.assert_close(advantages[1:], without)
+
+
+@pytest.mark.parametrize("reward", [1.2, 0.7, 0.2, -1e3 / 3])
+@pytest.mark.parametrize("advantages", [
+    group_advantages,
+    lambda rewards, size: group_advantages(rewards, size, "batch"),
+    lambda rewards, size: group_advantages(rewards, size, "none"),
+    leave_one_out,
+    lambda rewards, size: leave_one_out(rewards, size, normalize=True),
+    lambda rewards, size: normalize_then_sum(rewards[:, None].expand(-1, 2), torch.tensor([1.0, 0.2]), size),
+], ids=["group", "batch", "none", "rloo", "rloo normalized", "gdpo"])  # fmt: skip
+def test_equal_rewards_have_advantages_of_exactly_0(reward, advantages):
+    """The float32 mean of equal rewards can differ from them in the last bit, which AdamW turns into a full step."""
+    rewards = torch.full((24,), reward)
+    rewards[0] = NAN
+    assert not advantages(rewards, 8).any()
 
 
 @pytest.mark.parametrize("rewards, size, scale, says", [
