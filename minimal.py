@@ -242,7 +242,7 @@ class Vision(nn.Module):
         merge = self.config["spatial_merge_size"]
         kernels = self.patch_embed["proj"].weight.flatten(1)  # (width, 1176)
         x = F.linear(patches.to(kernels.dtype), kernels)  # (P, width)
-        x = x.to(kernels.dtype)  # autocast made it bfloat16; the sum over blocks stays float32
+        x = x.to(kernels.dtype)  # autocast gave bfloat16; the sum over blocks must be float32
         # The row and the column of each patch, in the order of `patchify`: (P, 2)
         places = torch.cartesian_prod(torch.arange(h), torch.arange(w)).to(x.device)
         places = places.view(h // merge, merge, w // merge, merge, 2).transpose(1, 2)
@@ -370,7 +370,7 @@ def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
     """Load a model from a Hugging Face folder; max_pixels replaces the folder's image limit."""
     folder = Path(folder)
     config = read_config(folder)
-    with torch.device("meta"):  # without memory, because the files have the weights
+    with torch.device("meta"):  # no memory for weights, which the files contain
         model = QwenVL(config)
     weights = {}
     for file in folder.glob("model*.safetensors"):
@@ -380,7 +380,7 @@ def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
     if config["tie_word_embeddings"]:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, assign=True)
-    if config["tie_word_embeddings"]:  # assign makes two parameters of one tensor
+    if config["tie_word_embeddings"]:  # assign=True has made two parameters
         model.lm_head.weight = model.model["embed_tokens"].weight
     if (folder / "preprocessor_config.json").exists():
         settings = json.loads((folder / "preprocessor_config.json").read_text())
@@ -413,7 +413,7 @@ def save(model, folder):
         del weights["lm_head.weight"]
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((model.folder / "config.json").read_text())
-    config.pop("dtype", None)  # the name of torch_dtype in transformers 5, which reads both
+    config.pop("dtype", None)  # transformers 5 writes dtype, but also reads torch_dtype
     config["torch_dtype"] = str(model.lm_head.weight.dtype).removeprefix("torch.")
     write(folder / "config.json", config)
 

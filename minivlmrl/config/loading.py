@@ -45,8 +45,8 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
         recipe: recipe path, or a recipe's name in the folder `recipes`.
         overrides: such as "--seed=1" or "--grpo.learning_rate=1e-4", or an option and its value as two texts, "--seed",
             "1". Values are parsed as YAML.
-        is_found: whether the recipe was found beside a model, so that the user may not know the recipe. Then only the
-            overrides may name code, and a recipe that names code is refused before any code has been run.
+        is_found: True if the recipe was found beside a model, so that the user may not know the recipe. If such a
+            recipe names code from a file, load_config raises ValueError before any code has been run.
     """
     overrides = _join_values(overrides)
     path = _find_recipe(recipe)
@@ -153,7 +153,7 @@ class Resolver:
         self.recipe = recipe
         self.typed = typed
         self.is_found = is_found
-        self.unknown: list[str] = []  # code that only a recipe that was found names
+        self.unknown: list[str] = []  # code in a recipe that was found beside a model
 
     def check(self):
         """Raise ValueError if a recipe that was found beside a model names code from a file."""

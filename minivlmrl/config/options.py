@@ -82,7 +82,7 @@ class ImageOptions:
     # bounds on the area of an image, or of one video frame, in pixels
     min_pixels: MinPixels | None = None
     max_pixels: Whole | None = None
-    resized_height: Whole | None = None  # fixed size that replaces the file's size
+    resized_height: Whole | None = None  # fixed height in pixels, instead of the file's height
     resized_width: Whole | None = None
 
     def __post_init__(self):
@@ -336,8 +336,8 @@ class SFTOptions(TrainingOptions):
 class DPOOptions(TrainingOptions):
     """Options for DPO and other losses on preference pairs, see dpo_loss."""
 
-    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # keys in DPO_LOSSES
-    loss_weights: list[Finite] | None = None  # None is 1 for each; MPO has [0.8, 0.2, 1.0]
+    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # names in DPO_LOSSES
+    loss_weights: list[Finite] | None = None  # weights of the losses; None is 1 for each; MPO has [0.8, 0.2, 1.0]
     beta: Annotated[float, "(0, inf)"] = 0.1  # scales the log ratios; larger values keep the policy near the reference
     # assumed fraction of pairs with swapped answers, for the losses sigmoid, exo_pair, robust, aot and aot_unpaired
     label_smoothing: Finite = 0.0
@@ -468,13 +468,13 @@ class RunConfig:
     # "auto" resumes from the newest training state in output_dir, if there is one. A path names the training state to
     # resume from. "never" deletes the training states in output_dir and starts again
     resume: str | None = None
-    eval_steps: Annotated[int, ">= 0"] = 0  # also evaluate every N steps; 0 only between stages
+    eval_steps: Annotated[int, ">= 0"] = 0  # also evaluate every N steps; 0 evaluates only between stages
     # also write the weights to the folder checkpoint/ every N steps; 0 writes the weights only after a stage
     save_steps: Annotated[int, ">= 0"] = 0
     # what save_steps and best_metric write: all weights with the adapter merged, or only the adapter, which is far
     # smaller. The end of a run always writes merged weights
     save: Literal["merged", "adapter"] = "merged"
-    log_completions: Annotated[int, ">= 0"] = 10  # steps between entries in completions.jsonl
+    log_completions: Annotated[int, ">= 0"] = 10  # steps between entries in completions.jsonl; 0 logs no completions
     # log only the first N prompts of rank 0 in each entry of completions.jsonl; None logs all prompts of all ranks
     num_logged_prompts: Annotated[int, ">= 1"] | None = 4
     # minutes between updates of report.html; 0 writes the report only when the run ends

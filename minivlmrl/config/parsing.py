@@ -85,8 +85,6 @@ def build(
     """Build a dataclass from the values in a file, and check every key, type and bound.
 
     Args:
-        cls: dataclass to build.
-        values: the file's values.
         where: file name, or "command line", for error messages.
         prefix: section path in the file with a dot at the end, for error messages.
         json, change_text: see Reader.

@@ -99,11 +99,6 @@ def match(
     Example: predicted box 0 has the IoUs 0.6 and 0.5 with true boxes 0 and 1, and predicted box 1 has 0.5 and 0. The
     result is [(0, 1), (1, 0)] with the summed IoU 0.5 + 0.5 = 1.
 
-    Args:
-        predicted: predicted boxes.
-        truth: true boxes.
-        similarity: function that computes the similarity between a predicted and a true box.
-
     Returns:
         (index in predicted, index in truth) of each match. There are as many matches as boxes in the shorter list.
     """

@@ -33,10 +33,10 @@ class FileDataset(FileRows):
         required: columns that every row must have; "problem" stands for any prompt column.
         limit: maximum number of rows; None reads all rows.
         constants: columns that are added to every row.
-        checks_files: False does not ask the file system for the rows' images and videos. On several ranks, only rank 0
-            asks, because a shared file system is slow at such questions.
+        checks_files: whether to check that the image and video files exist. On several ranks, only rank 0 checks,
+            because a shared file system is slow.
         reads: columns that a stage or a reward reads, besides `required`; None stands for all columns.
-        options: RowOptions fields.
+        options: fields of RowOptions.
 
     Raises:
         ValueError: there are no rows, a row is invalid, or an image or video file is missing.

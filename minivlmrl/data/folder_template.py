@@ -61,8 +61,7 @@ class ChatTemplate:
     Args:
         text: the template's text.
         source: the template's file name, for error messages.
-        special_tokens: the tokenizer's control tokens, see Tokenizer.special_tokens. The keys of `controls` are those
-            that the template writes or that are in STRUCTURE.
+        special_tokens: the tokenizer's control tokens, see Tokenizer.special_tokens.
         token_names: {name: value} for variables that the template may read, such as eos_token.
     """
 
@@ -147,9 +146,6 @@ class ChatTemplate:
 
     def render_completion(self, messages: list[dict], turns: list[dict]) -> list[tuple[str, bool]]:
         """Render the turns that follow a prompt, like the function chat_template.render_completion.
-
-        Args:
-            turns: the completion's turns.
 
         Returns:
             Pairs of a piece of text and a flag, which is True if the piece is trained, see messages.is_trained.
