@@ -37,7 +37,7 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 class Reorder(torch.autograd.Function):
-    """Select rows, x[index], with a backward pass that copies rows instead of summing gradients.
+    """Select the rows x[index]; the backward pass copies rows instead of summing gradients.
 
     Arguments of apply:
         x: (N, ...), the rows.

@@ -8,8 +8,8 @@ Derivation. For one hidden state h (D,), head W (V, D), chosen token y and tempe
 The forward and the backward pass compute the logits (M, V) one block at a time. A row of logits belongs to one hidden
 state, and the forward pass stores only three numbers for each row: top, s and H. The backward pass computes each block
 of logits again, and overwrites the logits with their gradient dz. The forward and the backward pass together take four
-matrix products, each with M * V * D multiplications. A token with advantage 0 or a clipped ratio has no gradient, so
-the backward pass skips the token's row of logits.
+matrix products, each with M * V * D multiplications. The backward pass skips rows of logits without a gradient, for
+example because of a zero advantage or a clipped ratio.
 
     torch     blocks have a few rows with the logits of all ids, and fit into the CPU's caches.
     Triton    blocks have up to 4,096 rows, and 2,048 ids or more. A block stays in the GPU's L2 cache between the
@@ -61,7 +61,8 @@ class Pieces:
         self.rows = slices(len(hidden), size)
         self.tiles = slices(len(weight), width)  # a single tile on the torch path
         self.hidden = hidden
-        # On a CPU, PyTorch cannot multiply bfloat16 matrices into float32, so the LM head is converted to float32 once.
+        # On a CPU, PyTorch cannot multiply bfloat16 matrices into float32, so the LM head is first converted to
+        # float32.
         self.weight = weight if weight.is_cuda else weight.to(sum_dtype)
         self.ids = ids
         self.mask = mask

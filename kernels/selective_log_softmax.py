@@ -119,7 +119,7 @@ LN2 = tl.constexpr(math.log(2))
 
 @triton.jit
 def _add_logits(z, top, s, t, k):
-    """Add the logits z (STEPS, COLUMNS) to the running top, s and t (COLUMNS,) of the derivation."""
+    """Add logits z (STEPS, COLUMNS) to the running maximum (top) and sums (s, t) of each column."""
     new_top = tl.maximum(top, tl.max(z, 0) * k)
     c = top - new_top
     w = tl.exp2(c)
@@ -131,7 +131,7 @@ def _add_logits(z, top, s, t, k):
 
 @triton.jit
 def _describe_row(row_logits, width, k):
-    """Compute top, s and t of the derivation, in base 2, for one row of logits."""
+    """Compute a row's maximum logit (top) and the sums s and t of the derivation, in base 2."""
     offsets = tl.arange(0, STEPS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tops = tl.full((COLUMNS,), LOWEST_TOP, tl.float32)
     s = tl.zeros((COLUMNS,), tl.float32)
@@ -152,7 +152,7 @@ def _describe_row(row_logits, width, k):
 
 @triton.jit
 def _join(top1, s1, t1, top2, s2, t2):
-    """Combine top, s and t of two parts of a row of logits, as in the derivation, but in base 2."""
+    """Combine the maximum logits (top) and the sums s and t of two parts of a row, in base 2."""
     top = tl.maximum(top1, top2)
     c1 = top1 - top
     c2 = top2 - top
@@ -231,7 +231,7 @@ def _differentiate_kernel(
 def score_part_(
     z: Tensor, ids: Tensor, parts: Tensor | None, temperature: float, first_id: int = 0, last: bool = True
 ) -> tuple[Tensor, ...]:
-    """Call the Triton kernel that computes log-probabilities and entropies, for one part of the vocabulary.
+    """Compute log-probabilities and entropies in Triton, from the logits of one part of the vocabulary at a time.
 
     Args:
         z: (N, width), logits for the ids first_id..first_id+width-1.
@@ -260,7 +260,7 @@ def score_part_(
 def differentiate_part_(
     z: Tensor, ids: Tensor, saved: list, upstream: list, temperature: float, out: Tensor, first_id: int = 0
 ) -> Tensor:
-    """Call the Triton kernel that computes the gradient of the logits, for one part of the vocabulary.
+    """Compute the gradient of the logits in Triton, for one part of the vocabulary.
 
     Args:
         z: (N, width), logits for the ids first_id..first_id+width-1.

@@ -107,7 +107,7 @@ def check_selective_log_softmax(device: str) -> list[float]:
 
 
 def check_linear_log_softmax(device: str) -> list[float]:
-    """Check linear_log_softmax; on a GPU, the logits are computed in several blocks."""
+    """Check linear_log_softmax, on a GPU with a vocabulary that needs several blocks of logits."""
     rows, vocab = (32, 5_000) if INTERPRETED else (2_048, 10_000)
     ids = torch.randint(vocab, (rows,))
     return compare(
