@@ -379,7 +379,7 @@ def start_engine(model: VisionLanguageModel, processor: Processor, options: dict
             if is_out_of_memory(error):
                 raise
             raise ValueError("sampling.vllm: " + " ".join(str(error).split())) from error
-    # minivlmrl must not end torch's process group, because vLLM ends it together with vLLM's own process groups.
+    # vLLM ends torch's process group together with its own groups, so minivlmrl must not end it.
     world.ends_group = False
     if on_gpu:
         llm.sleep(level=2)

@@ -40,7 +40,7 @@ class StaticDecodeAttention(DecodeAttention):
         self.row_bias = F.pad(self.row_bias, (0, capacity - self.num_row_keys))
 
     def select(self, unfinished: Tensor) -> None:
-        """Keep all rows in the batch, because a CUDA graph also computes the finished rows."""
+        """Drop no rows from the batch, because a CUDA graph also computes the finished rows."""
 
     def advance(self, tokens: int | Tensor = 1, growth: int = 1):
         """Count the new tokens on the GPU and on the host, and enlarge full key and value buffers."""

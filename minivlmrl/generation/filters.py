@@ -1,4 +1,4 @@
-"""Apply repetition penalty, temperature, top_k, top_p and min_p to the next token's logits.
+"""Apply the options repetition_penalty, temperature, top_k, top_p and min_p to the next token's logits.
 
 To add a sampling filter, add a field to SamplingOptions and an entry to NO_TRUNCATION (both in config/options.py), and
 a last step to filter_logits. A filter without an entry in NO_TRUNCATION is never applied. For an example, see

@@ -54,7 +54,7 @@ class Sampler:
         self.processor = processor
         self.sampling = sampling
         self.world = world or World(device=model.lm_head.weight.device)
-        # computation device; the weights may be offloaded to a different device
+        # device on which the model computes; offloaded weights are on another device
         self.device = self.world.device
         self.gather_weights = gather_weights
         # called with the row indices (r,) and the ids (r,) of new tokens, for example to print the tokens

@@ -1,6 +1,6 @@
 """Compute advantages by comparing each completion's reward with its group's rewards.
 
-The table ADVANTAGES has a function for each value that grpo.advantages may have.
+ADVANTAGES maps each value of the option grpo.advantages to a function.
 """
 
 from collections.abc import Callable

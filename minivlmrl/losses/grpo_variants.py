@@ -178,7 +178,7 @@ def mean_entropy(
 def off_policy_mask(
     per_token_logps: Tensor, sampling_per_token_logps: Tensor, advantages: Tensor, mask: Tensor, threshold: float
 ) -> Tensor:
-    """Mask out completions that have a negative advantage and have become much less likely since they were sampled.
+    """Mask out completions with a negative advantage that have become much less likely since they were sampled.
 
     Args:
         sampling_per_token_logps: (B, T), log-probabilities that the sampler recorded; NaN where it did not record any.

@@ -144,7 +144,7 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        # queries q are (N, H, D); keys k and values v are (N, K, D)
+        # q is (N, H, D), and k and v are (N, K, D)
         q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj))
         q = apply_rotary(self.q_norm(q), cos, sin)
         k = apply_rotary(self.k_norm(k), cos, sin)

@@ -1,4 +1,4 @@
-"""Log-probabilities of completion tokens, under the policy, the old policy or the reference model."""
+"""Log-probabilities of completion tokens under a model: the policy, the old policy or the reference."""
 
 from torch import Tensor
 

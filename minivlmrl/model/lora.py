@@ -3,7 +3,7 @@
 A layer with an adapter computes x W^T + scaling * x A^T B^T, and only A and B are trained. `inject_adapters` replaces
 linear layers in a model that is already built, so the decoder, the sampler and the losses have no code for adapters.
 
-Dimension letters: N is the number of tokens, and r is the rank of an adapter.
+Dimension letters: N tokens, r rank of an adapter.
 """
 
 import math
@@ -70,7 +70,7 @@ class LoRALinear(ReplacedLinear):
         self.drop: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the output (N, out_features) of x (N, in_features), in the base layer's dtype."""
+        """Compute base layer plus adapter: x (N, in_features) -> (N, out_features), in the base layer's dtype."""
         base_result = self.base(x)
         adapter_input = x if self.drop is None else self.drop(x.to(self.lora_A.dtype))
         if self.can_use_tf32(base_result):
@@ -177,7 +177,7 @@ def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     CUDA graphs can read the 16-bit copies, because their memory addresses do not change inside the block.
 
     Yields:
-        The 16-bit copies of the adapter parameters, or an empty list if no adapter is replaced.
+        The 16-bit copies of all A and B; an empty list if no adapter is replaced.
     """
     layers = [x for x in adapters(model).values() if is_half_on_gpu(x.lora_A.device, x.dtype)]
     originals = [(layer, layer.lora_A, layer.lora_B) for layer in layers]

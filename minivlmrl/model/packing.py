@@ -23,7 +23,7 @@ from minivlmrl.model.rope import get_rope_index
 class GroupBatch:
     """A packed sequence with N tokens and no padding, with R rows and M completion tokens in total.
 
-    A row of the batch is one completion, or all turns in a trajectory.
+    One row of the batch is one completion, with all its turns.
     """
 
     # (N,) int64 token ids, without the last token of each completion, which predicts no token

@@ -90,7 +90,7 @@ def load_value_model(folder: str | Path, *options) -> ValueModel:
 
 
 def add_saved_head(backbone: VisionLanguageModel, folder: str | Path) -> ValueModel:
-    """Build a value model from a backbone model and the value head that a folder contains."""
+    """Build a value model from a backbone and the value head in a folder."""
     file = Path(folder) / HEAD_FILE
     shape = (1, backbone.config.hidden_size)
     tensors = dict(read_tensors(file))

@@ -85,7 +85,7 @@ class Merger(nn.Module):
 
 
 class Qwen3VisionTransformer(VisionTower):
-    """Vision tower with DeepStack: outputs of inner blocks are also added to hidden states in the decoder."""
+    """Qwen3-VL's vision tower, whose inner blocks also feed the decoder if DeepStack is used."""
 
     config: Qwen3VisionConfig
 
@@ -154,7 +154,7 @@ def interpolation_weights(count: int, side: int) -> Tensor:
 # defaults for keys that config.json may omit.
 TEXT = {"attention_bias": False, "qk_norm": True, "mrope_interleaved": True}
 TEXT_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 5e5, "mrope_section": [24, 20, 20], "head_dim": 128}
-# keys of config.json that Qwen3-VL stores at the top level instead of in text_config
+# keys that Qwen3-VL's config.json has at the top level, and not in text_config
 TOP_LEVEL = (
     "architectures", "model_type", "torch_dtype", "tie_word_embeddings",
     "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "eos_token_id",
