@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
     trainer, optimizer, step, rows = go_to(config, stage, number)
     print_group(trainer, step, rows, options.prompt)
     metrics = loop.optimizer_step(trainer, step, optimizer, number)
-    # if num_logged_prompts is null, a run's log has the completions of all ranks
+    # The log of a run has the completions of all ranks if num_logged_prompts is null.
     parts = trainer.world.gather_objects(list(groups(trainer, step)))
     process_group.shutdown(trainer.world)
     completions = [line for part in parts for line in part]
@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run_config(folder: Path, recipe: str | None, overrides: list[str]) -> RunConfig:
-    """Load the options of the run in `folder`, from its config.yaml or from `recipe`; or load the recipe `folder`."""
+    """Load the options of a run from its config.yaml or from `recipe`. If `folder` is a file, load it as a recipe."""
     if not folder.is_dir():  # a recipe, whose output_dir may contain another run
         return load_config(folder, ["--resume=never", *overrides])
     overrides = [f"--output_dir={folder}", *overrides]
@@ -88,11 +88,11 @@ def run_config(folder: Path, recipe: str | None, overrides: list[str]) -> RunCon
 
 
 class Reached(Exception):
-    """Exception that ends training just before the step to replay; `args` has the trainer, optimizer, Step and rows."""
+    """Raised with (trainer, optimizer, step, rows) when training reaches the step that is replayed."""
 
 
 class StopBefore(Callback):
-    """Callback that ends training, by the exception Reached, before the optimizer update of a given step."""
+    """Callback that raises Reached before the optimizer update of the step that is replayed."""
 
     def __init__(self, stage: str, number: int):
         self.wanted = stage, number
@@ -159,10 +159,7 @@ def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimize
 
 @torch.no_grad()
 def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
-    """Print one prompt of a training step, and the prompt's completions.
-
-    For each completion, the summed log-probabilities in nats, the answer, and the reasons of the rewards are printed.
-    """
+    """Print a prompt and, for each of its completions, the summed log-probabilities in nats, the answer and rewards."""
     if not 0 <= index < len(rows):
         raise ValueError(f"--prompt {index}: the step has only the prompts 0 to {len(rows) - 1}")
     row = rows[index]

@@ -34,17 +34,15 @@ from minivlmrl.model.value_head import (
 from minivlmrl.trainers.functions import loss_arguments
 from minivlmrl.trainers.offline import AnswerBatch, PairTrainer
 
-# name of the stage that trains a reward model, of the reward, and of the folder with the reward model
-FOLDER = "reward_model"
+FOLDER = "reward_model"  # folder of the reward model, and name of the stage that trains it
 BATCH_SIZE = 16  # prompts in each forward pass that scores completions
 
 
 @dataclass(kw_only=True)
 class RewardBatch(AnswerBatch):
-    """A micro-batch of answer pairs, in which the reward model scores the last token of each answer."""
+    """A micro-batch of pairs of a chosen and a rejected answer."""
 
-    # (R / 2,): for each pair of answers, by how much the chosen answer should score higher than the rejected answer
-    margin: Tensor
+    margin: Tensor  # (pairs,): wanted difference between the scores of the chosen and the rejected answer
 
 
 class RewardTrainer(PairTrainer):
@@ -99,7 +97,7 @@ class RewardTrainer(PairTrainer):
 def last_windows(
     prompts: Sequence[Prompt], answers: Sequence[Sequence[Completion]]
 ) -> tuple[Sequence[Prompt], Sequence[Sequence[Completion]]]:
-    """Replace an answer of several separately tokenized turns by its last turn, whose prompt has all earlier turns."""
+    """Replace each answer of several turns by its last turn, and its prompt by the prompt with all earlier turns."""
     if not any(answer.turns for group in answers for answer in group):
         return prompts, answers
     pairs = [(prompt, answer) for prompt, group in zip(prompts, answers, strict=True) for answer in group]
@@ -108,10 +106,10 @@ def last_windows(
 
 
 class RewardModelScores:
-    """Callable that scores completions with a reward model.
+    """Scores completions with a reward model, loaded from reward_model.path or, by default, from the run's own folder.
 
-    The reward model is loaded from the option reward_model.path, which defaults to the run's own folder. The reward
-    model reads the policy's token ids and patches, so both models must have the same tokenizer, family and patch size.
+    The reward model reads the policy's token ids and patches, so both models must have the same tokenizer, family and
+    patch size.
     """
 
     def __init__(self, run: RunConfig, policy: VisionLanguageModel, processor: Processor, world: World):
@@ -152,7 +150,7 @@ def pack_with_last_token(
 
 
 def repeat_last_token(completion: Completion) -> Completion:
-    """Return a copy of a completion that has the last token twice."""
+
     ids = torch.cat([completion.ids, completion.ids[-1:]])
     policy_mask = torch.cat([completion.policy_mask, completion.policy_mask[-1:]])
     return replace(completion, ids=ids, policy_mask=policy_mask)

@@ -23,8 +23,7 @@ def tracker(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
     folder = Path(config.output_dir) / "tensorboard"
     if not steps:
         shutil.rmtree(folder, ignore_errors=True)
-    # TensorBoard hides the values after the last step before a resume. Values of an evaluation after this step stay
-    # visible, because the repeated evaluation gives the same values.
+    # purge_step hides the values of the steps that the resumed run repeats.
     writer = closing.enter_context(SummaryWriter(str(folder), purge_step=steps + 1))
 
     def log(values: dict[str, float], steps: int):

@@ -39,7 +39,7 @@ if tuple(map(int, trl.__version__.split(".")[:2])) < (1, 10):
     raise ImportError(f"minivlmrl.extras.trl needs TRL 1.10 or newer, but {trl.__version__} is installed; {INSTALL}")
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]  # grpo_loss's signature
-# {argument of grpo_loss: the field of TRL's GRPOConfig with the same meaning}, without kl_estimator
+# {argument of grpo_loss: field of TRL's GRPOConfig}; GRPOConfig has no field for the argument kl_estimator.
 CONFIG_NAMES = {
     "loss_type": "loss_type",
     "importance_sampling_level": "importance_sampling_level",
@@ -48,7 +48,7 @@ CONFIG_NAMES = {
     "beta": "beta",
     "use_bias_correction_kl": "use_bias_correction_kl",
 }
-# fields of TRL's GRPOConfig that are keyword arguments of the policy losses in TERMS
+# These options of TRL's GRPOConfig belong to only some loss_types: vespo_k_pos, for example, to vespo.
 TERM_OPTIONS = (
     "delta",
     "sapo_temperature_pos",
@@ -96,7 +96,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             args.loss_type = loss
         self.loss_options = loss_options(args, kl_estimator)
         self.loss_function: LossFunction = loss if callable(loss) else grpo_loss
-        # Options that have TRL's default values are left out, because our loss functions have the same defaults.
+        # Only options that differ from TRL's defaults are passed to the loss, so a user's own loss may lack the others.
         self.term_options = {
             name: getattr(args, name) for name in TERM_OPTIONS if getattr(args, name) != CONFIG_DEFAULTS[name]
         }
@@ -111,7 +111,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         normalizer = LossNormalizer(len(mask) * parts, self._tokens(inputs, parts), self.max_completion_length)
         kept = mask
         if self.top_entropy_quantile < 1:
-            # TRL's get_high_entropy_mask is used, because it computes the entropy quantile over all processes.
+            # The mask comes from TRL, whose get_high_entropy_mask computes the entropy quantile over all processes.
             kept = mask * self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
         weights, term_options = self._weights(inputs, logps, mask, kept)
         loss, metrics = self.loss_function(
@@ -127,7 +127,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
         metrics = {**metrics, "entropy": (entropies * mask).sum() / mask.sum().clamp(min=1)}
         if self.entropy_coef:
-            # TRL logs a micro-batch's loss not divided by the number of micro-batches, except for losses such as dapo
+            # TRL logs the mean loss of the micro-batch, which is `loss` times the number of micro-batches. For losses
+            # such as dapo, TRL logs `loss`.
             by_tokens = AVERAGES.get(self.loss_type) is AVERAGES["dapo"]
             metrics["policy_loss"] = loss.detach() if by_tokens else loss.detach() * parts
             if self.model.training:
@@ -170,11 +171,11 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _weights(
         self, inputs: dict[str, Any], logps: Tensor, mask: Tensor, kept: Tensor
     ) -> tuple[Tensor | None, dict[str, Any]]:
-        """Return the token weights of the policy loss, or None, and further keyword arguments of the policy loss."""
+        """Return the weight of each token in the policy loss, or None for equal weights, and the term's options."""
         weights = None if kept is mask else kept
         if self.off_policy_mask_threshold is not None:
-            # log-probabilities that vLLM computed, or that the model computed before the optimizer steps
             old_logps = inputs.get("old_per_token_logps", logps.detach())
+            # vLLM's log-probabilities; if vLLM is not used, the model's own from before the optimizer steps
             sampling_logps = inputs.get("sampling_per_token_logps", old_logps)
             near = off_policy_mask(logps, sampling_logps, inputs["advantages"], mask, self.off_policy_mask_threshold)
             weights = near if weights is None else weights * near

@@ -19,12 +19,12 @@ except ImportError as error:
         "run `pip install transformers`"
     ) from error
 
-# {kind: (model argument with the patches, model argument with the patch grids, config field with the token id)}
+# For each kind: the model's arguments for the patches and for their grids, and the config's name of the token id
 MEDIA = {
     "image": ("pixel_values", "image_grid_thw", "image_token_id"),
     "video": ("pixel_values_videos", "video_grid_thw", "video_token_id"),
 }
-# names of model outputs from which a loss is computed; InputCheck compares the first of these outputs that exists
+# InputCheck compares the first of these outputs that the model has.
 OUTPUTS = ("log_probs", "logits", "loss")
 MOST_IMAGES = 8  # maximum number of images of a row that are made gray, one at a time
 ADVICE = (
@@ -36,10 +36,9 @@ ADVICE = (
 class InputCheck(TrainerCallback):
     """Warn if the outputs of the first step ignore an image or a video, or if a trained parameter gets no gradient.
 
-    InputCheck tests whether the outputs of the first micro-batch change if an image before a trained token is made
-    gray, and which trained parameters get a gradient. InputCheck runs forward passes without gradients: one for each
-    image of a row, and one for the original images. If the weights are sharded, InputCheck makes no image gray.
-    InputCheck changes no weights and no random numbers of the training.
+    InputCheck makes one image of each row gray after the other, and compares the model's outputs with the original
+    outputs. For the first micro-batch, this costs one forward pass without gradients for each image of a row, at most
+    eight. With sharded weights, no images are changed. InputCheck changes no weights and no random numbers.
 
     The attribute `problems` of InputCheck lists the warnings.
     """
@@ -101,7 +100,7 @@ class InputCheck(TrainerCallback):
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return True if FSDP or DeepSpeed shards the weights, so that all ranks must run the model."""
+    """Return True if FSDP or DeepSpeed shards the weights."""
     return any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in model.parameters())
 
 
@@ -158,10 +157,11 @@ def text_outputs(outputs: Any, model: nn.Module, ids: Tensor | None) -> Tensor:
 
 
 def rounds_of_media(arguments: dict, sizes: list[int], token: int | None) -> list[list[tuple[int, int | None]]]:
-    """Return lists of tuples (index of an image or video, its row); each list has one image or video of each row.
+    """Group the images or videos so that those of one group can be made gray in the same forward pass.
 
-    Images and videos after the last trained token of a row are left out, because they do not change the loss. If the
-    token ids do not tell to which row an image belongs, a single list has all images, with None as their rows.
+    Each group is a list of tuples (index of the image, index of its row), with at most one image of each row. An image
+    after the last trained token of its row is left out, because it cannot change the loss. If the token ids do not tell
+    which row has which image, all images are one group, and the row is None.
 
     Args:
         arguments: the model's arguments.

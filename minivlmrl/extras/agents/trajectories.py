@@ -46,9 +46,9 @@ def find_sampler(name: str, history: int | None) -> type[Sampler]:
 
 
 def has_windows(name: str, history: int | None) -> bool:
-    """Return whether each turn of a completion is sampled from a prompt of its own, its context window.
+    """Return whether a new prompt, the context window, is built for each turn of a completion.
 
-    `history` is the option sampling.history, the number of rounds whose images are shown.
+    `history` is the option sampling.history: the number of newest rounds whose images the model sees.
     """
     observes = hasattr(get_environment(name)(), "observe")
     if observes and history is not None:
@@ -61,7 +61,7 @@ def has_windows(name: str, history: int | None) -> bool:
 
 @dataclass
 class Round:
-    """A turn of a completion that called tools, together with the tool results."""
+    """One turn in which the model called tools, with the results of the tools."""
 
     text: str  # text that the policy generated in this turn
     parts: list[dict]  # the tool results' message parts
@@ -70,10 +70,7 @@ class Round:
 
 
 class Episode(ToolEpisode):
-    """One trajectory's state during sampling.
-
-    In a trajectory, tool results are not inserted into the turn that called the tools, but into the next turn's prompt.
-    """
+    """One trajectory's state during sampling. Tool results become a part of the next turn's prompt."""
 
     def __init__(self, environment: Environment, prompt: Prompt, row: Row):
         super().__init__(environment)
@@ -85,10 +82,7 @@ class Episode(ToolEpisode):
 
     @property
     def has_next_turn(self) -> bool:
-        """Return whether the trajectory has a next turn.
-
-        A trajectory has a next turn if the last turn called tools and the environment is not done.
-        """
+        """True if the last turn called tools and the environment is not done."""
         return len(self.rounds) == len(self.turns)
 
     def answer(self, calls: list[Call], turn_ended: bool, tokens_left: int, processor: Processor) -> bool:
@@ -107,7 +101,7 @@ class Episode(ToolEpisode):
         return True
 
     def finish(self, completion: Completion):
-        """Store a trajectory's sampled turn, and clear the token ids and text for the next turn."""
+        """Store the sampled turn, and clear the episode's token ids and text, so that the next turn starts empty."""
         self.turns.append(completion)
         self.ids = []
         self.policy_mask = []
@@ -115,11 +109,9 @@ class Episode(ToolEpisode):
         self.ended = False
 
     def trajectory(self) -> Completion:
-        """Concatenate all turns of a trajectory into one Completion.
-
-        The trajectory's `pictures`, which are only displayed, are the last images of the prompts after the first turn.
-        """
+        """Concatenate all turns of a trajectory into one Completion."""
         windows = [turn.prompt for turn in self.turns[1:]]
+        # For display only: the last image that the model saw before each turn after the first
         shown = [window.row.images[-1:] for window in windows if window and window.row]
         return Completion(
             ids=torch.cat([turn.ids for turn in self.turns]),
@@ -135,8 +127,8 @@ class Episode(ToolEpisode):
 class TrajectorySampler(Sampler):
     """Sampler for trajectories.
 
-    The random seed of a turn is the prompt's key, the completion's index in its group, and the turn number. Sharded
-    weights are gathered once for all turns of a trajectory, because ranks may sample different numbers of turns.
+    The random seed of a turn is the prompt's key, the completion's index in its group, and the turn number. Ranks may
+    sample different numbers of turns, so they gather sharded weights only once, before the first turn.
     """
 
     def __init__(self, *arguments, **options):
@@ -210,9 +202,9 @@ class TrajectorySampler(Sampler):
 
 
 def observed_window(episode: Episode, processor: Processor) -> Prompt:
-    """Build a trajectory's next prompt from the messages that the environment's `observe(rounds)` returns.
+    """Build a trajectory's next prompt from the messages that the environment's method `observe` returns.
 
-    Each of the `rounds` is a tuple of a turn's generated text and the message parts of the turn's tool results.
+    `observe` gets a list with one tuple for each earlier turn: the generated text and the parts of the tool results.
     """
     rounds = [(past.text, past.parts) for past in episode.rounds]
     messages = call_method(episode.environment, "observe", rounds)
@@ -235,8 +227,8 @@ def observed_window(episode: Episode, processor: Processor) -> Prompt:
 def history_window(episode: Episode, history: int, processor: Processor) -> Prompt:
     """Build a trajectory's next prompt from all text so far and the images in the newest `history` rounds.
 
-    If `history` covers the prompt and all rounds, the next turn's prompt has exactly the tokens that a single growing
-    completion would have without sampling.history.
+    If `history` is large enough for all images, the prompt has the same tokens as without sampling.history, where one
+    completion grows from turn to turn.
     """
     shown = [episode.prompt, *(past.answers for past in episode.rounds)]
     written = [*(turn.ids for turn in episode.turns), torch.empty(0, dtype=torch.long)]
@@ -246,7 +238,7 @@ def history_window(episode: Episode, history: int, processor: Processor) -> Prom
     for number, (prompt, turn_ids) in enumerate(zip(shown, written, strict=True)):
         is_new = number >= len(shown) - history
         ids.append(prompt.input_ids if is_new else without_ids(prompt.input_ids, vision_ids))
-        # Image tokens that the policy sampled are removed, because an image token in a prompt must belong to an image.
+        # The policy may sample an image token by chance. The prompt leaves it out, because no image belongs to it.
         ids.append(without_ids(turn_ids, vision_ids))
     newest = shown[-history:]
     seconds = [x.second_per_grid_ts for x in newest if x.second_per_grid_ts is not None]
@@ -262,5 +254,5 @@ def history_window(episode: Episode, history: int, processor: Processor) -> Prom
 
 
 def without_ids(ids: Tensor, excluded: Tensor) -> Tensor:
-    """Return the token ids in `ids` that do not occur in `excluded`."""
+
     return ids[~torch.isin(ids, excluded)]

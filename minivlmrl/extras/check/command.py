@@ -40,7 +40,6 @@ def main(arguments: list[str]) -> int:
     if not arguments or "--help" in arguments:
         print(__doc__)
         return 0
-    # dict.fromkeys removes duplicate messages and keeps the order of the messages
     sentences = dict.fromkeys(check(load_config(arguments[0], arguments[1:])))
     lines = [f"- {sentence}" for sentence in sentences]
     print("\n".join(lines) or "No problems were found.")

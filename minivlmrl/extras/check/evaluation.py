@@ -46,7 +46,7 @@ def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor:
 def check_shared_images(stage: str, held_out: Dataset, rows: Dataset) -> Iterator[str]:
     """Check for evaluation images that equal training images pixel by pixel.
 
-    Only images of data files are compared; find_mistakes reports evaluation rows that equal training rows.
+    Whole evaluation rows that equal training rows are reported when any run starts.
     """
     if not isinstance(held_out, FileRows) or not isinstance(rows, FileRows):
         return

@@ -24,8 +24,7 @@ from minivlmrl.rewards.registry import Reward, required_columns, training_reward
 from minivlmrl.rewards.text import find_answer, normalize
 
 ROLLOUT = "<think>{}</think><answer>{}</answer>"
-# {description: text that is not an answer}. If a text in REWARD_HACK_PROBES had a high reward, the policy would learn
-# to write the text instead of right answers.
+# If one of these texts had a high reward, the policy would learn to write the text instead of an answer.
 REWARD_HACK_PROBES = {
     "an empty text": "",
     "empty tags": ROLLOUT.format("", ""),
@@ -43,7 +42,7 @@ MAX_FORMS = 8  # maximum number of elements in a solution that are tried as answ
 
 @dataclass
 class Trial:
-    """K reward functions with their weights (K,), and n dataset rows on which the rewards are tested."""
+    """K reward functions, their weights (K,), and n dataset rows with which `check` tests the rewards."""
 
     rewards: list[Reward]
     weights: Tensor
@@ -52,7 +51,7 @@ class Trial:
     max_new_tokens: int = 64  # token count of the longest text that the model may write
 
     def score_texts(self, texts: Iterable[str]) -> Tensor:
-        """Compute the K rewards (n, K) of one text for each of n rows, as if the model had generated the text."""
+        """Return the rewards (n, K) of n texts, of which the i-th is scored as the model's completion for row i."""
         prompts = [row.prompt(self.processor) for row in self.rows]
         groups = []
         for text in texts:
@@ -61,14 +60,11 @@ class Trial:
         return call_rewards(self.rewards, reward_columns(self.rows, prompts, groups, self.processor))
 
     def score_answers(self, answers: Iterable[str]) -> Tensor:
-        """Compute the K rewards (n, K) of one answer for each of n rows, written in the format data.answer_format."""
+        """Return the rewards (n, K) of n answers; tags are added if data.answer_format is tags."""
         return self.score_texts(format_completion(answer, self.processor) for answer in answers)
 
     def right_answers(self) -> list[str]:
-        """For each row, return the text with the highest total reward among all texts that may be a right answer.
-
-        Only a solution that is not a string can be written as several texts, see answer_forms.
-        """
+        """Write each row's solution as a text; of several possible texts, the one with the highest reward is chosen."""
         forms = [answer_forms(row) for row in self.rows]
         if all(len(texts) == 1 for texts in forms):
             return [texts[0] for texts in forms]
@@ -76,14 +72,14 @@ class Trial:
         return [texts[int(x.argmax())] for texts, x in zip(forms, totals, strict=True)]
 
     def of_forms(self, forms: Sequence[Sequence[str]]) -> tuple[Tensor, ...]:
-        """For each row, compute the K rewards of several answers, as a tensor (number of answers, K)."""
+        """Return a tensor (number of texts, K) for each row: the rewards of all texts that its solution may have."""
         rows = [row for row, texts in zip(self.rows, forms, strict=True) for _ in texts]
         values = replace(self, rows=rows).score_answers(chain.from_iterable(forms))
         return values.split([len(texts) for texts in forms])
 
 
 def make_trial(config: RunConfig, all_rows: Dataset, processor: Processor) -> Trial:
-    """Return a Trial with at most 16 dataset rows and all rewards of a recipe except the reward model."""
+    """Prepare a test of a recipe's rewards, except the reward model, with 16 rows of the dataset."""
     rewards = [reward for reward in training_rewards(config) if reward.name != "reward_model"]
     weights = [weight for name, weight in config.rewards.items() if name != "reward_model"]
     rows = [replace(row, key=f"check/{index}") for index, row in enumerate(sample_rows(all_rows))]
@@ -118,13 +114,13 @@ def check_contradictions(
 ) -> Iterator[str]:
     """Check that the answers on which a stage trains agree with the column `solution` of their rows.
 
-    An answer contradicts a solution if a reward that reads the solution gives less than half its highest value. A
-    rejected answer contradicts a solution if its reward is higher than the chosen answer's. An answer with the label
-    false contradicts a solution if its reward is more than half the highest value. `trainer` is the class of the stage,
-    which names the fields with answers.
+    A good answer contradicts its row's solution if a reward gives less than half of the reward's highest value. A
+    rejected answer contradicts the solution if its reward is higher than the reward of the chosen answer. An answer
+    with the label false contradicts the solution if its reward is more than half of the highest value. `trainer` is the
+    class of the stage, which names the fields with answers.
     """
     names = trainer.answers
-    # Answers of embedded tasks are not compared with solutions, because a task may teach a format with wrong answers.
+    # The package's own tasks are not checked, because a task may teach an answer format with wrong answers.
     is_compared = names and isinstance(all_rows, FileRows)
     rows = sample_rows(all_rows, NUM_ANSWERS) if is_compared else []
     for reward in rewards if rows else ():
@@ -151,7 +147,7 @@ def check_contradictions(
 
 
 def answer_text(row: Row, name: str) -> str:
-    """Return the text of the last assistant turn in a field of a row, for example in the field `completion`."""
+    """Return the text of the last turn in an answer field of a row, such as `completion`."""
     return text_of(as_turns(getattr(row, name) or "")[-1])
 
 
@@ -175,7 +171,7 @@ def unparsed_boxes(rewards: list[Reward], texts: Sequence[str], processor: Proce
 def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[str]:
     """Check that right answers score higher than texts that do not depend on the image.
 
-    In every function that check_rewards calls, `solutions` has the right answers to each row of the whole dataset.
+    `solutions` has the right answers to each row of the dataset.
     """
     rows = trial.rows
     has_solutions = any(row.columns.get("solution") is not None for row in rows)
@@ -209,7 +205,7 @@ def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[
 
 
 def longest_text(trial: Trial) -> str:
-    """Return a text that repeats one word until the text has trial.max_new_tokens tokens."""
+
     ids = trial.processor.tokenizer.encode("answer " * trial.max_new_tokens)
     return trial.processor.tokenizer.decode(ids[: trial.max_new_tokens])
 
@@ -217,7 +213,7 @@ def longest_text(trial: Trial) -> str:
 def check_totals(names: Sequence[str], totals: Sequence[float], has_solutions: bool) -> Iterator[str]:
     """Check that right answers have a higher total reward than texts without an answer.
 
-    If the rows have no solutions, right answers are unknown, so only the reward of the empty text is checked.
+    Without solutions in the rows, only the empty text is compared.
 
     Args:
         names: name of each text without an answer, of which the first is the empty text.
@@ -255,10 +251,7 @@ def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) 
 
 
 def check_forms(trial: Trial) -> Iterator[str]:
-    """Check for solutions that are lists, objects or numbers, which a reward converts to text by Python's `str`.
-
-    For example, the reward `accuracy` compares an answer with the text "['cat', 'kitten']" instead of two words.
-    """
+    """Check whether a reward compares answers with the text "['cat', 'kitten']" of a solution that is a list."""
     forms = [answer_forms(row) for row in trial.rows]
     if all(len(texts) == 1 for texts in forms):
         return
@@ -280,10 +273,7 @@ def check_forms(trial: Trial) -> Iterator[str]:
 
 
 def check_empty(trial: Trial, solutions: Sequence[Sequence[str]], rows_name: str = "rows") -> Iterator[str]:
-    """Check for rows with an empty solution for which a reward returns NaN or 0.
-
-    Rewards for boxes can give more than 0 for an empty solution, because an image may contain no object.
-    """
+    """Check for rows with an empty solution, unless a reward accepts "none" for it, because an image shows no object."""
     num_empty = sum(not any(text.strip() for text in texts) for texts in solutions)
     if not num_empty:
         return
@@ -300,8 +290,8 @@ def check_empty(trial: Trial, solutions: Sequence[Sequence[str]], rows_name: str
 def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[str]:
     """Check for two names of one label, such as "ice cream" and "Ice-Cream".
 
-    Two names of a label are reported only if a reward is lower for an answer with the name that is not the solution.
-    Labels with digits are not compared, because 1-5 and 15 are different answers, unlike ice-cream and icecream.
+    The names are reported if a reward prefers one of them. Labels with digits are not compared, because 1-5 and 15 are
+    different answers.
     """
     solution_counts = count_answers(solutions)
     names = defaultdict(list)  # letters of a label -> solutions with these letters, frequent first
@@ -331,10 +321,9 @@ def check_constant(
 ) -> Iterator[str]:
     """Check whether answering every row with the most frequent solution scores as high as right answers.
 
-    Rewards that read no column of the dataset are ignored when a constant answer is compared with right answers. The
-    constant answer's mean reward on rows where the answer is right and its mean reward on rows where the answer is
-    wrong are weighted by the frequency of the solution in the whole dataset. `right_values` are the rewards (n, K) for
-    the right answers.
+    Example: if a solution is right for 70 % of the dataset's rows, its mean reward is 0.7 times the mean over the
+    tested rows where it is right, plus 0.3 times the mean over the others. Rewards that read no column of the dataset,
+    such as a format reward, are left out. `right_values` are the rewards (n, K) of the right answers.
     """
     reads_none = torch.tensor([not reward.columns for reward in trial.rewards])
 
@@ -343,14 +332,14 @@ def check_constant(
 
     [(solution, num_equal)] = count_answers(solutions).most_common(1)
     right_mean = totals(right_values).nanmean().item()
-    # (n,): for each of n rows, the total reward of the most frequent solution as the answer
+    # Total reward (n,) if the answer to each of n rows is the most frequent solution
     constant = totals(trial.score_answers([solution] * len(trial.rows)))
     is_equal = torch.tensor([solution in truths for truths in solutions_of(trial.rows)])
     frequency = num_equal / len(solutions)
     constant_mean = frequency * constant[is_equal].nanmean().nan_to_num(0.0).item()
     constant_mean += (1 - frequency) * constant[~is_equal].nanmean().nan_to_num(0.0).item()
-    # If a constant answer has a much higher reward than right answers, the cause is not unbalanced solutions, but
-    # rewards that cannot parse right answers.
+    # If the constant answer scores more than 1.25 times as much as right answers, the rewards cannot parse the right
+    # answers, which the other checks report.
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
             f"Always answering {format_completion(solution, trial.processor)!r:.80} scores "
@@ -360,7 +349,7 @@ def check_constant(
 
 
 def check_same(reward: Reward, means: list[float]) -> Iterator[str]:
-    """Check whether a reward that reads no dataset column is the same number, other than 0, for every text."""
+    """Check whether a reward that reads no dataset column has the same value, which is not 0, for every text."""
     if means[0] != 0 and len(set(means)) == 1:
         yield (
             f"Reward {reward.name} is {means[0]:.3g} for every text that was tried, even for an "
@@ -379,7 +368,7 @@ def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
 
 
 def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
-    """Check whether one reward is as high for a list of all rows' solutions as for the right answer."""
+    """Check whether a reward is high for an answer such as "cat, dog, horse", which lists the solutions of all rows."""
     labels = sorted({texts[0] for texts in solutions_of(trial.rows)})
     if len(labels) == 1 or any(parse_boxes(label) for label in labels):
         return
@@ -395,8 +384,8 @@ def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
 def check_cache(trial: Trial) -> Iterator[str]:
     """Check whether a reward function caches values by text, and so returns a wrong value for another row.
 
-    Each right answer is scored first for its own row and then for a row with another solution; a second text with the
-    right answer is scored for both rows in reverse order. The trial has a single reward.
+    Each right answer is scored for its own row, and then for a row with another solution. A second text with the same
+    answer is scored for the other row first. `trial` has a single reward.
     """
     if trial.processor.answer_format == "whole":  # in which no two texts are equivalent
         return
@@ -432,15 +421,15 @@ def format_completion(answer: str, processor: Processor, thought: str = "hm") ->
 
 
 def count_answers(solutions: Iterable[Sequence[str]]) -> Counter[str]:
-    """For each answer, count the rows to which the answer is right."""
+    """Count the rows to which each answer is right."""
     return Counter(chain.from_iterable(map(dict.fromkeys, solutions)))
 
 
 def answer_forms(row: Row) -> list[str]:
-    """Return all texts that may be a right answer to a row; the last text is `str(solution)`.
+    """Return the texts that may be right answers to a row; the last one is always `str(solution)`.
 
-    If a solution is a list of strings, each string, the joined strings and the list as JSON are right answers. To 3.0,
-    the text 3 is right, too. A solution that is a string, or a list of numbers such as a box, has only one text.
+    The solution ["cat", "dog"] gives the texts cat, dog, "cat, dog", the list as JSON, and the list as Python's `str`
+    writes it. The solution 3.0 gives 3 and 3.0. Strings and boxes give one text.
     """
     solution = row.columns.get("solution")
     forms = []

@@ -20,7 +20,7 @@ MAX_MARKUP_TOKENS = 64  # maximum number of tokens that a chat template adds to 
 
 
 def without_media(rows: Dataset) -> Iterator[Row]:
-    """Yield a data file's rows without images, or the first rows of an embedded task with their images."""
+    """Yield all rows of a data file without opening their images, or the first 1000 rows of one of our own tasks."""
     if isinstance(rows, FileRows):
         yield from (rows.read(number)[0] for number in range(len(rows)))
     else:
@@ -28,7 +28,7 @@ def without_media(rows: Dataset) -> Iterator[Row]:
 
 
 def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], processor: Processor) -> Iterator[str]:
-    """Check the rows on which one stage trains; `names` are the fields of a row with answers, such as "chosen"."""
+    """Check the rows on which one stage trains; `names` are the stage's answer fields, such as "chosen"."""
     yield from check_conversations(all_rows, config.data.system_prompt)
     yield from check_twice(all_rows)
     rows = sample_rows(all_rows)
@@ -42,7 +42,7 @@ def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], proce
 def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterator[str]:
     """Check for rows with several system messages, and for images that come before the text in only some rows."""
     num_two_systems = 0
-    # {whether the text comes before the image: number of rows}, for questions that begin or end with an image
+    # Counts the questions that end with an image under True, and those that begin with an image under False.
     image_orders = Counter()
     for row in without_media(all_rows):
         systems = {text_of(turn) for turn in row.messages if turn["role"] == "system"}
@@ -99,7 +99,7 @@ def check_images(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
-    """Check for prompts with more than 8192 tokens, without images, or with one token per image."""
+    """Check for three faults: prompts of more than 8192 tokens, rows without images, and images of a single token."""
     prompts = [row.prompt(processor) for row in rows]
     longest_prompt = max(len(prompt.input_ids) for prompt in prompts)
     if longest_prompt > 8192:
@@ -122,7 +122,7 @@ def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
 def check_questions(rows: Sequence[Row]) -> Iterator[str]:
     """Check for questions, system messages and earlier turns that contain the solution of their row.
 
-    A row whose question lists all possible answers is not reported as a row that contains its solution.
+    Multiple-choice questions, which list all answers, are not reported.
     """
     answers = []  # for each row, the letters of its right answers
     for row, texts in zip(rows, solutions_of(rows), strict=True):
@@ -168,7 +168,7 @@ def solutions_of(rows: Iterable[Row]) -> list[list[str]]:
 
 
 def letters_of(text: str) -> str:
-    """Return only a text's letters and digits, in lower case."""
+    """Example: "Ice-Cream 2" gives "icecream2"."""
     return re.sub(r"[\W_]", "", text.lower())
 
 
@@ -184,9 +184,9 @@ def check_boxes(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, processor: Processor) -> Iterator[str]:
-    """Check that the answers that a stage trains on end with a stop token and are not too long.
+    """Check that the answers that a stage trains on end with a stop token.
 
-    The length of answers is checked only if another stage samples completions of limited length.
+    If another stage samples completions, no answer may be longer than sampling.max_new_tokens.
     """
     rows = sample_rows(all_rows)
     stop_ids = config.sampling.stop_token_ids or processor.stop_token_ids
@@ -213,9 +213,9 @@ def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, pr
 
 
 def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: int) -> Iterator[int]:
-    """Yield the token count of each answer without images that may have more than `limit` tokens.
+    """Yield the token counts of the dataset's long answers; answers with images are skipped.
 
-    An answer has at most one token per byte, so short answers are skipped without being tokenized.
+    A token has at least one byte, so an answer of fewer bytes than `limit` is skipped without being tokenized.
     """
     for row in without_media(all_rows):
         answer = getattr(row, name)
@@ -226,9 +226,7 @@ def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: in
 
 
 def sample_rows(rows: Sequence, count: int = NUM_ROWS) -> list:
-    """Sample at most `count` rows with a fixed seed; return them in the dataset's order.
-
-    A random sample of rows is used instead of every k-th row, because every k-th row may be of one kind.
-    """
+    """Sample at most `count` rows with a fixed seed; return the sampled rows in the dataset's order."""
+    # Every k-th row of a dataset may be of one kind, so the rows are sampled at random.
     row_indices = random.Random(0).sample(range(len(rows)), min(count, len(rows)))
     return [rows[index] for index in sorted(row_indices)]

@@ -4,8 +4,9 @@
     python -m minivlmrl convert rows.jsonl --to trl --out rows_trl.jsonl
 
 The layout is recognized by the columns of the rows; if two layouts fit, choose one with --layout. The new file is
-written beside the old file, and refers to the same images. At the end, the command lists what it had to drop. For a
-YAML list of data sets as VLM-R1 has, the command converts each file, and prints the option data.train.
+written beside the old file, and refers to the same images. The last lines of output list the columns and keys that the
+new layout cannot hold. For a YAML list of data sets as VLM-R1 has, the command converts each file, and prints the
+option data.train.
 """
 
 import argparse

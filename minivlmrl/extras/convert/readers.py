@@ -1,7 +1,7 @@
 """Readers for the layouts of other projects: each takes the columns of a row, and returns the columns of docs/data.md.
 
-A reader function returns None for a row with another layout. A reader replaces the columns that it knows, and keeps
-all others, so that nothing is lost. Content that the new row cannot hold is counted in `Columns.dropped`.
+A reader returns None for a row that does not have the reader's layout. Columns that a reader does not know stay in the
+row. Content that the new row cannot hold is counted in `Columns.dropped`.
 """
 
 import ast
@@ -36,7 +36,7 @@ VISION = re.compile(r"<\|vision_start\|>(?:<\|(image|video)_pad\|>)+<\|vision_en
 
 
 class Columns(dict):
-    """The columns of a row, without missing values, and a count of the content that was dropped."""
+    """A row as {column name: value} without missing values; `dropped` counts what the new layout cannot hold."""
 
     def __init__(self, row: dict, dropped: Counter):
         # pandas writes a missing value as NaN, which is not equal to itself.
@@ -48,14 +48,14 @@ class Columns(dict):
         return self
 
     def drop(self, name: str) -> Plain:
-        """Remove a column that has no place in the new row, count it as dropped, and return its content."""
+        """Remove and return a column, and count it as dropped unless it is empty."""
         if self.get(name) not in (None, "", [], {}):
             self.dropped[f"column {name!r}"] += 1
         return self.pop(name, None)
 
 
 def prepare(row: dict, dropped: Counter) -> Columns:
-    """Insert objects, image tags and answer choices from other columns into the texts of a row."""
+    """Insert boxes, <image> tags and answer choices, which other projects store beside the question, into the texts."""
     columns = Columns(row, dropped)
     fill_objects(columns)
     fill_images(columns)
@@ -343,7 +343,7 @@ def replace_texts(row: Columns, pattern: str | re.Pattern, change: Callable[[re.
 
 
 def fitting(row: dict, names: Iterable[str] = READERS) -> list[str]:
-    """Return the names of the layouts that fit a row; a layout whose reader raises an error fits, too."""
+    """Return the names of the layouts that fit a row; a row for which a reader raises ValueError also fits."""
     fits = [name for name in names if _fits(prepare(row, Counter()), READERS[name])]
     return [name for name in fits if name != "ours"] or fits
 

@@ -1,8 +1,8 @@
 """Mixtures of experts (MoE), which replace the decoder MLPs in Qwen3-VL-MoE and Qwen3.5-MoE.
 
-For each token, a router selects k of E experts, which are small MLPs. In memory, each expert has ordinary linear
-layers, so that LoRA, NF4, sharding and checkpoints need no code for experts. Weight files store all experts of a layer
-in two tensors, which are split when a model is loaded and stacked when a model is saved.
+For each token, a router selects k of E experts, which are small MLPs. Each expert of our model is an ordinary MLP, so
+that LoRA, NF4, sharding and checkpoints need no code for experts. Weight files have two tensors with all experts of a
+layer: `split_experts` splits them when a model is loaded, and `stack_experts` stacks them when a model is saved.
 
 Dimension letters: k experts per token, N tokens, D hidden_size, E experts.
 Source: modeling_qwen3_vl_moe.py and modeling_qwen3_5_moe.py in transformers 5.23.
@@ -60,7 +60,7 @@ class Experts(nn.Module):
         counts = self.counts(ids)
         used = counts
         if sum_over_ranks is not None and torch.is_grad_enabled():
-            # an expert that has tokens on one rank runs on all ranks, so that all ranks have the expert's gradient
+            # An expert that has tokens on any rank runs on all ranks, so that each rank has a gradient to reduce.
             used = sum_over_ranks(counts)
         parts = []
         for expert, tokens, uses in zip(self.experts, copies.split(counts), used, strict=True):
@@ -75,11 +75,8 @@ class Experts(nn.Module):
         return out
 
     def counts(self, ids: Tensor) -> list[int]:
-        """Count each expert's tokens in a batch.
-
-        On the meta device, which memory estimates use, all tokens are counted for the first expert.
-        """
-        if ids.is_meta:
+        """Count each expert's tokens in a batch."""
+        if ids.is_meta:  # token ids are unknown in a memory estimate, so the first expert gets all tokens
             return [ids.numel()] + [0] * (len(self.experts) - 1)
         return ids.flatten().bincount(minlength=len(self.experts)).tolist()
 
@@ -100,14 +97,14 @@ def place_experts(layer: DecoderLayer, config: ModelConfig, index: int):
         layer.mlp = Experts(config.hidden_size, config.experts, index)
 
 
-# {name of a weight file's tensor with all experts of a layer: names of the weights of one expert in the tensor}
+# In a weight file, gate_up_proj has the gate_proj and up_proj of all experts, and down_proj has their down_proj.
 FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 
 def split_experts(
     tensors: Iterable[tuple[str, Tensor]], config: ModelConfig, file: Path, *, transposed: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a weight file, with the tensors of all experts split into one weight for each linear layer.
+    """Yield the tensors of a weight file, but split each tensor with all experts into the weights of single experts.
 
     Args:
         transposed: whether stacked experts may be transposed, as in Qwen3-VL-MoE on the hub.
@@ -140,19 +137,19 @@ def split_experts(
 
 @dataclass
 class StackedExperts:
-    """The weights of all experts in an MoE layer, which weight files store as a single tensor."""
+    """The weights of an MoE layer's experts, which a checkpoint stores as one tensor."""
 
     experts: list[list[Weight]]  # for each expert, the weights that FUSED lists
     transposed: bool
 
     def stack(self, full: Callable[[Weight], Tensor]) -> Tensor:
-        """Stack the weights of all experts to one tensor; the function `full` gathers a sharded weight."""
+        """Stack the experts' weights to one tensor; `full` is a function that gathers a sharded weight from all ranks."""
         stacked = torch.stack([torch.cat([*map(full, parts)]) for parts in self.experts])
         return stacked.mT.contiguous() if self.transposed else stacked
 
 
 def stack_experts(weights: dict[str, Weight], config: ModelConfig, *, transposed: bool):
-    """Replace the weights of single experts in the dictionary `weights`, in place, by the stacked weights of layers."""
+    """Replace the weights of single experts, in the dictionary `weights`, by one StackedExperts for each tensor."""
     if config.experts is None:
         return
     for name in list(weights):
@@ -167,7 +164,7 @@ def stack_experts(weights: dict[str, Weight], config: ModelConfig, *, transposed
 
 
 def count_over_ranks(model: nn.Module, sum_counts: Callable):
-    """Set the function that MoE layers of a sharded model use to sum the token counts of experts over ranks."""
+    """Let the MoE layers of a sharded model call `sum_counts`, which sums each expert's token count over the ranks."""
     for module in model.modules():
         if isinstance(module, Experts):
             module.forward = partial(module.forward, sum_over_ranks=sum_counts)

@@ -1,7 +1,7 @@
 """The gated delta rule, Qwen3.5's linear attention.
 
-Each head of the linear attention has a state, a matrix S (K, V), that predicts the value of a key k as S^T k. A token
-first decays the state by a, then adds its key's prediction error, and reads the state with its query:
+Each head of the linear attention has a state, a matrix S (K, V). The matrix predicts the value of a key k as S^T k. A
+token multiplies S by the decay a, corrects the prediction for its key, and reads the state with its query:
 
     S <- a S        u = beta (v - S^T k)        S <- S + k u^T        o = S^T q        a = e^g
 
@@ -9,22 +9,22 @@ Derivation of the chunked form. With G_i = g_1 + ... + g_i inside a chunk and S 
 
     S_i = e^G_i S + sum over j <= i of e^(G_i - G_j) k_j u_j^T
 
-The term u_i uses the decayed state a S_(i-1), so u_i depends only on the tokens j < i. Inserting S_(i-1) gives a
-triangular system
+The error u_i depends only on the tokens j < i. Inserting S_(i-1) in the definition of u_i gives a triangular system:
 
-    u_i + sum over j < i of L_ij u_j = beta_i (v_i - e^G_i S^T k_i) L_ij = beta_i e^(G_i - G_j) k_i . k_j
+    u_i + sum over j < i of L_ij u_j = beta_i (v_i - e^G_i S^T k_i)        L_ij = beta_i e^(G_i - G_j) k_i . k_j
 
-S occurs only on the right side. The triangular system can therefore be solved for all chunks at once, with
-X = (I + L)^-1 beta V and Y = (I + L)^-1 beta e^G K. Only a few products must then be computed chunk after chunk:
+The state S occurs only on the right side of the system. So the system is solved for all chunks at once, with
+X = (I + L)^-1 beta V and Y = (I + L)^-1 beta e^G K. Only these products are computed chunk after chunk:
 
-    U = X - Y S        O = e^G Q S + M U with M_ij = e^(G_i - G_j) q_i . k_j, j <= i
+    U = X - Y S        O = e^G Q S + M U        M_ij = e^(G_i - G_j) q_i . k_j for j <= i
     S <- e^G_C S + (e^(G_C - G) K)^T U
 
-Example: two tokens with k = q = 1, beta = a = 1/2 and v = 8, 6. Computed token by token, the prediction errors are u =
-4 and 2, and the states S = 4 and, from a S = 2, again 4. Computed as one chunk, L_21 = 1/4 and beta v = 4, 3 give the
-same prediction errors, u = 4 and 3 - 4/4 = 2.
+Example: two tokens with k = q = 1, beta = a = 1/2 and v = 8, 6.
 
-Dimension letters: b rows, T tokens per row, H heads, K key dimension, V value dimension, C tokens per chunk.
+    token by token:  u_1 = 8 / 2 = 4,  S = 4,  a S = 2,  u_2 = (6 - 2) / 2 = 2,  S = 2 + 2 = 4
+    as one chunk:    L_21 = 1/4,  beta v = 4, 3,  u_1 = 4,  u_2 = 3 - 4/4 = 2
+
+Dimensions: b rows, T tokens per row, H heads, K elements of a key, V elements of a value, C tokens per chunk.
 Source: the paper Gated Delta Networks (arXiv 2412.06464); the chunked form is as in DeltaNet (arXiv 2406.06484).
 """
 
@@ -41,7 +41,6 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, stat
     outputs = []
     for i in range(q.shape[1]):
         state = state * g[:, i].exp()[..., None, None]
-        # S^T k: the value that the attention's state S predicts for the key k
         known_value = torch.einsum("bhkv,bhk->bhv", state, k[:, i])
         u = beta[:, i, :, None] * (v[:, i] - known_value)
         state = state + k[:, i, :, :, None] * u[:, :, None]
@@ -68,7 +67,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, s
     q, k, v, beta, g = (in_chunks(x, C) for x in (q, k, v, beta[..., None], g))
     G = g.cumsum(-1)  # (b, H, chunks, C): log decay since the chunk start
     later = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
-    # (b, H, chunks, C, C): decay from token j to token i in a chunk, 0 for j > i
+    # decay is of shape (b, H, chunks, C, C): between two tokens of a chunk, 0 from a later to an earlier token.
     decay = (G[..., None] - G[..., None, :]).masked_fill(later, -math.inf).exp()
     since = G.exp()[..., None]  # (b, H, chunks, C, 1): decay since the chunk start
     until = (G[..., -1:] - G).exp()[..., None]  # decay from each token to its chunk's end
@@ -97,7 +96,7 @@ def in_chunks(x: Tensor, size: int) -> Tensor:
 
 
 def solve_chunks(k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, since: Tensor) -> tuple[Tensor, Tensor]:
-    """Solve the triangular systems of all chunks, and return X and Y from the derivation in this file's docstring."""
+    """Solve the triangular system of each chunk: X and Y in the derivation at the top of this file."""
     right = torch.cat([beta * v, beta * since * k], dim=-1)
     lower = beta * (k @ k.mT) * decay  # L in the derivation; solve_triangular ignores its diagonal
     solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)

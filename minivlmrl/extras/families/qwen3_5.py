@@ -66,7 +66,7 @@ class Layer(DecoderLayer):
 
 
 class GatedAttention(SelfAttention):
-    """Attention with partial rotary embeddings, and with an output gate that q_proj computes."""
+    """Attention whose rotary embeddings rotate a part of each head, and whose output is multiplied by a gate."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__(config, index)
@@ -155,7 +155,7 @@ class GatedDeltaNet(nn.Module):
         return [last_inputs, states]
 
     def scan(self, inputs: list[Tensor], layer_state: list[Tensor] | None):
-        """Run the convolution and the recurrence over T tokens in b rows.
+        """Compute a Gated DeltaNet layer's convolution and recurrence for T tokens in each of b rows.
 
         Args:
             inputs: outputs from in_proj_qkv (b, T, W), in_proj_b (b, T, H) and in_proj_a (b, T, H).
@@ -233,7 +233,7 @@ def _decode_recurrent_layer(attention: DecodeAttention, index: int, inputs: list
     return torch.cat(results)
 
 
-# LAYERS and TEXT_DEFAULTS are transformers' defaults for keys that config.json may omit.
+# config.json may omit these keys. The values are the defaults of transformers.
 LAYERS = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,

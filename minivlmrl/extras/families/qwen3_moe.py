@@ -44,7 +44,7 @@ class RecurrentExpertsLayer(qwen3_5.Layer):
         place_experts(self, config, index)
 
 
-# matches the names of the layers that adapter.target: experts selects, which are experts and routers
+# With adapter.target=experts, the layers with these names get adapters: experts and routers.
 ROUTED = re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
 
 

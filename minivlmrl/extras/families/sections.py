@@ -27,7 +27,10 @@ class ExpertsConfig:
         return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
 
     def check(self, config: ModelConfig, transposed: bool):
-        """Raise ValueError if the sizes of experts do not fit; `transposed`: weight files may transpose experts."""
+        """Raise ValueError if the sizes of experts do not fit together.
+
+        `transposed` is True if the experts' matrices may be transposed in a weight file.
+        """
         size, chosen = self.moe_intermediate_size, self.num_experts_per_tok
         check_field(
             chosen <= self.num_experts, "num_experts_per_tok", chosen, f"num_experts ({self.num_experts}) or less"

@@ -116,8 +116,9 @@ def find_gpu(text: str) -> tuple[float, Card | None]:
 def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
     """Return the least seconds that each phase of a training step takes on one GPU, given the GPU's data sheet.
 
-    All prompts count as the longest. Matrix products are assumed to run at the GPU's peak rate, and a decode step to
-    read the decoder and the KV cache once. The time of a step leaves out attention, activation functions and the CPU.
+    The estimate assumes that all prompts are as long as the longest, that matrix products run at the GPU's peak rate,
+    and that each decode step reads the decoder and the KV cache once. Attention, activation functions and the CPU are
+    assumed to take no time.
     """
     run, config, estimator = question.run, question.options, question.estimator
     row, model = question.rows[0], question.models.policy
@@ -148,7 +149,7 @@ def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
         seconds["score"] = forward
     seconds["train"] = compute(inputs, backward=True) + forward * run.model.activation_checkpointing
     items = persistent_items(question)
-    # An AdamW step reads and writes weights and moments, and reads gradients.
+    # The optimizer step reads and writes AdamW's moments and the weights, and reads the gradients.
     trained = bytes_of(trained_parameters(question.models))
     seconds["optimizer"] = (2 * items["optimizer"] + 3 * trained) * question.share / card.bandwidth
     return seconds
@@ -179,7 +180,7 @@ def two_digits(value: float) -> str:
 
 
 def disk_text(question: MemoryQuestion) -> str:
-    """Describe how many GB a run downloads and writes, which costs time and disk space on rented machines."""
+    """Describe how many GB a run downloads and writes to disk."""
     weights = question.estimator.parameters * DTYPES[question.estimator.config.torch_dtype].itemsize
     written = ", ".join(f"{size / GB:.2g} GB of {name}" for name, size in written_bytes(question).items())
     advice = (

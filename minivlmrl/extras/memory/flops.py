@@ -1,8 +1,8 @@
 """Count the floating-point operations (FLOPs) of a model, from which `memory` computes the least seconds of a step.
 
 In the forward pass, a token takes 2 FLOPs for each value in a weight matrix. The backward pass takes as many FLOPs as
-the forward pass for the gradients of inputs, and as many again for the gradients of weights. FLOPs of attention,
-recurrence, norms and activation functions are not counted, and no FLOPs of activation checkpointing.
+the forward pass for the gradients of inputs, and as many again for the gradients of weights. Attention, recurrence,
+norms, activation functions and activation checkpointing are not counted.
 """
 
 from collections.abc import Iterator
@@ -70,7 +70,7 @@ def find_card(name: str) -> Card | None:
 def matrices(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
     """Yield the name of each weight matrix, its number of values, and whether the matrix is trained.
 
-    Embedding matrices are left out, because looking up a row takes no FLOPs. A tied head counts under its own name.
+    The embedding matrix is left out, because an embedding only looks up rows. A tied head counts under its own name.
     """
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):
@@ -82,7 +82,7 @@ def matrices(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
 
 
 def flops_by_input(model: nn.Module, config: ModelConfig, backward: bool = True) -> dict[str, float]:
-    """Return the FLOPs of each image patch, merged patch, token, and token with logits, as a dictionary.
+    """Return the FLOPs for one image patch, one merged patch, one token, and the logits of one token.
 
     Args:
         model: module with one or more vision-language models, for example policy and value model.
@@ -91,7 +91,7 @@ def flops_by_input(model: nn.Module, config: ModelConfig, backward: bool = True)
     found = list(matrices(model))
     trains_merger = any(trained for name, _, trained in found if "visual." in name)
     trains_tower = any(trained for name, _, trained in found if "visual." in name and "merger" not in name)
-    # The gradient of a weight matrix's input is needed if a weight of an earlier layer is trained.
+    # The backward pass computes the gradient of a layer's input only if an earlier layer has trained weights.
     has_input_gradient = {"patches": trains_tower, "merged": trains_merger, "tokens": True, "scored": True}
     flops: dict[str, float] = dict.fromkeys(has_input_gradient, 0.0)
     for name, size, trained in found:

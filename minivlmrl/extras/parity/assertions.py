@@ -1,4 +1,4 @@
-"""Assertions for the tests of your own trainer. Tensors may be torch tensors or NumPy arrays."""
+"""Assertions with which you test your own trainer. All tensor arguments may also be NumPy arrays."""
 
 import torch
 
@@ -31,14 +31,14 @@ def assert_split_invariant(
     assert rows > 1, f"rows is {rows}, but at least 2 rows are needed to compare different splits"
 
     def split(parts: int) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
-        """Give part i the rows i, i + parts, i + 2 * parts, ..., and compute the gradients of the whole step."""
+        """Split the rows, such as 0 to 4 into [[0, 2, 4], [1, 3]], and compute the gradients of the whole step."""
         indices = [list(range(part, rows, parts)) for part in range(parts)]
         return indices, {name: torch.as_tensor(x).double() for name, x in gradients(indices).items()}
 
     _, whole_gradients = split(1)
     unit = max(gaps(x, 0.0, 1.0).max() for x in whole_gradients.values())
     assert unit > 0, "all gradients are zero, so nothing was compared; use rows with a nonzero loss"
-    # With rows - 1 parts, one part has two rows and each other part has one row.
+    # A split into rows - 1 parts is uneven: one part has two rows, and each other part has one row.
     for size in sizes or (2, rows - 1, rows):
         parts, split_gradients = split(size)
         names = sorted(whole_gradients.keys() ^ split_gradients.keys())
@@ -57,7 +57,7 @@ def assert_split_invariant(
 def assert_rank_invariant(gradients, rows: int, ranks=(2, 4), tolerance: float = 1e-6):
     """Assert that the gradient summed over ranks equals a single rank's gradient.
 
-    The arguments are those of assert_split_invariant; each list of row indices belongs to one rank.
+    `gradients` gets one list of row indices for each rank. The other arguments are as in assert_split_invariant.
     """
     assert_split_invariant(gradients, rows, tolerance, ranks, "ranks")
 

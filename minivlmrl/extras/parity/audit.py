@@ -1,6 +1,7 @@
 """Recompute an optimizer step that a trainer has recorded, and name the bugs that explain differences.
 
-Each stage, such as the loss, is recomputed from the trainer's own inputs, so that a mistake is reported only once.
+The loss, for example, is recomputed from the recorded advantages. So a wrong advantage is reported once, and not again
+as a wrong loss.
 """
 
 import math
@@ -37,13 +38,13 @@ SECONDS = 30.0  # time after which the search for a stage's causes ends in comma
 
 @dataclass
 class Finding:
-    """The comparison of one stage of a step, such as the loss, with the recomputed values."""
+    """The result of recomputing one stage of a step, such as the loss or the gradients."""
 
     stage: str
     error: float
     numbers: int
     where: Sequence[str] = ()  # text lines: how many numbers differ, then examples
-    # The simplest known bugs that explain the difference; empty if no known bug explains it
+    # Bugs that explain the wrong numbers; empty if there is none
     explained: Sequence[Cause] = ()
     again: bool = False  # whether an earlier stage has reported the same cause already
     groups: int = 0  # how many independent groups differ, see count_groups
@@ -54,7 +55,7 @@ class Finding:
         return self.error <= TOLERANCE
 
     def doubts(self) -> list[str]:
-        """Return sentences that say why the bugs named for a difference may not be its true cause."""
+        """Return warnings, for example that several bugs explain the wrong numbers equally well."""
         if self.ok or self.again:
             return []
         unit = GROUPS.get(self.stage, "number")
@@ -73,7 +74,7 @@ class Finding:
 def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
     """Recompute and compare every stage (advantages, loss, ...) for which the recorded step has the needed tensors.
 
-    The search for the bug behind a difference ends after `seconds`.
+    The search for bugs that explain a stage's wrong numbers ends after `seconds`.
 
     Raises ValueError if a stage cannot be recomputed because a tensor or field has a wrong type or shape.
     """
@@ -105,12 +106,12 @@ def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
 
 
 def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], seconds: float = math.inf):
-    """Find known bugs that explain how a recorded quantity differs, and apply the bugs to what is computed from it."""
+    """Search for known bugs that explain a stage's wrong numbers, and store the bugs in `finding`."""
     of_one_forward = finding.stage == "entropies" and "logps" in differing
     names = names_of(finding.stage, d)
     for earlier in differing.values():
-        # A bug that also explains an earlier stage is the likeliest one. Log-probabilities and entropies come from the
-        # same forward pass, so only a bug that explains both of them is accepted.
+        # One bug that explains two stages is likelier than two bugs. Log-probabilities and entropies come from the same
+        # forward pass, so only a bug that explains both is accepted.
         both = {}
         for cause in earlier.explained:
             if names & cause.of.stage_names():
@@ -126,7 +127,7 @@ def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], se
         finding.again = True  # the mask depends on the token ids, which differ already
         finding.explained = differing["tokens"].explained
     change = finding.explained[0].change if finding.explained else None
-    # A bug that explains the forward pass is also applied when the gradients are recomputed for comparison.
+    # With a bug in the forward pass, the gradients are recomputed with this bug, so that they do not differ again.
     if finding.stage == "logps" or of_one_forward:
         d.forward = d.entropy_forward = change or None
     elif finding.stage == "entropies":
@@ -137,7 +138,7 @@ def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], se
 
 
 def unseen(name: str, d: Dump) -> Iterator[tuple[str, bool]]:
-    """Yield for each known bug its topic, such as clipping, and whether the bug would change no number of the step."""
+    """Yield each known bug's topic, such as clipping, and whether the bug would leave all numbers unchanged."""
     answer = computed(name, d, {})
     for cause in possible_causes(name, d):
         shows = cause.of.about and not (cause.is_limited or cause.is_fitted)
@@ -174,7 +175,7 @@ def report(findings: list[Finding], d: Dump) -> str:
         lines += finding_lines(finding)
         if finding.ok and finding.stage not in THROUGH_A_MODEL:
             d.deadline = time.thread_time() + SECONDS
-            # After the time limit, only the topics of the bugs that were tried until then are reported.
+            # The report covers only the bugs that could be tried within the time limit.
             with suppress(SearchEndedError):
                 for about, is_unseen in unseen(finding.stage, d):
                     topics[about].append(is_unseen)
@@ -188,7 +189,7 @@ def report(findings: list[Finding], d: Dump) -> str:
 
 
 def notes(d: Dump) -> list[str]:
-    """Return warnings about sampling filters and autocast, which limit what an agreement proves."""
+    """Warn if the trainer used sampling filters or autocast, because equal numbers then prove less."""
     filters = [f"{name} = {d.about[name]}" for name, off in step_format.FILTERS.items() if d.about.get(name) not in off]
     result = []
     if filters:

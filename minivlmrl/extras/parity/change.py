@@ -1,8 +1,7 @@
-"""Apply hypothetical bugs to the definition of a training step.
+"""Recompute a training step as if the trainer had a known bug.
 
-A bug replaces a quantity by a formula, or by values from other rows, tokens or images. For example, each row may take
-the advantage of the next row in its group. A bug may also affect only a part of the step, such as the first turn of a
-conversation.
+For example, a bug may halve the rewards, or give each completion the advantage of the next completion in its group.
+A bug may also affect only a part of the step, such as the first turn of each conversation.
 """
 
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from minivlmrl.extras.parity.names import SCOPES
 
 
 class Values:
-    """The argument of a bug's formula, whose attributes include the tensors and options of the recorded step."""
+    """The argument s of a formula such as `lambda s: s.x / 2`; s also has the recorded step's tensors and options."""
 
     def __init__(self, step, place=None, **values):
         self.__dict__.update(values)
@@ -28,21 +27,21 @@ class Values:
 
 
 class Change(dict):
-    """A hypothetical bug in a training step: {name of a quantity: what replaces this quantity}."""
+    """A bug that a trainer may have: {name of a quantity, such as "rewards": the value or formula that replaces it}."""
 
     def __init__(self, d, values: dict):
         super().__init__(values)
         self.d = d
 
     def __call__(self, name: str, x, place=None, **values):
-        """Return the quantity x, or its replacement if the hypothetical bug changes the quantity `name`.
+        """Return x unchanged, unless the bug replaces the quantity called `name`.
 
         A replacement is one of:
             - a value;
-            - a formula, which can use x, the fitted number c, and everything that Values describes;
-            - (kind, part, None), which reorders x by an order in the Dump;
-            - (kind, part, formula), whose formula can also use `region`: a mask or, for a model, a function that tests
-              a parameter's name.
+            - a formula, such as `lambda s: s.c * s.x`, in which c is a number that the search fits;
+            - (kind, part, None), which reorders x, for example by the order "the next row in its group";
+            - (kind, part, formula), whose `s.region` is the affected part: a mask or, for a model, a function that
+              tests a parameter's name.
         """
         if name not in self:
             return x
@@ -58,7 +57,7 @@ class Change(dict):
         return deviation(Values(self.d, place, x=x, c=self.get("c", 1.0), **values))
 
     def inside(self, use: str) -> "Change":
-        """Return the part of the bug that affects one use of a quantity, such as "the baseline"."""
+        """Return the bug, or no bug if it does not affect the given use of a quantity, such as "the baseline"."""
         other_uses = {*self.get("inside", ())} - {use}
         for _, uses, _ in SCOPES:
             if use in uses and not other_uses.isdisjoint(uses):
@@ -67,7 +66,7 @@ class Change(dict):
 
 
 def edited(step, x: list, flags: list, region: list, change: Callable) -> tuple[list, list]:
-    """Apply a bug's formula to runs of sampled tokens or of tool tokens, for example to the first turn."""
+    """Replace the marked parts of a completion's token ids, such as the first turn, by other token ids."""
     new_items, new_flags = [], []
     triples = zip(flags, region, x, strict=True)
     for (flag, inside), run in groupby(triples, key=lambda triple: triple[:2]):
@@ -80,7 +79,7 @@ def edited(step, x: list, flags: list, region: list, change: Callable) -> tuple[
 
 
 def composed(first: dict, then: dict) -> dict | None:
-    """Combine two hypothetical bugs, the second applied after the first; return None if this is impossible."""
+    """Combine two bugs, of which the second acts after the first; return None if they cannot be combined."""
     if not first or not then:
         return first or then
     if "inside" in first or "inside" in then:
@@ -96,7 +95,7 @@ def composed(first: dict, then: dict) -> dict | None:
 
 
 def numbered(change: dict) -> dict:
-    """Set the constant c in a bug's formulas, as in "the ratio is at most c", to the fitted number."""
+    """Put the fitted number c into a bug's formulas, for example 5.0 in "the ratio is at most c"."""
     if "c" not in change:
         return dict(change)
     return {name: with_c(x, change["c"]) for name, x in change.items() if name != "c"}

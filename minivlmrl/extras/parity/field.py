@@ -1,7 +1,7 @@
 """Compare the losses of public projects with losses of TRL; docs/losses_of_the_field.md has the results.
 
-Functions are read from a project's source files, so that neither the project's package nor its dependencies need to be
-installed. An adapter for each project passes tensors and settings to the project's loss functions.
+The loss functions are read from a project's source files, so that neither the project's package nor its dependencies
+need to be installed.
 """
 
 import __future__
@@ -50,10 +50,11 @@ class Settings(SimpleNamespace):
 
 @dataclass
 class Project:
-    """A public project: the files that contain its losses, and the adapters that call these losses.
+    """Names the source files in which a public project defines its losses, and our functions that call the losses.
 
-    An adapter gets `theirs`, the functions read from `files`; a batch with logps, old, ref and mask, (B, T), or
-    (B, 2, T) for preferences, and advantages (B, T); and the options of the loss, which loss.py lists.
+    Each of our functions has the arguments (theirs, batch, options). `theirs` has the project's functions. `batch` has
+    advantages (B, T), and the tensors logps, old, ref and mask, (B, T), or (B, 2, T) for preferences. The docstring of
+    `check` in loss.py lists the options.
     """
 
     source: str  # package on PyPI or repository
@@ -332,7 +333,7 @@ def vlm_r1(theirs, b, o):
 
 
 def ms_swift(theirs, b, o):
-    """Call ms-swift's loss in evaluation mode, because in training mode it undoes gradient accumulation."""
+    """Call ms-swift's loss in evaluation mode, because its training mode multiplies by the accumulation steps."""
     off = ("compute_entropy", "overlong_filter", "kl_in_reward", "log_rollout_offpolicy_metrics", "_has_teacher")
     unset = ("rollout_importance_sampling_mode", "off_policy_sequence_mask_delta", "chord_sft_iterator")
     trainer = Settings(

@@ -1,4 +1,4 @@
-"""Tensor functions for the formulas of known bugs, and the distance between two tensors."""
+"""Functions of tensors that `parity` uses to imitate bugs of trainers, such as gradient clipping."""
 
 import math
 
@@ -8,22 +8,19 @@ from torch.nn.utils import get_total_norm
 
 
 def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round x to a dtype, but keep the trainer's value `theirs` where it is as close to x.
-
-    A number halfway between two representable numbers has two right roundings, so the trainer's value may be up to
-    0.501 rounding units away from x.
-    """
+    """Round x to a dtype, but return the value `theirs` where `theirs` is an equally close rounding of x."""
+    # A number halfway between two representable numbers has two right roundings, so 0.501 units are allowed.
     unit = torch.finfo(dtype).eps * x.abs()
     is_rounded = theirs == theirs.to(dtype)
     return theirs.where(is_rounded & ((theirs - x).abs() <= 0.501 * unit), x.to(dtype).double())
 
 
 def in_half(x: Tensor, theirs: Tensor, exact: Tensor) -> Tensor:
-    """Return the trainer's values `theirs` if 16-bit rounding explains how they differ from `exact`, else return x.
+    """Return a trainer's log-probabilities `theirs` if they look rounded to 16 bits, else our 16-bit values x.
 
-    Two programs in 16 bits do not agree to the last digit, but they round the same weights. Rounding is accepted as the
-    explanation if the errors of our own 16-bit values x are as large as the trainer's errors, and correlated with these
-    errors. Fewer than 16 wrong log-probabilities, in nats, are too few to recognize 16-bit rounding.
+    Two programs in 16 bits differ in the last digits, but both round the same weights. So the trainer's errors against
+    `exact` must have the size of our errors and be correlated with them. At least 16 values must differ, because fewer
+    values may be correlated by chance.
     """
     errors = (x - exact)[theirs != exact]
     differences = (theirs - exact)[theirs != exact]
@@ -36,7 +33,7 @@ def in_half(x: Tensor, theirs: Tensor, exact: Tensor) -> Tensor:
 
 
 def clipped(gradients: dict[str, Tensor], max_norm: float | None, norm: float | None = None) -> dict[str, Tensor]:
-    """Scale gradients like torch's clip_grad_norm_, but with `norm`, if it is given, as their total norm."""
+    """Scale gradients like torch's clip_grad_norm_; `norm` replaces the total norm of the gradients."""
     if norm is None:
         norm = get_total_norm(gradients.values()).item()
     share = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
@@ -44,20 +41,26 @@ def clipped(gradients: dict[str, Tensor], max_norm: float | None, norm: float | 
 
 
 def total_by(x: Tensor, span: Tensor) -> Tensor:
-    """Replace each value in x by the sum of x over all tokens with the same number in `span`, shaped like x."""
+    """Replace each token's value in x by the sum over all tokens with the same number in `span`.
+
+    Example: x = [1, 2, 3] with span = [0, 0, 1] gives [3, 3, 3].
+    """
     totals = x.new_zeros(int(span.max()) + 1)
     return totals.index_add(0, span.flatten(), x.flatten())[span]
 
 
 def first(x: Tensor, k: int = 1) -> Tensor:
-    """Return a mask that selects the first k columns in each run of True in the mask x (..., S)."""
+    """Keep the first k True values of each run of True values in a mask (..., S).
+
+    Example: [0, 1, 1, 0, 1] with k = 1 gives [0, 1, 0, 0, 1].
+    """
     count = x.cumsum(-1)
     earlier_runs = (count * ~x).cummax(-1).values
     return x & (count - earlier_runs <= k)
 
 
 def last(x: Tensor, k: int = 1) -> Tensor:
-    """Return a mask that selects the last k columns in each run of True in the mask x (n, S)."""
+    """Keep the last k True values of each run of True values in a mask (n, S)."""
     return first(x.flip(1), k).flip(1)
 
 

@@ -33,8 +33,8 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
         old_per_token_logps  (B, T), for grpo
         advantages           (B,), for grpo
 
-    Some batches are extreme: completions without tokens, which still count in the mean over completions, and log-ratios
-    of 25 nats. `options` is a dict with these arguments of a loss:
+    Some test batches have completions without tokens, which still count in the mean over completions. Some have
+    log-ratios of 25 nats. `options` is a dict with these arguments of a loss:
 
         grpo  loss_type, importance_sampling_level, beta, epsilon_low, epsilon_high,
               use_bias_correction_kl, whole_step (True if the batch is the whole step, and not a micro-batch), and the
@@ -67,7 +67,7 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
 class Verdict:
     """The result of comparing a loss with TRL's.
 
-    A difference is explained by a "mistake", or by a "design", which some project chose on purpose.
+    The finding "mistake" names an error, and the finding "design" names a choice that some project makes on purpose.
     """
 
     cases: int
@@ -119,7 +119,7 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
 
 
 def shared(differing: list[dict], agreeing: list[dict]) -> str:
-    """Describe an option value that all test cases with a wrong loss share, and no other test case has."""
+    """Return a text such as ", which are those with beta = 0.1" if exactly the wrong test cases share an option."""
     for name in differing[0] if differing and agreeing else ():
         values = [options.get(name) for options in differing]
         if all(x == values[0] for x in values) and all(options.get(name) != values[0] for options in agreeing):
@@ -156,7 +156,7 @@ def compare(my_loss, options: dict, batch: dict, value: Tensor, gradient: Tensor
     loss = my_loss(batch, options)
     if not isinstance(loss, Tensor) or loss.dim():
         raise ValueError(f"my_loss returned {loss!r:.60}, but it must return a tensor of shape ()")
-    # 0 * sum is added to the loss, so that the gradient of a detached loss is 0 instead of an error.
+    # If `my_loss` detaches its result, the added 0 * sum gives a gradient of 0 instead of an error.
     [ours] = torch.autograd.grad(loss + 0 * logps.sum(), logps)
     loss = loss.detach()
     return Comparison(loss, ours, (loss - value).item(), distance(loss, value), distance(ours, gradient))
@@ -196,8 +196,8 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
 
 
 def has(options: dict, only: dict) -> bool:
-    """Return True if a recorded case has all options in `only`; cases with dual clipping also need delta in `only`."""
+    """Return whether a test case has all options in `only`; only delta=3.0 selects cases with TRL's dual clip."""
     if "delta" in options and "delta" not in only:
         return False
-    # The loss_type of a recorded DPO case is a list with one name.
+    # Recorded DPO cases have loss_type=["sigmoid"], but the user writes loss_type="sigmoid".
     return all(key in options and options[key] in (x, [x]) for key, x in only.items())

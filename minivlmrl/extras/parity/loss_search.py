@@ -20,7 +20,7 @@ SEARCHED = 32  # about so many cases are searched; the others are compared at th
 
 
 def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor, tolerance: float = 1e-6) -> Dump:
-    """Store a test case of a loss like a recorded step, so that the loss can be recomputed with a known bug.
+    """Convert a loss function's test case to a recorded step, so that `parity` can search for the function's bugs.
 
     Args:
         batch: the case's tensors, by name.
@@ -46,7 +46,7 @@ def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor, toleran
 
 
 def find_parts(steps: list[Dump], seconds: float) -> list[list[Cause]]:
-    """Search for known bugs that together reproduce the user's loss in all test cases.
+    """Search for known bugs with which TRL's loss equals the user's loss in all test cases.
 
     Args:
         steps: all cases, see `as_step`.
@@ -74,17 +74,17 @@ def find_parts(steps: list[Dump], seconds: float) -> list[list[Cause]]:
 
 
 def explains(step: Dump, change: dict | None) -> bool:
-    """Return whether a hypothetical bug reproduces the user's loss in one test case."""
+    """Return whether TRL's loss with the bug `change` equals the user's loss in one test case."""
     return error(computed("loss", step, change)) <= step.tolerance
 
 
 class Combination:
-    """A search that adds one known bug after the other, until the bugs reproduce the user's loss in all test cases."""
+    """Adds known bugs to TRL's loss, one after the other, until it equals the user's loss in all test cases."""
 
     def __init__(self, steps: list[Dump]):
         self.steps = steps
-        # In a test case with few rows, several wrong orders of the rows are often equal, so known bugs are listed for
-        # the test case with the most rows.
+        # The test case with the most rows gives the list of bugs. With two rows, for example, "the next row" and "the
+        # previous row" would be one bug.
         self.causes = by_kind(possible_causes("loss", max(steps, key=lambda step: len(step.all_rows))))
         self.deviation = {}
         self.parts = []
@@ -92,7 +92,7 @@ class Combination:
         self.agrees = self.agreements({})
 
     def run(self) -> list[list[Cause]]:
-        """Add known bugs until all test cases are reproduced; return the added bugs, or [] if the search fails."""
+        """Return the bugs that together explain the user's loss, each with its equivalents; [] if the search fails."""
         while not all(self.agrees):
             part = self.next_part() if len(self.parts) < PARTS else []
             if not part:
@@ -103,17 +103,17 @@ class Combination:
         return [[cause for cause in part if self.replaces(cause, part)] for part in self.parts]
 
     def replaces(self, cause: Cause, part: list[Cause]) -> bool:
-        """Return whether the bug `cause` can replace the first bug of the list `part` in all test cases."""
+        """Return whether all test cases also agree with `cause` in place of the first bug of `part`."""
         chosen = [cause.change if each is part else each[0].change for each in self.parts]
         change = reduce(lambda both, then: both and composed(both, then), chosen)
         return cause is part[0] or all(self.agreements(change))
 
     def agreements(self, change: dict | None) -> list[bool]:
-        """Return for each test case whether a hypothetical bug reproduces the user's loss."""
+
         return [explains(step, change) for step in self.steps]
 
     def next_part(self) -> list[Cause]:
-        """Return the known bugs that explain the most test cases among those that are not explained yet, or []."""
+        """Return the known bugs that explain the most test cases, or [] if no bug explains a further case."""
         left = [
             Search("loss", d, self.deviation) for d, agrees in zip(self.steps, self.agrees, strict=True) if not agrees
         ]
@@ -123,7 +123,7 @@ class Combination:
         others = [cause for cause in fitted if not cause.of.who]
 
         def phases() -> Iterator[tuple[Iterator[Cause] | list[Cause], bool]]:
-            """Yield lists of bugs that explain one test case, and whether a deliberate design may end the search."""
+            """Yield bugs that explain one test case, and whether a known project's design ends the search."""
             yield self.found.values(), False  # for example two designs that act on different cases
             most, fewest = left[0], left[-1]  # the cases with the most and the fewest differing numbers
             for search in dict.fromkeys((most, fewest)):
@@ -131,7 +131,7 @@ class Combination:
                 yield search.factors(), search is fewest
             for search in dict.fromkeys((most, fewest)):
                 yield search.fitted(designs), search is fewest
-            # Fitting the numbers of many bugs is slow, so only one test case at a time is searched.
+            # Fitting a number in each of many bugs is slow, so each of these phases reads only one test case.
             yield most.fitted(others), most is fewest
             yield most.tried(limited), most is fewest
             yield fewest.fitted(others), True
@@ -148,17 +148,17 @@ class Combination:
             most = max((count for count, _ in found.values()), default=0)
             best = [cause for count, cause in found.values() if count == most]
             best.sort(key=lambda cause: len(f"{cause.change.get('c', 0):g}"))  # round numbers are likelier
-            # If a bug explains only some test cases, it is accepted only as a known design of a project, because losses
-            # often combine several designs.
+            # A loss often combines several designs, each of which explains only some test cases. A mistake must explain
+            # all test cases.
             if best and (most == len(self.steps) or (is_last and best[0].of.who)):
                 return best
         return best
 
 
 def find_names(steps: list[Dump], seconds: float) -> tuple[list[str], list[str]]:
-    """Return "mistake" or "design" for each bug found in the user's loss, and lines that describe these bugs.
+    """Name the mistakes and designs in the user's loss: "mistake" or "design" for each, and the lines to print.
 
-    If no bug is found, the returned lines contain the first numbers at which the user's loss differs from TRL's.
+    If none is found, the lines list the first numbers at which the user's loss differs from TRL's.
     """
     parts, why = [], "no known mistake or design does"
     try:

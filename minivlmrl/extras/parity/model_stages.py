@@ -17,17 +17,17 @@ from minivlmrl.model.families.registry import hub_name
 from minivlmrl.model.packing import GroupBatch, pack
 from minivlmrl.model.rope import get_rope_index
 
-# Tolerance for numbers that a float32 model computes, as a multiple of the tolerance for other numbers
+# Numbers that a float32 model computes, such as gradients, get 50 times the usual tolerance.
 THROUGH_A_MODEL = 50.0
 HALF = 100.0  # further factor for a model that runs in bfloat16, float16 or an unknown dtype
-# Some bugs change log-probabilities only after the forward pass, so the model does not run again for them.
+# A bug that replaces only these quantities needs no new forward pass of the model.
 AFTER_FORWARD = {"logps", "mode", "inside"}
 
 
 def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = False):
-    """Load a model from a folder, and compute the log-probabilities and entropies of the rows `part`.
+    """Load a model from a folder, and compute log-probabilities and entropies for the given row indices `part`.
 
-    Without `grad`, the outputs of each row are cached for each hypothetical bug, because a search needs them often.
+    If `grad` is False, the outputs are cached for each row and each bug, because the search needs them again.
 
     Returns:
         A tensor (2, n, S) with the log-probabilities and the entropies, which are 0 in all other rows, and the model.
@@ -56,7 +56,7 @@ def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = Fal
 
 
 def row_logps(d: Dump, change: Change, model, row: int, attended: Tensor, images: tuple) -> Tensor:
-    """Compute log-probabilities and entropies (2, S) for a row's tokens after its prompt; all other values are 0."""
+    """Return a tensor (2, S): the log-probability and the entropy of each completion token, and 0 at other tokens."""
     is_learned = d.get("logps_gradient", d["completion_mask"])[row] != 0
     is_scored = d.completion[row] | d["completion_mask"][row].bool() | is_learned
     token_numbers = attended.cumsum(0)  # each attended token's position, starting at 1
@@ -80,7 +80,7 @@ def row_logps(d: Dump, change: Change, model, row: int, attended: Tensor, images
 
 
 def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, images: tuple) -> GroupBatch:
-    """Pack the attended tokens and the images of one row into a batch, with a hypothetical bug applied."""
+    """Pack the attended tokens and the images of one row into a batch."""
     config = model.config
     ids = d["input_ids"][row]
     placeholders = ids == config.image_token_id
@@ -114,18 +114,21 @@ def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, ima
 
 
 def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
-    """Return the image index (S,) of each image token; all other tokens get the total number of images."""
+    """Number the image tokens (S,) by their image, and give text tokens the number of images.
+
+    Example: with an image of two tokens and one of one token, "a <i><i> b <i>" gives [2, 0, 0, 2, 1].
+    """
     numbers = torch.bucketize(placeholders.cumsum(0) - 1, sizes.cumsum(0), right=True)
     return numbers.where(placeholders, len(sizes))
 
 
 def of_unattended(d: Dump) -> Tensor:
-    """Return a mask (n, S) of tokens that the model cannot score, because it does not attend to the previous token."""
+    """Return a mask (n, S) of the tokens whose previous token is padding, so that no hidden state predicts them."""
     return pad(d["attention_mask"][:, :-1], (1, 0), value=1) == 0
 
 
 def model_unit(d: Dump) -> float:
-    """Return the factor by which the tolerance is larger for outputs of the model, above all for 16-bit models."""
+    """Return the factor of the tolerance for a model's outputs: 50 for a float32 model, 5000 for a 16-bit model."""
     dtype = d.about.get("autocast") or d.about.get("dtype")
     return THROUGH_A_MODEL * (1 if dtype in ("float32", "float64") else HALF)
 
@@ -136,7 +139,7 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
         return None
     weights_folder = change("model folder", d.about[folder])
     part = d.all_rows if d.part is None else d.part
-    # The log-probabilities of all rows are recomputed if a bug changes the dtype, or may use values of other rows.
+    # Bugs of these kinds need the log-probabilities of all rows, because a row may get another row's values.
     rows = d.all_rows if change.keys() & {"logps", "dtype"} else part
     counted_mask = d["completion_mask"] * ~of_unattended(d)
 
@@ -181,7 +184,7 @@ def by_hub_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def accumulate(d: Dump, change: Change) -> dict[str, Tensor]:
-    """Add up the gradients of all micro-batches, to which a hypothetical bug may give unequal weights."""
+    """Add up the gradients of all micro-batches."""
     ones = torch.eye(len(d.micro_batches))
     tokens = torch.stack([d["lengths"][part].sum() for part in d.micro_batches]).clamp(min=1).double()
     shares = change("micro-batch", ones.sum(0), first=ones[0], last=ones[-1], tokens=tokens)
@@ -195,7 +198,7 @@ def accumulate(d: Dump, change: Change) -> dict[str, Tensor]:
 
 
 def micro_batch_gradients(d: Dump, number: int) -> dict[str, Tensor]:
-    """Compute one micro-batch's gradients as {parameter name: gradient}, and cache them."""
+    """Compute {parameter name: gradient} for one micro-batch."""
     cache = d.cache
     if number not in cache:
         part = d.micro_batches[number]
@@ -261,7 +264,7 @@ def update(d: Dump, change: Change) -> Answer:
 
 
 def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
-    """Apply AdamW to a weight with the moments `state`, and return the new weight."""
+    """Return a weight after one AdamW step; `state` has its first and its second moment."""
     rate = options["learning_rate"]
     eps = change("eps", options["eps"])
     beta1, beta2 = change("betas", options["betas"])

@@ -1,8 +1,8 @@
 """Known bugs of training steps, listed by the quantity that a bug changes, such as the reward or the mask.
 
-A known bug replaces a quantity of the step by another value or by a formula. A bug's formula is a function of an object
-s, which has the tensors of the recorded step as attributes. The formula `lambda s: s.c * s.x`, for example, multiplies
-the right value x by a fitted number c. `s.region` is the part of the step to which a bug is limited, such as a turn.
+The bug "a reward is halved", for example, is the formula `lambda s: s.x / 2` for the quantity "rewards". Such a formula
+gets an object s: `s.x` is the right value, `s.c` is a number that the search fits, `s.region` is the part of the step
+that has the bug, such as the first turn, and the other attributes are the tensors of the recorded step.
 """
 
 import math
@@ -35,7 +35,7 @@ class Quantity:
 
 
 class Limited(NamedTuple):
-    """A bug that is tried in several parts of a training step, for example only in truncated completions."""
+    """Marks a bug that the search tries in several parts of a step, such as "only in truncated completions"."""
 
     kinds: str  # Dump attributes that hold the parts, separated by spaces
     formula: Callable | None = None  # None means that the parts are orders in which the values are used
@@ -54,7 +54,7 @@ ROLLOUT_ROWS = Limited("rollout_rows")
 
 
 def having(says: str, *tables: dict[str, Callable]) -> dict[str, Callable]:
-    """Put a quantity before descriptions of bugs: "a reward" and "is halved" give "a reward is halved"."""
+    """Describe bugs of a quantity: "a reward" and {"is halved": ...} give {"a reward is halved": ...}."""
     return {f"{says} {text}": formula for table in tables for text, formula in table.items()}
 
 
@@ -64,7 +64,7 @@ def choices(says: str, *values: str) -> dict[str, str]:
 
 
 def options(stages: str, effect: str, **off_values) -> dict[Quantity, dict]:
-    """Return two bugs for each numeric option: the option is ignored, or has another number than configured."""
+    """Return two bugs for each option of a loss: "delta is ignored", and "delta is {c}" with a fitted number c."""
     return {
         Quantity(name, stages, effect): {f"{name} is ignored": off, f"{name} is {{c}}": fitted_number}
         for name, off in off_values.items()
@@ -83,22 +83,22 @@ def fitted_number(s):
 
 
 def row_mean(x, mask):
-    """Average x over those tokens of each row at which the mask is 1."""
+    """Return the mean of each row of x over the tokens in the mask."""
     return (x * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
 def discount(c, mask):
-    """Return c ** k for each token, where k is the number of earlier tokens in the row at which the mask is 1."""
+    """Return a discount for each token; for three tokens in the mask, the discounts are 1, c and c ** 2."""
     return c ** (mask.cumsum(1) - 1).clamp(min=0)
 
 
 def span_shares(s):
-    """Return the weight of each token in the mean over its turn, its group or its micro-batch."""
+    """Return 1 / n for each token in the mask if the token's turn, group or micro-batch has n such tokens."""
     return s.mask / total_by(s.mask, s.region[s.part]).clamp(min=1)
 
 
 def end_tokens(s):
-    """Return a mask (n, S) of the stop tokens or, if no stop ids are known, of the last token in each run of tokens."""
+    """Return a mask of the stop tokens; if no stop ids are known, the last token of each turn counts as one."""
     return s.is_stop(s.input_ids) if s.about.get("stop_token_ids") else s.x * (1 - s.x.roll(-1, 1))
 
 
@@ -108,19 +108,19 @@ def prompt_tokens(s):
 
 
 def without_missing_ids(s):
-    """Mask out token ids that the trainer never counts, if one or two such ids occur several times."""
+    """Imitate a trainer that leaves all tokens with one or two ids, such as a special token, out of the mask."""
     missing = s.x > s.completion_mask
     ids = s.input_ids[missing].unique()
     return s.x * ~torch.isin(s.input_ids, ids) if len(ids) < 3 and 2 * len(ids) <= missing.sum() else s.x
 
 
 def inside(s, tensors: dict, is_inside: bool = True) -> dict:
-    """Select the parameters of one part of the model, such as the vision tower, or all other parameters."""
+    """Select the tensors of the parameters inside, or outside, one part of the model, such as the vision tower."""
     return {name: x for name, x in tensors.items() if bool(s.region(name)) == is_inside}
 
 
 def cispo(bounded: Callable) -> Callable:
-    """Return a formula for the CISPO loss of a token with another bound of the importance ratio."""
+    """Return the formula of the CISPO loss, in which the function `bounded` clips the importance ratio."""
     return lambda s: -bounded(s).detach() * s.advantages * s.per_token_logps * s.weights
 
 
@@ -141,11 +141,11 @@ def with_rounded_sines(model):
 
 
 def theirs_in_half(s):
-    """Return the trainer's values if 16-bit rounding explains why the values differ from the recomputed values."""
+
     return in_half(s.x, s.theirs, s.exact)
 
 
-# Means and standard deviations of the color channels by which Qwen's processor and ImageNet models normalise images
+# Means and standard deviations of the red, green and blue channels: Qwen's processor, then ImageNet models
 MEAN = torch.tensor([[0.48145466], [0.4578275], [0.40821073]])
 STD = torch.tensor([[0.26862954], [0.26130258], [0.27577711]])
 IMAGENET_MEAN = torch.tensor([[0.485], [0.456], [0.406]])
@@ -153,12 +153,12 @@ IMAGENET_STD = torch.tensor([[0.229], [0.224], [0.225]])
 
 
 def normalized(mean, std) -> Callable:
-    """Return a formula that normalises pixels with another mean and standard deviation."""
+    """Imitate a trainer that normalises images with `mean` and `std` instead of the values of Qwen's processor."""
     return lambda s: ((s.x.unflatten(1, (3, -1)) * STD + MEAN - mean) / std).flatten(1)
 
 
 def by_number_of_tokens(s):
-    """Let M-RoPE positions after an image continue at the image's number of tokens instead of its largest side."""
+    """Imitate a wrong M-RoPE: an image of 3 by 4 tokens moves the positions after it by 12 instead of 4."""
     positions = s.x.clone()
     for number in s.pictures.unique()[:-1]:  # the last number stands for text
         tokens = s.pictures == number
@@ -168,12 +168,12 @@ def by_number_of_tokens(s):
 
 
 def of_index(s):
-    """Select the images of row i from the i-th image on, as if each row had only one image."""
+    """Imitate a trainer that gives row i the images from the i-th on, as if each row had exactly one image."""
     return s.flat[s.index :][: len(s.x)]
 
 
 def replaced_ids(s):
-    """Replace one or two sampled token ids everywhere by the trainer's id, as a filter of special tokens does."""
+    """Imitate a trainer that replaces one or two special tokens everywhere by another token."""
     differs = (s.their_ids != s.x) & (s.x != s.no_token)
     old, new = s.x[differs].unique(), s.their_ids[differs].unique()
     return s.x.where(~torch.isin(s.x, old), new[0]) if len(old) in (1, 2) and len(new) == 1 else s.x
@@ -233,17 +233,16 @@ IN_A_LIST = {
     "shifted by one to earlier places": lambda s: s.x[1:] + s.x[:1],
     "replaced by the first": lambda s: s.x[:1] * len(s.x),
 }
-# A trainer may add 1e-4 to the standard deviation by which rewards are divided, or not.
+# Some trainers add 1e-4 to the standard deviation that divides the rewards, and others do not.
 WITH_EPSILON = {"": {}, ", without 1e-4": {"epsilon": 0.0}}
-# Formulas that fit any quantity, such as a wrong sign, are tried after the formulas of specific mistakes.
+# Any quantity can have these bugs, such as a wrong sign. The search tries them after the bugs of a single quantity.
 GENERAL = {*(LINEAR | TIMES).values(), *NONLINEAR.values(), *(BY_TOKEN | OF_RATIOS | OF_ANSWERS).values()}
 
-# A bug that multiplies all compared numbers, such as all gradients, by one fitted factor
 FACTOR = Quantity("factor", "", "the effective learning rate changes")
 
 of_kl = partial(Quantity, about="KLs, which need beta and a reference", needs="ref_per_token_logps")
 
-# A bug may change a quantity in only one place, for example the mask in the sum of the loss but not in the token count.
+# The uses of a quantity that may have a bug alone: the mask, for example, may be wrong only in the token count.
 SCOPES = [
     ("advantages", ["the reward", "the baseline", "the divisor"], ""),
     ("grpo", ["the policy's term", "the KL", "the mean entropy"], ""),
@@ -251,7 +250,7 @@ SCOPES = [
     ("dpo", ["the policy", "the reference"], ""),
 ]
 
-# Kinds of bugs, and what a training step must contain to reveal them; wrong clipping, for example, needs a large norm.
+# A step reveals a bug only if it has what the bug needs. A bug of the baseline, for example, needs unequal rewards.
 BASELINES = "baselines, which need groups with different rewards"
 DEVIATIONS = "standard deviations, which need groups with different rewards"
 GROUPS = "groups, which need a rollout with several groups"
@@ -580,7 +579,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("entropies", "grpo", "the policy becomes too sure or too random", needs="entropies"): having(
         "the entropy of a token", TIMES, LINEAR, NONLINEAR, BY_TOKEN
     ),
-    # If a step has no reference, the report must say that the step cannot reveal a wrong KL estimator.
+    # `needs` is not the reference model's log-probabilities: without these, a wrong KL estimator has no effect, and the
+    # report says that the step cannot reveal one.
     of_kl("kl_estimator", "grpo", "another divergence is penalised", "NeMo-RL PR 2506", needs="input_ids"): choices(
         "the KL estimator is {}", "k1", "k2", "k3"
     ),
@@ -858,8 +858,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("factor", ALL_STAGES, "the model learns the opposite"): {"all values have the wrong sign": -1},
 }  # fmt: skip
 
-# If a trainer's numbers are wrong by a factor, the factor may equal an option or a count of a step d. Each regular
-# expression matches the names of the tensors that the option or count can affect.
+# If all losses of a step with 8 rows are too large by 8, the report names the number of rows. The regular expression
+# says in which tensors an option or a count can be the wrong factor.
 FACTORS = {
     "the temperature": (lambda d: d.about.get("temperature"), ".*logps$|entropies$|grad"),
     "one over the temperature": (lambda d: 1 / (d.about.get("temperature") or 1), ".*logps$|entropies$|grad"),

@@ -1,7 +1,8 @@
-"""Search for known bugs that reproduce a trainer's numbers, in a recorded step or in a test case of a loss.
+"""Search for known bugs that reproduce a trainer's wrong numbers, in a recorded step or in a test case of a loss.
 
-The search tries simple bugs first, then bugs in only one use of a quantity, such as the mask, then bugs with an unknown
-number. If no single bug explains the numbers, the search tries a common factor of all numbers, and pairs of bugs.
+The search tries, in this order: simple bugs, such as "a reward is halved"; bugs in one place, such as a wrong mask in
+the token count; bugs with a fitted number, such as "the ratio is at most c"; one factor for all numbers; and pairs of
+bugs.
 """
 
 import math
@@ -22,9 +23,10 @@ from minivlmrl.extras.parity import names as table
 from minivlmrl.extras.parity.change import Change, composed
 from minivlmrl.extras.parity.step import DAMAGES, Dump, SearchEndedError
 
-# Numbers count as equal up to a relative error of 1e-5, a small multiple of float32's rounding error.
+# Numbers count as equal up to a relative error of 1e-5, because float32 rounds to about 1e-7.
 TOLERANCE = 1e-5
-# Recorded tensors that are recomputed by running a model, and the field in step.json with the folder of the model
+# A model recomputes each of these recorded tensors. The field `model`, `old_model` or `ref_model` of step.json names
+# the model's folder.
 LOGPS = {
     "logps": ("per_token_logps", "model"),
     "entropies": ("entropies", "model"),
@@ -48,9 +50,9 @@ STAGES = {
 THROUGH_A_MODEL = (*LOGPS, "gradients")
 BY_PARAMETER = ("gradients", "clip", "update")
 IDS = ("tokens", "pictures", "mask")  # stages with integers, for which no factor is fitted
-# A wrong group of completions or a wrong row counts as one piece of evidence for a bug, however many numbers are wrong.
+# All wrong advantages of a group count as one observation, and so do all wrong loss values of a row.
 GROUPS = {"advantages": "group of completions", "loss": "row, pair or micro-batch"}
-# Values that are tried first for an unknown number in a bug, such as the bound of a clamp
+# The search first tries these values for a bug's fitted number, such as the bound c in "the ratio is at most c".
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9, 0.95, 0.99, 0.999]
 FEW_NUMBERS = [0.05, 0.1, 0.2, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0]  # the same for the cases of a loss
 REFINED = 16  # causes whose number is refined, because they come closest
@@ -83,39 +85,39 @@ class Cause:
 
     @property
     def is_limited(self) -> bool:
-        """Whether the bug uses the values of other rows or tokens, or affects only a part of the step."""
+        """Whether the bug takes values from other rows or tokens, or is limited to some rows, tokens or parameters."""
         return any(isinstance(x, tuple) for x in self.change.values())
 
     @property
     def is_fitted(self) -> bool:
-        """Whether the bug contains a number, such as the bound of a clamp, that is fitted to the trainer's values."""
+        """Whether the search fits a number in the bug, such as c in "the ratio is at most c", to the trainer's values."""
         return "{c}" in self.says or "c" in self.change
 
     @property
     def is_general(self) -> bool:
-        """Whether the bug is one that any quantity can have, such as a halved value or a value from another row."""
+        """Whether any quantity can have the bug, for example "is halved" or "has the wrong sign"."""
         is_formula = any(callable(x) and x in table.GENERAL for x in self.change.values())
         return not self.of.who and (self.is_limited or is_formula)
 
     @property
     def has_unlikely_number(self) -> bool:
-        """Whether the fitted number of the bug is unlikely, which means below 0.01 or above 100."""
+        """Whether the number that was fitted for the bug is below 0.01 or above 100."""
         return "factor" not in self.change and not 0.01 <= abs(self.change.get("c", 1.0)) <= 100
 
     def may_be_inside(self, quantity: str) -> bool:
-        """Return whether the bug may be limited to one use of a quantity, such as the mask in the token count."""
-        # Bugs that take values from other rows or tokens are limited to one use only if they change the mask, because
-        # other values can match a few numbers by chance.
+        """Return whether the search also tries the bug in only one place, such as the token count of the loss."""
+        # A bug that takes values from other rows could match a few wrong numbers by chance, so only a wrong mask is
+        # tried in single places.
         may_be = "mask" in self.change or not self.is_limited
         return may_be and quantity in (*self.change, "") and not self.is_fitted
 
     def inside(self, use: str) -> "Cause":
-        """Return a bug that affects only one use of a quantity, such as a reward that is wrong only in the baseline."""
+        """Limit the bug to one place, for example a wrong reward to the baseline of the advantages."""
         change = self.change | {"inside": [*self.change.get("inside", []), use]}
         return replace(self, says=f"{self.says}, only in {use}", change=change, of=replace(self.of, about=""))
 
     def with_number(self, number: float, source: str = "") -> "Cause":
-        """Return the bug with a fitted number, and say in its description where the number may come from."""
+        """Return the bug with c set to a number; the bug's description names `source`, the number's likely origin."""
         says = self.says.replace("{c}", f"{number:.5g}") + source
         return replace(self, says=says, change=self.change | {"c": number}, is_guess=not source)
 
@@ -124,12 +126,12 @@ FACTOR = Cause("all values are {c} times as large", {"factor": table.fitted_numb
 
 
 def names_of(name: str, d: Dump) -> set[str]:
-    """Return the names of a stage in the table of bugs; the loss of a DPO step, for example, is "loss" and "dpo"."""
+    """Return the stage's names in the table of bugs: {"loss", "dpo"} for the loss of a DPO step."""
     return {name, d.about["kind"] if name == "loss" else "logps" if name in LOGPS else name}
 
 
 def possible_causes(name: str, d: Dump) -> list[Cause]:
-    """List the known bugs in a stage, such as the loss, that the tensors of the step can reveal."""
+    """List the known bugs of a stage, such as the loss, for which the step has the needed tensors."""
     names = names_of(name, d)
     result = []
     for quantity, causes in table.QUANTITIES.items():
@@ -138,7 +140,7 @@ def possible_causes(name: str, d: Dump) -> list[Cause]:
                 change = change if isinstance(change, dict) else {quantity.name: change}
                 for text, pieces in for_each_part(says, change, d, "mask" in names):
                     result.append(Cause(text, pieces, quantity))
-    # Bugs of a specific loss or model are tried before general bugs, such as a wrong sign.
+    # Bugs of one loss, such as a wrong clip bound, come before bugs of any quantity, such as a wrong sign.
     result.sort(key=lambda cause: (cause.is_general, not (names - {"loss", "logps"}) & cause.of.stage_names()))
     for of_stages, uses, quantity in table.SCOPES:
         if names & set(of_stages.split(", ")):
@@ -148,7 +150,7 @@ def possible_causes(name: str, d: Dump) -> list[Cause]:
 
 
 def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[tuple[str, dict]]:
-    """Yield one bug for each part of the step in which a bug may occur, such as "the first turn"."""
+    """Yield a bug once for each part of the step that may have the bug, such as "the first turn"."""
     pieces = [name for name, x in change.items() if isinstance(x, table.Limited)]
     if not pieces:
         yield says, change
@@ -156,26 +158,26 @@ def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[t
         kinds, formula = change[name]
         for kind in kinds.split():
             for part in getattr(d, kind):
-                # Bugs of the mask are not limited to parts that depend on the mask, such as "the last counted tokens".
+                # "The last counted tokens" depend on the mask, so they cannot limit a bug of the mask.
                 if not (in_mask and "counted" in part):
                     yield says.replace("{}", part), change | {name: (kind, part, formula)}
 
 
 def computed(name: str, d: Dump, change: dict | None) -> dict | None:
-    """Recompute a stage, such as the loss, with the hypothetical bug `change`; {} means without a bug.
+    """Recompute a stage, such as the loss, as if the trainer had the bug `change`, where {} means no bug.
 
-    Returns None if this is impossible. Raises SearchEndedError after a search's deadline.
+    Returns None if the computation fails with this bug. Raises SearchEndedError after a search's deadline.
     """
     d.check_time()
     if change is None:
         return None
     factor = Change(d, change)("factor", 1.0)
-    # A common factor of all numbers is applied to the result of a stage, so the stage is computed without the factor.
+    # The bug "all values are c times as large" multiplies the stage's result, and does not change the computation.
     if "factor" in change:
         change = {piece: x for piece, x in change.items() if piece not in ("factor", "c")}
     try:
         answer = STAGES[name](d, Change(d, change))
-    # A hypothetical bug can make a loss impossible, for example a mask that counts no token of a DPO answer.
+    # Some bugs make the computation fail: with a mask of zeros, for example, a DPO answer has no tokens.
     except (ValueError, *DAMAGES):
         return None
     if answer and not change:
@@ -194,17 +196,17 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
 
 
 def gaps(theirs: Tensor, ours: Tensor, unit: Tensor | float) -> Tensor:
-    """Return |trainer's value - our value| of each number in multiples of `unit`; infinite if a value is not finite."""
+    """Return |theirs - ours| / unit for each element; infinite if an element is not finite."""
     return ((theirs - ours).abs() / unit).nan_to_num(math.inf, math.inf)
 
 
 def all_gaps(answer: dict) -> Tensor:
-    """Return the relative errors of all compared numbers of a stage, such as the loss, as a vector."""
+    """Return a vector with the relative error of each number in a stage's result."""
     return torch.cat([torch.zeros(0), *(gaps(*values).flatten() for values in answer.values())])
 
 
 def error(answer: dict | None) -> float:
-    """Return the largest relative error of a stage, such as the loss; infinite without a result or with NaN."""
+    """Return the largest relative error in a stage's result; infinite for None or NaN."""
     if answer is None:
         return math.inf
     differences = all_gaps(answer)
@@ -212,7 +214,10 @@ def error(answer: dict | None) -> float:
 
 
 def distance(answer: dict | None) -> tuple[float, float]:
-    """Return the sum of all relative errors, and a second sum that weights each error by its position."""
+    """Return two sums of the relative errors; the second sum depends on the order of the errors.
+
+    Two bugs with the same sums are taken to give the same numbers.
+    """
     if answer is None:
         return math.inf, math.inf
     differences = all_gaps(answer).clamp(max=1.0)
@@ -225,10 +230,9 @@ def count_wrong(answer: dict) -> int:
 
 
 def count_groups(name: str, answer: dict, d: Dump) -> int:
-    """Count the independent pieces of evidence for a bug: wrong groups, rows, pairs, micro-batches or numbers.
+    """Count the groups with wrong advantages, or the rows, pairs or micro-batches with a wrong loss.
 
-    Wrong advantages are counted by groups of completions, wrong losses by rows, pairs or micro-batches, and all other
-    wrong numbers one by one.
+    Wrong numbers of the other stages are counted one by one.
     """
     if name not in GROUPS:
         return count_wrong(answer)
@@ -244,26 +248,26 @@ def count_groups(name: str, answer: dict, d: Dump) -> int:
 
 
 class Place(NamedTuple):
-    """A subset of the compared numbers: all numbers, those of some rows, or those of a part of the model."""
+    """Names a part of the compared numbers, such as "truncated completions" or "the vision tower"."""
 
     says: str  # the subset's name; "" means all numbers
     inside: dict[str, Tensor]  # bool mask for each tensor in the stage
     rows: Tensor | None = None
 
     def of(self, answer: dict | None) -> dict | None:
-        """Replace the trainer's numbers outside a subset by recomputed ones, so that only the subset is compared."""
+        """Set the trainer's numbers outside this part to the recomputed numbers, so that they cannot differ."""
         if answer is None:
             return None
         values = {key: (*answer[key], mask) for key, mask in self.inside.items()}
         return {key: (theirs.where(mask, ours), ours, unit) for key, (theirs, ours, unit, mask) in values.items()}
 
     def distance(self, answer: dict | None) -> float:
-        """Return the sum of the relative errors over a subset of the numbers."""
+
         return distance(self.of(answer))[0]
 
 
 def find_places(name: str, answer: dict, d: Dump) -> list[Place]:
-    """List the sets of rows, or parts of the model, that contain all wrong numbers, beginning with the whole step."""
+    """List the whole step, and each named set of rows or part of the model that contains all wrong numbers."""
     places = [Place("", {key: torch.tensor(True) for key in answer})]
     row_sets = d.rollout_sets if name == "advantages" else d.row_sets
     for says, chosen in (d.parts if name in BY_PARAMETER else row_sets).items():
@@ -280,10 +284,9 @@ def find_places(name: str, answer: dict, d: Dump) -> list[Place]:
 
 
 class Search:
-    """A search for the known bugs that reproduce a trainer's numbers of one stage, such as the loss.
+    """Searches for the known bugs that reproduce a trainer's numbers of one stage, such as the loss.
 
-    In a recorded step, each bug is also tried on only those rows or parameters that contain all wrong numbers. In a
-    test case of a loss, an unknown number may be fitted to a single row, because other test cases confirm the number.
+    If all wrong numbers belong to truncated completions, for example, each bug is also tried on only these completions.
 
     Args:
         deviation: bugs that were found before and are already applied.
@@ -296,20 +299,20 @@ class Search:
         self.explained = []  # causes found so far; they remain if the time is over
         self.has_ended = False  # whether the time was over before all causes were tried
         self.base = self.answer({})
-        # Options and counts of the step that a fitted factor may equal, with their descriptions
+        # {8.0: ": the 8 rows"}, for example, names the count that a fitted factor of 8 equals.
         self.sources = {} if d.case_tolerance else known_numbers(d, next(iter(self.base)))
         self.places = find_places(name, self.base, d)
-        # If several bugs change all numbers in the same way, only the first of these bugs is tried in pairs of bugs.
+        # Of several bugs that give the same numbers, only the first one is combined with other bugs.
         self.by_distance = {distance(self.base): None}
 
     def answer(self, change: dict) -> dict | None:
-        """Recompute a stage, such as the loss, with the bugs found so far and one further bug."""
+        """Recompute the stage with the bugs that were found before, and one further bug."""
         return computed(self.name, self.d, composed(self.deviation, change))
 
     def run(self, causes: list[Cause]):
-        """Try all known bugs in turn, the simplest first, until some bugs reproduce the trainer's numbers."""
+        """Try the known bugs, beginning with the simplest, until some of them reproduce the trainer's numbers."""
         factors = self.factors()
-        # Bugs that only change finished log-probabilities come first, because they need no new forward pass.
+        # Bugs that change log-probabilities after the forward pass come first, because they need no new forward pass.
         causes = sorted(causes, key=lambda cause: not cause.change.keys() <= model_stages.AFTER_FORWARD)
         plain, limited, fitted = by_kind(causes)
         try:
@@ -324,10 +327,7 @@ class Search:
                 self.explained.append(cause)
 
     def pairs(self) -> list[Cause]:
-        """Combine each of the bugs that came closest to the trainer's numbers with other bugs that came close.
-
-        Bugs with a fitted number are not combined, because a pair with a fitted number would match by chance.
-        """
+        """Pair the bugs that left the smallest errors; a pair with a fitted number would match by chance."""
         count = CASE_CAUSES if self.d.case_tolerance else MODEL_CAUSES if self.name in THROUGH_A_MODEL else PAIRED
         near = [self.by_distance[key] for key in sorted(self.by_distance) if self.by_distance[key]][:count]
         result = []
@@ -338,7 +338,7 @@ class Search:
         return result
 
     def tried(self, causes: list[Cause]) -> Iterator[Cause]:
-        """Yield the bugs without a fitted number that explain all errors, and store how close the other bugs come."""
+        """Yield each bug that reproduces the trainer's numbers, and store the errors that other bugs leave."""
         for cause in causes:
             answer = self.answer(cause.change)
             key = distance(answer)
@@ -348,7 +348,7 @@ class Search:
                 self.by_distance.setdefault(key, cause)
 
     def confined(self, answer: dict | None, cause: Cause, place: Place) -> list[Cause]:
-        """Return [bug] if the bug, limited to a subset of rows or parameters, explains all errors, else []."""
+        """Return [cause] if the bug, limited to the rows or parameters of `place`, explains all errors, else []."""
         d = self.d
         if place.says:
             cause = replace(cause, says=f"{cause.says}, only for {place.says}", parts=2)
@@ -361,11 +361,12 @@ class Search:
         return explained
 
     def is_few(self, place: Place) -> bool:
-        """Return whether only one row or group has wrong numbers, so that some fitted number always matches."""
+        """Return whether only one row or group of a recorded step is wrong, so that a number would always fit."""
+        # In the test cases of a loss, other cases confirm a number that was fitted to one row.
         return not self.d.case_tolerance and count_groups(self.name, place.of(self.base), self.d) < 2
 
     def factors(self) -> list[Cause]:
-        """Return common factors of all numbers, or of all numbers in a subset, that explain the differences."""
+        """Fit one factor by which all of the trainer's numbers, or all numbers of a part, are too large."""
         result = []
         if self.name in IDS:
             return result
@@ -389,11 +390,11 @@ class Search:
         return result
 
     def fitted(self, causes: list[Cause]) -> Iterator[Cause]:
-        """Fit the unknown number of each bug, such as a bound, and yield the fits that explain all errors."""
+        """Fit a number in each bug, such as a clip bound, and yield the bugs that reproduce the trainer's numbers."""
         near = []
         usual = [(place, place.distance(self.base), self.is_few(place)) for place in self.places]
         for cause in causes:
-            # A fitted multiplier may equal a count in the step, such as the number of rows, or its inverse.
+            # If a bug multiplies values by a fitted number, counts such as the number of rows are tried, too.
             sources = self.sources if any(x is table.times for x in cause.change.values()) else {}
             gaps = defaultdict(list)  # for each place, the distance with each number
             for number in [*(FEW_NUMBERS if self.d.case_tolerance else NUMBERS), *sources]:
@@ -420,7 +421,7 @@ class Search:
 
 
 def by_kind(causes: list[Cause]) -> tuple[list[Cause], list[Cause], list[Cause]]:
-    """Split bugs into simple ones, ones limited to one use of a quantity, and ones with an unknown number."""
+    """Split the bugs into simple bugs, bugs in only one place, and bugs with a number to fit."""
     simple = [cause for cause in causes if not cause.is_fitted]
     plain = [cause for cause in simple if "inside" not in cause.change]
     return (
@@ -434,13 +435,13 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
     """Search for the simplest known bugs that reproduce the trainer's numbers, for at most `seconds`."""
     search = Search(name, d)
     answer = search.base
-    # A single wrong token id or learning rate is not explained, because some bug matches any single number by chance.
+    # For a single wrong token id or learning rate no bug is named, because some bug would match it by chance.
     if (name in IDS and count_wrong(answer) < 2) or (name == "schedule" and len(all_gaps(answer)) < 2):
         return search
-    # A bug that explains 99 % of an error may leave a relative error of 3e-5, because the bug's formula may round more.
+    # A bug that removes 99 % of an error is accepted up to a relative error of 3e-5, because bugs may add rounding.
     d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
-    # Forward passes are slow, so bugs are first tried on the row with the largest error. Bugs that explain this row are
-    # then tried on all rows.
+    # Forward passes are slow. So the bugs are tried on the row with the largest error first, and only the bugs that
+    # reproduce this row's log-probabilities are tried on all rows.
     if name in LOGPS:
         [values] = answer.values()
         d.part = gaps(*values).amax(1).argmax().view(1)
@@ -458,7 +459,8 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
     fewest = min((cause.parts for cause in explained), default=1)
     explained = [cause for cause in explained if cause.parts == fewest]
     limit = max(10 * min((cause.error for cause in explained), default=0.0), TOLERANCE / 100)
-    # Bugs with unlikely numbers come last: rewards times 0.0001 give the advantages of the likelier bug epsilon = 1.
+    # Bugs with very small or large numbers come last. Rewards times 0.0001, for example, give the same advantages as a
+    # likelier bug, which adds 1 instead of 1e-4 to the standard deviation.
     search.explained = sorted(
         (cause for cause in explained if cause.error <= limit), key=lambda cause: cause.has_unlikely_number
     )
@@ -466,18 +468,21 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
 
 
 def fits(name: str, d: Dump, cause: Cause) -> list[Cause]:
-    """Recompute a stage, such as the loss, with a bug, and return [bug] if the bug explains all errors, else []."""
+    """Recompute a stage with a bug; return [cause] if the result equals the trainer's numbers, else []."""
     return fit(computed(name, d, cause.change), cause, d)
 
 
 def fit(answer: dict | None, cause: Cause, d: Dump) -> list[Cause]:
-    """Return [bug] if the error that remains with the bug is within the tolerance, else []."""
+
     remaining = error(answer)
     return [replace(cause, error=remaining)] if remaining <= d.tolerance else []
 
 
 def numbers_near(number: float, gap_with: Callable[[float], float]) -> Iterator[float]:
-    """Yield a number, and then the nearby number with the smallest error: rounded to 1, 2 and 3 digits, then exact."""
+    """Yield a number and the best number nearby: first rounded to 1, 2 and 3 digits, then exact.
+
+    The best number is the one for which `gap_with` returns the smallest error.
+    """
     yield number
     gap_with = cache(gap_with)
     number = min((number * 1.1**power for power in range(-9, 10)), key=gap_with)
@@ -490,7 +495,7 @@ def numbers_near(number: float, gap_with: Callable[[float], float]) -> Iterator[
 
 
 def count_causes(d: Dump) -> list[Cause]:
-    """List bugs that multiply or divide all values of a loss by a count or an option, such as the number of rows."""
+    """List bugs such as "all values are divided by the number of rows", one for each count and option of the step."""
     causes = []
     for name, (function, keys) in (table.FACTORS | table.COUNTS).items():
         if (keys and "loss" not in keys.split("|")) or function(d) in (None, 0, 1):
@@ -503,9 +508,10 @@ def count_causes(d: Dump) -> list[Cause]:
 
 
 def known_numbers(d: Dump, key: str) -> dict[float, str]:
-    """Return {number: description} for each option, count, inverse or ratio of counts that a fitted number may equal.
+    """Return {number: description} of the step's options and counts, such as {8.0: ": the 8 rows"}.
 
-    Options and counts that cannot affect the tensor `key`, such as beta for a learning rate, are left out.
+    Inverses of counts and ratios of two counts are included. Left out are numbers that cannot affect the tensor `key`:
+    beta, for example, cannot affect the learning rate.
     """
     factors, counts = (
         [(function(d), says) for says, (function, keys) in table.items() if re.match(keys, key)]
@@ -520,14 +526,14 @@ def known_numbers(d: Dump, key: str) -> dict[float, str]:
     for count, text in texts.items():
         singles += [(count, text), (1 / count, f"1 over {text}")]
     ratios = [(a / b, f"{texts[a]} over {texts[b]}") for a, b in permutations(texts, 2)]
-    # A fitted number is not compared with ratios of two small counts, which the number could equal by chance.
+    # Ratios of small counts are left out, because a fitted factor could equal a ratio such as 3 / 4 by chance.
     trusted = {rounded_key(a / b) for a, b in permutations(texts, 2) if min(a, b) > 10}
     ratios = [(number, text) for number, text in ratios if rounded_key(number) in trusted]
     return joined_texts(ratios) | joined_texts(singles)  # a single count is simpler than a ratio
 
 
 def joined_texts(named_numbers: list[tuple[float, str]]) -> dict[float, str]:
-    """Join all descriptions of a number to one text: {number: ": description or description"}."""
+    """Join all descriptions of each number, for example to {8.0: ": the 8 rows or the 8 pairs"}."""
     texts = defaultdict(list)
     for number, says in named_numbers:
         texts[rounded_key(number)].append(says)

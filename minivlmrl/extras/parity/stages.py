@@ -1,10 +1,10 @@
 """Recompute the advantages, token ids, masks, loss and gradient of the loss of a recorded step.
 
-A stage, such as the loss, is a function (step, bug) -> {name: (theirs, ours, unit)}: the trainer's value, the
-recomputed value, and the size of the summed terms. The result of a stage, such as the loss, is None if the recorded
-step lacks a tensor that is needed to recompute the stage. The relative error of a number is |trainer's value -
-recomputed value| / size of the terms that are summed to the number. `change(name, x)` returns the quantity x, or its
-replacement while a known bug is tried.
+Each function for a stage, such as `loss`, returns {name: (theirs, ours, unit)}: the tensor of the trainer's values, the
+tensor of the recomputed values, and the size of the terms that were summed. The relative error of a number is
+|theirs - ours| / unit. The function returns None if the recorded step lacks a tensor that the stage needs. The argument
+`change` is the bug that the search tries: change("mask", x) returns the replacement of the mask if the bug has one,
+otherwise x.
 """
 
 from functools import cached_property
@@ -35,13 +35,13 @@ def advantages(d: Dump, change: Change) -> Answer:
     uses = ("the reward", "the baseline", "the divisor")
     reward, baseline, divisor = (reward_parts(d, change.inside(use))[number] for number, use in enumerate(uses))
     value = change("advantages", ((reward - baseline) / divisor).nan_to_num(0.0, 0.0, 0.0))
-    # The divisor is clamped, because a hypothetical bug with a tiny standard deviation would enlarge the tolerance.
+    # Without the clamp, a bug that makes the standard deviation tiny would make the tolerance of advantages huge.
     rounding = 0.1 * d["rewards"].nan_to_num().abs().max() / divisor.nan_to_num(1.0).clamp(min=1e-4)
     return {"advantages": (theirs, value, value.abs().max() + rounding + 1e-30)}
 
 
 def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the summed rewards, their baselines (means) and their divisors (standard deviations), each (N,)."""
+    """For N completions, return the weighted sums of the rewards, the baselines and the divisors, each (N,)."""
     group = d["group"]
     group_size = d.about.get("num_generations") or (group == group[0]).sum()
     group = change("group", group, index=torch.arange(len(group)), group_size=group_size)
@@ -64,7 +64,7 @@ def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def moments(change: Change, x: Tensor, group: Tensor, centre: str, scale: str) -> tuple[Tensor, Tensor]:
-    """Compute the means and standard deviations (N,) that normalise the rewards x (N,), ignoring NaN.
+    """Return a baseline (N,) and a divisor (N,) for the rewards x (N,), ignoring NaN.
 
     Args:
         centre: "group" or "batch"; the baseline is the mean over a completion's group or rollout.
@@ -90,7 +90,7 @@ def moments(change: Change, x: Tensor, group: Tensor, centre: str, scale: str) -
 
 
 def rows(d: Dump, change: Change) -> Answer:
-    """Look up the advantage of each row of the step in the rollout from which the row comes."""
+    """Compare the advantages of the step's rows with the advantages that the same rows have in the rollout."""
     if not d.has("rollout_advantages", "advantages", "row") or d["advantages"].dim() != 1:
         return None
     rollout = d["rollout_advantages"]
@@ -100,7 +100,7 @@ def rows(d: Dump, change: Change) -> Answer:
 
 def tokens(d: Dump, change: Change) -> Answer:
     """Recompute input_ids and attention_mask after the prompts from the sampler's token ids."""
-    # Sampled text is not encoded again, because the new token ids may differ from the sampled ids.
+    # A trainer must use the sampled token ids, because the tokenizer may encode the sampled text to other ids.
     sampled = d.sampled(change)
     if sampled is None or not d.has("prompt_mask"):
         return None
@@ -111,7 +111,7 @@ def tokens(d: Dump, change: Change) -> Answer:
     ours = change("tokens", ids.where(ids >= 0, no_token), their_ids=their_ids, no_token=no_token)
     attended = ids[:, : d.width] >= 0
     theirs = d["attention_mask"].bool() & attended
-    # A trainer may leave truncated completions out of the forward pass.
+    # A completion without any attended token is accepted: a trainer may skip the forward pass of truncated completions.
     attended = change("attended", attended & theirs.any(1, keepdim=True))
     return {
         "input_ids": (their_ids.double(), ours.double(), 1.0),
@@ -120,7 +120,7 @@ def tokens(d: Dump, change: Change) -> Answer:
 
 
 def pictures(d: Dump, change: Change) -> Answer:
-    """Recompute each row's images: first the prompt's images, then the images that tools returned."""
+    """Compare the images that the trainer gave to the model with the images that the sampler saw."""
     if not d.has("sampler_num_images"):
         return None
     sampled = shown(d, "sampler_")
@@ -144,13 +144,13 @@ def pictures(d: Dump, change: Change) -> Answer:
 
 
 def beside(d: Dump, images: list[list], row: int) -> tuple[list, int]:
-    """Return one list with all images of a row's micro-batch, and the index of the row in this micro-batch."""
+    """Return all images in a row's micro-batch as one list, and the row's index in the micro-batch."""
     part = next(part for part in d.micro_batches if row in part).tolist()
     return [image for other in part for image in images[other]], part.index(row)
 
 
 def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
-    """For each row, return the patches and grids of the row's images; kind "sampler_" selects the sampler's images."""
+    """Return each row's images as (patches, grid) pairs; kind "sampler_" selects the images that the sampler saw."""
     grids = d.get(f"{kind}image_grid_thw", torch.zeros(0, 3, dtype=torch.long))
     patches = d.get(f"{kind}pixel_values", torch.zeros(0, 0)).split(grids.prod(1).tolist())
     all_pictures = list(zip(patches, grids, strict=True))
@@ -174,7 +174,7 @@ def mask(d: Dump, change: Change) -> Answer:
 
 
 def sampled_tokens(d: Dump, change: Change, drawn_mask: Tensor, forced_mask: Tensor) -> Tensor:
-    """Return a mask (n, S) of all tool responses, and of each turn of the model up to its stop token."""
+    """Return a mask of the tool responses, and of each of the model's turns up to the turn's stop token."""
     ids = d["input_ids"]
     end_tokens = drawn_mask & d.is_stop(ids)
     ends_before = end_tokens.cumsum(1) - end_tokens.long()
@@ -189,12 +189,12 @@ def sampled_tokens(d: Dump, change: Change, drawn_mask: Tensor, forced_mask: Ten
 
 
 def here_or_later(x: Tensor) -> Tensor:
-    """Return a mask (n, S) with all columns up to the last True in each row."""
+    """Example: the mask [0, 1, 0, 1, 0] gives [1, 1, 1, 1, 0]."""
     return x.flip(1).cumsum(1).flip(1) > 0
 
 
 def mask_in(change: Change, use: str) -> Tensor:
-    """Return the completion mask (n, S) of one part of the loss, such as the ratio, with a hypothetical bug."""
+    """Return the completion mask for one use of the mask, such as "the ratio", which a bug may change alone."""
     return change.inside(use)("mask", change.d["completion_mask"].double())
 
 
@@ -210,14 +210,14 @@ def loss(d: Dump, change: Change) -> Answer:
     answer = {}
     if d.has("loss"):
         answer["loss"] = d["loss"].view_as(losses), losses.detach(), units.detach() + 1e-30
-    # Rounding errors are allowed where the terms of a gradient cancel, as in beta * (1 - d.exp()), the gradient of k3.
+    # In float32, the gradient of the KL estimate k3 loses digits in 1 - d.exp(), so its tolerance grows with beta.
     beta = loss_options(Change(d, {})).beta if d.about["kind"] == "grpo" else 0.0
     rounding = (1e-3 + 0.01 * beta) / d["completion_mask"].sum().clamp(min=1)
     is_unreal = ~(d["attention_mask"].bool() | d["completion_mask"].bool())
     for name, slope in zip(("logps_gradient", "entropies_gradient"), slopes, strict=True):
         if d.has(name):
             theirs = d[name]
-            # A trainer has no gradient at a token whose log-probability the trainer did not compute.
+            # Where a trainer computes no log-probability, such as at padding, its gradient is 0.
             slope = slope.masked_fill(is_unreal & (theirs == 0), 0.0)
             unit = max(slope.abs().max(), theirs.abs().max()) + rounding
             answer[name] = theirs, slope, unit
@@ -225,7 +225,7 @@ def loss(d: Dump, change: Change) -> Answer:
 
 
 def inputs(logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-probabilities (n, S) of policy, old policy and reference, with a hypothetical bug applied."""
+    """Return the log-probabilities (n, S) under the policy, the old policy and the reference model."""
     logps = change("logps", logps)
     old = change.d.get("old_per_token_logps", logps.detach())
     names = {"per_token_logps": logps, "old_per_token_logps": old, "mask": mask}
@@ -234,13 +234,13 @@ def inputs(logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor, Tensor,
 
 
 def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
-    """Count the rows and tokens by which the loss of the rows `part` (the whole step or a micro-batch) is divided."""
+    """Count the rows and tokens by which the loss of the rows `part`, a micro-batch, is divided."""
     d = change.d
     by_part = change("mean_over", d.about.get("mean_over")) == "micro_batch"
     rows = part if by_part else d.all_rows
     times = len(d.micro_batches) if by_part else 1
     tokens = mask[rows].sum() * times
-    # The token count of the rollout is only valid if no hypothetical bug has changed the mask.
+    # The recorded number of tokens in the rollout belongs to the recorded mask, not to a mask that a bug has changed.
     is_ours = torch.equal(mask, d["completion_mask"].double())
     if d.has("rollout_tokens") and is_ours and not by_part:
         tokens = change("rollout tokens", d["rollout_tokens"])[part[0]].item()
@@ -250,7 +250,7 @@ def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
 
 
 def loss_options(change: Change) -> PolicyOptions | DPOOptions | SFTOptions:
-    """Return the options of the loss, some of which a hypothetical bug may replace."""
+    """Return the options of the loss, such as beta; a bug may have another value of an option."""
     about = change.d.about
     options = OPTIONS[about["kind"]](**about.get("loss", {}))
     values = dict(vars(options))
@@ -260,7 +260,7 @@ def loss_options(change: Change) -> PolicyOptions | DPOOptions | SFTOptions:
 
 
 class PolicyPieces:
-    """Tensors (n, S) of a GRPO loss, such as ratios and advantages, with a hypothetical bug applied."""
+    """Holds the tensors (n, S) from which the GRPO loss is computed, such as importance ratios."""
 
     def __init__(self, logps: Tensor, entropies: Tensor, change: Change):
         d = change.d
@@ -272,7 +272,7 @@ class PolicyPieces:
         self.advantages = change("advantages", d["advantages"].view(len(logps), -1))  # (n, 1) or (n, S)
         self.entropies = entropies
         counted = mask_in(change, "the sum")
-        # Counted tokens whose entropy is among the highest of their micro-batch (option top_entropy_quantile)
+        # top_entropy_quantile=0.2 keeps only the fifth of a micro-batch's tokens that has the highest entropies.
         self.kept = counted.clone()
         for part in d.micro_batches:
             self.kept[part] = kept_tokens(entropies[part], counted[part], self.options.top_entropy_quantile)
@@ -290,7 +290,7 @@ class PolicyPieces:
 
 
 def policy(logps: Tensor, entropies: Tensor, change: Change) -> Tensor:
-    """Compute the GRPO loss of each of M micro-batches, and the sum of the absolute values of its terms: (2, M)."""
+    """Return a tensor (2, M): the GRPO loss of each of M micro-batches, and the sum of the loss terms' sizes."""
     total = torch.zeros(2, len(change.d.micro_batches))
     shared = PolicyPieces(logps, entropies, change)
     for use, (term, weight_name) in POLICY_TERMS.items():
@@ -303,7 +303,7 @@ def policy(logps: Tensor, entropies: Tensor, change: Change) -> Tensor:
 
 
 def policy_term(pieces: PolicyPieces, change: Change) -> Tensor:
-    """Compute the policy-gradient loss of each of M micro-batches, and the mean absolute value of its terms: (2, M)."""
+    """Return a tensor (2, M): the policy-gradient loss of each of M micro-batches, and its mean absolute value."""
     options = pieces.options
     d = change.d
     no_mismatch = torch.ones(len(d.all_rows), 1)
@@ -326,7 +326,7 @@ def policy_term(pieces: PolicyPieces, change: Change) -> Tensor:
 
 
 def kl_term_of(pieces: PolicyPieces, change: Change) -> Tensor:
-    """Compute the mean KL penalty of each of M micro-batches, and the mean absolute value of its terms: (2, M)."""
+    """Return a tensor (2, M): the mean KL penalty of each of M micro-batches, and its mean absolute value."""
     options = pieces.options
     of_both = (pieces.per_token_logps, pieces.ref_per_token_logps)
     estimator = options.kl_estimator + "+" * options.kl_straight_through
@@ -334,14 +334,14 @@ def kl_term_of(pieces: PolicyPieces, change: Change) -> Tensor:
     if options.use_bias_correction_kl:
         kl = correct_kl(kl, pieces.ratio, estimator)
     kl = change("KL", kl, pieces)
-    # For a log-ratio d in float32, d.expm1() - d has an error of up to 1e-7 * |d|. A larger error comes from a mistake,
-    # such as computing d.exp() - d - 1.
+    # In float32, the KL estimate d.expm1() - d has an error of up to 1e-7 * |d|. The tolerance lies just above it, so
+    # that the less exact d.exp() - d - 1 counts as a mistake.
     d = pieces.per_token_logps - pieces.ref_per_token_logps
     return averaged(kl, change, rounding=0.02 * d.detach().abs())
 
 
 def entropy_term(pieces: PolicyPieces, change: Change) -> Tensor:
-    """Compute the negative mean entropy of each of M micro-batches, and its absolute value: (2, M)."""
+    """Return a tensor (2, M): the negative mean entropy of each of M micro-batches, and the mean entropy."""
     entropies = change("entropies", pieces.entropies, mask=pieces.kept)
     counted = mask_in(change, "the count")
     means = []
@@ -351,7 +351,7 @@ def entropy_term(pieces: PolicyPieces, change: Change) -> Tensor:
     return torch.stack([-means, means.detach()])
 
 
-# Terms of the policy loss: (function of the term, option with the weight of the term; "" means weight 1)
+# GRPO's loss = policy term + beta * KL - entropy_coef * entropy: the function and the weight's option of each term
 POLICY_TERMS = {
     "the policy's term": (policy_term, ""),
     "the KL": (kl_term_of, "beta"),
@@ -362,7 +362,7 @@ ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}
 
 
 def averaged(terms: Tensor, change: Change, rounding: Tensor | float = 0.0) -> Tensor:
-    """Average the token losses of each of M micro-batches, and their absolute values, as loss_type defines: (2, M)."""
+    """Return a tensor (2, M): the average token loss of each of M micro-batches, and its average absolute value."""
     mask = mask_in(change, "the sum")
     counted = mask_in(change, "the count")
     weights = change("weights", torch.ones_like(mask), mask=mask)
@@ -380,12 +380,12 @@ def averaged(terms: Tensor, change: Change, rounding: Tensor | float = 0.0) -> T
 
 
 def preferences(logps: Tensor, _, change: Change) -> Tensor:
-    """Compute the DPO loss of each of M micro-batches, and its absolute value, which scales the tolerance: (2, M)."""
+    """Return a tensor (2, M): the DPO loss of each of M micro-batches, and its absolute value."""
     return torch.stack([preference(part, logps, change) for part in change.d.micro_batches], 1)
 
 
 def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
-    """Compute the DPO loss of the rows `part`, and its absolute value, which scales the tolerance: (2,)."""
+    """Return a tensor (2,): the DPO loss of one micro-batch's rows, and its absolute value."""
     d = change.d
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
     index = change("index", order.view(-1, 2))  # (pairs, 2): rows with the chosen and the rejected answer
@@ -412,7 +412,7 @@ def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
 
 
 def demonstrations(logps: Tensor, _, change: Change) -> Tensor:
-    """Compute the SFT loss of each of M micro-batches, and the mean absolute value of its terms: (2, M)."""
+    """Return a tensor (2, M): the SFT loss of each of M micro-batches, and its mean absolute value."""
     logps = change("logps", logps)
     terms = -logps
     if loss_options(change).loss_type == "dft":

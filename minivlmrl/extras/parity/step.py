@@ -1,8 +1,8 @@
-"""Read and write an optimizer step that a trainer has recorded in step.json and step.safetensors.
+"""Read and write a recorded optimizer step: the files step.json and step.safetensors.
 
 A step has n rows (completions), each with S tokens, in M micro-batches. The rows of a step come from a rollout of N
-completions with K rewards each. docs/notes/step_format.md lists all tensors and fields. A step needs only token ids,
-completion masks, log-probabilities and the field `kind`.
+completions with K rewards each. docs/notes/step_format.md lists all tensors and fields of a recorded step, and says
+which of them are required.
 """
 
 import math
@@ -25,7 +25,7 @@ from minivlmrl.extras.parity.step_format import BY_ROW, BY_TOKEN, MODELS, NEEDED
 from minivlmrl.files import save_tensors
 from minivlmrl.json_files import read_json, write_json
 
-# Exceptions that a tensor or a field of step.json with a wrong type or shape can cause
+# A recorded tensor or field with a wrong type or shape can cause each of these exceptions.
 DAMAGES = TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError
 OTHER_STEP = "../{}/"  # folder of the step that sampled a row, beside this step's folder
 
@@ -45,8 +45,8 @@ class Dump(dict):
     def __init__(self, about: dict, tensors: dict[str, Tensor]):
         check_step(about, tensors)
         self.about = about
-        # Bugs that were found in the forward pass and in the token ids: {} means that there is no bug, and None means
-        # that the values differ for an unknown reason.
+        # The bugs that were found in the log-probabilities, the entropies and the token ids: {} without wrong numbers,
+        # None if no known bug explains the wrong numbers.
         self.forward = {}
         self.entropy_forward = {}
         self.ids = {}
@@ -71,9 +71,9 @@ class Dump(dict):
             self[name] = x
         other_tokens = self["attention_mask"] * (1 - self["completion_mask"].long())
         prompt_tokens = self.get("prompt_mask", other_tokens)
-        # Mask (n, S) of all columns after the prompt, including the padding
+        # self.completion is a mask (n, S) of all columns after the prompt, including the padding.
         self.completion = prompt_tokens.flip(1).cumsum(1).flip(1) == 0
-        # Mask (n, S) of columns that can hold sampled tokens; later columns are padding, even if they hold a stop id.
+        # Columns beyond max_completion_length are padding, even if the padding token is a stop token.
         longest = about.get("max_completion_length") or self.width
         self.within_limit = self.completion & (self.completion.cumsum(1) <= longest)
         self["lengths"] = self["completion_mask"].sum(1)
@@ -81,7 +81,7 @@ class Dump(dict):
         if about.get("stop_token_ids"):
             self["ended"] = (self.is_stop(self["input_ids"]) & self.within_limit).any(1)
 
-    # A bug may affect only some rows, tokens or parameters, or use rows or tokens in a wrong order, see units.py.
+    # units.py lists the parts of a step that may have a bug, and the wrong orders of rows and tokens.
     rows = cached_property(units.row_orders)
     rollout_rows = cached_property(lambda self: units.row_orders(self, of_rollout=True))
     row_sets = cached_property(units.row_sets)
@@ -111,18 +111,18 @@ class Dump(dict):
             raise SearchEndedError
 
     def is_stop(self, ids: Tensor) -> Tensor:
-        """Return a bool mask, shaped like ids, that selects the stop tokens, which end a turn."""
+        """Return a bool mask of the stop tokens, such as <|im_end|>, among the token ids."""
         return torch.isin(ids, torch.tensor(self.about.get("stop_token_ids") or []))
 
     def has(self, *names: str) -> bool:
         return self.keys() >= {*names}
 
     def has_advantage(self) -> Tensor:
-        """Return a mask (n,) that selects rows with an advantage other than 0."""
+        """Return a mask (n,) of the completions that have an advantage other than 0."""
         return (self["advantages"].view(len(self.all_rows), -1) != 0).any(1)
 
     def turns(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the token ids, a mask of sampled tokens, and a mask of tool responses, each (n, S)."""
+        """Return the token ids of n completions, a mask of sampled tokens, and a mask of tool responses, all (n, S)."""
         sampled = self.sampled(self.ids)
         if sampled is not None:
             ids, drawn_flags = sampled[..., : self.width]
@@ -131,7 +131,7 @@ class Dump(dict):
         return self["input_ids"], self.within_limit & tool_mask, self.completion & ~tool_mask
 
     def sampled(self, change: dict | None) -> Tensor | None:
-        """Return the token ids that the sampler produced after the prompt, with a hypothetical bug applied.
+        """Return the completions' token ids as the sampler produced them, or as a bug of the trainer would change them.
 
         Returns a tensor (2, n, S + L) with token ids and with flags: 1 for sampled tokens, 0 for tool responses, and -1
         for padding. Returns None without the sampler's ids, or if the ids differ for an unknown reason.
@@ -164,7 +164,7 @@ class Dump(dict):
         return tokenizer.encode(tokenizer.decode(ids))
 
     def parameters(self, kind: str) -> dict[str, Tensor]:
-        """Return {parameter name: tensor} of one kind, such as "grad", which is the prefix of the tensor's name."""
+        """Return {parameter name: tensor} of one kind, such as the gradients for kind "grad"."""
         return {name.removeprefix(f"{kind}."): x for name, x in self.items() if name.startswith(f"{kind}.")}
 
 
@@ -233,7 +233,7 @@ def join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def write(folder: str | Path, about: dict, tensors: dict[str, Tensor]):
-    """Write a step into a folder; raises ValueError if `read` could not read this step again."""
+    """Write a step into a folder; raises ValueError if the step is not valid, as `read` does."""
     copies = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
     Dump(about, copies)
     folder = Path(folder)

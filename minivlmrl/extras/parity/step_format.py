@@ -14,7 +14,7 @@ from minivlmrl.losses.preference import Divergence, check_dpo_options
 
 names = str.split
 NEEDED = names("input_ids completion_mask per_token_logps")  # tensors that every step needs
-# Tensors with a value for each token: (n, S), or (n, T) for only the last T tokens
+# Tensors with one value per token, (n, S) for n rows of S tokens; a tensor (n, T) has values for the last T tokens.
 BY_TOKEN = NEEDED + names(
     "attention_mask prompt_mask tool_mask old_per_token_logps ref_per_token_logps sampler_logps entropies "
     "log_sum_sq_probs logps_gradient entropies_gradient"
@@ -23,15 +23,15 @@ BY_TOKEN = NEEDED + names(
 BY_ROW = BY_TOKEN + names(
     "advantages micro_batch row pair chosen importance_sampling_ratio rollout_step rollout_tokens"
 )
-# Tensors with one row for each completion in the rollout
+# Tensors with one row per completion of the rollout, which several steps may share
 OF_ROLLOUT = names("group rewards rollout_advantages sampler_ids")
 MODELS = names("model old_model ref_model")  # fields with folders that hold weights
-# Fields of step.json that have the names and values of TRL's options
+# These fields of step.json have the names and the values of options in TRL's GRPOConfig.
 OPTIONS_OF_A_ROLLOUT = names(
     "num_generations scale_rewards reward_weights multi_objective_aggregation temperature max_completion_length "
     "mask_truncated_completions"
 )
-# Sampling filters with the names of TRL's options, and the values that switch each filter off
+# Options of TRL that filter the sampled tokens, each with the values that switch the filter off
 FILTERS = {"top_k": [None, 0, -1], "top_p": [None, 1], "min_p": [None, 0]}
 
 
@@ -89,7 +89,6 @@ class SFTOptions:
     loss_type: str = "nll"
 
 
-# The class with the loss options for each kind of step: GRPO, DPO or SFT
 OPTIONS = {"grpo": PolicyOptions, "dpo": DPOOptions, "sft": SFTOptions}
 
 
@@ -121,7 +120,7 @@ class ScheduleFields:
 
 @dataclass
 class StepFields:
-    """All fields of step.json that are read; every field may be missing, and only some may be null."""
+    """All fields of step.json that are read; each field may be missing."""
 
     loss: dict = field(default_factory=dict)
     num_generations: Count | None = None
@@ -156,7 +155,7 @@ class StepFields:
 def check_fields(about: dict):
     """Check the types and bounds of all fields in step.json, and the names of the loss options.
 
-    Unknown fields are ignored, because a trainer may note more in step.json.
+    Unknown fields of step.json are ignored, so that a trainer may add its own.
 
     Raises ValueError with the field, its value and the expected value.
     """

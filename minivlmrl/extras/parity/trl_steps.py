@@ -30,10 +30,10 @@ from minivlmrl.extras.parity.step_format import BY_ROW, FILTERS, OPTIONS_OF_A_RO
 from minivlmrl.extras.parity.units import NO_DECAY
 
 AUTOCASTS = {"no": None, "bf16": "bfloat16"}  # accelerate's mixed_precision and our field `autocast`
-# TRL's names of further tensors in a micro-batch, and the names under which the tensors are recorded
+# {name of a tensor in TRL's micro-batch: name in the recorded step}
 INPUTS = {name: name for name in [*BY_ROW, "pixel_values", "image_grid_thw", "num_images"]}
 INPUTS["sampling_per_token_logps"] = "sampler_logps"
-# TRL's names of outputs for each token, and the names under which the outputs and their gradients are recorded
+# {name of a model output in TRL: names of the output and of its gradient in the recorded step}
 OUTPUTS = {
     "log_probs": ["per_token_logps", "logps_gradient"],
     "entropy": ["entropies", "entropies_gradient"],
@@ -99,7 +99,7 @@ def grpo_options(trainer) -> dict:
     return {
         "kind": "grpo",
         "loss": options_of("grpo", config),
-        # Folders of the models that sampled a row; {} stands for the number of the step that sampled the row.
+        # A row that was sampled at step 7 has the old model ../7/model, beside the folder of the recorded step.
         "old_model": "../{}/model",
         "ref_model": trainer.ref_model and "../{}/ref_model",
         "stop_token_ids": list(trainer.eos_token_ids),
@@ -111,7 +111,7 @@ def grpo_options(trainer) -> dict:
 
 
 def prompt_mask(trainer, ids: torch.Tensor) -> dict:
-    """Return a mask (n, S) of all tokens up to the last generation prompt of the chat template."""
+    """Return a mask (n, S) of the prompts, which end with the chat template's last "<|im_start|>assistant"."""
     processor = trainer.processing_class
     chat = [{"role": "user", "content": "x"}]
     if not processor.chat_template:
@@ -171,7 +171,7 @@ class Steps(ExitStack, TrainerCallback):
         self.tensors["grad_norm"] = torch.as_tensor(norm).view(1)
 
     def looked(self, inner, look):
-        """Wrap a function so that each call in a recorded step also passes its result and arguments to `look`."""
+        """Wrap a function so that `look(result, *arguments)` is also called, in recorded steps only."""
 
         @wraps(inner)
         def outer(*arguments, **options):
@@ -183,7 +183,7 @@ class Steps(ExitStack, TrainerCallback):
         return outer
 
     def wrap(self, name: str, look):
-        """Wrap a method of the trainer so that `look` gets the result and arguments of each call in a recorded step."""
+
         method = self.looked(getattr(self.trainer, name), look)
         self.enter_context(patch.object(self.trainer, name, method))
 
@@ -224,7 +224,7 @@ class Steps(ExitStack, TrainerCallback):
             part.setdefault("ref_per_token_logps", logps.clone())
 
     def copy(self, *kinds: str):
-        """Record copies of all parameters (kind "before" or "after"), of gradients or of optimizer states."""
+        """Record copies of the parameters (kind "before" or "after"), gradients ("grad") or AdamW moments."""
         for name, p in self.trainer.model.named_parameters():
             values = {"before": p, "grad": p.grad, "clipped": p.grad, "after": p}
             values |= self.trainer.optimizer.state.get(p, {})
@@ -242,12 +242,12 @@ class Steps(ExitStack, TrainerCallback):
         self.about |= self.settings(args, state)
 
     def row_tensors(self, tensors: dict, step: int) -> dict:
-        """Return the tensors of the step; grpo_steps overrides this method to add the tensors of rollouts."""
+        """Return the recorded step's tensors; grpo_steps adds the rewards and groups of the rollouts."""
         return tensors
 
     def save_models(self, folder: Path):
-        """Save the tokenizer and each model whose forward pass can be repeated exactly."""
-        if any(noises(self.trainer.model)):  # a forward with random noise cannot be recomputed
+        """Save the tokenizer and the models, except a policy with dropout, whose outputs cannot be recomputed."""
+        if any(noises(self.trainer.model)):
             self.models.pop("model", None)
             self.about |= {"model": None, "old_model": None}
         for name, model in self.models.items():
@@ -302,13 +302,14 @@ class grpo_steps(Steps):
             self.wrap("_generate_single_turn", self.drew)
         functions = list(trainer.reward_funcs)
         for number, function in enumerate(functions):
-            # Only plain reward functions are wrapped; the rewards of models and async functions come from the trainer.
+            # Rewards are recorded where a plain function returns them. For reward models and async functions, the
+            # trainer's copy of the rewards is recorded.
             if not (isinstance(function, Module) or iscoroutinefunction(function)):
                 functions[number] = self.looked(function, partial(self.given_rewards.__setitem__, number))
         self.enter_context(patch.object(trainer, "reward_funcs", functions))
 
     def drew(self, result, prompts: list, pictures, *_):
-        """Record one turn of some conversations: the token ids given to the sampler, and the sampled ids."""
+        """Record the token ids of each prompt that TRL gives to the sampler, and the sampled token ids."""
         if len(self.conversations) == self.num_rows:  # the first turn
             self.conversations += map(Conversation, prompts)
         conversations = self.conversations[self.num_rows :]
@@ -321,9 +322,9 @@ class grpo_steps(Steps):
             conversations[row].add(given_ids, drawn_ids, self.trainer._tokenizer)
 
     def generated(self, result: dict, examples: list):
-        """Record the groups, advantages and rewards of a rollout, and number its completions."""
+        """Record the groups, the advantages and the rewards of a rollout."""
         keys = [pickle.dumps(example) for example in examples]  # each prompt's text and images
-        # A prompt that occurs again after num_generations rows starts a new group.
+        # Two groups of a rollout may have the same prompt, so every num_generations completions start a new group.
         groups = [(key, keys[:i].count(key) // self.trainer.num_generations) for i, key in enumerate(keys)]
         begin = self.num_rows
         self.num_rows += len(keys)
@@ -348,14 +349,14 @@ class grpo_steps(Steps):
             self.rewards.numpy()[:, number] = rewards
 
     def row_tensors(self, tensors: dict, step: int) -> dict:
-        """Add the tensors of the rollouts that a step uses, and renumber the rows of the step within these rollouts."""
+        """Add the rewards, groups and advantages of each rollout from which the step has a row."""
         rollouts = join(self.rollouts)
         begin = rollouts["rollout"][tensors["row"]].min()  # first completion in the earliest rollout that is used
         tensors["row"] -= begin
         if (tensors["rollout_step"] < step).any():
-            # A trainer that computes no old log-probabilities uses the current ones in their place.
+            # TRL computes no old log-probabilities if the policy has not changed since the rollout.
             tensors.setdefault("old_per_token_logps", tensors["per_token_logps"])
-        # The last step of an epoch may have fewer micro-batches.
+        # The number of micro-batches is counted, because the last step of an epoch may have fewer.
         self.about["steps_per_rollout"] = self.trainer.args.steps_per_generation / len(self.parts)
         if self.conversations:
             tensors |= conversation_tensors(self.conversations[begin:], self.trainer)
@@ -375,7 +376,7 @@ class grpo_steps(Steps):
 
 
 def keep_outputs(part: dict, output, mask=1):
-    """Record the outputs (n, T) of a forward pass for each token and, during backward, their masked gradients."""
+    """Record log-probabilities and entropies (n, T) and, in the backward pass, their gradients times `mask`."""
     for output_name, (name, slope_name) in OUTPUTS.items():
         x = output.get(output_name)
         if x is not None:
@@ -393,13 +394,13 @@ def noises(model):
     """Yield the settings that make a forward pass random, such as each dropout probability of a model."""
     for module in model.modules():
         for name, value in vars(module).items():
-            # Attribute names of dropout probabilities, and of NEFTune's noise, in the modules of transformers
+            # transformers' modules call a dropout probability p or dropout, and NEFTune's noise neftune_noise_alpha.
             if re.search("^p$|drop|noise", name) and type(value) in (int, float):
                 yield value
 
 
 class Conversation:
-    """Token ids of one completion with tool calls, as the sampler received and produced them."""
+    """The token ids of one conversation with tool calls, as the sampler got and produced them."""
 
     def __init__(self, prompt: list[int]):
         self.prompt = prompt
@@ -407,11 +408,11 @@ class Conversation:
         self.forms = [prompt]  # all ids so far, and the ids from encoding their text again
 
     def num_known(self, given_ids: list[int]) -> int:
-        """Return the length of the longest prefix of given_ids that is already part of the conversation."""
+        """Count the first token ids of the prompt `given_ids` that the conversation already has."""
         return max(sum(takewhile(bool, map(eq, form, given_ids))) for form in self.forms)
 
     def add(self, given_ids: list[int], drawn_ids: list[int], tokenizer):
-        """Append one turn: the new token ids of the tool response, and then the sampled ids."""
+        """Append the new token ids of a tool response, then the sampled token ids."""
         new_ids = given_ids[self.num_known(given_ids) :]
         self.tokens += [(x, 0) for x in new_ids] + [(x, 1) for x in drawn_ids]
         later_ids = given_ids[len(self.prompt) :] + drawn_ids
@@ -420,7 +421,7 @@ class Conversation:
 
 
 def conversation_tensors(conversations: list[Conversation], trainer) -> dict:
-    """Return the token ids and the images of all conversations of a rollout as padded tensors."""
+    """Return the conversations' token ids and images as padded tensors."""
     longest = trainer.max_completion_length  # longer completions are truncated
     rows = [torch.tensor(x.tokens[:longest]).view(-1, 2) for x in conversations]
     tokens = pad_sequence(rows, batch_first=True, padding_value=-1)

@@ -1,6 +1,7 @@
-"""Parts of a step to which a bug may be limited, and wrong orders in which a bug may use the rows or tokens.
+"""Find the parts of a training step in which a trainer may have a bug, and list orders that a trainer may confuse.
 
-For example, a bug affects only truncated completions, or each row takes the value of the next row in its group.
+For example, a trainer's advantages may be wrong only for truncated completions. Or each completion may have the
+advantage of the next completion in its group.
 """
 
 import re
@@ -12,8 +13,7 @@ from torch.nn.functional import pad
 
 from minivlmrl.extras.parity.formulas import first, last
 
-# Wrong orders in which a bug may use the rows of a group, or the tokens of a row: each function maps the right indices
-# to the indices that the bug uses.
+# Example: the function of "the next {} in {}" maps the rows [4, 5, 6] of a group to the wrong order [5, 6, 4].
 WITHIN = {
     "the next {} in {}": lambda x: x.roll(-1),
     "the previous {} in {}": lambda x: x.roll(1),
@@ -22,13 +22,13 @@ WITHIN = {
     # the last one of an odd number stays
     "the other {} of each pair in {}": lambda x: x[(torch.arange(len(x)) ^ 1).clamp(max=len(x) - 1)],
 }
-# ROWS has wrong orders of rows, and TOKENS has wrong orders of tokens; the index -1 stands for the value 0.
 ROWS = {"the {} half of the rows later in {}": lambda x: x.roll(-(len(x) // 2))}
+# An index of -1 marks a token for which a trainer uses 0 instead of another token's value.
 TOKENS = {
     "the next {} in {} and 0 for the last": lambda x: pad(x[1:], (0, 1), value=-1)[: len(x)],
     "the previous {} in {} and 0 for the first": lambda x: pad(x, (1, 0), value=-1)[: len(x)],
 }
-# Wrong orders of whole groups or micro-batches of equal size, as functions of the row indices x (blocks, rows).
+# Each function maps a tensor of row indices (groups, rows per group) to a wrong order of the groups or rows.
 BLOCKS = {
     "the next {1}": lambda x: x.roll(-1, 0),
     "the previous {1}": lambda x: x.roll(1, 0),
@@ -36,9 +36,8 @@ BLOCKS = {
     "the row that repeat gives instead of repeat_interleave, by {1}": lambda x: x.T,
     "the row that repeat_interleave gives instead of repeat, by {1}": lambda x: x.flatten().view(x.T.shape).T,
 }
-# Names of the parameters without weight decay, as the documentation of transformers.Trainer defines them
+# transformers.Trainer applies no weight decay to parameters with these names.
 NO_DECAY = r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)"
-# Parts of a model, each with a regular expression for the names of its parameters
 PARTS = {
     "the vision tower": r"(^|\.)visual\.",
     "the vision tower without its merger": r"(^|\.)visual\.(?!merger)",
@@ -55,7 +54,7 @@ PARTS = {
 
 
 class Distinct(dict):
-    """A dictionary without duplicate tensors, which still finds a removed duplicate by its name."""
+    """A dictionary of distinct tensors; the name of a removed duplicate still returns an equal tensor."""
 
     def __init__(self):
         self.equal = {}
@@ -65,7 +64,7 @@ class Distinct(dict):
 
 
 def different(orders: dict[str, Tensor], same: Tensor) -> Distinct:
-    """Remove each order or mask in `orders` that equals the right one, `same`, or an earlier order or mask."""
+    """Remove from `orders` each tensor that equals the tensor `same` or an earlier tensor in `orders`."""
     kept = Distinct()
     for name, order in orders.items():
         is_new = not any(torch.equal(order, x.expand_as(order)) for x in (same, *kept.values()))
@@ -74,7 +73,7 @@ def different(orders: dict[str, Tensor], same: Tensor) -> Distinct:
 
 
 def ordered(table: dict[str, Callable], item: str, unit: str, blocks: list[Tensor], same: Tensor) -> dict[str, Tensor]:
-    """Build wrong orders of rows or tokens by permuting the indices in each block, such as each group of rows."""
+    """Permute the row or token indices inside each block, such as a GRPO group, with each function of a table."""
     indices = torch.cat(blocks)
     return {
         says.format(item, unit): same.put(indices, torch.cat([order(x) for x in blocks]))
@@ -83,7 +82,7 @@ def ordered(table: dict[str, Callable], item: str, unit: str, blocks: list[Tenso
 
 
 def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
-    """Return wrong orders in which a bug may use the rows of a step or, if `of_rollout`, of the whole rollout."""
+    """List wrong orders of a step's rows, such as "the next row in its group"."""
     all_rows = torch.arange(len(d["group"])) if of_rollout else d.all_rows
     row = all_rows if of_rollout else d.get("row", all_rows)
     orders = {}
@@ -105,7 +104,7 @@ def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
 
 
 def token_orders(d) -> dict[str, Tensor]:
-    """Return wrong orders (n, S) in which a bug may use tokens, such as the value of the next token in the row."""
+    """List wrong orders of a step's tokens, such as "the next token in its row"."""
     counted_mask = d["completion_mask"].bool()
     numbers = torch.arange(counted_mask.numel()).view_as(counted_mask)
     units = {
@@ -120,7 +119,7 @@ def token_orders(d) -> dict[str, Tensor]:
 
 
 def ends(number: Tensor, name: str, suffix: str = "", begin: int = 0) -> dict[str, Tensor]:
-    """Return masks of first or last elements, such as first turns, and of all elements except the first or the last."""
+    """For numbered items such as turns, return masks of the first one, the last one, and all others."""
     last_number = number.amax(-1, keepdim=True)
     return {
         f"the first {name}{suffix}": number == begin,
@@ -131,19 +130,19 @@ def ends(number: Tensor, name: str, suffix: str = "", begin: int = 0) -> dict[st
 
 
 def rollout_sets(d) -> dict[str, Tensor]:
-    """Return masks (N,) of subsets of a rollout's completions, such as truncated ones; {} if the step has not all N."""
+    """Return a mask for each named subset of a rollout's completions, such as "truncated completions"."""
     order = d.get("row", d.all_rows).argsort()
     is_whole = len(order) == len(d["group"])
     return {says: x[order] for says, x in d.row_sets.items() if is_whole and "advantage" not in says}
 
 
 def place_within(label: Tensor, row: Tensor) -> Tensor:
-    """Return the position (n,) of each row among the rows with the same label, ordered by `row`."""
+    """Return the position of each row among the rows with the same label."""
     return ((label == label[:, None]) & (row < row[:, None])).sum(1)
 
 
 def row_sets(d) -> dict[str, Tensor]:
-    """Return masks (n,) of sets of rows to which a bug may be limited, such as truncated completions."""
+    """Return a mask for each named subset of a step's rows, such as "truncated completions"."""
     sets = {}
     if "ended" in d:
         sets |= {"truncated completions": ~d["ended"], "completions that were not truncated": d["ended"]}
@@ -167,7 +166,7 @@ def row_sets(d) -> dict[str, Tensor]:
 
 
 def spans(d) -> dict[str, Tensor]:
-    """Return the numbers (n, S) of the turns, groups or micro-batches over which a bug may average."""
+    """Number each token's turn, group and micro-batch, because a trainer may average over any of them by mistake."""
     row = d.all_rows[:, None].expand(-1, d.width)
     turn = first(d.turns()[1]).cumsum(1)
     spans = {}
@@ -180,7 +179,7 @@ def spans(d) -> dict[str, Tensor]:
 
 
 def parts_of_model(d) -> dict[str, Callable]:
-    """Return parts of the model to which a bug may be limited, as functions that test the name of a parameter."""
+    """For each part of a model, such as "the vision tower", return a function that tests a parameter's name."""
     names = d.parameters("before") or d.parameters("grad")
     patterns = dict(PARTS)
     for name in names:
@@ -192,7 +191,7 @@ def parts_of_model(d) -> dict[str, Callable]:
 
 
 def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Tensor]:
-    """Return masks (n, S) of tokens to which a bug may be limited, such as all image tokens."""
+    """Return a mask for each named kind of tokens, such as "the image tokens"."""
     prompt = torch.zeros_like(drawn)  # the sampler's ids do not include the prompt
     if ids.shape == d["input_ids"].shape:
         prompt = d["attention_mask"].bool() & ~d.completion
@@ -209,7 +208,7 @@ def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Te
 
 
 def regions_of_turns(stop: Tensor, image: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Tensor]:
-    """Return masks (n, S) of the parts of completions with tool calls, such as the first turn."""
+    """Return a mask for each named part of completions with tool calls, such as "the first turn"."""
     regions = {
         "the sampled tokens": drawn,
         "tool responses": forced,
