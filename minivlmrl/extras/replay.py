@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run_config(folder: Path, recipe: str | None, overrides: list[str]) -> RunConfig:
-    """Load the options of a run from its config.yaml or from `recipe`. If `folder` is a file, load it as a recipe."""
+    """Load a run's options from config.yaml in its folder, or from `recipe`; if `folder` is a recipe, load that."""
     if not folder.is_dir():  # a recipe, whose output_dir may contain another run
         return load_config(folder, ["--resume=never", *overrides])
     overrides = [f"--output_dir={folder}", *overrides]
@@ -109,11 +109,6 @@ def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimize
     """Train up to a step, and return the trainer, the optimizer, and the step with its dataset rows.
 
     Training resumes from the run's last checkpoint before the step, and writes to a temporary folder.
-
-    Args:
-        config: the run's options.
-        stage: the step's stage.
-        number: step number in its stage, from 0.
     """
     if stage not in config.stage_names:
         raise ValueError(
@@ -218,16 +213,8 @@ def compare_logps(completion: Completion, logps: torch.Tensor) -> dict[str, floa
 def compare(folder: Path, stage: str, number: int, completions: list[dict], metrics: dict) -> dict[str, bool]:
     """Compare the log lines that a run wrote about a step with the log lines of the replayed step.
 
-    Args:
-        folder: the run's folder.
-        stage: the step's stage.
-        number: step number in its stage, from 0.
-        completions: lines about all ranks' prompts in the replayed step, see `groups`.
-        metrics: the replayed step's metrics.
-
     Returns:
-        {log file: True if all its lines about the step are equal}. A file without lines about
-        the step is left out.
+        {log file: True if all its lines about the step are equal}, without files that have no line about the step.
     """
     same = {}
     for name, lines in (("completions.jsonl", completions), ("metrics.jsonl", [metrics])):

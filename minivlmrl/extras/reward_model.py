@@ -150,7 +150,6 @@ def pack_with_last_token(
 
 
 def repeat_last_token(completion: Completion) -> Completion:
-
     ids = torch.cat([completion.ids, completion.ids[-1:]])
     policy_mask = torch.cat([completion.policy_mask, completion.policy_mask[-1:]])
     return replace(completion, ids=ids, policy_mask=policy_mask)

@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer with the loss `minivlmrl.grpo_loss`, or with your own loss function.
 
-docs/library.md shows how to use this trainer. TRL is not a dependency of minivlmrl. extras/trl.py needs TRL 1.10 or
-newer, because older releases normalise some losses differently.
+docs/library.md shows how to use `minivlmrl.extras.trl.GRPOTrainer`. TRL is not a dependency of minivlmrl. extras/trl.py
+needs TRL 1.10 or newer, because older releases normalise some losses differently.
 """
 
 # TRL loads its classes lazily, and its trainer gets attributes at run time, which pyright cannot see.

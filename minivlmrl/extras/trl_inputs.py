@@ -24,7 +24,7 @@ MEDIA = {
     "image": ("pixel_values", "image_grid_thw", "image_token_id"),
     "video": ("pixel_values_videos", "video_grid_thw", "video_token_id"),
 }
-# InputCheck compares the first of these outputs that the model has.
+# InputCheck compares the first output in OUTPUTS that the model has.
 OUTPUTS = ("log_probs", "logits", "loss")
 MOST_IMAGES = 8  # maximum number of images of a row that are made gray, one at a time
 ADVICE = (

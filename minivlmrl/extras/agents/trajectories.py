@@ -70,7 +70,7 @@ class Round:
 
 
 class Episode(ToolEpisode):
-    """One trajectory's state during sampling. Tool results become a part of the next turn's prompt."""
+    """One trajectory's state during sampling."""
 
     def __init__(self, environment: Environment, prompt: Prompt, row: Row):
         super().__init__(environment)
@@ -111,7 +111,7 @@ class Episode(ToolEpisode):
     def trajectory(self) -> Completion:
         """Concatenate all turns of a trajectory into one Completion."""
         windows = [turn.prompt for turn in self.turns[1:]]
-        # For display only: the last image that the model saw before each turn after the first
+        # Displayed with the completion: the last image that the model saw before each turn after the first.
         shown = [window.row.images[-1:] for window in windows if window and window.row]
         return Completion(
             ids=torch.cat([turn.ids for turn in self.turns]),
@@ -254,5 +254,4 @@ def history_window(episode: Episode, history: int, processor: Processor) -> Prom
 
 
 def without_ids(ids: Tensor, excluded: Tensor) -> Tensor:
-
     return ids[~torch.isin(ids, excluded)]

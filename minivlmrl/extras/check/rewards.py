@@ -24,7 +24,7 @@ from minivlmrl.rewards.registry import Reward, required_columns, training_reward
 from minivlmrl.rewards.text import find_answer, normalize
 
 ROLLOUT = "<think>{}</think><answer>{}</answer>"
-# If one of these texts had a high reward, the policy would learn to write the text instead of an answer.
+# Texts that are no answers. If a reward gave one of them a high value, the policy would learn to write it.
 REWARD_HACK_PROBES = {
     "an empty text": "",
     "empty tags": ROLLOUT.format("", ""),
@@ -205,7 +205,6 @@ def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[
 
 
 def longest_text(trial: Trial) -> str:
-
     ids = trial.processor.tokenizer.encode("answer " * trial.max_new_tokens)
     return trial.processor.tokenizer.decode(ids[: trial.max_new_tokens])
 
@@ -213,7 +212,7 @@ def longest_text(trial: Trial) -> str:
 def check_totals(names: Sequence[str], totals: Sequence[float], has_solutions: bool) -> Iterator[str]:
     """Check that right answers have a higher total reward than texts without an answer.
 
-    Without solutions in the rows, only the empty text is compared.
+    If the rows have no solutions, only the empty text is compared with right answers.
 
     Args:
         names: name of each text without an answer, of which the first is the empty text.
@@ -273,7 +272,7 @@ def check_forms(trial: Trial) -> Iterator[str]:
 
 
 def check_empty(trial: Trial, solutions: Sequence[Sequence[str]], rows_name: str = "rows") -> Iterator[str]:
-    """Check for rows with an empty solution, unless a reward accepts "none" for it, because an image shows no object."""
+    """Check for rows with an empty solution, unless a reward accepts the answer "none" to images without the object."""
     num_empty = sum(not any(text.strip() for text in texts) for texts in solutions)
     if not num_empty:
         return
@@ -290,8 +289,8 @@ def check_empty(trial: Trial, solutions: Sequence[Sequence[str]], rows_name: str
 def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[str]:
     """Check for two names of one label, such as "ice cream" and "Ice-Cream".
 
-    The names are reported if a reward prefers one of them. Labels with digits are not compared, because 1-5 and 15 are
-    different answers.
+    Two names are reported if a reward is lower for the name that is not the solution. Labels with digits are not
+    compared, because 1-5 and 15 are different answers.
     """
     solution_counts = count_answers(solutions)
     names = defaultdict(list)  # letters of a label -> solutions with these letters, frequent first
@@ -384,8 +383,8 @@ def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
 def check_cache(trial: Trial) -> Iterator[str]:
     """Check whether a reward function caches values by text, and so returns a wrong value for another row.
 
-    Each right answer is scored for its own row, and then for a row with another solution. A second text with the same
-    answer is scored for the other row first. `trial` has a single reward.
+    Each right answer is scored for its own row, and then for a row with another solution. Another text with the same
+    right answer is scored for the two rows in reverse order. `trial` has a single reward.
     """
     if trial.processor.answer_format == "whole":  # in which no two texts are equivalent
         return
@@ -426,7 +425,7 @@ def count_answers(solutions: Iterable[Sequence[str]]) -> Counter[str]:
 
 
 def answer_forms(row: Row) -> list[str]:
-    """Return the texts that may be right answers to a row; the last one is always `str(solution)`.
+    """Return the texts that may be right answers to a row; the last text is always `str(solution)`.
 
     The solution ["cat", "dog"] gives the texts cat, dog, "cat, dog", the list as JSON, and the list as Python's `str`
     writes it. The solution 3.0 gives 3 and 3.0. Strings and boxes give one text.

@@ -95,7 +95,7 @@ def _read_cells(path: Path) -> Rows:
     """
     csv.field_size_limit(2**31 - 1)
     separator, word = ("\t", "tabs") if path.suffix == ".tsv" else (",", "commas")
-    # When the CSV reader fails, `where` still names the previous row. So a CSV error is not raised in error_context.
+    # A CSV error is not raised inside error_context(where), because `where` still names the previous row.
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=separator, strict=True)
         names: list[str] = []
@@ -144,7 +144,7 @@ def _row_of_cells(names: list[str], cells: list[str], separator: str) -> dict:
 def _swallows_rows(cell: str, number: int, columns: int, separator: str) -> bool:
     """Return True if a cell seems to contain the following rows, because its quote was not closed.
 
-    Each of its lines then has as many separators as a row, which the lines of a text rarely have.
+    If a cell contains rows, each of its lines has as many commas as a row, which the lines of a text rarely have.
     """
     lines = cell.split("\n")
     counts = [len(re.findall(rf"{separator}(?=\S|$)", line.strip("\r"))) for line in lines]

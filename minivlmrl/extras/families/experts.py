@@ -143,13 +143,13 @@ class StackedExperts:
     transposed: bool
 
     def stack(self, full: Callable[[Weight], Tensor]) -> Tensor:
-        """Stack the experts' weights to one tensor; `full` is a function that gathers a sharded weight from all ranks."""
+        """Stack the experts' weights to one tensor; `full` is a function that gathers a sharded weight."""
         stacked = torch.stack([torch.cat([*map(full, parts)]) for parts in self.experts])
         return stacked.mT.contiguous() if self.transposed else stacked
 
 
 def stack_experts(weights: dict[str, Weight], config: ModelConfig, *, transposed: bool):
-    """Replace the weights of single experts, in the dictionary `weights`, by one StackedExperts for each tensor."""
+    """Replace the weights of single experts, in the dictionary `weights`, by one StackedExperts per MoE weight."""
     if config.experts is None:
         return
     for name in list(weights):

@@ -13,7 +13,7 @@ The error u_i depends only on the tokens j < i. Inserting S_(i-1) in the definit
 
     u_i + sum over j < i of L_ij u_j = beta_i (v_i - e^G_i S^T k_i)        L_ij = beta_i e^(G_i - G_j) k_i . k_j
 
-The state S occurs only on the right side of the system. So the system is solved for all chunks at once, with
+The state S occurs only on the right side. So the triangular systems of all chunks are solved at once, with
 X = (I + L)^-1 beta V and Y = (I + L)^-1 beta e^G K. Only these products are computed chunk after chunk:
 
     U = X - Y S        O = e^G Q S + M U        M_ij = e^(G_i - G_j) q_i . k_j for j <= i
@@ -96,7 +96,7 @@ def in_chunks(x: Tensor, size: int) -> Tensor:
 
 
 def solve_chunks(k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, since: Tensor) -> tuple[Tensor, Tensor]:
-    """Solve the triangular system of each chunk: X and Y in the derivation at the top of this file."""
+    """Solve the triangular system of each chunk, and return X and Y, which the top of this file defines."""
     right = torch.cat([beta * v, beta * since * k], dim=-1)
     lower = beta * (k @ k.mT) * decay  # L in the derivation; solve_triangular ignores its diagonal
     solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)

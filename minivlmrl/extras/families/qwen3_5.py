@@ -233,7 +233,7 @@ def _decode_recurrent_layer(attention: DecodeAttention, index: int, inputs: list
     return torch.cat(results)
 
 
-# config.json may omit these keys. The values are the defaults of transformers.
+# The keys that config.json may omit, with the defaults of transformers
 LAYERS = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,

@@ -44,7 +44,7 @@ class RecurrentExpertsLayer(qwen3_5.Layer):
         place_experts(self, config, index)
 
 
-# With adapter.target=experts, the layers with these names get adapters: experts and routers.
+# With adapter.target=experts, experts and routers get adapters. ROUTED matches the names of their layers.
 ROUTED = re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
 
 

@@ -201,11 +201,7 @@ def assumed_row(options: argparse.Namespace) -> RowSize:
 def open_rows(run: RunConfig, folder: Path) -> tuple[dict[str, Dataset], Processor] | None:
     """Open the dataset of a recipe, and the processor that counts the tokens of a row.
 
-    Args:
-        folder: the model's folder.
-
-    Returns:
-        None if the recipe names no rows, its files do not exist, or the folder has no tokenizer.
+    Returns None if the recipe names no rows, its files do not exist, or the model's folder has no tokenizer.
     """
     data = run.data
     files = [data.train_file, *data.files.values(), *(section.file for section in data.train)]

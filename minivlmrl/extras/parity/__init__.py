@@ -1,6 +1,6 @@
-"""Is your loss right? Is a step of your trainer right? This subpackage recomputes losses and steps, and names mistakes.
+"""Is your loss right? Is a step of your trainer right? `parity` recomputes losses and steps, and names mistakes.
 
-Both checks use the known mistakes in names.py:
+The known mistakes stand in names.py.
 
 | you have | call | in a shell |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""Assertions with which you test your own trainer. All tensor arguments may also be NumPy arrays."""
+"""Assertions with which you test your own trainer. The tensors that you compare may also be NumPy arrays."""
 
 import torch
 
@@ -31,7 +31,7 @@ def assert_split_invariant(
     assert rows > 1, f"rows is {rows}, but at least 2 rows are needed to compare different splits"
 
     def split(parts: int) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
-        """Split the rows, such as 0 to 4 into [[0, 2, 4], [1, 3]], and compute the gradients of the whole step."""
+        """Split the rows 0 to 4, for example, into [[0, 2, 4], [1, 3]], and return the gradients of the whole step."""
         indices = [list(range(part, rows, parts)) for part in range(parts)]
         return indices, {name: torch.as_tensor(x).double() for name, x in gradients(indices).items()}
 
@@ -57,7 +57,7 @@ def assert_split_invariant(
 def assert_rank_invariant(gradients, rows: int, ranks=(2, 4), tolerance: float = 1e-6):
     """Assert that the gradient summed over ranks equals a single rank's gradient.
 
-    `gradients` gets one list of row indices for each rank. The other arguments are as in assert_split_invariant.
+    See assert_split_invariant for the arguments; `gradients` gets one list of row indices for each rank.
     """
     assert_split_invariant(gradients, rows, tolerance, ranks, "ranks")
 

@@ -1,7 +1,7 @@
 """Recompute an optimizer step that a trainer has recorded, and name the bugs that explain differences.
 
-The loss, for example, is recomputed from the recorded advantages. So a wrong advantage is reported once, and not again
-as a wrong loss.
+The loss, for example, is recomputed from the recorded advantages, so that a wrong advantage is not reported again as a
+wrong loss.
 """
 
 import math
@@ -33,7 +33,7 @@ from minivlmrl.extras.parity.search import (
 from minivlmrl.extras.parity.step import DAMAGES, Dump, SearchEndedError, read
 
 SHOWN = 4  # maximum number of printed explanations per stage
-SECONDS = 30.0  # time after which the search for a stage's causes ends in commands
+SECONDS = 30.0  # time limit of the search for one stage's bugs, in the command line
 
 
 @dataclass
@@ -44,11 +44,11 @@ class Finding:
     error: float
     numbers: int
     where: Sequence[str] = ()  # text lines: how many numbers differ, then examples
-    # Bugs that explain the wrong numbers; empty if there is none
+    # Bugs that explain the wrong numbers; empty if no known bug does
     explained: Sequence[Cause] = ()
     again: bool = False  # whether an earlier stage has reported the same cause already
     groups: int = 0  # how many independent groups differ, see count_groups
-    has_ended: bool = False  # whether the time was over before all causes were tried
+    has_ended: bool = False  # whether the time was over before all bugs were tried
 
     @property
     def ok(self) -> bool:
@@ -127,12 +127,12 @@ def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], se
         finding.again = True  # the mask depends on the token ids, which differ already
         finding.explained = differing["tokens"].explained
     change = finding.explained[0].change if finding.explained else None
-    # With a bug in the forward pass, the gradients are recomputed with this bug, so that they do not differ again.
+    # If the forward pass has a bug, the gradients are recomputed with the bug, so that it is reported only once.
     if finding.stage == "logps" or of_one_forward:
         d.forward = d.entropy_forward = change or None
     elif finding.stage == "entropies":
         d.entropy_forward = change or None
-    if finding.stage == "tokens":  # the stage `mask` repeats the deviation of token ids
+    if finding.stage == "tokens":  # the stage `mask` is recomputed with the bug of the token ids
         d.ids = change
         d.__dict__.pop("regions", None)
 

@@ -13,7 +13,7 @@ from minivlmrl.extras.parity.names import SCOPES
 
 
 class Values:
-    """The argument s of a formula such as `lambda s: s.x / 2`; s also has the recorded step's tensors and options."""
+    """The argument s of a formula such as `lambda s: s.x / 2`, which may use all tensors of the recorded step."""
 
     def __init__(self, step, place=None, **values):
         self.__dict__.update(values)
@@ -57,7 +57,7 @@ class Change(dict):
         return deviation(Values(self.d, place, x=x, c=self.get("c", 1.0), **values))
 
     def inside(self, use: str) -> "Change":
-        """Return the bug, or no bug if it does not affect the given use of a quantity, such as "the baseline"."""
+        """Return the bug if it also affects the given use of a quantity, such as "the baseline", else no bug."""
         other_uses = {*self.get("inside", ())} - {use}
         for _, uses, _ in SCOPES:
             if use in uses and not other_uses.isdisjoint(uses):

@@ -2,7 +2,7 @@
 
 `--project=NAME --path=FOLDER` checks the losses of a public project instead, see field.py.
 
-The exit status is 0 if all numbers agree, 1 if some differ, and 2 if nothing could be compared.
+The exit status of `parity` is 0 if all numbers agree, 1 if some differ, and 2 if nothing could be compared.
 """
 
 import argparse

@@ -52,9 +52,9 @@ class Settings(SimpleNamespace):
 class Project:
     """Names the source files in which a public project defines its losses, and our functions that call the losses.
 
-    Each of our functions has the arguments (theirs, batch, options). `theirs` has the project's functions. `batch` has
-    advantages (B, T), and the tensors logps, old, ref and mask, (B, T), or (B, 2, T) for preferences. The docstring of
-    `check` in loss.py lists the options.
+    A function that calls a project's loss has the arguments (theirs, batch, options). `theirs` has the project's
+    functions. `batch` has advantages (B, T), and logps, old, ref and mask, (B, T), or (B, 2, T) for preferences. The
+    docstring of `check` in loss.py lists the options of a loss.
     """
 
     source: str  # package on PyPI or repository
@@ -150,7 +150,7 @@ def is_sequence(o: SimpleNamespace) -> bool:
 
 
 def sums(b: SimpleNamespace) -> list[torch.Tensor]:
-    """Sum log-probabilities over tokens: chosen and rejected under the policy, then both under the reference."""
+    """Return the log-probabilities of the chosen and the rejected answers: the policy's two, then the reference's."""
     return [x[:, i] for x in ((b.logps * b.mask).sum(-1), (b.ref * b.mask).sum(-1)) for i in (0, 1)]
 
 

@@ -9,7 +9,7 @@ from torch.nn.utils import get_total_norm
 
 def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
     """Round x to a dtype, but return the value `theirs` where `theirs` is an equally close rounding of x."""
-    # A number halfway between two representable numbers has two right roundings, so 0.501 units are allowed.
+    # A number halfway between two representable numbers has two right roundings, so an error of 0.501 units is allowed.
     unit = torch.finfo(dtype).eps * x.abs()
     is_rounded = theirs == theirs.to(dtype)
     return theirs.where(is_rounded & ((theirs - x).abs() <= 0.501 * unit), x.to(dtype).double())
@@ -18,9 +18,8 @@ def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
 def in_half(x: Tensor, theirs: Tensor, exact: Tensor) -> Tensor:
     """Return a trainer's log-probabilities `theirs` if they look rounded to 16 bits, else our 16-bit values x.
 
-    Two programs in 16 bits differ in the last digits, but both round the same weights. So the trainer's errors against
-    `exact` must have the size of our errors and be correlated with them. At least 16 values must differ, because fewer
-    values may be correlated by chance.
+    Two programs in 16 bits round the same weights. So the trainer's rounding errors must be as large as ours, and
+    correlated with ours. At least 16 log-probabilities must differ, because fewer may be correlated by chance.
     """
     errors = (x - exact)[theirs != exact]
     differences = (theirs - exact)[theirs != exact]
@@ -67,7 +66,7 @@ def last(x: Tensor, k: int = 1) -> Tensor:
 def distance(ours: Tensor, expected: Tensor) -> float:
     """Compute the largest difference between two tensors, relative to max(1, largest |expected|).
 
-    The result is inf if the shapes differ, or if the tensors have NaN at different positions.
+    The difference is inf if the two shapes differ, or if the two tensors have NaN at different positions.
     """
     ours, expected = ours.double(), expected.double()
     if ours.shape != expected.shape or not torch.equal(ours.isnan(), expected.isnan()):

@@ -65,7 +65,7 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
 
 @dataclass
 class Verdict:
-    """The result of comparing a loss with TRL's.
+    """The result of comparing a user's loss with TRL's loss.
 
     The finding "mistake" names an error, and the finding "design" names a choice that some project makes on purpose.
     """
@@ -196,7 +196,7 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
 
 
 def has(options: dict, only: dict) -> bool:
-    """Return whether a test case has all options in `only`; only delta=3.0 selects cases with TRL's dual clip."""
+    """Return whether a test case has the given options; test cases with TRL's dual clip need the option delta."""
     if "delta" in options and "delta" not in only:
         return False
     # Recorded DPO cases have loss_type=["sigmoid"], but the user writes loss_type="sigmoid".

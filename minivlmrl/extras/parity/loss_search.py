@@ -14,8 +14,8 @@ from minivlmrl.extras.parity.search import Cause, Search, by_kind, computed, cou
 from minivlmrl.extras.parity.step import Dump, SearchEndedError
 from minivlmrl.extras.parity.step_format import options_of
 
-PARTS = 4  # maximum number of causes that are combined
-TIED = 4  # maximum number of printed causes that give the same numbers
+PARTS = 4  # maximum number of bugs that are combined
+TIED = 4  # maximum number of printed bugs that give the same numbers
 SEARCHED = 32  # about so many cases are searched; the others are compared at the end
 
 
@@ -41,19 +41,18 @@ def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor, toleran
     about = {**options, "loss": options_of(options["kind"], options), "rollout_tokens": options.get("tokens")}
     d = Dump(about, tensors)
     d.case_tolerance = tolerance
-    d.row_sets = {}  # whole cases differ, so no cause is limited to some rows
+    d.row_sets = {}  # a wrong loss is wrong for all rows, so no bug is limited to some rows
     return d
 
 
 def find_parts(steps: list[Dump], seconds: float) -> list[list[Cause]]:
     """Search for known bugs with which TRL's loss equals the user's loss in all test cases.
 
-    Args:
-        steps: all cases, see `as_step`.
-        seconds: time after which the search ends with SearchEndedError.
-
     Returns:
-        Parts of the deviation, each with the causes that give the same numbers; [] if there is none.
+        A list for each bug, with the bug and other bugs that give the same numbers; [] if the search fails.
+
+    Raises:
+        SearchEndedError: the time limit is over.
     """
     deadline = time.thread_time() + seconds
     for step in steps:
@@ -88,7 +87,7 @@ class Combination:
         self.causes = by_kind(possible_causes("loss", max(steps, key=lambda step: len(step.all_rows))))
         self.deviation = {}
         self.parts = []
-        self.found = {}  # causes that reproduce further cases, by their sentences
+        self.found = {}  # {description: bug} for bugs that explain further test cases
         self.agrees = self.agreements({})
 
     def run(self) -> list[list[Cause]]:
@@ -103,13 +102,12 @@ class Combination:
         return [[cause for cause in part if self.replaces(cause, part)] for part in self.parts]
 
     def replaces(self, cause: Cause, part: list[Cause]) -> bool:
-        """Return whether all test cases also agree with `cause` in place of the first bug of `part`."""
+        """Return whether a bug explains the user's loss as well as the first bug of the list `part`."""
         chosen = [cause.change if each is part else each[0].change for each in self.parts]
         change = reduce(lambda both, then: both and composed(both, then), chosen)
         return cause is part[0] or all(self.agreements(change))
 
     def agreements(self, change: dict | None) -> list[bool]:
-
         return [explains(step, change) for step in self.steps]
 
     def next_part(self) -> list[Cause]:
@@ -123,7 +121,7 @@ class Combination:
         others = [cause for cause in fitted if not cause.of.who]
 
         def phases() -> Iterator[tuple[Iterator[Cause] | list[Cause], bool]]:
-            """Yield bugs that explain one test case, and whether a known project's design ends the search."""
+            """Yield bugs to try, and whether a design may then be accepted that explains only some test cases."""
             yield self.found.values(), False  # for example two designs that act on different cases
             most, fewest = left[0], left[-1]  # the cases with the most and the fewest differing numbers
             for search in dict.fromkeys((most, fewest)):
@@ -131,7 +129,7 @@ class Combination:
                 yield search.factors(), search is fewest
             for search in dict.fromkeys((most, fewest)):
                 yield search.fitted(designs), search is fewest
-            # Fitting a number in each of many bugs is slow, so each of these phases reads only one test case.
+            # To fit a number in each of many bugs is slow, so the numbers are fitted to a single test case.
             yield most.fitted(others), most is fewest
             yield most.tried(limited), most is fewest
             yield fewest.fitted(others), True
@@ -158,7 +156,7 @@ class Combination:
 def find_names(steps: list[Dump], seconds: float) -> tuple[list[str], list[str]]:
     """Name the mistakes and designs in the user's loss: "mistake" or "design" for each, and the lines to print.
 
-    If none is found, the lines list the first numbers at which the user's loss differs from TRL's.
+    If no mistake or design is found, the lines list the first numbers at which the user's loss differs from TRL's.
     """
     parts, why = [], "no known mistake or design does"
     try:

@@ -20,7 +20,7 @@ from minivlmrl.model.rope import get_rope_index
 # Numbers that a float32 model computes, such as gradients, get 50 times the usual tolerance.
 THROUGH_A_MODEL = 50.0
 HALF = 100.0  # further factor for a model that runs in bfloat16, float16 or an unknown dtype
-# A bug that replaces only these quantities needs no new forward pass of the model.
+# A bug that changes nothing else than these quantities needs no new forward pass of the model.
 AFTER_FORWARD = {"logps", "mode", "inside"}
 
 
@@ -116,7 +116,7 @@ def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, ima
 def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
     """Number the image tokens (S,) by their image, and give text tokens the number of images.
 
-    Example: with an image of two tokens and one of one token, "a <i><i> b <i>" gives [2, 0, 0, 2, 1].
+    Example: if the first image has two tokens and the second has one, "a <i><i> b <i>" gives [2, 0, 0, 2, 1].
     """
     numbers = torch.bucketize(placeholders.cumsum(0) - 1, sizes.cumsum(0), right=True)
     return numbers.where(placeholders, len(sizes))
@@ -139,7 +139,7 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
         return None
     weights_folder = change("model folder", d.about[folder])
     part = d.all_rows if d.part is None else d.part
-    # Bugs of these kinds need the log-probabilities of all rows, because a row may get another row's values.
+    # With a bug that may give a row the log-probabilities of another row, all rows need a forward pass.
     rows = d.all_rows if change.keys() & {"logps", "dtype"} else part
     counted_mask = d["completion_mask"] * ~of_unattended(d)
 

@@ -50,7 +50,7 @@ ROWS_OR_COLUMNS = Limited("rows columns")
 ROLLOUT_ROWS = Limited("rollout_rows")
 
 
-# families of causes
+# functions that build tables of bugs
 
 
 def having(says: str, *tables: dict[str, Callable]) -> dict[str, Callable]:
@@ -141,7 +141,6 @@ def with_rounded_sines(model):
 
 
 def theirs_in_half(s):
-
     return in_half(s.x, s.theirs, s.exact)
 
 
@@ -235,14 +234,14 @@ IN_A_LIST = {
 }
 # Some trainers add 1e-4 to the standard deviation that divides the rewards, and others do not.
 WITH_EPSILON = {"": {}, ", without 1e-4": {"epsilon": 0.0}}
-# Any quantity can have these bugs, such as a wrong sign. The search tries them after the bugs of a single quantity.
+# Bugs that any quantity can have, such as a wrong sign, are tried after the bugs of a single quantity.
 GENERAL = {*(LINEAR | TIMES).values(), *NONLINEAR.values(), *(BY_TOKEN | OF_RATIOS | OF_ANSWERS).values()}
 
 FACTOR = Quantity("factor", "", "the effective learning rate changes")
 
 of_kl = partial(Quantity, about="KLs, which need beta and a reference", needs="ref_per_token_logps")
 
-# The uses of a quantity that may have a bug alone: the mask, for example, may be wrong only in the token count.
+# A bug may occur in only one use of a quantity: the mask, for example, may be wrong only in the token count.
 SCOPES = [
     ("advantages", ["the reward", "the baseline", "the divisor"], ""),
     ("grpo", ["the policy's term", "the KL", "the mean entropy"], ""),
@@ -579,8 +578,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("entropies", "grpo", "the policy becomes too sure or too random", needs="entropies"): having(
         "the entropy of a token", TIMES, LINEAR, NONLINEAR, BY_TOKEN
     ),
-    # `needs` is not the reference model's log-probabilities: without these, a wrong KL estimator has no effect, and the
-    # report says that the step cannot reveal one.
+    # Steps without a reference model are included, so that their report says that they cannot reveal a wrong KL
+    # estimator.
     of_kl("kl_estimator", "grpo", "another divergence is penalised", "NeMo-RL PR 2506", needs="input_ids"): choices(
         "the KL estimator is {}", "k1", "k2", "k3"
     ),
@@ -858,8 +857,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("factor", ALL_STAGES, "the model learns the opposite"): {"all values have the wrong sign": -1},
 }  # fmt: skip
 
-# If all losses of a step with 8 rows are too large by 8, the report names the number of rows. The regular expression
-# says in which tensors an option or a count can be the wrong factor.
+# If all losses of a step with 8 rows are 8 times too large, the report names the 8 rows. The regular expression of an
+# option or a count matches the tensors that may be wrong by this factor.
 FACTORS = {
     "the temperature": (lambda d: d.about.get("temperature"), ".*logps$|entropies$|grad"),
     "one over the temperature": (lambda d: 1 / (d.about.get("temperature") or 1), ".*logps$|entropies$|grad"),

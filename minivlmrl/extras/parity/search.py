@@ -25,8 +25,7 @@ from minivlmrl.extras.parity.step import DAMAGES, Dump, SearchEndedError
 
 # Numbers count as equal up to a relative error of 1e-5, because float32 rounds to about 1e-7.
 TOLERANCE = 1e-5
-# A model recomputes each of these recorded tensors. The field `model`, `old_model` or `ref_model` of step.json names
-# the model's folder.
+# {stage: (recorded tensor, field of step.json that names the folder of the model that recomputes the tensor)}
 LOGPS = {
     "logps": ("per_token_logps", "model"),
     "entropies": ("entropies", "model"),
@@ -52,15 +51,15 @@ BY_PARAMETER = ("gradients", "clip", "update")
 IDS = ("tokens", "pictures", "mask")  # stages with integers, for which no factor is fitted
 # All wrong advantages of a group count as one observation, and so do all wrong loss values of a row.
 GROUPS = {"advantages": "group of completions", "loss": "row, pair or micro-batch"}
-# The search first tries these values for a bug's fitted number, such as the bound c in "the ratio is at most c".
+# A number in a bug, such as c in "the ratio is at most c", is fitted by first trying each of these values.
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9, 0.95, 0.99, 0.999]
-FEW_NUMBERS = [0.05, 0.1, 0.2, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0]  # the same for the cases of a loss
-REFINED = 16  # causes whose number is refined, because they come closest
-CASE_REFINED = 4  # the same for the cases of a loss
-LIKELY_CAUSES = 8  # causes that come closest, each tried in pairs with other causes
-PAIRED = 400  # causes with which each likely cause is tried as a pair
-MODEL_CAUSES = 24  # the same for stages in which each cause needs a model's forward
-CASE_CAUSES = 60  # the same for the cases of a loss
+FEW_NUMBERS = [0.05, 0.1, 0.2, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0]  # in test cases of a loss
+REFINED = 16  # number of bugs whose fitted number is refined, those with the smallest errors
+CASE_REFINED = 4  # in test cases of a loss
+LIKELY_CAUSES = 8  # number of bugs that are paired with other bugs, those with the smallest errors
+PAIRED = 400  # number of bugs with which each of them is paired
+MODEL_CAUSES = 24  # in stages that need a forward pass for each bug
+CASE_CAUSES = 60  # in test cases of a loss
 PAIRED_NUMBERS = 12  # with fewer differing numbers, some pair would match by chance
 
 
@@ -69,11 +68,11 @@ class Cause:
     """A known bug that may explain why a trainer's numbers differ from the recomputed numbers."""
 
     says: str
-    change: dict  # quantities in the stage's definition that this cause replaces, see Change
-    of: table.Quantity  # for example with the stages and the effect
-    error: float = 0.0  # error that remains if the stage is recomputed with this cause
-    parts: int = 1  # how many single causes this cause combines
-    is_guess: bool = False  # whether this cause has a fitted number that no count or option has
+    change: dict  # {quantity: replacement}, see Change
+    of: table.Quantity  # the quantity's stages, effect and source
+    error: float = 0.0  # error that remains if the stage is recomputed with this bug
+    parts: int = 1  # number of single bugs that this bug combines
+    is_guess: bool = False  # whether the bug has a fitted number that no count or option has
 
     def __str__(self) -> str:
         return f"{self.says} (remaining error {self.error:.0e})"
@@ -90,7 +89,7 @@ class Cause:
 
     @property
     def is_fitted(self) -> bool:
-        """Whether the search fits a number in the bug, such as c in "the ratio is at most c", to the trainer's values."""
+        """Whether the bug has a number that the search must fit, such as c in "the ratio is at most c"."""
         return "{c}" in self.says or "c" in self.change
 
     @property
@@ -187,7 +186,7 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
         if d.case_tolerance:  # as in `distance`, which finds equal a NaN in the same place
             theirs, ours = theirs.nan_to_num(nan=1e300), ours.nan_to_num(nan=1e300)
             unit = ours.where(ours.abs() < 1e300, 0.0).abs().max().clamp(min=1) * d.case_tolerance / TOLERANCE
-        else:  # the unit is limited, so that a deviation with huge numbers does not hide differences
+        else:  # the unit is limited, so that a bug with huge numbers does not hide differences
             _, _, usual_unit = d.usual_answers.get(name, answer)[key]
             limit = 3 * usual_unit + theirs.abs().nan_to_num().max() if theirs.numel() else math.inf
             unit = torch.minimum(torch.as_tensor(unit), torch.as_tensor(limit))
@@ -214,10 +213,7 @@ def error(answer: dict | None) -> float:
 
 
 def distance(answer: dict | None) -> tuple[float, float]:
-    """Return two sums of the relative errors; the second sum depends on the order of the errors.
-
-    Two bugs with the same sums are taken to give the same numbers.
-    """
+    """Return two sums of the relative errors, by which the search recognizes bugs that give the same numbers."""
     if answer is None:
         return math.inf, math.inf
     differences = all_gaps(answer).clamp(max=1.0)
@@ -232,7 +228,7 @@ def count_wrong(answer: dict) -> int:
 def count_groups(name: str, answer: dict, d: Dump) -> int:
     """Count the groups with wrong advantages, or the rows, pairs or micro-batches with a wrong loss.
 
-    Wrong numbers of the other stages are counted one by one.
+    In all other stages, such as the gradients, the wrong numbers are counted one by one.
     """
     if name not in GROUPS:
         return count_wrong(answer)
@@ -255,14 +251,13 @@ class Place(NamedTuple):
     rows: Tensor | None = None
 
     def of(self, answer: dict | None) -> dict | None:
-        """Set the trainer's numbers outside this part to the recomputed numbers, so that they cannot differ."""
+        """Set the trainer's numbers outside the part to the recomputed numbers, so that only the part is compared."""
         if answer is None:
             return None
         values = {key: (*answer[key], mask) for key, mask in self.inside.items()}
         return {key: (theirs.where(mask, ours), ours, unit) for key, (theirs, ours, unit, mask) in values.items()}
 
     def distance(self, answer: dict | None) -> float:
-
         return distance(self.of(answer))[0]
 
 
@@ -289,17 +284,17 @@ class Search:
     If all wrong numbers belong to truncated completions, for example, each bug is also tried on only these completions.
 
     Args:
-        deviation: bugs that were found before and are already applied.
+        deviation: bugs that were found before, which every recomputation includes.
     """
 
     def __init__(self, name: str, d: Dump, deviation: dict | None = None):
         self.name = name
         self.d = d
         self.deviation = deviation or {}
-        self.explained = []  # causes found so far; they remain if the time is over
-        self.has_ended = False  # whether the time was over before all causes were tried
+        self.explained = []  # bugs found so far, which are kept if the time is over
+        self.has_ended = False  # whether the time was over before all bugs were tried
         self.base = self.answer({})
-        # {8.0: ": the 8 rows"}, for example, names the count that a fitted factor of 8 equals.
+        # Example: {8.0: ": the 8 rows"} says that a fitted factor of 8 may be the number of rows.
         self.sources = {} if d.case_tolerance else known_numbers(d, next(iter(self.base)))
         self.places = find_places(name, self.base, d)
         # Of several bugs that give the same numbers, only the first one is combined with other bugs.
@@ -321,7 +316,7 @@ class Search:
                     for cause in phase(some):
                         self.explained.append(cause)
         finally:
-            self.explained += factors  # last, because a factor says less than other causes
+            self.explained += factors  # last, because a factor says less than other bugs
         if not self.explained and (self.name in LOGPS or count_wrong(self.base) >= PAIRED_NUMBERS):
             for cause in self.tried(self.pairs()):
                 self.explained.append(cause)
@@ -361,8 +356,8 @@ class Search:
         return explained
 
     def is_few(self, place: Place) -> bool:
-        """Return whether only one row or group of a recorded step is wrong, so that a number would always fit."""
-        # In the test cases of a loss, other cases confirm a number that was fitted to one row.
+        """Return whether only one row or group of a recorded step is wrong, so that a number could always be fitted."""
+        # If a number is fitted to one row of a loss's test case, the other test cases confirm it.
         return not self.d.case_tolerance and count_groups(self.name, place.of(self.base), self.d) < 2
 
     def factors(self) -> list[Cause]:
@@ -473,16 +468,12 @@ def fits(name: str, d: Dump, cause: Cause) -> list[Cause]:
 
 
 def fit(answer: dict | None, cause: Cause, d: Dump) -> list[Cause]:
-
     remaining = error(answer)
     return [replace(cause, error=remaining)] if remaining <= d.tolerance else []
 
 
 def numbers_near(number: float, gap_with: Callable[[float], float]) -> Iterator[float]:
-    """Yield a number and the best number nearby: first rounded to 1, 2 and 3 digits, then exact.
-
-    The best number is the one for which `gap_with` returns the smallest error.
-    """
+    """Yield a number, and then the nearby number with the smallest error, rounded to 1, 2 and 3 digits and exact."""
     yield number
     gap_with = cache(gap_with)
     number = min((number * 1.1**power for power in range(-9, 10)), key=gap_with)
@@ -508,10 +499,9 @@ def count_causes(d: Dump) -> list[Cause]:
 
 
 def known_numbers(d: Dump, key: str) -> dict[float, str]:
-    """Return {number: description} of the step's options and counts, such as {8.0: ": the 8 rows"}.
+    """Describe the step's options, counts and ratios of counts as possible factors, such as {8.0: ": the 8 rows"}.
 
-    Inverses of counts and ratios of two counts are included. Left out are numbers that cannot affect the tensor `key`:
-    beta, for example, cannot affect the learning rate.
+    Numbers that cannot affect the tensor `key` are left out: beta, for example, cannot affect the learning rate.
     """
     factors, counts = (
         [(function(d), says) for says, (function, keys) in table.items() if re.match(keys, key)]

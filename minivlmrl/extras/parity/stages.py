@@ -2,9 +2,9 @@
 
 Each function for a stage, such as `loss`, returns {name: (theirs, ours, unit)}: the tensor of the trainer's values, the
 tensor of the recomputed values, and the size of the terms that were summed. The relative error of a number is
-|theirs - ours| / unit. The function returns None if the recorded step lacks a tensor that the stage needs. The argument
-`change` is the bug that the search tries: change("mask", x) returns the replacement of the mask if the bug has one,
-otherwise x.
+|theirs - ours| / unit. A stage's function returns None if the recorded step lacks a tensor that the stage needs. Its
+argument `change` is the bug that the search tries: change("mask", x) returns the wrong mask if the bug has one,
+otherwise the right mask x.
 """
 
 from functools import cached_property
@@ -35,7 +35,7 @@ def advantages(d: Dump, change: Change) -> Answer:
     uses = ("the reward", "the baseline", "the divisor")
     reward, baseline, divisor = (reward_parts(d, change.inside(use))[number] for number, use in enumerate(uses))
     value = change("advantages", ((reward - baseline) / divisor).nan_to_num(0.0, 0.0, 0.0))
-    # Without the clamp, a bug that makes the standard deviation tiny would make the tolerance of advantages huge.
+    # The divisor is clamped, because a bug with a tiny standard deviation would make the tolerance of advantages huge.
     rounding = 0.1 * d["rewards"].nan_to_num().abs().max() / divisor.nan_to_num(1.0).clamp(min=1e-4)
     return {"advantages": (theirs, value, value.abs().max() + rounding + 1e-30)}
 
@@ -189,12 +189,12 @@ def sampled_tokens(d: Dump, change: Change, drawn_mask: Tensor, forced_mask: Ten
 
 
 def here_or_later(x: Tensor) -> Tensor:
-    """Example: the mask [0, 1, 0, 1, 0] gives [1, 1, 1, 1, 0]."""
+    """Set all columns up to the last 1 of each row: the mask [0, 1, 0, 1, 0] gives [1, 1, 1, 1, 0]."""
     return x.flip(1).cumsum(1).flip(1) > 0
 
 
 def mask_in(change: Change, use: str) -> Tensor:
-    """Return the completion mask for one use of the mask, such as "the ratio", which a bug may change alone."""
+    """Return the mask of completion tokens for one part of the loss, such as "the ratio"."""
     return change.inside(use)("mask", change.d["completion_mask"].double())
 
 
@@ -205,7 +205,7 @@ def loss(d: Dump, change: Change) -> Answer:
     outputs = ("per_token_logps", "entropies")
     leaves = [d.get(name, d["per_token_logps"]).clone().requires_grad_() for name in outputs]
     losses, units = LOSSES[d.about["kind"]](*leaves, change)
-    total = losses.sum() + 0 * leaves[0].sum()  # adds a graph in case a deviation removed it
+    total = losses.sum() + 0 * leaves[0].sum()  # a bug may remove the loss from the graph; 0 * sum adds it again
     slopes = torch.autograd.grad(total, leaves, materialize_grads=True)
     answer = {}
     if d.has("loss"):
@@ -234,7 +234,7 @@ def inputs(logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor, Tensor,
 
 
 def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
-    """Count the rows and tokens by which the loss of the rows `part`, a micro-batch, is divided."""
+    """Count the rows and the tokens by which the loss of one micro-batch is divided."""
     d = change.d
     by_part = change("mean_over", d.about.get("mean_over")) == "micro_batch"
     rows = part if by_part else d.all_rows
@@ -250,7 +250,7 @@ def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
 
 
 def loss_options(change: Change) -> PolicyOptions | DPOOptions | SFTOptions:
-    """Return the options of the loss, such as beta; a bug may have another value of an option."""
+    """Return the options of the loss, such as beta, some of which a bug may set to another value."""
     about = change.d.about
     options = OPTIONS[about["kind"]](**about.get("loss", {}))
     values = dict(vars(options))
@@ -290,7 +290,6 @@ class PolicyPieces:
 
 
 def policy(logps: Tensor, entropies: Tensor, change: Change) -> Tensor:
-    """Return a tensor (2, M): the GRPO loss of each of M micro-batches, and the sum of the loss terms' sizes."""
     total = torch.zeros(2, len(change.d.micro_batches))
     shared = PolicyPieces(logps, entropies, change)
     for use, (term, weight_name) in POLICY_TERMS.items():
@@ -303,7 +302,6 @@ def policy(logps: Tensor, entropies: Tensor, change: Change) -> Tensor:
 
 
 def policy_term(pieces: PolicyPieces, change: Change) -> Tensor:
-    """Return a tensor (2, M): the policy-gradient loss of each of M micro-batches, and its mean absolute value."""
     options = pieces.options
     d = change.d
     no_mismatch = torch.ones(len(d.all_rows), 1)
@@ -326,7 +324,6 @@ def policy_term(pieces: PolicyPieces, change: Change) -> Tensor:
 
 
 def kl_term_of(pieces: PolicyPieces, change: Change) -> Tensor:
-    """Return a tensor (2, M): the mean KL penalty of each of M micro-batches, and its mean absolute value."""
     options = pieces.options
     of_both = (pieces.per_token_logps, pieces.ref_per_token_logps)
     estimator = options.kl_estimator + "+" * options.kl_straight_through
@@ -341,7 +338,6 @@ def kl_term_of(pieces: PolicyPieces, change: Change) -> Tensor:
 
 
 def entropy_term(pieces: PolicyPieces, change: Change) -> Tensor:
-    """Return a tensor (2, M): the negative mean entropy of each of M micro-batches, and the mean entropy."""
     entropies = change("entropies", pieces.entropies, mask=pieces.kept)
     counted = mask_in(change, "the count")
     means = []
@@ -380,7 +376,6 @@ def averaged(terms: Tensor, change: Change, rounding: Tensor | float = 0.0) -> T
 
 
 def preferences(logps: Tensor, _, change: Change) -> Tensor:
-    """Return a tensor (2, M): the DPO loss of each of M micro-batches, and its absolute value."""
     return torch.stack([preference(part, logps, change) for part in change.d.micro_batches], 1)
 
 
@@ -412,7 +407,6 @@ def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
 
 
 def demonstrations(logps: Tensor, _, change: Change) -> Tensor:
-    """Return a tensor (2, M): the SFT loss of each of M micro-batches, and its mean absolute value."""
     logps = change("logps", logps)
     terms = -logps
     if loss_options(change).loss_type == "dft":
@@ -420,4 +414,5 @@ def demonstrations(logps: Tensor, _, change: Change) -> Tensor:
     return averaged(change("terms", terms, per_token_logps=logps), change)
 
 
+# Each function returns a tensor (2, M): the loss of each of M micro-batches, and the size of the summed terms.
 LOSSES = {"grpo": policy, "dpo": preferences, "sft": demonstrations}

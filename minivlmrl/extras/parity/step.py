@@ -25,7 +25,7 @@ from minivlmrl.extras.parity.step_format import BY_ROW, BY_TOKEN, MODELS, NEEDED
 from minivlmrl.files import save_tensors
 from minivlmrl.json_files import read_json, write_json
 
-# A recorded tensor or field with a wrong type or shape can cause each of these exceptions.
+# Python and PyTorch raise one of DAMAGES if a recorded tensor or field has a wrong type or shape.
 DAMAGES = TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError
 OTHER_STEP = "../{}/"  # folder of the step that sampled a row, beside this step's folder
 
@@ -51,7 +51,7 @@ class Dump(dict):
         self.entropy_forward = {}
         self.ids = {}
         self.cache = {}  # results from the model's forwards and backwards
-        self.usual_answers = {}  # results of the stages without a deviation, which may not enlarge their units much
+        self.usual_answers = {}  # results of the stages without a bug, which limit the units of results with a bug
         ones = torch.ones_like(tensors["input_ids"])
         n, self.width = ones.shape
         self.all_rows = torch.arange(n)

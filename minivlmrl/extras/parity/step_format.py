@@ -26,7 +26,7 @@ BY_ROW = BY_TOKEN + names(
 # Tensors with one row per completion of the rollout, which several steps may share
 OF_ROLLOUT = names("group rewards rollout_advantages sampler_ids")
 MODELS = names("model old_model ref_model")  # fields with folders that hold weights
-# These fields of step.json have the names and the values of options in TRL's GRPOConfig.
+# Fields of step.json that have the names and the values of options in TRL's GRPOConfig
 OPTIONS_OF_A_ROLLOUT = names(
     "num_generations scale_rewards reward_weights multi_objective_aggregation temperature max_completion_length "
     "mask_truncated_completions"

@@ -183,7 +183,6 @@ class Steps(ExitStack, TrainerCallback):
         return outer
 
     def wrap(self, name: str, look):
-
         method = self.looked(getattr(self.trainer, name), look)
         self.enter_context(patch.object(self.trainer, name, method))
 
@@ -302,8 +301,8 @@ class grpo_steps(Steps):
             self.wrap("_generate_single_turn", self.drew)
         functions = list(trainer.reward_funcs)
         for number, function in enumerate(functions):
-            # Rewards are recorded where a plain function returns them. For reward models and async functions, the
-            # trainer's copy of the rewards is recorded.
+            # The return value of a plain reward function is recorded. For reward models and async functions, the
+            # rewards that the trainer stores are recorded.
             if not (isinstance(function, Module) or iscoroutinefunction(function)):
                 functions[number] = self.looked(function, partial(self.given_rewards.__setitem__, number))
         self.enter_context(patch.object(trainer, "reward_funcs", functions))
@@ -354,7 +353,7 @@ class grpo_steps(Steps):
         begin = rollouts["rollout"][tensors["row"]].min()  # first completion in the earliest rollout that is used
         tensors["row"] -= begin
         if (tensors["rollout_step"] < step).any():
-            # TRL computes no old log-probabilities if the policy has not changed since the rollout.
+            # Without old log-probabilities, TRL's loss uses the current log-probabilities as the old ones.
             tensors.setdefault("old_per_token_logps", tensors["per_token_logps"])
         # The number of micro-batches is counted, because the last step of an epoch may have fewer.
         self.about["steps_per_rollout"] = self.trainer.args.steps_per_generation / len(self.parts)

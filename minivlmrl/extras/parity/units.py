@@ -1,7 +1,7 @@
 """Find the parts of a training step in which a trainer may have a bug, and list orders that a trainer may confuse.
 
-For example, a trainer's advantages may be wrong only for truncated completions. Or each completion may have the
-advantage of the next completion in its group.
+For example, the advantages may be wrong only for truncated completions, or each completion may have the advantage of
+the next completion in its group.
 """
 
 import re
@@ -28,7 +28,7 @@ TOKENS = {
     "the next {} in {} and 0 for the last": lambda x: pad(x[1:], (0, 1), value=-1)[: len(x)],
     "the previous {} in {} and 0 for the first": lambda x: pad(x, (1, 0), value=-1)[: len(x)],
 }
-# Each function maps a tensor of row indices (groups, rows per group) to a wrong order of the groups or rows.
+# Each function in BLOCKS maps a tensor of row indices (groups, rows per group) to a wrong order of the rows.
 BLOCKS = {
     "the next {1}": lambda x: x.roll(-1, 0),
     "the previous {1}": lambda x: x.roll(1, 0),
@@ -36,7 +36,7 @@ BLOCKS = {
     "the row that repeat gives instead of repeat_interleave, by {1}": lambda x: x.T,
     "the row that repeat_interleave gives instead of repeat, by {1}": lambda x: x.flatten().view(x.T.shape).T,
 }
-# transformers.Trainer applies no weight decay to parameters with these names.
+# transformers.Trainer applies no weight decay to parameters whose name matches NO_DECAY.
 NO_DECAY = r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)"
 PARTS = {
     "the vision tower": r"(^|\.)visual\.",
