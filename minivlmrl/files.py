@@ -92,8 +92,8 @@ def replacing(folder: str | Path) -> Iterator[Path]:
     """Yield a new, empty folder that replaces `folder` when the block has ended without an error.
 
     While the `with` block runs, the new folder is called NAME.partial. After the `with` block, the old folder is
-    renamed to NAME.replaced, and the new folder to NAME. If the process is killed between the two renames, find_folder
-    uses NAME.replaced. If saving fails, the old folder is kept.
+    renamed to NAME.replaced, and the new folder to NAME. If the process is killed before the new folder is renamed,
+    find_folder uses NAME.replaced. If saving fails, the old folder is kept.
 
     Raises:
         ValueError: the old folder contains files but no checkpoint.

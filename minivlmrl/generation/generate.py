@@ -81,7 +81,7 @@ def generate(
     logits, attention = prefill(model, batch, prompt_index, max_new_tokens, decode)
     del batch  # the patches of the images would take memory until the last token is sampled
     unfinished = torch.ones_like(attention.rows, dtype=torch.bool)
-    # each decode step's (rows, ids, logps, ends), all (r,), with -1 in place of the index of a finished row
+    # each step's row indices (-1 for a row that had finished before), and the results of sample_token
     steps = []
     for step in range(1, max_new_tokens + 1):
         counts = (attention.newest + 1).clamp(max=max_new_tokens - 1)

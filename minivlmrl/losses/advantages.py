@@ -91,7 +91,7 @@ def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False
     """
     groups = to_groups(rewards, num_generations)
     count = (~groups.isnan()).sum(1, keepdim=True)
-    # Without its own share, the mean of the others is further away: r - mean(others) = n / (n - 1) (r - mean(group)).
+    # For each reward r of a group of n, r - mean(other rewards) = n / (n - 1) (r - mean(group)).
     advantages = (centre(groups) * (count / (count - 1))).flatten()
     if normalize:
         advantages = standardize(advantages)

@@ -1,4 +1,4 @@
-"""GRPO loss variants: GSPO-token, RLOO, CISPO, SAPO, VESPO, LUSPO and BNPO.
+"""Variants of the GRPO loss (GSPO-token, RLOO, CISPO, SAPO, VESPO, LUSPO and BNPO).
 
 Importing grpo_variants.py adds the variants to the tables in grpo.py. Further functions compute an entropy bonus, and
 token weights that mask off-policy rows, select tokens with high entropy, or correct for the sampler. To copy

@@ -194,7 +194,7 @@ def answer_logps(per_token_logps: Tensor, mask: Tensor, ld_alpha: float | None =
 
     LD-DPO multiplies log-probabilities beyond the shorter answer's length by ld_alpha.
 
-    Source: LD-DPO eq. 9 (arXiv 2409.06411); DPOTrainer.compute_ref_log_probs in TRL 1.16.
+    Source: eq. 9 of LD-DPO (arXiv 2409.06411), and DPOTrainer.compute_ref_log_probs in TRL 1.16.
     """
     weights = mask.to(per_token_logps.dtype)  # so that ld_alpha is not rounded to float32
     if ld_alpha is not None:

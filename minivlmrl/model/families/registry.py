@@ -127,7 +127,7 @@ def family_of(model: VisionLanguageModel) -> ModelSpec:
 
 
 def hub_name(name: str) -> str:
-    """Convert the name that any transformers release gives a tensor to the name in minivlmrl.
+    """Convert a tensor's name in any transformers release to its name in minivlmrl.
 
     Example: the name model.visual.x becomes visual.x, and model.language_model.x becomes model.x. hub_name does not
     change the names in the hub's files for Qwen2-VL and Qwen2.5-VL.
