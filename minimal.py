@@ -62,7 +62,7 @@ def load_image(file) -> PIL.Image.Image:
 
 
 def smart_resize(height, width, factor, min_pixels, max_pixels) -> tuple[int, int]:
-    """Round height and width to multiples of factor, with min_pixels to max_pixels in all."""
+    """Round height and width to multiples of factor, with an area of min_pixels to max_pixels."""
     sides = np.array([height, width])
     rounded = np.round(sides / factor) * factor
     if rounded.prod() > max_pixels:
@@ -250,7 +250,7 @@ class Vision(nn.Module):
         # Half of a patch's rotary angles come from its row, half from its column: (P, D/2)
         count = self.config["hidden_size"] // self.config["num_heads"] // 4
         angles = (places[..., None] * frequencies(count, 10000.0, x.device)).flatten(1)
-        # In most blocks, a patch attends only to the patches in its window of the image.
+        # In most blocks, a patch attends only to patches in the same window of the image.
         side = self.config["window_size"] // self.config["patch_size"]  # in patches
         windows = places // (side // merge * merge)  # a token's patches are in one window
         same_window = (windows[:, None] == windows).all(-1)  # (P, P)
@@ -652,7 +652,7 @@ def draw_row(wrong=0.0) -> dict:
     PIL.ImageDraw.Draw(image).polygon(corners, COLORS[color])
     right = tagged(label)
     completion = tagged(random.choice(LABELS)) if random.random() < wrong else right
-    # A rejected answer names another object, names it only in <answer>, or has a wrong form.
+    # A rejected answer names another object (everywhere or only in <answer>) or has a wrong form.
     cut = random.randrange(1, len(right))
     wrong_form = right[:cut] + right[cut + 4 :]
     rejected = random.choice([tagged(other), right.replace(label, other), wrong_form])

@@ -43,7 +43,7 @@ class Reorder(torch.autograd.Function):
         x: (N, ...), the rows.
         index: indices of the rows to select.
         back: (N,), the position in `index` of each row. `back` may be None if `index` contains each row at most
-            once. Positions of `index` that `back` does not list must have the upstream gradient 0.
+            once. If `back` leaves out a position in `index`, the upstream gradient of this position must be 0.
     """
 
     @staticmethod

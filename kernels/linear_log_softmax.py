@@ -82,7 +82,7 @@ class Pieces:
         return z
 
     def score(self, rows: slice) -> tuple[Tensor, ...]:
-        """Compute log-probabilities and entropies of m tokens, and top (maximum logit) and s per row, all (m,)."""
+        """Compute log-probabilities and entropies of m tokens, and each row's maximum logit and sum s, all (m,)."""
         ids = self.ids[rows]
         if not self.is_triton:
             z = self.logits(rows, self.tiles[0])

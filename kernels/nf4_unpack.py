@@ -19,7 +19,7 @@ constexpr = tl.constexpr
 
 @triton.jit
 def _kernel(packed, indices, scales, offset, scale_table, value_table, out, size, BYTES: constexpr, GROUP: constexpr):
-    """Unpack BYTES of the tensor's `size` bytes, each of which holds two NF4 values."""
+    """Unpack 1,024 bytes of a tensor with `size` bytes; a byte holds two NF4 values."""
     begin = tl.program_id(0).to(tl.int64) * BYTES
     byte = begin + tl.arange(0, BYTES)
     inside = byte < size

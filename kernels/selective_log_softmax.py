@@ -44,7 +44,7 @@ LOG2E = 1 / math.log(2)
 
 
 def score_rows_(z: Tensor, ids: Tensor, temperature: float, scratch: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Compute the log-probabilities and entropies of m tokens, and top (maximum logit) and s of each row, all (m,).
+    """Compute log-probabilities and entropies of m tokens, and each row's maximum logit and sum s, all (m,).
 
     Args:
         z: (m, V), the logits; they are overwritten with the differences d.

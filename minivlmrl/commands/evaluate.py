@@ -169,7 +169,7 @@ def result_line(processor: Processor, names: Sequence[str], row: Row, completion
 
 
 def summarise(lines: list[dict], names: Sequence[str]) -> dict:
-    """Compute the fraction `cut` of truncated answers, and the mean of each reward over all rows that it scored."""
+    """Compute the fraction `cut` of truncated answers, and each reward's mean over the rows that it could score."""
     cut_flags = [not answer["stopped"] for line in lines for answer in line["answers"]]
     summary: dict[str, float | None] = {"cut": sum(cut_flags) / len(cut_flags)}
     for name in names:

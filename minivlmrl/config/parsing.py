@@ -335,7 +335,7 @@ def within_bounds(number: float, bounds: str) -> bool:
 
 
 def bounds_text(bounds: str) -> str:
-    """Describe bounds in words for an error message: "(0, 1]; 1 is all" becomes "in (0, 1] (1 is all)"."""
+    """Describe bounds in words for an error message, such as "in (0, 1]" or "finite"."""
     interval, _, advice = bounds.partition("; ")
     words = interval if interval[0] == ">" else f"in {interval}"
     words = "finite" if interval == "(-inf, inf)" else words

@@ -97,7 +97,7 @@ def match(
     """Match predicted boxes one to one with true boxes, so that the summed similarity is maximal.
 
     Example: predicted box 0 has the IoUs 0.6 and 0.5 with true boxes 0 and 1, and predicted box 1 has 0.5 and 0. The
-    result is [(0, 1), (1, 0)] with the summed IoU 0.5 + 0.5 = 1.
+    matches [(0, 1), (1, 0)] have the largest summed IoU, 0.5 + 0.5 = 1.
 
     Returns:
         (index in predicted, index in truth) of each match. There are as many matches as boxes in the shorter list.

@@ -57,7 +57,7 @@ class FileDataset(FileRows):
         self.options = RowOptions(**options)
         self.convert = find_format(self.options.format) if self.options.format else dict
         self.required = required
-        # Another stage of the recipe, which shares the data file, may train on the column `label`.
+        # By default, a row may have the column `label`, because a user's own stage may train on labels.
         self.reads = ("label",) if reads is None else reads
         self.source = open_rows(path)
         self.constants = dict(constants or {})
