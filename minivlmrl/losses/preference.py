@@ -34,58 +34,59 @@ class Pairs:
     ref_logps: Tensor  # (B, 2) log pi_ref(y | x)
     u: Tensor  # chosen answer's log-ratio, log pi(y_c) - log pi_ref(y_c)
     v: Tensor  # rejected answer's log-ratio, log pi(y_r) - log pi_ref(y_r)
-    z: Tensor  # beta times the margin, which is f_score of the chosen minus f_score of the rejected answer
-    mean_margin: Tensor  # margin with both scores divided by their answers' lengths
+    z: Tensor  # b d: beta times the margin d, which is f_score of the chosen minus f_score of the rejected answer
+    mean_margin: Tensor  # margin d with both scores divided by their answers' lengths
     sft_loss: Tensor  # chosen tokens' mean negative log-probability, the same for every pair
     beta: float  # dpo_loss option
     e: float  # dpo_loss option label_smoothing
     discopop_tau: float  # DiscoPOP's mixture temperature
 
 
-# For each loss_type, a function from Pairs to the loss of each pair, (B,). docs/preferences.md has the formulas.
+# For each loss_type, a function from Pairs to the loss of each pair, (B,). In the comments, s is the sigmoid, b is
+# beta, d the margin, u and v the log-ratios of the chosen and the rejected answer, and e label_smoothing.
 DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
-    # DPO eq. 7 (arXiv 2305.18290). With label_smoothing, which TRL ignores since 0.29, the loss is cDPO's, eq. 3 in
-    # E. Mitchell's note (ericmitchell.ai/cdpo.pdf).
+    # -log s(b d), DPO eq. 7 (arXiv 2305.18290). label_smoothing adds -log s(-b d) with the weight
+    # e: cDPO, eq. 3 in E. Mitchell's note (ericmitchell.ai/cdpo.pdf). TRL ignores e since 0.29.
     "sigmoid": lambda pairs: smoothed(pairs.z, pairs.e),
-    # hinge loss of SLiC (arXiv 2305.10425), as in RSO (2309.06657)
+    # hinge loss max(0, 1 - beta d). SLiC (arXiv 2305.10425), as in RSO (2309.06657)
     "hinge": lambda pairs: torch.relu(1 - pairs.z),
-    # IPO eq. 17 (arXiv 2310.12036), with the margin per token, as computed by IPO's authors
+    # (d - 1 / (2 b))^2 with d per token. IPO eq. 17 (2310.12036); its authors normalise by length
     "ipo": lambda pairs: (pairs.mean_margin - 1 / (2 * pairs.beta)).square(),
-    # EXO eq. 16 (arXiv 2402.00856): KL between the predicted preferences and the smoothed labels
+    # KL between (s(b d), s(-b d)) and the labels (1 - e, e). EXO eq. 16 (arXiv 2402.00856)
     "exo_pair": lambda pairs: (
         pairs.z.sigmoid() * (logsigmoid(pairs.z) - math.log(1 - pairs.e))
         + (-pairs.z).sigmoid() * (logsigmoid(-pairs.z) - math.log(pairs.e))
     ),
-    # NCA (arXiv 2402.05369)
+    # -log s(b u) - log s(-b u) / 2 - log s(-b v) / 2. NCA (arXiv 2402.05369)
     "nca_pair": lambda pairs: (
         -logsigmoid(pairs.beta * pairs.u)
         - 0.5 * logsigmoid(-pairs.beta * pairs.u)
         - 0.5 * logsigmoid(-pairs.beta * pairs.v)
     ),
-    # Robust DPO eq. 11 (arXiv 2403.00409): unbiased if labels are flipped with the probability label_smoothing
+    # DPO unbiased under labels flipped with probability e. Robust DPO eq. 11 (arXiv 2403.00409)
     "robust": lambda pairs: (-(1 - pairs.e) * logsigmoid(pairs.z) + pairs.e * logsigmoid(-pairs.z)) / (1 - 2 * pairs.e),
-    # BCO (arXiv 2404.04656), without its running mean of rewards
+    # -log s(b u) - log s(-b v), without BCO's running mean of rewards. BCO (arXiv 2404.04656)
     "bco_pair": lambda pairs: -logsigmoid(pairs.beta * pairs.u) - logsigmoid(-pairs.beta * pairs.v),
-    # SPPO eq. 4.7 (arXiv 2405.00675), where the chosen answer wins with probability 1
+    # (u - 1 / (2 b))^2 + (v + 1 / (2 b))^2. SPPO eq. 4.7, win probabilities 1 and 0 (2405.00675)
     "sppo_hard": lambda pairs: (pairs.u - 0.5 / pairs.beta).square() + (pairs.v + 0.5 / pairs.beta).square(),
-    # paired AOT (arXiv 2406.05882): DPO's loss on the policy's minus the reference's sorted margins
+    # DPO on sorted margins of policy and reference. Paired AOT (arXiv 2406.05882)
     "aot": lambda pairs: smoothed(
         pairs.beta * (sorted_margins(pairs.logps) - sorted_margins(pairs.ref_logps)), pairs.e
     ),
-    # unpaired AOT (arXiv 2406.05882): DPO's loss on the chosen minus the rejected answers' sorted log-ratios
+    # DPO on sorted log-ratios of chosen and rejected answers. Unpaired AOT (arXiv 2406.05882)
     "aot_unpaired": lambda pairs: smoothed(pairs.beta * (pairs.u.sort().values - pairs.v.sort().values), pairs.e),
-    # APO-zero, eq. 7 (arXiv 2408.06266), raises chosen and lowers rejected answers. 1 - sigmoid(x) is computed as
-    # sigmoid(-x), because 1 - sigmoid(20) is 0 in float32, and so is its gradient.
+    # 1 - s(b u) + s(b v) raises chosen answers and lowers rejected ones. APO eq. 7 (2408.06266). 1 - s(x) is computed
+    # as s(-x), because 1 - s(20) is 0 in float32, and so is its gradient.
     "apo_zero": lambda pairs: (-pairs.beta * pairs.u).sigmoid() + (pairs.beta * pairs.v).sigmoid(),
-    # APO-down, eq. 8 (arXiv 2408.06266), lowers both answers, the rejected one more
+    # s(b u) + 1 - s(b (u - v)) lowers both answers, the rejected one more. APO eq. 8 (2408.06266)
     "apo_down": lambda pairs: (pairs.beta * pairs.u).sigmoid() + (pairs.beta * (pairs.v - pairs.u)).sigmoid(),
-    # DiscoPOP eq. 5 (arXiv 2406.08414): a mixture of the logistic and the exponential loss
+    # logistic and exponential loss, mixed by m = s(b d / tau). DiscoPOP eq. 5 (arXiv 2406.08414)
     "discopop": lambda pairs: torch.lerp(
         -logsigmoid(pairs.z), (-pairs.z).exp(), (pairs.z / pairs.discopop_tau).sigmoid()
     ),
-    # SFT on the chosen answers, the third loss of MPO (arXiv 2411.10442)
+    # mean of -log pi over all chosen answers' tokens, equal for all pairs. Third loss of MPO (arXiv 2411.10442)
     "sft": lambda pairs: pairs.sft_loss,
-    # length-normalised DPO of Tulu 3 (arXiv 2411.15124)
+    # -log s(b d) with d per token: length-normalised DPO of Tulu 3 (arXiv 2411.15124)
     "sigmoid_norm": lambda pairs: -logsigmoid(pairs.beta * pairs.mean_margin),
 }
 
@@ -158,7 +159,7 @@ def dpo_loss(
     u, v = log_ratio.unbind(1)
     scores = f_score(log_ratio, f_divergence_type, f_alpha_divergence_coef)
     mean_scores = scores / lengths  # (B, 2)
-    # sft_loss is scaled so that its sum over pairs, divided by num_pairs, is the mean over chosen tokens
+    # The sum of sft_loss over pairs, divided by num_pairs, is -sum(logps of chosen tokens) / num_tokens.
     sft_loss = -(per_token_logps * mask)[:, 0].sum() / num_tokens * (num_pairs / B)
     pairs = Pairs(
         logps, ref_logps, u, v,
@@ -184,7 +185,7 @@ def dpo_loss(
 
 
 def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor:
-    """Compute WPO's weight for each pair, (B,), which is the product of the weights of its two answers."""
+    """Compute WPO's weight of each pair, (B,): the product of exp(mean_t(log pi - log sum_j p_j^2)) of both answers."""
     aligned = ((logps - log_sum_sq_probs) * mask).sum(-1) / mask.sum(-1)  # (B, 2)
     return aligned.sum(-1).exp()
 
