@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run_config(folder: Path, recipe: str | None, overrides: list[str]) -> RunConfig:
-    """Load a run's options from config.yaml in its folder, or from `recipe`; if `folder` is a recipe, load that."""
+    """Load a run's options from its folder's config.yaml or from `recipe`; if `folder` is a file, it is a recipe."""
     if not folder.is_dir():  # a recipe, whose output_dir may contain another run
         return load_config(folder, ["--resume=never", *overrides])
     overrides = [f"--output_dir={folder}", *overrides]

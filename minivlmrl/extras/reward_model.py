@@ -177,7 +177,7 @@ def load_scorer(policy: VisionLanguageModel, folder: str | Path, device: torch.d
 
 
 def reward_model(completions: list[str], reward_model_scores: list[float], **columns) -> list[float]:
-    """Return the scores of the reward model, which are unbounded, as values of the reward `reward_model`."""
+    """Reward with the reward model's scores, which have no upper or lower bound."""
     return reward_model_scores
 
 

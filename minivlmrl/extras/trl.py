@@ -48,7 +48,7 @@ CONFIG_NAMES = {
     "beta": "beta",
     "use_bias_correction_kl": "use_bias_correction_kl",
 }
-# These options of TRL's GRPOConfig belong to only some loss_types: vespo_k_pos, for example, to vespo.
+# Options of TRL's GRPOConfig that belong to only some loss_types: vespo_k_pos, for example, belongs to vespo.
 TERM_OPTIONS = (
     "delta",
     "sapo_temperature_pos",
@@ -153,7 +153,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             inputs["completion_ids"].shape[1],
             compute_entropy=True,
             compute_aux_loss=self.aux_loss_enabled,
-            # the tensors of images, such as pixel_values and image_grid_thw
+            # The model also gets the tensors of images, such as pixel_values and image_grid_thw.
             **{name: inputs[name] for name in arguments & inputs.keys()},
         )
 
@@ -175,7 +175,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         weights = None if kept is mask else kept
         if self.off_policy_mask_threshold is not None:
             old_logps = inputs.get("old_per_token_logps", logps.detach())
-            # vLLM's log-probabilities; if vLLM is not used, the model's own from before the optimizer steps
+            # The log-probabilities come from vLLM or, without vLLM, from the model before the optimizer steps.
             sampling_logps = inputs.get("sampling_per_token_logps", old_logps)
             near = off_policy_mask(logps, sampling_logps, inputs["advantages"], mask, self.off_policy_mask_threshold)
             weights = near if weights is None else weights * near

@@ -1,6 +1,6 @@
 """Check in TRL's trainers that the model's outputs depend on every image of the first step.
 
-docs/library.md shows how to use the check. The callback InputCheck also works with transformers' own Trainer.
+docs/library.md shows how to use `InputCheck`. The callback InputCheck also works with transformers' own Trainer.
 """
 
 import warnings
@@ -37,8 +37,8 @@ class InputCheck(TrainerCallback):
     """Warn if the outputs of the first step ignore an image or a video, or if a trained parameter gets no gradient.
 
     InputCheck makes one image of each row gray after the other, and compares the model's outputs with the original
-    outputs. For the first micro-batch, this costs one forward pass without gradients for each image of a row, at most
-    eight. With sharded weights, no images are changed. InputCheck changes no weights and no random numbers.
+    outputs. The check costs one forward pass without gradients for each image of a row of the first micro-batch, at
+    most eight. With sharded weights, no images are changed. InputCheck changes no weights and no random numbers.
 
     The attribute `problems` of InputCheck lists the warnings.
     """
@@ -133,7 +133,7 @@ def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str])
                 f"the outputs of the model do not change if {len(unseen)} of {len(sizes)} {kind}s of a micro-batch are "
                 f"gray, for example the {kind} with the index {min(unseen)}"
             )
-    # The cache is cleared, because the training step must not use weights that autocast cached without gradients.
+    # Autocast's cache is cleared, because the training step must not use weights that were cached without gradients.
     torch.clear_autocast_cache()
     return problems
 

@@ -227,8 +227,8 @@ def observed_window(episode: Episode, processor: Processor) -> Prompt:
 def history_window(episode: Episode, history: int, processor: Processor) -> Prompt:
     """Build a trajectory's next prompt from all text so far and the images in the newest `history` rounds.
 
-    If `history` is large enough for all images, the prompt has the same tokens as without sampling.history, where one
-    completion grows from turn to turn.
+    If `history` covers the images of all rounds, the prompt has the same tokens as a single completion that grows from
+    turn to turn.
     """
     shown = [episode.prompt, *(past.answers for past in episode.rounds)]
     written = [*(turn.ids for turn in episode.turns), torch.empty(0, dtype=torch.long)]

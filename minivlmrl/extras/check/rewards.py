@@ -72,7 +72,7 @@ class Trial:
         return [texts[int(x.argmax())] for texts, x in zip(forms, totals, strict=True)]
 
     def of_forms(self, forms: Sequence[Sequence[str]]) -> tuple[Tensor, ...]:
-        """Return a tensor (number of texts, K) for each row: the rewards of all texts that its solution may have."""
+        """Compute the rewards of several answers to each row, as one tensor (number of answers, K) per row."""
         rows = [row for row, texts in zip(self.rows, forms, strict=True) for _ in texts]
         values = replace(self, rows=rows).score_answers(chain.from_iterable(forms))
         return values.split([len(texts) for texts in forms])
@@ -120,7 +120,8 @@ def check_contradictions(
     class of the stage, which names the fields with answers.
     """
     names = trainer.answers
-    # The package's own tasks are not checked, because a task may teach an answer format with wrong answers.
+    # Answers of the package's own tasks are not compared with solutions, because a task may teach an answer format with
+    # wrong answers.
     is_compared = names and isinstance(all_rows, FileRows)
     rows = sample_rows(all_rows, NUM_ANSWERS) if is_compared else []
     for reward in rewards if rows else ():
@@ -272,7 +273,7 @@ def check_forms(trial: Trial) -> Iterator[str]:
 
 
 def check_empty(trial: Trial, solutions: Sequence[Sequence[str]], rows_name: str = "rows") -> Iterator[str]:
-    """Check for rows with an empty solution, unless a reward accepts the answer "none" to images without the object."""
+    """Check for rows with an empty solution, if a reward gives 0 or NaN to the answer "none" for such a row."""
     num_empty = sum(not any(text.strip() for text in texts) for texts in solutions)
     if not num_empty:
         return
@@ -320,9 +321,9 @@ def check_constant(
 ) -> Iterator[str]:
     """Check whether answering every row with the most frequent solution scores as high as right answers.
 
-    Example: if a solution is right for 70 % of the dataset's rows, its mean reward is 0.7 times the mean over the
-    tested rows where it is right, plus 0.3 times the mean over the others. Rewards that read no column of the dataset,
-    such as a format reward, are left out. `right_values` are the rewards (n, K) of the right answers.
+    Example: a solution that is right for 70 % of the dataset's rows, and whose reward is 1 if right and 0.1 if wrong,
+    scores 0.7 * 1 + 0.3 * 0.1 = 0.73. Rewards that read no column of the dataset, such as a format reward, do not
+    count. `right_values` are the rewards (n, K) of the right answers.
     """
     reads_none = torch.tensor([not reward.columns for reward in trial.rewards])
 
@@ -412,7 +413,7 @@ def check_cache(trial: Trial) -> Iterator[str]:
 
 
 def format_completion(answer: str, processor: Processor, thought: str = "hm") -> str:
-    """Return a completion that contains an answer in the format data.answer_format, such as tags."""
+    """Write an answer as a completion in the format data.answer_format, for example between <answer> tags."""
     answer = find_answer(answer) or answer
     if processor.answer_format == "tags":
         return ROLLOUT.format(thought, answer)

@@ -122,7 +122,7 @@ def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
 def check_questions(rows: Sequence[Row]) -> Iterator[str]:
     """Check for questions, system messages and earlier turns that contain the solution of their row.
 
-    A question that lists all possible answers is not reported.
+    A question that lists all possible answers is not reported, although it contains the solution.
     """
     answers = []  # for each row, the letters of its right answers
     for row, texts in zip(rows, solutions_of(rows), strict=True):
@@ -168,7 +168,7 @@ def solutions_of(rows: Iterable[Row]) -> list[list[str]]:
 
 
 def letters_of(text: str) -> str:
-    """Keep only lower-case letters and digits: "Ice-Cream 2" gives "icecream2"."""
+    """Drop all characters except letters and digits, and use lower case: "Ice-Cream 2" gives "icecream2"."""
     return re.sub(r"[\W_]", "", text.lower())
 
 

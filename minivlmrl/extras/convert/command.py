@@ -103,7 +103,7 @@ def source_rows(path: Path, options: argparse.Namespace) -> Rows:
 
 
 def find_layout(path: Path, sample: list[tuple[str, dict]]) -> str:
-    """Return the name of the only known layout that fits the first rows of a file."""
+    """Return the name of the layout that fits the first rows of a file; ValueError if none or several layouts fit."""
     names = list(READERS)
     for where, row in sample:
         with error_context(where):

@@ -41,10 +41,10 @@ class Experts(nn.Module):
             self.shared_expert_gate = nn.Linear(width, 1, bias=False)
 
     def forward(self, x: Tensor, sum_over_ranks: Callable | None = None) -> Tensor:
-        """Compute outputs (N, D) for tokens x (N, D). Each expert of an MoE layer runs once, for all its tokens.
+        """Compute the MoE layer's outputs (N, D) for tokens x (N, D).
 
-        The forward and the backward pass of an MoE layer are deterministic, because tokens are reordered and never
-        accumulated by index, which would need atomic operations.
+        Each expert of an MoE layer runs once, for all its tokens. The forward and the backward pass of an MoE layer are
+        deterministic, because tokens are reordered and never accumulated by index, which would need atomic operations.
 
         Args:
             sum_over_ranks: function that sums expert token counts over ranks, if the
@@ -149,7 +149,7 @@ class StackedExperts:
 
 
 def stack_experts(weights: dict[str, Weight], config: ModelConfig, *, transposed: bool):
-    """Replace the weights of single experts, in the dictionary `weights`, by one StackedExperts per MoE weight."""
+    """Replace the weights of single experts, in the dictionary `weights`, by the stacked weights of all experts."""
     if config.experts is None:
         return
     for name in list(weights):

@@ -13,8 +13,8 @@ The error u_i depends only on the tokens j < i. Inserting S_(i-1) in the definit
 
     u_i + sum over j < i of L_ij u_j = beta_i (v_i - e^G_i S^T k_i)        L_ij = beta_i e^(G_i - G_j) k_i . k_j
 
-The state S occurs only on the right side. So the triangular systems of all chunks are solved at once, with
-X = (I + L)^-1 beta V and Y = (I + L)^-1 beta e^G K. Only these products are computed chunk after chunk:
+The state S occurs only on the right side, so the systems of all chunks are solved at once, before S is known:
+X = (I + L)^-1 beta V and Y = (I + L)^-1 beta e^G K. Only the following products are computed chunk after chunk:
 
     U = X - Y S        O = e^G Q S + M U        M_ij = e^(G_i - G_j) q_i . k_j for j <= i
     S <- e^G_C S + (e^(G_C - G) K)^T U
@@ -67,7 +67,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, s
     q, k, v, beta, g = (in_chunks(x, C) for x in (q, k, v, beta[..., None], g))
     G = g.cumsum(-1)  # (b, H, chunks, C): log decay since the chunk start
     later = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
-    # decay is of shape (b, H, chunks, C, C): between two tokens of a chunk, 0 from a later to an earlier token.
+    # The decay from token j to token i of a chunk is 0 for j > i; it is of shape (b, H, chunks, C, C).
     decay = (G[..., None] - G[..., None, :]).masked_fill(later, -math.inf).exp()
     since = G.exp()[..., None]  # (b, H, chunks, C, 1): decay since the chunk start
     until = (G[..., -1:] - G).exp()[..., None]  # decay from each token to its chunk's end

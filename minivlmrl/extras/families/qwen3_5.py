@@ -143,7 +143,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj((self.norm(out) * gate).flatten(1))
 
     def initial_state(self, rows: Tensor) -> list[Tensor]:
-        """Return the layer's state before the first token, which is zero, for each of b rows.
+        """Return a Gated DeltaNet layer's state before the first token of b rows: zeros.
 
         Returns:
             The convolution's last inputs (b, taps - 1, W), and the recurrent states (b, H, K, V) in float32 or wider.

@@ -61,9 +61,9 @@ class Finding:
         unit = GROUPS.get(self.stage, "number")
         count = len(self.explained)
         doubts = {
-            f"only one {unit} differs, too few to tell causes apart; audit a larger step": self.groups < 2,
+            f"only one {unit} differs, too few to tell causes apart; record a larger step": self.groups < 2,
             f"{count} causes give the same numbers, so this step cannot tell them apart": count > SHOWN,
-            f"a number was fitted for the first cause, so only one {unit} confirms it; audit a larger step": (
+            f"a number was fitted for the first cause, so only one {unit} confirms this cause; record a larger step": (
                 self.groups == 2 and count and self.explained[0].is_guess
             ),
             "the time was over before all causes were tried; a larger --seconds tries more": self.has_ended,
@@ -194,8 +194,8 @@ def notes(d: Dump) -> list[str]:
     result = []
     if filters:
         result.append(
-            f"tokens were sampled with {' and '.join(filters)}, but the audit normalises log-probabilities over the "
-            "whole vocabulary, as TRL does; they are not the sampler's (TRL #6789)"
+            f"tokens were sampled with {' and '.join(filters)}, but `parity` normalises log-probabilities over the "
+            "whole vocabulary, as TRL does, so they are not the sampler's log-probabilities (TRL #6789)"
         )
     if d.about.get("autocast"):
         allowed = TOLERANCE * model_stages.THROUGH_A_MODEL * model_stages.HALF

@@ -65,7 +65,7 @@ class Project:
     others: dict = field(default_factory=dict)  # further global names that the functions need
 
     def functions(self) -> list[tuple[str, list[str]]]:
-        """Return (file, names of the functions to read from the file) for each file of the project."""
+        """List the project's files, each with the names of the functions to read from the file."""
         parts = [text.partition(": ") for text in self.files.split("; ")]
         return [(file, names.split()) for file, _, names in parts]
 
@@ -118,7 +118,7 @@ def judge_project(name: str, folder: str | Path, seconds: float = 5.0) -> dict[s
 
 
 def as_loss(adapter: Callable, theirs: SimpleNamespace) -> Callable:
-    """Wrap a project's adapter as a function loss(batch, options), like a user's own loss."""
+    """Wrap a function that calls a project's loss as loss(batch, options), the signature of a user's own loss."""
 
     def loss(batch, options):
         b = SimpleNamespace(logps=batch["per_token_logps"], mask=batch["mask"])

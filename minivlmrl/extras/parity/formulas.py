@@ -8,7 +8,7 @@ from torch.nn.utils import get_total_norm
 
 
 def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round x to a dtype, but return the value `theirs` where `theirs` is an equally close rounding of x."""
+    """Round x to a dtype; of two equally close roundings, return the one that equals `theirs`."""
     # A number halfway between two representable numbers has two right roundings, so an error of 0.501 units is allowed.
     unit = torch.finfo(dtype).eps * x.abs()
     is_rounded = theirs == theirs.to(dtype)
@@ -18,7 +18,7 @@ def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
 def in_half(x: Tensor, theirs: Tensor, exact: Tensor) -> Tensor:
     """Return a trainer's log-probabilities `theirs` if they look rounded to 16 bits, else our 16-bit values x.
 
-    Two programs in 16 bits round the same weights. So the trainer's rounding errors must be as large as ours, and
+    Two programs in 16 bits round the same weights, so the rounding errors of the trainer must be as large as ours and
     correlated with ours. At least 16 log-probabilities must differ, because fewer may be correlated by chance.
     """
     errors = (x - exact)[theirs != exact]

@@ -78,7 +78,7 @@ def explains(step: Dump, change: dict | None) -> bool:
 
 
 class Combination:
-    """Adds known bugs to TRL's loss, one after the other, until it equals the user's loss in all test cases."""
+    """Adds known bugs to TRL's loss, one by one, until TRL's loss equals the user's loss in all test cases."""
 
     def __init__(self, steps: list[Dump]):
         self.steps = steps
@@ -121,7 +121,7 @@ class Combination:
         others = [cause for cause in fitted if not cause.of.who]
 
         def phases() -> Iterator[tuple[Iterator[Cause] | list[Cause], bool]]:
-            """Yield bugs to try, and whether a design may then be accepted that explains only some test cases."""
+            """Yield (bugs, is_last); if is_last, a design is accepted that explains only some test cases."""
             yield self.found.values(), False  # for example two designs that act on different cases
             most, fewest = left[0], left[-1]  # the cases with the most and the fewest differing numbers
             for search in dict.fromkeys((most, fewest)):

@@ -20,7 +20,7 @@ from minivlmrl.model.rope import get_rope_index
 # Numbers that a float32 model computes, such as gradients, get 50 times the usual tolerance.
 THROUGH_A_MODEL = 50.0
 HALF = 100.0  # further factor for a model that runs in bfloat16, float16 or an unknown dtype
-# A bug that changes nothing else than these quantities needs no new forward pass of the model.
+# A bug that changes only quantities in AFTER_FORWARD needs no new forward pass of the model.
 AFTER_FORWARD = {"logps", "mode", "inside"}
 
 
@@ -114,7 +114,7 @@ def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, ima
 
 
 def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
-    """Number the image tokens (S,) by their image, and give text tokens the number of images.
+    """Return the index of each token's image (S,); for a text token, the index is the number of images.
 
     Example: if the first image has two tokens and the second has one, "a <i><i> b <i>" gives [2, 0, 0, 2, 1].
     """
@@ -184,7 +184,6 @@ def by_hub_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def accumulate(d: Dump, change: Change) -> dict[str, Tensor]:
-    """Add up the gradients of all micro-batches."""
     ones = torch.eye(len(d.micro_batches))
     tokens = torch.stack([d["lengths"][part].sum() for part in d.micro_batches]).clamp(min=1).double()
     shares = change("micro-batch", ones.sum(0), first=ones[0], last=ones[-1], tokens=tokens)

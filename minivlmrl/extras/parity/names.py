@@ -578,8 +578,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("entropies", "grpo", "the policy becomes too sure or too random", needs="entropies"): having(
         "the entropy of a token", TIMES, LINEAR, NONLINEAR, BY_TOKEN
     ),
-    # Steps without a reference model are included, so that their report says that they cannot reveal a wrong KL
-    # estimator.
+    # A step without a reference model cannot reveal a wrong KL estimator, and the report says so if the bug is listed.
     of_kl("kl_estimator", "grpo", "another divergence is penalised", "NeMo-RL PR 2506", needs="input_ids"): choices(
         "the KL estimator is {}", "k1", "k2", "k3"
     ),
@@ -857,8 +856,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("factor", ALL_STAGES, "the model learns the opposite"): {"all values have the wrong sign": -1},
 }  # fmt: skip
 
-# If all losses of a step with 8 rows are 8 times too large, the report names the 8 rows. The regular expression of an
-# option or a count matches the tensors that may be wrong by this factor.
+# If all losses of a step with 8 rows are 8 times too large, the report names the 8 rows. Each regular expression matches
+# the names of the tensors that may be wrong by the option or the count.
 FACTORS = {
     "the temperature": (lambda d: d.about.get("temperature"), ".*logps$|entropies$|grad"),
     "one over the temperature": (lambda d: 1 / (d.about.get("temperature") or 1), ".*logps$|entropies$|grad"),

@@ -25,7 +25,7 @@ from minivlmrl.extras.parity.step import DAMAGES, Dump, SearchEndedError
 
 # Numbers count as equal up to a relative error of 1e-5, because float32 rounds to about 1e-7.
 TOLERANCE = 1e-5
-# {stage: (recorded tensor, field of step.json that names the folder of the model that recomputes the tensor)}
+# {stage: (tensor that a model recomputes, field of step.json that names the model's folder)}
 LOGPS = {
     "logps": ("per_token_logps", "model"),
     "entropies": ("entropies", "model"),
@@ -51,7 +51,7 @@ BY_PARAMETER = ("gradients", "clip", "update")
 IDS = ("tokens", "pictures", "mask")  # stages with integers, for which no factor is fitted
 # All wrong advantages of a group count as one observation, and so do all wrong loss values of a row.
 GROUPS = {"advantages": "group of completions", "loss": "row, pair or micro-batch"}
-# A number in a bug, such as c in "the ratio is at most c", is fitted by first trying each of these values.
+# The search for a number in a bug, such as c in "the ratio is at most c", begins with the values in NUMBERS.
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9, 0.95, 0.99, 0.999]
 FEW_NUMBERS = [0.05, 0.1, 0.2, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0]  # in test cases of a loss
 REFINED = 16  # number of bugs whose fitted number is refined, those with the smallest errors
@@ -105,8 +105,7 @@ class Cause:
 
     def may_be_inside(self, quantity: str) -> bool:
         """Return whether the search also tries the bug in only one place, such as the token count of the loss."""
-        # A bug that takes values from other rows could match a few wrong numbers by chance, so only a wrong mask is
-        # tried in single places.
+        # In a single place, values from other rows could match by chance, so only masks may come from other rows.
         may_be = "mask" in self.change or not self.is_limited
         return may_be and quantity in (*self.change, "") and not self.is_fitted
 
@@ -116,7 +115,7 @@ class Cause:
         return replace(self, says=f"{self.says}, only in {use}", change=change, of=replace(self.of, about=""))
 
     def with_number(self, number: float, source: str = "") -> "Cause":
-        """Return the bug with c set to a number; the bug's description names `source`, the number's likely origin."""
+        """Set the fitted number c of the bug; `source` is added to the bug's description, such as ": the 8 rows"."""
         says = self.says.replace("{c}", f"{number:.5g}") + source
         return replace(self, says=says, change=self.change | {"c": number}, is_guess=not source)
 
@@ -125,7 +124,7 @@ FACTOR = Cause("all values are {c} times as large", {"factor": table.fitted_numb
 
 
 def names_of(name: str, d: Dump) -> set[str]:
-    """Return the stage's names in the table of bugs: {"loss", "dpo"} for the loss of a DPO step."""
+    """Return the names under which the table of bugs lists a stage: {"loss", "dpo"} for the loss of a DPO step."""
     return {name, d.about["kind"] if name == "loss" else "logps" if name in LOGPS else name}
 
 
@@ -195,7 +194,7 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
 
 
 def gaps(theirs: Tensor, ours: Tensor, unit: Tensor | float) -> Tensor:
-    """Return |theirs - ours| / unit for each element; infinite if an element is not finite."""
+    """Return the relative errors |theirs - ours| / unit of two tensors; infinite where an element is not finite."""
     return ((theirs - ours).abs() / unit).nan_to_num(math.inf, math.inf)
 
 
@@ -361,7 +360,7 @@ class Search:
         return not self.d.case_tolerance and count_groups(self.name, place.of(self.base), self.d) < 2
 
     def factors(self) -> list[Cause]:
-        """Fit one factor by which all of the trainer's numbers, or all numbers of a part, are too large."""
+        """Fit one factor to the trainer's numbers, for example if all gradients are 8 times too large."""
         result = []
         if self.name in IDS:
             return result
@@ -433,7 +432,7 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
     # For a single wrong token id or learning rate no bug is named, because some bug would match it by chance.
     if (name in IDS and count_wrong(answer) < 2) or (name == "schedule" and len(all_gaps(answer)) < 2):
         return search
-    # A bug that removes 99 % of an error is accepted up to a relative error of 3e-5, because bugs may add rounding.
+    # A bug may add rounding errors, so a bug that removes 99 % of an error may leave a relative error of 3e-5.
     d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
     # Forward passes are slow. So the bugs are tried on the row with the largest error first, and only the bugs that
     # reproduce this row's log-probabilities are tried on all rows.

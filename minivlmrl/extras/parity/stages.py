@@ -2,7 +2,7 @@
 
 Each function for a stage, such as `loss`, returns {name: (theirs, ours, unit)}: the tensor of the trainer's values, the
 tensor of the recomputed values, and the size of the terms that were summed. The relative error of a number is
-|theirs - ours| / unit. A stage's function returns None if the recorded step lacks a tensor that the stage needs. Its
+|theirs - ours| / unit. A stage's function returns None if the recorded step lacks a tensor that the stage needs. The
 argument `change` is the bug that the search tries: change("mask", x) returns the wrong mask if the bug has one,
 otherwise the right mask x.
 """
@@ -414,5 +414,5 @@ def demonstrations(logps: Tensor, _, change: Change) -> Tensor:
     return averaged(change("terms", terms, per_token_logps=logps), change)
 
 
-# Each function returns a tensor (2, M): the loss of each of M micro-batches, and the size of the summed terms.
+# Each function in LOSSES returns a tensor (2, M): the loss of each of M micro-batches, and the size of its terms.
 LOSSES = {"grpo": policy, "dpo": preferences, "sft": demonstrations}

@@ -55,7 +55,7 @@ class Dump(dict):
         ones = torch.ones_like(tensors["input_ids"])
         n, self.width = ones.shape
         self.all_rows = torch.arange(n)
-        self.eps = {}  # machine epsilon for the dtype in which each float tensor was dumped
+        self.eps = {}  # machine epsilon for the dtype in which each float tensor was recorded
         self["micro_batch"] = self.all_rows * 0
         self["attention_mask"] = ones
         self["tool_mask"] = ones
@@ -206,8 +206,8 @@ def read(folder: str | Path) -> Dump:
     folder = Path(folder)
     if not (folder / "step.json").is_file():
         raise ValueError(
-            f"{folder} is not a dumped step, because it does not contain step.json. "
-            "docs/numerical_parity.md explains how to dump a step."
+            f"{folder} is not a recorded step, because it does not contain step.json. "
+            "docs/numerical_parity.md explains how to record a step."
         )
     try:
         about = read_json(folder / "step.json")

@@ -3,7 +3,7 @@
     with grpo_steps(trainer, "steps"):      # or dpo_steps, sft_steps
         trainer.train()                     # steps/0, steps/1, ...; then: python -m minivlmrl parity steps/0
 
-Every value is recorded outside the code that the audit checks: log-probabilities and their gradients are recorded at a
+Every value is recorded outside the code that `parity` checks: log-probabilities and their gradients are recorded at a
 model's forward, the loss is the result of training_step, the rewards are the results of the reward functions, and the
 weights are copied before and after optimizer.step.
 """
@@ -30,10 +30,10 @@ from minivlmrl.extras.parity.step_format import BY_ROW, FILTERS, OPTIONS_OF_A_RO
 from minivlmrl.extras.parity.units import NO_DECAY
 
 AUTOCASTS = {"no": None, "bf16": "bfloat16"}  # accelerate's mixed_precision and our field `autocast`
-# {name of a tensor in TRL's micro-batch: name in the recorded step}
+# The tensors of TRL's micro-batches have the same names in the recorded step, except sampling_per_token_logps.
 INPUTS = {name: name for name in [*BY_ROW, "pixel_values", "image_grid_thw", "num_images"]}
 INPUTS["sampling_per_token_logps"] = "sampler_logps"
-# {name of a model output in TRL: names of the output and of its gradient in the recorded step}
+# The recorded step stores TRL's model output log_probs as per_token_logps, and its gradient as logps_gradient.
 OUTPUTS = {
     "log_probs": ["per_token_logps", "logps_gradient"],
     "entropy": ["entropies", "entropies_gradient"],
@@ -49,7 +49,7 @@ def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
     """
     if trainer.args.label_smoothing_factor:
         raise ValueError(
-            f"label_smoothing_factor is {trainer.args.label_smoothing_factor}, but the audit does not "
+            f"label_smoothing_factor is {trainer.args.label_smoothing_factor}, but `parity` does not "
             "support label smoothing in SFT. Set label_smoothing_factor to 0."
         )
     about = {
@@ -136,8 +136,8 @@ class Steps(ExitStack, TrainerCallback):
         precision = trainer.accelerator.mixed_precision
         if precision not in AUTOCASTS:
             raise ValueError(
-                f"the trainer's mixed precision is {precision}, but it must be no or bf16, because the "
-                "audit does not support scaled gradients. Set bf16 to True, or fp16 to False."
+                f"the trainer's mixed precision is {precision}, but it must be no or bf16, because "
+                "`parity` does not support scaled gradients. Set bf16 to True, or fp16 to False."
             )
         self.trainer = trainer
         self.folder = Path(folder)

@@ -54,7 +54,7 @@ PARTS = {
 
 
 class Distinct(dict):
-    """A dictionary of distinct tensors; the name of a removed duplicate still returns an equal tensor."""
+    """A dictionary in which two names may have the same tensor; iteration then yields only the first name."""
 
     def __init__(self):
         self.equal = {}
@@ -73,7 +73,7 @@ def different(orders: dict[str, Tensor], same: Tensor) -> Distinct:
 
 
 def ordered(table: dict[str, Callable], item: str, unit: str, blocks: list[Tensor], same: Tensor) -> dict[str, Tensor]:
-    """Permute the row or token indices inside each block, such as a GRPO group, with each function of a table."""
+    """Apply each function of a table to the row or token indices of each block, such as a GRPO group."""
     indices = torch.cat(blocks)
     return {
         says.format(item, unit): same.put(indices, torch.cat([order(x) for x in blocks]))

@@ -118,7 +118,7 @@ def test_two_mistakes_of_one_stage_are_named_together():
 def test_the_report_says_when_too_few_numbers_differ():
     for rows, is_said in (([1.0, 1.0, 0.3, 1.0, 1.0, 1.0], True), ([1.0, 1.0, 0.3, 1.0, 0.7, 1.0], False)):
         d = step(gradient=lambda x, rows=rows: x * torch.tensor(rows)[:, None])
-        text = "only one row, pair or micro-batch differs, too few to tell causes apart; audit a larger step"
+        text = "only one row, pair or micro-batch differs, too few to tell causes apart; record a larger step"
         assert (text in report(audit(d, seconds=0), d)) == is_said
 
 

@@ -92,7 +92,7 @@ def test_every_cause_can_be_computed_on_some_step(folder, tmp_path, monkeypatch)
 
 
 def test_label_smoothing_is_rejected_and_the_sampler_is_compared(folder, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="the audit does not support label smoothing"):
+    with pytest.raises(ValueError, match="`parity` does not support label smoothing"):
         STEPS_OF["sft"](trl_fixtures.sft(folder, tmp_path / "sft", label_smoothing_factor=0.1), tmp_path)
     trainer = trl_fixtures.grpo(folder, tmp_path / "grpo")
     with monkeypatch.context() as patch:
@@ -183,5 +183,5 @@ def test_the_command_names_a_bug_under_autocast(folder, tmp_path, capsys, monkey
     assert "0.5 times as large: 1 over the 2 micro-batches" in out and "no known cause" not in out
     assert "note: the model ran in bfloat16 (autocast), so log-probabilities agree if" in out
     assert "not in this step: tokens, pictures, logps of old, logps of sampler" in out
-    with pytest.raises(ValueError, match=r"nowhere is not a dumped step, because it does not contain step\.json"):
+    with pytest.raises(ValueError, match=r"nowhere is not a recorded step, because it does not contain step\.json"):
         main([str(tmp_path / "nowhere")])
