@@ -856,8 +856,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("factor", ALL_STAGES, "the model learns the opposite"): {"all values have the wrong sign": -1},
 }  # fmt: skip
 
-# If all losses of a step with 8 rows are 8 times too large, the report names the 8 rows. Each regular expression matches
-# the names of the tensors that may be wrong by the option or the count.
+# If all losses of a step with 8 rows are 8 times too large, the report names the 8 rows. Each regular expression
+# matches the names of the tensors that may be wrong by the option or the count.
 FACTORS = {
     "the temperature": (lambda d: d.about.get("temperature"), ".*logps$|entropies$|grad"),
     "one over the temperature": (lambda d: 1 / (d.about.get("temperature") or 1), ".*logps$|entropies$|grad"),
