@@ -12,9 +12,9 @@ A GPU computes all parts of the keys at once, because no part depends on another
     out = sum 2^(e_j - max e) o_j / sum 2^(e_j - max e)
 
 is the attention output over all keys. A second, small kernel computes `out`. Each program reads its keys in blocks, and
-combines the results of the blocks by the formula for `out`. The queries from all rows of a prompt form one tile, so
-that the prompt's keys are read once for all rows. The completion's own keys are read once for all query heads that
-share a key head.
+combines the results of the blocks by the formula above. The queries from all rows of a prompt form one tile, so that
+the prompt's keys are read once for all rows. The completion's own keys are read once for all query heads that share a
+key head.
 
 Sources: Flash-Decoding (Dao et al., 2023) divides keys into parts, and Hydragen (Juravsky et al., 2024) shares prompt
 keys.

@@ -6,10 +6,10 @@ Derivation. For one hidden state h (D,), head W (V, D), chosen token y and tempe
     dh = W^T dz        dW = sum over rows of dz h^T
 
 The forward and the backward pass compute the logits (M, V) one block at a time. A row of logits belongs to one hidden
-state, and the forward pass stores only three numbers for each row: top, s and H. The backward pass computes each block
-of logits again, and overwrites the logits with their gradient dz. The forward and the backward pass together take four
-matrix products, each with M * V * D multiplications. The backward pass skips rows of logits without a gradient, for
-example because of a zero advantage or a clipped ratio.
+state. For each row, the forward pass stores only three numbers: top, s and H of selective_log_softmax.py. The backward
+pass computes each block of logits again, and overwrites the logits with their gradient dz. The forward and the backward
+pass together take four matrix products, each with M * V * D multiplications. The backward pass skips rows of logits
+without a gradient, for example because of a zero advantage or a clipped ratio.
 
     torch     blocks have a few rows with the logits of all ids, and fit into the CPU's caches.
     Triton    blocks have up to 4,096 rows, and 2,048 ids or more. A block stays in the GPU's L2 cache between the

@@ -1,4 +1,4 @@
-"""Triton kernel that unpacks NF4 weights (4 bits each) with one read and one write.
+"""Triton kernel that unpacks NF4 weights (4 bits each) in one pass over the memory.
 
 An NF4 byte holds two indices into a table with 16 values, the first index in the upper 4 bits. The 64 values of a block
 share a scale. A block's scale is stored as an 8-bit index into a table of 256 numbers: scale = table[index] *

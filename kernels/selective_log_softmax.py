@@ -9,9 +9,9 @@ Derivation. For one row's logits z (V,), chosen token y and temperature T, with 
     logp = log p_y = d_y - log s <= 0
     H = -sum_j p_j log p_j = -sum_j p_j (d_j - log s) = log s - t / s
 
-The log-probability logp and the entropy H of a row of logits follow from top, s, t and d_y. A row can be read in parts
-of any size. Two parts, 1 and 2, are combined with top = max(top1, top2) and c1 = (top1 - top) / T (and likewise c2),
-because exp(d + c1) = exp(d) exp(c1):
+The log-probability logp and the entropy H of a row of logits follow from the maximum top, the sums s and t, and d_y. A
+row can be read in parts of any size. Two parts, 1 and 2, are combined with top = max(top1, top2) and c1 = (top1 - top)
+/ T (and likewise c2), because exp(d + c1) = exp(d) exp(c1):
 
     s = s1 exp c1 + s2 exp c2          t = (t1 + c1 s1) exp c1 + (t2 + c2 s2) exp c2
 
@@ -85,7 +85,7 @@ def differentiate_rows_(
 
 
 def differences_(z: Tensor, top: Tensor, temperature: float) -> Tensor:
-    """Replace the logits z (m, V) by d = (z - top) / T, but at least FLOOR ln 2; top (m,) are the row maxima."""
+    """Replace the logits z (m, V) by d = (z - top) / T, but at least -126 ln 2; top (m,) are the row maxima."""
     z.sub_(top[:, None])
     if temperature != 1:
         z.div_(temperature)
@@ -180,7 +180,7 @@ def _score_kernel(
     if LAST:
         log_s = tl.log2(s)
         logp = (chosen - top - log_s) * LN2
-        # Because of rounding, a log-probability near 0 could become positive; it is then set to 0.
+        # Because of rounding, a log-probability near 0 could become positive, so 0 is the upper limit.
         tl.store(logps + row, tl.where(logp > 0, 0.0, logp))
         tl.store(entropies + row, (log_s - t / s) * LN2)
         tl.store(tops + row, top)

@@ -528,8 +528,8 @@ class RunConfig:
         """The rewards in evaluations: data.eval_rewards, or the training rewards if data.eval_rewards is None.
 
         Training rewards are ordered by weight, the largest first, and rewards for the format come last. The reward
-        `reward_model` is left out of evaluations, because a reward model can only score training rows. If no reward is
-        left, evaluations use the rewards accuracy and format.
+        `reward_model` is left out of evaluations, because a reward model can only score training rows. If
+        `reward_model` is the only training reward, evaluations use the rewards accuracy and format.
         """
         if self.data.eval_rewards is not None:
             return self.data.eval_rewards

@@ -134,7 +134,7 @@ class Reader:
         """Check and convert a value of a recipe; `name` is the field's path in error messages, such as "grpo.beta"."""
         origin = typing.get_origin(hint)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            # A caller may pass a dataclass in place of a dict.
+            # A section of options may already be a dataclass instead of a dict.
             return value if isinstance(value, hint) else self.read_section(hint, value, name)
         if origin in (typing.Union, types.UnionType):
             return self._read_union(hint, value, name)

@@ -188,7 +188,7 @@ class ChatTemplate:
         raise self._error(f"the template does not render {missing}. {advice}")
 
     def _length(self, text: str, messages: list[dict], add_generation_prompt: bool) -> int:
-        """Return the length of the rendered first `messages`, with which `text` must begin."""
+        """Return how many characters of the rendered `text` belong to the first messages."""
         beginning = self._lay_out(messages, add_generation_prompt)
         if not text.startswith(beginning):
             raise self._error(
