@@ -38,7 +38,6 @@ from minivlmrl.trainers.base import Step, Trainer
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of the command line of `replay`; arguments that the parser does not know are recipe options."""
     p = argparse.ArgumentParser("python -m minivlmrl replay", description=__doc__, allow_abbrev=False)
     p.add_argument("run", help="folder of a run, or a recipe with options --section.name=value")
     p.add_argument("--recipe", help="recipe (default: config.yaml of the run, if it names no Python code)")
@@ -49,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    """Replay a training step, and print a prompt with its completions; return 1 if the run's logs differ."""
+    """Replay a training step, and print a prompt with its completions; return 1 if the run's logs differ, else 0."""
     options, overrides = build_parser().parse_known_args(arguments)
     folder, number = Path(options.run), options.step
     for override in overrides:

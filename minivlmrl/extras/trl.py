@@ -106,7 +106,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _compute_loss(self, model, inputs: dict[str, Any]) -> Tensor:
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)  # (B, T)
         logps, entropies, aux_loss = self._score(model, inputs)
-        # number of micro-batches whose gradients are accumulated for one optimizer step
+        # parts is the number of micro-batches whose gradients are accumulated for one optimizer step.
         parts = self.current_gradient_accumulation_steps if self.model.training else 1
         normalizer = LossNormalizer(len(mask) * parts, self._tokens(inputs, parts), self.max_completion_length)
         kept = mask

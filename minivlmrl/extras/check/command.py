@@ -36,7 +36,6 @@ from minivlmrl.trainers.registry import find_trainers
 
 
 def main(arguments: list[str]) -> int:
-    """Run the `check` command; return its exit status, which is 1 if there are problems, else 0."""
     if not arguments or "--help" in arguments:
         print(__doc__)
         return 0

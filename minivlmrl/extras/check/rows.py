@@ -173,7 +173,7 @@ def letters_of(text: str) -> str:
 
 
 def check_boxes(rows: Sequence[Row]) -> Iterator[str]:
-    """Check that the boxes in the solutions are in pixels and lie inside the image."""
+    """Check that the boxes in the solutions are in pixels, and lie inside the image."""
     for row in rows:
         try:
             if row.images:

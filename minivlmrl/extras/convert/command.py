@@ -136,7 +136,6 @@ def new_name(path: Path, row: dict, to: str | None) -> Path:
 
 
 def is_read(path: Path) -> bool:
-    """Return True if a run can open the file."""
     try:
         open_rows(path)
     except ValueError:
@@ -173,7 +172,7 @@ def batches(rows: Iterator[dict]) -> Iterator[list[dict]]:
 
 
 def convert_list(path: Path, options: argparse.Namespace) -> Iterator[Plain]:
-    """Convert each file in a YAML list of data sets as VLM-R1 has, and yield the entries of the option data.train.
+    """Convert each file in a YAML list of data sets, and yield the entries of the option data.train.
 
     Relative paths start from the current folder, or from the folder of the list if the current folder has no such file.
     """

@@ -13,7 +13,6 @@ from minivlmrl.json_files import parse_json
 IMAGE_NAME = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
 ROW_FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 WRITTEN = re.compile(r"rows_(converted|trl|ms-swift|verl)\.\w+")  # files that this command has written
-# Columns of a CSV file whose cells may contain JSON
 JSON_COLUMNS = "messages", "prompt", "conversations", "history", "images", "videos", "objects", "reward_model", "tools"
 BOOL_OR_NUMBER = re.compile(r"(?i)true|false|-?\d*\.?\d+")
 Rows = Iterator[tuple[str, dict]]  # each row's place, such as "rows.csv:3", and its columns

@@ -75,7 +75,6 @@ class Experts(nn.Module):
         return out
 
     def counts(self, ids: Tensor) -> list[int]:
-        """Count each expert's tokens in a batch."""
         if ids.is_meta:  # token ids are unknown in a memory estimate, so the first expert gets all tokens
             return [ids.numel()] + [0] * (len(self.experts) - 1)
         return ids.flatten().bincount(minlength=len(self.experts)).tolist()

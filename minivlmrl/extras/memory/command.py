@@ -180,7 +180,6 @@ def two_digits(value: float) -> str:
 
 
 def disk_text(question: MemoryQuestion) -> str:
-    """Describe how many GB a run downloads and writes to disk."""
     weights = question.estimator.parameters * DTYPES[question.estimator.config.torch_dtype].itemsize
     written = ", ".join(f"{size / GB:.2g} GB of {name}" for name, size in written_bytes(question).items())
     advice = (
@@ -235,13 +234,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def find_settings(name: str | Path) -> Path:
-    """Return the folder that contains a model's config.json; download config and tokenizer, but no weights."""
+    """Return the folder with a model's config.json; only config and tokenizer are downloaded from the hub."""
     path = Path(name)
     return path.parent if path.is_file() else find_folder(path, SETTINGS)
 
 
 def model_config(name: str | Path) -> ModelConfig:
-    """Read a model's config.json, given the file, the folder or the repository id of the model."""
     path = Path(name)
     return config_json.from_dict(read_json(path if path.is_file() else find_settings(name) / "config.json"))
 

@@ -168,7 +168,7 @@ def where(answer: dict) -> list[str]:
 
 
 def report(findings: list[Finding], d: Dump) -> str:
-    """Return the text that `python -m minivlmrl parity` prints about a recorded step."""
+    """Return the text that `parity` prints about a recorded step."""
     lines = []
     topics = defaultdict(list)
     for finding in findings:

@@ -17,7 +17,6 @@ from minivlmrl.extras.parity.loss import judge
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check the loss or step that the command line names, print a report, and return the exit status."""
     says = "Check a loss function against TRL's recorded numbers, or recompute a recorded step of any trainer."
     p = argparse.ArgumentParser("python -m minivlmrl parity", description=says)
     target = "FILE.py:FUNCTION, a function (batch, options) -> loss, or a folder with step.json and step.safetensors"

@@ -139,7 +139,6 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Return the larger error."""
         return max(self.loss_error, self.gradient_error)
 
     def __str__(self) -> str:

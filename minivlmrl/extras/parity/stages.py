@@ -353,7 +353,6 @@ POLICY_TERMS = {
     "the KL": (kl_term_of, "beta"),
     "the mean entropy": (entropy_term, "entropy_coef"),
 }
-# The function that averages token losses for each loss_type of GRPO and SFT
 ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}
 
 

@@ -158,7 +158,7 @@ class Dump(dict):
         return torch.stack(rows, 1)
 
     def again(self, ids: list[int]) -> list[int]:
-        """Decode token ids to text, and return the token ids of this text."""
+        """Decode token ids to text, and encode the text again."""
         tokenizer = load_tokenizer(Path(self.about["model"]) / "tokenizer.json")
         tokenizer.backend.encode_special_tokens = False
         return tokenizer.encode(tokenizer.decode(ids))
