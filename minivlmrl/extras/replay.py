@@ -105,10 +105,7 @@ class StopBefore(Callback):
 
 
 def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimizer, Step, Sequence[Row]]:
-    """Train up to a step, and return the trainer, the optimizer, and the step with its dataset rows.
-
-    Training resumes from the run's last checkpoint before the step, and writes to a temporary folder.
-    """
+    """Train from the last checkpoint before a step up to the step; return trainer, optimizer, step and dataset rows."""
     if stage not in config.stage_names:
         raise ValueError(
             f"--stage {stage}: the run has no stage with this name. Choose one of its stages: "

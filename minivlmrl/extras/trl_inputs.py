@@ -161,12 +161,7 @@ def rounds_of_media(arguments: dict, sizes: list[int], token: int | None) -> lis
 
     Each group is a list of tuples (index of the image, index of its row), with at most one image of each row. An image
     after the last trained token of its row is left out, because it cannot change the loss. If the token ids do not tell
-    which row has which image, all images are one group, and the row is None.
-
-    Args:
-        arguments: the model's arguments.
-        sizes: number of patches of each image or video.
-        token: id of the tokens that stand for images, or for videos.
+    which row has which image, all images are one group, and the row is None. `sizes` are the images' patch counts.
     """
     ids = arguments.get("input_ids")
     if ids is None or token is None or not (ids == token).any():

@@ -84,17 +84,12 @@ def check_trial(trial: Trial, rows: Dataset) -> Iterator[str]:
 def readable_rows(rows: Dataset, processor: Processor, answers: Sequence[str]) -> Dataset:
     """Return a dataset without unreadable rows, which training skips if data.skip_unreadable is true."""
     if not isinstance(rows, FileRows):
-        return rows  # an embedded task's images are all readable
+        return rows  # the images of our own tasks are all readable
     return ReadableRows(rows, lambda row: readable_prompt(row, processor, answers))
 
 
 class ReadableRows(RowSelection):
-    """A dataset in which each unreadable row is replaced by the next readable row, as in training.
-
-    Args:
-        rows: the dataset.
-        use: function that takes a row, and raises ValueError if the row is unreadable.
-    """
+    """A dataset in which the next readable row replaces each unreadable row, for which `use` raises ValueError."""
 
     def __init__(self, rows: FileRows, use: Callable[[Row], Any]):
         super().__init__([rows], [(0, index) for index in range(len(rows))])

@@ -44,13 +44,10 @@ def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor:
 
 
 def check_shared_images(stage: str, held_out: Dataset, rows: Dataset) -> Iterator[str]:
-    """Check for evaluation images that equal training images pixel by pixel.
-
-    Whole evaluation rows that equal training rows are reported when any run starts.
-    """
+    """Check for evaluation images that equal training images pixel by pixel."""
     if not isinstance(held_out, FileRows) or not isinstance(rows, FileRows):
         return
-    if count_trained_on(held_out, rows):
+    if count_trained_on(held_out, rows):  # find_mistakes reports evaluation rows that equal training rows
         return
     held_out_images = pixel_hashes(held_out)
     num_shared = len(held_out_images & pixel_hashes(rows)) if held_out_images else 0

@@ -213,11 +213,8 @@ def longest_text(trial: Trial) -> str:
 def check_totals(names: Sequence[str], totals: Sequence[float], has_solutions: bool) -> Iterator[str]:
     """Check that right answers have a higher total reward than texts without an answer.
 
-    If the rows have no solutions, only the empty text is compared with right answers.
-
-    Args:
-        names: name of each text without an answer, of which the first is the empty text.
-        totals: mean total reward for each of these texts, then for the right answers.
+    `totals` are the mean rewards of the empty text, of the other texts in `names`, and of the right answers. If the
+    rows have no solutions, only the empty text is compared with right answers.
     """
     *others, right_mean = totals
     if right_mean <= others[0]:
@@ -387,7 +384,7 @@ def check_cache(trial: Trial) -> Iterator[str]:
     Each right answer is scored for its own row, and then for a row with another solution. Another text with the same
     right answer is scored for the two rows in reverse order. `trial` has a single reward.
     """
-    if trial.processor.answer_format == "whole":  # in which no two texts are equivalent
+    if trial.processor.answer_format == "whole":  # no two texts contain the same answer
         return
     pairs = []  # each row's answer, the row, and a row with another solution
     for row, answer in zip(trial.rows, trial.right_answers(), strict=True):

@@ -15,7 +15,7 @@ from minivlmrl.rewards.text import find_answer
 from minivlmrl.trainers.registry import find_class
 
 NUM_ROWS = 16  # rows that are checked in detail
-TASK_ROWS = 1000  # rows of an embedded task that are checked, because all are similar
+TASK_ROWS = 1000  # rows of one of our own tasks that are checked, because all are similar
 MAX_MARKUP_TOKENS = 64  # maximum number of tokens that a chat template adds to an answer
 
 

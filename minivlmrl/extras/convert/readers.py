@@ -192,7 +192,7 @@ READERS: dict[str, Reader] = {
     "prefix": read_question("prefix"),
     "question": read_question("question"),
     "rendered": read_rendered,
-    "ours": read_ours,  # is tried if no other one fits
+    "ours": read_ours,  # used only if no other layout fits
 }
 
 

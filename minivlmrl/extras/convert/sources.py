@@ -54,7 +54,7 @@ def _read_folder(folder: Path) -> Rows:
         for path in images:  # the folder of an image is its class: the solution of train/cat/1.png is "cat"
             yield str(path), {"image": path.relative_to(folder).as_posix(), "solution": path.parent.name}
     else:
-        rows = open_rows(folder)  # or the reason why the folder cannot be read
+        rows = open_rows(folder)  # raises an error that says why the folder cannot be read
         yield from ((rows.where(index), rows[index]) for index in range(len(rows)))
 
 
@@ -141,10 +141,7 @@ def _row_of_cells(names: list[str], cells: list[str], separator: str) -> dict:
 
 
 def _swallows_rows(cell: str, number: int, columns: int, separator: str) -> bool:
-    """Return True if a cell seems to contain the following rows, because its quote was not closed.
-
-    If a cell contains rows, each of its lines has as many commas as a row, which the lines of a text rarely have.
-    """
+    """Return True if a quote seems not to be closed: each line of the cell has as many commas as a row of the file."""
     lines = cell.split("\n")
     counts = [len(re.findall(rf"{separator}(?=\S|$)", line.strip("\r"))) for line in lines]
     expected = [columns - 1 - number, *[columns - 1 for _ in lines[2:]], number]

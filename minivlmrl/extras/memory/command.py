@@ -156,10 +156,7 @@ def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
 
 
 def decoder_bytes(model: VisionLanguageModel, dtype: torch.dtype) -> float:
-    """Return the bytes of the decoder's and the head's weights that a decode step reads and writes.
-
-    A decode step reads each packed 4-bit weight, and writes and reads the 16-bit values of the unpacked weight.
-    """
+    """Return the bytes of weights that a decode step reads, and that it writes when it unpacks 4-bit weights."""
     read = computed_bytes(model.model.layers, dtype) + model.lm_head.weight.numel() * dtype.itemsize
     packed = [layer for layer in model.model.layers.modules() if isinstance(layer, PackedLinear)]
     return read + sum(2 * dtype.itemsize * layer.shape.numel() for layer in packed)

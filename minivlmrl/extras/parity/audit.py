@@ -46,7 +46,7 @@ class Finding:
     where: Sequence[str] = ()  # text lines: how many numbers differ, then examples
     # Bugs that explain the wrong numbers; empty if no known bug does
     explained: Sequence[Cause] = ()
-    again: bool = False  # whether an earlier stage has reported the same cause already
+    again: bool = False  # whether an earlier stage has reported the same bug
     groups: int = 0  # how many independent groups differ, see count_groups
     has_ended: bool = False  # whether the time was over before all bugs were tried
 

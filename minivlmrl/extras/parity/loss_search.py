@@ -48,11 +48,7 @@ def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor, toleran
 def find_parts(steps: list[Dump], seconds: float) -> list[list[Cause]]:
     """Search for known bugs with which TRL's loss equals the user's loss in all test cases.
 
-    Returns:
-        A list for each bug, with the bug and other bugs that give the same numbers; [] if the search fails.
-
-    Raises:
-        SearchEndedError: the time limit is over.
+    Returns a list for each bug, with the bug and other bugs that give the same numbers; [] if the search fails.
     """
     deadline = time.thread_time() + seconds
     for step in steps:
@@ -135,7 +131,7 @@ class Combination:
             yield fewest.fitted(others), True
             yield most.tried(most.pairs()), most is fewest
 
-        found = {}  # {sentence: (number of cases that the cause reproduces, cause)}
+        found = {}  # {description: (number of test cases that the bug explains, bug)}
         best = []
         for causes, is_last in phases():
             for cause in [*causes]:

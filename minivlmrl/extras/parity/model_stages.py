@@ -204,7 +204,9 @@ def micro_batch_gradients(d: Dump, number: int) -> dict[str, Tensor]:
         slopes = d["logps_gradient"]
         both = [slopes, d.get("entropies_gradient", slopes * 0)]
         passes = [(d.forward, both)]
-        if d.entropy_forward != d.forward:  # the entropies come from another forward, for example with other logits
+        if (
+            d.entropy_forward != d.forward
+        ):  # the entropies come from another forward pass, for example with other logits
             passes = [(d.forward, [slopes, slopes * 0]), (d.entropy_forward, [slopes * 0, both[1]])]
         total = {}
         for deviation, weights in passes:

@@ -27,7 +27,7 @@ class Quantity:
     source: str = ""  # a line of code, a paper, or an issue or pull request
     about: str = ""  # feature that a step must contain to reveal the mistakes
     needs: str = "input_ids"  # tensor that the step must contain
-    who: str = ""  # projects that do it on purpose, with their parameter; such a cause is a design and no mistake
+    who: str = ""  # projects that do so on purpose, with their option; a bug with `who` is called a design
 
     def stage_names(self) -> set[str]:
         """Return the names in `stages`."""
@@ -38,7 +38,7 @@ class Limited(NamedTuple):
     """Marks a bug that the search tries in several parts of a step, such as "only in truncated completions"."""
 
     kinds: str  # Dump attributes that hold the parts, separated by spaces
-    formula: Callable | None = None  # None means that the parts are orders in which the values are used
+    formula: Callable | None = None  # None if each part is a wrong order of rows or tokens
 
 
 regions = partial(Limited, "regions")

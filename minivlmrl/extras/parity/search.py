@@ -182,7 +182,7 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
         d.usual_answers[name] = answer
     for key, (theirs, ours, unit) in (answer or {}).items():
         ours = ours * factor
-        if d.case_tolerance:  # as in `distance`, which finds equal a NaN in the same place
+        if d.case_tolerance:  # two NaN are equal, as in `formulas.distance`
             theirs, ours = theirs.nan_to_num(nan=1e300), ours.nan_to_num(nan=1e300)
             unit = ours.where(ours.abs() < 1e300, 0.0).abs().max().clamp(min=1) * d.case_tolerance / TOLERANCE
         else:  # the unit is limited, so that a bug with huge numbers does not hide differences
@@ -372,7 +372,7 @@ class Search:
             theirs, ours = (torch.cat(x) for x in zip(*pairs, strict=True))
             best = float(theirs @ ours / (ours @ ours + 1e-300))
             numbers = [min(self.sources, key=lambda number, best=best: abs(number - best))] if self.sources else []
-            if count_wrong(place.of(self.base)) > 2:  # some factor always matches two opposite advantages
+            if count_wrong(place.of(self.base)) > 2:  # two opposite advantages always match some factor
                 numbers += [float(f"{best:.{digits}g}") for digits in (1, 2, 3)] + [best]
             for number in numbers:
                 if number == 0 and (theirs.any() or not self.sources):

@@ -364,7 +364,7 @@ def averaged(terms: Tensor, change: Change, rounding: Tensor | float = 0.0) -> T
     definition = loss_options(Change(change.d, {}))
     average = ALL_AVERAGES[change("average", definition.loss_type)]
     terms = terms * (mask * weights)
-    sizes = terms.detach().abs() + rounding  # of terms that are differences between larger numbers
+    sizes = terms.detach().abs() + rounding  # `rounding` belongs to terms that are differences of larger numbers
     results = []
     for part in change.d.micro_batches:
         normalizer = normalizer_of(part, counted, change)
