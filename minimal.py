@@ -6,15 +6,18 @@
 
 A row is {"image": "cat.jpg", "problem": "How many cats are there?", "solution": "2"}. SFT imitates
 given answers. GRPO samples several answers to a question, and makes those with more reward more
-likely. DPO makes a chosen answer more likely than a rejected one. Read minimal.py from top to
-bottom; a line like "# ---- A -> B" says what the next part takes and returns. minimal.py lacks: -
-all prompts in one packed sequence, and Triton kernels: minivlmrl/model/packing.py, kernels/ -
-log-probabilities without storing all logits: kernels/selective_log_softmax.py - several GPUs:
-minivlmrl/distributed/fsdp.py - LoRA and 4-bit weights for small cards: minivlmrl/model/lora.py,
-minivlmrl/model/nf4.py - resume, logs, evaluation: minivlmrl/run/ - several updates per rollout,
-DAPO, GSPO, PPO: minivlmrl/trainers/, minivlmrl/losses/ - videos, conversations, other files of
-rows: minivlmrl/data/ - Qwen2-VL, Qwen3-VL: minivlmrl/model/families/ - tools:
-minivlmrl/extras/agents/
+likely. DPO makes a chosen answer more likely than a rejected one. Read this file from top to
+bottom; a line like "# ---- A -> B" says what the next part takes and returns. The package has what
+minimal.py lacks:
+- all prompts in one packed sequence, and Triton kernels: minivlmrl/model/packing.py, kernels/
+- log-probabilities without storing all logits: kernels/selective_log_softmax.py
+- several GPUs: minivlmrl/distributed/fsdp.py
+- LoRA and 4-bit weights for small cards: minivlmrl/model/lora.py, minivlmrl/model/nf4.py
+- resume, logs, evaluation: minivlmrl/run/
+- several updates per rollout, DAPO, GSPO, PPO: minivlmrl/trainers/, minivlmrl/losses/
+- videos, conversations, other files of rows: minivlmrl/data/
+- Qwen2-VL, Qwen3-VL: minivlmrl/model/families/
+- tools: minivlmrl/extras/agents/
 """
 
 import argparse
