@@ -29,13 +29,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = p.parse_args(arguments)
     if bool(options.target) == bool(options.project) or bool(options.project) != bool(options.path):
         p.error("give a target, or --project and --path")
+    limit = {} if options.seconds is None else {"seconds": options.seconds}
     if options.project:
-        verdicts = judge_project(options.project, options.path, options.seconds or 5.0)
+        verdicts = judge_project(options.project, options.path, **limit)
         print(section(options.project, verdicts))
         return int(any(verdict.differences for verdict in verdicts.values()))
     if ":" in options.target:
         only = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in options.only)}
-        limit = {} if options.seconds is None else {"seconds": options.seconds}
         verdict = judge(load_name(options.target), **limit, **only)
         print(verdict)
         return int(bool(verdict.differences))

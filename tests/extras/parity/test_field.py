@@ -7,6 +7,7 @@ import zipfile
 
 import pytest
 
+from minivlmrl.extras.parity import command
 from minivlmrl.extras.parity.command import main
 from minivlmrl.extras.parity.field import LOSSES, PROJECTS, Project, Settings, read_functions
 from tests.helpers.links import ROOT
@@ -38,6 +39,14 @@ def test_functions_are_read_without_importing_their_package(tmp_path):
         read_functions(Project("theirs on PyPI", "1.0", "theirs/loss.py: ppo", {}), tmp_path)
     with pytest.raises(ValueError, match=r"has no file theirs/kl.py; give the folder of a clone or of an unpacked"):
         read_functions(Project("theirs on PyPI", "1.0", "theirs/kl.py: kl", {}), tmp_path)
+
+
+def test_the_time_limit_of_a_project_may_be_zero(monkeypatch):
+    limits = []
+    monkeypatch.setattr(command, "judge_project", lambda name, path, seconds: limits.append(seconds) or {})
+    monkeypatch.setattr(command, "section", lambda name, verdicts: "")
+    assert main(["--project=verl", "--path=x", "--seconds=0"]) == 0
+    assert limits == [0.0]
 
 
 def test_the_command_takes_a_target_or_a_project(capsys):
