@@ -19,7 +19,7 @@ except ImportError as error:
         "run `pip install transformers`"
     ) from error
 
-# For each kind: the model's arguments for the patches and for their grids, and the config's name of the token id
+# {kind: names of the model's two arguments for images or videos, and the config's name for their token id}
 MEDIA = {
     "image": ("pixel_values", "image_grid_thw", "image_token_id"),
     "video": ("pixel_values_videos", "video_grid_thw", "video_token_id"),

@@ -117,7 +117,6 @@ class Combination:
         others = [cause for cause in fitted if not cause.of.who]
 
         def phases() -> Iterator[tuple[Iterator[Cause] | list[Cause], bool]]:
-            """Yield (bugs, is_last); if is_last, a design is accepted that explains only some test cases."""
             yield self.found.values(), False  # for example two designs that act on different cases
             most, fewest = left[0], left[-1]  # the cases with the most and the fewest differing numbers
             for search in dict.fromkeys((most, fewest)):

@@ -64,7 +64,7 @@ class Distinct(dict):
 
 
 def different(orders: dict[str, Tensor], same: Tensor) -> Distinct:
-    """Remove from `orders` each tensor that equals the tensor `same` or an earlier tensor in `orders`."""
+    """Remove from a dictionary the tensors that equal an earlier tensor or the tensor `same`."""
     kept = Distinct()
     for name, order in orders.items():
         is_new = not any(torch.equal(order, x.expand_as(order)) for x in (same, *kept.values()))
