@@ -19,7 +19,7 @@ X = (I + L)^-1 beta V and Y = (I + L)^-1 beta e^G K. Only the following products
     U = X - Y S        O = e^G Q S + M U        M_ij = e^(G_i - G_j) q_i . k_j for j <= i
     S <- e^G_C S + (e^(G_C - G) K)^T U
 
-Example: two tokens with k = q = 1, beta = a = 1/2 and v = 8, 6.
+Example: two tokens whose keys and queries are 1, with beta = 1/2, the decay a = 1/2, and the values v = 8 and 6.
 
     token by token:  u_1 = 8 / 2 = 4,  S = 4,  a S = 2,  u_2 = (6 - 2) / 2 = 2,  S = 2 + 2 = 4
     as one chunk:    L_21 = 1/4,  beta v = 4, 3,  u_1 = 4,  u_2 = 3 - 4/4 = 2

@@ -530,5 +530,5 @@ def joined_texts(named_numbers: list[tuple[float, str]]) -> dict[float, str]:
 
 
 def rounded_key(number: float) -> float:
-    """Round a number to 12 digits, so that equal ratios such as 16 / 12 and 12 / 9 are one dictionary key."""
+    """Round a number to 12 digits, so that 16 / 12 and 12 / 9 become the same dictionary key."""
     return float(f"{number:.12g}")
