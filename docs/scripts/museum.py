@@ -1,7 +1,7 @@
 """Record a training step of each exhibit of docs/museum.md; record() shows how any trainer may record a step.
 
-An exhibit is a section of docs/museum.md, with a diff of one line of minimal.py, a curve, and what `minivlmrl parity`
-says about a step of the changed file.
+An exhibit is a section of docs/museum.md with a diff of one line of minimal.py, and a row of the page's table with what
+`minivlmrl parity` says about a step of the changed file.
 """
 
 import io
@@ -24,21 +24,21 @@ from minivlmrl.extras.parity import audit, step
 
 SOURCE = Path(minimal.__file__).read_text(encoding="utf-8")
 PAGE = Path(__file__).parents[1] / "museum.md"
-SECTION = re.compile(
-    r"^## \d+\. (.+)\n(?s:.*?)^- (.+)\n\+ (.+)\n(?s:.*?)^Parity.+ `(.+)` of a step of (\w+): `(.+)`", re.MULTILINE
-)
+SECTION = re.compile(r"^## \d+\. (.+)\n(?s:.*?)^- (.+)\n\+ (.+)\n", re.MULTILINE)
+ROW = re.compile(r"^\| \d+ \|.+\| (\w+) \| `(.+)` \| `(.+)` \|$", re.MULTILINE)
 
 
 class Exhibit(NamedTuple):
     title: str
     right: str  # a part of minimal.py
     wrong: str
-    stage: str  # of parity, in which the step of the changed file differs
     kind: str  # grpo, dpo or sft
+    stage: str  # of parity, in which the step of the changed file differs
     says: str  # what parity prints about the stage
 
 
-EXHIBITS = [Exhibit(*groups) for groups in SECTION.findall(PAGE.read_text(encoding="utf-8"))]
+TEXT = PAGE.read_text(encoding="utf-8")
+EXHIBITS = [Exhibit(*section, *row) for section, row in zip(SECTION.findall(TEXT), ROW.findall(TEXT), strict=True)]
 
 
 def changed(exhibit: Exhibit) -> str:
