@@ -32,9 +32,9 @@ OPTIONS = Namespace(**vars(GRPO) | {"rows_per_step": 1, "group": 8})
 HEAD = """\
 # Walkthrough
 
-What does a GRPO step compute, from an image to the new weights? Each section shows a function of
-[minimal.py](../minimal.py), and the shape, the dtype and the first values of the tensors that the function computed for
-one image and one question. [Another page](step.html) shows every line of such a step with its tensors:
+What does a GRPO step compute, from an image to the new weights? Each section explains a function of
+[minimal.py](../minimal.py), and shows the shape, the dtype and the first values of tensors that the function computed
+for one image and one question. [Another page](step.html) shows every line of such a step with its tensors:
 
 [![Each line of grpo_loss with the tensors that it computed](step.png)](step.html)
 
@@ -63,7 +63,7 @@ Each token has a position in time, a row and a column. For text, the three posit
 token. All tokens of an image have the same position in time, from which their rows and columns count. The text after
 the image continues from the largest position, as [this picture](mrope.svg) shows.
 
-# Vision tower: Vision.forward patches places windows same_window return
+# Vision tower: Vision.forward patches return
 Two blocks turn patches into vectors. In the first block of the vision tower, a patch attends to the patches of its
 window, and in the second to the whole image. A small MLP, the merger, turns four patches into one image token, a vector
 as wide as a word embedding.
@@ -104,6 +104,7 @@ wrong answer with the tags may become more likely, too, because it shares tokens
 
 ![Gradient norms of the modules, and the change of each completion's log-probability](walkthrough_update.svg)
 """
+LONG = ("render", "Vision.forward", "train")  # functions that the page describes in words, and step.html shows
 FOOT = """
 ## In the package
 
@@ -113,8 +114,6 @@ of a step into one sequence. Each line of the picture is a token, and attends to
 ![Each line is a token, and its colours show the tokens to which it attends](mask.svg)
 
 `train.py` also sorts the patches [by window](windows.svg), so that a block computes no attention between windows.
-`python -m minivlmrl replay runs/shapes --stage=grpo --step=5 --prompt=4` repeats a step of your run, and prints the
-completions of a prompt with their rewards.
 """
 
 
@@ -194,7 +193,8 @@ def page() -> str:
         lines = [shown(key if key != "return" else "returns", variables[key]) for key in names.split()]
         code = inspect.unwrap(eval(f"minimal.{name}"))
         parts.append(f"## {number}. {title}\n\n[`{name}`](../minimal.py)\n\n{text.strip().format(**facts())}\n")
-        parts.append(f"```python\n{textwrap.dedent(inspect.getsource(code)).strip()}\n```\n")
+        if name not in LONG:
+            parts.append(f"```python\n{textwrap.dedent(inspect.getsource(code)).strip()}\n```\n")
         if lines := lines + more_lines(title):
             parts.append("\n".join(["```text", *lines, "```", ""]))
     return "\n".join(parts) + FOOT
