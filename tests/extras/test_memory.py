@@ -14,7 +14,7 @@ from minivlmrl.__main__ import main as start
 from minivlmrl.config.loading import load_config
 from minivlmrl.data.row_summary import RowSize
 from minivlmrl.diagnostics.memory import GB, MemoryEstimator, MemoryQuestion, estimate_phases, peak_bytes
-from minivlmrl.extras.memory.command import find_gpu, least_seconds, memory_table, two_digits
+from minivlmrl.extras.memory.command import find_gpu, least_seconds, memory_table
 from minivlmrl.extras.memory.flops import find_card
 from minivlmrl.model import config_json
 from tests.helpers import tiny
@@ -83,20 +83,6 @@ def test_the_table_of_one_card_equals_the_command(name):
         assert f"{found:.1f}" == size.strip() and found <= float(card), column
         if name in (readme := Path("README.md").read_text()) and column == " 3B: 16 GB ":
             assert f"{size.strip()} GB" in readme
-
-
-@pytest.mark.slow
-def test_the_seconds_of_one_card_equal_the_command():
-    lines = Path("docs/memory.md").read_text().splitlines()
-    begin = next(number for number, line in enumerate(lines) if line.startswith("| model |"))
-    cards = [find_card(name.strip()) for name in lines[begin].split("|")[2:-1]]
-    for line in lines[begin + 2 : begin + 6]:
-        name, *cells = [cell.strip() for cell in line.split("|")[1:-1]]
-        config = load_config("own_data_one_card.yaml", ["--adapter.quantize=nf4"] if "NF4" in name else [])
-        estimator = estimator_for(f"Qwen2.5-VL-{name[:2]}")
-        question = MemoryQuestion(config, "grpo", estimator, 1, [RowSize(200, 512)], ())
-        for card, text in zip(cards, cells, strict=True):
-            assert text in ("", two_digits(sum(least_seconds(question, card).values()))), (name, card)
 
 
 THOUGHTS = ["--data.chat_template_kwargs.enable_thinking=true", "--sampling.max_new_tokens=2048"]
