@@ -330,13 +330,6 @@ def test_a_notebook_is_stored_with_the_outputs_of_its_cells(name):
     assert not re.search(r"/tmp|/home|/root|/work", str(outputs))
 
 
-def test_a_loss_alone():
-    [code] = [code for code in blocks(PAGES["docs/policy_gradients.md"], "python") if "grpo_loss" in code]
-    space = {}
-    exec(code, space)
-    assert space["loss"].item() == -0.5 and space["logps"].grad.tolist() == [[-0.25, -0.25]]
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("walkthrough")) for name in make_pages.PAGES]
 )
