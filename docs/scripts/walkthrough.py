@@ -70,9 +70,10 @@ as wide as a word embedding.
 
 ![The image with its patches in their order, and its image tokens by window](walkthrough_patches.svg)
 
-# Language model: QwenVL.forward axis angles mask x
-The image tokens replace the embeddings of the placeholders. The layers return a state for each token, and keep the
-keys and values of the prompt for all completions.
+# Language model: QwenVL.forward angles mask x
+The image tokens replace the embeddings of the placeholders. The three positions of a token give its rotary angles. The
+causal mask lets each token attend to itself and the tokens before it. The layers return a state for each token, and
+keep the keys and values of the prompt for all completions.
 
 # Completions: sample probabilities
 The model computes the prompt once. Then each round samples one token for each completion, until all completions have
@@ -104,7 +105,8 @@ wrong answer with the tags may become more likely, too, because it shares tokens
 
 ![Gradient norms of the modules, and the change of each completion's log-probability](walkthrough_update.svg)
 """
-LONG = ("render", "Vision.forward", "train")  # functions that the page describes in words, and step.html shows
+# The page describes these functions in words only, because step.html shows their lines.
+LONG = ("render", "Vision.forward", "QwenVL.forward", "train")
 FOOT = """
 ## In the package
 
