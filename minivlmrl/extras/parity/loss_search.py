@@ -157,7 +157,7 @@ def find_names(steps: list[Dump], seconds: float) -> tuple[list[str], list[str]]
     try:
         parts = find_parts(steps, seconds)
     except SearchEndedError:
-        why = "the time was over before all causes were tried"
+        why = "the time was over before all causes were tried; --seconds=60 tries more"
     lines = []
     for first, *others in parts:
         lines.append(f"{first.kind}: {first.says}")

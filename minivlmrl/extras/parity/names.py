@@ -531,6 +531,10 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "cispo's ratio is clamped to 1 - epsilon_low and epsilon_high":
             cispo(lambda s: s.ratio.clamp(1 - s.options.epsilon_low, s.options.epsilon_high)),
     },
+    Quantity("terms", "grpo", "off-policy steps are biased", "Williams 1992", who="rlhf-book: the loss reinforce"): {
+        "REINFORCE: a token's term is -A log pi, without a ratio":
+            lambda s: -s.advantages * s.per_token_logps * s.weights,
+    },
     Quantity("terms", "grpo", "the ratio has a gradient, too", "MiniMax-M1 eq. 5"): {
         "cispo's ratio is not detached":
             lambda s: -s.ratio.clamp(max=s.options.epsilon_high) * s.advantages * s.per_token_logps * s.weights,

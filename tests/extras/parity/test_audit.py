@@ -380,7 +380,7 @@ def test_composed_causes_of_advantages_are_named(name, advantages, about):
     [finding] = audit(rollout(advantages, **about))
     texts = [cause.says for cause in finding.explained]
     assert any(name in text for text in texts), texts
-    is_alone = "so only one group of completions confirms it" in "".join(finding.doubts())
+    is_alone = "so only one group of completions confirms this cause" in "".join(finding.doubts())
     assert is_alone == ("0.43" in name)
 
 
