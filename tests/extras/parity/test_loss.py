@@ -296,7 +296,8 @@ UNSEEN = {
     "margins averaged before the loss": (dpo_of(lambda z, _: z.mean()), DPO, "averaged over the pairs"),
     "REINFORCE": (changed(term=lambda q: -q.advantages * q.logps), KL, "REINFORCE"),
     "REINFORCE with the other KL": (
-        changed(term=lambda q: -q.advantages * q.logps, kl=lambda q: k3(q.logps - q.ref)), KL | {"loss_type": "dapo"}, "REINFORCE.* and policy and reference are swapped in the KL"),
+        changed(term=lambda q: -q.advantages * q.logps, kl=lambda q: k3(q.logps - q.ref)),
+        KL | {"loss_type": "dapo"}, "REINFORCE.* and policy and reference are swapped in the KL"),
     "both with the mask of the chosen answer": (
         lambda batch, options: dpo_of()(batch | {"mask": batch["mask"][:, :1]}, options), DPO,
         "both answers have the mask of the chosen answer"),
