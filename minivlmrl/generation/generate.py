@@ -89,7 +89,7 @@ def generate(
         steps.append((attention.rows.where(unfinished, -1), ids, logps, ends))
         unfinished = unfinished & ~ends & (counts + 1 < max_new_tokens)
         if step % attention.check_every == 0 or step == max_new_tokens:
-            unfinished_host = unfinished.cpu()  # without filters, only here the host waits for the GPU
+            unfinished_host = unfinished.cpu()  # without filters and stop strings, only this line waits for the GPU
             if not unfinished_host.any():
                 break
             remaining_rows = attention.select(unfinished_host)
