@@ -19,7 +19,7 @@ from minivlmrl.extras.parity.loss import judge
 def main(arguments: list[str] | None = None) -> int:
     says = "Check a loss function against TRL's recorded numbers, or recompute a recorded step of any trainer."
     p = argparse.ArgumentParser("python -m minivlmrl parity", description=says)
-    target = "FILE.py:FUNCTION, a function (batch, options) -> loss, or a folder with step.json and step.safetensors"
+    target = "FILE.py:FUNCTION: (batch, options) -> loss, or a loss for a recipe; or the folder of a recorded step"
     p.add_argument("target", nargs="?", help=target)
     p.add_argument("--only", nargs="*", default=[], metavar="NAME=VALUE", help="options of a loss's test cases")
     p.add_argument("--json", action="store_true", help="print the report about a step as one JSON object")

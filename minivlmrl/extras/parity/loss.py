@@ -5,6 +5,7 @@ docs/numerical_parity.md. In a clone, `pytest tests/parity` compares all losses 
 installed TRL.
 """
 
+import inspect
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,10 @@ from torch import Tensor
 
 from minivlmrl.extras.parity.formulas import distance
 from minivlmrl.extras.parity.loss_search import as_step, find_names
+from minivlmrl.losses.grpo import LossNormalizer
 
 SHOWN = 4  # differing cases that are printed
+OF_A_CASE = ("kind", "whole_step", "tokens", "max_completion_length")  # options that no loss of a training step gets
 # losses.safetensors has losses and gradients of TRL 1.16; `git show 5fcd12c7:tests/record/record_losses.py` wrote it.
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -44,8 +47,8 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
         sft   loss_type: nll or dft
 
     Args:
-        my_loss: function (batch, options) -> scalar loss; its gradient with respect to per_token_logps is compared,
-            too.
+        my_loss: function (batch, options) -> scalar loss, or a loss for a recipe's grpo.loss_type, whose arguments
+            include normalizer; its gradient with respect to per_token_logps is compared, too.
         tolerance: largest error in value and gradient, relative to TRL's largest absolute value or to 1, whichever is
             larger.
         kind: loss kind: grpo, dpo or sft.
@@ -145,6 +148,17 @@ class Comparison:
         return f"value differs by {self.loss_error:.1e}, gradient by {self.gradient_error:.1e}"
 
 
+def call(my_loss, batch: dict, options: dict) -> Tensor:
+    """Call a loss with (batch, options), or as a training step does if `my_loss` has the parameter `normalizer`."""
+    if "advantages" not in batch or "normalizer" not in inspect.signature(my_loss).parameters:
+        return my_loss(batch, options)
+    normalizer = LossNormalizer(len(batch["mask"]), options["tokens"], options["max_completion_length"])
+    named = {name: x for name, x in batch.items() if name.startswith(("old_", "ref_"))}
+    named |= {name: x for name, x in options.items() if name not in OF_A_CASE}
+    loss, _ = my_loss(batch["per_token_logps"], batch["advantages"], batch["mask"], **named, normalizer=normalizer)
+    return loss
+
+
 def compare(my_loss, options: dict, batch: dict, value: Tensor, gradient: Tensor) -> Comparison:
     """Compute the user's loss and its gradient for a recorded batch, and compare both with TRL's.
 
@@ -152,7 +166,7 @@ def compare(my_loss, options: dict, batch: dict, value: Tensor, gradient: Tensor
         ValueError: `my_loss` does not return a scalar tensor.
     """
     logps = batch["per_token_logps"].requires_grad_()
-    loss = my_loss(batch, options)
+    loss = call(my_loss, batch, options)
     if not isinstance(loss, Tensor) or loss.dim():
         raise ValueError(f"my_loss returned {loss!r:.60}, but it must return a tensor of shape ()")
     # If `my_loss` detaches its result, the added 0 * sum gives a gradient of 0 instead of an error.

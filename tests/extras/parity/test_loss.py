@@ -14,9 +14,9 @@ import torch
 from torch.nn.functional import softplus
 
 from minivlmrl.extras.parity.command import main
-from minivlmrl.extras.parity.loss import cases, check, distance, judge
+from minivlmrl.extras.parity.loss import call, cases, check, distance, judge
 from minivlmrl.losses import preference, sft
-from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
+from minivlmrl.losses.grpo import grpo_loss
 from tests.helpers.links import ROOT
 
 
@@ -31,9 +31,7 @@ def my_loss(batch, options):
         return sft.sft_loss(**batch, loss_type=options["loss_type"])
     if options["kind"] == "dpo":
         return preference.dpo_loss(**batch, **chosen(preference.dpo_loss, options))[0]
-    normalizer = LossNormalizer(len(batch["mask"]), options["tokens"], options["max_completion_length"])
-    dual_clip = {"delta": options["delta"]} if "delta" in options else {}
-    return grpo_loss(**batch, **chosen(grpo_loss, options), **dual_clip, normalizer=normalizer)[0]
+    return call(grpo_loss, batch, options)
 
 
 def token_mean(x, mask):
@@ -115,6 +113,7 @@ def test_a_loss_of_ones_own_is_checked_against_recorded_numbers(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     numbers = {"grpo": 259, "dpo": 35, "sft": 4}
     assert {kind: check(my_loss, kind=kind) for kind in numbers} == numbers and check(my_loss, delta=3.0) == 8
+    assert check(grpo_loss) == 259  # a loss of a recipe is checked as it is
     assert check(my_loss, loss_type="dapo") == 50 and check(my_loss, kind="dpo", loss_type="sigmoid") == 5
     assert check(usual, whole_step=True, **DAPO) == 23
 
