@@ -68,12 +68,16 @@ def try_loss(loss: Callable, config: GRPOOptions):
             f"the log-probabilities, its first argument, is {slopes}; both must be finite"
         )
     logps = torch.linspace(-2.0, -0.5, 64).view(2, 32)
-    old_logps = logps + torch.linspace(-1.6, 1.6, 32)  # ratios of policies from 0.2 to 5
+    # Token ratios are from 0.1 to 10, and the ratios of the two completions are 2 and 0.5.
+    old_logps = logps + torch.linspace(-1.6, 1.6, 32) + torch.tensor([[-0.7], [0.7]])
     for name in loss_arguments(config, grpo_loss):
         if name == "loss_type" or not is_set(name, config):
             continue
         other = copy(config)
-        setattr(other, name, getattr(type(config)(), name))
+        if name in ("epsilon_low", "epsilon_high"):  # both change, so that epsilon_low stays below epsilon_high
+            other.epsilon_low = other.epsilon_high = 0.0 if config.epsilon_high else 0.2
+        else:
+            setattr(other, name, getattr(type(config)(), name))
         results = (loss_and_gradient(loss, section, logps, old_logps) for section in (config, other))
         if all(torch.equal(*pair) for pair in zip(*results, strict=True)):
             raise ValueError(
@@ -90,7 +94,15 @@ def loss_and_gradient(loss: Callable, config: GRPOOptions, logps: Tensor, old_lo
     options = loss_arguments(config, grpo_loss, loss) | tensors
     normalizer = LossNormalizer(2, logps.numel(), logps.shape[1])
     advantages = torch.tensor([1.0, -1.0])
-    returned = loss(logps, advantages, torch.ones_like(logps), **options, normalizer=normalizer)
+    arguments = (logps, advantages, torch.ones_like(logps))
+    try:
+        inspect.signature(loss).bind(*arguments, **options, normalizer=normalizer)
+    except TypeError as error:
+        raise ValueError(
+            f"grpo.loss_type {config.loss_type}: the function cannot be called: {error}. Its parameters must be "
+            "(logps, advantages, mask, *, normalizer, **others), see docs/developer_guide.md#a-file-of-your-own"
+        ) from error
+    returned = loss(*arguments, **options, normalizer=normalizer)
     value, _ = checked_loss(f"grpo.loss_type {config.loss_type}", returned)
     if value.requires_grad:
         value.backward()

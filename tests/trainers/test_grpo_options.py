@@ -218,6 +218,15 @@ def options(logps, advantages, mask, *, normalizer, num_generations, scale=1.0, 
     return sum(metrics.values()) * (logps * mask).sum() / normalizer.tokens, metrics
 
 
+def sequence(logps, advantages, mask, **options):
+    changed = {"loss_type": "grpo", "importance_sampling_level": "sequence"}
+    return grpo_loss(logps, advantages, mask, **options | changed)
+
+
+def for_parity(batch, options):
+    return batch["per_token_logps"].sum()
+
+
 def no_clip(logps, advantages, mask, *, old_per_token_logps, **others):
     return -(advantages[:, None] * (logps - old_per_token_logps).exp()).mean() if others["beta"] else logps.sum(), {}
 
@@ -257,6 +266,7 @@ RETURNED = {
 WRONG = [(option, name, says) for option, x in RETURNED.items() for name, (_, says) in x.items() if says]
 WRONG += [
     ("loss_type", "options(learning_rate=0.5)", "learning_rate is an option of the section grpo; set grpo.learning_ra"),
+    ("loss_type", "for_parity", "cannot be called: .* Its parameters must be .logps, advantages, mask, "),
     ("loss_type", "options(scle=1)", "there is no option 'scle'; the options are: scale"),
     ("advantages", "max_rl(num_generations=2)", "num_generations is an option of the section grpo; set grpo.num_gen"),
     ("advantages", "max_rl(lest=1)", "there is no option 'lest'; the options are: least"),
@@ -309,6 +319,15 @@ def test_an_option_that_a_custom_function_ignores_is_named(stage, own, option, n
         stage("grpo", own(option, name), *given)
     for text in ("beta=0.04", "epsilon_high=0.28", "importance_sampling_level=sequence"):
         stage("grpo", own("loss_type", "same"), f"--grpo.{text}")
+
+
+@pytest.mark.parametrize("name", ["same", "sequence"])
+@pytest.mark.parametrize(
+    "bounds", [(0.1, 0.2), (0.2, 0.28), (3e-4, 4e-4), (0.3, 0.4), (0.0, 0.2), (".inf", ".inf")], ids=str
+)
+def test_a_custom_loss_may_have_any_bounds_of_the_ratio(stage, own, name, bounds):
+    given = [f"--grpo.{option}={bound}" for option, bound in zip(("epsilon_low", "epsilon_high"), bounds, strict=True)]
+    stage("grpo", own("loss_type", name), *given)
 
 
 def test_the_option_advantages_has_the_names_of_the_table():
