@@ -234,11 +234,12 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
     rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r
     for stage in config.stage_names:
         held_out = datasets.get("eval", [])
-        count = count_trained_on(held_out, datasets.get(stage))
-        if count:
+        repeated = rows_trained_on(held_out, datasets.get(stage))
+        if repeated:
+            first = held_out[repeated[0]].where or f"row {repeated[0]}"
             yield (
-                f"{count} of {len(held_out)} evaluation rows are also training rows of {stage}, "
-                "so they measure memorisation; remove them from data.eval_file"
+                f"{len(repeated)} of {len(held_out)} evaluation rows are also training rows of {stage}, the first is "
+                f"{first}, so they measure memorisation; remove them from data.eval_file"
             )
         rate = getattr(config, stage).learning_rate
         largest_weight = 4 * rate / torch.finfo(dtype).eps  # weights above this value never change
@@ -250,8 +251,8 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
             )
 
 
-def count_trained_on(held_out, rows) -> int:
-    """Count the held-out rows whose prompt and images also occur in a training row.
+def rows_trained_on(held_out, rows) -> list[int]:
+    """Return the indices of the held-out rows whose prompt and images also occur in a training row.
 
     Images are compared by content, and only where the hashes of prompts and image sizes agree.
     """
@@ -260,4 +261,4 @@ def count_trained_on(held_out, rows) -> int:
     shared = {*held_out_hashes} & {*training_hashes}
     trained = {rows.content(i) for i, row_hash in enumerate(training_hashes) if row_hash in shared}
     candidates = [i for i, row_hash in enumerate(held_out_hashes) if row_hash in shared]
-    return sum(held_out.content(i) in trained for i in candidates)
+    return [i for i in candidates if held_out.content(i) in trained]

@@ -14,7 +14,7 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.extras.check.rewards import Trial, check_constant, check_empty
 from minivlmrl.extras.check.rows import sample_rows, solutions_of, without_media
 from minivlmrl.rewards.registry import held_out_rewards, required_columns
-from minivlmrl.run.preflight import count_trained_on
+from minivlmrl.run.preflight import rows_trained_on
 
 NUM_DECODED = 1000  # largest number of dataset rows whose images are decoded and compared
 
@@ -47,7 +47,7 @@ def check_shared_images(stage: str, held_out: Dataset, rows: Dataset) -> Iterato
     """Check for evaluation images that equal training images pixel by pixel."""
     if not isinstance(held_out, FileRows) or not isinstance(rows, FileRows):
         return
-    if count_trained_on(held_out, rows):  # find_mistakes reports evaluation rows that equal training rows
+    if rows_trained_on(held_out, rows):  # find_mistakes reports evaluation rows that equal training rows
         return
     held_out_images = pixel_hashes(held_out)
     num_shared = len(held_out_images & pixel_hashes(rows)) if held_out_images else 0

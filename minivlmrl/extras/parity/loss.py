@@ -20,6 +20,7 @@ from minivlmrl.extras.parity.loss_search import as_step, find_names
 from minivlmrl.losses.grpo import LossNormalizer
 
 SHOWN = 4  # differing cases that are printed
+SETTINGS = ("importance_sampling_level", "use_bias_correction_kl")  # options that select a loss, beside loss_type
 OF_A_CASE = ("kind", "whole_step", "tokens", "max_completion_length")  # options that no loss of a training step gets
 # losses.safetensors has losses and gradients of TRL 1.16; `git show 5fcd12c7:tests/record/record_losses.py` wrote it.
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -118,6 +119,11 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
         verdict.kinds, verdict.names = ["design"], [f"design: {says}"]
         return verdict
     verdict.kinds, verdict.names = find_names(steps, seconds)
+    settings = [name for name in ("loss_type", *SETTINGS) if name in varied]
+    if not verdict.kinds and settings:
+        values = {name: sorted({str(options[name]) for _, options, _ in results}) for name in settings}
+        chosen = " ".join(f"{name}={'|'.join(values[name])}" for name in settings)
+        verdict.names.append(f"  Your loss is compared with several losses of TRL. Choose one with --only: {chosen}")
     return verdict
 
 

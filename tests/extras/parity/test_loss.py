@@ -320,6 +320,14 @@ def test_a_mistake_or_a_design_is_named(name):
     assert all(any(re.search(text, line) for line in found) for text in expected), str(verdict)
 
 
+def test_a_loss_that_was_compared_with_many_losses_gets_their_options():
+    def loss(batch, options):
+        return my_loss(batch, options) ** 3
+
+    assert "with --only: loss_type=bnpo|cispo|dapo|" in judge(loss, seconds=0.5).names[-1]
+    assert "--only" not in judge(loss, seconds=0.5, **PLAIN).names[-1]
+
+
 def by_cases(q):
     """Choose between the branches of the minimum with where."""
     too_high = (q.advantages > 0) & (q.ratio > 1 + q.high)
