@@ -122,7 +122,7 @@ def _parts_kernel(
         )  # fmt: skip
     else:
         done = tl.cdiv(prompt_keys, prompt_part) * lines
-        # A completion does not share its own keys with other completions, so group_rows is 1.
+        # Each completion has keys of its own, so only one row attends to them.
         _part(
             program - prompt_programs, q, own_k, own_v, own_bias, own_bias_stride,
             outs + done.to(tl.int64) * D, log_sums + done, lines, 1, own_keys, own_part, K, HEADS, D, OWN_TILE,

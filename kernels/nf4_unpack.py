@@ -38,7 +38,8 @@ def _kernel(packed, indices, scales, offset, scale_table, value_table, out, size
 def nf4_unpack(packed: Tensor, indices: Tensor, scales: Tensor, offset: Tensor, tables: tuple, dtype) -> Tensor:
     """Unpack n NF4 values into a tensor (n,) with the given dtype.
 
-    Unpacking with torch operations gives the same bits, because fused multiply-add is switched off.
+    The kernel and the torch operations that unpack weights give the same bits, because the kernel uses no fused
+    multiply-add.
 
     Args:
         packed: (n / 2,), bytes with two values each.

@@ -175,7 +175,7 @@ def _backward_kernel(
     q, k, v, q_row, q_head, k_row, k_head, v_row, v_head, cu_seqlens, grad, grad_q, grad_k, grad_v,
     H: constexpr, D: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ):  # fmt: skip
-    """Compute the gradients of q, k and v for one segment and one head, with the formulas at the top of this file."""
+    """Compute the gradients of the queries, keys and values of one attention window and one head."""
     head, start, length = _segment(cu_seqlens, H)
     q += start * q_row + head * q_head
     k += start * k_row + head * k_head

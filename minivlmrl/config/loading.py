@@ -156,7 +156,7 @@ class Resolver:
         self.unknown: list[str] = []  # code in a recipe that was found beside a model
 
     def check(self):
-        """Raise ValueError if a recipe that was found beside a model names code from a file."""
+        """Raise ValueError if the recipe in a model's folder would run Python code from a user's file."""
         if self.unknown:
             raise ValueError(
                 f"{self.recipe} was found automatically and would run the code {self.unknown[0]}; read the code, "

@@ -65,7 +65,7 @@ class FileDataset(FileRows):
         if not self.size:
             raise ValueError(f"{path} has no rows; add at least one row or choose another file")
         self.folder = Path(self.options.image_root or self.source.folder)
-        # {(images in a row, videos in a row): number of such rows}
+        # {(number of images, number of videos): number of rows with so many images and videos}
         self.counts = Counter()
         # the hash of each row's prompt and, if checks_files is True, of the sizes of its image and video files
         self.prompt_hashes = []

@@ -282,7 +282,7 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
 
 def _spelled(name: str) -> str:
     """Return a regular expression that finds the first character of a control token in a user's text."""
-    # A template may remove whitespace and join texts, so the token may contain whitespace or be cut off at the end.
+    # A chat template may remove whitespace and join texts, so a user's control token may contain spaces or be cut off.
     others = [re.escape(character) for character in name[1:]]
     endings = [*([*others[:length], "$"] for length in range(len(others))), others]
     patterns = [r"\s*".join(["", *ending]) for ending in endings]

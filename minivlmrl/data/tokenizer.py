@@ -71,7 +71,7 @@ class Tokenizer:
         return 1 + max(self.backend.get_vocab().values())
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text. A control token, which is an object of the class Control, has one id."""
+        """Return the token ids of a text."""
         if isinstance(text, Control):
             return [self.special_tokens[text]]
         try:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 @dataclass
 class LossNormalizer:
-    """Totals over all micro-batches and ranks of a step, by which losses are divided."""
+    """Counts of completions and tokens in a whole optimizer step, by which losses are divided."""
 
     sequences: float  # completion count in the optimizer step
     # number of tokens with mask 1 in the optimizer step, which TRL calls num_items_in_batch
@@ -185,9 +185,8 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
         k1+, k2+, k3+                         same as without a plus   that of KL(pi || pi_ref)
 
     The values and gradients in the table are those of sums over tokens with use_bias_correction_kl=False. With
-    use_bias_correction_kl=True, the default, k1 and k3 also have the gradient of KL(pi || pi_ref). No estimator's
-    gradient contains a token's effect on the KL of later tokens, which only a KL penalty in the reward takes into
-    account (docs/faq.md).
+    use_bias_correction_kl=True, the default, k1 and k3 also have the gradient of KL(pi || pi_ref). A KL
+    in the loss ignores that a token also changes the KL of later tokens; a KL in the reward does not (docs/faq.md).
 
     Recipes select k1, k2 or k3 with grpo.kl_estimator; k1+, k2+ and k3+ are only for callers of grpo_loss. To add a KL
     estimator, extend KL_ESTIMATORS, correct_kl, and GRPOOptions.kl_estimator in config/options.py.

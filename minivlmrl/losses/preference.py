@@ -69,7 +69,7 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     "bco_pair": lambda pairs: -logsigmoid(pairs.beta * pairs.u) - logsigmoid(-pairs.beta * pairs.v),
     # (u - 1 / (2 b))^2 + (v + 1 / (2 b))^2. SPPO eq. 4.7, win probabilities 1 and 0 (2405.00675)
     "sppo_hard": lambda pairs: (pairs.u - 0.5 / pairs.beta).square() + (pairs.v + 0.5 / pairs.beta).square(),
-    # DPO on sorted margins of policy and reference. Paired AOT (arXiv 2406.05882)
+    # Paired AOT (arXiv 2406.05882): DPO's loss, in which the margins of policy and reference are sorted first
     "aot": lambda pairs: smoothed(
         pairs.beta * (sorted_margins(pairs.logps) - sorted_margins(pairs.ref_logps)), pairs.e
     ),
@@ -86,7 +86,7 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     ),
     # mean of -log pi over all chosen answers' tokens, equal for all pairs. Third loss of MPO (arXiv 2411.10442)
     "sft": lambda pairs: pairs.sft_loss,
-    # -log s(b d) with d per token: length-normalised DPO of Tulu 3 (arXiv 2411.15124)
+    # DPO of Tulu 3 (arXiv 2411.15124), normalised by length: -log s(b d), where d has a mean over each answer's tokens
     "sigmoid_norm": lambda pairs: -logsigmoid(pairs.beta * pairs.mean_margin),
 }
 

@@ -269,7 +269,7 @@ class DecodeAttention:
         self.row_bias.zero_().masked_fill_(later[:, None, None], float("-inf"))
 
     def remember(self, layer_index: int, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Add new keys k and values v (R, K, D) to the KV cache, and return all cached k and v (R, K, C, D)."""
+        """Append new keys and values, each (R, K, D), to the KV cache of R rows; return all, each (R, K, C, D)."""
         (R, K, D) = k.shape
         index = self.newest.view(R, 1, 1, 1).expand(R, K, 1, D)
         for keys, new in zip(self.row_kv[layer_index], (k, v), strict=True):

@@ -137,7 +137,7 @@ def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
 
 
 def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
-    """Return the weights without adapters, as a dictionary from plain name to parameter or layer.
+    """Return the base weights of a model with adapters, by the names of the model without adapters.
 
     A quantised weight is represented by a PackedLinear layer, and every other weight by a parameter.
     """

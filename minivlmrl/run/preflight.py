@@ -78,7 +78,8 @@ def check_truths(config: RunConfig, needs: dict[str, str], datasets: dict[str, D
     """Raise ValueError if no answer can equal the solution of a row.
 
     At most 10,000 evenly spaced rows of a dataset are checked, because other rows are checked when their answers are
-    scored. For 16 rows, the boxes in solutions must lie inside the image.
+    scored. In 16 rows with boxes as solutions, the boxes are
+    compared with the size of the image.
     """
     for stage, rows in datasets.items():
         sampled = stage == "eval" or needs[stage] == "prompts"

@@ -89,7 +89,7 @@ def try_loss(loss: Callable, config: GRPOOptions):
 def loss_and_gradient(loss: Callable, config: GRPOOptions, logps: Tensor, old_logps: Tensor | None) -> tuple:
     """Call a custom loss for two completions of T tokens, and return the loss and its gradient for `logps`, (2, T)."""
     logps = logps.clone().requires_grad_()
-    # The invented reference depends on beta, so that a loss that uses the reference, but not beta, passes the check.
+    # The reference's log-probabilities depend on beta, because beta may also decide only whether there is a reference.
     tensors = {"old_per_token_logps": old_logps, "ref_per_token_logps": logps.detach().flip(1) - config.beta}
     options = loss_arguments(config, grpo_loss, loss) | tensors
     normalizer = LossNormalizer(2, logps.numel(), logps.shape[1])

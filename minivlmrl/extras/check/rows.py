@@ -215,7 +215,7 @@ def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, pr
 def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: int) -> Iterator[int]:
     """Yield the token counts of the dataset's long answers; answers with images are skipped.
 
-    A token has at least one byte, so an answer of fewer bytes than `limit` is skipped without being tokenized.
+    Only answers with more bytes than the limit of tokens are tokenized, because a token has at least one byte.
     """
     for row in without_media(all_rows):
         answer = getattr(row, name)

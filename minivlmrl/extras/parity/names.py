@@ -35,7 +35,7 @@ class Quantity:
 
 
 class Limited(NamedTuple):
-    """Marks a bug that the search tries in several parts of a step, such as "only in truncated completions"."""
+    """A bug that may concern only a part of a step, such as its truncated completions; each part is tried."""
 
     kinds: str  # Dump attributes that hold the parts, separated by spaces
     formula: Callable | None = None  # None if each part is a wrong order of rows or tokens

@@ -148,7 +148,7 @@ def possible_causes(name: str, d: Dump) -> list[Cause]:
 
 
 def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[tuple[str, dict]]:
-    """Yield a bug once for each part of the step that may have the bug, such as "the first turn"."""
+    """Yield variants of a bug, each limited to one part of a training step, such as the first turn."""
     pieces = [name for name, x in change.items() if isinstance(x, table.Limited)]
     if not pieces:
         yield says, change
