@@ -144,7 +144,7 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
 
 
 class Resolver:
-    """Make the paths in a recipe absolute, and collect the code files of a recipe that was found beside a model.
+    """Make the paths in a recipe absolute, and list the files with Python code that the recipe names.
 
     `typed` lists the options on the command line, such as "grpo.beta" or "grpo".
     """

@@ -510,7 +510,7 @@ class RunConfig:
     def __post_init__(self):
         # A recipe cannot set these three fields; load_config sets them.
         self.recipe = ""  # recipe path
-        # sections of the recipe for a user's stages that --stages=... on the command line leaves out
+        # the recipe's sections for a user's own stages, if --stages on the command line does not name these stages
         self.unused_sections: list[str] = []
         self.names_of_files: dict[str, str] = {}  # "file.py:Class" of `stages` -> Class.stage
         if self.rewards and not any(self.rewards.values()):

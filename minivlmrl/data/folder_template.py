@@ -222,7 +222,7 @@ class ChatTemplate:
         check_messages(messages)
         messages = _as_json(messages)
         if "reasoning_content" in self.text and not THOUGHT_SPLIT.search(self.text):
-            # Qwen3.8's chat template would write an empty thought before a thought that the answer's text contains.
+            # If a message's text contains a thought, Qwen3.8's chat template would add an empty thought.
             messages = [_with_thought_apart(message) for message in messages]
         if "<function=" in self.text:  # the template renders parameters one by one instead of JSON
             _parse_arguments(messages)
@@ -312,7 +312,7 @@ def _parse_arguments(messages: list[dict]):
 
 
 def _as_json(value: Plain, change: Callable[[str], str] = str) -> Plain:
-    """Change all texts in a JSON value, and replace other objects, through which code could leave Jinja's sandbox."""
+    """Copy a JSON value with changed texts; other objects become texts, through which no code leaves Jinja's sandbox."""
     if isinstance(value, dict):
         return {change(key): _as_json(item, change) for key, item in value.items() if item is not None}
     if isinstance(value, list):

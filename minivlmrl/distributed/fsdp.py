@@ -213,7 +213,7 @@ def gather_embedding_and_head(model: VisionLanguageModel):
     for unit in (embedding, head):
         unit.set_reshard_after_forward(False)  # a decode step calls the embedding's module
         communication_of(unit).all_reduces_once = True
-    # Embedding and head must be gathered after the root, so their hooks are registered after FSDP's hooks.
+    # The embedding and the head are gathered after FSDP's root module, so their hooks are registered last.
     model.register_forward_pre_hook(gather_embedding)
     model.register_forward_hook(gather_head)
 

@@ -82,7 +82,7 @@ def sample_in_micro_batches(
 ) -> list[list[Completion]]:
     """Sample completions in micro-batches of at most sampling.max_batch_tokens tokens.
 
-    Each completion is counted with its maximum length, sampling.max_new_tokens. All completions of a prompt are in the
+    For this limit, a completion has sampling.max_new_tokens tokens. All completions of a prompt are in the
     same micro-batch.
 
     Args:

@@ -89,8 +89,8 @@ def begin_micro_batch(module: nn.Module, is_last: bool):
     """Postpone the communication of a sharded module until the last micro-batch of an optimizer step.
 
     With sharding.once_per_step, weights stay gathered for a whole optimizer step, and gradients are summed over ranks
-    once, in the last micro-batch. Without sharding.once_per_step, each micro-batch gathers weights and sums gradients
-    over the ranks of a replica, and most FSDP units sum gradients over replicas only in the last micro-batch.
+    once, in the last micro-batch. Without sharding.once_per_step, each micro-batch gathers weights, and sums gradients
+    over the ranks of a replica. Most FSDP units sum gradients over replicas only in the last micro-batch.
     """
     for unit in units(module):
         communication = communication_of(unit)

@@ -36,9 +36,9 @@ ADVICE = (
 class InputCheck(TrainerCallback):
     """Warn if the outputs of the first step ignore an image or a video, or if a trained parameter gets no gradient.
 
-    InputCheck makes one image of each row gray after the other, and compares the model's outputs with the original
-    outputs. The check costs one forward pass without gradients for each image of a row of the first micro-batch, at
-    most eight. With sharded weights, no images are changed. InputCheck changes no weights and no random numbers.
+    InputCheck replaces an image by a gray one, and tests whether the model's outputs change. The check costs one
+    forward pass without gradients for each image of a row of the first micro-batch, at most eight. With sharded
+    weights, no images are changed. InputCheck changes no weights and no random numbers.
 
     The attribute `problems` of InputCheck lists the warnings.
     """

@@ -75,7 +75,7 @@ def count_frames(container, stream) -> int:
         if packet.pts is not None:
             packet_end = float((packet.pts + (packet.duration or 0)) * packet.time_base)
             end_seconds = max(end_seconds, packet_end)
-    # Only a truncated Matroska file must be found by its duration, because other formats have an index of all packets.
+    # A truncated Matroska file ends before the duration in its header; other formats have an index of all packets.
     claimed_seconds = (container.duration or 0) / 1e6
     missing_seconds = claimed_seconds + (container.start_time or 0) / 1e6 - end_seconds
     if "matroska" in container.format.name and missing_seconds > max(0.5, 0.05 * claimed_seconds):

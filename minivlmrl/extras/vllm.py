@@ -311,7 +311,8 @@ class VLLMSampler(Sampler):
 
         In float32, vLLM's and the policy's log-probability of a token may differ by at most 1e-3 nats. In 16 bits,
         single tokens differ more, so only the root mean square of the differences over a prompt's completions is
-        bounded, by 0.5 nats. The option rollout.max_logp_mismatch multiplies the bounds of 1e-3 and 0.5 nats.
+        bounded, by 0.5 nats. Both bounds, 1e-3 and 0.5 nats, are multiplied by the option
+        rollout.max_logp_mismatch, 1 by default.
         """
         if self.is_verified:
             return

@@ -34,59 +34,62 @@ class Pairs:
     ref_logps: Tensor  # (B, 2) log pi_ref(y | x)
     u: Tensor  # chosen answer's log-ratio, log pi(y_c) - log pi_ref(y_c)
     v: Tensor  # rejected answer's log-ratio, log pi(y_r) - log pi_ref(y_r)
-    z: Tensor  # b d: beta times the margin d, which is f_score of the chosen minus f_score of the rejected answer
-    mean_margin: Tensor  # margin d with both scores divided by their answers' lengths
+    z: Tensor  # beta times the margin, which is f_score of the chosen minus f_score of the rejected answer
+    mean_margin: Tensor  # margin with both scores divided by their answers' lengths
     sft_loss: Tensor  # chosen tokens' mean negative log-probability, the same for every pair
     beta: float  # dpo_loss option
     e: float  # dpo_loss option label_smoothing
     discopop_tau: float  # DiscoPOP's mixture temperature
 
 
-# For each loss_type, a function from Pairs to the loss of each pair, (B,). In the comments, s is the sigmoid, b is
-# beta, d the margin, u and v the log-ratios of the chosen and the rejected answer, and e label_smoothing.
+# For each loss_type, a function from Pairs to the loss of each pair, (B,). In the comments, u and v are the log-ratios
+# of the chosen and the rejected answer, the margin is u - v (or a difference of f_score), and e is label_smoothing.
 DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
-    # -log s(b d), DPO eq. 7 (arXiv 2305.18290). label_smoothing adds -log s(-b d) with the weight
-    # e: cDPO, eq. 3 in E. Mitchell's note (ericmitchell.ai/cdpo.pdf). TRL ignores e since 0.29.
+    # DPO eq. 7 (arXiv 2305.18290): -log sigmoid(beta margin). With label_smoothing e, cDPO (eq. 3 in E. Mitchell's
+    # note, ericmitchell.ai/cdpo.pdf) gives this term the weight 1 - e, and adds -e log sigmoid(-beta margin). TRL
+    # ignores e since 0.29.
     "sigmoid": lambda pairs: smoothed(pairs.z, pairs.e),
-    # hinge loss max(0, 1 - beta d). SLiC (arXiv 2305.10425), as in RSO (2309.06657)
+    # SLiC (arXiv 2305.10425), as in RSO (2309.06657): the hinge loss max(0, 1 - beta margin)
     "hinge": lambda pairs: torch.relu(1 - pairs.z),
-    # (d - 1 / (2 b))^2 with d per token. IPO eq. 17 (2310.12036); its authors normalise by length
+    # IPO eq. 17 (arXiv 2310.12036): (margin - 1 / (2 beta))^2, with the margin per token, as IPO's authors compute it
     "ipo": lambda pairs: (pairs.mean_margin - 1 / (2 * pairs.beta)).square(),
-    # KL between (s(b d), s(-b d)) and the labels (1 - e, e). EXO eq. 16 (arXiv 2402.00856)
+    # EXO eq. 16 (arXiv 2402.00856): the KL of the predicted preference, sigmoid(beta margin), from the labels (1 - e,
+    # e)
     "exo_pair": lambda pairs: (
         pairs.z.sigmoid() * (logsigmoid(pairs.z) - math.log(1 - pairs.e))
         + (-pairs.z).sigmoid() * (logsigmoid(-pairs.z) - math.log(pairs.e))
     ),
-    # -log s(b u) - log s(-b u) / 2 - log s(-b v) / 2. NCA (arXiv 2402.05369)
+    # NCA (arXiv 2402.05369): -log sigmoid(beta u) - log sigmoid(-beta u) / 2 - log sigmoid(-beta v) / 2
     "nca_pair": lambda pairs: (
         -logsigmoid(pairs.beta * pairs.u)
         - 0.5 * logsigmoid(-pairs.beta * pairs.u)
         - 0.5 * logsigmoid(-pairs.beta * pairs.v)
     ),
-    # DPO unbiased under labels flipped with probability e. Robust DPO eq. 11 (arXiv 2403.00409)
+    # robust DPO, eq. 11 (arXiv 2403.00409): DPO's loss, unbiased if labels are flipped with the probability e
     "robust": lambda pairs: (-(1 - pairs.e) * logsigmoid(pairs.z) + pairs.e * logsigmoid(-pairs.z)) / (1 - 2 * pairs.e),
-    # -log s(b u) - log s(-b v), without BCO's running mean of rewards. BCO (arXiv 2404.04656)
+    # BCO (arXiv 2404.04656) without its running mean of rewards: -log sigmoid(beta u) - log sigmoid(-beta v)
     "bco_pair": lambda pairs: -logsigmoid(pairs.beta * pairs.u) - logsigmoid(-pairs.beta * pairs.v),
-    # (u - 1 / (2 b))^2 + (v + 1 / (2 b))^2. SPPO eq. 4.7, win probabilities 1 and 0 (2405.00675)
+    # SPPO eq. 4.7 (arXiv 2405.00675) with win probabilities 1 and 0: (u - 1 / (2 beta))^2 + (v + 1 / (2 beta))^2
     "sppo_hard": lambda pairs: (pairs.u - 0.5 / pairs.beta).square() + (pairs.v + 0.5 / pairs.beta).square(),
-    # Paired AOT (arXiv 2406.05882): DPO's loss, in which the margins of policy and reference are sorted first
+    # paired AOT (arXiv 2406.05882): DPO's loss, in which the margins of policy and reference are sorted first
     "aot": lambda pairs: smoothed(
         pairs.beta * (sorted_margins(pairs.logps) - sorted_margins(pairs.ref_logps)), pairs.e
     ),
-    # DPO on sorted log-ratios of chosen and rejected answers. Unpaired AOT (arXiv 2406.05882)
+    # unpaired AOT (arXiv 2406.05882): DPO's loss, in which the log-ratios of chosen and rejected answers are sorted
+    # first
     "aot_unpaired": lambda pairs: smoothed(pairs.beta * (pairs.u.sort().values - pairs.v.sort().values), pairs.e),
-    # 1 - s(b u) + s(b v) raises chosen answers and lowers rejected ones. APO eq. 7 (2408.06266). 1 - s(x) is computed
-    # as s(-x), because 1 - s(20) is 0 in float32, and so is its gradient.
+    # APO-zero, eq. 7 (arXiv 2408.06266), raises chosen and lowers rejected answers: 1 - sigmoid(beta u) + sigmoid(beta
+    # v). 1 - sigmoid(x) is computed as sigmoid(-x), because 1 - sigmoid(20) is 0 in float32, and so is its gradient.
     "apo_zero": lambda pairs: (-pairs.beta * pairs.u).sigmoid() + (pairs.beta * pairs.v).sigmoid(),
-    # s(b u) + 1 - s(b (u - v)) lowers both answers, the rejected one more. APO eq. 8 (2408.06266)
+    # APO-down, eq. 8 (arXiv 2408.06266), lowers both answers: sigmoid(beta u) + 1 - sigmoid(beta (u - v))
     "apo_down": lambda pairs: (pairs.beta * pairs.u).sigmoid() + (pairs.beta * (pairs.v - pairs.u)).sigmoid(),
-    # logistic and exponential loss, mixed by m = s(b d / tau). DiscoPOP eq. 5 (arXiv 2406.08414)
+    # DiscoPOP eq. 5 (arXiv 2406.08414): logistic and exponential loss, mixed by sigmoid(beta margin / discopop_tau)
     "discopop": lambda pairs: torch.lerp(
         -logsigmoid(pairs.z), (-pairs.z).exp(), (pairs.z / pairs.discopop_tau).sigmoid()
     ),
-    # mean of -log pi over all chosen answers' tokens, equal for all pairs. Third loss of MPO (arXiv 2411.10442)
+    # the third loss of MPO (arXiv 2411.10442): the mean of -log pi over the tokens of all chosen answers
     "sft": lambda pairs: pairs.sft_loss,
-    # DPO of Tulu 3 (arXiv 2411.15124), normalised by length: -log s(b d), where d has a mean over each answer's tokens
+    # DPO of Tulu 3 (arXiv 2411.15124), normalised by length: -log sigmoid(beta margin), with the margin per token
     "sigmoid_norm": lambda pairs: -logsigmoid(pairs.beta * pairs.mean_margin),
 }
 

@@ -31,8 +31,8 @@ _table = cache(lambda device: torch.tensor(NF4).to(device))  # (16,)
 def dynamic_code(signed: bool, device: torch.device) -> Tensor:
     """Return the 256 values in bitsandbytes' dynamic 8-bit code, in ascending order.
 
-    The dynamic code has 0, 1 and numbers in seven decades, such as 0.01 to 0.1. Each decade has twice as many numbers
-    as the next lower decade.
+    The dynamic code has 0, 1 and numbers in seven decades, such as 0.01 to 0.1. From 0.01 to 0.1, there are twice as
+    many numbers as from 0.001 to 0.01, and so on.
     """
     numbers = [torch.zeros(1), torch.ones(1)]
     for decade in range(7):

@@ -91,7 +91,7 @@ def window_order(image_grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, 
     for t, h, w in image_grid_thw.tolist():
         rows = h // merge
         cols = w // merge
-        # merged tokens per side of a window; without window attention, a window is as large as the frame
+        # length of a window's side in image tokens; without window attention, the window is the whole frame
         side = max(rows, cols)
         if config.window_size:
             side = config.window_size // merge // config.patch_size

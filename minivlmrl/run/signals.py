@@ -36,7 +36,7 @@ class StopSignals:
         self.world = replace(world, stop_if_preempted=self.stop_if_preempted)
         self.first: float | None = None  # time of the first signal
         self.exit_code = 0  # exit code of the run: PREEMPTED if a signal ended it
-        # function that returns False between two steps on one rollout, because a checkpoint cannot store a rollout
+        # whether the run may stop now; not between two updates on one rollout, because a checkpoint stores no rollout
         self.can_stop: Callable[[], bool] = lambda: True
 
     def __enter__(self) -> "StopSignals":

@@ -253,7 +253,7 @@ class AnswerAttention(DecodeAttention):
         prompt_k, prompt_v = self.decoding.prompt_kv[layer_index]
         out = []
         for span in self.answer_spans:
-            # (1, H, tokens, D): the queries of one tool result
+            # queries for the tokens of one tool result: (1, heads, tokens, D)
             queries = q[span.tokens].transpose(0, 1)[None]
             keys = extend(row_k, prompt_k, k, span)
             values = extend(row_v, prompt_v, v, span)

@@ -22,7 +22,7 @@ from minivlmrl.losses.grpo import LossNormalizer
 SHOWN = 4  # differing cases that are printed
 SETTINGS = ("importance_sampling_level", "use_bias_correction_kl")  # options that select a loss, beside loss_type
 OF_A_CASE = ("kind", "whole_step", "tokens", "max_completion_length")  # options that no loss of a training step gets
-# losses.safetensors has losses and gradients of TRL 1.16; `git show 5fcd12c7:tests/record/record_losses.py` wrote it.
+# The script tests/record/record_losses.py at commit 5fcd12c7 recorded the losses and gradients of TRL 1.16.
 FIXTURES = Path(__file__).parent / "fixtures"
 
 

@@ -93,7 +93,7 @@ def discount(c, mask):
 
 
 def span_shares(s):
-    """Return 1 / n for each token in the mask if the token's turn, group or micro-batch has n such tokens."""
+    """Return each token's weight in a mean over its turn, group or micro-batch: 1 / n for n tokens in the mask."""
     return s.mask / total_by(s.mask, s.region[s.part]).clamp(min=1)
 
 

@@ -49,7 +49,7 @@ STAGES = {
 THROUGH_A_MODEL = (*LOGPS, "gradients")
 BY_PARAMETER = ("gradients", "clip", "update")
 IDS = ("tokens", "pictures", "mask")  # stages with integers, for which no factor is fitted
-# All wrong advantages of a group count as one observation, and so do all wrong loss values of a row.
+# One wrong group or row can be a coincidence: the units of which at least two must be wrong to confirm a bug
 GROUPS = {"advantages": "group of completions", "loss": "row, pair or micro-batch"}
 # The search for a number in a bug, such as c in "the ratio is at most c", begins with the values in NUMBERS.
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9, 0.95, 0.99, 0.999]
@@ -515,7 +515,7 @@ def known_numbers(d: Dump, key: str) -> dict[float, str]:
     for count, text in texts.items():
         singles += [(count, text), (1 / count, f"1 over {text}")]
     ratios = [(a / b, f"{texts[a]} over {texts[b]}") for a, b in permutations(texts, 2)]
-    # Ratios of small counts are left out, because a fitted factor could equal a ratio such as 3 / 4 by chance.
+    # A factor between wrong and right numbers can equal 3 / 4 by chance, so ratios of small counts explain nothing.
     trusted = {rounded_key(a / b) for a, b in permutations(texts, 2) if min(a, b) > 10}
     ratios = [(number, text) for number, text in ratios if rounded_key(number) in trusted]
     return joined_texts(ratios) | joined_texts(singles)  # a single count is simpler than a ratio

@@ -80,8 +80,7 @@ class ModelSpec:
     images: dict[str, Any] = field(default_factory=dict)
     # parses video_preprocessor_config.json; if the result is None, videos are processed as in Qwen2.5-VL
     read_videos: Callable = lambda settings, where, images: None
-    # computes video_preprocessor_config.json from an ImageProcessor and the section data.video; {} keeps the loaded
-    # file
+    # computes the contents of video_preprocessor_config.json; an empty result keeps the model folder's file
     write_videos: Callable[[ImageProcessor, dict], dict] = write_video_processor
     box_space: str = "resized"  # box coordinates in answers; see data/boxes.py
 
