@@ -312,7 +312,7 @@ def _parse_arguments(messages: list[dict]):
 
 
 def _as_json(value: Plain, change: Callable[[str], str] = str) -> Plain:
-    """Copy a JSON value with changed texts; other objects become texts, through which no code leaves Jinja's sandbox."""
+    """Copy a JSON value with changed texts; other objects become texts, so that no code leaves Jinja's sandbox."""
     if isinstance(value, dict):
         return {change(key): _as_json(item, change) for key, item in value.items() if item is not None}
     if isinstance(value, list):

@@ -53,8 +53,7 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     "hinge": lambda pairs: torch.relu(1 - pairs.z),
     # IPO eq. 17 (arXiv 2310.12036): (margin - 1 / (2 beta))^2, with the margin per token, as IPO's authors compute it
     "ipo": lambda pairs: (pairs.mean_margin - 1 / (2 * pairs.beta)).square(),
-    # EXO eq. 16 (arXiv 2402.00856): the KL of the predicted preference, sigmoid(beta margin), from the labels (1 - e,
-    # e)
+    # EXO eq. 16 (arXiv 2402.00856): the KL between the predicted preference, sigmoid(beta margin), and the label 1 - e
     "exo_pair": lambda pairs: (
         pairs.z.sigmoid() * (logsigmoid(pairs.z) - math.log(1 - pairs.e))
         + (-pairs.z).sigmoid() * (logsigmoid(-pairs.z) - math.log(pairs.e))
@@ -75,11 +74,11 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     "aot": lambda pairs: smoothed(
         pairs.beta * (sorted_margins(pairs.logps) - sorted_margins(pairs.ref_logps)), pairs.e
     ),
-    # unpaired AOT (arXiv 2406.05882): DPO's loss, in which the log-ratios of chosen and rejected answers are sorted
-    # first
+    # unpaired AOT (arXiv 2406.05882): DPO's loss, in which u and v are sorted first
     "aot_unpaired": lambda pairs: smoothed(pairs.beta * (pairs.u.sort().values - pairs.v.sort().values), pairs.e),
-    # APO-zero, eq. 7 (arXiv 2408.06266), raises chosen and lowers rejected answers: 1 - sigmoid(beta u) + sigmoid(beta
-    # v). 1 - sigmoid(x) is computed as sigmoid(-x), because 1 - sigmoid(20) is 0 in float32, and so is its gradient.
+    # APO-zero, eq. 7 (arXiv 2408.06266), raises chosen and lowers rejected answers:
+    # 1 - sigmoid(beta u) + sigmoid(beta v). The term 1 - sigmoid(x) is computed as sigmoid(-x), because 1 - sigmoid(20)
+    # is 0 in float32, and so is its gradient.
     "apo_zero": lambda pairs: (-pairs.beta * pairs.u).sigmoid() + (pairs.beta * pairs.v).sigmoid(),
     # APO-down, eq. 8 (arXiv 2408.06266), lowers both answers: sigmoid(beta u) + 1 - sigmoid(beta (u - v))
     "apo_down": lambda pairs: (pairs.beta * pairs.u).sigmoid() + (pairs.beta * (pairs.v - pairs.u)).sigmoid(),
