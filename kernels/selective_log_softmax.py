@@ -24,7 +24,7 @@ and the upstream gradients g (for logp) and e (for H), it follows that
     dz_j = g [j = y] / T + exp(d_j) (a + b d_j)
     a = -(g + e (H - log s)) / (T s)        b = -e / (T s)
 
-The forward pass saves top, s and H for the backward pass, which reads the logits again.
+For the backward pass, which reads the logits again, the forward pass saves each row's maximum top, sum s and entropy H.
 
 The Triton kernels compute powers of 2 instead of e, because GPUs have an instruction for 2^x. With k = log2(e) / T, the
 difference d' = k z - k top takes one instruction, and d = d' ln 2. A logit of -inf would give d exp d = inf * 0 = NaN.

@@ -11,7 +11,7 @@ from traceback import extract_tb
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent
-# folders whose errors are shown without a traceback; a clone has kernels and recipes beside the package
+# folders of minivlmrl's own code, whose errors are shown without a traceback
 OURS = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in (PACKAGE.name, "kernels", "recipes"))
 # Python files of the user that a recipe names as `file.py:name`, see config/import_utils.py
 USER_FILES: set[str] = set()

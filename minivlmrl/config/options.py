@@ -539,5 +539,5 @@ class RunConfig:
 
     @property
     def uses_fsdp(self) -> bool:
-        """True if the model is wrapped with FSDP2, because weights are sharded or model.compute_dtype is set."""
+        """True if FSDP2 wraps the model, to shard its weights or to compute its layers in model.compute_dtype."""
         return self.sharding.enabled or self.model.compute_dtype is not None

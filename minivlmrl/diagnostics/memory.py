@@ -437,7 +437,7 @@ def evaluation_items(question: MemoryQuestion) -> dict[str, float]:
 
 
 def score_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
-    """Return {item, such as "logits": bytes} for a forward pass without gradients."""
+    """Return the bytes of each item, such as "logits", in a forward pass without gradients."""
     run, models = question.run, question.models
     return {
         "gathered": sum(gathered_bytes(question, backbone) for backbone in models.backbones),

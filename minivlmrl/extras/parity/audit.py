@@ -127,7 +127,8 @@ def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], se
         finding.again = True  # the mask depends on the token ids, which differ already
         finding.explained = differing["tokens"].explained
     change = finding.explained[0].change if finding.explained else None
-    # If the forward pass has a bug, the gradients are recomputed with the bug, so that it is reported only once.
+    # A bug in the forward pass also changes gradients. They are recomputed with the bug, so they agree, and the bug is
+    # reported once.
     if finding.stage == "logps" or of_one_forward:
         d.forward = d.entropy_forward = change or None
     elif finding.stage == "entropies":

@@ -99,7 +99,7 @@ def grpo_options(trainer) -> dict:
     return {
         "kind": "grpo",
         "loss": options_of("grpo", config),
-        # A row that was sampled at step 7 has the old model ../7/model, beside the folder of the recorded step.
+        # The old policy of a row that was sampled at step 7 is in the folder 7/model, beside the recorded step.
         "old_model": "../{}/model",
         "ref_model": trainer.ref_model and "../{}/ref_model",
         "stop_token_ids": list(trainer.eos_token_ids),
