@@ -53,6 +53,31 @@ def test_a_reward_model_is_used_in_the_same_run_or_by_its_path(folder, lively, t
     assert one == two
 
 
+HINGE = """
+import torch
+from minivlmrl.extras.reward_model import RewardTrainer
+
+
+class Hinge(RewardTrainer):
+    stage = "hinge"
+
+    def loss(self, batch):
+        chosen, rejected = self.rewards(batch)
+        return torch.relu(1 + batch.margin - (chosen - rejected)).sum() / len(chosen), {}
+"""
+
+
+def test_a_reward_model_may_have_a_loss_of_ones_own(folder, lively, tmp_path):
+    """All scores are 0 in the first step, so the hinge loss is 1; a later run uses the saved model."""
+    (tmp_path / "mine.py").write_text(HINGE)
+    own = f"--stages=[{tmp_path / 'mine.py'}:Hinge]", "--hinge.max_steps=2", "--hinge.prompts_per_step=2"
+    first, second = main(folder, tmp_path, "one", *own, "--rewards={format: 1}")
+    assert first["loss"] == 1 != second["loss"]
+    path = f"--reward_model.path={tmp_path / 'one' / 'reward_model'}"
+    [line] = main(folder, tmp_path, "two", "--stages=[grpo]", JUDGED, "--grpo.max_steps=1", path)
+    assert line["rewards/reward_model/std"] > 0
+
+
 def test_an_embedding_with_more_rows_has_the_same_vocabulary(judge, tmp_path, stage, samples):
     """Models with equal tokenizers, for example a family's 3B and 7B, exchange token ids, and scores are the same."""
     judge = shutil.copytree(judge, tmp_path / "judge")

@@ -18,6 +18,7 @@ from torch import Tensor
 from minivlmrl.extras.parity.formulas import distance
 from minivlmrl.extras.parity.loss_search import as_step, find_names
 from minivlmrl.losses.grpo import LossNormalizer
+from minivlmrl.trainers.functions import checked_loss
 
 SHOWN = 4  # differing cases that are printed
 SETTINGS = ("importance_sampling_level", "use_bias_correction_kl")  # options that select a loss, beside loss_type
@@ -161,8 +162,8 @@ def call(my_loss, batch: dict, options: dict) -> Tensor:
     normalizer = LossNormalizer(len(batch["mask"]), options["tokens"], options["max_completion_length"])
     named = {name: x for name, x in batch.items() if name.startswith(("old_", "ref_"))}
     named |= {name: x for name, x in options.items() if name not in OF_A_CASE}
-    loss, _ = my_loss(batch["per_token_logps"], batch["advantages"], batch["mask"], **named, normalizer=normalizer)
-    return loss
+    returned = my_loss(batch["per_token_logps"], batch["advantages"], batch["mask"], **named, normalizer=normalizer)
+    return checked_loss("my_loss", returned)[0]
 
 
 def compare(my_loss, options: dict, batch: dict, value: Tensor, gradient: Tensor) -> Comparison:

@@ -130,6 +130,15 @@ def test_a_check_of_no_case_lists_what_there_is(only, says):
         check(my_loss, **only)
 
 
+@pytest.mark.parametrize("loss, says", [
+    (lambda batch, options: batch["mask"], r"my_loss returned tensor.* a tensor of shape \(\)"),
+    (lambda logps, advantages, mask, *, normalizer, **others: logps.sum(), "my_loss returned .*: return loss, {}"),
+], ids=["for parity", "for a recipe"])  # fmt: skip
+def test_what_a_loss_must_return_is_said(loss, says):
+    with pytest.raises(ValueError, match=f"(?s){says}"):
+        check(loss)
+
+
 def test_the_report_of_a_wrong_loss():
     with pytest.raises(AssertionError) as error:
         check(lambda batch, options: 2 * my_loss(batch, options), kind="sft")
