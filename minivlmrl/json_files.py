@@ -26,7 +26,8 @@ def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments
     try:
         return decode(text.decode() if isinstance(text, bytes) else text, *arguments)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the text is not valid JSON ({error})") from error
+        where = str(error).replace("line 1 column", "column")  # a JSON lines file has its own line numbers
+        raise ValueError(f"the text is not valid JSON ({where})") from error
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -67,6 +67,7 @@ def run_file(path: str) -> ModuleType:
     module = ModuleType(path.removesuffix(".py").replace(".", "%2e"))
     module.__file__ = path
     sys.modules[module.__name__] = module
+    sys.path.append(os.path.dirname(path))  # so that the file can import files beside it
     exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
     return module
 

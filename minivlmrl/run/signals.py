@@ -74,8 +74,8 @@ class StopSignals:
             shorten_limits(LAST_CALL)
             if self.world.is_main:  # os.write, because print is not safe in a signal handler
                 text = (
-                    f"\n{name}: the run saves a checkpoint as soon as possible and then exits; a reward or a tool "
-                    f"may take {LAST_CALL:g} more seconds; send the signal again to exit now\n"
+                    f"\n{name}: the run stops as soon as possible, and saves a checkpoint if a step is done; a reward "
+                    f"or a tool may take {LAST_CALL:g} more seconds; send the signal again to exit now\n"
                 )
                 os.write(2, text.encode())
         elif now - self.first >= same_request:

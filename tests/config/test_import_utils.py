@@ -3,6 +3,7 @@
 import inspect
 import json
 import pickle
+import sys
 from typing import Annotated
 
 import pytest
@@ -22,6 +23,13 @@ def test_a_module_and_a_file(tmp_path):
     assert load_name(f"{file}:double") is load_name(f"{file}:double")
     assert pickle.loads(pickle.dumps(load_name(f"{file}:double"))) is load_name(f"{file}:double")
     assert inspect.getsource(load_name(f"{file}:double")).startswith("def double")
+
+
+def test_a_file_can_import_its_neighbour(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "neighbour_of_own.py").write_text("VALUE = 3\n")
+    (tmp_path / "own.py").write_text("from neighbour_of_own import VALUE\n")
+    assert load_name(f"{tmp_path / 'own.py'}:VALUE") == 3
 
 
 def test_registries_name_modules_of_the_package():

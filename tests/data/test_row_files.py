@@ -61,7 +61,7 @@ def test_a_row_is_named_by_its_line(files):
 
 DEEP = "[" * 100_000
 WRONG = {  # {file content: error message after the file name}
-    '{"problem": "a"}\n{"problem": ': r":2: the text is not valid JSON \(Expecting value",
+    '{"problem": "a"}\n{"problem": ': r":2: the text is not valid JSON \(Expecting value: column 13",
     '[{"problem": "a"}, {"problem"}]': r":1: the text is not valid JSON \(Expecting ':'",
     '[\n{"problem": "a"},\n3]': r":3: the row is 3, .* a JSON object that maps columns to values",
     '[{"problem": ' + DEEP: r":1: the text is not valid JSON \(maximum recursion depth exceeded",

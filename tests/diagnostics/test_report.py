@@ -1,6 +1,8 @@
 """Test a report page's data, which contain only files from the run's folder."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +32,14 @@ def test_a_damaged_file_is_named(tmp_path, name, content, says):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/{says}")):
         report.collect_run(tmp_path)
+
+
+def test_healthy_values_are_those_of_the_documentation():
+    shown = re.search(r"const HEALTH = (\{.*?\});", report.TEMPLATE.read_text(), re.DOTALL)[1]
+    table = Path("docs/metrics.md").read_text().partition("## Online stages")[2].partition("## Offline stages")[0]
+    for name, value in json.loads(shown).items():
+        [healthy] = [line.split("|")[3] for line in table.splitlines() if line.startswith(f"| `{name}`")]
+        assert all(word in healthy for word in re.findall(r"[0-9][0-9.e-]*|near|slowly|steady", value)), (name, healthy)
 
 
 def test_a_page_has_a_limited_number_of_steps(tmp_path, monkeypatch):

@@ -29,8 +29,8 @@ def test_a_signal_is_recorded_and_printed_once_by_the_first_rank(number, rank, c
             os.kill(os.getpid(), number)
         assert stop.is_requested()
     said = (
-        "the run saves a checkpoint as soon as possible and then exits; a reward or a tool may take 10 more seconds; "
-        "send the signal again to exit now"
+        "the run stops as soon as possible, and saves a checkpoint if a step is done; a reward or a tool may take "
+        "10 more seconds; send the signal again to exit now"
     )
     assert capfd.readouterr().err == (f"\n{signal.Signals(number).name}: {said}\n" if rank == 0 else "")
 

@@ -100,5 +100,5 @@ def test_a_signal_to_torchrun_saves_the_state(torchrun, tmp_path, number):
     [state] = (tmp_path / "run" / "states").glob("0*")
     assert (state / "complete.json").is_file()
     assert f"preempted: the steps before this are saved in {state}: continue" in out, errors[-3000:]
-    assert f"{number.name}: the run saves a checkpoint as soon as possible" in errors
+    assert f"{number.name}: the run stops as soon as possible, and saves a checkpoint" in errors
     assert "KeyboardInterrupt" not in errors
