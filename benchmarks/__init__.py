@@ -1,1 +1,4 @@
-"""Scripts that measure time, memory and learning. A package, because an installed one may have this name."""
+"""Scripts that measure time, memory and learning.
+
+This file makes benchmarks/ a package, because another package of this name may be installed.
+"""

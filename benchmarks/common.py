@@ -20,7 +20,7 @@ CARD = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def seconds_of(call: Callable) -> float:
-    """Measure a call's seconds, including its GPU work."""
+    """Return the seconds that a call takes, including its work on the GPU."""
     synchronize()
     begin = time.perf_counter()
     call()
@@ -55,7 +55,7 @@ def about() -> dict:
 
 
 def commit() -> str:
-    """Return the repository's commit, or "unknown" for a copy without its history."""
+    """Return the commit of the repository, or "unknown" if the copy has no git history."""
     command = ["git", "-C", str(Path(__file__).parents[1]), "describe", "--always", "--dirty"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
 

@@ -3,16 +3,15 @@
     python benchmarks/expect.py [RECIPE] [--section.name=value ...]           # one process
     torchrun --nproc_per_node=2 benchmarks/expect.py [RECIPE] [--section.name=value ...]
 
-The script trains like train.py, then prints each result of the last stage and its expected band. Processors and thread
-counts round sums differently, and over many steps these differences grow into different results, so a result need not
-equal a recorded one, but no result may be below its band.
+The script trains like train.py, then prints each result of the last stage and its expected band. Sums are rounded
+differently by other processors and with other numbers of threads, and over many steps the results drift apart. So a
+result need not equal a recorded result, but must not be below its band.
 
-A band extends from the recipe's lowest to its highest recorded run, plus two standard errors on both sides: the
-standard error of an accuracy on the held-out rows (after Agresti and Coull, with two correct and two wrong rows added,
-so that the error is not 0 if all runs are at 1.000). From each ten runs, the lowest run is excluded, because about one
-run in ten fails, and a band that includes a failed run would hide real regressions. Therefore one correct run in ten
-may be below the band. The message says how many recorded runs were below the band, and you can try a different seed. A
-number above its band is reported, but does not count as a failure.
+A band extends from the lowest to the highest recorded result of the recipe, plus two standard errors on both sides.
+The standard error is that of an accuracy on the held-out rows (after Agresti and Coull, with two correct and two wrong
+rows added, so that the error is not 0 if all runs are at 1.000). About one training run in ten fails, and a band with a
+failed run would hide real regressions, so the band leaves out the lowest of each ten runs. Therefore one correct run in
+ten may be below its band; try a different seed then. A result above its band is reported, but is no failure.
 """
 
 import json
@@ -30,7 +29,7 @@ from minivlmrl.run.loop import run_training
 from minivlmrl.run.process import run_rank
 
 FILE = "expected.json"
-# recipe fields that do not change results, or only by rounding or chance
+# options of a recipe that do not change results, or change them only by rounding or chance
 FREE = {
     "seed", "num_threads", "output_dir", "resume", "checkpoint_minutes", "checkpoint_steps", "log_completions",
     "best_metric", "report_to", "check_memory", "timeout", "eval_steps", "save_steps", "report_minutes",
@@ -54,7 +53,7 @@ def main(arguments: list[str]):
 
 
 def results(summary: dict) -> dict[str, dict[str, float]]:
-    """Return the evaluations in a summary.json: {"after_sft": {"eval/accuracy_sampled": 0.4, ...}, ...}."""
+    """Return the evaluations in a file summary.json: {"after_sft": {"eval/accuracy_sampled": 0.4, ...}, ...}."""
     return {name: values for name, values in summary.items() if isinstance(values, dict) and name != "seconds"}
 
 
@@ -68,7 +67,7 @@ def add_run(path: Path, run: dict):
 
 
 def find(arguments: list[str], path: Path | None = None) -> tuple[RunConfig, list[dict]]:
-    """Load a command line's config, and the recorded runs with the same options.
+    """Load the recipe that a command line names, and the recorded runs with the same options.
 
     Raises:
         ValueError: if there is no such run.
@@ -86,7 +85,7 @@ def find(arguments: list[str], path: Path | None = None) -> tuple[RunConfig, lis
 
 
 def essence(config: RunConfig) -> dict:
-    """Return the config fields that influence a run's results, except for the seed."""
+    """Return the options that influence the results of a run, except for the seed."""
     return {name: value for name, value in asdict(config).items() if name not in FREE}
 
 
@@ -97,7 +96,7 @@ def report(config: RunConfig, runs: list[dict]) -> int:
 
 
 def print_band(found: dict, runs: list[dict], rows: int) -> bool:
-    """Print each result from the last stage and its band. Return whether a result is below its band."""
+    """Print each result of the last stage with its band, and return True if a result is below its band."""
     stage = list(runs[0]["results"])[-1]
     some_below = False
     for name, got in found[stage].items():

@@ -4,11 +4,12 @@ python benchmarks/first_gpu_hour.py --out DIR                # twelve minutes on
 python benchmarks/first_gpu_hour.py --out DIR --minutes 9    # repeat until no part is printed as "later"
 python benchmarks/first_gpu_hour.py --out DIR --toy          # tests the script: toy size, also on a CPU
 
-Each part is a process with a time limit. A crash, a GPU out of memory or the limit ends only this part, and the numbers
-that it printed before are kept. DIR/PART.txt has a part's output, DIR/summary.jsonl one JSON line for each number, and
-DIR/summary.md the same numbers in tables; both summaries are written again after each part. A later call with the same
-DIR skips the finished parts and repeats the failed ones. With --minutes, a part only begins if its time limit fits.
-Nothing is downloaded: weights are random and have the real size. The exit status is the number of failed parts.
+Each part is a process with a time limit. A crash, a GPU out of memory or the time limit ends only one part, and the
+numbers that the part printed before are kept. DIR/PART.txt has the output of a part, DIR/summary.jsonl one JSON line
+for each number, and DIR/summary.md the same numbers in tables; both summaries are written again after each part. A
+later call with the same DIR skips the finished parts and repeats the failed ones. With --minutes, a part only begins if
+its time limit fits. Nothing is downloaded: weights are random and have the real size. The exit status is the number of
+failed parts.
 """
 
 import argparse
@@ -92,10 +93,10 @@ def is_done(out: Path, name: str) -> bool:
 
 
 def run(part: Part, toy: bool, output: Path) -> str:
-    """Run a part's process, and return its state: "done", or "failed: " with the reason.
+    """Run the process of a part, and return the state of the part: "done", or "failed: " with the reason.
 
     Args:
-        output: file that gets the process's output.
+        output: file for the output of the process.
     """
     script, *words = part.command.split()
     command = [sys.executable, str(ROOT / "benchmarks" / script), *(["--toy"] if toy else []), *words]
@@ -151,7 +152,7 @@ def describe(line: dict) -> str:
 
 
 def cells(line: dict) -> tuple[str, str, str]:
-    """Return a number's name, value and unit, or the reason why it was not measured."""
+    """Return the name, the value and the unit of a measured number, or the reason why the number is missing."""
     if "skipped" in line:
         return line["name"], f"skipped: {line['skipped']}", ""
     return line["name"], f"{line['value']:g}", line["unit"]

@@ -3,8 +3,8 @@
 python benchmarks/gpu.py step          # a GRPO step with Qwen2.5-VL-3B
 python benchmarks/gpu.py step --toy    # tests the part: toy size in float32, also on a CPU
 
-Weights are random, in bfloat16, with the real size. A part that needs a package imports it in its own function, so that
-the other parts run without this package.
+Weights are random, in bfloat16, with the real size. The function of a part imports the packages
+that only this part needs, so that the other parts run without them.
 """
 
 import json
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if os.environ.get("MINIVLMRL_KERNELS") == "triton" and not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when it is imported, which the imports below do
+    os.environ["TRITON_INTERPRET"] = "1"  # set before triton is imported below, which reads the variable
 from common import CARD, part, report, report_skipped, run_part, seconds_of, synchronize
 from grpo_step import Ours, make_rows, trl_clock, trl_side
 
@@ -287,7 +287,7 @@ STEP = Case(
 # two recipes for a 24 GB card; an image has 484 tokens, and the recipes allow 512
 LORA = Case("3B", 616, "own_data_one_card.yaml")
 NF4 = Case("7B", 616, "lora_7b.yaml")
-# completions with full length, and rewards that differ although the weights are random
+# completions of full length, and a reward that differs between completions of a model with random weights
 COMMON = ("--sampling.stop_token_ids=[]", "--rewards={grpo_step:distinct_characters: 1}")
 TOY = (
     "--model.dtype=float32", "--model.compute_dtype=null", "--sampling.max_new_tokens=4", "--grpo.prompts_per_step=2",
@@ -385,7 +385,7 @@ def measure(case: Case, toy: bool, steps: int) -> GRPOStep:
 
 @contextmanager
 def timed_phases(built: GRPOStep) -> Iterator[Callable[[], dict[str, float]]]:
-    """Time a step's phases with the GPU's clock, without waiting for the GPU.
+    """Time the phases of a step with the clock of the GPU, without waiting for the GPU.
 
     Yields:
         A function that returns the seconds of each phase. Call it after the `with` block.
@@ -413,7 +413,7 @@ def timed_phases(built: GRPOStep) -> Iterator[Callable[[], dict[str, float]]]:
 
 
 def marked(function: Callable, marks: list) -> Callable:
-    """Return the function, extended to append the times before and after each call to a list."""
+    """Return a function that also appends the times before and after each call to a list."""
 
     @wraps(function)
     def call(*args, **kwargs):
@@ -426,7 +426,7 @@ def marked(function: Callable, marks: list) -> Callable:
 
 
 def now() -> "torch.cuda.Event | float":
-    """Return an event that records when the GPU gets here, or on a CPU the time in seconds."""
+    """Return an event that records when the GPU gets here; on a CPU, return the time in seconds."""
     if CARD.type == "cpu":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -443,7 +443,7 @@ def seconds_between(before: "torch.cuda.Event | float", after: "torch.cuda.Event
 
 @part
 def decode(toy: bool):
-    """Measure the milliseconds of a 3B decode step with 1 to 256 rows.
+    """Measure the milliseconds of a decode step of a 3B model with 1 to 256 rows.
 
     The time for a rollout with few tokens is subtracted from the time for a rollout with many tokens, so that the
     prefill and the graph capture do not count.

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # set before imports that read it; no network is needed
-# before torch is imported; minivlmrl sets the same value
+os.environ["HF_HUB_OFFLINE"] = "1"  # set before the imports that read the variable; no network is needed
+# set before torch is imported; minivlmrl sets the same value
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import torch
 from common import seconds_of, synchronize
@@ -83,11 +83,11 @@ class Ours:
 
 
 def trl_clock(after_step: Callable[[int, float], bool | None]):
-    """Create a callback that times TRL's steps, and calls `after_step` with each step's number and seconds.
+    """Create a callback that times the steps of TRL, and calls `after_step` with the number and the seconds of a step.
 
     Training ends if `after_step` returns True. Between on_step_begin and on_step_end, Trainer runs training_step, in
     which GRPOTrainer generates, scores with the reference, and runs forward and backward. Then Trainer clips, updates
-    and zeroes the gradients. Rows are loaded before.
+    and zeroes the gradients. Rows are loaded before on_step_begin.
     """
     import transformers
 
@@ -205,7 +205,7 @@ def trl_side(model: torch.nn.Module, folder: Path, rows: list[Row], steps: int, 
 
 
 def trl_processor(folder: Path):
-    """Load a checkpoint's tokenizer and image settings as a transformers processor."""
+    """Load the tokenizer and the image settings of a checkpoint as a processor of transformers."""
     import transformers
     import trl
     from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor

@@ -7,7 +7,7 @@
 Runs are also written to recipes/expected.json, which benchmarks/expect.py reads. Runs with overrides are not written,
 and neither are runs whose options refer to another script's files. The recipes in LONG run only if --only names them.
 
-Each table row is one train.py run, by default on one thread, so that the results do not depend on the core count.
+Each row of the table is one run of train.py, by default on one thread, so that the number of cores changes no result.
 `sampled` and `greedy` are accuracies on held-out images before and after the last stage. `pairs` is the share of
 held-out pairs in which the better answer is preferred. `warnings` are the warnings explained in docs/metrics.md; a run
 that learns has none. `shuffled rewards`, `grey crops` and `any quarter` are controls that must not learn.
@@ -113,7 +113,7 @@ def run(entry: Entry, seed: int, threads: int, overrides: list[str]) -> dict:
 
 
 def row_of(entry: Entry, summary: dict) -> dict:
-    """Return a row's numbers."""
+    """Return the numbers of a row of the table."""
     *_, before, after = [name for name in summary if name == "start" or name.startswith("after_")]
     # a reward model's stage does not change the policy, so `before` is measured at the start of the last stage; an
     # evaluation's first metric is its first reward

@@ -199,9 +199,9 @@ LATEX = [
 
 
 def number(answer_texts: list, solution: list, tolerance: float = 0.0, log_extra=None, **columns) -> list:
-    """Return 1.0 if the answer is the solution's number, written as 3, 3.0, three, 6/2, "3 apples" or x = 3.
+    """Return 1.0 if the answer is the number of the solution, written as 3, 3.0, three, 6/2, "3 apples" or x = 3.
 
-    Answers such as "3 or 4" and 3-5 get reward 0. Units with the same kind are converted (50 mm is 5 cm), and a
+    Answers such as "3 or 4" and 3-5 get reward 0. Units of the same kind are converted (50 mm is 5 cm), and a
     unit may be omitted. 50% equals both 0.5 and 50.
 
     Args:
@@ -242,7 +242,7 @@ def _fraction(digits: str) -> Fraction:
 
 
 def _unit(word: str) -> str:
-    """Return a unit's symbol, for example "in" for "inches". Any other word is returned unchanged."""
+    """Return the symbol of a unit, for example "in" for "inches". Any other word is returned unchanged."""
     return SPELLINGS.get(word) or SPELLINGS.get(word.removesuffix("s"), word)
 
 

@@ -24,7 +24,7 @@ TIMEOUT = 60  # maximum time in seconds to wait for data
 LONGEST = 600  # maximum seconds for a download, because a server may send one byte a minute
 LARGEST = 512 * 2**20  # maximum file size in bytes
 CHUNK = 2**20  # bytes that are read at once
-# Errors that leave out only one row; a server may also send bytes that are not HTTP.
+# errors after which only one row is left out; HTTPException: the server sent bytes that are not HTTP
 FAILURES = (OSError, ValueError, RecursionError, http.client.HTTPException)
 # Offsets and bytes by which video files are recognized: MP4 and MOV, WebM and MKV, AVI, MPEG-TS, MPEG-PS, FLV, OGG
 VIDEOS = ((4, b"ftyp"), (0, b"\x1aE\xdf\xa3"), (8, b"AVI "), (0, b"G@"), (0, b"\0\0\1\xba"), (0, b"FLV"), (0, b"OggS"))

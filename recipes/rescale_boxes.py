@@ -62,7 +62,7 @@ def rescale_answer(answer, convert: Callable[[str], str]):
 
 
 def rescale_row(row: dict, folder: Path, space: str, bounds: tuple[int, int]) -> dict:
-    """Convert the boxes in a row's answers. A row without images is not changed.
+    """Convert the boxes in the answers of a row. A row without images is not changed.
 
     Raises:
         ValueError: if the row has several images.

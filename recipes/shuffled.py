@@ -1,4 +1,4 @@
-"""Control experiment: permute a rollout's rewards randomly, so that they carry no information.
+"""Control experiment: permute the rewards of a rollout randomly, so that the rewards carry no information.
 
     python train.py recipes/shapes.yaml --rewards='{recipes/shuffled.py:shuffled: 1.0}'
 
@@ -15,7 +15,7 @@ from minivlmrl.rewards.registry import get_reward
 def shuffled(completions, reward="accuracy", **columns):
     """Compute the reward named `reward` and permute its values. All rewards get the same permutation."""
     texts = []
-    for completion in completions:  # for a conversation, take its last turn's text
+    for completion in completions:  # of a conversation, the text of the last turn
         texts.append(completion if isinstance(completion, str) else completion[-1]["content"])
     rewards = get_reward(reward)(completions=texts, **columns)
     random.Random(repr(columns["completion_ids"])).shuffle(rewards)

@@ -4,9 +4,8 @@ An image has 64 x 64 pixels, but the model gets it shrunk to 32 x 32. One quarte
 12 labels, and in the small image all stripes mix to the same grey. Only the tool `<zoom>`, which shows a quarter in
 full resolution, reveals the label. A completion looks like this:
     <think>southwest</think><zoom>southwest</zoom>[tokens of the crop]<answer>red rows</answer>
-Demonstrations name the square's quarter and the crop's content, mostly "nothing", because only one in ten zooms into
-the correct quarter on purpose. Nine in ten demonstrations zoom into a random quarter, twice as often into the northwest
-as into each other quarter.
+A demonstration names a quarter and what the crop shows, mostly "nothing": one demonstration in ten zooms into the
+correct quarter on purpose, and nine zoom into a random quarter, the northwest twice as often as each other quarter.
 """
 
 import random
@@ -26,7 +25,7 @@ COLORS = {
     "cyan": (5, 250, 250), "pink": (250, 5, 250), "yellow": (250, 250, 5),
 }  # fmt: skip
 LABELS = [f"{color} {way}" for color in COLORS for way in ("rows", "columns")]
-CORNERS = ["northwest", "northeast", "southwest", "southeast"]  # the quarters' names, each one token
+CORNERS = ["northwest", "northeast", "southwest", "southeast"]  # names of the quarters, each one token
 HABIT = (2, 1, 1, 1)  # relative frequency with which demonstrations zoom into each quarter
 PROBLEM = "Stripes?"
 NOTHING = "nothing"
@@ -39,7 +38,7 @@ ANSWER = "<answer>{}</answer>"
 
 
 def draw(rng: random.Random, label: str | None = None, others: int = 0) -> tuple[PIL.Image.Image, str, int]:
-    """Draw an image; return the image, its label and the striped square's quarter (0 to 3).
+    """Draw an image. Return the image, its label, and the quarter (0 to 3) with the striped square.
 
     Each pair of stripes has complementary colours, and is exactly as wide as one pixel of the shrunk image, in which
     all labels therefore have the same grey.
@@ -66,7 +65,7 @@ def paper(rng: random.Random) -> PIL.Image.Image:
 
 
 def stripes(image: PIL.Image.Image, label: str, left: int, top: int):
-    """Draw a label's striped square."""
+    """Draw the striped square for a label."""
     color, way = label.split()
     complement = tuple(255 - value for value in COLORS[color])
     pen = PIL.ImageDraw.Draw(image)

@@ -1,4 +1,4 @@
-"""Write the functions of minimal.py yourself. A check compares the results of yours with those of the file.
+"""Write the functions of minimal.py yourself. A check compares the results of your function with those of minimal.py.
 
 python -m docs.exercises             # list the exercises; run this in the root of a clone
 python -m docs.exercises 10          # write exercise_10.py, where the body of group_advantages is missing
@@ -24,7 +24,7 @@ SOURCE = Path(minimal.__file__).read_text(encoding="utf-8")
 
 @functools.cache
 def find(name: str) -> tuple[int, int, int]:
-    """Return lines of minimal.py: the first of a function, or of a method's class; the first and last of the body."""
+    """Return lines of minimal.py: the first of a function or of a method's class; the first and last of the body."""
     path = [ast.parse(SOURCE)]
     for part in name.split("."):
         path.append(next(node for node in path[-1].body if getattr(node, "name", None) == part))
@@ -40,7 +40,7 @@ def solution(exercise: Exercise) -> str:
 
 
 def file_text(exercise: Exercise, body: str) -> str:
-    """Return the text of a reader's file with a body."""
+    """Return the text of a file for the reader, with the given body of the function."""
     start, first, _ = find(exercise.name)
     title = f"Exercise {exercise.number}: write the body of {exercise.name} of minimal.py."
     command = f"python -m docs.exercises {exercise.number} --check    # or --hint, --solution"
@@ -56,7 +56,7 @@ def empty_body(exercise: Exercise) -> str:
 
 @functools.cache
 def results(exercise: Exercise, text: str, file: str) -> list[tuple[str, object]]:
-    """Run a file's text and call its function. Return (description, result) of each call."""
+    """Run the text of a file and call its function. Return (description, result) for each call."""
     names = {"__name__": "exercise"}
     exec(compile(text, file, "exec"), names)
     function = names[exercise.name.split(".")[0]]
@@ -68,7 +68,9 @@ def results(exercise: Exercise, text: str, file: str) -> list[tuple[str, object]
 
 
 def check(exercise: Exercise, text: str, file: str) -> str:
-    """Compare the results of a reader's file with minimal.py's. Return the text to print; "pass" begins it if right."""
+    """Compare the results of the reader's file with those of minimal.py. Return the text to print, which begins with
+    "pass" if the results are equal.
+    """
     try:
         given = results(exercise, text, file)
     except Exception as error:  # a reader's code may raise anything

@@ -1,8 +1,8 @@
 """The exercises: a task, a hint, common mistakes, and calls that test the reader's function.
 
 Each decorated generator below gets a function (or, for a method, its class), and yields descriptions and results of
-calls. Its docstring is the task. A mistake is an edit of minimal.py's lines: {description: (lines, wrong lines)}. The
-check names a mistake that explains a wrong result.
+calls. The docstring of a generator is the task. A common mistake replaces lines of minimal.py: {description: (lines,
+wrong lines)}. If a mistake explains a wrong result, the check names the mistake.
 """
 
 import functools
@@ -43,7 +43,7 @@ def exercise(name: str, hint: str, mistakes: dict[str, tuple[str, str]]):
 
 @functools.cache
 def tiny_model() -> minimal.QwenVL:
-    """Return the built-in task's model with random weights."""
+    """Return the model of the built-in task with random weights."""
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng():
         torch.manual_seed(0)
         minimal.make_folder(folder)
@@ -274,7 +274,7 @@ def _(Layer):
 class Chain:
     """Stand in for a model with 6 tokens, each of which determines the probabilities of the next one.
 
-    After "?" comes "Yes sir <|im_end|>" (70 %) or "No <|endoftext|>". If nobody stops, it begins again.
+    After "?" comes "Yes sir <|im_end|>" (70 %) or "No <|endoftext|>". After an end token, the answer begins again.
     """
 
     TOKENS = ("?", "Yes", "sir", "No", "<|im_end|>", "<|endoftext|>")

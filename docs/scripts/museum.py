@@ -1,7 +1,7 @@
-"""Record a training step of each exhibit of docs/museum.md; record() shows how any trainer may record a step.
+"""Record a training step for each exhibit of docs/museum.md. The function `record` shows how to record a step.
 
-An exhibit is a section of docs/museum.md with a diff of one line of minimal.py, and a row of the page's table with what
-`minivlmrl parity` says about a step of the changed file.
+An exhibit is a section of docs/museum.md with a diff of one line of minimal.py, and a row in the table of the
+page with what `minivlmrl parity` says about a step of the changed file.
 """
 
 import io
@@ -56,7 +56,7 @@ def execute(source: str) -> dict:
 
 
 def watch(names: dict, kind: str, folder: Path) -> dict[str, list]:
-    """Record what functions of minimal.py return in the last step of training, and save the weights of each step."""
+    """Record the results of functions of minimal.py in the last training step, and save the weights of each step."""
     seen = defaultdict(list)
 
     def keep(name: str, function, look):

@@ -1,7 +1,7 @@
 """Write docs/step.html, which shows each line of minimal.py in one GRPO step with the values that the line made.
 
-The tracer `Film` is called before each line of minimal.py. Only the first two rounds of each loop, and the first two
-calls by each line, are recorded; all later ones are only counted. `python -m docs.scripts.step` writes the page.
+The tracer `Film` is called before each line of minimal.py. The first two rounds of each loop and the first two
+calls by each line are recorded; later rounds and calls are only counted. `python -m docs.scripts.step` writes the page.
 docs/step.png is a screenshot of the page, 620 pixels wide.
 """
 
@@ -67,7 +67,7 @@ class Film:
         return self.trace
 
     def begin(self, frame, caller: Call | None, is_first: bool) -> Call | None:
-        """Record the call of a function, unless the caller or the line of the caller is not recorded."""
+        """Record the call of a function, if the caller and its line are recorded."""
         name = frame.f_code.co_qualname
         if caller:
             caller.times[caller.line, name] += 1
@@ -98,7 +98,7 @@ class Film:
         return self.trace
 
     def record(self, kind: str, frame, call: Call, returned: int | None = None):
-        """Record an event of a function call with the variables that have changed since the call's last event."""
+        """Record an event of a call, with the variables that have changed since the last event of this call."""
         made = []
         variables = frame.f_locals
         if frame.f_code is minimal.train.__code__:

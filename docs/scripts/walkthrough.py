@@ -159,7 +159,7 @@ class Picture:
 
 @cache
 def numbers() -> dict[str, dict]:
-    """Run a GRPO step of minimal.py, and return the variables and the result of each function's first call.
+    """Run a GRPO step of minimal.py. Return the variables and the result of the first call of each function.
 
     For the function `train`, the result also has gradient norms and the change of each completion's log-probability.
     """
@@ -212,7 +212,7 @@ def facts() -> dict:
 
 
 def more_lines(title: str) -> list[str]:
-    """Return printed lines of a section that show more than the values of variables."""
+    """Return those printed lines of a section that are no values of variables."""
     group = numbers()["grpo"]
     if title == "Prompt":
         runs = [(word, len([*same])) for word, same in itertools.groupby(spell(group["prompt"].ids))]

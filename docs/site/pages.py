@@ -1,6 +1,6 @@
 """Hooks for mkdocs: README is the start page, each notebook and each file of code gets a page, and the menu is built.
 
-Everything comes from Markdown files of the repository: the menu from docs/README.md, the reading list from README.md.
+The menu comes from docs/README.md, and the reading list from README.md.
 Formulas become MathML, which browsers show without a script and without a network.
 """
 
@@ -103,7 +103,7 @@ def menu_words(name: str) -> str:
 
 
 def test_of(path: str) -> str:
-    """Return the path of a file's test: tests/losses/test_grpo.py for minivlmrl/losses/grpo.py."""
+    """Return the path of the tests of a file: tests/losses/test_grpo.py for minivlmrl/losses/grpo.py."""
     file = Path(path)
     return f"tests/{file.parent.name}/test_{file.name}"
 
