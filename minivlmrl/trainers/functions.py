@@ -11,7 +11,7 @@ from torch import Tensor
 from minivlmrl.config.import_utils import resolve_object, with_options
 from minivlmrl.config.options import GRPOOptions, TrainingOptions
 from minivlmrl.config.validation import is_set
-from minivlmrl.errors import error_context
+from minivlmrl.errors import did_you_mean, error_context
 from minivlmrl.losses.advantages import ADVANTAGES
 from minivlmrl.losses.grpo import AVERAGES, LossNormalizer, grpo_loss
 
@@ -97,6 +97,10 @@ def loss_and_gradient(loss: Callable, config: GRPOOptions, logps: Tensor, old_lo
     arguments = (logps, advantages, torch.ones_like(logps))
     try:
         inspect.signature(loss).bind(*arguments, **options, normalizer=normalizer)
+        known = options.keys() | inspect.signature(grpo_loss).parameters.keys()
+        for name, parameter in inspect.signature(loss).parameters.items():
+            if parameter.default is None and name not in known:
+                raise TypeError(f"its parameter {name!r} would always be None{did_you_mean(name, known)}")
     except TypeError as error:
         raise ValueError(
             f"grpo.loss_type {config.loss_type}: the function cannot be called: {error}. Its parameters must be "

@@ -231,6 +231,10 @@ def no_clip(logps, advantages, mask, *, old_per_token_logps, **others):
     return -(advantages[:, None] * (logps - old_per_token_logps).exp()).mean() if others["beta"] else logps.sum(), {}
 
 
+def misspelt(logps, advantages, mask, *, old_logps=None, **others):
+    return (logps if old_logps is None else logps - old_logps).sum(), {}
+
+
 def max_rl(rewards, num_generations, least=1e-6):
     groups = rewards.view(-1, num_generations)
     mean = groups.mean(1, keepdim=True)
@@ -267,6 +271,7 @@ WRONG = [(option, name, says) for option, x in RETURNED.items() for name, (_, sa
 WRONG += [
     ("loss_type", "options(learning_rate=0.5)", "learning_rate is an option of the section grpo; set grpo.learning_ra"),
     ("loss_type", "for_parity", "cannot be called: .* Its parameters must be .logps, advantages, mask, "),
+    ("loss_type", "misspelt", "its parameter 'old_logps' would always be None; did you mean old_per_token_logps"),
     ("loss_type", "options(scle=1)", "there is no option 'scle'; the options are: scale"),
     ("advantages", "max_rl(num_generations=2)", "num_generations is an option of the section grpo; set grpo.num_gen"),
     ("advantages", "max_rl(lest=1)", "there is no option 'lest'; the options are: least"),
