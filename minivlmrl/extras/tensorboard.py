@@ -23,7 +23,6 @@ def tracker(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
     folder = Path(config.output_dir) / "tensorboard"
     if not steps:
         shutil.rmtree(folder, ignore_errors=True)
-    # purge_step hides the values of the steps that the resumed run repeats.
     writer = closing.enter_context(SummaryWriter(str(folder), purge_step=steps + 1))
 
     def log(values: dict[str, float], steps: int):

@@ -1,7 +1,6 @@
-"""TRL's GRPOTrainer with the loss `minivlmrl.grpo_loss`, or with your own loss function.
+"""Use `minivlmrl.grpo_loss` or your own loss function in TRL's GRPOTrainer, as docs/library.md shows.
 
-docs/library.md shows how to use `minivlmrl.extras.trl.GRPOTrainer`. TRL is not a dependency of minivlmrl. extras/trl.py
-needs TRL 1.10 or newer, because older releases normalise some losses differently.
+minivlmrl.extras.trl needs TRL 1.10 or newer, because older releases normalise some losses differently.
 """
 
 # TRL loads its classes lazily, and its trainer gets attributes at run time, which pyright cannot see.
@@ -127,8 +126,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
         metrics = {**metrics, "entropy": (entropies * mask).sum() / mask.sum().clamp(min=1)}
         if self.entropy_coef:
-            # TRL logs the mean loss of the micro-batch, which is `loss` times the number of micro-batches. For losses
-            # such as dapo, TRL logs `loss`.
+            # For losses such as dapo, TRL logs a micro-batch's share of the step's loss; for others, its mean loss.
             by_tokens = AVERAGES.get(self.loss_type) is AVERAGES["dapo"]
             metrics["policy_loss"] = loss.detach() if by_tokens else loss.detach() * parts
             if self.model.training:
@@ -171,7 +169,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _weights(
         self, inputs: dict[str, Any], logps: Tensor, mask: Tensor, kept: Tensor
     ) -> tuple[Tensor | None, dict[str, Any]]:
-        """Return the weight of each token in the policy loss, or None for equal weights, and the term's options."""
+        """Return each token's weight in the policy loss, None for equal weights, and options of the policy loss."""
         weights = None if kept is mask else kept
         if self.off_policy_mask_threshold is not None:
             old_logps = inputs.get("old_per_token_logps", logps.detach())

@@ -19,12 +19,12 @@ except ImportError as error:
         "run `pip install transformers`"
     ) from error
 
-# {kind: names of the model's two arguments for images or videos, and the config's name for their token id}
+# {kind: (model argument with patches, model argument with grids, config field with the token id)}
 MEDIA = {
     "image": ("pixel_values", "image_grid_thw", "image_token_id"),
     "video": ("pixel_values_videos", "video_grid_thw", "video_token_id"),
 }
-# InputCheck compares the first output in OUTPUTS that the model has.
+# names of a model's outputs, of which InputCheck compares the first one that exists
 OUTPUTS = ("log_probs", "logits", "loss")
 MOST_IMAGES = 8  # maximum number of images of a row that are made gray, one at a time
 ADVICE = (
@@ -36,9 +36,9 @@ ADVICE = (
 class InputCheck(TrainerCallback):
     """Warn if the outputs of the first step ignore an image or a video, or if a trained parameter gets no gradient.
 
-    InputCheck replaces an image by a gray one, and tests whether the model's outputs change. The check costs one
-    forward pass without gradients for each image of a row of the first micro-batch, at most eight. With sharded
-    weights, no images are changed. InputCheck changes no weights and no random numbers.
+    InputCheck replaces each image of the first micro-batch by a gray one, and tests whether the model's outputs change.
+    The images of a micro-batch need up to nine forward passes without gradients. With sharded weights, InputCheck
+    replaces no images and inspects no gradients. InputCheck changes no weights and no random numbers.
 
     The attribute `problems` of InputCheck lists the warnings.
     """
@@ -108,8 +108,8 @@ def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str])
     """Return a warning if some images or videos can be made gray without changing the outputs of the model."""
 
     def outputs(**changed: Tensor) -> Tensor:
-        # The random state is restored, so that all forward passes and the training step start from the same random
-        # state. Warnings are ignored, because activation checkpointing warns without gradients.
+        # fork_rng restores the random state, so that all forward passes and the training step have the same dropout.
+        # Activation checkpointing warns about a forward pass without gradients.
         with torch.no_grad(), torch.random.fork_rng(), warnings.catch_warnings(action="ignore"):
             return text_outputs(model(*args, **kwargs | changed), model, kwargs.get("input_ids"))
 
@@ -157,11 +157,11 @@ def text_outputs(outputs: Any, model: nn.Module, ids: Tensor | None) -> Tensor:
 
 
 def rounds_of_media(arguments: dict, sizes: list[int], token: int | None) -> list[list[tuple[int, int | None]]]:
-    """Group the images or videos so that those of one group can be made gray in the same forward pass.
+    """Group the images or videos, at most one of each row, so that one forward pass can test a whole group.
 
-    Each group is a list of tuples (index of the image, index of its row), with at most one image of each row. An image
-    after the last trained token of its row is left out, because it cannot change the loss. If the token ids do not tell
-    which row has which image, all images are one group, and the row is None. `sizes` are the images' patch counts.
+    Returns a list of groups, each a list of tuples (index of the image, index of the image's row). If the token ids do
+    not tell which row has which image, all images are one group, and the row is None. `sizes` are the images' patch
+    counts. An image after the last trained token of its row is left out, because the image cannot change the loss.
     """
     ids = arguments.get("input_ids")
     if ids is None or token is None or not (ids == token).any():

@@ -128,7 +128,7 @@ class TokenChooser:
     The method update_state is for vLLM's V1 model runner, and add_request for vLLM's V2 model runner.
     """
 
-    # `sampling` is set on the class, because vLLM itself constructs the TokenChooser; None while vLLM warms up
+    # a class attribute, because vLLM constructs the TokenChooser itself; None while vLLM warms up
     sampling: Sampling | None = None
 
     def __init__(self, vllm_config, *_):
@@ -157,7 +157,6 @@ class TokenChooser:
 
 
 def row_of_request(params, prompt_ids, output_ids) -> int:
-    """Return the row index that vLLM stores when a request enters its batch."""
     return params.extra_args["row"]
 
 
@@ -223,7 +222,7 @@ class VLLMSampler(Sampler):
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
-        # vLLM's cached image embeddings are invalid, because they were computed with the old weights.
+        # vLLM's cached image embeddings were computed with the old weights.
         self.llm.llm_engine.reset_encoder_cache()
         completions = super().__call__(prompts, num_generations, keys)
         if self.sleeps:
@@ -309,10 +308,9 @@ class VLLMSampler(Sampler):
     ):
         """Compare vLLM's log-probabilities with the policy's in the first rollout.
 
-        In float32, vLLM's and the policy's log-probability of a token may differ by at most 1e-3 nats. In 16 bits,
-        single tokens differ more, so only the root mean square of the differences over a prompt's completions is
-        bounded, by 0.5 nats. Both bounds, 1e-3 and 0.5 nats, are multiplied by the option
-        rollout.max_logp_mismatch, 1 by default.
+        In float32, vLLM's and the policy's log-probability of a token may differ by at most 1e-3 nats. In 16 bits, the
+        root mean square of the differences over all tokens of a prompt's completions may be at most 0.5 nats. The
+        option rollout.max_logp_mismatch (default 1) multiplies the largest accepted difference.
         """
         if self.is_verified:
             return
@@ -345,7 +343,7 @@ def computed_dtype(model: VisionLanguageModel) -> torch.dtype:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Return False for vLLM's warning that rotary tables, which are no weights, were not loaded."""
+    """Return False for vLLM's needless warning that weights of rotary embeddings were not loaded."""
     return "RotaryEmbedding: Failed to load weights" not in record.getMessage()
 
 

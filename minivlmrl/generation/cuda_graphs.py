@@ -43,7 +43,7 @@ class StaticDecodeAttention(DecodeAttention):
         """Drop no rows from the batch, because a CUDA graph also computes the finished rows."""
 
     def advance(self, tokens: int | Tensor = 1, growth: int = 1):
-        """Count the new tokens on the GPU and on the host, and enlarge full key and value buffers."""
+        """Count the new tokens, and enlarge the buffers for keys and values if they are full."""
         super().advance(tokens, growth=0)
         self.longest += growth
         if self.num_row_keys < min(self.longest, self.capacity):
@@ -68,12 +68,12 @@ class CapturedDecode(Decode):
     attention_type = StaticDecodeAttention
 
     def __init__(self):
-        # each row's prompt (slots) and the buffer length with which the CUDA graph was captured
+        # the prompt of each row, and the buffer length, with which the CUDA graph was captured
         self.graph_key = None
         self.graph = None
 
     def __call__(self, model, ids: Tensor, attention) -> Tensor:
-        # A CUDA graph reads fixed addresses, so a new one is captured for other slots or longer buffers.
+        # A CUDA graph reads fixed addresses, so other prompts or longer buffers need a new CUDA graph.
         graph_key = attention.slots, attention.num_row_keys
         is_new = graph_key != self.graph_key
         if is_new:

@@ -1,8 +1,8 @@
 """Apply the options repetition_penalty, temperature, top_k, top_p and min_p to the next token's logits.
 
 To add a sampling filter, add a field to SamplingOptions and an entry to NO_TRUNCATION (both in config/options.py), and
-a last step to filter_logits. A filter without an entry in NO_TRUNCATION is never applied. For an example, see
-docs/developer_guide.md.
+a last step to filter_logits, as in the example in docs/developer_guide.md. Without the entry in NO_TRUNCATION, the
+sampling filter is never applied.
 """
 
 from collections.abc import Iterable, Sequence
@@ -66,7 +66,7 @@ class Filters:
 def filter_logits(logits: Tensor, sampling: SamplingOptions, seen: Tensor | None = None) -> Tensor:
     """Apply the repetition penalty, the temperature, and then top_k, top_p and min_p.
 
-    With a temperature of 0, only the repetition penalty is applied. The scores are bit-identical to scores in
+    With a temperature of 0, only the repetition penalty is applied. filter_logits gives the same bits as
     transformers' generate, even if logits are tied.
 
     Args:

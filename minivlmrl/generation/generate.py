@@ -81,7 +81,7 @@ def generate(
     logits, attention = prefill(model, batch, prompt_index, max_new_tokens, decode)
     del batch  # the patches of the images would take memory until the last token is sampled
     unfinished = torch.ones_like(attention.rows, dtype=torch.bool)
-    # each step's row indices (-1 for a row that had finished before), and the results of sample_token
+    # each decode step's row indices (-1 for a row that had finished before), token ids, log-probabilities and ends
     steps = []
     for step in range(1, max_new_tokens + 1):
         counts = (attention.newest + 1).clamp(max=max_new_tokens - 1)
@@ -159,7 +159,8 @@ def make_token_sampler(
     """Make the function with which `generate` samples one token per row.
 
     Log-probabilities are computed from logits that are divided by the temperature and normalised over the tokens that
-    the filters keep. A repetition penalty does not change the log-probabilities, and a temperature of 0 counts as 1.
+    the filters keep. A repetition penalty does not change the recorded log-probabilities, for which a temperature of 0
+    counts as 1.
 
     Args:
         temperature: logit divisor; 0 selects the likeliest token.

@@ -57,7 +57,7 @@ class Sampler:
         # device on which the model computes; offloaded weights are on another device
         self.device = self.world.device
         self.gather_weights = gather_weights
-        # called with the row indices (r,) and the ids (r,) of new tokens, for example to print the tokens
+        # function of the row indices (r,) and the token ids (r,) of new tokens, for example to print the tokens
         self.on_tokens: Callable[[Tensor, Tensor], None] = lambda rows, ids: None
         by_layer = is_sharded(model) and not gather_weights
         self.keeps_vision = keeps_vision and not by_layer and sampling.max_batch_tokens is None

@@ -28,7 +28,7 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
     """Compute GRPO's advantages: reward minus the group's mean, divided by a standard deviation.
 
     Example: a group with rewards 1, 1, 0, 0 has mean 0.5 and standard deviation 0.5774 (with n - 1 in its denominator),
-    so "group" gives +0.8659, +0.8659, -0.8659, -0.8659.
+    so its advantages are +0.8659, +0.8659, -0.8659, -0.8659 with scale_rewards="group".
 
     Args:
         rewards: (n,) float32 tensor, with the num_generations completions of each group next to each other; NaN where
@@ -132,8 +132,8 @@ def to_groups(rewards: Tensor, num_generations: int) -> Tensor:
 def centre(x: Tensor) -> Tensor:
     """Subtract the mean over the last axis, ignoring NaN.
 
-    The largest value is subtracted first, so that equal values give exactly 0. Eight float32 rewards of 1.2 minus their
-    mean give 1e-7, which the division by 1e-4 and AdamW turn into full steps in a random direction.
+    centre first subtracts the largest value, so that equal rewards give exactly 0. Eight float32 rewards of 1.2 minus
+    their mean give 1e-7, which the division by 1e-4 and AdamW turn into full steps in a random direction.
     """
     shifted = x - x.nan_to_num(float("-inf")).amax(-1, keepdim=True)
     return shifted - shifted.nanmean(-1, keepdim=True)

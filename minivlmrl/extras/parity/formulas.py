@@ -8,18 +8,21 @@ from torch.nn.utils import get_total_norm
 
 
 def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round x to a dtype; of two equally close roundings, return the one that equals `theirs`."""
-    # A number halfway between two representable numbers has two right roundings, so an error of 0.501 units is allowed.
+    """Round x to a dtype; a value halfway between two numbers of the dtype gets the trainer's value `theirs`."""
     unit = torch.finfo(dtype).eps * x.abs()
     is_rounded = theirs == theirs.to(dtype)
     return theirs.where(is_rounded & ((theirs - x).abs() <= 0.501 * unit), x.to(dtype).double())
 
 
 def in_half(x: Tensor, theirs: Tensor, exact: Tensor) -> Tensor:
-    """Return a trainer's log-probabilities `theirs` if they look rounded to 16 bits, else our 16-bit values x.
+    """Return the trainer's log-probabilities `theirs` if 16-bit rounding explains their errors, else x.
 
-    Two programs in 16 bits round the same weights, so the rounding errors of the trainer must be as large as ours and
-    correlated with ours. At least 16 log-probabilities must differ, because fewer may be correlated by chance.
+    Two programs in 16 bits round the same weights, so their rounding errors are correlated and similarly large. With
+    fewer than 16 differing log-probabilities, the rounding errors could be correlated by chance.
+
+    Args:
+        x: log-probabilities recomputed in 16 bits.
+        exact: log-probabilities recomputed in float64.
     """
     errors = (x - exact)[theirs != exact]
     differences = (theirs - exact)[theirs != exact]
@@ -32,7 +35,7 @@ def in_half(x: Tensor, theirs: Tensor, exact: Tensor) -> Tensor:
 
 
 def clipped(gradients: dict[str, Tensor], max_norm: float | None, norm: float | None = None) -> dict[str, Tensor]:
-    """Scale gradients like torch's clip_grad_norm_; `norm` replaces the total norm of the gradients."""
+    """Clip gradients like torch's clip_grad_norm_; `norm` defaults to the total norm of the gradients."""
     if norm is None:
         norm = get_total_norm(gradients.values()).item()
     share = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
@@ -42,7 +45,7 @@ def clipped(gradients: dict[str, Tensor], max_norm: float | None, norm: float | 
 def total_by(x: Tensor, span: Tensor) -> Tensor:
     """Replace each token's value in x by the sum over all tokens with the same number in `span`.
 
-    Example: x = [1, 2, 3] with span = [0, 0, 1] gives [3, 3, 3].
+    Example: the values [1, 2, 3] with the span numbers [0, 0, 1] become the sums [3, 3, 3].
     """
     totals = x.new_zeros(int(span.max()) + 1)
     return totals.index_add(0, span.flatten(), x.flatten())[span]
@@ -66,7 +69,7 @@ def last(x: Tensor, k: int = 1) -> Tensor:
 def distance(ours: Tensor, expected: Tensor) -> float:
     """Compute the largest difference between two tensors, relative to max(1, largest |expected|).
 
-    The difference is inf if the two shapes differ, or if the two tensors have NaN at different positions.
+    Tensors with different shapes, or with NaN at different positions, have an infinite distance.
     """
     ours, expected = ours.double(), expected.double()
     if ours.shape != expected.shape or not torch.equal(ours.isnan(), expected.isnan()):

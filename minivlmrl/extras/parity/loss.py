@@ -38,8 +38,8 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
         old_per_token_logps  (B, T), for grpo
         advantages           (B,), for grpo
 
-    Some test batches have completions without tokens, which still count in the mean over completions. Some have
-    log-ratios of 25 nats. `options` is a dict with these arguments of a loss:
+    Some test batches have completions without tokens, which still count in the mean over completions, and log-ratios of
+    25 nats. `options` is a dict with these arguments of a loss:
 
         grpo  loss_type, importance_sampling_level, beta, epsilon_low, epsilon_high,
               use_bias_correction_kl, whole_step (True if the batch is the whole step, and not a micro-batch), and the
@@ -129,7 +129,7 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
 
 
 def shared(differing: list[dict], agreeing: list[dict]) -> str:
-    """Return a text such as ", which are those with beta = 0.1" if exactly the wrong test cases share an option."""
+    """Describe an option that all wrong test cases and no others have: ", which are those with beta = 0.1"."""
     for name in differing[0] if differing and agreeing else ():
         values = [options.get(name) for options in differing]
         if all(x == values[0] for x in values) and all(options.get(name) != values[0] for options in agreeing):
@@ -156,7 +156,7 @@ class Comparison:
 
 
 def call(my_loss, batch: dict, options: dict) -> Tensor:
-    """Call a loss with (batch, options), or as a training step does if `my_loss` has the parameter `normalizer`."""
+    """Call a loss with (batch, options); a loss with the parameter `normalizer` gets a training step's arguments."""
     if "advantages" not in batch or "normalizer" not in inspect.signature(my_loss).parameters:
         return my_loss(batch, options)
     normalizer = LossNormalizer(len(batch["mask"]), options["tokens"], options["max_completion_length"])
@@ -176,7 +176,7 @@ def compare(my_loss, options: dict, batch: dict, value: Tensor, gradient: Tensor
     loss = call(my_loss, batch, options)
     if not isinstance(loss, Tensor) or loss.dim():
         raise ValueError(f"my_loss returned {loss!r:.60}, but it must return a tensor of shape ()")
-    # If `my_loss` detaches its result, the added 0 * sum gives a gradient of 0 instead of an error.
+    # Adding 0 times the log-probabilities gives a detached loss a gradient of 0 instead of an error.
     [ours] = torch.autograd.grad(loss + 0 * logps.sum(), logps)
     loss = loss.detach()
     return Comparison(loss, ours, (loss - value).item(), distance(loss, value), distance(ours, gradient))
@@ -216,8 +216,8 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
 
 
 def has(options: dict, only: dict) -> bool:
-    """Return whether a test case has the given options; test cases with TRL's dual clip need the option delta."""
+    # Test cases with TRL's dual clip are compared only if the user asks for the option delta.
     if "delta" in options and "delta" not in only:
         return False
-    # Recorded DPO cases have loss_type=["sigmoid"], but the user writes loss_type="sigmoid".
+    # TRL's DPO configuration has a list of losses, ["sigmoid"], but the user writes one name, "sigmoid".
     return all(key in options and options[key] in (x, [x]) for key, x in only.items())

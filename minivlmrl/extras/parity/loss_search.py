@@ -48,7 +48,7 @@ def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor, toleran
 def find_parts(steps: list[Dump], seconds: float) -> list[list[Cause]]:
     """Search for known bugs with which TRL's loss equals the user's loss in all test cases.
 
-    Returns a list for each bug, with the bug and other bugs that give the same numbers; [] if the search fails.
+    Returns a list for each bug, with the bug and other bugs that give the same loss. Returns [] if the search fails.
     """
     deadline = time.thread_time() + seconds
     for step in steps:
@@ -78,8 +78,7 @@ class Combination:
 
     def __init__(self, steps: list[Dump]):
         self.steps = steps
-        # The test case with the most rows gives the list of bugs. With two rows, for example, "the next row" and "the
-        # previous row" would be one bug.
+        # In a test case with only two rows, the bugs "the next row" and "the previous row" would be equal.
         self.causes = by_kind(possible_causes("loss", max(steps, key=lambda step: len(step.all_rows))))
         self.deviation = {}
         self.parts = []
@@ -87,7 +86,6 @@ class Combination:
         self.agrees = self.agreements({})
 
     def run(self) -> list[list[Cause]]:
-        """Return the bugs that together explain the user's loss, each with its equivalents; [] if the search fails."""
         while not all(self.agrees):
             part = self.next_part() if len(self.parts) < PARTS else []
             if not part:
@@ -98,7 +96,7 @@ class Combination:
         return [[cause for cause in part if self.replaces(cause, part)] for part in self.parts]
 
     def replaces(self, cause: Cause, part: list[Cause]) -> bool:
-        """Return whether a bug explains the user's loss as well as the first bug of the list `part`."""
+        """Return whether TRL's loss also equals the user's loss if `cause` replaces the first bug of `part`."""
         chosen = [cause.change if each is part else each[0].change for each in self.parts]
         change = reduce(lambda both, then: both and composed(both, then), chosen)
         return cause is part[0] or all(self.agreements(change))
@@ -141,8 +139,7 @@ class Combination:
             most = max((count for count, _ in found.values()), default=0)
             best = [cause for count, cause in found.values() if count == most]
             best.sort(key=lambda cause: len(f"{cause.change.get('c', 0):g}"))  # round numbers are likelier
-            # A loss often combines several designs, each of which explains only some test cases. A mistake must explain
-            # all test cases.
+            # A mistake must explain all test cases; an intended difference from TRL may affect only some test cases.
             if best and (most == len(self.steps) or (is_last and best[0].of.who)):
                 return best
         return best
@@ -151,7 +148,7 @@ class Combination:
 def find_names(steps: list[Dump], seconds: float) -> tuple[list[str], list[str]]:
     """Name the mistakes and designs in the user's loss: "mistake" or "design" for each, and the lines to print.
 
-    If no mistake or design is found, the lines list the first numbers at which the user's loss differs from TRL's.
+    Without a known mistake or design, the printed lines show the first numbers that differ from TRL's.
     """
     parts, why = [], "no known mistake or design does"
     try:

@@ -20,14 +20,14 @@ from minivlmrl.model.rope import get_rope_index
 # Numbers that a float32 model computes, such as gradients, get 50 times the usual tolerance.
 THROUGH_A_MODEL = 50.0
 HALF = 100.0  # further factor for a model that runs in bfloat16, float16 or an unknown dtype
-# A bug that changes only quantities in AFTER_FORWARD needs no new forward pass of the model.
+# quantities that are computed after a model's forward pass, so that their bugs need no new forward pass
 AFTER_FORWARD = {"logps", "mode", "inside"}
 
 
 def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = False):
     """Load a model from a folder, and compute log-probabilities and entropies for the given row indices `part`.
 
-    If `grad` is False, the outputs are cached for each row and each bug, because the search needs them again.
+    Outputs without gradients are cached for each row and each bug, because the search repeats many forward passes.
 
     Returns:
         A tensor (2, n, S) with the log-probabilities and the entropies, which are 0 in all other rows, and the model.
@@ -197,16 +197,14 @@ def accumulate(d: Dump, change: Change) -> dict[str, Tensor]:
 
 
 def micro_batch_gradients(d: Dump, number: int) -> dict[str, Tensor]:
-    """Compute {parameter name: gradient} for one micro-batch."""
     cache = d.cache
     if number not in cache:
         part = d.micro_batches[number]
         slopes = d["logps_gradient"]
         both = [slopes, d.get("entropies_gradient", slopes * 0)]
         passes = [(d.forward, both)]
-        if (
-            d.entropy_forward != d.forward
-        ):  # the entropies come from another forward pass, for example with other logits
+        # A trainer may compute the entropies in another forward pass, for example from other logits.
+        if d.entropy_forward != d.forward:
             passes = [(d.forward, [slopes, slopes * 0]), (d.entropy_forward, [slopes * 0, both[1]])]
         total = {}
         for deviation, weights in passes:

@@ -1,8 +1,8 @@
 """Known bugs of training steps, listed by the quantity that a bug changes, such as the reward or the mask.
 
-The bug "a reward is halved", for example, is the formula `lambda s: s.x / 2` for the quantity "rewards". Such a formula
-gets an object s: `s.x` is the right value, `s.c` is a number that the search fits, `s.region` is the part of the step
-that has the bug, such as the first turn, and the other attributes are the tensors of the recorded step.
+For example, the function `lambda s: s.x / 2` for the quantity "rewards" imitates a trainer that halves all rewards. The
+attributes of s are the right value x, a number c that the search fits, the part of the step that has the bug, `region`,
+such as the first turn, and the tensors of the recorded step.
 """
 
 import math
@@ -35,7 +35,7 @@ class Quantity:
 
 
 class Limited(NamedTuple):
-    """A bug that may concern only a part of a step, such as its truncated completions; each part is tried."""
+    """A bug that may affect only part of a step, such as the truncated completions."""
 
     kinds: str  # Dump attributes that hold the parts, separated by spaces
     formula: Callable | None = None  # None if each part is a wrong order of rows or tokens
@@ -54,7 +54,7 @@ ROLLOUT_ROWS = Limited("rollout_rows")
 
 
 def having(says: str, *tables: dict[str, Callable]) -> dict[str, Callable]:
-    """Describe bugs of a quantity: "a reward" and {"is halved": ...} give {"a reward is halved": ...}."""
+    """Put a subject before each bug: "a reward" and "is halved" give "a reward is halved"."""
     return {f"{says} {text}": formula for table in tables for text, formula in table.items()}
 
 
@@ -125,7 +125,6 @@ def cispo(bounded: Callable) -> Callable:
 
 
 def clipped_by_itself(s):
-    """Clip the gradients x to max_grad_norm."""
     return clipped(s.x, s.optimizer.get("max_grad_norm"))
 
 
@@ -232,9 +231,8 @@ IN_A_LIST = {
     "shifted by one to earlier places": lambda s: s.x[1:] + s.x[:1],
     "replaced by the first": lambda s: s.x[:1] * len(s.x),
 }
-# Some trainers add 1e-4 to the standard deviation that divides the rewards, and others do not.
 WITH_EPSILON = {"": {}, ", without 1e-4": {"epsilon": 0.0}}
-# Bugs that any quantity can have, such as a wrong sign, are tried after the bugs of a single quantity.
+# General bugs, such as a wrong sign, can occur in every quantity; the search tries more specific bugs first.
 GENERAL = {*(LINEAR | TIMES).values(), *NONLINEAR.values(), *(BY_TOKEN | OF_RATIOS | OF_ANSWERS).values()}
 
 FACTOR = Quantity("factor", "", "the effective learning rate changes")
@@ -249,7 +247,7 @@ SCOPES = [
     ("dpo", ["the policy", "the reference"], ""),
 ]
 
-# A step reveals a bug only if it has what the bug needs. A bug of the baseline, for example, needs unequal rewards.
+# A recorded step reveals a wrong baseline, for example, only if the rewards of a group differ.
 BASELINES = "baselines, which need groups with different rewards"
 DEVIATIONS = "standard deviations, which need groups with different rewards"
 GROUPS = "groups, which need a rollout with several groups"
@@ -582,7 +580,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("entropies", "grpo", "the policy becomes too sure or too random", needs="entropies"): having(
         "the entropy of a token", TIMES, LINEAR, NONLINEAR, BY_TOKEN
     ),
-    # A step without a reference model cannot reveal a wrong KL estimator, and the report says so if the bug is listed.
+    # Without a reference model, the report says that it cannot reveal mistakes in the KL estimator.
     of_kl("kl_estimator", "grpo", "another divergence is penalised", "NeMo-RL PR 2506", needs="input_ids"): choices(
         "the KL estimator is {}", "k1", "k2", "k3"
     ),
@@ -860,8 +858,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("factor", ALL_STAGES, "the model learns the opposite"): {"all values have the wrong sign": -1},
 }  # fmt: skip
 
-# If all losses of a step with 8 rows are 8 times too large, the report names the 8 rows. Each regular expression
-# matches the names of the tensors that may be wrong by the option or the count.
+# Options and counts that may explain a wrong factor, each with a regular expression for the names of affected tensors.
+# If all losses of a step with 8 rows are 8 times too large, the report names the 8 rows.
 FACTORS = {
     "the temperature": (lambda d: d.about.get("temperature"), ".*logps$|entropies$|grad"),
     "one over the temperature": (lambda d: 1 / (d.about.get("temperature") or 1), ".*logps$|entropies$|grad"),

@@ -25,7 +25,7 @@ from minivlmrl.extras.parity.step import DAMAGES, Dump, SearchEndedError
 
 # Numbers count as equal up to a relative error of 1e-5, because float32 rounds to about 1e-7.
 TOLERANCE = 1e-5
-# {stage: (tensor that a model recomputes, field of step.json that names the model's folder)}
+# {stage: (recomputed tensor, field of step.json with the model's folder)}
 LOGPS = {
     "logps": ("per_token_logps", "model"),
     "entropies": ("entropies", "model"),
@@ -49,9 +49,9 @@ STAGES = {
 THROUGH_A_MODEL = (*LOGPS, "gradients")
 BY_PARAMETER = ("gradients", "clip", "update")
 IDS = ("tokens", "pictures", "mask")  # stages with integers, for which no factor is fitted
-# One wrong group or row can be a coincidence: the units of which at least two must be wrong to confirm a bug
+# At least two wrong groups or rows are needed to confirm a bug, because a single one could match by chance.
 GROUPS = {"advantages": "group of completions", "loss": "row, pair or micro-batch"}
-# The search for a number in a bug, such as c in "the ratio is at most c", begins with the values in NUMBERS.
+# first candidates for an unknown number, such as c in the bug "the ratio is at most c"
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9, 0.95, 0.99, 0.999]
 FEW_NUMBERS = [0.05, 0.1, 0.2, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0]  # in test cases of a loss
 REFINED = 16  # number of bugs whose fitted number is refined, those with the smallest errors
@@ -79,7 +79,7 @@ class Cause:
 
     @property
     def kind(self) -> str:
-        """Return "design" for a choice that some project makes on purpose, else "mistake"."""
+        """Return "design" if a known project differs from TRL in this way on purpose, else "mistake"."""
         return "design" if self.of.who else "mistake"
 
     @property
@@ -94,28 +94,27 @@ class Cause:
 
     @property
     def is_general(self) -> bool:
-        """Whether any quantity can have the bug, for example "is halved" or "has the wrong sign"."""
+        """Whether the bug can occur in every quantity, such as a wrong sign."""
         is_formula = any(callable(x) and x in table.GENERAL for x in self.change.values())
         return not self.of.who and (self.is_limited or is_formula)
 
     @property
     def has_unlikely_number(self) -> bool:
-        """Whether the number that was fitted for the bug is below 0.01 or above 100."""
         return "factor" not in self.change and not 0.01 <= abs(self.change.get("c", 1.0)) <= 100
 
     def may_be_inside(self, quantity: str) -> bool:
-        """Return whether the search also tries the bug in only one place, such as the token count of the loss."""
-        # In a single place, values from other rows could match by chance, so only masks may come from other rows.
+        """Return whether the bug may affect only one use of a quantity, such as the mask in the token count."""
+        # In only one use, another row's value could match by chance, but another row's mask hardly could.
         may_be = "mask" in self.change or not self.is_limited
         return may_be and quantity in (*self.change, "") and not self.is_fitted
 
     def inside(self, use: str) -> "Cause":
-        """Limit the bug to one place, for example a wrong reward to the baseline of the advantages."""
+        """Limit the bug to one use of a quantity, for example to the rewards from which the baseline is computed."""
         change = self.change | {"inside": [*self.change.get("inside", []), use]}
         return replace(self, says=f"{self.says}, only in {use}", change=change, of=replace(self.of, about=""))
 
     def with_number(self, number: float, source: str = "") -> "Cause":
-        """Set the fitted number c of the bug; `source` is added to the bug's description, such as ": the 8 rows"."""
+        """Put a number into the bug's description, followed by the number's meaning, such as ": the 8 rows"."""
         says = self.says.replace("{c}", f"{number:.5g}") + source
         return replace(self, says=says, change=self.change | {"c": number}, is_guess=not source)
 
@@ -124,7 +123,7 @@ FACTOR = Cause("all values are {c} times as large", {"factor": table.fitted_numb
 
 
 def names_of(name: str, d: Dump) -> set[str]:
-    """Return the names under which the table of bugs lists a stage: {"loss", "dpo"} for the loss of a DPO step."""
+    """Return a stage's names in the table of bugs; the loss of a DPO step has the names "loss" and "dpo"."""
     return {name, d.about["kind"] if name == "loss" else "logps" if name in LOGPS else name}
 
 
@@ -156,7 +155,7 @@ def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[t
         kinds, formula = change[name]
         for kind in kinds.split():
             for part in getattr(d, kind):
-                # "The last counted tokens" depend on the mask, so they cannot limit a bug of the mask.
+                # A bug of the mask is not limited to counted tokens, because the mask decides which tokens count.
                 if not (in_mask and "counted" in part):
                     yield says.replace("{}", part), change | {name: (kind, part, formula)}
 
@@ -170,7 +169,7 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
     if change is None:
         return None
     factor = Change(d, change)("factor", 1.0)
-    # The bug "all values are c times as large" multiplies the stage's result, and does not change the computation.
+    # A wrong factor multiplies the recomputed values, so the number c is not passed to the formulas.
     if "factor" in change:
         change = {piece: x for piece, x in change.items() if piece not in ("factor", "c")}
     try:
@@ -194,17 +193,17 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
 
 
 def gaps(theirs: Tensor, ours: Tensor, unit: Tensor | float) -> Tensor:
-    """Return the relative errors |theirs - ours| / unit of two tensors; infinite where an element is not finite."""
+    """Return |theirs - ours| / unit for each element of two tensors; infinite where an element is not finite."""
     return ((theirs - ours).abs() / unit).nan_to_num(math.inf, math.inf)
 
 
 def all_gaps(answer: dict) -> Tensor:
-    """Return a vector with the relative error of each number in a stage's result."""
+    """Join the relative errors of all recomputed tensors into one vector."""
     return torch.cat([torch.zeros(0), *(gaps(*values).flatten() for values in answer.values())])
 
 
 def error(answer: dict | None) -> float:
-    """Return the largest relative error in a stage's result; infinite for None or NaN."""
+    """Return the largest relative error of all recomputed values; infinite for NaN or a failed computation."""
     if answer is None:
         return math.inf
     differences = all_gaps(answer)
@@ -212,7 +211,7 @@ def error(answer: dict | None) -> float:
 
 
 def distance(answer: dict | None) -> tuple[float, float]:
-    """Return two sums of the relative errors, by which the search recognizes bugs that give the same numbers."""
+    """Return two sums of relative errors, which are equal for two bugs that give the same numbers."""
     if answer is None:
         return math.inf, math.inf
     differences = all_gaps(answer).clamp(max=1.0)
@@ -220,15 +219,11 @@ def distance(answer: dict | None) -> tuple[float, float]:
 
 
 def count_wrong(answer: dict) -> int:
-    """Count the compared numbers whose relative error is greater than TOLERANCE."""
     return int((all_gaps(answer) > TOLERANCE).sum())
 
 
 def count_groups(name: str, answer: dict, d: Dump) -> int:
-    """Count the groups with wrong advantages, or the rows, pairs or micro-batches with a wrong loss.
-
-    In all other stages, such as the gradients, the wrong numbers are counted one by one.
-    """
+    """Count the groups with wrong advantages, the rows, pairs or micro-batches with a wrong loss, or wrong numbers."""
     if name not in GROUPS:
         return count_wrong(answer)
     labels = d["group"] if name == "advantages" else d.all_rows
@@ -243,14 +238,14 @@ def count_groups(name: str, answer: dict, d: Dump) -> int:
 
 
 class Place(NamedTuple):
-    """Names a part of the compared numbers, such as "truncated completions" or "the vision tower"."""
+    """A part of the compared numbers, such as "truncated completions" or "the vision tower"."""
 
     says: str  # the subset's name; "" means all numbers
     inside: dict[str, Tensor]  # bool mask for each tensor in the stage
     rows: Tensor | None = None
 
     def of(self, answer: dict | None) -> dict | None:
-        """Set the trainer's numbers outside the part to the recomputed numbers, so that only the part is compared."""
+        """Replace the trainer's numbers outside the part by recomputed numbers, so that only the part can differ."""
         if answer is None:
             return None
         values = {key: (*answer[key], mask) for key, mask in self.inside.items()}
@@ -261,7 +256,7 @@ class Place(NamedTuple):
 
 
 def find_places(name: str, answer: dict, d: Dump) -> list[Place]:
-    """List the whole step, and each named set of rows or part of the model that contains all wrong numbers."""
+    """List the parts of a step that contain all wrong numbers, beginning with the whole step."""
     places = [Place("", {key: torch.tensor(True) for key in answer})]
     row_sets = d.rollout_sets if name == "advantages" else d.row_sets
     for says, chosen in (d.parts if name in BY_PARAMETER else row_sets).items():
@@ -280,10 +275,11 @@ def find_places(name: str, answer: dict, d: Dump) -> list[Place]:
 class Search:
     """Searches for the known bugs that reproduce a trainer's numbers of one stage, such as the loss.
 
-    If all wrong numbers belong to truncated completions, for example, each bug is also tried on only these completions.
+    If only truncated completions have wrong numbers, for example, the search also limits each bug to truncated
+    completions.
 
     Args:
-        deviation: bugs that were found before, which every recomputation includes.
+        deviation: bugs found earlier, with which all numbers are recomputed.
     """
 
     def __init__(self, name: str, d: Dump, deviation: dict | None = None):
@@ -293,14 +289,13 @@ class Search:
         self.explained = []  # bugs found so far, which are kept if the time is over
         self.has_ended = False  # whether the time was over before all bugs were tried
         self.base = self.answer({})
-        # Example: {8.0: ": the 8 rows"} says that a fitted factor of 8 may be the number of rows.
+        # meanings of possible wrong factors, such as {8.0: ": the 8 rows"} for a step with 8 rows
         self.sources = {} if d.case_tolerance else known_numbers(d, next(iter(self.base)))
         self.places = find_places(name, self.base, d)
-        # Of several bugs that give the same numbers, only the first one is combined with other bugs.
+        # {distance: the first bug that leaves this distance from the trainer's numbers}
         self.by_distance = {distance(self.base): None}
 
     def answer(self, change: dict) -> dict | None:
-        """Recompute the stage with the bugs that were found before, and one further bug."""
         return computed(self.name, self.d, composed(self.deviation, change))
 
     def run(self, causes: list[Cause]):
@@ -321,7 +316,7 @@ class Search:
                 self.explained.append(cause)
 
     def pairs(self) -> list[Cause]:
-        """Pair the bugs that left the smallest errors; a pair with a fitted number would match by chance."""
+        """Combine bugs that left small errors in pairs, without fitted numbers, which would match by chance."""
         count = CASE_CAUSES if self.d.case_tolerance else MODEL_CAUSES if self.name in THROUGH_A_MODEL else PAIRED
         near = [self.by_distance[key] for key in sorted(self.by_distance) if self.by_distance[key]][:count]
         result = []
@@ -332,7 +327,7 @@ class Search:
         return result
 
     def tried(self, causes: list[Cause]) -> Iterator[Cause]:
-        """Yield each bug that reproduces the trainer's numbers, and store the errors that other bugs leave."""
+        """Yield each bug that reproduces the trainer's numbers, and store the remaining errors for `pairs`."""
         for cause in causes:
             answer = self.answer(cause.change)
             key = distance(answer)
@@ -342,7 +337,7 @@ class Search:
                 self.by_distance.setdefault(key, cause)
 
     def confined(self, answer: dict | None, cause: Cause, place: Place) -> list[Cause]:
-        """Return [cause] if the bug, limited to the rows or parameters of `place`, explains all errors, else []."""
+        """Return a list with the bug if it explains all wrong numbers of a part of the step, else an empty list."""
         d = self.d
         if place.says:
             cause = replace(cause, says=f"{cause.says}, only for {place.says}", parts=2)
@@ -355,8 +350,7 @@ class Search:
         return explained
 
     def is_few(self, place: Place) -> bool:
-        """Return whether only one row or group of a recorded step is wrong, so that a number could always be fitted."""
-        # If a number is fitted to one row of a loss's test case, the other test cases confirm it.
+        """Return whether only one row or group of a recorded step is wrong, so that some number always fits."""
         return not self.d.case_tolerance and count_groups(self.name, place.of(self.base), self.d) < 2
 
     def factors(self) -> list[Cause]:
@@ -388,7 +382,7 @@ class Search:
         near = []
         usual = [(place, place.distance(self.base), self.is_few(place)) for place in self.places]
         for cause in causes:
-            # If a bug multiplies values by a fitted number, counts such as the number of rows are tried, too.
+            # A fitted factor may be a count, such as the number of rows.
             sources = self.sources if any(x is table.times for x in cause.change.values()) else {}
             gaps = defaultdict(list)  # for each place, the distance with each number
             for number in [*(FEW_NUMBERS if self.d.case_tolerance else NUMBERS), *sources]:
@@ -415,7 +409,7 @@ class Search:
 
 
 def by_kind(causes: list[Cause]) -> tuple[list[Cause], list[Cause], list[Cause]]:
-    """Split the bugs into simple bugs, bugs in only one place, and bugs with a number to fit."""
+    """Return three lists: simple bugs, bugs in only one use of a quantity, and bugs with an unknown number."""
     simple = [cause for cause in causes if not cause.is_fitted]
     plain = [cause for cause in simple if "inside" not in cause.change]
     return (
@@ -432,10 +426,9 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
     # For a single wrong token id or learning rate no bug is named, because some bug would match it by chance.
     if (name in IDS and count_wrong(answer) < 2) or (name == "schedule" and len(all_gaps(answer)) < 2):
         return search
-    # A bug may add rounding errors, so a bug that removes 99 % of an error may leave a relative error of 3e-5.
+    # Even a correctly named bug may leave rounding errors: 1 % of the error, but at most a relative error of 3e-5.
     d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
-    # Forward passes are slow. So the bugs are tried on the row with the largest error first, and only the bugs that
-    # reproduce this row's log-probabilities are tried on all rows.
+    # Forward passes are slow, so each bug is first tried on the single row with the largest error.
     if name in LOGPS:
         [values] = answer.values()
         d.part = gaps(*values).amax(1).argmax().view(1)
@@ -453,8 +446,8 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
     fewest = min((cause.parts for cause in explained), default=1)
     explained = [cause for cause in explained if cause.parts == fewest]
     limit = max(10 * min((cause.error for cause in explained), default=0.0), TOLERANCE / 100)
-    # Bugs with very small or large numbers come last. Rewards times 0.0001, for example, give the same advantages as a
-    # likelier bug, which adds 1 instead of 1e-4 to the standard deviation.
+    # Rewards times 0.0001 give the same advantages as a likelier bug, which adds 1 instead of 1e-4 to the standard
+    # deviation. So bugs with very small or large numbers come last.
     search.explained = sorted(
         (cause for cause in explained if cause.error <= limit), key=lambda cause: cause.has_unlikely_number
     )
@@ -462,7 +455,6 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
 
 
 def fits(name: str, d: Dump, cause: Cause) -> list[Cause]:
-    """Recompute a stage with a bug; return [cause] if the result equals the trainer's numbers, else []."""
     return fit(computed(name, d, cause.change), cause, d)
 
 
@@ -472,7 +464,7 @@ def fit(answer: dict | None, cause: Cause, d: Dump) -> list[Cause]:
 
 
 def numbers_near(number: float, gap_with: Callable[[float], float]) -> Iterator[float]:
-    """Yield a number, and then the nearby number with the smallest error, rounded to 1, 2 and 3 digits and exact."""
+    """Yield the start value, then the nearby value with the smallest error: with 1, 2, 3 and all digits."""
     yield number
     gap_with = cache(gap_with)
     number = min((number * 1.1**power for power in range(-9, 10)), key=gap_with)
@@ -498,10 +490,7 @@ def count_causes(d: Dump) -> list[Cause]:
 
 
 def known_numbers(d: Dump, key: str) -> dict[float, str]:
-    """Describe the step's options, counts and ratios of counts as possible factors, such as {8.0: ": the 8 rows"}.
-
-    Numbers that cannot affect the tensor `key` are left out: beta, for example, cannot affect the learning rate.
-    """
+    """Return the options, counts and ratios that may be a factor in the tensor `key`, such as {8.0: ": the 8 rows"}."""
     factors, counts = (
         [(function(d), says) for says, (function, keys) in table.items() if re.match(keys, key)]
         for table in (table.FACTORS, table.COUNTS)
@@ -515,14 +504,14 @@ def known_numbers(d: Dump, key: str) -> dict[float, str]:
     for count, text in texts.items():
         singles += [(count, text), (1 / count, f"1 over {text}")]
     ratios = [(a / b, f"{texts[a]} over {texts[b]}") for a, b in permutations(texts, 2)]
-    # A factor between wrong and right numbers can equal 3 / 4 by chance, so ratios of small counts explain nothing.
+    # A wrong factor can equal a ratio such as 3 / 4 by chance, so only ratios of counts above 10 are used.
     trusted = {rounded_key(a / b) for a, b in permutations(texts, 2) if min(a, b) > 10}
     ratios = [(number, text) for number, text in ratios if rounded_key(number) in trusted]
     return joined_texts(ratios) | joined_texts(singles)  # a single count is simpler than a ratio
 
 
 def joined_texts(named_numbers: list[tuple[float, str]]) -> dict[float, str]:
-    """Join all descriptions of each number, for example to {8.0: ": the 8 rows or the 8 pairs"}."""
+    """Join the meanings of equal numbers, for example to ": the 8 rows or the 8 pairs"."""
     texts = defaultdict(list)
     for number, says in named_numbers:
         texts[rounded_key(number)].append(says)

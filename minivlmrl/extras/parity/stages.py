@@ -1,10 +1,9 @@
 """Recompute the advantages, token ids, masks, loss and gradient of the loss of a recorded step.
 
-Each function for a stage, such as `loss`, returns {name: (theirs, ours, unit)}: the tensor of the trainer's values, the
-tensor of the recomputed values, and the size of the terms that were summed. The relative error of a number is
-|theirs - ours| / unit. A stage's function returns None if the recorded step lacks a tensor that the stage needs. The
-argument `change` is the bug that the search tries: change("mask", x) returns the wrong mask if the bug has one,
-otherwise the right mask x.
+A function for a stage, such as `loss`, returns {name: (theirs, ours, unit)}: the trainer's tensor, the recomputed
+tensor, and the size of the summed terms, by which differences are divided. A function for a stage returns None if the
+recorded step lacks a needed tensor. The argument `change` is the bug that the search tries: change("mask", x) returns
+the wrong mask if the bug has one, otherwise the right mask x.
 """
 
 from functools import cached_property
@@ -35,7 +34,7 @@ def advantages(d: Dump, change: Change) -> Answer:
     uses = ("the reward", "the baseline", "the divisor")
     reward, baseline, divisor = (reward_parts(d, change.inside(use))[number] for number, use in enumerate(uses))
     value = change("advantages", ((reward - baseline) / divisor).nan_to_num(0.0, 0.0, 0.0))
-    # The divisor is clamped, because a bug with a tiny standard deviation would make the tolerance of advantages huge.
+    # A standard deviation near 0 would make the tolerance of advantages huge, so the divisor is at least 1e-4.
     rounding = 0.1 * d["rewards"].nan_to_num().abs().max() / divisor.nan_to_num(1.0).clamp(min=1e-4)
     return {"advantages": (theirs, value, value.abs().max() + rounding + 1e-30)}
 
@@ -150,7 +149,7 @@ def beside(d: Dump, images: list[list], row: int) -> tuple[list, int]:
 
 
 def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
-    """Return each row's images as (patches, grid) pairs; kind "sampler_" selects the images that the sampler saw."""
+    """Return each row's images as (patches, grid) pairs, as the model or, for kind "sampler_", the sampler saw them."""
     grids = d.get(f"{kind}image_grid_thw", torch.zeros(0, 3, dtype=torch.long))
     patches = d.get(f"{kind}pixel_values", torch.zeros(0, 0)).split(grids.prod(1).tolist())
     all_pictures = list(zip(patches, grids, strict=True))
@@ -205,12 +204,13 @@ def loss(d: Dump, change: Change) -> Answer:
     outputs = ("per_token_logps", "entropies")
     leaves = [d.get(name, d["per_token_logps"]).clone().requires_grad_() for name in outputs]
     losses, units = LOSSES[d.about["kind"]](*leaves, change)
-    total = losses.sum() + 0 * leaves[0].sum()  # a bug may remove the loss from the graph; 0 * sum adds it again
+    # Adding 0 times the log-probabilities gives a loss that a bug has detached a gradient of 0 instead of an error.
+    total = losses.sum() + 0 * leaves[0].sum()
     slopes = torch.autograd.grad(total, leaves, materialize_grads=True)
     answer = {}
     if d.has("loss"):
         answer["loss"] = d["loss"].view_as(losses), losses.detach(), units.detach() + 1e-30
-    # In float32, the gradient of the KL estimate k3 loses digits in 1 - d.exp(), so its tolerance grows with beta.
+    # In float32, the gradient of the KL estimate k3 loses digits, so its tolerance grows with the KL's weight beta.
     beta = loss_options(Change(d, {})).beta if d.about["kind"] == "grpo" else 0.0
     rounding = (1e-3 + 0.01 * beta) / d["completion_mask"].sum().clamp(min=1)
     is_unreal = ~(d["attention_mask"].bool() | d["completion_mask"].bool())
@@ -240,7 +240,7 @@ def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
     rows = part if by_part else d.all_rows
     times = len(d.micro_batches) if by_part else 1
     tokens = mask[rows].sum() * times
-    # The recorded number of tokens in the rollout belongs to the recorded mask, not to a mask that a bug has changed.
+    # With a wrong mask, a trainer counts other tokens, so the recorded token count is used only with the right mask.
     is_ours = torch.equal(mask, d["completion_mask"].double())
     if d.has("rollout_tokens") and is_ours and not by_part:
         tokens = change("rollout tokens", d["rollout_tokens"])[part[0]].item()
@@ -331,8 +331,8 @@ def kl_term_of(pieces: PolicyPieces, change: Change) -> Tensor:
     if options.use_bias_correction_kl:
         kl = correct_kl(kl, pieces.ratio, estimator)
     kl = change("KL", kl, pieces)
-    # In float32, the KL estimate d.expm1() - d has an error of up to 1e-7 * |d|. The tolerance lies just above it, so
-    # that the less exact d.exp() - d - 1 counts as a mistake.
+    # In float32, expm1 gives k3 an error of up to 1e-7 times the log-ratio. The tolerance of k3 is slightly larger, so
+    # that exp, which is less exact than expm1, counts as a mistake.
     d = pieces.per_token_logps - pieces.ref_per_token_logps
     return averaged(kl, change, rounding=0.02 * d.detach().abs())
 
@@ -347,7 +347,7 @@ def entropy_term(pieces: PolicyPieces, change: Change) -> Tensor:
     return torch.stack([-means, means.detach()])
 
 
-# GRPO's loss = policy term + beta * KL - entropy_coef * entropy: the function and the weight's option of each term
+# GRPO's loss = policy term + beta * KL - entropy_coef * entropy: {term: (function, option with the term's weight)}
 POLICY_TERMS = {
     "the policy's term": (policy_term, ""),
     "the KL": (kl_term_of, "beta"),
@@ -413,5 +413,5 @@ def demonstrations(logps: Tensor, _, change: Change) -> Tensor:
     return averaged(change("terms", terms, per_token_logps=logps), change)
 
 
-# Each function in LOSSES returns a tensor (2, M): the loss of each of M micro-batches, and the size of its terms.
+# Each function returns a tensor (2, M): the losses of M micro-batches, and the units in which errors are measured.
 LOSSES = {"grpo": policy, "dpo": preferences, "sft": demonstrations}

@@ -35,18 +35,18 @@ class SearchEndedError(Exception):
 
 
 class Dump(dict):
-    """A recorded optimizer step: {name: tensor}, with all floats as float64, and step.json in the attribute `about`."""
+    """A recorded optimizer step: {name: tensor}, with all floats as float64; `about` is the content of step.json."""
 
-    tolerance = 1e-5  # largest error that an explanation may leave; each search sets it
-    case_tolerance = 0.0  # for a case of a loss: its largest error in value and gradient, see `distance`
+    tolerance = 1e-5  # largest relative error that may remain with the right bug
+    case_tolerance = 0.0  # in a test case of a loss, the largest error in value and gradient
     deadline = math.inf  # time.thread_time() at which a search ends
     part = None  # rows whose log-probabilities are recomputed; None means all rows
 
     def __init__(self, about: dict, tensors: dict[str, Tensor]):
         check_step(about, tensors)
         self.about = about
-        # The bugs that were found in the log-probabilities, the entropies and the token ids: {} without wrong numbers,
-        # None if no known bug explains the wrong numbers.
+        # Bugs found in the log-probabilities, the entropies and the token ids: {} if all numbers are right, None if no
+        # known bug explains the wrong numbers.
         self.forward = {}
         self.entropy_forward = {}
         self.ids = {}
@@ -106,7 +106,6 @@ class Dump(dict):
         return self.about.get("schedule", {})
 
     def check_time(self):
-        """Raise SearchEndedError if the time limit of a search is over."""
         if time.thread_time() > self.deadline:
             raise SearchEndedError
 

@@ -99,7 +99,7 @@ def grpo_options(trainer) -> dict:
     return {
         "kind": "grpo",
         "loss": options_of("grpo", config),
-        # The old policy of a row that was sampled at step 7 is in the folder 7/model, beside the recorded step.
+        # {} stands for the step that sampled a completion: the old policy of step 7, for example, is in ../7/model.
         "old_model": "../{}/model",
         "ref_model": trainer.ref_model and "../{}/ref_model",
         "stop_token_ids": list(trainer.eos_token_ids),
@@ -241,7 +241,6 @@ class Steps(ExitStack, TrainerCallback):
         self.about |= self.settings(args, state)
 
     def row_tensors(self, tensors: dict, step: int) -> dict:
-        """Return the recorded step's tensors; grpo_steps adds the rewards and groups of the rollouts."""
         return tensors
 
     def save_models(self, folder: Path):
@@ -336,7 +335,7 @@ class grpo_steps(Steps):
         }
         self.rollouts.append(rollout)
         counted_mask = result["completion_mask"] * result.get("tool_mask", 1)
-        # TRL shuffles and splits the added tensor `row` together with its own tensors.
+        # TRL shuffles the added row numbers like its own tensors, so each completion keeps its number.
         result["row"] = rows
         result["rollout_step"] = rows * 0 + self.trainer.state.global_step
         result["rollout_tokens"] = rows * 0 + counted_mask.sum()

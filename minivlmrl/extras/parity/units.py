@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from minivlmrl.extras.parity.formulas import first, last
 
-# Example: the function of "the next {} in {}" maps the rows [4, 5, 6] of a group to the wrong order [5, 6, 4].
+# A trainer may confuse rows: with "the next row in its group", rows [4, 5, 6] get the values of rows [5, 6, 4].
 WITHIN = {
     "the next {} in {}": lambda x: x.roll(-1),
     "the previous {} in {}": lambda x: x.roll(1),
@@ -23,12 +23,12 @@ WITHIN = {
     "the other {} of each pair in {}": lambda x: x[(torch.arange(len(x)) ^ 1).clamp(max=len(x) - 1)],
 }
 ROWS = {"the {} half of the rows later in {}": lambda x: x.roll(-(len(x) // 2))}
-# An index of -1 marks a token for which a trainer uses 0 instead of another token's value.
+# The index -1 stands for the value 0, for example at the last token, which has no next token.
 TOKENS = {
     "the next {} in {} and 0 for the last": lambda x: pad(x[1:], (0, 1), value=-1)[: len(x)],
     "the previous {} in {} and 0 for the first": lambda x: pad(x, (1, 0), value=-1)[: len(x)],
 }
-# Each function in BLOCKS maps a tensor of row indices (groups, rows per group) to a wrong order of the rows.
+# Wrong orders of a tensor of row indices (groups, rows per group); a block is a group or a micro-batch.
 BLOCKS = {
     "the next {1}": lambda x: x.roll(-1, 0),
     "the previous {1}": lambda x: x.roll(1, 0),
@@ -54,7 +54,7 @@ PARTS = {
 
 
 class Distinct(dict):
-    """A dictionary in which two names may have the same tensor; iteration then yields only the first name."""
+    """A dictionary whose loops visit only the first of several names with equal tensors."""
 
     def __init__(self):
         self.equal = {}
@@ -64,7 +64,7 @@ class Distinct(dict):
 
 
 def different(orders: dict[str, Tensor], same: Tensor) -> Distinct:
-    """Remove from a dictionary the tensors that equal an earlier tensor or the tensor `same`."""
+    """Drop each tensor that equals an earlier tensor, or that has no effect because it equals `same`."""
     kept = Distinct()
     for name, order in orders.items():
         is_new = not any(torch.equal(order, x.expand_as(order)) for x in (same, *kept.values()))
@@ -73,7 +73,7 @@ def different(orders: dict[str, Tensor], same: Tensor) -> Distinct:
 
 
 def ordered(table: dict[str, Callable], item: str, unit: str, blocks: list[Tensor], same: Tensor) -> dict[str, Tensor]:
-    """Apply each function of a table to the row or token indices of each block, such as a GRPO group."""
+    """Apply each function of a table to the row or token indices of each group, micro-batch or row."""
     indices = torch.cat(blocks)
     return {
         says.format(item, unit): same.put(indices, torch.cat([order(x) for x in blocks]))
