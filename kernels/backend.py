@@ -9,10 +9,10 @@ MINIVLMRL_KERNELS selects the path:
     torch     always use the torch path
     triton    always use Triton, and raise an error with the reason if Triton cannot run
 
-Before Triton is used on a GPU for the first time, verdicts.py compares each kernel with float64 on this GPU, in about
-10 s, and stores the result on disk. If a kernel fails this check or is more than 2 % off, torch replaces the kernel
-with a warning. With MINIVLMRL_KERNELS=triton, a failed check raises an error. The environment variable
-MINIVLMRL_SELF_TEST can switch off the check:
+Before the first use of Triton on a GPU, verdicts.py compares each kernel's result with float64, in about 10 s, and
+stores the errors on disk. A kernel whose check fails, or whose relative error is above 2 %, is replaced by PyTorch with
+a warning. With MINIVLMRL_KERNELS=triton, a failed check raises an error. The environment variable MINIVLMRL_SELF_TEST
+can switch off the check:
 
     1         (default) check the kernels once for each GPU model, driver, version and source
     0         use all kernels without a check
@@ -30,9 +30,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# The kernel files import tl and triton from backend.py. Two substitutes allow the kernel files to be imported without
-# Triton; the decorated kernels are then plain functions that are never called. Importing Triton takes 70 MiB, so Triton
-# is imported only if there is a GPU, if triton was imported before, or if an environment variable requests Triton.
+# The kernel files import tl and triton from backend.py, where two substitutes allow an import without Triton. Importing
+# Triton takes 70 MiB, so Triton is imported only if there is a GPU, if triton was imported before, or if an environment
+# variable requests Triton.
 triton = SimpleNamespace(jit=lambda kernel: kernel)
 tl = SimpleNamespace(constexpr=lambda value: value)
 INSTALLED = find_spec("triton") is not None
@@ -53,7 +53,7 @@ KERNELS = ("window_attention", "decode_attention", "selective_log_softmax", "lin
 
 
 def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
-    """Choose a kernel's backend from MINIVLMRL_KERNELS and from the device and dtype of a tensor.
+    """Choose a kernel's backend by the environment variable MINIVLMRL_KERNELS and a tensor's device and dtype.
 
     Args:
         kernel: a name in KERNELS.
@@ -127,7 +127,6 @@ def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @cache
 def _compiler_obstacle() -> str | None:
-    # Triton needs a C compiler and Python's header files.
     try:
         triton.runtime.driver.active.get_current_target()
     except Exception as error:  # every error counts, because a kernel launch would raise it too
@@ -139,8 +138,7 @@ def _compiler_obstacle() -> str | None:
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
     """Copy a tensor to a device.
 
-    A copy to a GPU goes through pinned memory, so that the host does not wait for the copy. If the host has run out of
-    pinned memory, as often in WSL, the copy is slower.
+    A copy to a GPU goes through pinned memory, so that the host does not wait for the copy.
     """
     is_upload = torch.device(device).type == "cuda" and not x.is_cuda
     if is_upload:
@@ -152,8 +150,5 @@ def to_device(x: Tensor, device: torch.device | str) -> Tensor:
 
 
 def is_half_on_gpu(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True for float16 and bfloat16 on a GPU, whose tensor cores multiply in 16 bits.
-
-    Also return True for 16-bit tensors on the meta device, on which the memory estimate imitates a GPU.
-    """
+    """Return True for 16-bit dtypes on a GPU, or on the meta device, which stands for a GPU in memory estimates."""
     return device.type in ("cuda", "meta") and dtype in (torch.float16, torch.bfloat16)

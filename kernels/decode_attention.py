@@ -1,7 +1,7 @@
 """Triton kernels for attention during decoding, with one new token for each running completion.
 
-A running completion is called a row. The new token attends to the prompt's keys, which all completions of the prompt
-share, and to the completion's own keys.
+A running completion is called a row. Each new token attends to the keys of its prompt, which all completions of the
+prompt share, and to the keys of its completion.
 
 Derivation. A query's keys are divided into parts. For part j, with the scores s_i = q k_i D^-1/2 log2 e, compute
 
@@ -11,10 +11,8 @@ A GPU computes all parts of the keys at once, because no part depends on another
 
     out = sum 2^(e_j - max e) o_j / sum 2^(e_j - max e)
 
-is the attention output over all keys. A second, small kernel computes `out`. Each program reads its keys in blocks, and
-combines the results of the blocks by the formula above. The queries from all rows of a prompt form one tile, so that
-the prompt's keys are read once for all rows. The completion's own keys are read once for all query heads that share a
-key head.
+is the attention output over all keys. A second, small kernel computes `out`. A program reads a
+block of keys once for up to 64 queries that attend to these keys.
 
 Sources: Flash-Decoding (Dao et al., 2023) divides keys into parts, and Hydragen (Juravsky et al., 2024) shares prompt
 keys.
@@ -29,8 +27,7 @@ from torch import Tensor
 from minivlmrl.kernels.backend import backend_for, tl, triton
 from minivlmrl.kernels.window_attention import TILE_DTYPES
 
-# target number of Triton programs for the prompts' keys, and also for the completions' own keys: about one program for
-# each GPU multiprocessor
+# target number of Triton programs: about one for each multiprocessor of a GPU
 PROGRAMS = 128
 MAX_PARTS = 32  # a query's keys are divided into at most this many parts
 TILE = 64  # maximum queries per program
@@ -44,7 +41,7 @@ LOG2E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def _attend(queries, k, v, mask, start, end, TILE: constexpr, D: constexpr):
-    """Compute attention outputs (TILE, D) and base-2 log-sum-exps (TILE,) of queries (TILE, D) to keys start..end-1."""
+    """Compute the attention outputs of queries (TILE, D), and the base-2 log-sum-exps of their scores (TILE,)."""
     # The running maximum of the scores starts at a finite number, because -inf - (-inf) would be NaN.
     max_score = tl.full((TILE,), -1e38, tl.float32)
     total = tl.zeros((TILE,), tl.float32)
@@ -65,7 +62,7 @@ def _attend(queries, k, v, mask, start, end, TILE: constexpr, D: constexpr):
         out = tl.dot(rounded_weights, value_block, out * rescale[:, None], input_precision="ieee")
         total = total * rescale + tl.sum(weights, 1)
         max_score = new_max
-    # The sum of the attention weights is 0 if there is no key; tl.maximum then avoids a division by 0.
+    # Without any key, the sum of the attention weights is 0, and tl.maximum prevents a division by 0.
     total = tl.maximum(total, 1.0)
     return out / total[:, None], max_score + tl.log2(total)
 
@@ -75,7 +72,7 @@ def _part(
     program, q, k, v, mask, mask_stride, outs, log_sums, lines, group_rows, num_keys, part_keys,
     K: constexpr, HEADS: constexpr, D: constexpr, TILE: constexpr,
 ):  # fmt: skip
-    """Store the attention outputs and log-sum-exps of a tile of queries, over one part of the keys."""
+    """Store the attention outputs and log-sum-exps of some queries, over one part of the keys."""
     num_queries = group_rows * HEADS  # query heads of all completions that share the keys
     tiles = tl.cdiv(num_queries, TILE)
     parts = tl.cdiv(num_keys, part_keys)
@@ -113,7 +110,7 @@ def _parts_kernel(
     prompt_programs, prompt_rows, prompt_keys, prompt_part, own_keys, own_part,
     K: constexpr, HEADS: constexpr, D: constexpr, TILE: constexpr, OWN_TILE: constexpr,
 ):  # fmt: skip
-    """Compute attention to prompts' keys (first programs) and to completions' own keys (other programs)."""
+    """Compute attention to one part of a prompt's keys, or of a completion's own keys."""
     program = tl.program_id(0)
     if program < prompt_programs:
         _part(
@@ -122,7 +119,7 @@ def _parts_kernel(
         )  # fmt: skip
     else:
         done = tl.cdiv(prompt_keys, prompt_part) * lines
-        # Each completion has keys of its own, so only one row attends to them.
+        # Unlike a prompt's keys, a completion's own keys serve a single completion.
         _part(
             program - prompt_programs, q, own_k, own_v, own_bias, own_bias_stride,
             outs + done.to(tl.int64) * D, log_sums + done, lines, 1, own_keys, own_part, K, HEADS, D, OWN_TILE,
@@ -131,7 +128,7 @@ def _parts_kernel(
 
 @triton.jit
 def _join_kernel(outs, log_sums, out, lines, parts, D: constexpr, PARTS: constexpr):
-    """Combine the results from all parts of the keys into the output of one query."""
+    """Compute a query's attention output from its outputs for all parts of the keys."""
     line = tl.program_id(0)
     part = tl.arange(0, PARTS)
     column = tl.arange(0, D)
@@ -146,13 +143,13 @@ def _join_kernel(outs, log_sums, out, lines, parts, D: constexpr, PARTS: constex
 
 
 def fits(q: Tensor) -> bool:
-    """Return whether the Triton kernels support the queries `q` (R, H, D); if not, the caller must use torch."""
+    """Return whether the Triton kernels for decoding support the queries q (R, H, D)."""
     is_supported = q.shape[-1] in WARPS and q.dtype in TILE_DTYPES
     return is_supported and backend_for(q, "decode_attention") == "triton"
 
 
 class WorkSplit(NamedTuple):
-    """Numbers that say which queries and keys each program of a Triton kernel reads."""
+    """How queries and keys are divided among the programs of a Triton kernel."""
 
     tile: int  # queries per program
     part_keys: int  # keys per part
@@ -161,7 +158,7 @@ class WorkSplit(NamedTuple):
 
 
 def split_work(k: Tensor, queries: int) -> WorkSplit:
-    """Divide the keys k (B, K, T, D) among about 128 Triton programs; `queries` queries attend to each key."""
+    """Divide the keys k (B, K, T, D) and their queries among about 128 Triton programs."""
     (B, K, T, _) = k.shape
     # A GPU's matrix instruction needs at least 16 rows.
     tile = min(TILE, max(16, 1 << (queries - 1).bit_length()))
@@ -177,8 +174,7 @@ def decode_attention(
 ) -> Tensor:
     """Compute the attention of the newest token of each completion to all tokens of its prompt and its completion.
 
-    The kernels give the same result as the torch class DecodeAttention in minivlmrl/model/attention.py. Call `fits`
-    first.
+    The result equals that of the PyTorch class DecodeAttention in model/attention.py. Call `fits` first.
 
     Args:
         q: (R, H, D), one query per row and head. Each prompt has R / B consecutive rows.
@@ -186,7 +182,7 @@ def decode_attention(
         prompt_bias: (B, P), 0 for a key and -inf for padding, which must come last.
         own_k, own_v: (R, K, C, D), the rows' keys and values, contiguous.
         own_bias: (R, C) with any stride between rows: 0 for a key, and -inf for a position whose key is not yet
-            written. These positions must come last, and each row's first key must be written.
+            written. Unwritten positions must come last, and each row's first key must be written.
     Returns:
         The attention outputs (R, H, D).
     """

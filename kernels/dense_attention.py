@@ -2,9 +2,7 @@
 
     S = q k^T D^-1/2, -inf for masked keys       P = softmax(S)       out = P v
 
-With H query heads and K key heads, query head i uses key head i // (H / K). Code without a fused kernel stacks the
-query heads that share a key head along the token axis. Stacked query heads need fewer and larger matrix products, and
-no copies of the keys.
+With H query heads and K key heads, query head i uses key head i // (H / K).
 """
 
 import math
@@ -41,9 +39,9 @@ class Reorder(torch.autograd.Function):
 
     Arguments of apply:
         x: (N, ...), the rows.
-        index: indices of the rows to select.
-        back: (N,), the position in `index` of each row. `back` may be None if `index` contains each row at most
-            once. If `back` leaves out a position in `index`, the upstream gradient of this position must be 0.
+        index: the indices of the rows to select.
+        back: (N,), the position of each row in the result; None if no row is selected twice. If a row is selected
+            several times, only the position in `back` may have a gradient other than 0.
     """
 
     @staticmethod
@@ -79,7 +77,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     (_, K, T, _) = k.shape
     flash = is_causal and q.device.type == "cuda" and D % 8 == 0
     if flash and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
-        # PyTorch's flash operator (as in its causal_lower_right) stores no causal mask and skips masked blocks.
+        # PyTorch's flash operator stores no causal mask. The last query attends to all keys, also if L < T.
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     if q.device.type == "cpu" and T <= MAX_KEYS and D <= MAX_HEAD_DIM:
         return written_out_attention(q, k, v, is_causal)
@@ -94,7 +92,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
 
 
 def stack_queries(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tensor, Tensor | None]:
-    """Stack the query heads that share a key head, (S, H, L, D) -> (S, K, H/K*L, D), and build the causal mask."""
+    """Stack the query heads that share a key head, (S, H, L, D) -> (S, K, H/K*L, D), so that no keys are copied."""
     repeat = q.shape[1] // k.shape[1]
     L = q.shape[2]
     T = k.shape[2]
@@ -144,8 +142,7 @@ def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> FlashOutput:
     """Compute attention with PyTorch's fused kernel, outside autograd, and also return log-sum-exps.
 
-    On a CPU, 16-bit inputs are computed in float32, so that the attention output is not rounded before the backward
-    pass, see flash_attention_backward.
+    On a CPU, 16-bit inputs are computed in float32, because a rounded attention output makes the gradients less exact.
 
     Args:
         q, k, v: as in dense_attention; has_flash_attention must be True for them.
@@ -172,20 +169,17 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the q, k and v gradients with the backward pass of PyTorch's fused attention kernel.
 
-    The backward kernel recomputes each key's attention weight as P = exp(score - log-sum-exp). The arguments `k` and
-    `v` may be a part of the keys, if the attention output `out` and the log-sum-exp cover all keys. If the keys are
-    divided into parts, the q gradients must be summed over the parts, but not the k and v gradients.
+    PyTorch's backward kernel recomputes each attention weight as exp(score - log-sum-exp). So `k` and `v` may be a part
+    of the keys and values, if the attention output and the log-sum-exp cover all keys. The caller sums the gradients of
+    the queries over the parts of the keys.
 
-    The backward kernel computes the gradient of a score as P (grad . v - grad . out). If one key has nearly all the
-    attention weight, grad . v and grad . out are nearly equal, so their difference consists mostly of the rounding
-    error of a 16-bit `out`. In bfloat16, rounding `out` once changes the gradient of a score by up to P * 2^-9 *
-    sum(|grad * out|). On a GPU, JoinedAttention rounds `out` twice, which affects the q and k gradients. The gradient
-    for v does not depend on the attention output.
+    The backward kernel computes a score's gradient as weight * (gradient . value - gradient . output). If one key has
+    nearly all the attention weight, its value nearly equals the output, and a 16-bit output's rounding error dominates
+    the difference.
 
     Args:
         grad: (S, H, L, D), upstream gradient; its last axis must be contiguous.
-        result: flash_attention's results for all keys, with the state for k and v. `out` has
-            the dtype in which flash_attention returned it.
+        result: flash_attention's results for all keys, with the state for k and v.
     """
     out, lse, state = result
     lse = lse.contiguous()  # the kernel on a GPU does not read the strides

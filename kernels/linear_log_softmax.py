@@ -5,20 +5,19 @@ Derivation. For one hidden state h (D,), head W (V, D), chosen token y and tempe
     z = W h            logp, H and dz follow from z, y and T as in selective_log_softmax.py
     dh = W^T dz        dW = sum over rows of dz h^T
 
-The forward and the backward pass compute the logits (M, V) one block at a time. A row of logits belongs to one hidden
-state. For each row, the forward pass stores only three numbers: top, s and H of selective_log_softmax.py. The backward
-pass computes each block of logits again, and overwrites the logits with their gradient dz. The forward and the backward
-pass together take four matrix products, each with M * V * D multiplications. The backward pass skips rows of logits
-without a gradient, for example because of a zero advantage or a clipped ratio.
+The logits (M, V) are computed one block at a time. For each token, the forward pass stores three numbers: the largest
+logit, the sum of the exponentials, and the entropy. The backward pass computes each block of logits again, and
+overwrites the logits with their gradient. The backward pass skips tokens without a gradient, for example because of a
+zero advantage or a clipped ratio.
 
-    torch     blocks have a few rows with the logits of all ids, and fit into the CPU's caches.
-    Triton    blocks have up to 4,096 rows, and 2,048 ids or more. A block stays in the GPU's L2 cache between the
-              matrix product and the kernel that reads the logits. Only a part of dW is in float32 at a time, because
-              all blocks with the same ids are computed one after the other.
+In PyTorch, a block has the logits of a few tokens for all ids, and fits into the CPU's caches. In Triton, a block has
+the logits of up to 4,096 tokens for at least 2,048 ids, and stays in the GPU's L2 cache until the next kernel reads the
+logits. Triton computes blocks with the same ids one after the other, so that only a part of the LM head's gradient is
+in float32 at a time.
 
 Logits are float32 even if the hidden states are bfloat16, because bfloat16 logits would have a resolution of only 0.06
-to 0.125 nats. The logits' gradient dz is rounded to bfloat16 before the products with W and h. All matrix products and
-the gradients dh and dW are summed in float32.
+to 0.125 nats. The gradient of the logits is rounded to the dtype of the hidden states before its matrix products, which
+are summed in float32.
 """
 
 import torch
@@ -82,7 +81,7 @@ class Pieces:
         return z
 
     def score(self, rows: slice) -> tuple[Tensor, ...]:
-        """Compute log-probabilities and entropies of m tokens, and each row's maximum logit and sum s, all (m,)."""
+        """Return each token's log-probability, entropy, largest logit and sum of exponentials, all (m,)."""
         ids = self.ids[rows]
         if not self.is_triton:
             z = self.logits(rows, self.tiles[0])
@@ -95,7 +94,7 @@ class Pieces:
         return score_part_(self.logits(rows, last), ids, parts, self.temperature, last.start)
 
     def differentiate(self, rows: slice, tile: slice, saved: list, upstream: list) -> Tensor:
-        """Compute dz (m, width), the gradient of a block of logits, in the dtype of the hidden states."""
+        """Compute the gradient of a block of logits (m, width), in the dtype of the hidden states."""
         z = self.logits(rows, tile)
         ids = self.ids[rows]
         dtype = self.hidden.dtype
@@ -108,9 +107,9 @@ class Pieces:
 
 
 def tile_width(rows: int, vocab: int) -> int:
-    """Return the token ids in a block of logits for Triton: 2,048 for 4,096 rows, and 8,192 for 1,024 rows or fewer."""
-    # A small matrix product does not use all multiprocessors of a GPU, so fewer rows have more ids. The number of ids
-    # has a limit, because the LM head's gradient for these ids is summed in float32.
+    """Return the width of a block of logits in Triton: 2,048 ids for 4,096 rows, and 8,192 for 1,024 rows or fewer."""
+    # Blocks of logits with fewer rows are wider, because a small matrix product does not use all multiprocessors of a
+    # GPU. The width has a limit, because the LM head's gradient for all ids of a block is stored in float32.
     step = TILE // 4  # widths are multiples of 1,024, so that GPUs can divide the products evenly
     ids = TILE**2 // 2 // max(rows, step)
     return min(ids // step * step, vocab)
@@ -125,7 +124,7 @@ def mask_logits_(z: Tensor, rows: Tensor, columns: Tensor) -> None:
     """Set the logits z (m, width) to -inf, except the logits at the allowed pairs (rows[i], columns[i])."""
     m, width = z.shape
     inside = (rows >= 0) & (rows < m) & (columns >= 0) & (columns < width)
-    # Pairs for other blocks of logits set an additional element after the last logit, which is then dropped.
+    # Allowed pairs outside the block of logits all write to one extra element, which is then dropped.
     cells = torch.where(inside, rows * width + columns, m * width)
     dropped = torch.ones(m * width + 1, dtype=torch.bool, device=z.device)
     dropped.index_fill_(0, cells, False)
@@ -148,7 +147,7 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
     allowed_ids = torch.cat([allowed for _, allowed in masks])
     tokens = torch.arange(len(ids))
     token_of_allowed = tokens.repeat_interleave(counts)
-    # The id of each token itself is always allowed, because the sampler's mask may lack a token that was forced.
+    # A token that was forced, not sampled, may be missing from the sampler's mask, so each token's own id is added.
     return torch.stack([torch.cat([tokens, token_of_allowed]), torch.cat([ids, allowed_ids])])
 
 
@@ -172,7 +171,7 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def differentiate(inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list) -> None:
-    """Add the gradients of hidden states (M, D) and LM head (V, D) to the two tensors `grads`; one may be None."""
+    """Add the gradients of the hidden states (M, D) and of the LM head (V, D) to two tensors, which may be None."""
     hidden, weight, ids, mask = inputs
     grad_hidden, grad_weight = grads
     pieces = Pieces(hidden, weight, ids, mask, temperature)
@@ -212,12 +211,12 @@ def _(hidden, weight, ids, mask, temperature):
 def _linear_log_softmax_backward(
     inputs: list[Tensor], saved: list[Tensor], g: Tensor, e: Tensor | None, temperature: float, needed: list[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of the hidden states and of the LM head, or an empty tensor where `needed` is False."""
+    """Return the gradients of the hidden states and of the LM head; an unneeded gradient is an empty tensor."""
     hidden, weight, ids, mask = inputs
     rows = slice(None)
-    # Rows whose upstream gradients are 0 are left out. On a GPU, all rows are kept, because the host would have to wait
-    # for the row count, and the kernels skip such rows. With a mask, all rows are kept, because the mask contains
-    # indices into all rows.
+    # Rows of logits whose upstream gradients are 0 are left out. On a GPU, all rows are kept, because the host would
+    # have to wait for the number of rows. With a sampling mask, all rows are kept, because the mask contains row
+    # indices.
     if not hidden.is_cuda and not mask.numel():
         index = has_gradient(g, e).nonzero()[:, 0]
         if len(index) < len(ids):
@@ -296,7 +295,7 @@ def linear_log_softmax(
 
 def piece_bytes(rows: int, vocab: int, dtype: torch.dtype) -> int:
     """Return the bytes of logits that linear_log_softmax allocates on a GPU in the forward or backward pass."""
-    # Triton needs 4 bytes per logit, and 2 bytes for the logit's gradient if the gradient is in 16 bits.
+    # Triton stores a logit in 4 bytes, and a 16-bit gradient in 2 more bytes; a float32 gradient overwrites the logit.
     if dtype in DTYPES:
         rows = min(TILE, rows)
         return rows * tile_width(rows, vocab) * (4 + dtype.itemsize % 4)

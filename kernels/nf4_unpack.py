@@ -19,7 +19,6 @@ constexpr = tl.constexpr
 
 @triton.jit
 def _kernel(packed, indices, scales, offset, scale_table, value_table, out, size, BYTES: constexpr, GROUP: constexpr):
-    """Unpack 1,024 bytes of a tensor with `size` bytes; a byte holds two NF4 values."""
     begin = tl.program_id(0).to(tl.int64) * BYTES
     byte = begin + tl.arange(0, BYTES)
     inside = byte < size
@@ -38,7 +37,7 @@ def _kernel(packed, indices, scales, offset, scale_table, value_table, out, size
 def nf4_unpack(packed: Tensor, indices: Tensor, scales: Tensor, offset: Tensor, tables: tuple, dtype) -> Tensor:
     """Unpack n NF4 values into a tensor (n,) with the given dtype.
 
-    The kernel and the torch operations that unpack weights give the same bits, because the kernel uses no fused
+    The result equals that of the PyTorch code in model/nf4.py to the bit, because the kernel uses no fused
     multiply-add.
 
     Args:

@@ -1,6 +1,4 @@
-"""Log-probabilities for given tokens, and entropies, computed from logits.
-
-The forward and the backward pass each read the logits once.
+"""Log-probabilities for given tokens, and entropies, computed in one pass over the logits.
 
 Derivation. For one row's logits z (V,), chosen token y and temperature T, with top = max_j z_j:
 
@@ -9,9 +7,8 @@ Derivation. For one row's logits z (V,), chosen token y and temperature T, with 
     logp = log p_y = d_y - log s <= 0
     H = -sum_j p_j log p_j = -sum_j p_j (d_j - log s) = log s - t / s
 
-The log-probability logp and the entropy H of a row of logits follow from the maximum top, the sums s and t, and d_y. A
-row can be read in parts of any size. Two parts, 1 and 2, are combined with top = max(top1, top2) and c1 = (top1 - top)
-/ T (and likewise c2), because exp(d + c1) = exp(d) exp(c1):
+A row of logits can be read in parts of any size. Two parts, 1 and 2, are combined with top = max(top1, top2) and c1 =
+(top1 - top) / T (and likewise c2), because exp(d + c1) = exp(d) exp(c1):
 
     s = s1 exp c1 + s2 exp c2          t = (t1 + c1 s1) exp c1 + (t2 + c2 s2) exp c2
 
@@ -24,11 +21,15 @@ and the upstream gradients g (for logp) and e (for H), it follows that
     dz_j = g [j = y] / T + exp(d_j) (a + b d_j)
     a = -(g + e (H - log s)) / (T s)        b = -e / (T s)
 
-For the backward pass, which reads the logits again, the forward pass saves each row's maximum top, sum s and entropy H.
+For the backward pass, the forward pass saves the largest logit, the sum of the exponentials, and the entropy of each
+row of logits.
 
-The Triton kernels compute powers of 2 instead of e, because GPUs have an instruction for 2^x. With k = log2(e) / T, the
-difference d' = k z - k top takes one instruction, and d = d' ln 2. A logit of -inf would give d exp d = inf * 0 = NaN.
-So the difference d' is clamped to at least -126, where 2^d' is the smallest normal float32 number. NaN stays NaN.
+The Triton kernels compute powers of 2 instead of e, because GPUs have an instruction for 2^x:
+
+    k = log2(e) / T        d' = k z_j - k top        exp(d_j) = 2^d'
+
+A logit of -inf would give the product -inf * 2^-inf = NaN, so the difference to the largest logit is clamped to at
+least -126; 2^-126 is the smallest normal float32 number. A NaN logit stays NaN.
 """
 
 import math
@@ -39,15 +40,15 @@ from torch import Tensor
 
 from minivlmrl.kernels.backend import backend_for, tl, triton
 
-FLOOR = -126.0  # smallest value to which the difference d' (in base 2) is clamped
+FLOOR = -126.0  # lower limit for the base-2 difference between a logit and the row's maximum
 LOG2E = 1 / math.log(2)
 
 
 def score_rows_(z: Tensor, ids: Tensor, temperature: float, scratch: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Compute log-probabilities and entropies of m tokens, and each row's maximum logit and sum s, all (m,).
+    """Return each token's log-probability, entropy, largest logit and sum of exponentials, all (m,).
 
     Args:
-        z: (m, V), the logits; they are overwritten with the differences d.
+        z: (m, V), the logits, which are overwritten.
         ids: (m,), the chosen tokens.
         scratch: (m, V), memory for the exponentials; by default, new memory is allocated.
     """
@@ -64,13 +65,13 @@ def score_rows_(z: Tensor, ids: Tensor, temperature: float, scratch: Tensor | No
 def differentiate_rows_(
     d: Tensor, ids: Tensor, saved: list, upstream: list, temperature: float, scratch=None
 ) -> Tensor:
-    """Compute dz (m, V), the logits' gradient, from d = (logits - row maximum) / T.
+    """Compute the gradient of logits (m, V) from the differences d = (logits - row maximum) / temperature.
 
     Args:
         d: (m, V), overwritten.
         ids: (m,), the chosen tokens.
-        saved: H, top and s from the forward pass, each (m,).
-        upstream: g (m,), logp's gradient, and e (m,), H's gradient, or None.
+        saved: from the forward pass, each token's entropy, largest logit and sum of exponentials, each (m,).
+        upstream: the gradients of the log-probabilities (m,), and of the entropies (m,) or None.
         scratch: (m, V), memory for the result; by default, new memory is allocated.
     """
     (entropies, _, s), (g, e) = saved, upstream
@@ -85,7 +86,7 @@ def differentiate_rows_(
 
 
 def differences_(z: Tensor, top: Tensor, temperature: float) -> Tensor:
-    """Replace the logits z (m, V) by d = (z - top) / T, but at least -126 ln 2; top (m,) are the row maxima."""
+    """Replace logits (m, V) by (logits - row maximum) / temperature, with -126 ln 2 as the lower limit."""
     z.sub_(top[:, None])
     if temperature != 1:
         z.div_(temperature)
@@ -93,7 +94,7 @@ def differences_(z: Tensor, top: Tensor, temperature: float) -> Tensor:
 
 
 def has_gradient(g: Tensor, e: Tensor | None) -> Tensor:
-    """Return (m,) bool: True for rows of logits with an upstream gradient that is not 0 (NaN is not 0)."""
+    """Return (m,) bool: True for tokens whose log-probability or entropy has an upstream gradient other than 0."""
     return g != 0 if e is None else (g != 0) | (e != 0)
 
 
@@ -102,16 +103,15 @@ def select_rows(tensors: Sequence[Tensor | None], rows: slice | Tensor) -> list[
     return [x if x is None else x[rows].contiguous() for x in tensors]
 
 
-# One Triton program reads one row of logits. Each iteration of the forward loop reads STEPS x COLUMNS logits, and each
-# column has its own top, s and t. In each step, a thread reads 8 adjacent columns, in one 16-byte load for bfloat16. A
-# column belongs to one thread, so the threads exchange data only once, after the loop.
+# A Triton program reads one row of logits, 8 x 1,024 logits per iteration. Each of the 1,024 columns has its own
+# running maximum and sums, so that the threads exchange data only once, after the loop.
 STEPS = tl.constexpr(8)
 COLUMNS = tl.constexpr(1024)
 FORWARD_WARPS = 4
 BLOCK = tl.constexpr(8192)  # logits that the backward loop reads per iteration
 BACKWARD_WARPS = 8
 constexpr = tl.constexpr
-# Initial value for the running maximum of the logits: below every logit, but finite, so that differences are not NaN.
+# The running maximum of a row starts at a finite number, because -inf - (-inf) would be NaN.
 LOWEST_TOP = tl.constexpr(-1e30)
 LOWEST_DIFFERENCE = tl.constexpr(FLOOR)
 LN2 = tl.constexpr(math.log(2))
@@ -119,7 +119,7 @@ LN2 = tl.constexpr(math.log(2))
 
 @triton.jit
 def _add_logits(z, top, s, t, k):
-    """Add logits z (STEPS, COLUMNS) to the running maximum (top) and sums (s, t) of each column."""
+    """Update each column's running maximum and sums with further logits (STEPS, COLUMNS)."""
     new_top = tl.maximum(top, tl.max(z, 0) * k)
     c = top - new_top
     w = tl.exp2(c)
@@ -131,7 +131,7 @@ def _add_logits(z, top, s, t, k):
 
 @triton.jit
 def _describe_row(row_logits, width, k):
-    """Compute a row's maximum logit (top) and the sums s and t of the derivation, in base 2."""
+    """Compute a row's largest logit, and the sums for its log-probability and entropy, in base 2."""
     offsets = tl.arange(0, STEPS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tops = tl.full((COLUMNS,), LOWEST_TOP, tl.float32)
     s = tl.zeros((COLUMNS,), tl.float32)
@@ -152,7 +152,7 @@ def _describe_row(row_logits, width, k):
 
 @triton.jit
 def _join(top1, s1, t1, top2, s2, t2):
-    """Combine the maximum logits (top) and the sums s and t of two parts of a row, in base 2."""
+    """Combine the largest logits and the sums of two parts of a row of logits."""
     top = tl.maximum(top1, top2)
     c1 = top1 - top
     c2 = top2 - top
@@ -165,7 +165,7 @@ def _join(top1, s1, t1, top2, s2, t2):
 def _score_kernel(
     logits, ids, parts, logps, entropies, tops, totals, stride, rows, width, first, k, FIRST: constexpr, LAST: constexpr
 ):
-    """Compute one token's log-probability and entropy from logits for `width` ids, beginning with the id `first`."""
+    """Compute one token's log-probability and entropy, from one part of the vocabulary at a time."""
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * stride
     top, s, t = _describe_row(row_logits, width, k)
@@ -196,7 +196,7 @@ def _score_kernel(
 def _differentiate_kernel(
     logits, ids, entropies, tops, totals, grad_logps, grad_entropies, out, stride, out_stride, width, first, k
 ):
-    """Compute the gradient of `width` logits in a row, and write it to `out`, which may be the logits' memory."""
+    """Compute the gradient of one row of logits; the gradient may overwrite the logits."""
     row = tl.program_id(0).to(tl.int64)
     s = tl.load(totals + row)
     g = tl.load(grad_logps + row)
@@ -220,7 +220,7 @@ def _differentiate_kernel(
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width_to_read
         z = tl.load(logits + row * stride + columns, mask=inside, other=float("-inf"))
-        # If a logit is NaN, tl.maximum returns FLOOR, but the row's sum s is NaN, and so is the gradient of the row.
+        # tl.maximum hides a NaN logit, but then the saved sum of exponentials is NaN, and so is the gradient.
         d = tl.maximum(z.to(tl.float32) * k - top, LOWEST_DIFFERENCE)
         dz = tl.exp2(d) * (a + b * d)
         dz = tl.where(columns == chosen_column, dz + grad_chosen, dz)
@@ -236,11 +236,11 @@ def score_part_(
     Args:
         z: (N, width), logits for the ids first_id..first_id+width-1.
         ids: (N,), the chosen tokens.
-        parts: (4, N), top, s, t and d_y + top over the earlier parts of the vocabulary, which a call before the last
-            updates. None if the vocabulary is a single part.
-        last: whether this is the last part.
+        parts: (4, N) float32, memory for intermediate results; None if the vocabulary is a single part.
+        last: True for the last part of the vocabulary.
     Returns:
-        logp, H, top (in base 2) and s, each (N,) float32, or an empty tuple before the last part.
+        Log-probabilities, entropies, largest logits (in base 2) and sums of exponentials, each (N,) float32, or an
+        empty tuple before the last part.
     """
     rows, width = z.shape
     results = ()
@@ -265,8 +265,8 @@ def differentiate_part_(
     Args:
         z: (N, width), logits for the ids first_id..first_id+width-1.
         ids: (N,), the chosen tokens.
-        saved: H, top and s from the forward pass, each (N,).
-        upstream: g (N,), logp's gradient, and e (N,), H's gradient, or None.
+        saved: from the forward pass, each token's entropy, largest logit and sum of exponentials, each (N,).
+        upstream: the gradients of the log-probabilities (N,), and of the entropies (N,) or None.
         out: (N, width), memory for the result; it may be z.
     """
     rows, width = z.shape
@@ -281,8 +281,6 @@ def differentiate_part_(
 
 
 class _SelectiveLogSoftmax(torch.autograd.Function):
-    """Compute log-probabilities and entropies, each (N,), from logits z (N, V)."""
-
     @staticmethod
     def forward(ctx, z: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         if backend_for(z, "selective_log_softmax") == "triton":

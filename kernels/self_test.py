@@ -4,9 +4,8 @@
     python -m minivlmrl.kernels.self_test cuda:3 decode_attention
 
 A compiler can translate a kernel wrongly for one GPU. For example, ptxas 12.8, which Triton 3.6 and 3.7 use for Hopper,
-computed a matrix product's addresses from a register that no instruction had written. The attention outputs were 30 to
-40 % off, and invalid addresses made the GPU refuse all later work in the process. Before a training run, verdicts.py
-runs self_test.py in a process for each kernel. self_test.py prints the largest relative error of each kernel.
+computed a matrix product's addresses from a register that no instruction had written, and attention outputs were 30 to
+40 % off. Before a training run, verdicts.py runs self_test.py for each kernel in a process of its own.
 """
 
 import os
@@ -23,12 +22,12 @@ from minivlmrl.kernels.nf4_unpack import BLOCK, GROUP, nf4_unpack
 from minivlmrl.kernels.selective_log_softmax import selective_log_softmax
 from minivlmrl.kernels.window_attention import Segments, batched_attention, window_attention
 
-# # Triton's interpreter multiplies bfloat16 matrices wrongly.
+# Triton's interpreter multiplies bfloat16 matrices wrongly.
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
 # The attention heads of a vision tower have the dimension 80 in Qwen2.5-VL, and 64 or 72 in Qwen3-VL.
 WINDOW_HEADS = 2 if INTERPRETED else 16
 WINDOW_HEAD_DIMS = (64, 72, 80, 128)
-# (key heads, query heads per key head, head dimension) of Qwen2.5-VL-3B and -7B, Qwen3.5, and a 0.5B text model
+# key heads, query heads per key head, and head dimension of Qwen2.5-VL-3B and -7B, Qwen3.5, and a 0.5B text model
 DECODERS = ((2, 8, 128), (4, 7, 128), (2, 4, 256), (2, 7, 64))
 TEMPERATURE = 0.7
 
@@ -90,7 +89,7 @@ def check_decoding(device: str) -> list[float]:
 
 
 def exact_scores(logits: Tensor, ids: Tensor) -> Tensor:
-    """Compute M log-probabilities of tokens and M entropies, as one tensor (2 M,)."""
+    """Return the log-probabilities and the entropies of all tokens in one tensor."""
     log_probs = (logits / TEMPERATURE).log_softmax(-1)
     entropies = -(log_probs.exp() * log_probs).sum(-1)
     return torch.cat([log_probs.gather(1, ids[:, None])[:, 0], entropies])
@@ -135,7 +134,6 @@ def check_nf4(device: str) -> list[float]:
     return [relative_error(actual, expected)]
 
 
-# {kernel: the function that checks the kernel on a device, and returns relative errors}
 CHECKS = {
     "window_attention": check_windows,
     "decode_attention": check_decoding,
@@ -153,7 +151,7 @@ def largest_error(kernel: str, device: str) -> float:
 
 def main(device: str = "cuda:0", *kernels: str) -> int:
     """Print the largest relative error of each kernel. At the first failure, print an error message and stop."""
-    # MINIVLMRL_SELF_TEST=0 switches off the check before a kernel's first use, which would run self_test.py again.
+    # Without MINIVLMRL_SELF_TEST=0, the first use of each kernel would start self_test.py again.
     os.environ |= {"MINIVLMRL_KERNELS": "triton", "MINIVLMRL_SELF_TEST": "0"}
     for kernel in kernels or CHECKS:
         try:

@@ -27,7 +27,7 @@ MAX_SCORE_BYTES = 2**22
 
 
 def rectangles(prompts: list[range], completions: list[list[range]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the indices into the packed sequence of prompts with the same length, and of their completions.
+    """Return the positions in the packed sequence of the tokens of prompts of equal length, and of their completions.
 
     Args:
         prompts: each prompt's position range in the packed sequence: b prompts with P tokens each.
@@ -49,11 +49,9 @@ def rectangles(prompts: list[range], completions: list[list[range]]) -> tuple[Te
 class PromptSlots:
     """Convert between tensors with one row for each completion and padded tensors with one row for each prompt.
 
-    In a padded tensor, every prompt has the same number of slots. A slot holds a completion of the prompt, or zeros.
-
     Args:
-        prompt_index: (R,), each row's prompt, in ascending order. It must be on the CPU, so
-            that the host does not wait for a GPU.
+        prompt_index: (R,), each completion's prompt, in ascending order. The tensor must be on the CPU, so that the
+            host does not wait for a GPU.
         prompts: number of prompts.
     """
 
@@ -61,27 +59,27 @@ class PromptSlots:
         counts = prompt_index.bincount(minlength=prompts)
         first_row = counts.cumsum(0) - counts  # index of each prompt's first row
         self.prompts = prompts
-        self.slots = int(counts.max())
+        self.slots = int(counts.max())  # the most completions of a prompt
         self.prompt_index = to_device(prompt_index, device)
-        # number of completions of the same prompt before each completion
+        # index of each completion among the completions of its prompt
         rows_before = torch.arange(len(prompt_index)) - first_row[prompt_index]
         self.slot = to_device(prompt_index * self.slots + rows_before, device)
-        # True if all prompts have the same number of completions, so that no slot is empty
+        # True if all prompts have the same number of completions
         self.full = len(prompt_index) == prompts * self.slots
 
     def by_prompt(self, x: Tensor) -> Tensor:
-        """Stack the completions of each prompt, padded with 0: (R, K, h, X) -> (B, K, slots*h, X)."""
+        """Join each prompt's completions along axis 2, padded with 0: (R, K, h, X) -> (B, K, slots*h, X)."""
         if not self.full:
             x = x.new_zeros(self.prompts * self.slots, *x.shape[1:]).index_copy_(0, self.slot, x)
         return x.unflatten(0, (-1, self.slots)).transpose(1, 2).flatten(2, 3)
 
     def by_row(self, x: Tensor) -> Tensor:
-        """Split the completions of each prompt, without padding: (B, K, slots*h, X) -> (R, K, h, X)."""
+        """Split the rows of prompts into the rows of their completions: (B, K, slots*h, X) -> (R, K, h, X)."""
         x = x.unflatten(2, (self.slots, -1)).transpose(1, 2).flatten(0, 1)
         return x if self.full else x[self.slot]
 
     def expand_to_rows(self, x: Tensor) -> Tensor:
-        """Repeat the row of each prompt for all completions of the prompt: (B, ...) -> (R, ...)."""
+        """Repeat each prompt's row for all completions of the prompt: (prompts, ...) -> (completions, ...)."""
         x = x.unsqueeze(1).expand(-1, self.slots, *x.shape[1:]).flatten(0, 1)
         return x if self.full else Reorder.apply(x, self.slot)
 
@@ -91,9 +89,9 @@ def completion_attention(
 ) -> Tensor:
     """Compute attention from completions to all keys of their prompt, and causally to their own keys.
 
-    On a CPU, grouped_attention computes and stores scores that take at most 4 MiB. Larger scores, and scores on a GPU,
-    are not stored: JoinedAttention calls PyTorch's fused attention kernel. Where the fused kernel is not supported, for
-    example for float32 on a GPU, the prompt's keys are copied for each completion.
+    On a CPU, attention scores that take at most 4 MiB are stored. Larger scores, and scores on a GPU, are computed by
+    PyTorch's fused attention kernel, which does not store scores. Where the fused kernel is not supported, for example
+    for float32 on a GPU, the prompt's keys are copied for each completion.
 
     Args:
         q: (R, H, C, D), the completions' queries.
@@ -118,13 +116,13 @@ def completion_attention(
 class JoinedAttention(torch.autograd.Function):
     """Compute the attention of completions with two calls to PyTorch's fused kernel, without copies or masks.
 
-    In kernel call 1, the queries from all completions of a prompt attend to the prompt's keys. In kernel call 2, each
-    completion attends causally to its own keys. With the output o_j of call j and the log-sum-exp e_j of its scores,
+    The first kernel call computes attention to the prompts' keys, and the second kernel call causal attention to each
+    completion's own keys. With the output o_j of call j and the log-sum-exp e_j of its scores,
 
         e = log(exp(e_1) + exp(e_2))        out = exp(e_1 - e) o_1 + exp(e_2 - e) o_2
 
-    is the attention to all keys. The backward pass also takes two kernel calls, both with the joined output and
-    log-sum-exp, see flash_attention_backward. JoinedAttention.apply takes the arguments of completion_attention.
+    is the attention to all keys. The backward pass calls the fused kernel twice, too, both times with the attention
+    output and the log-sum-exp over all keys.
 
     Sources: the forward pass is from Hydragen (Juravsky et al., 2024), and the backward pass from Ring Attention (Liu
     et al., 2023).
@@ -150,7 +148,7 @@ class JoinedAttention(torch.autograd.Function):
         q, k, v, prompt_k, prompt_v, out, lse = ctx.saved_tensors
         by_prompt = ctx.slots.by_prompt
         prompt_state, own_state = ctx.states
-        # The upstream gradient gets the memory order of q, (R, C, H, D), so that slots.by_prompt needs no copy.
+        # If tokens precede heads in memory, grouping the upstream gradient by prompt needs no copy.
         grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
         result = FlashOutput(by_prompt(out), by_prompt(lse)[..., 0], prompt_state)
         prompt_q_grad, prompt_k_grad, prompt_v_grad = flash_attention_backward(

@@ -69,7 +69,7 @@ def describe_setup(device: str) -> str:
         "triton": import_module("triton").__version__,
         "kernels": source_hash,
     }
-    # Triton's environment variables are part of the text, because a variable can select another assembler.
+    # Triton's environment variables belong to the setup, because a variable can select another assembler.
     options = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("TRITON_")}
     return json.dumps(setup | options)
 
@@ -110,7 +110,7 @@ def check_kernels(device: str, kernels: Sequence[str]) -> dict[str, float | str]
 
 
 def check_kernel(device: str, kernel: str) -> float | str:
-    """Run self_test.py for one kernel; return the relative error, or the failure's message."""
+    """Run self_test.py for one kernel, and return the kernel's relative error, or an error message."""
     command = [sys.executable, "-P", "-m", "minivlmrl.kernels.self_test", device, kernel]
     search_path = [path or os.getcwd() for path in sys.path]  # "" is the working folder
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(search_path)}
@@ -123,6 +123,6 @@ def check_kernel(device: str, kernel: str) -> float | str:
     results = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(f"{kernel} ")]
     if done.returncode == 0 and results:
         return float(results[-1])
-    # After a failure, the last line that self_test.py wrote is an error message, unless a signal ended self_test.py.
+    # A failed self_test.py prints an error message last, unless a signal has ended the process.
     lines = (done.stdout or done.stderr).splitlines() or [f"exit status {done.returncode}"]
     return lines[-1]

@@ -11,14 +11,13 @@ Let do_s be the gradient of o_s. Because a row's softmax has the Jacobian diag(p
     dS = P * (dP - sum_j P_ij dP_ij)
     dq_s = c dS k_s              dk_s = c dS^T q_s
 
-The backward pass recomputes the scores S and the weights P in registers, at most 64 x 64 numbers each, so that only q,
-k and v are saved.
+Triton's backward pass computes the attention weights again in registers, so that only q, k and v are saved.
 
-In torch, consecutive segments with equal length are computed in one batched call without a mask. To avoid many short
-calls, the segments are first sorted by length. In Triton, each program computes one segment of at most 64 tokens for
-one head, and reads each input once. The D columns of a head are padded to a power of two, for example 80 to 128. Blocks
-with 64 + 16 columns would need fewer registers, but ptxas 12.8 (Triton 3.6 and 3.7) assembles matrix products with 64
-rows and 16 or 32 columns wrongly for sm_90.
+In torch, consecutive segments of equal length are computed in one batched attention call without a mask. Short segments
+are first sorted by length, so that fewer attention calls are needed. A Triton program computes the attention of one
+head in one segment of at most 64 tokens. Triton pads the head dimension to a power of two, for example 80 to 128.
+Splitting a head dimension of 80 into 64 + 16 would need fewer registers, but ptxas 12.8 (Triton 3.6 and 3.7) assembles
+matrix products with 64 rows and 16 or 32 columns wrongly for sm_90.
 
 On a GPU without Triton, torch's varlen_attn computes attention for windows of different lengths. For the windows of
 eight photographs, varlen_attn takes 0.995 ms, and 128 separate calls take 38.8 ms (both passes, H200, bfloat16).
@@ -35,8 +34,7 @@ from minivlmrl.kernels.backend import INTERPRETED, backend_for, tl, to_device, t
 from minivlmrl.kernels.dense_attention import Reorder, dense_attention, has_flash_attention
 
 # The most tokens and the largest head dimension that fit into a Triton program's registers. On a GPU, torch computes
-# float32 inputs, which do not fit: IEEE products spill 8 KB per thread, and products in three tf32 passes still spill
-# in the backward pass.
+# float32 inputs, because a Triton program would spill 8 KB of registers per thread.
 MAX_TOKENS, MAX_HEAD_DIM = 64, 128
 TILE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]
 
@@ -46,20 +44,19 @@ TOKENS_PER_CALL = 128
 
 
 class Segments:
-    """The boundaries of the segments, and the order in which torch computes the segments."""
+    """The boundaries of the segments, and the order in which PyTorch computes the segments."""
 
     def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
         self.longest = max(lengths)
         starts = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
-        # (segments + 1,), each segment's start and the last segment's end
+        # index of each segment's first token, and the number of all tokens: (segments + 1,)
         self.cu_seqlens = to_device(starts.int(), device)
-        # (segment length, token count) of each run of consecutive segments with equal length
+        # for each run of consecutive segments of equal length: (segment length, number of tokens)
         self.runs = [(length, sum(group)) for length, group in groupby(lengths)]
-        # permutation (T,) that sorts tokens by the length of their segment, and its inverse; None without sorting
+        # permutation (T,) of the tokens that sorts the segments by length, and its inverse; None if nothing is sorted
         self.order = self.inverse = None
         if len(set(lengths)) < len(self.runs) and sum(lengths) < TOKENS_PER_CALL * len(self.runs):
             self.runs = [(length, sum(group)) for length, group in groupby(sorted(lengths))]
-            # (T,), each token's segment length
             length_of_token = starts.diff().repeat_interleave(starts.diff())
             self.order = to_device(length_of_token.argsort(stable=True), device)
             self.inverse = self.order.argsort()
@@ -80,7 +77,6 @@ def batched_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Te
 
 
 def _equal_segments(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
-    """Compute attention within consecutive segments of the same length; q is (S * length, H, D)."""
     # (S, H, L, D): segments, heads, tokens in a segment, head dimension
     q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
     return dense_attention(q, k, v).transpose(1, 2).flatten(0, 1)
@@ -97,14 +93,14 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
     return out
 
 
-# A Triton kernel pads the tokens of a segment to ROWS and the head dimension D to COLUMNS, both powers of two.
+# The Triton kernels pad the tokens of a segment to ROWS, and the head dimension D to COLUMNS, both powers of two.
 constexpr = tl.constexpr
 LOG2E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
 def _load(x, row_stride, length, D, ROWS: constexpr, COLUMNS: constexpr):
-    """Load q, k or v of a segment, `length` tokens with D numbers, padded with 0 to (ROWS, COLUMNS)."""
+    """Load the queries, keys or values of a segment, padded with 0 to (ROWS, COLUMNS)."""
     rows = tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, COLUMNS)[None, :]
     inside = (rows < length) & (columns < D)
@@ -113,7 +109,7 @@ def _load(x, row_stride, length, D, ROWS: constexpr, COLUMNS: constexpr):
 
 @triton.jit
 def _store(x, block, length, D, row_stride):
-    """Store a block of rows and columns, without the padding, in the tensor x."""
+    """Store a padded block of numbers without the padding."""
     rows = tl.arange(0, block.shape[0])[:, None]
     columns = tl.arange(0, block.shape[1])[None, :]
     inside = (rows < length) & (columns < D)
@@ -122,19 +118,17 @@ def _store(x, block, length, D, row_stride):
 
 @triton.jit
 def _row_products(a, b):
-    """Compute a b^T (ROWS, ROWS), summed in float32."""
     return tl.dot(a, tl.trans(b), input_precision="ieee")
 
 
 @triton.jit
 def _store_product(out, a, b, length, H: constexpr, D: constexpr):
-    """Store the matrix product a b, without padded rows and columns, in the contiguous tensor `out`."""
     _store(out, tl.dot(a, b, input_precision="ieee"), length, D, H * D)
 
 
 @triton.jit
 def _softmax(scores, length, D: constexpr, ROWS: constexpr):
-    """Compute the attention weights P (ROWS, ROWS) from q k^T, as powers of 2 instead of e."""
+    """Compute attention weights (ROWS, ROWS) from the products of queries and keys."""
     inside = tl.arange(0, ROWS)[None, :] < length
     scores = tl.where(inside, scores * (D**-0.5 * LOG2E), float("-inf"))
     weights = tl.exp2(scores - tl.max(scores, 1)[:, None])
@@ -147,7 +141,7 @@ def _segment(cu_seqlens, H: constexpr):
     segment = tl.program_id(0) // H
     start = tl.load(cu_seqlens + segment)
     length = tl.load(cu_seqlens + segment + 1) - start
-    # The first token is an int64, because the offset of this token in q may exceed 32 bits.
+    # The index of the first token becomes an int64, because an offset into the queries may exceed 32 bits.
     return tl.program_id(0) % H, start.to(tl.int64), length
 
 
@@ -156,7 +150,7 @@ def _forward_kernel(
     q, k, v, q_row, q_head, k_row, k_head, v_row, v_head, cu_seqlens, out,
     H: constexpr, D: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ):  # fmt: skip
-    """Compute attention for one segment and one head; arguments such as q_row and q_head are strides."""
+    """Compute the attention of one head in one segment."""
     head, start, length = _segment(cu_seqlens, H)
     q += start * q_row + head * q_head
     k += start * k_row + head * k_head
@@ -175,12 +169,12 @@ def _backward_kernel(
     q, k, v, q_row, q_head, k_row, k_head, v_row, v_head, cu_seqlens, grad, grad_q, grad_k, grad_v,
     H: constexpr, D: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the queries, keys and values of one attention window and one head."""
+    """Compute the gradients of the queries, keys and values of one head in one segment."""
     head, start, length = _segment(cu_seqlens, H)
     q += start * q_row + head * q_head
     k += start * k_row + head * k_head
     v += start * v_row + head * v_head
-    offset = (start * H + head) * D  # of each gradient tensor, all of which are contiguous
+    offset = (start * H + head) * D  # into the gradient tensors, which are all contiguous
 
     queries = _load(q, q_row, length, D, ROWS, COLUMNS)
     keys = _load(k, k_row, length, D, ROWS, COLUMNS)
@@ -188,7 +182,7 @@ def _backward_kernel(
     values = _load(v, v_row, length, D, ROWS, COLUMNS)
     P = _softmax(_row_products(queries, keys), length, D, ROWS)
     dP = _row_products(grads, values)
-    # In padded rows, the gradients dP of the attention weights and dS of the scores are 0.
+    # Padded rows have upstream gradients of 0, so they add nothing to the gradients of the keys.
     dS = (D**-0.5 * P * (dP - tl.sum(P * dP, 1)[:, None])).to(v.dtype.element_ty)
     P_t = tl.trans(P.to(v.dtype.element_ty))
     _store_product(grad_v + offset, P_t, grads, length, H, D)
@@ -198,7 +192,7 @@ def _backward_kernel(
 
 def block_sizes(longest: int, head_dim: int) -> tuple[int, int]:
     """Return the padded token count and head dimension: 60 tokens with dimension 80 are padded to (64, 128)."""
-    # GPUs have no matrix instruction for fewer than 16 rows or columns
+    # GPUs have no matrix instruction for fewer than 16 rows or columns.
     rows, columns = (max(16, 1 << (size - 1).bit_length()) for size in (longest, head_dim))
     return rows, columns
 
@@ -213,10 +207,10 @@ def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest
         kernel[((len(cu_seqlens) - 1) * H,)](
             q, k, v, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cu_seqlens, **tensors,
             H=H, D=D, ROWS=rows, COLUMNS=columns,
-            # Segments of 64 tokens take 4 warps, which are one warp group of Hopper's matrix unit.
+            # A segment of 64 tokens gets 4 warps, as many as Hopper's matrix instruction needs.
             num_warps=rows // 16,
             num_stages=1,
-            # Every Triton launch in kernels/ sets enable_fp_fusion, because Triton will change the default.
+            # Triton will change the default of enable_fp_fusion, so each launch in kernels/ sets this option.
             enable_fp_fusion=True,
         )  # fmt: skip
 
@@ -255,11 +249,11 @@ _window_attention.register_autograd(_differentiate, setup_context=_save)
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-    """Compute attention within each segment with scale D^-1/2.
+    """Compute attention within each segment, with scores scaled by (head dimension)^-1/2.
 
-    Triton kernels compute segments of at most 64 tokens with D <= 128 in float16 or bfloat16, if backend_for selects
-    Triton. Without Triton, torch's varlen_attn computes segments of at most 64 tokens with different lengths, if the
-    GPU supports varlen_attn. batched_attention computes all other segments.
+    Triton computes float16 and bfloat16 inputs with at most 64 tokens per segment and head dimensions up to 128.
+    Without Triton, an NVIDIA GPU computes short segments of different lengths with PyTorch's varlen_attn. All other
+    segments are computed with one attention call for each length.
 
     Args:
         q, k, v: (T, H, D), queries, keys and values for T tokens, all with the same dtype.

@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit status.
 
     Args:
-        arguments: name of the command, then its own arguments; by default those of the process.
+        arguments: the command's name and the command's arguments; by default sys.argv[1:].
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if isinstance(sys.stdout, io.TextIOWrapper):  # pipes on Windows encode only 256 characters
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         check_extras(module, f"the command {name}")
         return getattr(importlib.import_module(module), function)(arguments[1:]) or 0
     except BrokenPipeError:  # the program that reads the output, such as `head`, has ended
-        # Python flushes stdout at exit, which would fail on the closed pipe, so stdout is replaced by an empty file.
+        # Python flushes stdout at exit, so the closed pipe is replaced by the null device.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:

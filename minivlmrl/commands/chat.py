@@ -92,7 +92,7 @@ def build_row(options: argparse.Namespace, data: DataOptions) -> Row:
 
 
 class Stream:
-    """Print the tokens of an answer while they are sampled, except the tokens in `hidden`."""
+    """Print an answer while its tokens are sampled, without end-of-sequence tokens."""
 
     def __init__(self, tokenizer: Tokenizer, hidden: Collection[int]):
         self.tokenizer, self.hidden = tokenizer, hidden

@@ -6,10 +6,10 @@ python -m minivlmrl generate --model FOLDER --data rows.jsonl --out answers.json
 torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                  # on several GPUs
 
 A recipe sets the prompt template, the image size, the stopping rules, data.answer_format and the rewards of
-evaluations; --section.name=value changes any of these options. The default recipe is config.yaml from the run that
-trained the model. If config.yaml is missing, the recipe is minivlmrl.yaml beside the weights, and if minivlmrl.yaml is
-missing, too, recipes/own_data.yaml with the prompt template {problem}. Options of the recipe's adapter are ignored,
-because the saved weights contain the adapter already. --model may also be the folder of an adapter.
+evaluations; --section.name=value changes any of these options. The default recipe is the first existing file of
+config.yaml in the run that trained the model, minivlmrl.yaml beside the weights, and recipes/own_data.yaml with the
+prompt template {problem}. The recipe's adapter options are ignored, because the saved weights already contain the
+adapter. --model may also be the folder of an adapter.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
         fields["data.eval_rewards"] = ["accuracy", "format"]
     overridden = ["--adapter={}", *overrides, *as_overrides(fields)]
     is_found = options.recipe is None  # only a recipe that the user names may load code from files
-    # Training rewards are loaded only if the evaluation uses them, so that unused code is not refused.
+    # A recipe that was found beside a model may not run code, so training rewards are left out until they are needed.
     config = load_config(recipe, ["--rewards={}", *overridden], is_found)
     if config.rewards:
         config.data.eval_rewards = list(config.rewards)
@@ -135,7 +135,7 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
 
 
 def trained_quantization(recipe: Path | None) -> Literal["nf4"] | None:
-    """Return the value of adapter.quantize in the recipe of the run that trained an adapter, or None."""
+    """Return the value of adapter.quantize in the recipe that trained an adapter."""
     values = parse_yaml(recipe.read_bytes()) if recipe is not None else None
     section = values.get("adapter") if isinstance(values, dict) else None
     is_packed = isinstance(section, dict) and section.get("quantize") == "nf4"
@@ -169,7 +169,7 @@ def result_line(processor: Processor, names: Sequence[str], row: Row, completion
 
 
 def summarise(lines: list[dict], names: Sequence[str]) -> dict:
-    """Compute the fraction `cut` of truncated answers, and each reward's mean over the rows that it could score."""
+    """Compute the fraction of truncated answers, and the mean of each reward over the rows that have a score."""
     cut_flags = [not answer["stopped"] for line in lines for answer in line["answers"]]
     summary: dict[str, float | None] = {"cut": sum(cut_flags) / len(cut_flags)}
     for name in names:

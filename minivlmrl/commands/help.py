@@ -18,7 +18,7 @@ from minivlmrl.errors import did_you_mean
 
 
 def print_options(*names: str):
-    """Print the options of the named sections, or of all sections; the first name may be a recipe."""
+    """Print the options of the named sections; without names, print the options of all sections."""
     config_class = RunConfig
     if names and names[0].endswith(".yaml"):
         config_class = type(load_config(names[0]))

@@ -33,8 +33,8 @@ def _load_module(file: str) -> ModuleType:
         path = _source_file(file)
         if not Path(path).is_file():
             raise ValueError(
-                f"{path} does not exist. A file of code in a recipe is searched beside the recipe and then in the "
-                f"working folder, {os.getcwd()}, and on the command line the other way round."
+                f"{path} does not exist. A code file that a recipe names is searched beside the recipe, then in the "
+                f"working folder, {os.getcwd()}; a file on the command line is first searched in the working folder."
             )
         USER_FILES.add(path)  # before the file runs, because its code may fail
         return run_file(path)

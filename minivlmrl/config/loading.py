@@ -18,7 +18,7 @@ from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
 from minivlmrl.errors import did_you_mean, error_context
 from minivlmrl.json_files import json_text
 
-# options that change a model's answers, and are saved beside the weights, because PEFT's files do not contain them
+# options that change a model's answers, and are saved in minivlmrl.yaml beside the weights
 INFERENCE_OPTIONS = {
     "model": ["dtype", "compute_dtype"],
     "data": [
@@ -45,8 +45,8 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
         recipe: recipe path, or a recipe's name in the folder `recipes`.
         overrides: such as "--seed=1" or "--grpo.learning_rate=1e-4", or an option and its value as two texts, "--seed",
             "1". Values are parsed as YAML.
-        is_found: True if the recipe was found beside a model, so that the user may not know the recipe. If such a
-            recipe names code from a file, load_config raises ValueError before any code has been run.
+        is_found: True if the recipe was found beside a model, not named by the user. If the recipe then names a Python
+            file, load_config raises ValueError before any code is run.
     """
     overrides = _join_values(overrides)
     path = _find_recipe(recipe)
@@ -73,7 +73,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
             overridden = _apply(override, overridden, hints)
         config = _build_run(config_class, overridden, "command line", resolver)
     except ValueError:
-        # An error in the recipe itself names the recipe, and not the command line.
+        # If the recipe is invalid without the overrides, too, the error names the recipe instead of the command line.
         _build_run(config_class, values, recipe)
         raise
     resolver.check()
@@ -168,8 +168,8 @@ class Resolver:
         if hint in (Code, RewardName):
             located = self._code(text, hint is RewardName, is_typed)
             name, options = split_options(located)
-            # A quoted text in the options is refused like code, because the text could name a URL, a file or a
-            # function.
+            # In a recipe from a model's folder, a quoted text in the options is refused like code, because the text
+            # could name a URL, a file or a function.
             if self.is_found and not is_typed and (":" in name or re.search("['\"]", options)):
                 self.unknown.append(located)
             return located
@@ -186,7 +186,7 @@ class Resolver:
             return text
         file, name = match.groups()
         path = self._find(file, is_typed)
-        # The path of a reward stays relative to the working directory, because the path is part of a metric's name.
+        # Metrics are named after rewards, so the path of a reward's code file stays relative to the working directory.
         if short and not os.path.isabs(file):
             for home in (os.getcwd(), recipes_folder().parent):
                 path = path.removeprefix(os.path.join(home, ""))

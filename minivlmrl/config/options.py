@@ -55,7 +55,7 @@ class LoRAOptions:
     path: FilePath | None = None
     r: Annotated[int, ">= 0"] = 0  # rank of the matrices; 0 trains without adapters
     alpha: Annotated[float, "(0, inf)"] = 32.0  # an adapter's output is scaled by alpha / r
-    # dropout probability of the inputs of LoRA's matrix A during training, see model/lora.py
+    # dropout probability of the inputs of LoRA's matrix A during training
     dropout: Annotated[float, "[0, 1)"] = 0.0
     # layers that get adapters: language (the decoder), vision, merger, experts (with their routers), or a regular
     # expression for names of layers
@@ -79,7 +79,7 @@ class ReferenceOptions:
 class ImageOptions:
     """Options for the size of images, with the names that qwen-vl-utils uses."""
 
-    # bounds on the area of an image, or of one video frame, in pixels
+    # smallest and largest area of an image or of a video frame, in pixels
     min_pixels: MinPixels | None = None
     max_pixels: Whole | None = None
     resized_height: Whole | None = None  # fixed height in pixels, instead of the file's height
@@ -111,8 +111,8 @@ class RowOptions:
 
     # folder of relative image paths; None is the folder of the data file
     image_root: FilePath | None = None
-    # your own function for another format, as file.py:name: it gets a row of the file as a dictionary, and returns the
-    # columns that docs/data.md describes. None: the file has these columns
+    # your own function for another file format, as file.py:name. Your function converts a row of the file, a
+    # dictionary, to the columns of docs/data.md
     format: Code | None = None
     # new names for columns: {label: solution} reads the column `label` as the column `solution`
     columns: dict[str, str] = field(default_factory=dict)
@@ -134,12 +134,12 @@ class FileOptions:
     """One file in data.train."""
 
     file: FilePath  # see data/row_files.py
-    # number of times that an epoch contains each row of this file; 0.5 takes every second row
+    # number of times that an epoch contains each row of the file; 0.5 takes every second row
     weight: Annotated[float, "(0, 1000]"] = 1.0
     sampling: str = "all"  # rows that are used: all, first:N, end:N or random:N; N may end with %
-    # folder of relative image paths in this file; None is data.image_root
+    # folder of relative image paths in the file; None is data.image_root
     image_root: FilePath | None = None
-    # names of the rewards that score rows of this file; an empty list means all rewards of the recipe
+    # names of the rewards that score rows of the file; an empty list means all rewards of the recipe
     rewards: list[RewardName] = field(default_factory=list)
     prompt_template: str | None = None  # text of the last user turn; None is data.prompt_template
 
@@ -198,8 +198,7 @@ class DataOptions(RowOptions):
 # ---------------------------------------------------------------------------- sampling and rollouts
 
 
-# {option for a filter that removes tokens: value at which the filter removes no tokens}. A filter that is not in this
-# table is never applied, because `truncates` and the option validation read the table.
+# options that remove unlikely tokens before sampling, and the value at which each option removes no tokens
 NO_TRUNCATION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
@@ -311,10 +310,10 @@ class TrainingOptions:
     adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # decay rate of AdamW's second moments
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
-        """Yield (option, reason) for each option of this dataclass that has no effect because of other options.
+        """Yield (option, reason) for each option of the dataclass that has no effect because of other options.
 
-        config/validation.py rejects a recipe that sets an option without effect. The options of your own stage can
-        extend the method without_effect. An example for an option `warmdown`:
+        A recipe that sets an option without effect is rejected. The options of your own stage can extend the method
+        without_effect, for example for an option `warmdown`:
 
             def without_effect(self):
                 yield from super().without_effect()
@@ -334,14 +333,14 @@ class SFTOptions(TrainingOptions):
 
 @dataclass
 class DPOOptions(TrainingOptions):
-    """Options for DPO and other losses on preference pairs, see dpo_loss."""
+    """Options for DPO and other losses on preference pairs."""
 
-    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # names in DPO_LOSSES
+    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # names of losses in losses/preference.py
     loss_weights: list[Finite] | None = None  # weights of the losses; None is 1 for each; MPO has [0.8, 0.2, 1.0]
     beta: Annotated[float, "(0, inf)"] = 0.1  # scales the log ratios; larger values keep the policy near the reference
     # assumed fraction of pairs with swapped answers, for the losses sigmoid, exo_pair, robust, aot and aot_unpaired
     label_smoothing: Finite = 0.0
-    # divergence that keeps the policy near the reference model, see f_score
+    # divergence that keeps the policy near the reference model
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
     f_alpha_divergence_coef: Finite = 0.5  # alpha in the alpha divergence
     ld_alpha: Annotated[float, "[0, 1]"] | None = None  # LD-DPO: weight for tokens beyond the shorter answer's length
@@ -369,12 +368,13 @@ class GRPOOptions(TrainingOptions):
     # maximum number of tokens in a forward and backward pass; completions of the same prompt share the prompt's tokens,
     # but may be split over several passes. None sets no limit
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
-    # dynamic sampling: a group whose rewards are all equal is replaced by the group of another prompt, from at most
-    # this number of prompt batches per step; 1 disables dynamic sampling
+    # dynamic sampling replaces groups whose rewards are all equal by groups of other prompts, and samples at most this
+    # number of prompt batches per step; 1 disables dynamic sampling
     max_num_gen_batches: Annotated[int, ">= 1"] = 1
 
     # function that computes advantages from rewards: a name in losses/advantages.py, or your own function as
-    # file.py:name. None is rloo with loss_type rloo, gdpo with normalize_then_sum, and otherwise grpo
+    # file.py:name. None selects rloo if loss_type is rloo, gdpo if multi_objective_aggregation is normalize_then_sum,
+    # and otherwise grpo
     advantages: Literal["grpo", "gdpo", "rloo"] | Code | None = None
     # group or batch: divide advantages by the standard deviation of the rewards in the group or batch. none: do not
     # divide
@@ -386,7 +386,7 @@ class GRPOOptions(TrainingOptions):
     # leave completions that were cut at max_new_tokens out of the loss (DAPO's overlong filtering)
     mask_truncated_completions: bool = False
 
-    # name of the policy loss, see grpo_loss; or your own function with the same arguments, as file.py:name
+    # policy loss: a name that grpo_loss accepts, or your own function with the arguments of grpo_loss, as file.py:name
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo", "cispo", "sapo", "vespo"] | Code = "dapo"
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"  # sequence: GSPO
     # the ratio of the new to the old policy is clipped to [1 - epsilon_low, 1 + epsilon_high]
@@ -399,8 +399,7 @@ class GRPOOptions(TrainingOptions):
     # train only on the completion tokens with the highest entropy: 0.2 trains on a fifth of all tokens
     top_entropy_quantile: Annotated[float, "(0, 1]"] = 1.0
     entropy_coef: Finite = 0.0  # weight of the entropy bonus
-    # importance sampling corrects for log-probabilities that differ between sampling and training, see
-    # rollout_importance_ratio
+    # importance sampling corrects for log-probabilities that differ between sampling and training
     rollout_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = None
     # lower and upper bound of the importance ratio that grpo.rollout_correction computes
     rollout_correction_bounds: tuple[CorrectionBound, CorrectionBound] = (None, 3.0)
@@ -441,8 +440,8 @@ class PPOOptions(TrainingOptions):
     kl_estimator: Literal["k1", "k3"] = "k1"  # KL estimator, see token_rewards
     # penalty that is subtracted from the score of a completion without an end token; None disables the penalty
     missing_eos_penalty: Finite | None = None
-    gamma: Annotated[float, "[0, 1]"] = 1.0  # discount factor, see gae
-    lam: Annotated[float, "[0, 1]"] = 0.95  # lambda of GAE, see gae
+    gamma: Annotated[float, "[0, 1]"] = 1.0  # discount factor of GAE
+    lam: Annotated[float, "[0, 1]"] = 0.95  # lambda of GAE
 
 
 # ------------------------------------------------------------------------------------------ the run
@@ -508,9 +507,9 @@ class RunConfig:
     ppo: PPOOptions = field(default_factory=PPOOptions)
 
     def __post_init__(self):
-        # A recipe cannot set these three fields; load_config sets them.
+        # load_config sets recipe, unused_sections and names_of_files, which are not options of a recipe.
         self.recipe = ""  # recipe path
-        # the recipe's sections for a user's own stages, if --stages on the command line does not name these stages
+        # sections of the recipe whose stages do not run, because --stages on the command line leaves them out
         self.unused_sections: list[str] = []
         self.names_of_files: dict[str, str] = {}  # "file.py:Class" of `stages` -> Class.stage
         if self.rewards and not any(self.rewards.values()):
@@ -525,9 +524,9 @@ class RunConfig:
 
     @property
     def eval_rewards(self) -> list[RewardName]:
-        """The rewards in evaluations: data.eval_rewards, or the training rewards if data.eval_rewards is None.
+        """The rewards in evaluations: data.eval_rewards or, by default, the training rewards.
 
-        Training rewards are ordered by weight, the largest first, and rewards for the format come last. The reward
+        Evaluations list the training rewards by weight, the largest first, and rewards for the format last. The reward
         `reward_model` is left out of evaluations, because a reward model can only score training rows. If
         `reward_model` is the only training reward, evaluations use the rewards accuracy and format.
         """

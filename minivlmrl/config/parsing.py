@@ -119,7 +119,8 @@ class Reader:
             False for recipes, in which a float may be written as "1e-4" (which YAML reads as text), and a list with one
             text as a text.
         change_text: function that is called with (type, text, path of the field) for each key or value whose type is a
-            text type from config/types.py. Its result replaces the text. Dots in a key are slashes in the path.
+            text type from config/types.py. The function's result replaces the text. In the path, dots in a key are
+            written as slashes.
         root: dataclass of the whole file; an error about an unknown key suggests its options.
         dashes: "--" if the error suggests options of the command line, otherwise "".
     """
@@ -145,7 +146,7 @@ class Reader:
                 raise _invalid(name, number, bounds_text(bounds))
             return number
         if origin is Literal:
-            # The types must be equal, too, because 1 == True in Python.
+            # The type of a literal is compared, too, because 1 == True in Python.
             choices = [(type(choice), choice) for choice in typing.get_args(hint)]
             if (type(value), value) not in choices:
                 raise _invalid(name, value, type_text(hint))

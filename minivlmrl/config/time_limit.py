@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 REPEATED = 0.01  # seconds after which Overtime is raised again in code that catches it
-longest = math.inf  # seconds that every limit has at most, see `shorten_limits`
+longest = math.inf  # upper bound in seconds for all time limits, set by shorten_limits
 
 
 class Overtime(BaseException):
@@ -38,9 +38,9 @@ def time_limit(seconds: float) -> Iterator[None]:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
-        # The timer may raise Overtime before the first setitimer(..., 0) stops the timer, so a second one follows.
+        # Overtime may interrupt the first call that stops the timer, so the timer is stopped twice.
         signal.setitimer(signal.ITIMER_REAL, 0)
-        # If C code had installed the handler, `former` is None, which signal.signal does not accept.
+        # signal.signal returns None for a handler that C code has installed, but does not accept None as a handler.
         signal.signal(signal.SIGALRM, former or signal.SIG_DFL)
 
 

@@ -320,7 +320,7 @@ def test_recipes_are_found_by_their_names(tmp_path, monkeypatch):
     for name, meant in (("dot.yaml", "dots.yaml"), ("shape.yaml", "shapes.yaml")):
         with pytest.raises(ValueError, match=rf"in {tmp_path} and .*recipes; did you mean {meant}\?"):
             load_config(name)
-    message = rf"{tmp_path}/gone\.py does not exist\. .* in the working folder, {tmp_path}, "
+    message = rf"{tmp_path}/gone\.py does not exist\. .* in the working folder, {tmp_path}; "
     with pytest.raises(ValueError, match=message):
         load_config("shapes.yaml", ["--stages=gone.py:Mine"])
 
