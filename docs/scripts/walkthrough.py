@@ -34,29 +34,31 @@ HEAD = """\
 
 What does a GRPO step compute, from an image to the new weights? Each section explains a function of
 [minimal.py](../minimal.py), and shows the shape, the dtype and the first values of tensors that the function computed
-for one image and one question. [Another page](step.html) shows every line of such a step with its tensors:
+for one image and one question. [The step line by line](step.html) shows each line of these functions beside its
+tensors:
 
 [![Each line of grpo_loss with the tensors that it computed](step.png)](step.html)
 
-The model is the tiny one that `python minimal.py` trains, after 15 SFT steps, so that its completions still differ. The
-weights are float64, so that other machines print the same numbers.
+The model is the tiny one that `python minimal.py` trains, here after only 15 SFT steps, so that its completions still
+differ. Weights are float64, so that other machines print the same numbers.
 
 ![A GRPO step as a flow chart](step.svg)
 
-The pictures and shapes count patches (P), tokens of the prompt (L), completions (G) and tokens of the longest
-completion (T).
+In the pictures, P is the number of patches, L the number of tokens in the prompt, G the number of completions, and T the
+number of tokens in the longest completion.
 """
 # Each section has a title, a function, the variables to print, and a text in which names in braces become numbers.
 SECTIONS = """\
 # Patches: patchify image frames patches
-The image becomes {P} patches of {side} x {side} pixels. A patch has 3 channels x 2 frames x {side} x {side} =
-{numbers} normalised values, because a still image has two equal frames. The four patches of one image token follow one
-another.
+`patchify` cuts the image into {P} patches of {side} x {side} pixels. A patch has 3 channels x 2 frames x {side} x
+{side} = {numbers} normalised values, because a still image has two equal frames. The four patches that later become
+one image token stand next to each other.
 
 <img src='walkthrough.png' width='168' alt='{solution}'>
 
 # Prompt: render ids
-The chat template puts the question into a conversation. A placeholder stands for each of the {merged} image tokens.
+The chat template puts the question into a conversation. In the prompt, the placeholder `<|image_pad|>` stands for each
+of the {merged} image tokens.
 
 # Positions: mrope_positions
 Each token has a position in time, a row and a column. For text, the three positions are equal, and rise by 1 with each
@@ -64,54 +66,55 @@ token. All tokens of an image have the same position in time, from which their r
 the image continues from the largest position, as [this picture](mrope.svg) shows.
 
 # Vision tower: Vision.forward patches return
-Two blocks turn patches into vectors. In the first block of the vision tower, a patch attends to the patches of its
-window, and in the second to the whole image. A small MLP, the merger, turns four patches into one image token, a vector
-as wide as a word embedding.
+The two blocks of the vision tower turn patches into vectors. In the first block, a patch attends to the patches of its
+window, and in the second block to the whole image. A small MLP, the merger, turns four patches into one image token, a
+vector as wide as a word embedding.
 
 ![The image with its patches in their order, and its image tokens by window](walkthrough_patches.svg)
 
 # Language model: QwenVL.forward angles mask x
 The image tokens replace the embeddings of the placeholders. The three positions of a token give its rotary angles. The
-causal mask lets each token attend to itself and the tokens before it. The layers return a state for each token, and
-keep the keys and values of the prompt for all completions.
+causal mask lets each token attend to itself and the tokens before it. The layers return a hidden state for each token,
+and keep the keys and values of the prompt, which all completions use.
 
 # Completions: sample probabilities
-The model computes the prompt once. Then each round samples one token for each completion, until all completions have
-ended. The mask leaves out the tokens after the end of a completion. [Section 8](#8-rewards) has the texts of the {G}
-completions.
+The model computes the prompt once. Then `sample` adds one token at a time to each of the {G} completions, until all
+completions have ended. The mask is False for the tokens after the end of a completion. [Rewards](#8-rewards) has the
+texts of the {G} completions.
 
 # Log-probabilities: log_probabilities states logits return
-The hidden state before a token gives {vocab} logits. The log-probability of the token is its logit minus the logsumexp
-over the logits. In the picture, a darker token had a lower log-probability:
+The hidden state before a token gives {vocab} logits, one for each token of the vocabulary. The log-probability of a
+token is its logit minus the logsumexp over all logits. In this picture, a darker token had a lower log-probability:
 
 ![The completions, token by token, shaded by probability](walkthrough_tokens.svg)
 
 # Rewards: reward
-The reward reads the text of a completion: 0.5 for the tags in the right form, and 1 more for the right answer,
-{solution!r}.
+The reward reads the text of a completion. A completion gets 0.5 for its tags in the right form, and 1 more for the
+right answer, {solution!r}. These are the {G} completions with their rewards:
 
 # Advantages: group_advantages return
-The advantage is (reward - mean) / (standard deviation + 0.0001) over the group.
+The advantage of a completion is (reward - mean) / (standard deviation + 0.0001), with the mean and the standard
+deviation of the rewards in its group.
 
 # Loss: grpo_loss ratio clipped log_ref_ratio loss
-In the first step, the policy, the model that sampled and the reference have the same weights: the ratios are 1, and the
-KL is 0. The advantages add up to 0, so [the loss is about 0](faq.md#why-is-my-loss-0). The gradient of the loss is not
-0: each token contributes -advantage times the gradient of its log-probability.
+In the first step, the policy, the model that sampled the completions and the reference have the same weights, so all
+ratios are 1, and the KL is 0. The advantages add up to 0, so [the loss is about 0](metrics.md#why-is-my-loss-0). The
+gradient of the loss is not 0: each token contributes minus its advantage times the gradient of its log-probability.
 
 # Update: train
-The gradient reaches every module, and the vision tower through the image tokens. AdamW changes each weight by about the
-learning rate, {learning_rate:g}. Right answers become more likely, and completions without the tags less likely. A
-wrong answer with the tags may become more likely, too, because it shares tokens with the right ones.
+The gradient reaches every module, and it reaches the vision tower through the image tokens. AdamW changes each weight by
+about the learning rate, {learning_rate:g}. The update makes right answers more likely, and completions without the tags
+less likely. A wrong answer with the tags may become more likely, too, because it shares tokens with right answers.
 
 ![Gradient norms of the modules, and the change of each completion's log-probability](walkthrough_update.svg)
 """
 # The page describes these functions in words only, because step.html shows their lines.
-LONG = ("render", "Vision.forward", "QwenVL.forward", "train")
+LONG = ("patchify", "render", "mrope_positions", "Vision.forward", "QwenVL.forward", "sample", "train")
 FOOT = """
 ## In the package
 
 `train.py` computes the same losses and gradients with fewer operations. The package packs all prompts and completions
-of a step into one sequence. Each line of the picture is a token, and attends to the coloured tokens:
+of a step into one sequence. In this picture, each line is a token, and its colours show to which tokens it attends:
 
 ![Each line is a token, and its colours show the tokens to which it attends](mask.svg)
 

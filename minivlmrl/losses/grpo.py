@@ -186,7 +186,7 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
 
     The values and gradients in the table are those of sums over tokens with use_bias_correction_kl=False. With
     use_bias_correction_kl=True, the default, k1 and k3 also have the gradient of KL(pi || pi_ref). A KL
-    in the loss ignores that a token also changes the KL of later tokens; a KL in the reward does not (docs/faq.md).
+    in the loss ignores that a token also changes the KL of later tokens; a KL in the reward does not.
 
     Recipes select k1, k2 or k3 with grpo.kl_estimator; k1+, k2+ and k3+ are only for callers of grpo_loss. To add a KL
     estimator, extend KL_ESTIMATORS, correct_kl, and GRPOOptions.kl_estimator in config/options.py.

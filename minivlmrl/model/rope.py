@@ -39,7 +39,7 @@ def get_rope_index(
     Returns:
         position_ids: (3, N) int64.
     Source: Qwen2.5-VL report, "Multimodal Rotary Position Embedding Aligned to Absolute Time"; transformers 4.49 to
-        4.51 and vLLM. Later releases of transformers compute other positions for videos; see docs/numerical_parity.md.
+        4.51 and vLLM. Later releases of transformers compute other positions for videos; see docs/results.md.
     """
     ids = input_ids.tolist()
     placeholders = (config.image_token_id, config.video_token_id)

@@ -12,7 +12,6 @@ import xml.etree.ElementTree
 
 import PIL.Image
 import pytest
-import torch
 
 from docs.scripts import make_pages, notebooks
 from minivlmrl.__main__ import COMMANDS as COMMAND_NAMES
@@ -277,39 +276,6 @@ def test_the_training_loop_of_the_page(own, monkeypatch):
     assert first != second != third
     assert all(rollout.rewards.shape == (80, 2) for rollout in rollouts)
     assert len(set(weights)) == 3
-
-
-def test_tinker_calls_run_as_lines_of_a_training_loop(own, monkeypatch):
-    """Run the calls in docs/coming_from.md in order. The first two replace the line that loads the loop's model."""
-    page = PAGES["docs/coming_from.md"]
-    calls = [re.findall("`([^`]+)`", ours)[0] for _, ours in rows_of(page, "From Tinker")]
-    assert len(calls) == 12
-    monkeypatch.chdir(own)
-    monkeypatch.syspath_prepend(own)
-    space = {"base_model": "model", "name": "state", "folder": "saved", "my_loss": lambda _, logps: logps.sum()}
-    modules = re.findall("`([a-z_.]+)`", page.split("## From Tinker")[1].partition("|")[0])
-    for module in modules:
-        exec(f"from minivlmrl.{module} import *", space)
-    [loop] = [code for code in blocks(DATA, "python") if "grpo.steps" in code]
-    loop = re.sub("\npolicy, processor = .*\n", "\n{}\n{}\n".format(*calls[:2]), loop.replace("range(10)", "range(1)"))
-    exec(loop, space)
-    space["prompt"] = space["rows"][0].prompt(space["processor"])
-
-    def run(call):
-        """Run a call, after a forward pass if it needs log-probabilities, and return the adapter weights' sum."""
-        if "logps" in call:
-            exec(calls[4], space)
-        exec(call, space)
-        return sum(p.double().sum() for n, p in space["policy"].named_parameters() if "lora_" in n).item()
-
-    sums = [run(call) for call in calls[2:] if call != "grpo.sampler"]
-    _, forward, sft, custom, loss, update, saved, *_ = sums
-    assert len({forward, sft, custom, loss}) == 1 and update != loss and saved == update
-    assert len(space["completions"][0]) == 8
-    with torch.no_grad():
-        next(p for n, p in space["policy"].named_parameters() if "lora_B" in n).add_(1)
-    assert run("1") != saved and run(calls[10]) == saved
-    assert space["load_model"]("saved").config == space["policy"].config
 
 
 @pytest.mark.parametrize("name", ["first_hour.ipynb", pytest.param("photographs.ipynb", marks=pytest.mark.slow)])

@@ -23,7 +23,7 @@ def test_schedules():
 
 
 def test_the_warmup_is_one_step_ahead_of_transformers_and_the_rest_is_equal(transformers):
-    """docs/numerical_parity.md lists this difference from TRL."""
+    """docs/results.md lists this difference from TRL."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
     theirs = transformers.get_linear_schedule_with_warmup(optimizer, 3, 8)
     rates = []
