@@ -44,8 +44,8 @@ differ. Weights are float64, so that other machines print the same numbers.
 
 ![A GRPO step as a flow chart](step.svg)
 
-In the pictures, P is the number of patches, L the number of tokens in the prompt, G the number of completions, and T the
-number of tokens in the longest completion.
+In the pictures, P is the number of patches, L the number of tokens in the prompt, G the number of completions, and T
+the number of tokens in the longest completion.
 """
 # Each section has a title, a function, the variables to print, and a text in which names in braces become numbers.
 SECTIONS = """\
@@ -102,9 +102,9 @@ ratios are 1, and the KL is 0. The advantages add up to 0, so [the loss is about
 gradient of the loss is not 0: each token contributes minus its advantage times the gradient of its log-probability.
 
 # Update: train
-The gradient reaches every module, and it reaches the vision tower through the image tokens. AdamW changes each weight by
-about the learning rate, {learning_rate:g}. The update makes right answers more likely, and completions without the tags
-less likely. A wrong answer with the tags may become more likely, too, because it shares tokens with right answers.
+The gradient reaches every module, and it reaches the vision tower through the image tokens. AdamW changes each weight
+by about the learning rate, {learning_rate:g}. The update makes right answers more likely, and completions without the
+tags less likely. A wrong answer with the tags may become more likely, too, because it shares tokens with right answers.
 
 ![Gradient norms of the modules, and the change of each completion's log-probability](walkthrough_update.svg)
 """
