@@ -12,7 +12,7 @@ The loss is computed in four steps. For three of the steps, the value of an opti
 
 GRPO, DAPO and Dr. GRPO differ only in the average. Every average divides by totals over the whole optimizer step, so
 the gradients of the micro-batches add up to the step's gradient. The file grpo_variants.py adds RLOO, CISPO, SAPO and
-other losses to the tables.
+other losses.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,7 @@ class LossNormalizer:
     sequences: float  # completion count in the optimizer step
     # number of tokens with mask 1 in the optimizer step, which TRL calls num_items_in_batch
     tokens: float | Tensor
-    # constant by which Dr. GRPO divides instead of by completion lengths
-    max_completion_length: int | None = None
+    max_completion_length: int | None = None  # constant divisor in Dr. GRPO
 
 
 def grpo_loss(
@@ -122,8 +121,7 @@ def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
     return RATIOS[level](log_ratio, mask)
 
 
-# For each importance_sampling_level, a function that computes the ratio, (B, T) or (B, 1), from the log-ratio and the
-# mask, both (B, T).
+# Functions that compute the ratio pi / pi_old, (B, T) or (B, 1), from the log-ratio and the mask, both (B, T).
 RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     # r_t = pi(o_t) / pi_old(o_t)
     "token": lambda log_ratio, mask: log_ratio.exp(),
@@ -134,7 +132,7 @@ RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass
 class TermInputs:
-    """Inputs from which the functions in TERMS compute each token's loss."""
+    """Tensors and clipping bounds from which each token's policy loss is computed."""
 
     logps: Tensor  # (B, T) log-probabilities in nats, with gradient
     log_ratio: Tensor  # (B, T) each token's log pi - log pi_old, for any importance_sampling_level
@@ -166,8 +164,8 @@ def clipped(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor, 
     return -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages), metrics
 
 
-# For each loss_type, a function that computes token losses, (B, T), and a dictionary of metrics from a TermInputs. The
-# function's own options, such as delta, are further keyword arguments of grpo_loss.
+# Functions that compute each token's policy loss, (B, T), and a dictionary of metrics. Their options, such as delta,
+# are keyword arguments of grpo_loss.
 TERMS: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
     "grpo": clipped,
     "dapo": clipped,
@@ -184,15 +182,14 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
         k3   pi_ref/pi - log(pi_ref/pi) - 1   unbiased, not negative   that of KL(pi_ref || pi)
         k1+, k2+, k3+                         same as without a plus   that of KL(pi || pi_ref)
 
-    The values and gradients in the table are those of sums over tokens with use_bias_correction_kl=False. With
-    use_bias_correction_kl=True, the default, k1 and k3 also have the gradient of KL(pi || pi_ref). A KL
-    in the loss ignores that a token also changes the KL of later tokens; a KL in the reward does not.
+    The table holds for use_bias_correction_kl=False. With use_bias_correction_kl=True, the default, all estimators have
+    the gradient of KL(pi || pi_ref). A KL term in the loss ignores that a token also changes the KL of later tokens,
+    which a KL penalty in the reward includes.
 
-    Recipes select k1, k2 or k3 with grpo.kl_estimator; k1+, k2+ and k3+ are only for callers of grpo_loss. To add a KL
-    estimator, extend KL_ESTIMATORS, correct_kl, and GRPOOptions.kl_estimator in config/options.py.
+    Recipes select k1, k2 or k3 with grpo.kl_estimator; k1+, k2+ and k3+ are only for callers of grpo_loss.
 
-    Source: Schulman's "Approximating KL divergence" (2020) has the values of k1, k2 and k3, arXiv 2506.09477 has their
-        gradients, and verl has the estimators with a plus.
+    Source: Schulman, "Approximating KL divergence" (2020), for the values of k1, k2 and k3; arXiv 2506.09477 for their
+        gradients; verl for k1+, k2+ and k3+.
     """
     if ref_logps is None:
         raise ValueError("beta is not 0, so grpo_loss needs ref_per_token_logps")
@@ -214,19 +211,17 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def correct_kl(kl: Tensor, ratio: Tensor, kl_estimator: str) -> Tensor:
-    """Multiply the KL estimate by the ratio, to obtain the expected gradient of KL(pi || pi_ref).
+    """Multiply a KL estimate by the ratio pi / pi_old, which makes its expected gradient that of KL(pi || pi_ref).
 
-    The ratio also corrects the KL estimate if an older policy sampled the tokens. The estimators k1 and k3 get the
-    missing part of their gradient from the ratio. The gradients of k2, k1+, k2+ and k3+ are already correct, so their
-    ratio is detached.
+    The ratio also corrects the KL estimate if an older policy sampled the tokens. The ratio is detached for k2, k1+,
+    k2+ and k3+, whose gradients are already those of KL(pi || pi_ref).
     """
     if kl_estimator == "k2" or kl_estimator.endswith("+"):
         return kl * ratio.detach()
     return kl * ratio
 
 
-# For each loss_type, a function (token losses, mask, normalizer) that averages the token losses (B, T) to a scalar. The
-# token losses are 0 where the mask is 0.
+# Functions that average the token losses (B, T), which are 0 where the mask is 0, to a scalar.
 AVERAGES: dict[str, Callable[[Tensor, Tensor, LossNormalizer], Tensor]] = {
     # mean over each completion's tokens, then over the optimizer step's completions
     "grpo": lambda terms, mask, normalizer: (terms.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / normalizer.sequences,
@@ -238,14 +233,13 @@ AVERAGES: dict[str, Callable[[Tensor, Tensor, LossNormalizer], Tensor]] = {
 
 
 def max_length(normalizer: LossNormalizer) -> int:
-    """Return the constant length by which dr_grpo divides, or raise ValueError if it is not set."""
     if normalizer.max_completion_length is None:
         raise ValueError("loss_type dr_grpo needs a normalizer with max_completion_length")
     return normalizer.max_completion_length
 
 
 def batch_normalizer(mask: Tensor) -> LossNormalizer:
-    """Compute the LossNormalizer for a batch that is a whole optimizer step."""
+    """Count the completions and tokens in a batch that is a whole optimizer step."""
     return LossNormalizer(len(mask), mask.sum().clamp(min=1))
 
 
@@ -255,7 +249,7 @@ def row_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def mean_metric(x: Tensor, mask: Tensor) -> Tensor:
-    """Average a metric (B, T) over the tokens whose mask is 1, or a metric (B, 1) over the rows."""
+    """Average a metric over the tokens whose mask is 1, or over the completions if its shape is (B, 1)."""
     if x.dtype == torch.bool:
         x = x.double()  # float64, so that the fractions from several micro-batches add up exactly
     if x.shape[1] == 1:
@@ -264,7 +258,7 @@ def mean_metric(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def check_bounds(epsilon_low: float, epsilon_high: float, beta: float):
-    """Raise ValueError if a grpo_loss option has an impossible value."""
+    """Raise ValueError if epsilon_low, epsilon_high or beta is out of range."""
     if not 0 <= epsilon_low <= epsilon_high:  # NaN is rejected, too
         raise ValueError(
             f"epsilon_low is {epsilon_low}, but it must be between 0 and epsilon_high, which is {epsilon_high}"

@@ -1,8 +1,7 @@
 """Variants of the GRPO loss (GSPO-token, RLOO, CISPO, SAPO, VESPO, LUSPO and BNPO).
 
-Importing grpo_variants.py adds the variants to the tables in grpo.py. Further functions compute an entropy bonus, and
-token weights that mask off-policy rows, select tokens with high entropy, or correct for the sampler. To copy
-grpo_variants.py into your own project, copy grpo.py too.
+Importing grpo_variants.py adds the variants to the losses of grpo.py. To copy grpo_variants.py into your own project,
+copy grpo.py too.
 """
 
 import math
@@ -35,7 +34,7 @@ def rloo_term(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor
 
 
 def cispo_term(inputs: TermInputs) -> tuple[Tensor, dict]:
-    """Compute CISPO's term: -sg(min(r, epsilon_high)) A log pi, where sg is detach.
+    """Compute CISPO's token loss: -min(r, epsilon_high) A log pi, in which the clipped ratio is detached.
 
     Unlike PPO's clipping, CISPO keeps every token's gradient.
 
@@ -50,9 +49,9 @@ def cispo_term(inputs: TermInputs) -> tuple[Tensor, dict]:
 def sapo_term(
     inputs: TermInputs, *, sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05
 ) -> tuple[Tensor, dict]:
-    """Compute SAPO's term: -(4 / tau) sigmoid(tau (r - 1)) A, with a soft gate instead of clipping.
+    """Compute SAPO's token loss: -(4 / tau) sigmoid(tau (r - 1)) A, with a soft gate instead of clipping.
 
-    SAPO's tau is sapo_temperature_pos where the advantage is positive, and sapo_temperature_neg elsewhere.
+    The temperature tau is sapo_temperature_pos for positive advantages A, and sapo_temperature_neg for others.
 
     Source: SAPO eq. 5 and 6 (arXiv 2511.20347).
     """
@@ -70,10 +69,10 @@ def vespo_term(
     vespo_k_neg: float = 3.0,
     vespo_lambda_neg: float = 2.0,
 ) -> tuple[Tensor, dict]:
-    """Compute VESPO's term: -sg(phi(W)) A log pi with phi(W) = W^k exp(lambda (1 - W)).
+    """Compute VESPO's token loss: -phi(W) A log pi, where phi(W) = W^k exp(lambda (1 - W)) is detached.
 
-    VESPO's W is the importance weight for a whole completion; sg stops the gradient. VESPO's k is vespo_k_neg for
-    negative advantages and vespo_k_pos for others, and lambda is vespo_lambda_neg or vespo_lambda_pos.
+    W is the importance weight of a whole completion. The constants k and lambda are options, which depend on the sign
+    of the advantage A.
 
     Args:
         importance_sampling_ratio: (B, T) or (B, 1), ratio of the trainer's to the sampler's probabilities. W is
@@ -89,7 +88,7 @@ def vespo_term(
 
 
 def vespo_log_weight(log_ratio: Tensor, importance_sampling_ratio: Tensor | None, mask: Tensor) -> Tensor:
-    """Compute VESPO's log W, (B, 1): the sum of log_ratio and log importance_sampling_ratio over each row's tokens."""
+    """Compute the log of each completion's importance weight, (B, 1), as a sum over its tokens."""
     lowest = math.log(1e-8)
     highest = 20.0
     total = (log_ratio.clamp(-highest, highest) * mask).sum(-1, keepdim=True)
@@ -107,8 +106,7 @@ TERMS |= {
     "vespo": vespo_term,
 }
 AVERAGES |= {
-    # BNPO: mean over the micro-batch's tokens, times the micro-batch's share of the step's completions. As in TRL, the
-    # gradient depends on how a step is split into micro-batches.
+    # BNPO averages over the tokens of each micro-batch, so its gradient depends on how a step is split, as in TRL.
     "bnpo": lambda terms, mask, normalizer: terms.sum() / mask.sum().clamp(min=1) * (len(mask) / normalizer.sequences),
     # LUSPO (arXiv 2602.05261): sum over each completion's tokens, then mean over completions, so that a long completion
     # has more weight than a short one
@@ -146,7 +144,7 @@ def kept_tokens(
 
 
 def top_entropy_threshold(entropies: Tensor, quantile: float) -> Tensor:
-    """Compute the entropy that the fraction `quantile` of the tokens reaches or exceeds.
+    """Compute the entropy that a fraction of the tokens, such as 0.2, reaches or exceeds.
 
     Args:
         entropies: (n,), n token entropies. If n is 0, the result is infinity.
@@ -160,7 +158,7 @@ def top_entropy_threshold(entropies: Tensor, quantile: float) -> Tensor:
 def mean_entropy(
     entropies: Tensor, kept: Tensor, normalizer: LossNormalizer, num_tokens: float | Tensor | None = None
 ) -> Tensor:
-    """Compute the entropy bonus, which is the mean entropy of the tokens whose `kept` is 1.
+    """Compute the entropy bonus, which is the mean entropy of the kept tokens.
 
     Trainers subtract grpo.entropy_coef times the entropy bonus from the loss, so that training increases the entropy.
 
@@ -203,9 +201,7 @@ def rollout_importance_ratio(
     clip_max: float | None = 3.0,
     clip_min: float | None = None,
 ) -> Tensor:
-    """Compute the ratio of the trainer's to the sampler's probabilities, which weights the loss.
-
-    The ratio corrects for a sampler (such as vLLM) whose probabilities differ slightly from the trainer's.
+    """Compute the ratios of trainer to sampler probabilities, which correct the loss for a sampler such as vLLM.
 
     Args:
         old_per_token_logps: (B, T), log-probabilities that the trainer computed, in nats.

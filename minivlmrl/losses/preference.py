@@ -5,10 +5,10 @@ preference.py imports only torch, so that you can copy the file into your own pr
 B is the number of pairs and T the longest answer's length. In tensors (B, 2, T), [:, 0] is the chosen answer and [:, 1]
 the rejected one. Only `per_token_logps` has a gradient.
 
-Each loss divides by `normalizer`, the totals of the whole optimizer step, so that the gradients of micro-batches add up
-to the step's gradient. `normalizer.sequences` counts two answers for each pair; by default, the batch is the whole
-optimizer step. Only aot and aot_unpaired, which sort a micro-batch's pairs as in TRL, and sft with use_weighting (WPO)
-depend on how a step is split into micro-batches.
+Each loss divides by totals of the whole optimizer step (`normalizer`), so that the gradients of micro-batches add up to
+the step's gradient. `normalizer.sequences` counts two answers for each pair; by default, the batch is the whole
+optimizer step. Only the losses aot, aot_unpaired, and sft with use_weighting depend on how a step is split into
+micro-batches.
 """
 
 import math
@@ -21,74 +21,75 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
-# DPO losses that are defined for every f-divergence; sft does not depend on the divergence
+# losses that are defined for every f-divergence between policy and reference
 F_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
 SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired")  # losses with label_smoothing
 
 
 @dataclass
 class Pairs:
-    """Inputs of the functions in DPO_LOSSES, of shape (B,) unless a comment gives another."""
+    """Values of B answer pairs, from which each DPO loss is computed."""
 
     logps: Tensor  # (B, 2) log pi(y | x), summed over tokens, nats
     ref_logps: Tensor  # (B, 2) log pi_ref(y | x)
-    u: Tensor  # chosen answer's log-ratio, log pi(y_c) - log pi_ref(y_c)
-    v: Tensor  # rejected answer's log-ratio, log pi(y_r) - log pi_ref(y_r)
-    z: Tensor  # beta times the margin, which is f_score of the chosen minus f_score of the rejected answer
-    mean_margin: Tensor  # margin with both scores divided by their answers' lengths
-    sft_loss: Tensor  # chosen tokens' mean negative log-probability, the same for every pair
+    u: Tensor  # (B,) chosen answer's log-ratio, log pi(y_c) - log pi_ref(y_c)
+    v: Tensor  # (B,) rejected answer's log-ratio, log pi(y_r) - log pi_ref(y_r)
+    z: Tensor  # (B,) beta times the margin, which is f_score of the chosen minus f_score of the rejected answer
+    mean_margin: Tensor  # (B,) margin with both scores divided by their answers' lengths
+    sft_loss: Tensor  # (B,) chosen tokens' mean negative log-probability, the same for every pair
     beta: float  # dpo_loss option
     e: float  # dpo_loss option label_smoothing
     discopop_tau: float  # DiscoPOP's mixture temperature
 
 
-# For each loss_type, a function from Pairs to the loss of each pair, (B,). In the comments, u and v are the log-ratios
-# of the chosen and the rejected answer, the margin is u - v (or a difference of f_score), and e is label_smoothing.
+# Functions that compute each pair's loss, (B,). In the formulas, chosen and rejected are the log-ratios of the two
+# answers, and the margin is their difference, or that of their f_score.
 DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
-    # DPO eq. 7 (arXiv 2305.18290): -log sigmoid(beta margin). With label_smoothing e, cDPO (eq. 3 in E. Mitchell's
-    # note, ericmitchell.ai/cdpo.pdf) gives this term the weight 1 - e, and adds -e log sigmoid(-beta margin). TRL
-    # ignores e since 0.29.
+    # DPO eq. 7 (arXiv 2305.18290): -log sigmoid(beta margin), with the label smoothing of cDPO eq. 3
+    # (ericmitchell.ai/cdpo.pdf), which TRL ignores since 0.29
     "sigmoid": lambda pairs: smoothed(pairs.z, pairs.e),
     # SLiC (arXiv 2305.10425), as in RSO (2309.06657): the hinge loss max(0, 1 - beta margin)
     "hinge": lambda pairs: torch.relu(1 - pairs.z),
-    # IPO eq. 17 (arXiv 2310.12036): (margin - 1 / (2 beta))^2, with the margin per token, as IPO's authors compute it
+    # IPO eq. 17 (arXiv 2310.12036): (margin - 1 / (2 beta))^2, with log-ratios per token, as IPO's authors compute them
     "ipo": lambda pairs: (pairs.mean_margin - 1 / (2 * pairs.beta)).square(),
-    # EXO eq. 16 (arXiv 2402.00856): the KL between the predicted preference, sigmoid(beta margin), and the label 1 - e
+    # EXO eq. 16 (arXiv 2402.00856): KL between the predicted preference, sigmoid(beta margin), and the smoothed label
     "exo_pair": lambda pairs: (
         pairs.z.sigmoid() * (logsigmoid(pairs.z) - math.log(1 - pairs.e))
         + (-pairs.z).sigmoid() * (logsigmoid(-pairs.z) - math.log(pairs.e))
     ),
-    # NCA (arXiv 2402.05369): -log sigmoid(beta u) - log sigmoid(-beta u) / 2 - log sigmoid(-beta v) / 2
+    # NCA (arXiv 2402.05369): -log sigmoid(beta chosen) - log sigmoid(-beta chosen) / 2 - log sigmoid(-beta rejected) /
+    # 2
     "nca_pair": lambda pairs: (
         -logsigmoid(pairs.beta * pairs.u)
         - 0.5 * logsigmoid(-pairs.beta * pairs.u)
         - 0.5 * logsigmoid(-pairs.beta * pairs.v)
     ),
-    # robust DPO, eq. 11 (arXiv 2403.00409): DPO's loss, unbiased if labels are flipped with the probability e
+    # robust DPO, eq. 11 (arXiv 2403.00409): DPO's loss, unbiased if label_smoothing is the probability of a wrong label
     "robust": lambda pairs: (-(1 - pairs.e) * logsigmoid(pairs.z) + pairs.e * logsigmoid(-pairs.z)) / (1 - 2 * pairs.e),
-    # BCO (arXiv 2404.04656) without its running mean of rewards: -log sigmoid(beta u) - log sigmoid(-beta v)
+    # BCO (arXiv 2404.04656) without its running mean of rewards: -log sigmoid(beta chosen) - log sigmoid(-beta
+    # rejected)
     "bco_pair": lambda pairs: -logsigmoid(pairs.beta * pairs.u) - logsigmoid(-pairs.beta * pairs.v),
-    # SPPO eq. 4.7 (arXiv 2405.00675) with win probabilities 1 and 0: (u - 1 / (2 beta))^2 + (v + 1 / (2 beta))^2
+    # SPPO eq. 4.7 (arXiv 2405.00675): (chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2
     "sppo_hard": lambda pairs: (pairs.u - 0.5 / pairs.beta).square() + (pairs.v + 0.5 / pairs.beta).square(),
-    # paired AOT (arXiv 2406.05882): DPO's loss, in which the margins of policy and reference are sorted first
+    # paired AOT, alignment by optimal transport (arXiv 2406.05882): DPO's loss on the sorted margins of each model
     "aot": lambda pairs: smoothed(
         pairs.beta * (sorted_margins(pairs.logps) - sorted_margins(pairs.ref_logps)), pairs.e
     ),
-    # unpaired AOT (arXiv 2406.05882): DPO's loss, in which u and v are sorted first
+    # unpaired AOT (arXiv 2406.05882): DPO's loss on the sorted chosen and the sorted rejected log-ratios
     "aot_unpaired": lambda pairs: smoothed(pairs.beta * (pairs.u.sort().values - pairs.v.sort().values), pairs.e),
-    # APO-zero, eq. 7 (arXiv 2408.06266), raises chosen and lowers rejected answers:
-    # 1 - sigmoid(beta u) + sigmoid(beta v). The term 1 - sigmoid(x) is computed as sigmoid(-x), because 1 - sigmoid(20)
-    # is 0 in float32, and so is its gradient.
+    # APO-zero, eq. 7 (arXiv 2408.06266), raises chosen and lowers rejected answers: 1 - sigmoid(beta chosen) +
+    # sigmoid(beta rejected). The term 1 - sigmoid(x) is computed as sigmoid(-x), because 1 - sigmoid(20) is 0 in
+    # float32, and so is its gradient.
     "apo_zero": lambda pairs: (-pairs.beta * pairs.u).sigmoid() + (pairs.beta * pairs.v).sigmoid(),
-    # APO-down, eq. 8 (arXiv 2408.06266), lowers both answers: sigmoid(beta u) + 1 - sigmoid(beta (u - v))
+    # APO-down, eq. 8 (arXiv 2408.06266), lowers both answers: sigmoid(beta chosen) + 1 - sigmoid(beta margin)
     "apo_down": lambda pairs: (pairs.beta * pairs.u).sigmoid() + (pairs.beta * (pairs.v - pairs.u)).sigmoid(),
     # DiscoPOP eq. 5 (arXiv 2406.08414): logistic and exponential loss, mixed by sigmoid(beta margin / discopop_tau)
     "discopop": lambda pairs: torch.lerp(
         -logsigmoid(pairs.z), (-pairs.z).exp(), (pairs.z / pairs.discopop_tau).sigmoid()
     ),
-    # the third loss of MPO (arXiv 2411.10442): the mean of -log pi over the tokens of all chosen answers
+    # MPO's generation loss (arXiv 2411.10442): mean negative log-probability of the chosen answers' tokens
     "sft": lambda pairs: pairs.sft_loss,
-    # DPO of Tulu 3 (arXiv 2411.15124), normalised by length: -log sigmoid(beta margin), with the margin per token
+    # length-normalised DPO of Tulu 3 (arXiv 2411.15124): -log sigmoid(beta margin), with log-ratios per token
     "sigmoid_norm": lambda pairs: -logsigmoid(pairs.beta * pairs.mean_margin),
 }
 
@@ -161,7 +162,7 @@ def dpo_loss(
     u, v = log_ratio.unbind(1)
     scores = f_score(log_ratio, f_divergence_type, f_alpha_divergence_coef)
     mean_scores = scores / lengths  # (B, 2)
-    # The sum of sft_loss over pairs, divided by num_pairs, is -sum(logps of chosen tokens) / num_tokens.
+    # The SFT loss is a mean over tokens, so the factor num_pairs / B cancels the final division by num_pairs.
     sft_loss = -(per_token_logps * mask)[:, 0].sum() / num_tokens * (num_pairs / B)
     pairs = Pairs(
         logps, ref_logps, u, v,
@@ -195,7 +196,7 @@ def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor
 def answer_logps(per_token_logps: Tensor, mask: Tensor, ld_alpha: float | None = None) -> Tensor:
     """Sum the token log-probabilities (B, 2, T) of each answer: (B, 2), in nats.
 
-    LD-DPO multiplies log-probabilities beyond the shorter answer's length by ld_alpha.
+    In LD-DPO, tokens beyond the length of the pair's shorter answer have the weight ld_alpha.
 
     Source: eq. 9 of LD-DPO (arXiv 2409.06411), and DPOTrainer.compute_ref_log_probs in TRL 1.16.
     """
@@ -221,7 +222,7 @@ def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Te
         return -(-log_ratio).expm1()  # 1 - exp(-x) would round small log-ratios away
     if divergence == "js_divergence":
         return math.log(2) + logsigmoid(log_ratio)
-    # (alpha - 1) log t is clamped to at most 80, because exp overflows in float32 for numbers above 88.
+    # The exponent is clamped to 80, because exp overflows in float32 above 88.
     return ((alpha - 1) * log_ratio).clamp(max=80.0).expm1() / (alpha - 1)
 
 

@@ -11,8 +11,7 @@ SFT_LOSS_TYPES = get_args(SFTType)
 def sft_loss(per_token_logps: Tensor, mask: Tensor, *, loss_type: SFTType = "nll", normalizer=None) -> Tensor:
     """Compute the mean negative log-probability over the demonstrated tokens.
 
-    Example: if all tokens in a batch have the log-probability -2, the loss "nll" is 2, and the loss "dft", which
-    weights each token by e^-2 = 0.135, is 0.271.
+    Example: if every token has the log-probability -2, the loss "nll" is 2, and "dft" is 2 e^-2 = 0.271.
 
     Args:
         per_token_logps: (B, T) float, log-probabilities under the policy in nats, with gradient.

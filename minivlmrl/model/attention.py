@@ -1,14 +1,13 @@
 """Attention over a packed sequence, in which the completions of a group share one prompt.
 
-The attention objects in this file, which the decoder calls, implement these rules:
+The decoder calls one of two attention objects, which implement three rules:
 
     prompt tokens      attend causally to their prompt
     completion tokens  attend to their whole prompt and, causally, to their own completion
     no token           attends to another group or to another completion
 
 Each prompt is computed only once for all its completions, and the results are the same as if every completion had a
-prompt of its own. `visible` expresses the rules as a mask. GroupAttention does not need a mask, because it calls
-attention separately for prompts and for completions.
+prompt of its own. The function visible returns the three rules as a mask.
 
 Dimension letters: N tokens in the packed sequence, B groups, R completions in all groups, M tokens in all completions,
 P tokens in a prompt, C tokens in a completion, H query heads, K key/value heads, D head_dim.
@@ -70,13 +69,13 @@ class GroupLayout:
         self.num_tokens = end  # N
         # (B,) packed position of each prompt's last token
         self.last_index = index_tensor([span[-1] for span in self.prompt_spans], device)
-        # (M,) for each completion token, the packed position whose output predicts the token
+        # (M,) packed position whose output predicts each completion token
         self.predict_index = index_tensor(self.predicting_tokens(), device)
         # (M,) each completion token's index in a flattened (R, T) tensor
         self.row_index = index_tensor([row * T + i for row, i in cells], device)
         blocks, self.slots = self.lay_blocks(device)
         self.shapes = [block.shape for block in blocks]
-        # index of the token in each cell of the concatenated blocks, or -1 if the cell is empty
+        # index of the token in each cell of all blocks; -1 is padding
         order = torch.cat([block.flatten() for block in blocks])
         filled = order >= 0
         # (N,) each token's cell
@@ -93,15 +92,10 @@ class GroupLayout:
         return tokens
 
     def lay_blocks(self, device: torch.device | str) -> tuple[list[Tensor], list[PromptSlots | None]]:
-        """Arrange the tokens in rectangular blocks, so that prompts of the same length share a block.
+        """Return two blocks of packed positions for each prompt length, the prompts' and the completions' block.
 
-        The b prompts with P tokens form a block (b, P), and their r completions form a block (r, C).
-
-        Returns:
-            blocks: for each prompt length, the prompt block and then the completion block. A block cell contains a
-                token's position in the packed sequence, and -1 if the cell is empty.
-            slots: for each prompt length, the PromptSlots of the completions, or None if no completion has a token in
-                the packed sequence.
+        Blocks are padded by -1. Also return the completions' PromptSlots for each prompt length, or None if no
+        completion has a token in the packed sequence.
         """
         blocks = []
         slots = []
@@ -116,7 +110,7 @@ class GroupLayout:
         return blocks, slots
 
     def blocks(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """For each prompt length, split x (N, H, D) into prompts (b, H, P, D) and their completions (r, H, C, D)."""
+        """Split x (N, H, D) by prompt length into prompts (prompts, H, P, D) and completions (completions, H, C, D)."""
         if not self.in_order:
             x = Reorder.apply(x, self.order, self.inverse)
         sizes = [shape.numel() for shape in self.shapes]
@@ -153,7 +147,7 @@ class GroupAttention:
         self.layout = layout
         self.keep_keys = keep_keys
         self.keys: list[tuple[Tensor, Tensor]] = []
-        # by layer index, a recurrent layer's states after the last token of each prompt; see qwen3_5.py
+        # states of each recurrent layer after the last token of each prompt, by layer index
         self.recurrent_state: dict[int, list[Tensor]] = {}
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -174,7 +168,7 @@ class GroupAttention:
 
 
 class DecodeAttention:
-    """Attention for decoding steps, with a KV cache that stores each prompt once per group.
+    """Attention for decoding steps, with a KV cache that stores a prompt once for all its completions.
 
     In each step, a completion has one new token, which attends to its prompt and to the completion's earlier tokens.
 
@@ -186,18 +180,16 @@ class DecodeAttention:
     """
 
     check_every = 1  # `generate` checks for finished rows after this number of steps
-    # Recurrent layers process groups of rows with equally many new tokens, each as (slice of rows, slice of new
-    # tokens). DecodeAttention has one group, with one new token per row.
+    # slices of the rows and the new tokens that a recurrent layer processes together in a decoding step
     spans: Sequence[tuple[slice, slice]] = ((slice(None), slice(None)),)
-    # rows whose new tokens in a decoding step are tool responses; see extras/agents/tool_sampler.py
+    # rows that get a tool's response in a decoding step, instead of a sampled token
     response_rows: Sequence[int] = ()
 
     def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int, start: Tensor):
         lengths = prompts.layout.prompt_lengths
         first_keys = prompts.keys[0][0]
         self.device = first_keys.device
-        # The prompts' keys and values in each layer, (B, K, P, D). Shorter prompts are padded with zeros, which
-        # prompt_bias (B, P) masks by -inf.
+        # keys and values of the padded prompts in each layer, (B, K, P, D); the bias (B, P) masks the padding by -inf
         self.prompt_kv = []
         for layer in prompts.keys:
             padded = [pad_sequence(list(x.split(lengths)), batch_first=True) for x in layer]
@@ -205,20 +197,19 @@ class DecodeAttention:
         zeros = [first_keys.new_zeros(n) for n in lengths]
         self.prompt_bias = pad_sequence(zeros, batch_first=True, padding_value=float("-inf"))
         self.masks_prompts = len(set(lengths)) > 1  # without padding, prompt_bias is not needed
-        # The completions' keys and values in each layer, (R, K, capacity, D). The unused part after each row's newest
-        # token is masked by -inf in row_bias.
+        # keys and values of the completions in each layer, (R, K, capacity, D); the bias masks unused positions by -inf
         R = len(prompt_index)
         (_, K, D) = first_keys.shape
         self.row_kv = [[x.new_zeros(R, K, capacity, D) for x in layer] for layer in prompts.keys]
         self.row_bias = first_keys.new_zeros(R, 1, 1, capacity)
         self.num_row_keys = 0  # number of keys in the longest row; steps read only these keys
-        # row_bias is only needed after tools have made some completions longer than others
+        # Completions need a mask only after tool responses have made some of them longer than others.
         self.masks_rows = False
         self.prompt_index = prompt_index
         self.slots = PromptSlots(prompt_index, len(lengths), self.device)
         self.rows = to_device(torch.arange(R), self.device)  # (R,) each row's original index
         self.start = start[self.slots.prompt_index]  # (R,) each row's first position
-        # (R,) each row's newest index in row_kv
+        # (R,) position of each row's newest token in row_kv
         self.newest = torch.full_like(self.rows, -1)
         self.recurrent_state = {i: [x[prompt_index] for x in states] for i, states in prompts.recurrent_state.items()}
 
@@ -233,11 +224,11 @@ class DecodeAttention:
         if unfinished.all():
             return None
         rows = unfinished.nonzero()[:, 0]
-        # indices of the prompts that still have rows, and each remaining row's index among these prompts
+        # Prompts whose completions have all finished are dropped, too.
         prompts, self.prompt_index = self.prompt_index[rows].unique_consecutive(return_inverse=True)
         self.slots = PromptSlots(self.prompt_index, len(prompts), self.device)
         rows = to_device(rows, self.device)
-        # The cache is copied layer by layer, so that memory never holds two copies of all layers.
+        # The KV cache is copied layer by layer, so that memory never holds two copies of all layers.
         for layer in (*self.row_kv, *self.recurrent_state.values()):
             layer[:] = [x[rows] for x in layer]
         if len(prompts) < len(self.prompt_bias):
@@ -269,7 +260,7 @@ class DecodeAttention:
         self.row_bias.zero_().masked_fill_(later[:, None, None], float("-inf"))
 
     def remember(self, layer_index: int, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Append new keys and values, each (R, K, D), to the KV cache of R rows; return all, each (R, K, C, D)."""
+        """Append the new tokens' keys and values to the KV cache, and return all keys and values of the completions."""
         (R, K, D) = k.shape
         index = self.newest.view(R, 1, 1, 1).expand(R, K, 1, D)
         for keys, new in zip(self.row_kv[layer_index], (k, v), strict=True):
@@ -286,10 +277,9 @@ class DecodeAttention:
         row_k, row_v = self.remember(layer_index, k, v)  # (R, K, C, D)
         prompt_k, prompt_v = self.prompt_kv[layer_index]  # (B, K, P, D)
         q = q.view(R, K, H // K, D)
-        # One matrix product multiplies a prompt's keys by the queries of all its completions. The biases prompt_bias
-        # (B, 1, 1, P) and row_bias (R, 1, 1, C) mask keys by -inf, or are None if no key is masked.
-        prompt_bias = self.prompt_bias[:, None, None] if self.masks_prompts else None
-        row_bias = self.row_bias[..., : self.num_row_keys] if self.masks_rows else None
+        # One matrix product multiplies a prompt's keys by the queries of all its completions.
+        prompt_bias = self.prompt_bias[:, None, None] if self.masks_prompts else None  # (B, 1, 1, P)
+        row_bias = self.row_bias[..., : self.num_row_keys] if self.masks_rows else None  # (R, 1, 1, C)
         to_prompt = attention_scores(self.slots.by_prompt(q), prompt_k, prompt_bias)
         to_row = self.slots.by_prompt(attention_scores(q, row_k, row_bias))
         weights = torch.cat([to_prompt, to_row], dim=-1).softmax(-1).to(q.dtype)

@@ -21,9 +21,9 @@ from minivlmrl.model.families.registry import CONTROL_TOKENS, FAMILIES, ModelSpe
 if TYPE_CHECKING:
     from minivlmrl.data.folder_template import ChatTemplate
 
-# ends of the names of the layers whose output is added to the residual stream
+# name endings of the layers whose output is added to the residual stream
 INTO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2", "attn.proj")
-# for each field of ImageProcessor, the field of VisionConfig with the same meaning
+# names of the patch settings in ImageProcessor, and in VisionConfig
 PATCHES = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size", "merge_size": "spatial_merge_size"}
 
 
@@ -65,10 +65,10 @@ def random_processor(
 
 
 def default_template(family: ModelSpec) -> "ChatTemplate | None":
-    """Return the chat template for a model folder that has none; None means that chat_template.render is used."""
+    """Return the default chat template of a model family; None means the template in data/chat_template.py."""
     if family.default_system:
         return None
-    # folder_template.py imports Jinja, which Qwen2-VL and Qwen2.5-VL do not need.
+    # Jinja is imported late, because Qwen2-VL and Qwen2.5-VL do not need Jinja.
     from minivlmrl.data.folder_template import DEFAULT_QWEN3, ChatTemplate
 
     return ChatTemplate(DEFAULT_QWEN3, "the default template")
@@ -85,7 +85,7 @@ def model_from_config(config: ModelConfig, where: str | Path) -> VisionLanguageM
 
 @runtime_checkable
 class ResetsItself(Protocol):
-    """Interface for modules whose parameters `initialize` sets by calling reset_parameters."""
+    """Interface for modules that initialise their own parameters in reset_parameters."""
 
     resets_itself: bool
 
@@ -99,8 +99,8 @@ def initialize(model: VisionLanguageModel, generator: torch.Generator):
     Learned position embeddings have the standard deviation vision_config.initializer_range, which may be larger than
     0.02, because patch embeddings have values of order 1.
 
-    The variance of matrices whose output is added to the residual stream is divided by 2 x the number of blocks, so
-    that the sum of all outputs does not grow with the number of blocks.
+    Matrices that write into the residual stream of n blocks get the variance 1/(2 n fan_in), so that activations do not
+    grow with the depth.
     """
     for module in model.modules():
         if isinstance(module, nn.RMSNorm | nn.LayerNorm | ResetsItself):
@@ -121,10 +121,7 @@ def initialize(model: VisionLanguageModel, generator: torch.Generator):
 
 
 def assign(model: VisionLanguageModel, weights: dict[str, Tensor]):
-    """Replace a model's parameters on the meta device by weights with the same names.
-
-    If the language-model head is tied, the head is the same tensor as the embedding.
-    """
+    """Replace a model's parameters on the meta device by weights with the same names."""
     model.load_state_dict(weights, assign=True, strict=False)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight

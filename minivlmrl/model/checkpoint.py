@@ -30,7 +30,7 @@ from minivlmrl.model.plain_weights import Sharded, Weight, base_weights, plain_n
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# files, except weights, that are copied unchanged from the loaded folder to a saved checkpoint
+# files besides the weights that a saved checkpoint copies from the loaded model's folder
 CARRIED = re.compile(
     r"(tokenizer_config|generation_config|video_preprocessor_config|tokenizer|vocab|added_tokens"
     r"|special_tokens_map|chat_template)\.json"
@@ -65,7 +65,7 @@ def load_model(
     if sharding is not None:
         sharding.shard(model)
 
-    # take_shard(tensor in a file, parameter of the model) returns the part of the tensor that this rank keeps
+    # The function take_shard returns the part of a file's tensor that this rank keeps.
     take_shard = sharding.take_shard if sharding else lambda x, like: x.to(device, like.dtype, copy=True)
     assign(model, _read_weights(folder, files, model, take_shard, device))
     model.folder = folder.resolve()  # save_model copies unused tensors from this folder
@@ -92,7 +92,6 @@ def _read_weights(
         for name, tensor in family.split_tensors(tensors, model.config, file):
             if name.startswith(family.unused_prefixes):
                 continue
-            # some folders store the language-model head, although it is tied to the embedding
             like = expected.get(EMBEDDING if is_tied and name == HEAD else name)
             fault = None
             if like is None:
@@ -117,8 +116,8 @@ def _read_weights(
             f"{folder}: the files of weights lack {len(missing)} of the model's {len(expected)} "
             f"tensors, for example {min(missing)}. Download or save the model again."
         )
-    # If the head is tied, transformers 4 ignores a head in the file, but transformers 5 uses the head in the file.
-    # Therefore the head in the file must equal the embedding.
+    # A stored LM head that is tied must equal the embedding, because transformers 4 uses the embedding, and
+    # transformers 5 the stored head.
     if is_tied and HEAD in weights and not torch.equal(weights.pop(HEAD), weights[EMBEDDING]):
         raise ValueError(
             f"{folder}/config.json sets tie_word_embeddings to true, but the stored {HEAD} differs "
@@ -132,7 +131,7 @@ def _read_weights(
 def check_loaded(weight: Tensor, name: str, file: Path):
     """Raise ValueError if a loaded weight contains NaN or infinite values."""
     local_weight = weight.to_local() if isinstance(weight, Sharded) else weight
-    # the sum of a weight's values is NaN or infinite if one of the values is
+    # One NaN or infinite value makes the sum NaN or infinite.
     total = local_weight.sum(dtype=torch.promote_types(weight.dtype, torch.float32))
     if not total.isfinite():
         raise ValueError(
@@ -166,7 +165,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def unused_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
-    """Return the tensors of a model's folder that the model does not use, such as Qwen3.5's draft layer."""
+    """Return the tensors in a model's folder that are not used, such as Qwen3.5's multi-token prediction layer."""
     folder = model.folder
     prefixes = family_of(model).unused_prefixes
     tensors = {}
@@ -193,7 +192,7 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
         folder: folder path or repository name.
         min_pixels, max_pixels: bounds on the image area in pixels. They default to the bounds in the folder.
     """
-    # folder_template.py imports Jinja, which models with random weights do not need.
+    # Jinja is imported late, because models with random weights do not need Jinja.
     from minivlmrl.data.folder_template import ChatTemplate
 
     folder = find_folder(folder)
@@ -244,7 +243,7 @@ def end_token_ids(folder: Path) -> list[int]:
 
 
 def carried_files(folder: Path) -> dict[str, bytes]:
-    """Read the files that saved checkpoints copy, because the folder may be deleted during the run."""
+    """Read the tokenizer files and other files that checkpoints copy, because a run may outlive the model's folder."""
     files = {}
     for file in sorted(folder.iterdir()):
         if CARRIED.fullmatch(file.name) and file.is_file():
@@ -258,7 +257,7 @@ def carried_files(folder: Path) -> dict[str, bytes]:
 
 
 def file_weights(model: VisionLanguageModel) -> dict[str, Weight]:
-    """Return a model's weights (see gather_full_tensor) by the names in the family's files on the hub."""
+    """Return a model's weights by the names in the hub's files."""
     family = family_of(model)
     file_name = module_name if family.files_have_module_names else str
     weights = {file_name(name): weight for name, weight in plain_weights(model).items()}
@@ -289,8 +288,7 @@ def write_settings(folder: Path, model: VisionLanguageModel, processor: Processo
         write_json(folder / "video_preprocessor_config.json", videos)
     template = processor.template
     if template is not None and Path(template.source).name == "processor_config.json":
-        # Only the chat template of processor_config.json is saved, as chat_template.json, because the image settings in
-        # processor_config.json may have changed.
+        # The file processor_config.json is not copied, because its image settings may have changed during training.
         write_json(folder / "chat_template.json", {"chat_template": template.text})
     if (template is None or template.is_default) and "chat_template.jinja" not in carried:
         template_text = as_jinja() if template is None else template.text
@@ -300,7 +298,7 @@ def write_settings(folder: Path, model: VisionLanguageModel, processor: Processo
     if "tokenizer_config.json" not in carried:
         names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
         write_json(folder / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer", **names})
-    # A base model's generation_config.json lacks <|im_end|>, the token with which training ends each turn.
+    # Training ends each turn with <|im_end|>, which is not an end token in a base model's generation_config.json.
     generation = json.loads(carried.get("generation_config.json", "{}"))
     generation.setdefault("pad_token_id", tokenizer.special_tokens["<|endoftext|>"])
     generation["eos_token_id"] = list(processor.stop_token_ids)

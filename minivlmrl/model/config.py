@@ -1,7 +1,7 @@
 """ModelConfig and VisionConfig: a model's sizes and settings, with config.json's names.
 
-model/config_json.py reads, checks and writes config.json. If a family's vision tower has further settings, the family's
-file in model/families/ has a subclass of VisionConfig.
+model/config_json.py reads, checks and writes config.json. Families with further vision settings have a subclass of
+VisionConfig in model/families/.
 """
 
 from dataclasses import dataclass, field
@@ -9,16 +9,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 Size = Annotated[int, "[1, 1e9]"]
 TokenId = Annotated[int, "[0, 1e9]"]
-# The depth is limited, because a model with a wrong, large depth is built for minutes before loading fails.
+# The number of layers is limited, because building a million layers by mistake would take minutes.
 Depth = Annotated[int, "[1, 1000]"]
 
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """Vision-tower config with the fields that all model families share.
-
-    The defaults of VisionConfig are those of transformers for Qwen2-VL and Qwen2.5-VL.
-    """
+    """Vision-tower config of all model families, with transformers' defaults for Qwen2-VL and Qwen2.5-VL."""
 
     depth: Depth = 32  # number of transformer blocks
     hidden_size: Size = 3584  # E
@@ -28,19 +25,18 @@ class VisionConfig:
     in_channels: Size = 3
     patch_size: Size = 14  # patch side in pixels
     temporal_patch_size: Size = 2  # frames in one patch; an image is repeated
-    # side n of the n x n patches that are merged into one token of the decoder
-    spatial_merge_size: Size = 2
+    spatial_merge_size: Size = 2  # n, if n x n patches are merged into one decoder token
     rope_theta: Annotated[float, "(0, inf)"] = 1e4  # 2-D rotary embedding's base
     # standard deviation of the learned position embeddings in a new model
     initializer_range: Annotated[float, "[0, inf)"] = 0.02
     # unused keys of vision_config in config.json, which saving writes unchanged
     extra: dict = field(default_factory=dict, hash=False)
 
-    # ClassVar attributes are constants, unless a family's subclass makes them fields, which are read from config.json.
+    # Constants of Qwen2-VL; a subclass for another family turns some of them into fields of its config.json.
     norm: ClassVar[Literal["rms_norm", "layer_norm"]] = "layer_norm"
     # side of a square attention window in pixels; None makes each frame one window
     window_size: ClassVar[int | None] = None
-    # in a tower with window attention, indices of the blocks in which patches attend to the whole frame
+    # indices of the blocks without windows, in which patches attend to their whole frame
     fullatt_block_indexes: ClassVar[tuple[int, ...]] = ()
     # number of M-RoPE time positions per second of video; None uses one position per time step
     tokens_per_second: ClassVar[int | None] = None
@@ -49,10 +45,7 @@ class VisionConfig:
 
     @property
     def patch_dim(self) -> int:
-        """Return the number of values in a flattened patch: channels x frames x patch_size^2.
-
-        A patch of the Qwen2.5-VL models on the hub has 1176 values.
-        """
+        """Return the number of values in a flattened patch, for example 3 x 2 x 14^2 = 1176 in Qwen2.5-VL."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
 
@@ -78,10 +71,9 @@ class ModelConfig:
     qk_norm: bool = False  # whether each query and key head is normalised
     # fraction of head_dim that is rotated
     partial_rotary_factor: Annotated[float, "(0, 1]"] = 1.0
-    # In Qwen3.5 only every full_attention_interval-th layer has attention; the other layers are recurrent. None means
-    # that all layers have attention.
+    # distance between attention layers in Qwen3.5, whose other layers are recurrent; None if all layers have attention
     full_attention_interval: Size | None = None
-    # type of each decoder layer; () means that all decoder layers have attention
+    # type of each decoder layer; () if all layers have attention
     layer_types: tuple[Literal["full_attention", "linear_attention"], ...] = ()
     recurrent: Any = None  # RecurrentConfig in extras/families/sections.py; None if all layers have attention
     experts: Any = None  # ExpertsConfig in extras/families/sections.py; None if all MLPs are dense

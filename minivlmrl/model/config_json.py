@@ -9,9 +9,9 @@ from minivlmrl.errors import check_field, error_context
 from minivlmrl.model.config import ModelConfig, VisionConfig
 from minivlmrl.model.families.registry import FAMILIES, ModelSpec
 
-# keys of config.json that to_dict computes when saving, and that are therefore not stored in ModelConfig.extra
+# keys of config.json that are computed when saving, and are not kept in ModelConfig.extra
 REWRITTEN = {"text_config", "rope_parameters", "rope_scaling", "dtype", "architectures", "transformers_version"}
-# keys of vision_config that to_dict computes when saving, and that are therefore not stored in VisionConfig.extra
+# keys of vision_config that are computed when saving, and are not kept in VisionConfig.extra
 REWRITTEN_IN_VISION = REWRITTEN | {"model_type", "hidden_act", "in_chans", "spatial_patch_size", "torch_dtype"}
 
 
@@ -60,10 +60,7 @@ def _check_model_type(config: dict, where: str):
 
 
 def to_dict(config: ModelConfig) -> dict[str, Any]:
-    """Return config.json's contents in the hub's layout.
-
-    vLLM, and every transformers release that supports the family, can read the hub's layout.
-    """
+    """Return config.json's contents in the hub's layout, which vLLM and older transformers releases read, too."""
     family = FAMILIES[config.model_type]
     text = {}
     for name, value in asdict(config).items():
@@ -97,7 +94,7 @@ def without(values: dict, names: Container[str]) -> dict:
 
 
 def _merge(*sections: dict) -> dict:
-    """Join JSON objects; a later object's value replaces an earlier object's value, unless it is null.
+    """Join JSON objects. Later values replace earlier values, unless the later value is null.
 
     transformers 4.52 to 4.56 write null into text_config for keys that have a value at the top level.
     """
@@ -108,7 +105,7 @@ def _merge(*sections: dict) -> dict:
 
 
 def _section(config: dict, where: str, *names: str) -> dict:
-    """Return the first JSON object under the keys `names` that is not empty; {} if there is none."""
+    """Return the first JSON object that is not empty under one of several keys, or {}."""
     for name in names:
         section = config.get(name)
         if section:

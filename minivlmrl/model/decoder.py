@@ -71,10 +71,9 @@ class VisionLanguageModel(nn.Module):
 
 
 def place_images(x: Tensor, vision_embeds: Tensor, index: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Replace the embeddings x (N, hidden_size) at `index` (M,) by the vision tower's output.
+    """Replace the embeddings of image placeholders in x (N, hidden_size) by the vision tower's output.
 
-    With DeepStack, the tower's output (M, k * hidden_size) has further columns, which are returned as k - 1 tensors for
-    the decoder's first layers.
+    With DeepStack, the tower's output also has columns for the first decoder layers, which are returned separately.
     """
     first, *deep = vision_embeds.to(x.dtype).split(x.shape[1], dim=-1)
     return x.index_copy(0, index, first), deep
@@ -126,7 +125,7 @@ class TextModel(nn.Module):
 class SelfAttention(nn.Module):
     """Grouped-query attention. Qwen2 adds biases to q, k and v; Qwen3 normalises each q and k head.
 
-    `index` is the index of the decoder layer, which selects the layer's keys and values in the KV cache.
+    The argument index is the decoder layer's index, under which the KV cache stores the layer's keys and values.
     """
 
     def __init__(self, config: ModelConfig, index: int):
@@ -144,7 +143,7 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        # q is (N, H, D), and k and v are (N, K, D)
+        # queries (N, H, D), keys and values (N, K, D)
         q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj))
         q = apply_rotary(self.q_norm(q), cos, sin)
         k = apply_rotary(self.k_norm(k), cos, sin)
@@ -152,10 +151,7 @@ class SelfAttention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm transformer layer: attention, then an MLP, each with a residual connection.
-
-    Model families with other layers define a subclass of DecoderLayer, for example in extras/families/qwen3_5.py.
-    """
+    """Pre-norm transformer layer: attention, then an MLP, each with a residual connection."""
 
     norm_type: type[nn.RMSNorm] = RMSNorm
     attention_type: type[SelfAttention] | None = SelfAttention
@@ -170,7 +166,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=False)
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        """Compute attention for the normalised hidden states x (N, hidden_size), without adding the residual."""
+        """Compute the attention branch of the layer from normalised hidden states (N, hidden_size)."""
         return self.self_attn(x, cos, sin, attention)
 
     def forward(

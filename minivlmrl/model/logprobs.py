@@ -33,5 +33,5 @@ def completion_states(model: VisionLanguageModel, batch: GroupBatch) -> Tensor:
 def logps_of_states(
     model: VisionLanguageModel, states: Tensor, batch: GroupBatch, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute the results of per_token_logps from `states`, which completion_states has computed."""
+    """Compute token log-probabilities and entropies, each (M,), from hidden states (M, hidden_size)."""
     return linear_log_softmax(states, model.lm_head.weight, batch.completion_ids, temperature, batch.sampling_mask)

@@ -1,7 +1,7 @@
 """LoRA adapters (arXiv 2106.09685): train two small matrices for each frozen linear layer.
 
-A layer with an adapter computes x W^T + scaling * x A^T B^T, and only A and B are trained. `inject_adapters` replaces
-linear layers in a model that is already built, so the decoder, the sampler and the losses have no code for adapters.
+A layer with an adapter computes x W^T + scaling * x A^T B^T, and only A and B are trained. The function inject_adapters
+replaces layers of a finished model, so the decoder, the sampler and the losses have no code for adapters.
 
 Dimension letters: N tokens, r rank of an adapter.
 """
@@ -78,7 +78,6 @@ class LoRALinear(ReplacedLinear):
         adapter_input = adapter_input.to(self.lora_A.dtype)
         low_rank = F.linear(adapter_input, self.lora_A)  # (N, r)
         wide_result = base_result.to(self.lora_A.dtype)
-        # addmm multiplies, scales and adds in a single operation
         adapted = torch.addmm(wide_result, low_rank, self.lora_B.T, alpha=self.scaling)
         return adapted.to(base_result.dtype)
 
@@ -114,8 +113,8 @@ class TF32Adapter(torch.autograd.Function):
     """Compute base_result + scaling * x A^T B^T with TF32 products in the forward and the backward pass.
 
     For TF32, tensor cores round the factors of a float32 product to 11 significant bits, and sum in float32. A bfloat16
-    input x has 8 significant bits, so TF32 does not change x. TF32Adapter sets the precision in both passes, because
-    torch's setting is global, and autograd runs the backward pass later.
+    input x has 8 significant bits, so TF32 does not change x. The forward and the backward pass each switch TF32 on,
+    because torch's setting is global.
 
     Shapes: base_result (N, out_features), x (N, in_features), A (r, in_features), B (out_features, r).
     """
@@ -154,9 +153,9 @@ def adapters(model: nn.Module) -> dict[str, LoRALinear]:
 def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
     """Apply dropout with probability p to all adapters' inputs inside a `with` block.
 
-    As in PEFT, dropout changes the adapter's input, but not the base layer's input. A dropout mask depends only on
-    `key` and on the layer's name, so recomputing activations in the backward pass repeats the mask. A resumed run needs
-    no saved state of a random generator. All completions of a prompt share the dropout mask of the prompt's tokens.
+    As in PEFT, dropout changes the adapter's input, but not the base layer's input. A dropout mask depends only on the
+    argument key and the layer's name, so that activation checkpointing and a resumed run repeat the mask. All
+    completions of a prompt share the dropout mask of the prompt's tokens.
     """
     layers = adapters(model) if p else {}
     for name, layer in layers.items():
@@ -174,10 +173,10 @@ def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     layer. The adapters are not merged into the base, because W + scaling * B A in bfloat16 loses most updates that are
     small beside W.
 
-    CUDA graphs can read the 16-bit copies, because their memory addresses do not change inside the block.
+    The 16-bit copies keep their memory addresses inside the `with` block, as CUDA graphs require.
 
     Yields:
-        The 16-bit copies of all A and B; an empty list if no adapter is replaced.
+        The 16-bit adapter matrices; an empty list if no adapter is replaced.
     """
     layers = [x for x in adapters(model).values() if is_half_on_gpu(x.lora_A.device, x.dtype)]
     originals = [(layer, layer.lora_A, layer.lora_B) for layer in layers]
@@ -204,7 +203,7 @@ def surviving_share(model: nn.Module) -> float:
 
 
 def merge_note(model: nn.Module) -> str:
-    """Describe the share of updates that survive a merge into 16 bits, or return ""; all ranks must call merge_note."""
+    """Describe the share of adapter updates that survive rounding to 16 bits. All ranks must call merge_note."""
     dtypes = {layer.dtype for layer in adapters(model).values()}
     if not any(dtype.itemsize == 2 for dtype in dtypes):
         return ""
@@ -237,8 +236,8 @@ def copy_adapter_layout(model: nn.Module, other: nn.Module):
 def quantize_base(model: VisionLanguageModel):
     """Quantise the decoder's frozen linear layers, and the adapters' base layers, to NF4.
 
-    The routers, the head and the embeddings are not quantised, and neither are layers in the vision tower and the
-    merger that do not have an adapter. In transformers 5.23, bitsandbytes quantises all linear layers except the head.
+    The routers, the head, the embeddings, and vision layers without adapters are not quantised. In transformers 5.23,
+    bitsandbytes quantises all linear layers except the head.
     """
     not_quantized = family_of(model).not_quantized
     names = []
@@ -252,7 +251,7 @@ def quantize_base(model: VisionLanguageModel):
 
 
 def quantize_layer(model: nn.Module, name: str):
-    # nf4.py is imported only for the few recipes that set adapter.quantize
+    # The NF4 module is imported late, because few recipes set adapter.quantize.
     from minivlmrl.model.nf4 import NF4Linear
 
     linear = model.get_submodule(name)

@@ -22,8 +22,7 @@ NF4 = (  # the 16 quantiles in the appendix of the QLoRA paper, with float32 pre
     -0.0910500363, 0.0, 0.0795802996, 0.160930201, 0.246112302, 0.337915242,
     0.440709829, 0.562617004, 0.722956836, 1.0,
 )  # fmt: skip
-# The NF4 table and the 8-bit code are cached on each device, because CUDA graphs do not allow the synchronising copy to
-# a device.
+# The tables of quantised values are cached on each GPU, because CUDA graphs do not allow a blocking copy from the host.
 _table = cache(lambda device: torch.tensor(NF4).to(device))  # (16,)
 
 
@@ -31,8 +30,8 @@ _table = cache(lambda device: torch.tensor(NF4).to(device))  # (16,)
 def dynamic_code(signed: bool, device: torch.device) -> Tensor:
     """Return the 256 values in bitsandbytes' dynamic 8-bit code, in ascending order.
 
-    The dynamic code has 0, 1 and numbers in seven decades, such as 0.01 to 0.1. From 0.01 to 0.1, there are twice as
-    many numbers as from 0.001 to 0.01, and so on.
+    The code has 0, 1 and seven decades of numbers. Each decade, such as 0.01 to 0.1, has twice as many numbers as the
+    decade below, such as 0.001 to 0.01.
     """
     numbers = [torch.zeros(1), torch.ones(1)]
     for decade in range(7):
@@ -63,7 +62,7 @@ def quantize(values: Tensor, code: Tensor, block: int = GROUP) -> tuple[Tensor, 
 
 
 def dequantize(indices: Tensor, scales: Tensor, code: Tensor) -> Tensor:
-    """Compute the float32 values (rows, n) whose indices and scales `quantize` has returned."""
+    """Compute float32 values (rows, n) from their quantised indices and the blocks' scales."""
     return code[indices.int()] * scales.repeat_interleave(GROUP, 1)[:, : indices.shape[1]]
 
 
@@ -102,10 +101,9 @@ def unpack_nf4(
     if backend_for(offset, "nf4_unpack") == "triton":
         return nf4_unpack(packed, scale_indices, scale_scales, offset, (scale_code, value_table), dtype)
     scales = dequantize(scale_indices[None], scale_scales[None], scale_code)[0] + offset
-    # A CPU unpacks 4096 blocks at a time, which fit into the CPU's cache; all blocks at once would take 3 times as
-    # long. An int64 in value_pairs has the two float32 values that a byte encodes.
+    # A CPU unpacks 4096 blocks at a time, which fit into its cache; all blocks at once would take 3 times as long.
     piece_blocks = 4096 if packed.is_cpu else len(scales)
-    value_pairs = torch.cartesian_prod(value_table, value_table).view(torch.int64)
+    value_pairs = torch.cartesian_prod(value_table, value_table).view(torch.int64)  # two float32 values for each byte
     values = scales.new_empty(len(scales), BLOCK, dtype=dtype)
     pieces = zip(
         values.split(piece_blocks),
@@ -131,7 +129,7 @@ class NF4Linear(PackedLinear):
     offset: Tensor
 
     def pack(self, weight: Tensor, take_shard: Callable | None = None):
-        # Memory estimates pack weights on the meta device, with a cache, because a model may have thousands of experts.
+        # Memory estimates build models on the meta device, and cache the result for thousands of equal experts.
         if weight.is_meta:
             packed_tensors = {name: torch.empty_like(x) for name, x in pack_on_meta(weight.shape).items()}
         else:

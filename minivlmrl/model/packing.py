@@ -36,16 +36,15 @@ class GroupBatch:
     completion_ids: Tensor  # (M,) int64, the tokens that are scored, completions in order
     # (M,) float32, 1 for tokens that the policy generated, and 0 for the output of tools or users
     policy_mask: Tensor
-    # (2, K) int64 pairs of a completion token's index and one of the ids that the sampling filters kept at that token;
-    # (2, 0) without sampling filters
+    # (2, K) int64 pairs of a completion token's index and a token id that top_k or top_p kept; (2, 0) without filters
     sampling_mask: Tensor
     layout: GroupLayout
     prompts: Sequence[Prompt] = ()  # the B packed prompts
-    # (merged tokens, width) cached embeddings of all images; None if an image has no cached embeddings
+    # (merged tokens, width) cached output of a frozen vision tower for all images, or None
     vision_embeds: Tensor | None = None
 
     def pad(self, per_token: Tensor) -> Tensor:
-        """Arrange values (M,) in rows (R, T), each padded on the right with zeros."""
+        """Arrange the values of completion tokens (M,) in rows (R, T), padded on the right with zeros."""
         R = len(self.layout.row_lengths)
         T = max(self.layout.row_lengths, default=0)
         padded = per_token.new_zeros(R * T)
@@ -115,10 +114,7 @@ def pack_turns(
     config: ModelConfig,
     device: torch.device | str = "cpu",
 ) -> GroupBatch:
-    """Pack prompts and completions like `pack`, but each later turn of a completion after the turn's own prompt.
-
-    All turns of a completion are one row of the batch.
-    """
+    """Pack completions with several turns: each turn follows its own prompt, and the turns form one row."""
     if not any(completion.turns for group in completions for completion in group):
         return pack(prompts, completions, config, device)
     packed_prompts = []
@@ -142,8 +138,7 @@ class Span:
     """The n tokens of one prompt or one completion in a packed sequence."""
 
     ids: Tensor  # (n,)
-    # (n,) ids in which pack searches image placeholders. The id is -1 for a token that the policy generated, because
-    # a generated placeholder does not belong to any image.
+    # (n,) token ids, or -1 for generated tokens, because a generated image placeholder belongs to no image
     image_ids: Tensor
     position_ids: Tensor  # (3, n)
     pixel_values: Sequence[Tensor] = ()  # image and video patches, (patches, patch_dim)
@@ -151,7 +146,7 @@ class Span:
 
 
 def lay_group(prompt: Prompt, group: Sequence[Completion], config: ModelConfig) -> list[Span]:
-    """Create the Spans of a prompt and its completions; each completion continues the prompt's positions."""
+    """Lay out a prompt and its completions; each completion continues the positions of the prompt."""
     ids = prompt.input_ids
     grids = prompt.image_grid_thw
     position_ids = get_rope_index(ids, grids, config, prompt.second_per_grid_ts)  # (3, P)

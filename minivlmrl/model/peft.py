@@ -28,7 +28,7 @@ from minivlmrl.model.plain_weights import PackedLinear, gather_full_tensor
 AdapterShape = tuple[int, float]  # a LoRALinear's (r, scaling)
 LAYER = re.compile(r"[\w.]+")
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-# subfolders that contain the adapter: in a folder that PEFT wrote, in a checkpoint, and in a run's folder
+# subfolder of the adapter in a folder that PEFT wrote, in a checkpoint, and in a run's folder
 INNER_FOLDERS = "", "adapter", "checkpoint/adapter"
 TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.(lora_[AB])(?:\.default)?\.weight")
 MERGE = "Merge the adapter into its base model with PEFT, and load the merged model."
@@ -46,7 +46,7 @@ class PeftConfig:
     peft_type: Literal["LORA"]
     lora_alpha: Annotated[float, "(0, inf)"]
     use_rslora: bool = False
-    # alpha for layers whose name ends with the key; PEFT's regular expressions are not supported
+    # {end of a layer's name: alpha of the layer}; PEFT's regular expressions are not supported
     alpha_pattern: dict[str, Annotated[float, "(0, inf)"]] | None = None
 
 
@@ -210,7 +210,7 @@ def _check_shape(model: VisionLanguageModel, name: str, pair: dict[str, Tensor],
 def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Callable[[Path], None]:
     """Gather the adapters on all ranks, and return a function with which one rank writes them to a PEFT folder.
 
-    `base` is the base model's folder or repository, which is written to adapter_config.json.
+    The argument base is the base model's folder or repository, which is written to adapter_config.json.
     """
     layers = {module_name(name): layer for name, layer in adapters(model).items()}
     tensors = {}

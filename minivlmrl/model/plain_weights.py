@@ -1,8 +1,6 @@
-"""Compute the weights of a model without adapters and quantisation, and the names of these weights.
+"""Compute full weights from shards, LoRA adapters and NF4 layers.
 
-LoRA (model/lora.py) and NF4 (model/nf4.py) replace linear layers, but checkpoints store plain linear layers. The
-functions in this file compute weights and names of plain layers from the replaced layers. PARTS defines the model parts
-that options such as model.freeze can name.
+LoRA (model/lora.py) and NF4 (model/nf4.py) replace linear layers, but checkpoints store plain linear layers.
 """
 
 from collections.abc import Callable
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 
 from minivlmrl.config.types import Part
 
-# For each model part that recipes can name, prefixes of weight names. A weight belongs to the first part that matches.
+# name prefixes of the model parts for options such as model.freeze; a weight belongs to the first part that matches
 PARTS: dict[Part, str | tuple[str, ...]] = {
     "merger": ("visual.merger.", "visual.deepstack_merger_list."),
     "embeddings": ("model.embed_tokens.", "lm_head."),  # the LM head is often tied to the embedding
@@ -31,13 +29,13 @@ class Stacked(Protocol):
 
 
 class ReplacedLinear(nn.Module):
-    """Base class for layers that replace a plain linear layer, and that can compute the plain layer's weight."""
+    """Base class for LoRA and NF4 layers, which replace a linear layer and can compute its full weight."""
 
     shape: torch.Size  # the plain weight's shape
     dtype: torch.dtype
 
     def plain_weight(self) -> Tensor:
-        """Compute the full weight of the plain layer, without gradients; all ranks must call this method."""
+        """Compute the full weight of the linear layer, without gradients. All ranks must call plain_weight."""
         raise NotImplementedError
 
 
@@ -55,11 +53,7 @@ class PackedProduct(torch.autograd.Function):
 
 
 class PackedLinear(ReplacedLinear):
-    """Base class for frozen linear layers whose weight is packed into fewer bits.
-
-    Subclasses such as model/nf4.NF4Linear implement packing in the method `pack` and unpacking in the property
-    `weight`.
-    """
+    """Base class for frozen linear layers whose weight is packed into fewer bits."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
@@ -91,7 +85,7 @@ class PackedLinear(ReplacedLinear):
         return product if self.bias is None else product + self.bias
 
 
-# what gather_full_tensor converts to a full tensor: a parameter, a replaced layer or stacked weights
+# a weight of a model: a parameter, a LoRA or NF4 layer, or several weights that files stack
 Weight = Tensor | ReplacedLinear | Stacked
 
 
@@ -151,7 +145,7 @@ def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
 
 
 def plain_weights(model: nn.Module) -> dict[str, Weight]:
-    """Return the weights by the names of plain layers; gather_full_tensor merges the adapters into them."""
+    """Return a model's weights by their names in the model without adapters."""
     weights: dict[str, Weight] = {**base_weights(model)}
     for name, layer in model.named_modules():
         if isinstance(layer, ReplacedLinear) and not name.endswith(".base"):
@@ -168,5 +162,5 @@ def shared_base(model: nn.Module) -> dict[int, Tensor]:
 
 
 def part_of(name: str) -> Part:
-    """Return the model part (a key of PARTS) to which the parameter or layer `name` belongs."""
+    """Return the model part, such as "vision", to which the parameter or layer `name` belongs."""
     return next(part for part, prefixes in PARTS.items() if name.startswith(prefixes))

@@ -28,8 +28,7 @@ def get_rope_index(
         height 0 1 | 2 2 2 3 3 3 | 5
         width  0 1 | 2 3 4 2 3 4 | 5
 
-    Example: a video with 3 time steps, 0.75 s apart, and 2 positions per second has the time positions 0, 1 and 3,
-    which are floor(1.5 * step).
+    Example: with 2 positions per second, time steps at 0, 0.75 and 1.5 seconds get the time positions 0, 1 and 3.
 
     Args:
         input_ids: (N,) int64, one prompt with its image and video placeholders expanded.
@@ -77,7 +76,7 @@ def _text_positions(first: int, count: int) -> Tensor:
 
 
 def _grid_positions(t: int, rows: int, cols: int, seconds: float, config: VisionConfig) -> Tensor:
-    """Return the time, row and column of each merged token in an image or a video, (3, t * rows * cols)."""
+    """Return the time, row and column of each merged token in an image or a video, (3, tokens)."""
     time = torch.arange(t)
     # Qwen2-VL does not have tokens_per_second, so each time step of a video advances the position by one
     if config.tokens_per_second is not None:
@@ -108,9 +107,9 @@ def vision_rotary(
 ) -> tuple[Tensor, Tensor]:
     """Compute the cosines and sines of the vision tower's 2-D rotary embedding for each patch.
 
-    Half of the frequencies rotate by the patch's row, and half by the patch's column. Patches are in pixel_values
-    order: the blocks of patches that are merged are in raster order, and so are the patches in each block. All frames
-    of a video have the same rotary angles, because the tower's rotary embedding does not encode time.
+    Half of the frequencies rotate by the patch's row, and half by the patch's column. Patches have the order of
+    pixel_values, in which the patches of a merged token are contiguous. All frames of a video have the same rotary
+    angles, because the tower's rotary embedding does not encode time.
 
     Args:
         image_grid_thw: (images and videos, 3) int64, the number of patches in time, height, width.
@@ -130,17 +129,17 @@ def vision_rotary(
 
 
 def _cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the cosines and signed sines (N, 1, D) that apply_rotary needs, from angles (N, D/2).
-
-    Sines in the first half have a minus sign, because rotating the pair (a, b) gives (a cos - b sin, b cos + a sin).
-    """
+    """Return the cosines and sines (N, 1, D) of angles (N, D/2), with negated sines in the first half."""
     cos = angles.cos()
     sin = angles.sin()
     return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (x_i, x_{i+D/2}) of x (N, H, D) by an angle; cos and sin are (N, 1, D)."""
+    """Rotate each pair (a, b) = (x_i, x_{i+D/2}) of x (N, H, D) to (a cos - b sin, b cos + a sin).
+
+    The sines in the first half of `sin` (N, 1, D) have a minus sign.
+    """
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 

@@ -29,8 +29,8 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 def is_trained(name: str, freeze: Sequence[Part], adapted: bool) -> bool:
     """Return True if the parameter `name` is trained.
 
-    Parameters in frozen model parts are never trained. In a model with adapters, only the adapters are trained. A value
-    model also trains its value head, but not the language-model head.
+    Frozen model parts are not trained. In a model with adapters, only the adapters are trained. A value model also
+    trains its value head, but not the language-model head.
     """
     if name in ("score.weight", "backbone.lm_head.weight"):
         return name == "score.weight"
@@ -46,7 +46,8 @@ def is_in_tower(name: str) -> bool:
 def trainable_summary(model: nn.Module) -> str:
     """Return a table of the trained parameters, with one line per model part or kind of adapted layer.
 
-    A line has a name, the number of layers, the rank of adapters, and the number and share of trained parameters.
+    Each line of the table has a name, the number of layers, the rank of adapters, and the number and share of trained
+    parameters.
     """
     kinds = defaultdict(Counter)  # (name, rank) -> number of trained parameters per layer
     for name, parameter in model.named_parameters():
@@ -56,7 +57,7 @@ def trainable_summary(model: nn.Module) -> str:
         kind_name = part_of(name)
         rank_text = ""
         if is_adapter(name):
-            # blocks.0.mlp becomes blocks.*.mlp, so that one line of the table counts the layer in all blocks
+            # The table has one line, such as blocks.*.mlp, for the same layer in all blocks.
             kind_name = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer_name)
             r = parameter.shape[0 if name.endswith("lora_A") else 1]
             rank_text = f" x r {r}"

@@ -1,8 +1,8 @@
 """The vision tower, which encodes image patches and merges 2 x 2 patches into one decoder token.
 
-VisionLanguageModel.forward (model/decoder.py) replaces the embeddings of an image's placeholder tokens by the tower's
-output. VisionTransformer is the tower of Qwen2.5-VL, with window attention, RMSNorm and a SwiGLU MLP. The MLP of
-Qwen2-VL is in model/families/qwen2_vl.py, and the tower of Qwen3-VL in model/families/qwen3_vl.py.
+The decoder (model/decoder.py) replaces the embeddings of image placeholders by the tower's output. VisionTransformer is
+the tower of Qwen2.5-VL, with window attention, RMSNorm and a SwiGLU MLP. The folder model/families/ has the MLP of
+Qwen2-VL and the tower of Qwen3-VL.
 
 In shapes, P is the number of patches in a batch, E the hidden size, H the number of heads, D the head dimension, and M
 = P / 4 the number of merged tokens.
@@ -52,7 +52,7 @@ class MLP(nn.Module):
         return is_half_on_gpu(x.device, x.dtype) and are_plain
 
     def forward_padded(self, x: Tensor, missing: int) -> Tensor:
-        """Compute the MLP with its intermediate size padded by `missing` zeros."""
+        """Compute the MLP after padding its intermediate size with zeros."""
 
         # The MLP's weights are padded in each forward pass, and not when the model is loaded, so that checkpoints,
         # optimizer states and shards keep the shapes of the model's config.
@@ -91,7 +91,7 @@ def window_order(image_grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, 
     for t, h, w in image_grid_thw.tolist():
         rows = h // merge
         cols = w // merge
-        # length of a window's side in image tokens; without window attention, the window is the whole frame
+        # side of a window in merged tokens; without window attention, one window covers the whole frame
         side = max(rows, cols)
         if config.window_size:
             side = config.window_size // merge // config.patch_size
@@ -114,16 +114,15 @@ class Layout:
 
     order: Tensor  # (P,) for each patch in window order, its index in pixel_values
     raster_order: Tensor  # (M,) for each merged token in raster order, its index in window order
-    # (P, 1, 1, D) float32, each patch's rotary cosines for the queries and keys of all heads, in window order
-    cos: Tensor
+    cos: Tensor  # (P, 1, 1, D) float32, each patch's rotary cosines, in window order
     sin: Tensor  # (P, 1, 1, D) float32, each patch's rotary sines, in window order
     windows: Segments  # one segment per attention window, for blocks with window attention
     frames: Segments  # one segment per frame, for blocks in config.fullatt_block_indexes
 
 
-# Layouts are cached, because the policy and the reference model process the same images.
+# Vision layouts are cached, because the policy and the reference model process the same images.
 @lru_cache(maxsize=8)
-# A cached Layout is not made in inference mode, because training cannot use tensors from inference mode.
+# A cached layout is created outside of inference mode, because training cannot use inference tensors.
 @torch.inference_mode(False)
 def lay_out(grids: tuple[tuple[int, int, int], ...], config: VisionConfig, device: torch.device) -> Layout:
     """Compute the Layout for images and videos whose patch grids are (time, height, width)."""
@@ -145,15 +144,8 @@ def lay_out(grids: tuple[tuple[int, int, int], ...], config: VisionConfig, devic
 class VisionTower(nn.Module):
     """Base class for the vision towers of all families, with the attributes that other files use.
 
-    All vision towers have the arguments and results of VisionTransformer.forward. With DeepStack, the result has the
-    shape (M, (1 + k) * out_hidden_size), for merged tokens from the last block and from k inner blocks. A vision tower
-    may also have
-    - pos_embed: nn.Embedding with learned positions, which model/build.py initialises with the
-      standard deviation config.initializer_range instead of that of a matrix;
-    - deepstack_merger_list: further mergers, which model.freeze and adapter.target count to the
-      part "merger", see PARTS in model/plain_weights.py.
-    INTO_RESIDUAL in model/build.py lists the names of layers that write into the residual stream, and get smaller
-    initial weights.
+    The method forward has the arguments and the result of VisionTransformer.forward, and DeepStack's further columns.
+    Other files also know learned position embeddings, pos_embed, and DeepStack's mergers, deepstack_merger_list.
     """
 
     config: VisionConfig
@@ -189,7 +181,7 @@ class VisionTransformer(VisionTower):
             attends_to_frame = i in self.config.fullatt_block_indexes
             segments = layout.frames if attends_to_frame else layout.windows
             x = block(x, layout.cos, layout.sin, segments)
-        # Tokens are put back in raster order after the merger, because its output is smaller than its input.
+        # Raster order is restored after the merger, whose output is smaller and so cheaper to reorder.
         return Reorder.apply(self.merger(x), layout.raster_order)
 
 

@@ -1,8 +1,8 @@
 """Rewards for object detection: compare an answer's boxes with the true boxes.
 
 True boxes, in the column `solution`, are in pixels of the image file. Boxes in an answer may have other units, for
-example thousandths of the image's width and height. The column image_sizes has the image's size in pixels, and
-answer_extents has it in the units of the answer.
+example thousandths of the image's width and height. The argument image_sizes has the image's size in pixels, and
+answer_extents has the size in the answer's units.
 
 Each box in an answer is matched with at most one true box. The summed IoU of matched pairs is divided by the number of
 boxes in the answer or in the solution, whichever is larger, so that missing and extra boxes both lower the reward.
@@ -36,8 +36,7 @@ def mean_iou(
 ) -> list:
     """Compute the mean IoU over matched boxes, from 0 to 1; missing and extra boxes count as 0.
 
-    Example: the reward is 1/2 for one of two true boxes, for the one true box beside a wrong box, and for a box that
-    covers half of the one true box.
+    Example: an answer with one of two true boxes gets the reward 1/2, and so does the only true box beside a wrong box.
 
     Args:
         answer_texts: n answers, None for a completion without an answer.
@@ -55,8 +54,7 @@ def acc_0_5(answer_texts, solution, image_sizes, answer_extents, log_extra=None,
 
     Missing and extra boxes count as 0.
 
-    Example: for one true box, a box with IoU 0.5 gives 1, a box with IoU 0.49 gives 0, and a box with IoU 0.9 next to a
-    second box gives 1/2.
+    Example: for one true box, a box with IoU 0.5 gets the reward 1, and a box with IoU 0.49 gets 0.
     """
 
     def share_of_hits(predicted: Objects, true: Objects) -> float:
@@ -69,7 +67,7 @@ def acc_0_5(answer_texts, solution, image_sizes, answer_extents, log_extra=None,
 def box_format(completions: list[str], answer_extents: Extents, log_extra: LogExtra | None = None, **columns) -> list:
     """Return 1.0 for completions with <think> and <answer> tags and valid boxes inside the image, else 0.0.
 
-    The reward is also 1.0 for an answer that denies that there is an object, and None for a row without an image.
+    An answer that says that there is no object also gets 1.0, and a row without an image gets None.
     """
     values = []
     reasons = []
@@ -153,7 +151,7 @@ def score_boxes(
             denies = boxes.says_none(answer or "")
             scored.append((1.0, None) if denies else (0.0, NO_OBJECT))
             continue
-        # An invalid solution raises an error, because no answer to the row could get a reward.
+        # A solution without a valid box raises an error, because no answer could match the solution.
         true = read(truth, size)
         if not true or not all(box.valid for _, box in true):
             raise ValueError(f"solution {solution!r:.300} {requirement}")

@@ -1,4 +1,4 @@
-"""Build the arguments for reward functions from rows and completions, and call the functions."""
+"""Call reward functions with arguments from the data's rows and the completions."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -47,16 +47,15 @@ def reward_columns(
 
 
 def image_extents(row: Row, prompt: Prompt, processor: Processor) -> tuple[Size | None, Size | None]:
-    """Return the size of a row's first image in pixels of the file, and also in the units of boxes in answers.
+    """Return the size of a row's first image in pixels of the file and in the units of the answer's boxes.
 
-    A row's column box_space, or else the processor's box_space, names the units of boxes in answers. For a row without
-    an image, both sizes are None.
+    The units are those of the row's column box_space, or else of the processor. A row without an image has no sizes.
     """
     if not row.images:
         return None, None
     patch_size = processor.image_processor.patch_size
     _, height, width = prompt.image_grid_thw[prompt.second_per_grid_ts == 0][0].tolist()
-    # LazyImages knows the size of an image whose prompt has been computed, so the image is not loaded again.
+    # The image's size is known since its prompt was computed, so the image is not loaded again.
     size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
     space = row.columns.get("box_space") or processor.box_space
     return size, extent(space, size, (width * patch_size, height * patch_size))

@@ -34,7 +34,7 @@ REWARDS: dict[str, str | Callable] = {  # name: "module:function", or the functi
     "reward_model": "minivlmrl.extras.reward_model:reward_model",
     "environment": "minivlmrl.extras.agents.environment:environment_reward",
 }
-# rewards that raise ValueError for a solution that no answer can equal; run/preflight.py calls them before training
+# rewards that reject an invalid solution, so that run/preflight.py can find invalid solutions before training
 COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5")
 MAX_FLOAT32 = 3.4e38
 # metrics that every optimizer step has; a reward may not log other values under these names
@@ -61,7 +61,7 @@ class Text(str):
 
 
 def last_turn(prompt: Text | list[dict]) -> Text:
-    # A prompt is already a Text if the reward function is called by another reward function.
+    # The prompt has been converted already if one reward function calls another.
     return Text("".join(map(text_of, prompt[-1:])), "user") if isinstance(prompt, list) else prompt
 
 
@@ -94,8 +94,7 @@ class Reward:
     function: Callable
     world: World = field(default_factory=World)
     log: RewardLog | None = None  # the stage's log; None in evaluations and commands
-    # seconds that a call of the reward function may take (option max_reward_seconds); None means no limit
-    max_seconds: float | None = None
+    max_seconds: float | None = None  # time limit for a call in seconds; None means no limit
 
     @property
     def columns(self) -> set[str]:
@@ -121,14 +120,13 @@ class Reward:
         return any(name in str(instruction.argval) for instruction in dis.get_instructions(code))
 
     def on(self, world: World, log: RewardLog | None = None) -> "Reward":
-        """Return a copy of the reward that raises RewardFailed on all ranks if the function fails on one rank."""
+        """Return a copy of the reward that fails on all ranks if its function fails on one rank."""
         return replace(self, world=world, log=log)
 
     def __call__(self, /, completions: list[str], **columns) -> list[float]:
         """Compute rewards for n completions; None values from the function become NaN.
 
-        A file in the option data.train may list the rewards for its rows, in the column row_rewards; other rewards are
-        NaN.
+        A row's column row_rewards may name the rewards that score the row; all other rewards are NaN.
 
         Raises:
             RewardFailed: the function failed. The message names the row.
@@ -213,7 +211,7 @@ def required_columns(rewards: Iterable[Reward]) -> list[str]:
 def checked_values(name: str, values, completions: list[str], prefixes: list[str]) -> list[float]:
     """Convert the values that a reward function returned to floats; None becomes NaN."""
     try:
-        # zip would accept a dict, a set or a str that happens to have one item per completion
+        # A dict, a set or a str may have one item per completion by chance, but does not contain rewards.
         if isinstance(values, dict | set | str):
             raise TypeError
         scored_rows = list(zip(values, completions, prefixes, strict=True))
@@ -245,8 +243,8 @@ def plain_value(value: Any) -> float | str | None:
 def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
     """Log a value for each completion, as TRL's log_extra(column, values) does.
 
-    The column "why" is logged as {name of a reward: its reason}, without empty reasons, because several rewards may
-    give a reason. Values that are not numbers, texts or None are logged as str(value), because the log is JSON.
+    Several rewards may log reasons in the column "why", as {name of the reward: reason}. Values other than numbers,
+    texts and None are logged as str(value), because the log is JSON.
     """
     for extra, value in zip(extras, map(plain_value, values), strict=True):
         is_json = value is None or isinstance(value, str | int | float)

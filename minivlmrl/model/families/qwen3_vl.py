@@ -70,7 +70,7 @@ def gelu_mlp(hidden_size: int, intermediate_size: int, bias: bool) -> nn.Module:
 
 
 class Merger(nn.Module):
-    """Merge 2 x 2 patches into one token; in DeepStack (norm_all_patches), all four are normalised together."""
+    """Merge 2 x 2 patches into one token. The mergers of DeepStack normalise the four patches together."""
 
     def __init__(self, config: VisionConfig, norm_all_patches: bool):
         super().__init__()
@@ -108,7 +108,7 @@ class Qwen3VisionTransformer(VisionTower):
             decoder layers.
         """
         grids = tuple(map(tuple, image_grid_thw.tolist()))
-        # lay_out does not reorder the patches, because Qwen3-VL's tower does not use windows
+        # The patches keep the order of pixel_values, because Qwen3-VL's tower has no window attention.
         layout = lay_out(grids, self.config, pixel_values.device)
         x = self.patch_embed(pixel_values)  # (P, E)
         x = x + torch.cat([self.positions(*grid) for grid in grids]).to(x.dtype)
@@ -135,7 +135,7 @@ class Qwen3VisionTransformer(VisionTower):
         row_weights = interpolation_weights(h, side).to(table)  # (h, side)
         column_weights = interpolation_weights(w, side).to(table)  # (w, side)
         grid = torch.einsum("hi,wj,ije->hwe", row_weights, column_weights, table)
-        # position embeddings are reordered as in pixel_values, where the patches of a merged token are contiguous
+        # The position embeddings get the order of pixel_values, where the 2 x 2 patches of a token are contiguous.
         blocks = grid.view(h // merge, merge, w // merge, merge, -1).transpose(1, 2)
         return blocks.reshape(h * w, -1).repeat(t, 1)
 
@@ -143,15 +143,14 @@ class Qwen3VisionTransformer(VisionTower):
 def interpolation_weights(count: int, side: int) -> Tensor:
     """Compute float64 weights (count, side) that interpolate linearly from `side` to `count` points.
 
-    Example: from 2 to 3 points, the weights are (1, 0), (.5, .5) and (0, 1).
+    Example: 3 points are interpolated from 2 points with the weights (1, 0), (.5, .5) and (0, 1).
     """
     positions = torch.arange(count, dtype=torch.float64) * (side - 1) / max(count - 1, 1)
     distances = (positions[:, None] - torch.arange(side)).abs()
     return (1 - distances).clamp(min=0)
 
 
-# TEXT has the values of ModelConfig fields that are equal in all Qwen3 decoders. TEXT_DEFAULTS has transformers'
-# defaults for keys that config.json may omit.
+# values that all Qwen3 decoders share, and transformers' defaults for keys that config.json may omit
 TEXT = {"attention_bias": False, "qk_norm": True, "mrope_interleaved": True}
 TEXT_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 5e5, "mrope_section": [24, 20, 20], "head_dim": 128}
 # keys that Qwen3-VL's config.json has at the top level, and not in text_config
@@ -225,11 +224,10 @@ class Videos:
         return rounded
 
     def lay_out(self, pieces: list[str], grids: list[Grid], times: list):
-        """Split each video into one image per time step, and insert a timestamp before each image.
+        """Split each video into one image per time step, each after a timestamp, as in transformers since 5.10.
 
-        Example: with two time steps, <|video_pad|> becomes
+        Example: in the chat template's text, <|video_pad|> for two time steps becomes
             <0.3 seconds><|vision_start|><|video_pad|><|vision_end|><1.3 seconds>...
-        between the template's <|vision_start|> and <|vision_end|>, as in transformers since 5.10.
 
         Args:
             pieces: the prompt's texts, control tokens and placeholders.
@@ -260,7 +258,7 @@ class Videos:
         return join_text(laid_pieces), step_grids, step_seconds
 
 
-# the only supported values of some settings in video_preprocessor_config.json
+# settings in video_preprocessor_config.json that have only one supported value
 VIDEO_FIXED = {**FIXED, "do_sample_frames": True, "cap_pixels_per_frame": False}
 
 

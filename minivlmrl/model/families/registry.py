@@ -1,6 +1,6 @@
 """Registry of model families; docs/developer_guide.md shows how to add a family.
 
-MODULES maps the `model_type` in config.json to a Python module, whose dictionary SPECS contains the ModelSpec.
+The module of a family has a dictionary SPECS from each model_type in config.json to its ModelSpec.
 """
 
 import re
@@ -46,15 +46,11 @@ TensorsOfFile = Iterable[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The values and functions in which model families differ.
-
-    Each family sets the fields architecture and vision_config. A field that a family does not set has the value of
-    Qwen2.5-VL.
-    """
+    """The values and functions in which model families differ; the defaults are those of Qwen2.5-VL."""
 
     architecture: str  # class name in transformers, as in config.json
     vision_config: type[VisionConfig]  # dataclass with the fields in config.json's vision_config
-    # builds a model from a ModelConfig; a family with another vision tower sets partial(VisionLanguageModel, tower=...)
+    # function that builds a model from a ModelConfig
     model: Callable[..., VisionLanguageModel] = VisionLanguageModel
 
     # ---- config.json
@@ -63,9 +59,9 @@ class ModelSpec:
     # default values in transformers for keys that config.json may omit
     defaults: dict[str, Any] = field(default_factory=lambda: {"rms_norm_eps": 1e-5})
     hidden_act: str = "silu"  # tower activation, as named in config.json
-    # converts vision_config in config.json (and the file's name) to values for the fields of VisionConfig
+    # converts the vision_config in a config.json to the field names of VisionConfig
     read_vision: Callable[[dict, str], dict] = lambda vision, where: vision
-    # converts a config.json without text_config to the layout of the family's files
+    # converts a flat config to the layout of the family's config.json
     write: Callable[[dict], dict] = lambda config: config
 
     # ---- weights
@@ -78,28 +74,28 @@ class ModelSpec:
     default_system: bool = True
     # default values for keys that preprocessor_config.json may omit
     images: dict[str, Any] = field(default_factory=dict)
-    # parses video_preprocessor_config.json; if the result is None, videos are processed as in Qwen2.5-VL
+    # parses video_preprocessor_config.json; None processes videos as in Qwen2.5-VL
     read_videos: Callable = lambda settings, where, images: None
-    # computes the contents of video_preprocessor_config.json; an empty result keeps the model folder's file
+    # computes the contents of video_preprocessor_config.json; if there are none, the loaded model's file is kept
     write_videos: Callable[[ImageProcessor, dict], dict] = write_video_processor
     box_space: str = "resized"  # box coordinates in answers; see data/boxes.py
 
     # ---- experts and recurrent layers
     # config.json keys that describe experts, with transformers' defaults
     experts: dict[str, Any] = field(default_factory=dict)
-    # for each ModelConfig field ("experts" or "recurrent"), the dataclass of its value, with a method `check`
+    # dataclasses for the fields "experts" and "recurrent" of ModelConfig
     sections: Mapping[str, type] = field(default_factory=dict)
     transposed_experts: bool = False  # whether files may have transposed expert weights
-    # converts a file's (name, tensor) pairs to (parameter name, tensor) pairs, of which stacked experts yield several
+    # splits tensors that files store for several parameters, such as the weights of all experts in a layer
     split_tensors: Callable[[TensorsOfFile, ModelConfig, Path], TensorsOfFile] = lambda tensors, config, file: tensors
-    # joins, in place, the weights that files store as one tensor, for example the weights of all experts
+    # stacks, in the given dictionary, parameters that files store as one tensor, such as expert weights
     stack_tensors: Callable[[dict[str, Weight], ModelConfig], None] = lambda weights, config: None
-    # makes a model sum its experts' token counts over all ranks, with the function sum_counts
+    # makes a mixture of experts count each expert's tokens over all ranks
     count_over_ranks: Callable[[VisionLanguageModel, Callable], None] = lambda model, sum_counts: None
-    # for each additional value of the option adapter.target, the pattern of the names of the selected layers
+    # further values of the option adapter.target, such as "experts", with a pattern for the selected layer names
     adapter_targets: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
     not_quantized: tuple[str, ...] = ()  # ends of router names, which are not quantised
-    # returns the initial states of each recurrent layer for as many rows as a tensor has
+    # returns the initial states of the recurrent layers for a batch of rows
     initial_states: Callable[[VisionLanguageModel, Tensor], list[list[Tensor]]] = lambda model, rows: []
     in_vllm: bool = True  # whether extras/vllm.py supports the family
 
@@ -128,8 +124,7 @@ def family_of(model: VisionLanguageModel) -> ModelSpec:
 def hub_name(name: str) -> str:
     """Convert a tensor's name in any transformers release to its name in minivlmrl.
 
-    Example: the name model.visual.x becomes visual.x, and model.language_model.x becomes model.x. hub_name does not
-    change the names in the hub's files for Qwen2-VL and Qwen2.5-VL.
+    Example: the name model.visual.x becomes visual.x, and model.language_model.x becomes model.x.
     """
     return re.sub(r"^model\.(?=visual\.)|^model\.language_(?=model\.)", "", name)
 
