@@ -71,7 +71,7 @@ def grpo_loss(
         token_weights: (B, T) or (B, 1), factors by which the policy term (but not the KL) is multiplied, for example a
             mask of high-entropy tokens, or importance ratios that correct for the sampler. None means 1.
         normalizer: totals over the whole optimizer step. None means that this batch is the whole step.
-        term_options: keyword arguments for the function that TERMS contains for loss_type.
+        term_options: options of the term for loss_type, such as delta.
     Returns:
         The loss, which is a scalar, and a metrics dictionary without gradient: the kl in nats per token, and the term's
         metrics, such as clip_ratio/low_mean.
@@ -139,8 +139,8 @@ class TermInputs:
     ratio: Tensor  # ratio pi / pi_old, (B, T) or (B, 1), depending on importance_sampling_level
     advantages: Tensor  # (B, 1), one advantage for each completion, or (B, T), one for each token
     mask: Tensor  # (B, T), 1 for tokens that are trained on
-    epsilon_low: float  # the ratio is clipped below at 1 - epsilon_low
-    epsilon_high: float  # the ratio is clipped above at 1 + epsilon_high
+    epsilon_low: float
+    epsilon_high: float
 
 
 def clipped(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -176,17 +176,16 @@ TERMS: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
 def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
     """Estimate KL(pi || pi_ref) at each position from the sampled token: (B, T), in nats.
 
-        estimator                             value                    expected gradient
+        estimator                             value                    expected gradient without bias correction
         k1   log pi - log pi_ref              unbiased                 0
         k2   (log pi - log pi_ref)^2 / 2      biased                   that of KL(pi || pi_ref)
         k3   pi_ref/pi - log(pi_ref/pi) - 1   unbiased, not negative   that of KL(pi_ref || pi)
         k1+, k2+, k3+                         same as without a plus   that of KL(pi || pi_ref)
 
-    The table holds for use_bias_correction_kl=False. With use_bias_correction_kl=True, the default, all estimators have
-    the gradient of KL(pi || pi_ref). A KL term in the loss ignores that a token also changes the KL of later tokens,
-    which a KL penalty in the reward includes.
+    With use_bias_correction_kl=True, the default, all KL estimators have the gradient of KL(pi || pi_ref). A KL term in
+    the loss, unlike a KL penalty in the reward, ignores a token's effect on the KL of later tokens.
 
-    Recipes select k1, k2 or k3 with grpo.kl_estimator; k1+, k2+ and k3+ are only for callers of grpo_loss.
+    Recipes select the estimator k1, k2 or k3 with grpo.kl_estimator; only callers of grpo_loss can select the others.
 
     Source: Schulman, "Approximating KL divergence" (2020), for the values of k1, k2 and k3; arXiv 2506.09477 for their
         gradients; verl for k1+, k2+ and k3+.
@@ -213,8 +212,8 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 def correct_kl(kl: Tensor, ratio: Tensor, kl_estimator: str) -> Tensor:
     """Multiply a KL estimate by the ratio pi / pi_old, which makes its expected gradient that of KL(pi || pi_ref).
 
-    The ratio also corrects the KL estimate if an older policy sampled the tokens. The ratio is detached for k2, k1+,
-    k2+ and k3+, whose gradients are already those of KL(pi || pi_ref).
+    The ratio also corrects the KL estimate if an older policy sampled the tokens. The ratio is detached for the
+    estimators k2, k1+, k2+ and k3+, whose gradients are already those of KL(pi || pi_ref).
     """
     if kl_estimator == "k2" or kl_estimator.endswith("+"):
         return kl * ratio.detach()

@@ -17,8 +17,8 @@ CORRECTION_MODES = get_args(CorrectionMode)
 
 
 RATIOS |= {
-    # GSPO-token (arXiv 2507.18071 eq. 14): the ratio has the same value as "sequence", but its gradient flows through
-    # each token's log-probability
+    # GSPO-token (arXiv 2507.18071 eq. 14): GSPO's ratio in value, but its gradient flows through each token's
+    # log-probability
     "sequence_token": lambda log_ratio, mask: (
         row_mean(log_ratio, mask).detach() + log_ratio - log_ratio.detach()
     ).exp(),
@@ -28,7 +28,7 @@ RATIOS |= {
 
 
 def rloo_term(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor, dict]:
-    """Compute PPO's clipped loss with the whole completion's ratio, for every importance_sampling_level."""
+    """Compute PPO's clipped loss with the ratio of the whole completion."""
     inputs.ratio = RATIOS["sequence_sum"](inputs.log_ratio, inputs.mask)
     return clipped(inputs, delta=delta)
 
@@ -71,8 +71,8 @@ def vespo_term(
 ) -> tuple[Tensor, dict]:
     """Compute VESPO's token loss: -phi(W) A log pi, where phi(W) = W^k exp(lambda (1 - W)) is detached.
 
-    W is the importance weight of a whole completion. The constants k and lambda are options, which depend on the sign
-    of the advantage A.
+    W is the importance weight of a whole completion. VESPO's constants k and lambda have one value for negative
+    advantages, and one for others.
 
     Args:
         importance_sampling_ratio: (B, T) or (B, 1), ratio of the trainer's to the sampler's probabilities. W is

@@ -71,7 +71,8 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     "bco_pair": lambda pairs: -logsigmoid(pairs.beta * pairs.u) - logsigmoid(-pairs.beta * pairs.v),
     # SPPO eq. 4.7 (arXiv 2405.00675): (chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2
     "sppo_hard": lambda pairs: (pairs.u - 0.5 / pairs.beta).square() + (pairs.v + 0.5 / pairs.beta).square(),
-    # paired AOT, alignment by optimal transport (arXiv 2406.05882): DPO's loss on the sorted margins of each model
+    # paired AOT, alignment by optimal transport (arXiv 2406.05882): DPO's loss on sorted margins of policy and
+    # reference
     "aot": lambda pairs: smoothed(
         pairs.beta * (sorted_margins(pairs.logps) - sorted_margins(pairs.ref_logps)), pairs.e
     ),

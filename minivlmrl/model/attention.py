@@ -7,7 +7,7 @@ The decoder calls one of two attention objects, which implement three rules:
     no token           attends to another group or to another completion
 
 Each prompt is computed only once for all its completions, and the results are the same as if every completion had a
-prompt of its own. The function visible returns the three rules as a mask.
+prompt of its own.
 
 Dimension letters: N tokens in the packed sequence, B groups, R completions in all groups, M tokens in all completions,
 P tokens in a prompt, C tokens in a completion, H query heads, K key/value heads, D head_dim.
@@ -67,19 +67,17 @@ class GroupLayout:
                 end += n - 1
             self.completion_spans.append(spans)
         self.num_tokens = end  # N
-        # (B,) packed position of each prompt's last token
+        # (B,) position of each prompt's last token in the packed sequence
         self.last_index = index_tensor([span[-1] for span in self.prompt_spans], device)
-        # (M,) packed position whose output predicts each completion token
+        # (M,) position in the packed sequence that predicts each completion token
         self.predict_index = index_tensor(self.predicting_tokens(), device)
         # (M,) each completion token's index in a flattened (R, T) tensor
         self.row_index = index_tensor([row * T + i for row, i in cells], device)
         blocks, self.slots = self.lay_blocks(device)
         self.shapes = [block.shape for block in blocks]
-        # index of the token in each cell of all blocks; -1 is padding
         order = torch.cat([block.flatten() for block in blocks])
         filled = order >= 0
-        # (N,) each token's cell
-        inverse = filled.nonzero()[:, 0][order[filled].argsort()]
+        inverse = filled.nonzero()[:, 0][order[filled].argsort()]  # (N,) each token's cell
         self.in_order = torch.equal(order, torch.arange(self.num_tokens))
         self.order = to_device(order.clamp(min=0), device)
         self.inverse = to_device(inverse, device)
@@ -92,11 +90,7 @@ class GroupLayout:
         return tokens
 
     def lay_blocks(self, device: torch.device | str) -> tuple[list[Tensor], list[PromptSlots | None]]:
-        """Return two blocks of packed positions for each prompt length, the prompts' and the completions' block.
-
-        Blocks are padded by -1. Also return the completions' PromptSlots for each prompt length, or None if no
-        completion has a token in the packed sequence.
-        """
+        """For each prompt length, arrange the positions of prompts and of completions as two blocks, padded by -1."""
         blocks = []
         slots = []
         for length in dict.fromkeys(self.prompt_lengths):
@@ -110,7 +104,7 @@ class GroupLayout:
         return blocks, slots
 
     def blocks(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Split x (N, H, D) by prompt length into prompts (prompts, H, P, D) and completions (completions, H, C, D)."""
+        """Split x (N, H, D) by prompt length, into prompt blocks (b, H, P, D) and completion blocks (r, H, C, D)."""
         if not self.in_order:
             x = Reorder.apply(x, self.order, self.inverse)
         sizes = [shape.numel() for shape in self.shapes]
@@ -170,8 +164,6 @@ class GroupAttention:
 class DecodeAttention:
     """Attention for decoding steps, with a KV cache that stores a prompt once for all its completions.
 
-    In each step, a completion has one new token, which attends to its prompt and to the completion's earlier tokens.
-
     Args:
         prompts: GroupAttention(layout, keep_keys=True), after a prefill of the prompts without completions.
         prompt_index: (R,) prompt index for each completion, in ascending order, in host memory.
@@ -209,7 +201,7 @@ class DecodeAttention:
         self.slots = PromptSlots(prompt_index, len(lengths), self.device)
         self.rows = to_device(torch.arange(R), self.device)  # (R,) each row's original index
         self.start = start[self.slots.prompt_index]  # (R,) each row's first position
-        # (R,) position of each row's newest token in row_kv
+        # (R,) position of each row's newest token in the KV cache
         self.newest = torch.full_like(self.rows, -1)
         self.recurrent_state = {i: [x[prompt_index] for x in states] for i, states in prompts.recurrent_state.items()}
 
@@ -224,7 +216,7 @@ class DecodeAttention:
         if unfinished.all():
             return None
         rows = unfinished.nonzero()[:, 0]
-        # Prompts whose completions have all finished are dropped, too.
+        # Prompts whose completions have all finished leave the KV cache.
         prompts, self.prompt_index = self.prompt_index[rows].unique_consecutive(return_inverse=True)
         self.slots = PromptSlots(self.prompt_index, len(prompts), self.device)
         rows = to_device(rows, self.device)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # name endings of the layers whose output is added to the residual stream
 INTO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2", "attn.proj")
-# names of the patch settings in ImageProcessor, and in VisionConfig
+# names of the patch settings in ImageProcessor and in VisionConfig
 PATCHES = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size", "merge_size": "spatial_merge_size"}
 
 

@@ -48,7 +48,6 @@ def load_model(
     """Load a model from a local folder or a hub repository.
 
     Args:
-        folder: folder path or repository name.
         dtype: parameter dtype; defaults to torch_dtype in config.json.
         device: parameter device; ignored if the model is sharded.
         sharding: the Sharding in distributed/fsdp.py, so that each rank loads only its own shard; None does not shard.
@@ -129,7 +128,6 @@ def _read_weights(
 
 
 def check_loaded(weight: Tensor, name: str, file: Path):
-    """Raise ValueError if a loaded weight contains NaN or infinite values."""
     local_weight = weight.to_local() if isinstance(weight, Sharded) else weight
     # One NaN or infinite value makes the sum NaN or infinite.
     total = local_weight.sum(dtype=torch.promote_types(weight.dtype, torch.float32))
@@ -186,10 +184,9 @@ def unused_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
 
 
 def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> Processor:
-    """Load the tokenizer, chat template and image settings from a folder.
+    """Load the tokenizer, chat template and image settings from a local folder or a hub repository.
 
     Args:
-        folder: folder path or repository name.
         min_pixels, max_pixels: bounds on the image area in pixels. They default to the bounds in the folder.
     """
     # Jinja is imported late, because models with random weights do not need Jinja.
@@ -215,7 +212,6 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
 
 
 def check_fit(config: ModelConfig, images: ImageProcessor, image_file: Path, tokenizer: Tokenizer):
-    """Raise ValueError if config.json contradicts the image settings or the tokenizer."""
     for name, field in PATCHES.items():
         value, expected = getattr(config.vision_config, field), getattr(images, name)
         check_field(value == expected, f"vision_config.{field}", value, f"{expected} as in {image_file.name}")

@@ -32,7 +32,7 @@ class VisionConfig:
     # unused keys of vision_config in config.json, which saving writes unchanged
     extra: dict = field(default_factory=dict, hash=False)
 
-    # Constants of Qwen2-VL; a subclass for another family turns some of them into fields of its config.json.
+    # Constants of Qwen2-VL, of which the subclasses for other families make fields of config.json.
     norm: ClassVar[Literal["rms_norm", "layer_norm"]] = "layer_norm"
     # side of a square attention window in pixels; None makes each frame one window
     window_size: ClassVar[int | None] = None

@@ -94,7 +94,7 @@ def without(values: dict, names: Container[str]) -> dict:
 
 
 def _merge(*sections: dict) -> dict:
-    """Join JSON objects. Later values replace earlier values, unless the later value is null.
+    """Merge JSON objects as dict.update does, except that null does not replace another value.
 
     transformers 4.52 to 4.56 write null into text_config for keys that have a value at the top level.
     """
@@ -105,7 +105,7 @@ def _merge(*sections: dict) -> dict:
 
 
 def _section(config: dict, where: str, *names: str) -> dict:
-    """Return the first JSON object that is not empty under one of several keys, or {}."""
+    """Return the first non-empty JSON object under one of several keys, or {}."""
     for name in names:
         section = config.get(name)
         if section:

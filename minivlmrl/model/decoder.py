@@ -1,7 +1,6 @@
 """Decoder and LM head for the vision-language models Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5.
 
-The decoder processes a packed sequence of N tokens. Parameters have the same names as in checkpoints on the Hugging
-Face hub.
+Parameters have the same names as in checkpoints on the Hugging Face hub.
 
 Dimension letters: N tokens, H query heads, K key/value heads, D head_dim. `config` is the ModelConfig in
 model/config.py.
@@ -98,7 +97,7 @@ class TextModel(nn.Module):
         vision_index: Tensor | None = None,
         deep: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Run all layers and the final norm on the embeddings x.
+        """Run all decoder layers and the final norm.
 
         Only attention mixes tokens, so the MLP of the last layer processes only the tokens whose hidden states are
         returned.

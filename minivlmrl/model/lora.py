@@ -82,7 +82,6 @@ class LoRALinear(ReplacedLinear):
         return adapted.to(base_result.dtype)
 
     def can_use_tf32(self, base_result: Tensor) -> bool:
-        """Return True if the adapter is float32, the base layer is 16-bit, and the device is an NVIDIA GPU."""
         is_half = is_half_on_gpu(base_result.device, base_result.dtype)
         return is_half and self.lora_A.dtype == torch.float32 and torch.version.hip is None
 
@@ -221,7 +220,6 @@ def drop(p: float, seed: int, x: Tensor) -> Tensor:
 
 
 def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return all adapters' parameters, in the order of the model's layers."""
     return [p for name, p in model.named_parameters() if is_adapter(name)]
 
 
@@ -236,8 +234,7 @@ def copy_adapter_layout(model: nn.Module, other: nn.Module):
 def quantize_base(model: VisionLanguageModel):
     """Quantise the decoder's frozen linear layers, and the adapters' base layers, to NF4.
 
-    The routers, the head, the embeddings, and vision layers without adapters are not quantised. In transformers 5.23,
-    bitsandbytes quantises all linear layers except the head.
+    The routers, the head, the embeddings, and vision layers without adapters are not quantised.
     """
     not_quantized = family_of(model).not_quantized
     names = []

@@ -30,8 +30,7 @@ _table = cache(lambda device: torch.tensor(NF4).to(device))  # (16,)
 def dynamic_code(signed: bool, device: torch.device) -> Tensor:
     """Return the 256 values in bitsandbytes' dynamic 8-bit code, in ascending order.
 
-    The code has 0, 1 and seven decades of numbers. Each decade, such as 0.01 to 0.1, has twice as many numbers as the
-    decade below, such as 0.001 to 0.01.
+    The dynamic code has 0, 1 and numbers in seven decades, with twice as many from 0.01 to 0.1 as from 0.001 to 0.01.
     """
     numbers = [torch.zeros(1), torch.ones(1)]
     for decade in range(7):
@@ -88,14 +87,14 @@ def pack_nf4(weight: Tensor) -> dict[str, Tensor]:
 
 @cache
 def pack_on_meta(shape: torch.Size) -> dict[str, Tensor]:
-    """Return, on the meta device, the tensors that pack_nf4 computes for a weight with the shape `shape`."""
+    """Return the tensors of an NF4 weight on the meta device, without values."""
     return pack_nf4(torch.empty(shape, device="meta"))
 
 
 def unpack_nf4(
     packed: Tensor, scale_indices: Tensor, scale_scales: Tensor, offset: Tensor, dtype=torch.float32
 ) -> Tensor:
-    """Unpack the tensors that pack_nf4 returned into the weight's values (n,), padded to whole blocks."""
+    """Unpack an NF4 weight into a flat tensor (n,), which is padded to whole blocks of 64 values."""
     scale_code = dynamic_code(True, packed.device)
     value_table = _table(packed.device)
     if backend_for(offset, "nf4_unpack") == "triton":
@@ -129,7 +128,7 @@ class NF4Linear(PackedLinear):
     offset: Tensor
 
     def pack(self, weight: Tensor, take_shard: Callable | None = None):
-        # Memory estimates build models on the meta device, and cache the result for thousands of equal experts.
+        # Packing on the meta device is cached, because a memory estimate packs thousands of equal experts.
         if weight.is_meta:
             packed_tensors = {name: torch.empty_like(x) for name, x in pack_on_meta(weight.shape).items()}
         else:

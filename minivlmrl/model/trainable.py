@@ -44,11 +44,7 @@ def is_in_tower(name: str) -> bool:
 
 
 def trainable_summary(model: nn.Module) -> str:
-    """Return a table of the trained parameters, with one line per model part or kind of adapted layer.
-
-    Each line of the table has a name, the number of layers, the rank of adapters, and the number and share of trained
-    parameters.
-    """
+    """Return a table of the trained parameters, with one line per model part or kind of adapted layer."""
     kinds = defaultdict(Counter)  # (name, rank) -> number of trained parameters per layer
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

@@ -144,8 +144,8 @@ def lay_out(grids: tuple[tuple[int, int, int], ...], config: VisionConfig, devic
 class VisionTower(nn.Module):
     """Base class for the vision towers of all families, with the attributes that other files use.
 
-    The method forward has the arguments and the result of VisionTransformer.forward, and DeepStack's further columns.
-    Other files also know learned position embeddings, pos_embed, and DeepStack's mergers, deepstack_merger_list.
+    A vision tower may also have learned position embeddings (pos_embed) and DeepStack's mergers
+    (deepstack_merger_list).
     """
 
     config: VisionConfig

@@ -67,7 +67,7 @@ def acc_0_5(answer_texts, solution, image_sizes, answer_extents, log_extra=None,
 def box_format(completions: list[str], answer_extents: Extents, log_extra: LogExtra | None = None, **columns) -> list:
     """Return 1.0 for completions with <think> and <answer> tags and valid boxes inside the image, else 0.0.
 
-    An answer that says that there is no object also gets 1.0, and a row without an image gets None.
+    An answer that there is no object gets 1.0, and a row without an image gets None.
     """
     values = []
     reasons = []
@@ -110,7 +110,6 @@ def similarities(predicted: Objects, true: Objects) -> list[float]:
 
 
 def mean_similarity(predicted: Objects, true: Objects) -> float:
-    """Compute the mean IoU of matched boxes; a missing or extra box counts as a pair with IoU 0."""
     values = similarities(predicted, true)
     return sum(values) / len(values)
 
@@ -185,7 +184,6 @@ def check_inside(solution: Any, size: tuple[int, int]):
 
 
 def box_texts(objects: Objects) -> str:
-    """Format the labels and coordinates of the first three boxes as a text."""
     texts = []
     for label, box in objects[:3]:
         coordinates = ", ".join(f"{number:g}" for number in box.numbers)

@@ -47,9 +47,9 @@ def reward_columns(
 
 
 def image_extents(row: Row, prompt: Prompt, processor: Processor) -> tuple[Size | None, Size | None]:
-    """Return the size of a row's first image in pixels of the file and in the units of the answer's boxes.
+    """Return the size of a row's first image, if any, in pixels of the file and in the units of the answer's boxes.
 
-    The units are those of the row's column box_space, or else of the processor. A row without an image has no sizes.
+    The row's column box_space, or else the processor, names the units of the answer's boxes.
     """
     if not row.images:
         return None, None

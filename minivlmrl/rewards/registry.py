@@ -1,8 +1,7 @@
 """Registry of reward functions, and checks on their arguments and return values.
 
 The name of a reward is a key of REWARDS, "my_rewards.py:brevity" or "package.module:brevity". The name of a reward may
-end with keyword arguments, as in "mine.py:near(tolerance=0.05)". Error messages contain the row for which a reward
-function failed.
+end with keyword arguments, as in "mine.py:near(tolerance=0.05)".
 """
 
 import dis
@@ -61,7 +60,7 @@ class Text(str):
 
 
 def last_turn(prompt: Text | list[dict]) -> Text:
-    # The prompt has been converted already if one reward function calls another.
+    # If one reward function calls another, the prompt is already a text.
     return Text("".join(map(text_of, prompt[-1:])), "user") if isinstance(prompt, list) else prompt
 
 
@@ -204,7 +203,6 @@ def held_out_rewards(run: RunConfig) -> list[Reward]:
 
 
 def required_columns(rewards: Iterable[Reward]) -> list[str]:
-    """Return the sorted names of the columns that the given rewards require."""
     return sorted(set().union(*(reward.columns for reward in rewards)))
 
 

@@ -48,7 +48,7 @@ class Qwen3VisionConfig(VisionConfig):
 
 @dataclass(frozen=True)
 class DeepStackVisionConfig(Qwen3VisionConfig):
-    """Config for Qwen3-VL's vision tower, whose inner blocks also feed the decoder (DeepStack)."""
+    """Config for Qwen3-VL's vision tower, which uses DeepStack."""
 
     deepstack_visual_indexes: tuple[TokenId, ...] = (8, 16, 24)
 
@@ -70,7 +70,7 @@ def gelu_mlp(hidden_size: int, intermediate_size: int, bias: bool) -> nn.Module:
 
 
 class Merger(nn.Module):
-    """Merge 2 x 2 patches into one token. The mergers of DeepStack normalise the four patches together."""
+    """Merge 2 x 2 patches into one token; DeepStack's mergers normalise the four patches together."""
 
     def __init__(self, config: VisionConfig, norm_all_patches: bool):
         super().__init__()
@@ -85,7 +85,7 @@ class Merger(nn.Module):
 
 
 class Qwen3VisionTransformer(VisionTower):
-    """Qwen3-VL's vision tower, whose inner blocks also feed the decoder if DeepStack is used."""
+    """The vision tower of Qwen3-VL and Qwen3.5."""
 
     config: Qwen3VisionConfig
 

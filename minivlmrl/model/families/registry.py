@@ -1,6 +1,6 @@
 """Registry of model families; docs/developer_guide.md shows how to add a family.
 
-The module of a family has a dictionary SPECS from each model_type in config.json to its ModelSpec.
+Each family's Python module has a dictionary SPECS, from model_type in config.json to ModelSpec.
 """
 
 import re
