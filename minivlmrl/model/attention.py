@@ -104,7 +104,7 @@ class GroupLayout:
         return blocks, slots
 
     def blocks(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Split x (N, H, D) by prompt length, into prompt blocks (b, H, P, D) and completion blocks (r, H, C, D)."""
+        """Split x (N, H, D) into blocks (prompts, H, P, D) and (completions, H, C, D) for each prompt length."""
         if not self.in_order:
             x = Reorder.apply(x, self.order, self.inverse)
         sizes = [shape.numel() for shape in self.shapes]
