@@ -13,24 +13,24 @@ from typing import Any
 PACKAGE = Path(__file__).resolve().parent
 # folders of minivlmrl's own code, whose errors are shown without a traceback
 OURS = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in (PACKAGE.name, "kernels", "recipes"))
-# Python files of the user that a recipe names as `file.py:name`, see config/import_utils.py
+# Python files of the user that a recipe names as `file.py:name`
 USER_FILES: set[str] = set()
 
-# finds quoted texts of at least 80 characters, and words of at least 500 characters; an apostrophe is no quote
+# regular expression for quoted texts of at least 80 characters, and for words of at least 500 characters
 LONG_QUOTES = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}""")
 
-# finds messages with which PyTorch, CUDA and cuBLAS report that memory is full
+# regular expression for the out-of-memory messages of PyTorch, CUDA and cuBLAS
 NO_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory|STATUS_ALLOC_FAILED", re.IGNORECASE)
 
 
 class error_context(AbstractContextManager):
     """Context manager that puts a file, row or field before the message of a ValueError in its block.
 
-    A message that already begins with the same file, row or field is not changed. Other types of errors, such as those
-    of a user's code, get the file, row or field as a note.
+    An error message that already begins with the file, row or field is not changed. An error that is not a ValueError
+    gets the file, row or field as a note.
     """
 
-    # contextlib.contextmanager would be slower, and each row of a data file enters error_context several times
+    # error_context is a class, because contextlib.contextmanager would be slower for the rows of a data file.
     def __init__(self, where: str | Path):
         self.where = where
 
@@ -77,7 +77,7 @@ def check_field(valid: bool, name: str, value: Any, expected: str):
 
 
 def _invalid(name: str, value: Any, expected: str) -> ValueError:
-    # reprlib.repr shortens a long list before it is converted to text, which repr would do slowly
+    # reprlib.repr converts only the first elements of a long list to text, and so is faster than repr.
     shown = reprlib.repr(value) if isinstance(value, list | dict) else repr(value)
     return ValueError(f"{name} is {shown:.80}, but it must be {expected}")
 
@@ -101,7 +101,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 class phase(AbstractContextManager):
     """Context manager that marks its block as a phase of training, such as "forward", for error messages.
 
-    An error gets the attributes `phase` and `rows` from the innermost phase in which it is raised.
+    An error that leaves the block gets the attributes `phase` and `rows`, unless an inner block has set them.
 
     Args:
         name: name of the phase, as the message shows it.
@@ -131,7 +131,7 @@ def optional_dependency(name: str, needed: str) -> Iterator[None]:
 
 
 def check_extras(target: str, name: str):
-    """Raise ValueError if `target` is in the folder extras/, but the folder has been deleted.
+    """Raise ValueError if `target` names a module of the folder extras/, but the folder has been deleted.
 
     Args:
         target: module, or "module:name", that the core knows by this text alone.
@@ -143,7 +143,7 @@ def check_extras(target: str, name: str):
 
 
 def did_you_mean(name: str, names: Iterable[str], prefix: str = "", count: int = 1, cutoff: float = 0.6) -> str:
-    """Return the end of an error message about an unknown name, such as "; did you mean shapes?".
+    """Return a suggestion for an unknown name in an error message, such as "; did you mean shapes?".
 
     Returns:
         The text, or "" if no known name is similar.

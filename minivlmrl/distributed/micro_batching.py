@@ -21,12 +21,14 @@ def split_into_micro_batches(
 
     With max_tokens, prompts are sorted by length, so that a micro-batch has prompts of similar length. If a prompt and
     its completions have more than max_tokens tokens, several micro-batches contain the prompt, each with some of its
-    completions. All ranks get the same number of micro-batches, because the ranks of a sharded model run together.
+    completions. All ranks get the same number of micro-batches, because all ranks of a sharded model must run equally
+    many forward passes.
 
-    Example: prompt 0 has 10 tokens and completions of 5 and 5 tokens; prompt 1 has 10 tokens and completions of 40 and
-    2 tokens. For max_tokens = 40, the pairs (prompt, completion) in the micro-batches are [(0, 0), (0, 1)], [(1, 1)]
-    and [(1, 0)], with 20, 12 and 50 tokens. A single completion is never divided, even if it has more than max_tokens
-    tokens.
+    A single completion is never divided, even if the completion has more than max_tokens tokens. For example,
+
+        split_into_micro_batches([(10, [5, 5]), (10, [40, 2])], max_prompts=2, max_tokens=40)
+
+    returns [[(0, 0), (0, 1)], [(1, 1)], [(1, 0)]], with 20, 12 and 50 tokens.
 
     Args:
         lengths: for each prompt (its token count, its completions' token counts).
@@ -82,8 +84,8 @@ def sample_in_micro_batches(
 ) -> list[list[Completion]]:
     """Sample completions in micro-batches of at most sampling.max_batch_tokens tokens.
 
-    For this limit, a completion has sampling.max_new_tokens tokens. All completions of a prompt are in the
-    same micro-batch.
+    To count the tokens of a micro-batch, each completion is assumed to have sampling.max_new_tokens tokens. All
+    completions of a prompt are in the same micro-batch.
 
     Args:
         sample: function that samples the completions of one micro-batch from (prompts, num_generations, keys).

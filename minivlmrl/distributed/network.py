@@ -17,11 +17,11 @@ CONNECT_SECONDS = 60.0  # time limit for connecting the ranks, after all ranks h
 
 
 def attempt_store(limit: timedelta) -> Store:
-    """Create the key-value store through which the ranks exchange their network addresses.
+    """Create torch.distributed's key-value store, through which the ranks exchange their network addresses.
 
-    On one host, each restart by torchrun --max-restarts gets a new store, because torchrun's own store still has the
-    addresses of dead processes (torch 2.13, pytorch issue 135712). Several hosts share one store for all restarts,
-    because not all hosts know how many restarts there have been, see docs/many_gpus.md.
+    On a single host, each restart by torchrun uses a new prefix for the keys of the store, because the store still has
+    the addresses of dead processes (torch 2.13, pytorch issue 135712). On several hosts, all restarts use the same
+    prefix, because not all hosts know the number of restarts (docs/many_gpus.md).
 
     Raises:
         ValueError: rank 0's store cannot be reached.
@@ -55,7 +55,7 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
     """
     hosts = wait_for_ranks(store, rank, size, limit)
     has_gpu = device.type == "cuda"
-    # A timer ends the process if connecting takes too long, because gloo and NCCL have no limit of their own.
+    # A timer ends the process after CONNECT_SECONDS, because gloo and NCCL have no time limit for connecting the ranks.
     late = describe(f"no answer within {CONNECT_SECONDS:g} seconds", hosts, rank, has_gpu)
     timer = threading.Timer(CONNECT_SECONDS, end_process, [late])
     timer.daemon = True
@@ -107,7 +107,7 @@ def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
     """Context manager for creating a process group whose collective operations fail if another host dies.
 
     On Linux, a network connection of the process group is closed when the other host has not answered for `seconds`. A
-    rank that computes for a long time stays connected, because the operating system of its host answers.
+    rank that computes for a long time stays connected, because the operating system answers for the rank.
     """
     if sys.platform != "linux":
         yield
@@ -122,7 +122,7 @@ def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
         socket.TCP_USER_TIMEOUT: round(1000 * seconds),  # for data that the other host must confirm
     }
     for number in set(os.listdir("/proc/self/fd")) - before:
-        # OSError: the open file is not a TCP connection
+        # An open file that is not a TCP connection raises OSError.
         with suppress(OSError), socket.fromfd(int(number), socket.AF_INET, socket.SOCK_STREAM) as x:
             x.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in options.items():

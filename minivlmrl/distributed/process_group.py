@@ -19,7 +19,7 @@ from minivlmrl.distributed.device import find_device
 Value = TypeVar("Value")
 
 NO_LIMIT = timedelta(days=30)
-# gloo process group in which ranks wait for slow work, such as saving; None in a run with a single process
+# process group in which ranks wait for slow work, such as saving a model; None in a run with a single process
 waiting_group: dist.ProcessGroup | None = None
 
 
@@ -33,7 +33,7 @@ class World:
     # sampling and other slow work call stop_if_preempted regularly, so that a signal such as SIGTERM ends the run soon
     stop_if_preempted: Callable[[], None] = lambda: None
     timeout: float = 600.0  # seconds that a collective operation waits for other ranks
-    # False if an engine such as vLLM destroys the process group at the end of the run
+    # whether the function `shutdown` destroys the process group; False if an engine such as vLLM does
     ends_group: bool = True
 
     @property
@@ -49,8 +49,7 @@ class World:
     def shard_evenly(self, items: Sequence[Value]) -> tuple[list[Value], int]:
         """Return this rank's part of a sequence: every N-th item for N ranks, starting at the rank's number.
 
-        Some items are repeated so that all ranks have equally many, because ranks must run a sharded model equally
-        often.
+        Some items are repeated, because all ranks of a sharded model must process equally many items.
 
         Returns:
             this rank's items, and the number of leading items that are not repeats.
@@ -63,7 +62,7 @@ class World:
         """Add up each value over all ranks."""
         if self.size == 1:
             return list(values)
-        # a sum on the GPU would wait until the GPU has finished its work
+        # The values are summed on the CPU, because a sum on the GPU would wait until the GPU has finished its work.
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total)
         return total.tolist()
@@ -77,7 +76,7 @@ class World:
         return joined
 
     def gather_objects(self, value: Value) -> list[Value]:
-        """Return a list with each rank's value, in rank order. Values must be picklable, and should be small."""
+        """Return a list of all ranks' values, in rank order. The values must be picklable, and should be small."""
         if self.size == 1:
             return [value]
         values = [value] * self.size  # placeholders, which all_gather_object replaces
@@ -101,8 +100,8 @@ class World:
     def wait(self):
         """Wait for all ranks without a time limit; raise RuntimeError if the process of a rank has ended.
 
-        Other collective operations have the time limit World.timeout. Sampling, rewards and saving on one rank may take
-        longer than World.timeout.
+        Sampling, rewards and saving on one rank may take longer than World.timeout, the limit of all other collective
+        operations.
         """
         if self.size > 1:
             monitored_barrier(NO_LIMIT)
@@ -146,13 +145,13 @@ class World:
         self.sum(0)  # dist.barrier would wait for the GPU, because the group has a device
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]):
-        """Add up the gradients of all ranks, in place."""
+        """Replace each parameter's gradient by the sum of the gradients of all ranks."""
         # Gradients are summed and not averaged, because each rank divides its loss by a total over all ranks, such as
         # the number of tokens.
         if self.size == 1:
             return
         num_ranks = self.sum(*(parameter.grad is not None for parameter in parameters))
-        # AdamW must skip parameters without a gradient on any rank, as in a single process
+        # If no rank has a gradient for a parameter, AdamW must skip the parameter.
         trained = [parameter for parameter, n in zip(parameters, num_ranks, strict=True) if n]
         gradients = []
         for parameter in trained:
@@ -169,7 +168,7 @@ class World:
 
 
 def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
-    """Initialise the process group if torchrun started this process; select the device and the number of CPU threads.
+    """Select this process's device and number of CPU threads, and connect the ranks that torchrun has started.
 
     Args:
         num_threads: this process's CPU threads; None is default_num_threads.
@@ -191,7 +190,6 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
     # cuDNN's attention can give wrong results with fewer than 8 key heads (pytorch issue 193893)
     torch.backends.cuda.enable_cudnn_sdp(False)
     if size > 1 or sharded:
-        # runs with a single process do not load the module network
         from minivlmrl.distributed.network import attempt_store, connect, ending_with_dead_hosts
 
         # Gloo finds its network interface by the name of the host, which can fail in a container. On a single host, the
@@ -228,7 +226,7 @@ def monitored_barrier(limit: timedelta):
 def default_num_threads(local_size: int) -> int:
     """Return the environment variable OMP_NUM_THREADS, or the number of CPU cores divided by the processes on the host.
 
-    With several processes, OMP_NUM_THREADS=1 is ignored, because torchrun sets this value by default.
+    If torchrun starts several processes, OMP_NUM_THREADS=1 is ignored, because 1 is torchrun's default.
     """
     requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if requested.isdecimal() and int(requested) > (local_size > 1):

@@ -49,7 +49,7 @@ def is_unit(module: nn.Module) -> "TypeGuard[FSDPModule]":
 
 
 def units(module: nn.Module) -> "list[FSDPModule]":
-    """Return all FSDP units in a module. A module without sharding has no FSDP units."""
+    """Return all FSDP units in a module."""
     return [part for part in module.modules() if is_unit(part)]
 
 
@@ -63,20 +63,20 @@ def is_part(tensor: Tensor) -> "TypeGuard[DTensor]":
 
 
 def reshard(module: nn.Module):
-    """Free the gathered weights of a sharded module, which is needed before its parameters change."""
+    """Free the gathered weights of a sharded module, which become outdated when the parameters change."""
     for unit in units(module):
         unit.reshard()
 
 
 @dataclass
 class Communication:
-    """How an FSDP unit communicates with other ranks, see begin_micro_batch."""
+    """When an FSDP unit gathers weights and sums gradients over the ranks."""
 
     once_per_step: bool  # the option sharding.once_per_step
-    # True for vision blocks and decoder layers, whose gathered weights are freed after their forward pass
+    # whether the FSDP unit is a vision block or decoder layer, whose gathered weights are freed after the forward pass
     is_block: bool = False
-    # True if the gradients may be summed over replicas only in the last micro-batch. False for units in which some
-    # parameters have no gradient in some micro-batches, because FSDP sums all gradients of a unit as one tensor.
+    # whether gradients are summed over replicas only in the last micro-batch. The parameters must then have gradients
+    # in every micro-batch, because FSDP sums all gradients of a unit as one tensor.
     all_reduces_once: bool = False
     was_gathered: bool = False  # only a unit that was gathered before can postpone its reduction
 
@@ -86,11 +86,11 @@ def communication_of(unit: "FSDPModule") -> Communication:
 
 
 def begin_micro_batch(module: nn.Module, is_last: bool):
-    """Postpone the communication of a sharded module until the last micro-batch of an optimizer step.
+    """Choose when a sharded module gathers weights and sums gradients in the next micro-batch.
 
     With sharding.once_per_step, weights stay gathered for a whole optimizer step, and gradients are summed over ranks
-    once, in the last micro-batch. Without sharding.once_per_step, each micro-batch gathers weights, and sums gradients
-    over the ranks of a replica. Most FSDP units sum gradients over replicas only in the last micro-batch.
+    once, in the last micro-batch. Without sharding.once_per_step, each micro-batch gathers the weights again, and sums
+    gradients over the ranks of a replica. Most FSDP units sum gradients over replicas only in the last micro-batch.
     """
     for unit in units(module):
         communication = communication_of(unit)
@@ -115,7 +115,7 @@ def end_micro_batches(module: nn.Module):
 
 
 def shard_rows(mesh: "DeviceMesh", num_rows: int) -> slice:
-    """Return the rows of a sharded tensor that this rank stores, which may be none for the last ranks."""
+    """Return the slice of a sharded tensor's rows that this rank stores; the slice may be empty on the last ranks."""
     shards = mesh["shard"]
     rows_per_rank = math.ceil(num_rows / shards.size())
     first_row = shards.get_local_rank() * rows_per_rank
@@ -136,7 +136,7 @@ def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterato
             yield model
         return
     try:
-        # torch.inference_mode is not possible with FSDP, because weights that are gathered in it cannot be trained.
+        # torch.inference_mode is not possible with FSDP, because weights gathered in inference mode cannot be trained.
         with torch.no_grad():
             if not gather_weights:
                 yield model
@@ -149,7 +149,7 @@ def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterato
 
 
 def adapter_copies(model: VisionLanguageModel) -> AbstractContextManager[list[nn.Parameter]]:
-    """Context manager that replaces a model's adapters by 16-bit copies on a GPU, see model/lora.sampling_copies."""
+    """Context manager that replaces a model's adapters by 16-bit copies on a GPU."""
     if not has_adapters(model):
         return nullcontext([])
     # The code for adapters is imported only if a model has adapters, because few runs have them.
@@ -159,9 +159,9 @@ def adapter_copies(model: VisionLanguageModel) -> AbstractContextManager[list[nn
 
 
 def copy_model(model: VisionLanguageModel, in_compute_dtype: bool = False) -> VisionLanguageModel:
-    """Copy a model. Each rank copies its own rows of a sharded model.
+    """Copy a model. Each rank of a sharded model copies only the rows that the rank stores.
 
-    With adapters and without sharding, the copy shares the model's base weights.
+    The copy of an unsharded model with adapters shares the base weights.
 
     Args:
         in_compute_dtype: copy a sharded model into the dtype in which it computes.

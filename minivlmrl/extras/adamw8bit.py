@@ -2,8 +2,7 @@
 
 Each row of an AdamW moment is split into blocks of 256 values. A block is stored as one float32 scale, which is its
 largest absolute value, and one byte per value. Each byte stands for one of 256 fixed numbers between -1 and 1, which
-are denser near 0. FSDP shards tensors by rows, so the number of ranks does not change the blocks. bitsandbytes, in
-contrast, splits the flattened tensor into blocks.
+are denser near 0. FSDP shards tensors by rows, so the number of ranks does not change the blocks.
 
 A recipe selects the 8-bit AdamW with `optimizer: {name: adamw_8bit}`, and your modified copy with its file and class,
 for example `my_adamw.py:AdamW8bit`.
@@ -113,6 +112,6 @@ def empty_state(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """View this rank's shard of a tensor as a matrix (rows, n). An empty shard has 0 rows."""
+    """View this rank's shard of a tensor as a matrix (rows, n)."""
     local_rows = tensor.to_local() if is_part(tensor) else tensor.detach()
     return local_rows.view(len(local_rows), math.prod(local_rows.shape[1:]))

@@ -39,15 +39,15 @@ class RewardingEnvironment(Environment, Protocol):
     def get_reward(self) -> float | list[float] | None:
         """Return the completion's reward, a list with one reward for each turn, or None for an unknown reward.
 
-        If a list has no reward for the last turn, which calls no tool, the last turn's reward is 0.
+        The list may leave out the last turn, whose reward is then 0.
         """
 
 
 @dataclass
 class Settings:
-    """Settings of a tool environment. An environment changes a default by an attribute with the same name."""
+    """Settings of a tool environment."""
 
-    # whether the system message declares the tools, in the model's chat-template format
+    # whether the system message declares the tools, in the format of the model's chat template
     declare_tools: bool = True
     # maximum number of tool calls in a completion; additional calls are ignored
     max_tool_calls: Annotated[int, ">= 0"] = 8
@@ -102,16 +102,16 @@ def class_of(functions: Callable | list[Callable]) -> type[Environment]:
 
 
 def with_tools(processor: Processor, name: str) -> Processor:
-    """Copy a Processor, so that its chat template declares an environment's tools."""
+    """Return a copy of a Processor whose chat template declares the tools of an environment."""
     environment = get_environment(name)()
     template = processor.template
     tools = tools_of(environment)
     if settings_of(environment).declare_tools:
         if template is None or template.text == DEFAULT:
-            # the chat template of Qwen2-VL and Qwen2.5-VL cannot declare tools
+            # The chat template of Qwen2-VL and Qwen2.5-VL is replaced, because it cannot declare tools.
             values = template.token_names if template else {}
             template = ChatTemplate(WITH_TOOLS, name, processor.tokenizer.special_tokens, values)
-            # a saved model must have the chat template with which it was trained
+            # A saved model must contain the chat template with which the model was trained.
             files = processor.tokenizer.files
             files.pop("chat_template.json", None)
             files["chat_template.jinja"] = WITH_TOOLS.encode()

@@ -1,4 +1,4 @@
-"""Generate the JSON schema of a tool, equal to the result of transformers' get_json_schema."""
+"""Generate the JSON schema of a Python function, as get_json_schema of transformers does."""
 
 import inspect
 import json
@@ -20,11 +20,11 @@ TYPES = {
     list: "array",
     dict: "object",
 }
-# finds the indentation, name and description of each argument in the section Args of a Google-style docstring
+# regular expression for the indentation, name and description of each argument in a docstring's section Args
 ARGUMENT = re.compile(r"^([ \t]*)(\w+):((?:.|\n(?=\1[ \t]|(?![ \t]*\w+:)))*)", re.MULTILINE)
 
 
-# finds "(choices: [...])" at the end of an argument's description
+# regular expression for "(choices: [...])" at the end of an argument's description
 CHOICES = re.compile(r"\s*\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 

@@ -30,9 +30,9 @@ CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{8,}")  # an address in memory, see without_addresses
 
 
-# a tool call: (name of the tool, text between the tags); the name is "" in Qwen's <tool_call> format
+# a tool call: the tool's name and the text between the tags; the name is empty in Qwen's <tool_call> format
 Call = tuple[str, str]
-# an image that a tool returned, and its patch grid, image_grid_thw
+# an image that a tool returned, and the image's patch grid (frames, rows, columns)
 Picture = tuple[Image, tuple[int, int, int]]
 
 
@@ -104,8 +104,7 @@ def check_limits(parts: list[dict], images: list[Image], settings: Settings):
 def without_addresses(text: str) -> str:
     """Replace memory addresses, such as 0x7f3a91c0, by 0x.
 
-    The model reads the error messages of tools. Memory addresses in error messages, for example in those of selenium,
-    differ between runs, so that a run could not be repeated.
+    Memory addresses in a tool's error message differ between runs, so the model would read another text in each run.
     """
     return ADDRESS.sub("0x", text)
 
@@ -169,8 +168,8 @@ def refuse_constant(name: str):
 def check_values(value, name: str):
     """Raise ValueError if an argument of a tool call has an infinite number or half of a surrogate pair.
 
-    JSON can contain an infinite number as 1e999, and half of a surrogate pair as "\\ud800". An environment that stores
-    an infinite number could fail later, in get_reward, where an error ends the run.
+    JSON can contain the infinite number 1e999 and half of a surrogate pair, "\\ud800". An environment could store an
+    invalid value and fail later, in get_reward, where an error ends the run.
     """
     if isinstance(value, dict):
         for key, item in value.items():
@@ -194,7 +193,7 @@ def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
     """Parse the text between a tool's tags into {argument name: value}.
 
     A tool call in tags lists its arguments in signature order, as JSON values separated by commas. If the text between
-    the tags is not JSON, or the tool's only argument is a str, the whole text is the first argument.
+    the tags is not JSON, or the tool has a single argument of type str, the whole text is the first argument.
     """
     expected = fields(arguments_of(tools[name]))
     values = [inside.strip()]
@@ -276,7 +275,7 @@ def valid_text(value: Any) -> Any:
 
 
 def turn_opening(processor: Processor) -> list[str]:
-    """Return the text pieces between the <|im_end|> of a user turn and the text of the assistant's turn."""
+    """Return the pieces of the chat template between a user's turn and the text of the assistant's turn."""
     lay = render if processor.template is None else processor.template.render
     pieces = lay([{"role": "user", "content": "?"}])
     last_end = len(pieces) - pieces[::-1].index(END)

@@ -11,14 +11,14 @@ from minivlmrl.data.processor import Processor
 
 @dataclass
 class ToolProcessor(Processor):
-    """Processor of a run in which completions may call tools. The field `tools` lists the names of the tools."""
+    """Processor of a run in which completions may call tools."""
 
-    tools: Sequence[str] = ()
+    tools: Sequence[str] = ()  # names of the tools
 
     def join_turns(self, turns: list[dict]) -> list[dict]:
-        """Merge tool results into the assistant turns that called the tools in tags.
+        """Merge the result of each tool call in tags into the assistant turn that contains the call.
 
-        Example: after the tool call <search>cats</search>, its result is inserted as <result>...</result>.
+        Example: after the tool call <search>cats</search>, the tool's result is inserted as <result>...</result>.
         """
         joined = []
         is_answered = False  # the last joined turn ends with a tool's result

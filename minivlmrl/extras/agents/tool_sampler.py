@@ -52,7 +52,7 @@ class ToolEpisode:
         self.closing_tag = re.compile(f"</({'|'.join(self.tools)})>".encode())
         self.text = b""  # UTF-8 text that the policy generated since the last tool result
         self.ids: list[int] = []  # completion token ids, including tool results
-        # True for each token that the policy sampled, False for tokens of tool results
+        # whether the policy sampled each completion token; False for the tokens of tool results
         self.policy_mask: list[bool] = []
         self.pictures: list[tuple] = []  # images in tool results, as in Completion.pictures
         self.unread: list[Prompt] = []  # the tool result (at most one) that the model must still read
@@ -84,7 +84,8 @@ class ToolEpisode:
 
     def new_calls(self, new_bytes: bytes, turn_ends: bool, text_ends: bool) -> list[Call]:
         """Append a token's bytes to the completion's text, and return the tool calls that end with the token."""
-        # A closing tag can begin before the new bytes, but is not longer than the regular expression with all tools.
+        # The search starts before the new bytes, because a closing tag can begin in an earlier token. No closing tag is
+        # longer than the pattern that matches all closing tags.
         searched_from = max(0, len(self.text) - len(self.closing_tag.pattern))
         self.text += new_bytes
         if text_ends or not (turn_ends or self.closes_a_call(searched_from)):
@@ -93,7 +94,7 @@ class ToolEpisode:
         return calls[: self.settings.max_tool_calls - self.num_calls]
 
     def closes_a_call(self, searched_from: int) -> bool:
-        """Return whether a tool call in tags ends at or after a byte position in the text."""
+        """Return whether a tool call in tags is closed at or after a byte position of the text."""
         closing_tag = self.closing_tag.search(self.text, searched_from)
         return closing_tag is not None and b"<%s>" % closing_tag[1] in self.text
 
@@ -111,7 +112,7 @@ class ToolEpisode:
         if self.done:
             return True
         ids = encode_answers(answers, pictures, turn_ended, processor)
-        # A tool result with images cannot be truncated. A completion ends if its next tool result is too long.
+        # A completion ends if its next tool result is too long, because a tool result with images cannot be truncated.
         self.cut = len(ids) >= tokens_left
         if self.cut:
             return True
@@ -148,7 +149,7 @@ class ToolEpisode:
         completion.calls = self.num_calls, self.num_failed, self.cut
 
     def insert_answers(self, completion: Completion):
-        """Insert the tokens of tool results, with the log-probability 0, between a completion's sampled tokens."""
+        """Insert the tokens of tool results between a completion's sampled tokens, with a log-probability of 0."""
         policy_mask = torch.tensor(self.policy_mask)
         completion.ids = torch.tensor(self.ids)
         completion.policy_mask = policy_mask
@@ -185,7 +186,7 @@ def as_prompt(ids: list[int], pictures: list[Picture], processor: Processor) -> 
 
 
 def copy_on_write(image: Image) -> Image:
-    """Return a copy-on-write view of an image, so that several environments can share an image."""
+    """Return a view of an image that PIL copies before a change, so that several environments can share the pixels."""
     image.load()
     image = image._new(image.im)
     image.readonly = 1
@@ -223,7 +224,7 @@ class AnswerAttention(DecodeAttention):
         self.response_rows = rows
         prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # one length per prompt
         newest = decoding.newest.tolist()  # position of each row's newest token
-        # for recurrent layers: each tool result's row in the batch and its packed tokens, as slices
+        # Recurrent layers read the batch row and the packed tokens of each tool result, as slices.
         self.spans = []
         tokens_of_rows = [0] * len(newest)
         tokens_before = 0
@@ -263,7 +264,7 @@ class AnswerAttention(DecodeAttention):
 
 
 def extend(row_cache: Tensor, prompts: Tensor, new: Tensor, span: AnswerSpan) -> Tensor:
-    """Write a tool result's keys or values into the KV cache, and return all those that the result attends to.
+    """Write a tool result's keys or values into the KV cache, and return those of all tokens up to the result's end.
 
     Args:
         row_cache: (R, K, C, D), cache for the rows' own tokens, modified in place.
@@ -306,7 +307,7 @@ class ReadingDecode(Decode):
         index: Tensor,
         answers: list[Prompt],
     ) -> Tensor:
-        """Run the model on tool results, and return the logits (results, V) after each result.
+        """Run the model on tool results, and return the logits after each result, (number of results, vocabulary size).
 
         Args:
             rows: each result's row index in the decoding batch, also as the tensor `index`.
@@ -319,8 +320,7 @@ class ReadingDecode(Decode):
         batch.position_ids += start.repeat_interleave(repeats)
         answer_attention = AnswerAttention(attention, rows, lengths)
         hidden = model(batch, answer_attention, batch.layout.last_index)
-        # The position id of the next token is attention.start plus the number of tokens so far. An image has fewer
-        # position ids than tokens, so attention.start is decreased.
+        # The offset of later position ids is decreased, because an image has fewer position ids than tokens.
         last_positions = [x.max() for x in batch.position_ids.split(lengths, dim=1)]
         attention.start[index] = torch.stack(last_positions) - attention.newest[index]
         row_of_token = attention.rows[index].repeat_interleave(repeats)
@@ -359,8 +359,6 @@ class ToolSampler(Sampler):
         return step_episodes(self.episodes, self, rows, ids, turn_ends, text_ends)
 
 
-# ToolSampler and TrajectorySampler share the functions below.
-
 AnyEpisode = TypeVar("AnyEpisode", bound=ToolEpisode)
 
 
@@ -370,7 +368,7 @@ def find_environment(sampler: Sampler) -> Callable[[], Environment]:
     if name is None:
         raise ValueError("sampling.environment is not set, but a sampler with tools needs an environment")
     make = get_environment(name)
-    # Ranks read tool results at different times, but FSDP gathers a layer's weights on all ranks at the same time.
+    # Each rank reads tool results at other times, so the ranks cannot gather a sharded layer's weights together.
     if not sampler.gather_weights:
         raise ValueError(
             "rollout.gather_weights is false, which is not supported with sampling.environment; "
@@ -415,7 +413,7 @@ def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
     images = list(row.images)  # may decode image files, because images are loaded lazily
     space = row.columns.get("box_space") or processor.box_space
     patch_size = processor.image_processor.patch_size
-    # the patch grids of all images, because videos have second_per_grid_ts > 0
+    # patch grids of the images; second_per_grid_ts is 0 for an image and positive for a video
     grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()
     extents = []
     for image, (_, rows, columns) in zip(images, grids, strict=True):

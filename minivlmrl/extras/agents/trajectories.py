@@ -46,7 +46,7 @@ def find_sampler(name: str, history: int | None) -> type[Sampler]:
 
 
 def has_windows(name: str, history: int | None) -> bool:
-    """Return whether a new prompt, the context window, is built for each turn of a completion.
+    """Return whether each turn of a completion gets a new prompt, which is called the context window.
 
     `history` is the option sampling.history: the number of newest rounds whose images the model sees.
     """
@@ -82,7 +82,7 @@ class Episode(ToolEpisode):
 
     @property
     def has_next_turn(self) -> bool:
-        """True if the last turn called tools and the environment is not done."""
+        """Whether another turn follows, because the last turn called a tool and the environment is not done."""
         return len(self.rounds) == len(self.turns)
 
     def answer(self, calls: list[Call], turn_ended: bool, tokens_left: int, processor: Processor) -> bool:
@@ -101,7 +101,7 @@ class Episode(ToolEpisode):
         return True
 
     def finish(self, completion: Completion):
-        """Store the sampled turn, and clear the episode's token ids and text, so that the next turn starts empty."""
+        """Store a sampled turn, and clear the token ids and the text for the next turn."""
         self.turns.append(completion)
         self.ids = []
         self.policy_mask = []
@@ -111,7 +111,7 @@ class Episode(ToolEpisode):
     def trajectory(self) -> Completion:
         """Concatenate all turns of a trajectory into one Completion."""
         windows = [turn.prompt for turn in self.turns[1:]]
-        # Displayed with the completion: the last image that the model saw before each turn after the first.
+        # The last image of each new context window is displayed with the completion.
         shown = [window.row.images[-1:] for window in windows if window and window.row]
         return Completion(
             ids=torch.cat([turn.ids for turn in self.turns]),
@@ -127,8 +127,8 @@ class Episode(ToolEpisode):
 class TrajectorySampler(Sampler):
     """Sampler for trajectories.
 
-    The random seed of a turn is the prompt's key, the completion's index in its group, and the turn number. Ranks may
-    sample different numbers of turns, so they gather sharded weights only once, before the first turn.
+    The random seed of a turn consists of the prompt's seed, the completion's index in its group, and the turn number.
+    Ranks may sample different numbers of turns, so they gather sharded weights only once, before the first turn.
     """
 
     def __init__(self, *arguments, **options):
@@ -225,11 +225,7 @@ def observed_window(episode: Episode, processor: Processor) -> Prompt:
 
 
 def history_window(episode: Episode, history: int, processor: Processor) -> Prompt:
-    """Build a trajectory's next prompt from all text so far and the images in the newest `history` rounds.
-
-    If `history` covers the images of all rounds, the prompt has the same tokens as a single completion that grows from
-    turn to turn.
-    """
+    """Build a trajectory's next prompt from all text so far and the images in the newest `history` rounds."""
     shown = [episode.prompt, *(past.answers for past in episode.rounds)]
     written = [*(turn.ids for turn in episode.turns), torch.empty(0, dtype=torch.long)]
     tokens = processor.tokenizer.special_tokens
@@ -238,7 +234,7 @@ def history_window(episode: Episode, history: int, processor: Processor) -> Prom
     for number, (prompt, turn_ids) in enumerate(zip(shown, written, strict=True)):
         is_new = number >= len(shown) - history
         ids.append(prompt.input_ids if is_new else without_ids(prompt.input_ids, vision_ids))
-        # The policy may sample an image token by chance. The prompt leaves it out, because no image belongs to it.
+        # Image tokens that the policy samples by chance are removed, because no image belongs to them.
         ids.append(without_ids(turn_ids, vision_ids))
     newest = shown[-history:]
     seconds = [x.second_per_grid_ts for x in newest if x.second_per_grid_ts is not None]

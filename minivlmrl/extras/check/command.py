@@ -74,7 +74,7 @@ def check(config: RunConfig) -> Iterator[str]:
 
 
 def check_trial(trial: Trial, rows: Dataset) -> Iterator[str]:
-    """Check the rewards of a training stage that samples completions, given the rows with its prompts."""
+    """Check the rewards of a training stage that samples completions."""
     if (trial.weights > 0).any():
         solutions = solutions_of(without_media(rows))
         yield from check_rewards(trial, solutions)
@@ -89,7 +89,7 @@ def readable_rows(rows: Dataset, processor: Processor, answers: Sequence[str]) -
 
 
 class ReadableRows(RowSelection):
-    """A dataset in which the next readable row replaces each unreadable row, for which `use` raises ValueError."""
+    """A dataset that returns the next readable row in place of an unreadable row."""
 
     def __init__(self, rows: FileRows, use: Callable[[Row], Any]):
         super().__init__([rows], [(0, index) for index in range(len(rows))])
@@ -103,7 +103,7 @@ class ReadableRows(RowSelection):
 
 
 def describe_skipped(stage: str, rows: Dataset) -> str:
-    """Return a sentence that counts the unreadable rows which training will skip, or "" without unreadable rows."""
+    """Return a sentence about the unreadable rows that training will skip, or "" if all rows are readable."""
     failures = list(rows.failures.values()) if isinstance(rows, ReadableRows) else []
     if not failures:
         return ""

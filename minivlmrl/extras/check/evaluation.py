@@ -20,7 +20,7 @@ NUM_DECODED = 1000  # largest number of dataset rows whose images are decoded an
 
 
 def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor: Processor) -> Iterator[str]:
-    """Check the held-out rows, which are `datasets["eval"]`; `datasets` also has the training rows of each stage."""
+    """Check the held-out rows, and compare their images with the images of the training rows."""
     held_out = datasets.get("eval")
     if held_out is None:
         return

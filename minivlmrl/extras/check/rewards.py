@@ -24,7 +24,7 @@ from minivlmrl.rewards.registry import Reward, required_columns, training_reward
 from minivlmrl.rewards.text import find_answer, normalize
 
 ROLLOUT = "<think>{}</think><answer>{}</answer>"
-# Texts that are no answers. If a reward gave one of them a high value, the policy would learn to write it.
+# Texts without an answer, which the policy would learn to write if a reward gave them a high value.
 REWARD_HACK_PROBES = {
     "an empty text": "",
     "empty tags": ROLLOUT.format("", ""),
@@ -42,16 +42,16 @@ MAX_FORMS = 8  # maximum number of elements in a solution that are tried as answ
 
 @dataclass
 class Trial:
-    """K reward functions, their weights (K,), and n dataset rows with which `check` tests the rewards."""
+    """Reward functions with their weights, and dataset rows on which `check` tests the functions."""
 
     rewards: list[Reward]
-    weights: Tensor
+    weights: Tensor  # (number of reward functions,)
     rows: Sequence[Row]
     processor: Processor
     max_new_tokens: int = 64  # token count of the longest text that the model may write
 
     def score_texts(self, texts: Iterable[str]) -> Tensor:
-        """Return the rewards (n, K) of n texts, of which the i-th is scored as the model's completion for row i."""
+        """Score one text for each row as if the model had sampled the text; return the rewards (rows, functions)."""
         prompts = [row.prompt(self.processor) for row in self.rows]
         groups = []
         for text in texts:
@@ -60,11 +60,11 @@ class Trial:
         return call_rewards(self.rewards, reward_columns(self.rows, prompts, groups, self.processor))
 
     def score_answers(self, answers: Iterable[str]) -> Tensor:
-        """Return the rewards (n, K) of n answers; tags are added if data.answer_format is tags."""
+        """Write one answer for each row in the format data.answer_format, and return the rewards (rows, functions)."""
         return self.score_texts(format_completion(answer, self.processor) for answer in answers)
 
     def right_answers(self) -> list[str]:
-        """Write each row's solution as a text; of several possible texts, the one with the highest reward is chosen."""
+        """Write each row's solution as text, for example as 3 or 3.0; choose the form with the highest reward."""
         forms = [answer_forms(row) for row in self.rows]
         if all(len(texts) == 1 for texts in forms):
             return [texts[0] for texts in forms]
@@ -72,7 +72,7 @@ class Trial:
         return [texts[int(x.argmax())] for texts, x in zip(forms, totals, strict=True)]
 
     def of_forms(self, forms: Sequence[Sequence[str]]) -> tuple[Tensor, ...]:
-        """Compute the rewards of several answers to each row, as one tensor (number of answers, K) per row."""
+        """Score several answers for each row; return one tensor (answers, functions) per row."""
         rows = [row for row, texts in zip(self.rows, forms, strict=True) for _ in texts]
         values = replace(self, rows=rows).score_answers(chain.from_iterable(forms))
         return values.split([len(texts) for texts in forms])
@@ -114,14 +114,13 @@ def check_contradictions(
 ) -> Iterator[str]:
     """Check that the answers on which a stage trains agree with the column `solution` of their rows.
 
-    A good answer contradicts its row's solution if a reward gives less than half of the reward's highest value. A
+    A good answer contradicts its row's solution if the answer's reward is less than half of the highest reward. A
     rejected answer contradicts the solution if its reward is higher than the reward of the chosen answer. An answer
-    with the label false contradicts the solution if its reward is more than half of the highest value. `trainer` is the
-    class of the stage, which names the fields with answers.
+    that is labelled as bad contradicts the solution if the answer's reward is more than half of the highest reward.
+    `trainer` is the class of the stage, which names the fields with answers.
     """
     names = trainer.answers
-    # Answers of the package's own tasks are not compared with solutions, because a task may teach an answer format with
-    # wrong answers.
+    # The rows of minivlmrl's own tasks are skipped, because a task may teach an answer format with wrong answers.
     is_compared = names and isinstance(all_rows, FileRows)
     rows = sample_rows(all_rows, NUM_ANSWERS) if is_compared else []
     for reward in rewards if rows else ():
@@ -248,7 +247,7 @@ def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) 
 
 
 def check_forms(trial: Trial) -> Iterator[str]:
-    """Check whether a reward compares answers with the text "['cat', 'kitten']" of a solution that is a list."""
+    """Check whether a reward compares answers with the text of a Python list, such as "['cat', 'kitten']"."""
     forms = [answer_forms(row) for row in trial.rows]
     if all(len(texts) == 1 for texts in forms):
         return
@@ -270,7 +269,7 @@ def check_forms(trial: Trial) -> Iterator[str]:
 
 
 def check_empty(trial: Trial, solutions: Sequence[Sequence[str]], rows_name: str = "rows") -> Iterator[str]:
-    """Check for rows with an empty solution, if a reward gives 0 or NaN to the answer "none" for such a row."""
+    """Check for rows with an empty solution whose right answer, "none", gets no reward."""
     num_empty = sum(not any(text.strip() for text in texts) for texts in solutions)
     if not num_empty:
         return
@@ -285,10 +284,9 @@ def check_empty(trial: Trial, solutions: Sequence[Sequence[str]], rows_name: str
 
 
 def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Check for two names of one label, such as "ice cream" and "Ice-Cream".
+    """Check for two names of one label, such as "ice cream" and "Ice-Cream", of which a reward accepts only one.
 
-    Two names are reported if a reward is lower for the name that is not the solution. Labels with digits are not
-    compared, because 1-5 and 15 are different answers.
+    Labels with digits are not compared, because 1-5 and 15 are different answers.
     """
     solution_counts = count_answers(solutions)
     names = defaultdict(list)  # letters of a label -> solutions with these letters, frequent first
@@ -316,11 +314,11 @@ def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Itera
 def check_constant(
     trial: Trial, solutions: Sequence[Sequence[str]], right_values: Tensor, of_rows: str = ""
 ) -> Iterator[str]:
-    """Check whether answering every row with the most frequent solution scores as high as right answers.
+    """Check whether the most frequent solution, given as the answer to every row, scores as high as right answers.
 
     Example: a solution that is right for 70 % of the dataset's rows, and whose reward is 1 if right and 0.1 if wrong,
-    scores 0.7 * 1 + 0.3 * 0.1 = 0.73. Rewards that read no column of the dataset, such as a format reward, do not
-    count. `right_values` are the rewards (n, K) of the right answers.
+    scores 0.7 * 1 + 0.3 * 0.1 = 0.73. Rewards that read no column of the dataset, such as a format reward, are ignored.
+    `right_values` are the rewards (n, K) of the right answers.
     """
     reads_none = torch.tensor([not reward.columns for reward in trial.rewards])
 
@@ -329,14 +327,14 @@ def check_constant(
 
     [(solution, num_equal)] = count_answers(solutions).most_common(1)
     right_mean = totals(right_values).nanmean().item()
-    # Total reward (n,) if the answer to each of n rows is the most frequent solution
+    # total reward of each row for the most frequent solution
     constant = totals(trial.score_answers([solution] * len(trial.rows)))
     is_equal = torch.tensor([solution in truths for truths in solutions_of(trial.rows)])
     frequency = num_equal / len(solutions)
     constant_mean = frequency * constant[is_equal].nanmean().nan_to_num(0.0).item()
     constant_mean += (1 - frequency) * constant[~is_equal].nanmean().nan_to_num(0.0).item()
-    # If the constant answer scores more than 1.25 times as much as right answers, the rewards cannot parse the right
-    # answers, which the other checks report.
+    # The upper bound of 1.25 excludes rewards that cannot parse right answers, because other checks report these
+    # rewards.
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
             f"Always answering {format_completion(solution, trial.processor)!r:.80} scores "
@@ -379,10 +377,10 @@ def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
 
 
 def check_cache(trial: Trial) -> Iterator[str]:
-    """Check whether a reward function caches values by text, and so returns a wrong value for another row.
+    """Check whether a reward function caches values by a completion's text, but not by the row's solution.
 
-    Each right answer is scored for its own row, and then for a row with another solution. Another text with the same
-    right answer is scored for the two rows in reverse order. `trial` has a single reward.
+    The check scores each right answer for its own row and for a row with another solution, in both orders. `trial` has
+    a single reward.
     """
     if trial.processor.answer_format == "whole":  # no two texts contain the same answer
         return
@@ -425,8 +423,8 @@ def count_answers(solutions: Iterable[Sequence[str]]) -> Counter[str]:
 def answer_forms(row: Row) -> list[str]:
     """Return the texts that may be right answers to a row; the last text is always `str(solution)`.
 
-    The solution ["cat", "dog"] gives the texts cat, dog, "cat, dog", the list as JSON, and the list as Python's `str`
-    writes it. The solution 3.0 gives 3 and 3.0. Strings and boxes give one text.
+    Example: the solution ["cat", "dog"] has five texts: cat, dog, "cat, dog", and the list in the notations of JSON and
+    Python. The solution 3.0 has the texts 3 and 3.0. Strings and boxes have one text.
     """
     solution = row.columns.get("solution")
     forms = []

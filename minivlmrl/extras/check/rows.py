@@ -28,7 +28,7 @@ def without_media(rows: Dataset) -> Iterator[Row]:
 
 
 def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], processor: Processor) -> Iterator[str]:
-    """Check the rows on which one stage trains; `names` are the stage's answer fields, such as "chosen"."""
+    """Check the rows on which one stage trains, with answers in the fields `names`, such as "chosen"."""
     yield from check_conversations(all_rows, config.data.system_prompt)
     yield from check_twice(all_rows)
     rows = sample_rows(all_rows)
@@ -42,8 +42,7 @@ def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], proce
 def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterator[str]:
     """Check for rows with several system messages, and for images that come before the text in only some rows."""
     num_two_systems = 0
-    # Counts the questions that end with an image under True, and those that begin with an image under False.
-    image_orders = Counter()
+    image_orders = Counter()  # {True: questions with the image after the text, False: with the image before the text}
     for row in without_media(all_rows):
         systems = {text_of(turn) for turn in row.messages if turn["role"] == "system"}
         num_two_systems += len({*systems, system_prompt} - {None}) > 1
@@ -186,7 +185,7 @@ def check_boxes(rows: Sequence[Row]) -> Iterator[str]:
 def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, processor: Processor) -> Iterator[str]:
     """Check that the answers that a stage trains on end with a stop token.
 
-    If another stage samples completions, no answer may be longer than sampling.max_new_tokens.
+    If a stage of the recipe samples completions, no answer may have more than sampling.max_new_tokens tokens.
     """
     rows = sample_rows(all_rows)
     stop_ids = config.sampling.stop_token_ids or processor.stop_token_ids
@@ -213,9 +212,9 @@ def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, pr
 
 
 def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: int) -> Iterator[int]:
-    """Yield the token counts of the dataset's long answers; answers with images are skipped.
+    """Yield the token counts of answers without images that may have more than `limit` tokens.
 
-    Only answers with more bytes than the limit of tokens are tokenized, because a token has at least one byte.
+    Short answers are not tokenized, because an answer has at most as many tokens as bytes.
     """
     for row in without_media(all_rows):
         answer = getattr(row, name)
@@ -227,6 +226,6 @@ def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: in
 
 def sample_rows(rows: Sequence, count: int = NUM_ROWS) -> list:
     """Sample at most `count` rows with a fixed seed; return the sampled rows in the dataset's order."""
-    # Every k-th row of a dataset may be of one kind, so the rows are sampled at random.
+    # Rows are sampled at random, because rows at equal distances could all be of one kind.
     row_indices = random.Random(0).sample(range(len(rows)), min(count, len(rows)))
     return [rows[index] for index in sorted(row_indices)]

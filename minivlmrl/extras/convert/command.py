@@ -3,10 +3,10 @@
     python -m minivlmrl convert rows.json
     python -m minivlmrl convert rows.jsonl --to trl --out rows_trl.jsonl
 
-The layout is recognized by the columns of the rows; if two layouts fit, choose one with --layout. The new file is
-written beside the old file, and refers to the same images. The last lines of output list the columns and keys that the
-new layout cannot hold. For a YAML list of data sets as VLM-R1 has, the command converts each file, and prints the
-option data.train.
+The layout is recognized by the columns of the rows; if two layouts fit, choose one with --layout. The converted file is
+written beside the original file, and refers to the same images. The command lists the columns and keys that the chosen
+layout cannot store. If the file is a YAML list of data sets in VLM-R1's format, the command converts each data set, and
+prints the option data.train for a recipe.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
 
 
 def convert(path: Path, options: argparse.Namespace) -> Path:
-    """Write the converted rows of a file; return the path of the new file, or of the old file if nothing changes."""
+    """Convert the rows of a file; return the path of the converted file, or the original path if no row changes."""
     rows = source_rows(path, options)
     sample = list(islice(rows, SAMPLE))
     if not sample:
@@ -103,7 +103,7 @@ def source_rows(path: Path, options: argparse.Namespace) -> Rows:
 
 
 def find_layout(path: Path, sample: list[tuple[str, dict]]) -> str:
-    """Return the name of the layout that fits the first rows of a file; ValueError if none or several layouts fit."""
+    """Return the name of the only layout that fits the first rows of a file."""
     names = list(READERS)
     for where, row in sample:
         with error_context(where):
@@ -125,7 +125,7 @@ def folder_of(path: Path) -> Path:
 
 
 def new_name(path: Path, row: dict, to: str | None) -> Path:
-    """Return the name of the new file, which is a parquet file if the rows contain the bytes of images."""
+    """Return the path of the converted file, which is a parquet file if the rows contain the bytes of images."""
     has_bytes = []
     map_nested(row, has_bytes.append, bytes)
     suffix = ".parquet" if has_bytes or to == "verl" else ".jsonl"
@@ -165,7 +165,7 @@ def write(out: Path, suffix: str, rows: Callable[[], Iterator[dict]]):
 
 
 def batches(rows: Iterator[dict]) -> Iterator[list[dict]]:
-    """Yield lists of rows that all have the same columns, because pyarrow reads the columns from the first row."""
+    """Yield batches of rows with equal columns, because pyarrow reads the columns from a batch's first row."""
     while batch := list(islice(rows, BATCH)):
         names = dict.fromkeys(chain.from_iterable(batch))
         yield [{name: row.get(name) for name in names} for row in batch]
@@ -174,7 +174,7 @@ def batches(rows: Iterator[dict]) -> Iterator[list[dict]]:
 def convert_list(path: Path, options: argparse.Namespace) -> Iterator[Plain]:
     """Convert each file in a YAML list of data sets, and yield the entries of the option data.train.
 
-    Relative paths start from the current folder, or from the folder of the list if the current folder has no such file.
+    A relative path is tried from the current folder first, and then from the folder of the YAML file.
     """
     with error_context(path):
         content = yaml.safe_load(path.read_text(encoding="utf-8"))

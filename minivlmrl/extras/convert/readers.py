@@ -1,7 +1,6 @@
-"""Readers for the layouts of other projects: each takes the columns of a row, and returns the columns of docs/data.md.
+"""Readers convert the columns of a row from the layout of another project to the layout in docs/data.md.
 
-A reader returns None for a row that does not have the reader's layout. Columns that a reader does not know stay in the
-row. Content that the new row cannot hold is counted in `Columns.dropped`.
+A reader returns None for a row that does not have the reader's layout. Unknown columns stay in the row.
 """
 
 import ast
@@ -36,7 +35,7 @@ VISION = re.compile(r"<\|vision_start\|>(?:<\|(image|video)_pad\|>)+<\|vision_en
 
 
 class Columns(dict):
-    """A row as {column name: value} without missing values; `dropped` counts what the new layout cannot hold."""
+    """The columns of a row, without missing values; `dropped` counts the columns and keys that are lost."""
 
     def __init__(self, row: dict, dropped: Counter):
         # pandas writes a missing value as NaN, which is not equal to itself.
@@ -48,7 +47,7 @@ class Columns(dict):
         return self
 
     def drop(self, name: str) -> Plain:
-        """Remove and return a column, and count it as dropped unless it is empty."""
+        """Remove and return a column, which is counted as lost unless the column is empty."""
         if self.get(name) not in (None, "", [], {}):
             self.dropped[f"column {name!r}"] += 1
         return self.pop(name, None)
@@ -129,7 +128,7 @@ def read_pairs(row: Columns) -> Columns | None:
 
 
 def read_question(asked: str) -> Reader:
-    """Return a reader of rows with a question and an answer in two columns, and earlier turns in `history`."""
+    """Return a reader for rows that have a question in the column `asked` and the answer in another column."""
 
     def read(row: Columns) -> Columns | None:
         if asked not in row or "conversations" in row or has_prompt(row):
@@ -286,7 +285,7 @@ def add_choices(row: Columns):
 
 
 def fill_objects(row: Columns):
-    """Replace the n-th <ref-object> and <bbox> of ms-swift by the n-th item of the column `objects`."""
+    """Replace ms-swift's tags <ref-object> and <bbox> by the names and boxes in the column `objects`."""
     objects = row.get("objects")
     text = json.dumps([value for name, value in row.items() if name != "objects"], default=str)
     if objects is None or not any(tag in text for tag in TAGS):
@@ -312,7 +311,7 @@ def fill_objects(row: Columns):
 
 
 def fill_images(row: Columns):
-    """Replace <img>cat.jpg</img> of Qwen-VL in texts by <image>, and list the files in `images`."""
+    """Replace Qwen-VL's tags, such as <img>cat.jpg</img>, by <image>, and list the files in the column `images`."""
     paths = []
     if any(name in row for name in MEDIA):
         return
@@ -343,7 +342,7 @@ def replace_texts(row: Columns, pattern: str | re.Pattern, change: Callable[[re.
 
 
 def fitting(row: dict, names: Iterable[str] = READERS) -> list[str]:
-    """Return the names of the layouts that fit a row; a ValueError of a reader means a faulty row of its layout."""
+    """Return the names of the layouts that fit a row."""
     fits = [name for name in names if _fits(prepare(row, Counter()), READERS[name])]
     return [name for name in fits if name != "ours"] or fits
 
@@ -351,5 +350,5 @@ def fitting(row: dict, names: Iterable[str] = READERS) -> list[str]:
 def _fits(row: Columns, reader: Reader) -> bool:
     try:
         return reader(row) is not None
-    except ValueError:
+    except ValueError:  # the row has an error, but it has this layout
         return True

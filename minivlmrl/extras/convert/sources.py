@@ -94,7 +94,7 @@ def _read_cells(path: Path) -> Rows:
     """
     csv.field_size_limit(2**31 - 1)
     separator, word = ("\t", "tabs") if path.suffix == ".tsv" else (",", "commas")
-    # A CSV error is not raised inside error_context(where), because `where` still names the previous row.
+    # The next row is read outside error_context, because a CSV error would get the place of the previous row.
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=separator, strict=True)
         names: list[str] = []
@@ -141,7 +141,7 @@ def _row_of_cells(names: list[str], cells: list[str], separator: str) -> dict:
 
 
 def _swallows_rows(cell: str, number: int, columns: int, separator: str) -> bool:
-    """Return True if a quote seems not to be closed: each line of the cell has as many commas as a row of the file."""
+    """Return True if a cell seems to contain further rows: each line of the cell has as many commas as a row."""
     lines = cell.split("\n")
     counts = [len(re.findall(rf"{separator}(?=\S|$)", line.strip("\r"))) for line in lines]
     expected = [columns - 1 - number, *[columns - 1 for _ in lines[2:]], number]

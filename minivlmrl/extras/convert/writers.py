@@ -15,9 +15,9 @@ from minivlmrl.data.rows import Row
 
 
 def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
-    """Write a row for TRL: a prompt, its answers and `images`, or `messages` if a conversation has several answers.
+    """Write a row for TRL, as a prompt with answers or, if a conversation has several answers, as `messages`.
 
-    If a column `completion` had several answers, TRL's loss would also train the user's turns between the answers.
+    In a completion with several answers, TRL's loss would also train the user's turns between the answers.
     """
     row, media, others = read(columns, folder)
     prompt, answers = turns_of(row, media)

@@ -1,8 +1,8 @@
 """Mixtures of experts (MoE), which replace the decoder MLPs in Qwen3-VL-MoE and Qwen3.5-MoE.
 
-For each token, a router selects k of E experts, which are small MLPs. Each expert of our model is an ordinary MLP, so
-that LoRA, NF4, sharding and checkpoints need no code for experts. Weight files have two tensors with all experts of a
-layer: `split_experts` splits them when a model is loaded, and `stack_experts` stacks them when a model is saved.
+For each token, a router selects k of E experts, which are small MLPs. Each expert is a module of the class MLP, so that
+LoRA, NF4 and sharding treat experts like other MLPs. Weight files have two tensors with all experts of a layer:
+`split_experts` splits them when a model is loaded, and `stack_experts` stacks them when a model is saved.
 
 Dimension letters: k experts per token, N tokens, D hidden_size, E experts.
 Source: modeling_qwen3_vl_moe.py and modeling_qwen3_5_moe.py in transformers 5.23.
@@ -60,7 +60,8 @@ class Experts(nn.Module):
         counts = self.counts(ids)
         used = counts
         if sum_over_ranks is not None and torch.is_grad_enabled():
-            # An expert that has tokens on any rank runs on all ranks, so that each rank has a gradient to reduce.
+            # If any rank has tokens for an expert, the expert runs on all ranks, because all ranks must have a gradient
+            # to sum.
             used = sum_over_ranks(counts)
         parts = []
         for expert, tokens, uses in zip(self.experts, copies.split(counts), used, strict=True):
@@ -96,14 +97,14 @@ def place_experts(layer: DecoderLayer, config: ModelConfig, index: int):
         layer.mlp = Experts(config.hidden_size, config.experts, index)
 
 
-# In a weight file, gate_up_proj has the gate_proj and up_proj of all experts, and down_proj has their down_proj.
+# {tensor of a weight file: the matrices that the tensor stores for all experts of a layer}
 FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 
 def split_experts(
     tensors: Iterable[tuple[str, Tensor]], config: ModelConfig, file: Path, *, transposed: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a weight file, but split each tensor with all experts into the weights of single experts.
+    """Yield the tensors of a weight file; each tensor of all experts is split into tensors of single experts.
 
     Args:
         transposed: whether stacked experts may be transposed, as in Qwen3-VL-MoE on the hub.
@@ -148,7 +149,7 @@ class StackedExperts:
 
 
 def stack_experts(weights: dict[str, Weight], config: ModelConfig, *, transposed: bool):
-    """Replace the weights of single experts, in the dictionary `weights`, by the stacked weights of all experts."""
+    """Replace the weights of single experts in a dictionary of weights by stacked weights of all experts."""
     if config.experts is None:
         return
     for name in list(weights):

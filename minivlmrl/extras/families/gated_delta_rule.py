@@ -1,6 +1,6 @@
 """The gated delta rule, Qwen3.5's linear attention.
 
-Each head of the linear attention has a state, a matrix S (K, V). The matrix predicts the value of a key k as S^T k. A
+Each head of the linear attention has a state, a matrix S (K, V). The state predicts that a key k has the value S^T k. A
 token multiplies S by the decay a, corrects the prediction for its key, and reads the state with its query:
 
     S <- a S        u = beta (v - S^T k)        S <- S + k u^T        o = S^T q        a = e^g
@@ -9,23 +9,26 @@ Derivation of the chunked form. With G_i = g_1 + ... + g_i inside a chunk and S 
 
     S_i = e^G_i S + sum over j <= i of e^(G_i - G_j) k_j u_j^T
 
-The error u_i depends only on the tokens j < i. Inserting S_(i-1) in the definition of u_i gives a triangular system:
+Inserting S_(i-1) in the definition of u_i gives a triangular system, because u_i depends only on earlier tokens:
 
     u_i + sum over j < i of L_ij u_j = beta_i (v_i - e^G_i S^T k_i)        L_ij = beta_i e^(G_i - G_j) k_i . k_j
 
 The state S occurs only on the right side, so the systems of all chunks are solved at once, before S is known:
-X = (I + L)^-1 beta V and Y = (I + L)^-1 beta e^G K. Only the following products are computed chunk after chunk:
+
+    X = (I + L)^-1 beta V        Y = (I + L)^-1 beta e^G K
+
+Only the following products are computed chunk after chunk:
 
     U = X - Y S        O = e^G Q S + M U        M_ij = e^(G_i - G_j) q_i . k_j for j <= i
     S <- e^G_C S + (e^(G_C - G) K)^T U
 
-Example: two tokens whose keys and queries are 1, with beta = 1/2, the decay a = 1/2, and the values v = 8 and 6.
+Example: two tokens with keys and queries of 1, values v = 8 and 6, beta = 1/2, and the decay a = 1/2:
 
     token by token:  u_1 = 8 / 2 = 4,  S = 4,  a S = 2,  u_2 = (6 - 2) / 2 = 2,  S = 2 + 2 = 4
     as one chunk:    L_21 = 1/4,  beta v = 4, 3,  u_1 = 4,  u_2 = 3 - 4/4 = 2
 
 Dimensions: b rows, T tokens per row, H heads, K elements of a key, V elements of a value, C tokens per chunk.
-Source: the paper Gated Delta Networks (arXiv 2412.06464); the chunked form is as in DeltaNet (arXiv 2406.06484).
+Source: the papers Gated Delta Networks (arXiv 2412.06464) and, for the chunked form, DeltaNet (arXiv 2406.06484).
 """
 
 import math
@@ -37,7 +40,7 @@ CHUNK = 64  # tokens in a chunk
 
 
 def by_definition(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the outputs and the last state of `gated_delta_rule` token by token."""
+    """Compute gated linear attention token by token, as the gated delta rule is defined."""
     outputs = []
     for i in range(q.shape[1]):
         state = state * g[:, i].exp()[..., None, None]
@@ -49,7 +52,7 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, stat
 
 
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute gated linear attention: each token updates the state S, and then reads the new state.
+    """Compute gated linear attention: each token updates the state, and then reads the updated state.
 
     Args:
         q, k: (b, T, H, K), queries and keys. All tensors are float32, or all are float64.
@@ -67,7 +70,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, s
     q, k, v, beta, g = (in_chunks(x, C) for x in (q, k, v, beta[..., None], g))
     G = g.cumsum(-1)  # (b, H, chunks, C): log decay since the chunk start
     later = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
-    # The decay from token j to token i of a chunk is 0 for j > i; it is of shape (b, H, chunks, C, C).
+    # (b, H, chunks, C, C): decay between two tokens of a chunk; 0 from a later to an earlier token
     decay = (G[..., None] - G[..., None, :]).masked_fill(later, -math.inf).exp()
     since = G.exp()[..., None]  # (b, H, chunks, C, 1): decay since the chunk start
     until = (G[..., -1:] - G).exp()[..., None]  # decay from each token to its chunk's end
@@ -96,7 +99,7 @@ def in_chunks(x: Tensor, size: int) -> Tensor:
 
 
 def solve_chunks(k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, since: Tensor) -> tuple[Tensor, Tensor]:
-    """Solve the triangular system of each chunk, and return X and Y, which the top of this file defines."""
+    """Return the solutions X and Y of each chunk's triangular system, which the module's docstring derives."""
     right = torch.cat([beta * v, beta * since * k], dim=-1)
     lower = beta * (k @ k.mT) * decay  # L in the derivation; solve_triangular ignores its diagonal
     solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)

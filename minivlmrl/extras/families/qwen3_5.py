@@ -5,8 +5,8 @@ packed sequence. To separate the completions of a prompt, a recurrent layer read
 completion from a copy of the state after the prompt. The state of a recurrent layer consists of the recurrent matrices
 and the convolution's last inputs.
 
-Every fourth decoder layer of Qwen3.5 has attention, with an output gate and with rotary embeddings on a part of each
-head. Norms scale by 1 + weight. The vision tower of Qwen3.5 is Qwen3-VL's tower without DeepStack.
+Every fourth decoder layer of Qwen3.5 has attention instead of a recurrence. Norms scale by 1 + weight. The vision tower
+of Qwen3.5 is Qwen3-VL's tower without DeepStack.
 
 Dimension letters: b rows with T tokens, N tokens in the packed sequence, H heads, V elements of a value, K elements in
 a query or key, W convolution channels, D head_dim.
@@ -48,7 +48,7 @@ class Layer(DecoderLayer):
     """Decoder layer with attention or with a recurrence, depending on config.layer_types."""
 
     norm_type = CentredRMSNorm
-    # __init__ creates the attention after the MLP, because the values of random weights depend on the order of creation
+    # The constructor creates the attention after the MLP, because the order of creation decides the random weights.
     attention_type = None
 
     def __init__(self, config: ModelConfig, index: int):
@@ -86,7 +86,7 @@ class GatedAttention(SelfAttention):
 
 
 def apply_partial_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary embeddings to the first cos.shape[-1] elements in each head of x (N, H, D)."""
+    """Rotate the first elements of each head of x (N, H, D), as many as cos and sin have."""
     count = cos.shape[-1]
     return torch.cat([apply_rotary(x[..., :count], cos, sin), x[..., count:]], dim=-1)
 
@@ -128,11 +128,8 @@ class GatedDeltaNet(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self):
-        """Initialise the decay of each head's recurrent state, with half-lives from 0.4 to 700 tokens.
-
-        dt_bias is initialised so that softplus(dt_bias) is between 0.001 and 0.1.
-        """
-        self.dt_bias.data.copy_(torch.logspace(-3, -1, self.v_heads).expm1().log())
+        """Initialise the decay of each head's recurrent state, with half-lives from 0.4 to 700 tokens."""
+        self.dt_bias.data.copy_(torch.logspace(-3, -1, self.v_heads).expm1().log())  # softplus(dt_bias) is 1e-3 to 0.1
         self.A_log.data.copy_(torch.linspace(1, 16, self.v_heads).log())
 
     def forward(self, x: Tensor, attention: Attention) -> Tensor:
@@ -233,7 +230,7 @@ def _decode_recurrent_layer(attention: DecodeAttention, index: int, inputs: list
     return torch.cat(results)
 
 
-# The keys that config.json may omit, with the defaults of transformers
+# defaults of transformers for the keys that config.json may omit
 LAYERS = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
@@ -280,7 +277,7 @@ SPECS = {
         text=qwen3_vl.TEXT,
         defaults=TEXT_DEFAULTS,
         write=write_config,
-        # "mtp." is the prefix of the layer for multi-token prediction, which predicts the token after the next one
+        # Weights with the prefix mtp. belong to multi-token prediction, which minivlmrl does not use.
         unused_prefixes=("mtp.",),
         sections={"recurrent": RecurrentConfig},
         initial_states=initial_states,

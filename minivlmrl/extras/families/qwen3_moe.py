@@ -1,4 +1,4 @@
-"""Qwen3-VL-MoE and Qwen3.5-MoE: Qwen3-VL and Qwen3.5 with mixtures of experts as MLPs."""
+"""The model families Qwen3-VL-MoE and Qwen3.5-MoE, whose decoder layers have mixtures of experts instead of MLPs."""
 
 import re
 from dataclasses import replace
@@ -44,7 +44,7 @@ class RecurrentExpertsLayer(qwen3_5.Layer):
         place_experts(self, config, index)
 
 
-# With adapter.target=experts, experts and routers get adapters. ROUTED matches the names of their layers.
+# regular expression for the layers that get adapters with adapter.target=experts: experts and routers
 ROUTED = re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
 
 

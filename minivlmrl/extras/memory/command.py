@@ -5,8 +5,8 @@ python -m minivlmrl memory --model FOLDER_OR_REPOSITORY --gpus 8 [RECIPE] [--sec
 
 The model's weights are not read. The recipe's rows are measured if they exist; otherwise, or with --text_tokens or
 --image_tokens, all prompts are assumed to be equal. --gpu_memory is a size in GB, a card such as T4 or 4090, or auto
-for the free memory of this machine's GPU. For a known GPU, `memory` also prints the least seconds that a training step
-can take. diagnostics/memory.py explains the memory estimate.
+for the free memory of this machine's GPU. If the GPU is known, the command also prints the least seconds that a
+training step can take. The file diagnostics/memory.py explains the memory estimate.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def row_text(row: RowSize) -> str:
 
 
 def find_gpu(text: str) -> tuple[float, Card | None]:
-    """Return a GPU's memory in bytes and its data sheet, for a number of GB, a card's name, or "auto"."""
+    """Return the memory in bytes and the data sheet of the GPU that the option --gpu_memory describes."""
     if text == "auto":
         if not torch.cuda.is_available():
             raise ValueError("--gpu_memory auto needs a GPU, but PyTorch finds none; pass its GB or name")
@@ -116,9 +116,9 @@ def find_gpu(text: str) -> tuple[float, Card | None]:
 def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
     """Return the least seconds that each phase of a training step takes on one GPU, given the GPU's data sheet.
 
-    The estimate assumes that all prompts are as long as the longest, that matrix products run at the GPU's peak rate,
-    and that each decode step reads the decoder and the KV cache once. Attention, activation functions and the CPU are
-    assumed to take no time.
+    The estimate assumes that all prompts are as long as the longest prompt. In the estimate, matrix products run at the
+    GPU's peak rate, and a decode step reads the decoder's weights and the KV cache once. Attention, activation
+    functions and the CPU are assumed to take no time.
     """
     run, config, estimator = question.run, question.options, question.estimator
     row, model = question.rows[0], question.models.policy
@@ -156,7 +156,7 @@ def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
 
 
 def decoder_bytes(model: VisionLanguageModel, dtype: torch.dtype) -> float:
-    """Return the bytes of weights that a decode step reads, and that it writes when it unpacks 4-bit weights."""
+    """Return the bytes of weights that a decode step reads, and writes if 4-bit weights are unpacked."""
     read = computed_bytes(model.model.layers, dtype) + model.lm_head.weight.numel() * dtype.itemsize
     packed = [layer for layer in model.model.layers.modules() if isinstance(layer, PackedLinear)]
     return read + sum(2 * dtype.itemsize * layer.shape.numel() for layer in packed)
@@ -189,7 +189,7 @@ def disk_text(question: MemoryQuestion) -> str:
 
 
 def assumed_row(options: argparse.Namespace) -> RowSize:
-    """Return the number of text and image tokens that the command line gives for all rows, or the default."""
+    """Return the prompt size that the options --text_tokens, --image_tokens and --frames describe."""
     given = {name: getattr(options, name) for name in ("text_tokens", "image_tokens", "frames")}
     return RowSize(**{name: value for name, value in given.items() if value is not None})
 

@@ -1,8 +1,8 @@
 """Count the floating-point operations (FLOPs) of a model, from which `memory` computes the least seconds of a step.
 
 In the forward pass, a token takes 2 FLOPs for each value in a weight matrix. The backward pass takes as many FLOPs as
-the forward pass for the gradients of inputs, and as many again for the gradients of weights. Attention, recurrence,
-norms, activation functions and activation checkpointing are not counted.
+the forward pass for the gradients of inputs, and as many again for the gradients of weights. The count leaves out
+attention, recurrence, norms, activation functions and activation checkpointing.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ class Card(NamedTuple):
     before_ampere: bool = False  # True for a compute capability below 8.0
 
 
-# The numbers of each GPU in CARDS are from NVIDIA's data sheets. GPUs before the A100 compute bfloat16 as float32.
+# Source: NVIDIA's data sheets; GPUs before the A100 compute bfloat16 as float32.
 CARDS = {
     "B200": Card(2.25e15, 8.0e12, 180e9),
     "GH200": Card(9.89e14, 4.0e12, 96e9),
@@ -57,7 +57,7 @@ VARIANTS = {"Laptop", "Ti", "SUPER", "Max", "D"}  # words in the name of a slowe
 
 
 def find_card(name: str) -> Card | None:
-    """Return the first GPU in CARDS whose name's words all occur in `name`, such as 4090 or NVIDIA GeForce RTX 4090."""
+    """Return a GPU's data sheet for a name such as 4090 or NVIDIA GeForce RTX 4090, or None for an unknown GPU."""
     words = {*name.replace("-", " ").split()}
     for known, card in CARDS.items():
         own = {*known.split()}
@@ -70,7 +70,7 @@ def find_card(name: str) -> Card | None:
 def matrices(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
     """Yield the name of each weight matrix, its number of values, and whether the matrix is trained.
 
-    The embedding matrix is left out, because an embedding only looks up rows. A tied head counts under its own name.
+    The embedding matrix is left out, because looking up rows takes no FLOPs. A tied head counts under its own name.
     """
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):
@@ -82,7 +82,7 @@ def matrices(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
 
 
 def flops_by_input(model: nn.Module, config: ModelConfig, backward: bool = True) -> dict[str, float]:
-    """Return the FLOPs for one image patch, one merged patch, one token, and the logits of one token.
+    """Return the FLOPs per image patch, per merged patch, per token, and per token whose logits are computed.
 
     Args:
         model: module with one or more vision-language models, for example policy and value model.
@@ -91,7 +91,7 @@ def flops_by_input(model: nn.Module, config: ModelConfig, backward: bool = True)
     found = list(matrices(model))
     trains_merger = any(trained for name, _, trained in found if "visual." in name)
     trains_tower = any(trained for name, _, trained in found if "visual." in name and "merger" not in name)
-    # The backward pass computes the gradient of a layer's input only if an earlier layer has trained weights.
+    # The backward pass computes no gradient for the input of a layer if no earlier layer is trained.
     has_input_gradient = {"patches": trains_tower, "merged": trains_merger, "tokens": True, "scored": True}
     flops: dict[str, float] = dict.fromkeys(has_input_gradient, 0.0)
     for name, size, trained in found:

@@ -1,4 +1,4 @@
-"""Assertions with which you test your own trainer. The tensors that you compare may also be NumPy arrays."""
+"""Assertions with which you test your own trainer, on tensors or NumPy arrays."""
 
 import torch
 
@@ -38,7 +38,7 @@ def assert_split_invariant(
     _, whole_gradients = split(1)
     unit = max(gaps(x, 0.0, 1.0).max() for x in whole_gradients.values())
     assert unit > 0, "all gradients are zero, so nothing was compared; use rows with a nonzero loss"
-    # A split into rows - 1 parts is uneven: one part has two rows, and each other part has one row.
+    # One of the numbers of parts gives an uneven split, in which one part has two rows and each other part has one row.
     for size in sizes or (2, rows - 1, rows):
         parts, split_gradients = split(size)
         names = sorted(whole_gradients.keys() ^ split_gradients.keys())
@@ -55,9 +55,10 @@ def assert_split_invariant(
 
 
 def assert_rank_invariant(gradients, rows: int, ranks=(2, 4), tolerance: float = 1e-6):
-    """Assert that the gradient summed over ranks equals a single rank's gradient.
+    """Assert that a step's gradient does not depend on the number of ranks.
 
-    See assert_split_invariant for the arguments; `gradients` gets one list of row indices for each rank.
+    Args:
+        gradients: as in assert_split_invariant, with one list of row indices for each rank.
     """
     assert_split_invariant(gradients, rows, tolerance, ranks, "ranks")
 

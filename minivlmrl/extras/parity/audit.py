@@ -1,7 +1,6 @@
 """Recompute an optimizer step that a trainer has recorded, and name the bugs that explain differences.
 
-The loss, for example, is recomputed from the recorded advantages, so that a wrong advantage is not reported again as a
-wrong loss.
+The loss is recomputed from the recorded advantages, so that wrong advantages are not reported again as a wrong loss.
 """
 
 import math
@@ -44,8 +43,7 @@ class Finding:
     error: float
     numbers: int
     where: Sequence[str] = ()  # text lines: how many numbers differ, then examples
-    # Bugs that explain the wrong numbers; empty if no known bug does
-    explained: Sequence[Cause] = ()
+    explained: Sequence[Cause] = ()  # known bugs that explain the wrong numbers
     again: bool = False  # whether an earlier stage has reported the same bug
     groups: int = 0  # how many independent groups differ, see count_groups
     has_ended: bool = False  # whether the time was over before all bugs were tried
@@ -74,7 +72,7 @@ class Finding:
 def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
     """Recompute and compare every stage (advantages, loss, ...) for which the recorded step has the needed tensors.
 
-    The search for bugs that explain a stage's wrong numbers ends after `seconds`.
+    The search for the bugs of one stage ends after `seconds` seconds.
 
     Raises ValueError if a stage cannot be recomputed because a tensor or field has a wrong type or shape.
     """
@@ -127,8 +125,8 @@ def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], se
         finding.again = True  # the mask depends on the token ids, which differ already
         finding.explained = differing["tokens"].explained
     change = finding.explained[0].change if finding.explained else None
-    # A bug in the forward pass also changes gradients. They are recomputed with the bug, so they agree, and the bug is
-    # reported once.
+    # A bug in the forward pass also changes the gradients. The gradients are recomputed with the bug, so that they
+    # agree and the bug is not reported twice.
     if finding.stage == "logps" or of_one_forward:
         d.forward = d.entropy_forward = change or None
     elif finding.stage == "entropies":
@@ -139,7 +137,7 @@ def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], se
 
 
 def unseen(name: str, d: Dump) -> Iterator[tuple[str, bool]]:
-    """Yield each known bug's topic, such as clipping, and whether the bug would leave all numbers unchanged."""
+    """Yield the topic of each known bug, such as clipping, and whether the recorded step cannot reveal the bug."""
     answer = computed(name, d, {})
     for cause in possible_causes(name, d):
         shows = cause.of.about and not (cause.is_limited or cause.is_fitted)
@@ -176,7 +174,7 @@ def report(findings: list[Finding], d: Dump) -> str:
         lines += finding_lines(finding)
         if finding.ok and finding.stage not in THROUGH_A_MODEL:
             d.deadline = time.thread_time() + SECONDS
-            # The report covers only the bugs that could be tried within the time limit.
+            # The report leaves out the bugs that were not tried within the time limit.
             with suppress(SearchEndedError):
                 for about, is_unseen in unseen(finding.stage, d):
                     topics[about].append(is_unseen)
@@ -190,7 +188,7 @@ def report(findings: list[Finding], d: Dump) -> str:
 
 
 def notes(d: Dump) -> list[str]:
-    """Warn if the trainer used sampling filters or autocast, because equal numbers then prove less."""
+    """Return notes on sampling filters, such as top-k, and on autocast, which make the comparison weaker."""
     filters = [f"{name} = {d.about[name]}" for name, off in step_format.FILTERS.items() if d.about.get(name) not in off]
     result = []
     if filters:

@@ -1,7 +1,7 @@
 """Recompute a training step as if the trainer had a known bug.
 
-For example, a bug may halve the rewards, or give each completion the advantage of the next completion in its group.
-A bug may also affect only a part of the step, such as the first turn of each conversation.
+For example, a bug may halve the rewards, or give each completion the advantage of the next completion in its group. A
+bug may also affect only a part of the training step, such as the first turn of each conversation.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from minivlmrl.extras.parity.names import SCOPES
 
 
 class Values:
-    """The argument s of a formula such as `lambda s: s.x / 2`, which may use all tensors of the recorded step."""
+    """Values for a bug's formula, such as `lambda s: s.x / 2`: the correct x, and the tensors of the recorded step."""
 
     def __init__(self, step, place=None, **values):
         self.__dict__.update(values)
@@ -34,7 +34,7 @@ class Change(dict):
         self.d = d
 
     def __call__(self, name: str, x, place=None, **values):
-        """Return x unchanged, unless the bug replaces the quantity called `name`.
+        """Return the value that the bug gives to a quantity, or x if the bug does not change the quantity.
 
         A replacement is one of:
             - a value;
@@ -57,7 +57,7 @@ class Change(dict):
         return deviation(Values(self.d, place, x=x, c=self.get("c", 1.0), **values))
 
     def inside(self, use: str) -> "Change":
-        """Return the bug if it also affects the given use of a quantity, such as "the baseline", else no bug."""
+        """Return the bug, or an empty bug if the bug does not affect a use of a quantity, such as "the baseline"."""
         other_uses = {*self.get("inside", ())} - {use}
         for _, uses, _ in SCOPES:
             if use in uses and not other_uses.isdisjoint(uses):
@@ -66,7 +66,7 @@ class Change(dict):
 
 
 def edited(step, x: list, flags: list, region: list, change: Callable) -> tuple[list, list]:
-    """Replace the marked parts of a completion's token ids, such as the first turn, by other token ids."""
+    """Let a bug replace the token ids in a part of a completion, such as the first turn."""
     new_items, new_flags = [], []
     triples = zip(flags, region, x, strict=True)
     for (flag, inside), run in groupby(triples, key=lambda triple: triple[:2]):
@@ -95,7 +95,7 @@ def composed(first: dict, then: dict) -> dict | None:
 
 
 def numbered(change: dict) -> dict:
-    """Put the fitted number c into a bug's formulas, for example 5.0 in "the ratio is at most c"."""
+    """Replace the variable c in a bug's formulas by the number that the search has fitted, such as 5.0."""
     if "c" not in change:
         return dict(change)
     return {name: with_c(x, change["c"]) for name, x in change.items() if name != "c"}

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from minivlmrl.extras.parity.loss import Verdict, judge
 
 GRPO = {"loss_type": "grpo", "importance_sampling_level": "token", "beta": 0.0, "whole_step": True}
-# Losses in the table of docs/losses_of_the_field.md, and the options that select their recorded cases
+# {loss in docs/losses_of_the_field.md: options that select the loss among TRL's recorded cases}
 LOSSES = {
     "GRPO": GRPO,
     "GRPO, k3": GRPO | {"beta": 0.1, "use_bias_correction_kl": False},
@@ -39,7 +39,7 @@ LOSSES = {
 
 
 class Settings(SimpleNamespace):
-    """A stand-in for the config, the trainer or the base class that a project's loss code expects."""
+    """A replacement for the objects that a project's loss code expects, such as a config or a trainer."""
 
     def __init_subclass__(cls, **_):
         pass
@@ -52,9 +52,9 @@ class Settings(SimpleNamespace):
 class Project:
     """Names the source files in which a public project defines its losses, and our functions that call the losses.
 
-    A function that calls a project's loss has the arguments (theirs, batch, options). `theirs` has the project's
-    functions. `batch` has advantages (B, T), and logps, old, ref and mask, (B, T), or (B, 2, T) for preferences. The
-    docstring of `check` in loss.py lists the options of a loss.
+    An adapter is a function that calls a project's loss, with the arguments (theirs, batch, options). `theirs` has the
+    project's functions. `batch` has advantages (B, T), and logps, old, ref and mask, (B, T), or (B, 2, T) for
+    preferences. The docstring of `check` in loss.py lists the options of a loss.
     """
 
     source: str  # package on PyPI or repository
@@ -118,7 +118,7 @@ def judge_project(name: str, folder: str | Path, seconds: float = 5.0) -> dict[s
 
 
 def as_loss(adapter: Callable, theirs: SimpleNamespace) -> Callable:
-    """Wrap a function that calls a project's loss as loss(batch, options), the signature of a user's own loss."""
+    """Return a function loss(batch, options), as `judge` expects, that calls an adapter."""
 
     def loss(batch, options):
         b = SimpleNamespace(logps=batch["per_token_logps"], mask=batch["mask"])
@@ -150,7 +150,7 @@ def is_sequence(o: SimpleNamespace) -> bool:
 
 
 def sums(b: SimpleNamespace) -> list[torch.Tensor]:
-    """Return the log-probabilities of the chosen and the rejected answers: the policy's two, then the reference's."""
+    """Return log-probabilities (B,) of chosen and rejected answers, first of the policy and then of the reference."""
     return [x[:, i] for x in ((b.logps * b.mask).sum(-1), (b.ref * b.mask).sum(-1)) for i in (0, 1)]
 
 
@@ -298,7 +298,7 @@ def open_instruct_dpo(theirs, b, o):
 
 
 def nemo_rl(theirs, b, o):
-    """Call NeMo-RL's ClippedPGLossFn, whose use_on_policy_kl_approximation weights the KL with the ratio."""
+    """Call NeMo-RL's ClippedPGLossFn; use_on_policy_kl_approximation multiplies the KL by the importance ratio."""
     config = theirs.ClippedPGLossConfig(
         token_level_loss=o.loss_type in ("dapo", "cispo"), sequence_level_importance_ratios=is_sequence(o),
         ratio_clip_min=o.epsilon_low, ratio_clip_max=o.epsilon_high, reference_policy_kl_penalty=o.beta,
