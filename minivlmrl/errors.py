@@ -94,14 +94,14 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """
     if not isinstance(error, RuntimeError):
         return isinstance(error, MemoryError)
-    # The class is recognised by its name, because errors.py must not import torch.
+    # OutOfMemoryError is recognised by its name, because errors.py must not import torch.
     return type(error).__name__ == "OutOfMemoryError" or bool(NO_MEMORY.search(str(error)))
 
 
 class phase(AbstractContextManager):
     """Context manager that marks its block as a phase of training, such as "forward", for error messages.
 
-    An error that leaves the block gets the attributes `phase` and `rows`, unless an inner block has set them.
+    An error in nested blocks gets the attributes `phase` and `rows` of the innermost block.
 
     Args:
         name: name of the phase, as the message shows it.

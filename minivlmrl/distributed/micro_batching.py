@@ -24,11 +24,11 @@ def split_into_micro_batches(
     completions. All ranks get the same number of micro-batches, because all ranks of a sharded model must run equally
     many forward passes.
 
-    A single completion is never divided, even if the completion has more than max_tokens tokens. For example,
+    A single completion is never divided, even if the completion has more than max_tokens tokens. Example
+    with micro-batches of 20, 12 and 50 tokens:
 
-        split_into_micro_batches([(10, [5, 5]), (10, [40, 2])], max_prompts=2, max_tokens=40)
-
-    returns [[(0, 0), (0, 1)], [(1, 1)], [(1, 0)]], with 20, 12 and 50 tokens.
+        >>> split_into_micro_batches([(10, [5, 5]), (10, [40, 2])], max_prompts=2, max_tokens=40)
+        [[(0, 0), (0, 1)], [(1, 1)], [(1, 0)]]
 
     Args:
         lengths: for each prompt (its token count, its completions' token counts).

@@ -107,7 +107,7 @@ def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
     """Context manager for creating a process group whose collective operations fail if another host dies.
 
     On Linux, a network connection of the process group is closed when the other host has not answered for `seconds`. A
-    rank that computes for a long time stays connected, because the operating system answers for the rank.
+    rank that computes for a long time stays connected, because the operating system answers keep-alive messages.
     """
     if sys.platform != "linux":
         yield

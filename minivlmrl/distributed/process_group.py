@@ -76,7 +76,7 @@ class World:
         return joined
 
     def gather_objects(self, value: Value) -> list[Value]:
-        """Return a list of all ranks' values, in rank order. The values must be picklable, and should be small."""
+        """Return a list of all ranks' values, which must be picklable, in rank order."""
         if self.size == 1:
             return [value]
         values = [value] * self.size  # placeholders, which all_gather_object replaces
@@ -100,8 +100,8 @@ class World:
     def wait(self):
         """Wait for all ranks without a time limit; raise RuntimeError if the process of a rank has ended.
 
-        Sampling, rewards and saving on one rank may take longer than World.timeout, the limit of all other collective
-        operations.
+        Sampling, rewards and saving on one rank may take longer than World.timeout, the time limit of all other
+        collective operations.
         """
         if self.size > 1:
             monitored_barrier(NO_LIMIT)

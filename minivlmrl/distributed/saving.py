@@ -86,10 +86,8 @@ def save_model(
 
 
 def adapter_writer(model: VisionLanguageModel, base: str | None) -> Callable[[Path], None] | None:
-    """Return a function that saves a model's adapters in PEFT's format, or None if there are no adapters."""
     if not has_adapters(model):
         return None
-    # The code for adapters is imported only if a model has adapters, because few runs have them.
     from minivlmrl.model.peft import gather_adapter
 
     return gather_adapter(model, base)

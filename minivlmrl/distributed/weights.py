@@ -70,7 +70,7 @@ def reshard(module: nn.Module):
 
 @dataclass
 class Communication:
-    """When an FSDP unit gathers weights and sums gradients over the ranks."""
+    """Settings that decide when an FSDP unit gathers weights and sums gradients over the ranks."""
 
     once_per_step: bool  # the option sharding.once_per_step
     # whether the FSDP unit is a vision block or decoder layer, whose gathered weights are freed after the forward pass
@@ -86,7 +86,7 @@ def communication_of(unit: "FSDPModule") -> Communication:
 
 
 def begin_micro_batch(module: nn.Module, is_last: bool):
-    """Choose when a sharded module gathers weights and sums gradients in the next micro-batch.
+    """Decide whether a sharded module communicates with other ranks in the next micro-batch.
 
     With sharding.once_per_step, weights stay gathered for a whole optimizer step, and gradients are summed over ranks
     once, in the last micro-batch. Without sharding.once_per_step, each micro-batch gathers the weights again, and sums
@@ -152,14 +152,13 @@ def adapter_copies(model: VisionLanguageModel) -> AbstractContextManager[list[nn
     """Context manager that replaces a model's adapters by 16-bit copies on a GPU."""
     if not has_adapters(model):
         return nullcontext([])
-    # The code for adapters is imported only if a model has adapters, because few runs have them.
     from minivlmrl.model.lora import sampling_copies
 
     return sampling_copies(model)
 
 
 def copy_model(model: VisionLanguageModel, in_compute_dtype: bool = False) -> VisionLanguageModel:
-    """Copy a model. Each rank of a sharded model copies only the rows that the rank stores.
+    """Copy a model. Each rank of a sharded model copies only its own rows of the weights.
 
     The copy of an unsharded model with adapters shares the base weights.
 

@@ -39,7 +39,7 @@ class RewardingEnvironment(Environment, Protocol):
     def get_reward(self) -> float | list[float] | None:
         """Return the completion's reward, a list with one reward for each turn, or None for an unknown reward.
 
-        The list may leave out the last turn, whose reward is then 0.
+        The list of rewards may leave out the last turn, whose reward is then 0.
         """
 
 

@@ -24,7 +24,7 @@ TYPES = {
 ARGUMENT = re.compile(r"^([ \t]*)(\w+):((?:.|\n(?=\1[ \t]|(?![ \t]*\w+:)))*)", re.MULTILINE)
 
 
-# regular expression for "(choices: [...])" at the end of an argument's description
+# regular expression for "(choices: [...])" at the end of an argument's description, which becomes the schema's enum
 CHOICES = re.compile(r"\s*\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
@@ -50,13 +50,7 @@ def json_schema(tool: Callable) -> dict:
 
 
 def add_descriptions(properties: dict[str, dict], section: str):
-    """Add the descriptions in a docstring's Args section to the schemas of the arguments.
-
-    Args:
-        properties: {argument name: schema}, modified in place. If a description ends with "(choices: [...])", this list
-            becomes the schema's "enum".
-        section: Args section text.
-    """
+    """Add the descriptions in a docstring's Args section to the schemas of the arguments, in place."""
     without_blank_lines = re.sub(r"\n\s*\n", "\n", section)
     for _, name, text in ARGUMENT.findall(without_blank_lines):
         if name not in properties:
@@ -70,7 +64,6 @@ def add_descriptions(properties: dict[str, dict], section: str):
 
 
 def type_schema(hint) -> dict:
-    """Return a type hint's JSON schema."""
     origin = typing.get_origin(hint)
     inside = typing.get_args(hint)
     if hint is Any:
@@ -97,7 +90,7 @@ def union_schema(hints: tuple) -> dict:
     """Return the JSON schema for a union of types.
 
     Examples: int | str gives {"type": ["integer", "string"]}, and int | None gives {"type": "integer", "nullable":
-    True}. The schema for int | list[int] lists the schemas of both types under "anyOf".
+    True}.
     """
     schemas = [type_schema(hint) for hint in hints if hint is not types.NoneType]
     kinds = sorted({str(schema.get("type")) for schema in schemas})

@@ -27,7 +27,7 @@ from minivlmrl.json_files import parse_json
 
 # Qwen3.5 writes Python constants such as True in its tool calls, which are converted to JSON.
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}
-ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{8,}")  # an address in memory, see without_addresses
+ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{8,}")  # a memory address, such as 0x7f3a91c0
 
 
 # a tool call: the tool's name and the text between the tags; the name is empty in Qwen's <tool_call> format
@@ -91,7 +91,6 @@ def answer_call(
 
 
 def check_limits(parts: list[dict], images: list[Image], settings: Settings):
-    """Raise ValueError if a tool's result exceeds max_tool_characters or max_tool_pixels."""
     sizes = {
         "characters": sum(len(shown.get("text", "")) for shown in parts),
         "pixels": sum(image.width * image.height for image in images),
@@ -102,10 +101,7 @@ def check_limits(parts: list[dict], images: list[Image], settings: Settings):
 
 
 def without_addresses(text: str) -> str:
-    """Replace memory addresses, such as 0x7f3a91c0, by 0x.
-
-    Memory addresses in a tool's error message differ between runs, so the model would read another text in each run.
-    """
+    """Remove memory addresses, so that the model reads the same error message in each run."""
     return ADDRESS.sub("0x", text)
 
 
@@ -168,8 +164,7 @@ def refuse_constant(name: str):
 def check_values(value, name: str):
     """Raise ValueError if an argument of a tool call has an infinite number or half of a surrogate pair.
 
-    JSON can contain the infinite number 1e999 and half of a surrogate pair, "\\ud800". An environment could store an
-    invalid value and fail later, in get_reward, where an error ends the run.
+    JSON allows 1e999 and "\\ud800", which an environment could store, so that get_reward could fail and end the run.
     """
     if isinstance(value, dict):
         for key, item in value.items():
@@ -216,11 +211,7 @@ def read_call(inside: str, tools: dict[str, Callable]) -> tuple[str, dict]:
 
 
 def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
-    """Parse a tool call in Qwen3.5's <function=...> format.
-
-    Returns:
-        {"name": ..., "arguments": ...}, or None if the text is not in this format.
-    """
+    """Parse a tool call in Qwen3.5's <function=...> format, or return None for another format."""
     before, tag, call = inside.partition("<function=")
     if before.strip() or not tag:
         return None
@@ -253,10 +244,7 @@ def read_parameter(hint, text: str):
 
 
 def part(result) -> dict:
-    """Convert a tool's result to an image part or a text part of a chat message.
-
-    A tool may return a PIL image or a message part in TRL's format. All other tool results are converted with `str`.
-    """
+    """Convert a tool's result, such as a PIL image or a message part in TRL's format, to a part of a chat message."""
     kind = part_kind(result)
     shown = result.get("image") if kind == "image" else result
     if isinstance(shown, Image):

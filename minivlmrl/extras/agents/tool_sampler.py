@@ -84,8 +84,8 @@ class ToolEpisode:
 
     def new_calls(self, new_bytes: bytes, turn_ends: bool, text_ends: bool) -> list[Call]:
         """Append a token's bytes to the completion's text, and return the tool calls that end with the token."""
-        # The search starts before the new bytes, because a closing tag can begin in an earlier token. No closing tag is
-        # longer than the pattern that matches all closing tags.
+        # A closing tag can begin in an earlier token, so the search for closing tags starts before the new bytes. No
+        # closing tag is longer than the pattern that matches all closing tags.
         searched_from = max(0, len(self.text) - len(self.closing_tag.pattern))
         self.text += new_bytes
         if text_ends or not (turn_ends or self.closes_a_call(searched_from)):
@@ -138,7 +138,6 @@ class ToolEpisode:
 
     @property
     def done(self) -> bool:
-        """Return True if the environment has ended its completion, by its attribute `done`."""
         return bool(getattr(self.environment, "done", False))
 
     def finish(self, completion: Completion):
@@ -224,7 +223,7 @@ class AnswerAttention(DecodeAttention):
         self.response_rows = rows
         prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # one length per prompt
         newest = decoding.newest.tolist()  # position of each row's newest token
-        # Recurrent layers read the batch row and the packed tokens of each tool result, as slices.
+        # slices for recurrent layers: the batch row and the packed tokens of each tool result
         self.spans = []
         tokens_of_rows = [0] * len(newest)
         tokens_before = 0
@@ -368,7 +367,7 @@ def find_environment(sampler: Sampler) -> Callable[[], Environment]:
     if name is None:
         raise ValueError("sampling.environment is not set, but a sampler with tools needs an environment")
     make = get_environment(name)
-    # Each rank reads tool results at other times, so the ranks cannot gather a sharded layer's weights together.
+    # The ranks read tool results at different times, so they cannot gather a sharded layer's weights together.
     if not sampler.gather_weights:
         raise ValueError(
             "rollout.gather_weights is false, which is not supported with sampling.environment; "
@@ -384,10 +383,7 @@ def begin_episodes(
     prompts: Iterable[Prompt],
     num_generations: int,
 ) -> list[AnyEpisode]:
-    """Create a ToolEpisode for each completion, in the order of the prompts.
-
-    Each completion gets its own environment, whose method `reset` is called with the prompt's row.
-    """
+    """Create a ToolEpisode with its own environment for each completion, in the order of the prompts."""
     episodes = []
     for prompt in prompts:
         row = prompt.row

@@ -4,7 +4,7 @@ A turn's context window is the prompt from which the turn is sampled. The first 
 window of a later turn has the messages that the environment's `observe(rounds)` returns. With sampling.history=K, the
 context window of a later turn has all text so far, and the images of the newest K rounds. A round is a turn together
 with the results of its tool calls. A trajectory ends with a turn that does not call a tool, or when the environment
-sets `done`. All turns of a trajectory form one Completion, which is one row of a loss; see docs/agents.md.
+sets `done`. All turns of a trajectory form one Completion, which is one row of a loss.
 """
 
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ class Episode(ToolEpisode):
 
     @property
     def has_next_turn(self) -> bool:
-        """Whether another turn follows, because the last turn called a tool and the environment is not done."""
+        """Return True if the last turn called a tool and the environment has not ended the trajectory."""
         return len(self.rounds) == len(self.turns)
 
     def answer(self, calls: list[Call], turn_ended: bool, tokens_left: int, processor: Processor) -> bool:
@@ -202,10 +202,7 @@ class TrajectorySampler(Sampler):
 
 
 def observed_window(episode: Episode, processor: Processor) -> Prompt:
-    """Build a trajectory's next prompt from the messages that the environment's method `observe` returns.
-
-    `observe` gets a list with one tuple for each earlier turn: the generated text and the parts of the tool results.
-    """
+    """Build a trajectory's next prompt from the messages that the environment's method `observe` returns."""
     rounds = [(past.text, past.parts) for past in episode.rounds]
     messages = call_method(episode.environment, "observe", rounds)
     if not isinstance(messages, list) or not messages:

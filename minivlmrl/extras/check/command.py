@@ -103,7 +103,6 @@ class ReadableRows(RowSelection):
 
 
 def describe_skipped(stage: str, rows: Dataset) -> str:
-    """Return a sentence about the unreadable rows that training will skip, or "" if all rows are readable."""
     failures = list(rows.failures.values()) if isinstance(rows, ReadableRows) else []
     if not failures:
         return ""

@@ -117,7 +117,6 @@ def check_contradictions(
     A good answer contradicts its row's solution if the answer's reward is less than half of the highest reward. A
     rejected answer contradicts the solution if its reward is higher than the reward of the chosen answer. An answer
     that is labelled as bad contradicts the solution if the answer's reward is more than half of the highest reward.
-    `trainer` is the class of the stage, which names the fields with answers.
     """
     names = trainer.answers
     # The rows of minivlmrl's own tasks are skipped, because a task may teach an answer format with wrong answers.
@@ -147,7 +146,6 @@ def check_contradictions(
 
 
 def answer_text(row: Row, name: str) -> str:
-    """Return the text of the last turn in an answer field of a row, such as `completion`."""
     return text_of(as_turns(getattr(row, name) or "")[-1])
 
 
@@ -169,10 +167,7 @@ def unparsed_boxes(rewards: list[Reward], texts: Sequence[str], processor: Proce
 
 
 def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Check that right answers score higher than texts that do not depend on the image.
-
-    `solutions` has the right answers to each row of the dataset.
-    """
+    """Check that right answers score higher than texts that do not depend on the image."""
     rows = trial.rows
     has_solutions = any(row.columns.get("solution") is not None for row in rows)
     right_answers = trial.right_answers()
@@ -212,8 +207,7 @@ def longest_text(trial: Trial) -> str:
 def check_totals(names: Sequence[str], totals: Sequence[float], has_solutions: bool) -> Iterator[str]:
     """Check that right answers have a higher total reward than texts without an answer.
 
-    `totals` are the mean rewards of the empty text, of the other texts in `names`, and of the right answers. If the
-    rows have no solutions, only the empty text is compared with right answers.
+    `totals` are the mean rewards of the empty text, of the other texts in `names`, and of the right answers.
     """
     *others, right_mean = totals
     if right_mean <= others[0]:
@@ -317,8 +311,7 @@ def check_constant(
     """Check whether the most frequent solution, given as the answer to every row, scores as high as right answers.
 
     Example: a solution that is right for 70 % of the dataset's rows, and whose reward is 1 if right and 0.1 if wrong,
-    scores 0.7 * 1 + 0.3 * 0.1 = 0.73. Rewards that read no column of the dataset, such as a format reward, are ignored.
-    `right_values` are the rewards (n, K) of the right answers.
+    scores 0.7 * 1 + 0.3 * 0.1 = 0.73.
     """
     reads_none = torch.tensor([not reward.columns for reward in trial.rewards])
 
@@ -379,8 +372,7 @@ def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
 def check_cache(trial: Trial) -> Iterator[str]:
     """Check whether a reward function caches values by a completion's text, but not by the row's solution.
 
-    The check scores each right answer for its own row and for a row with another solution, in both orders. `trial` has
-    a single reward.
+    The check scores each right answer for its own row and for a row with another solution, in both orders.
     """
     if trial.processor.answer_format == "whole":  # no two texts contain the same answer
         return

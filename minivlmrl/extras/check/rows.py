@@ -183,10 +183,7 @@ def check_boxes(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, processor: Processor) -> Iterator[str]:
-    """Check that the answers that a stage trains on end with a stop token.
-
-    If a stage of the recipe samples completions, no answer may have more than sampling.max_new_tokens tokens.
-    """
+    """Check that the answers that a stage trains on end with a stop token."""
     rows = sample_rows(all_rows)
     stop_ids = config.sampling.stop_token_ids or processor.stop_token_ids
     max_new_tokens = config.sampling.max_new_tokens

@@ -1,1 +1,1 @@
-"""Convert rows of training data from the layouts of other projects to ours, or back."""
+"""Convert rows of training data between minivlmrl's layout and the layouts of other projects."""

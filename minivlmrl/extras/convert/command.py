@@ -1,4 +1,4 @@
-"""Convert rows of training data from the layout of any project to ours, or to that of TRL, ms-swift or verl.
+"""Convert rows of training data to minivlmrl's layout, or to the layout of TRL, ms-swift or verl.
 
     python -m minivlmrl convert rows.json
     python -m minivlmrl convert rows.jsonl --to trl --out rows_trl.jsonl
@@ -103,7 +103,6 @@ def source_rows(path: Path, options: argparse.Namespace) -> Rows:
 
 
 def find_layout(path: Path, sample: list[tuple[str, dict]]) -> str:
-    """Return the name of the only layout that fits the first rows of a file."""
     names = list(READERS)
     for where, row in sample:
         with error_context(where):

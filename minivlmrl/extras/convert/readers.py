@@ -342,7 +342,6 @@ def replace_texts(row: Columns, pattern: str | re.Pattern, change: Callable[[re.
 
 
 def fitting(row: dict, names: Iterable[str] = READERS) -> list[str]:
-    """Return the names of the layouts that fit a row."""
     fits = [name for name in names if _fits(prepare(row, Counter()), READERS[name])]
     return [name for name in fits if name != "ours"] or fits
 

@@ -43,8 +43,8 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, sum_over_ranks: Callable | None = None) -> Tensor:
         """Compute the MoE layer's outputs (N, D) for tokens x (N, D).
 
-        Each expert of an MoE layer runs once, for all its tokens. The forward and the backward pass of an MoE layer are
-        deterministic, because tokens are reordered and never accumulated by index, which would need atomic operations.
+        The forward and the backward pass of an MoE layer are deterministic, because tokens are reordered and never
+        accumulated by index, which would need atomic operations.
 
         Args:
             sum_over_ranks: function that sums expert token counts over ranks, if the

@@ -40,7 +40,7 @@ CHUNK = 64  # tokens in a chunk
 
 
 def by_definition(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute gated linear attention token by token, as the gated delta rule is defined."""
+    """Compute the gated delta rule token by token, without chunks."""
     outputs = []
     for i in range(q.shape[1]):
         state = state * g[:, i].exp()[..., None, None]

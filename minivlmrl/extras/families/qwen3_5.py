@@ -1,12 +1,11 @@
-"""Qwen3.5, in which three of four decoder layers are recurrent, without a KV cache.
+"""Qwen3.5, a model family in which three of four decoder layers are recurrent and need no KV cache.
 
 A recurrent layer has a state of fixed size, but no attention mask that could separate the prompts and completions of a
 packed sequence. To separate the completions of a prompt, a recurrent layer reads the prompt once, and starts each
 completion from a copy of the state after the prompt. The state of a recurrent layer consists of the recurrent matrices
 and the convolution's last inputs.
 
-Every fourth decoder layer of Qwen3.5 has attention instead of a recurrence. Norms scale by 1 + weight. The vision tower
-of Qwen3.5 is Qwen3-VL's tower without DeepStack.
+Norms scale by 1 + weight. The vision tower of Qwen3.5 is Qwen3-VL's tower without DeepStack.
 
 Dimension letters: b rows with T tokens, N tokens in the packed sequence, H heads, V elements of a value, K elements in
 a query or key, W convolution channels, D head_dim.
@@ -86,7 +85,7 @@ class GatedAttention(SelfAttention):
 
 
 def apply_partial_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first elements of each head of x (N, H, D), as many as cos and sin have."""
+    """Rotate the first elements of each head of x (N, H, D), whose number is the width of cos."""
     count = cos.shape[-1]
     return torch.cat([apply_rotary(x[..., :count], cos, sin), x[..., count:]], dim=-1)
 
@@ -140,7 +139,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj((self.norm(out) * gate).flatten(1))
 
     def initial_state(self, rows: Tensor) -> list[Tensor]:
-        """Return a Gated DeltaNet layer's state before the first token of b rows: zeros.
+        """Return zeros, a recurrent layer's state before the first token of b rows.
 
         Returns:
             The convolution's last inputs (b, taps - 1, W), and the recurrent states (b, H, K, V) in float32 or wider.
@@ -180,7 +179,6 @@ class GatedDeltaNet(nn.Module):
 
 
 def unit_length(x: Tensor) -> Tensor:
-    """Normalise vectors along the last axis to length 1."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 

@@ -23,7 +23,6 @@ class ExpertsConfig:
     decoder_sparse_step: NumExperts = 1  # every decoder_sparse_step-th layer has experts
 
     def has_experts(self, index: int) -> bool:
-        """Return True if the decoder layer `index` has experts, and False if the layer has a dense MLP."""
         return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
 
     def check(self, config: ModelConfig, transposed: bool):

@@ -172,7 +172,6 @@ def least_seconds_text(seconds: dict[str, float]) -> str:
 
 
 def two_digits(value: float) -> str:
-    """Round to two significant digits, for example 140 or 0.61."""
     return f"{float(f'{value:.2g}'):g}"
 
 

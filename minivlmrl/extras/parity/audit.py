@@ -148,7 +148,7 @@ def unseen(name: str, d: Dump) -> Iterator[tuple[str, bool]]:
 
 
 def where(answer: dict) -> list[str]:
-    """Describe which of the trainer's numbers differ: a count for each tensor, then up to 4 examples for 3 tensors."""
+    """Describe which of the trainer's numbers differ, with up to 4 examples for each of 3 tensors."""
     wrong_counts = []
     lines = []
     for name, (theirs, ours, unit) in answer.items():
@@ -206,7 +206,6 @@ def notes(d: Dump) -> list[str]:
 
 
 def finding_lines(finding: Finding) -> list[str]:
-    """Return the report about one stage: whether its numbers agree, and up to 4 bugs that explain a difference."""
     word = "agrees" if finding.ok else "DIFFERS"
     numbers = f"{finding.numbers:9} numbers, error {finding.error:.0e}"
     line = f"{finding.stage:20} {word:8}{numbers}  {'; '.join(finding.where[:1])}"

@@ -57,7 +57,7 @@ class Change(dict):
         return deviation(Values(self.d, place, x=x, c=self.get("c", 1.0), **values))
 
     def inside(self, use: str) -> "Change":
-        """Return the bug, or an empty bug if the bug does not affect a use of a quantity, such as "the baseline"."""
+        """Return the bug, or an empty bug if a use of a quantity, such as "the baseline", is not affected."""
         other_uses = {*self.get("inside", ())} - {use}
         for _, uses, _ in SCOPES:
             if use in uses and not other_uses.isdisjoint(uses):
