@@ -57,8 +57,8 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
         pairs.z.sigmoid() * (logsigmoid(pairs.z) - math.log(1 - pairs.e))
         + (-pairs.z).sigmoid() * (logsigmoid(-pairs.z) - math.log(pairs.e))
     ),
-    # NCA (arXiv 2402.05369): -log sigmoid(beta chosen) - log sigmoid(-beta chosen) / 2 - log sigmoid(-beta rejected) /
-    # 2
+    # NCA (arXiv 2402.05369):
+    # -log sigmoid(beta chosen) - log sigmoid(-beta chosen) / 2 - log sigmoid(-beta rejected) / 2
     "nca_pair": lambda pairs: (
         -logsigmoid(pairs.beta * pairs.u)
         - 0.5 * logsigmoid(-pairs.beta * pairs.u)
@@ -66,8 +66,8 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     ),
     # robust DPO, eq. 11 (arXiv 2403.00409): DPO's loss, unbiased if label_smoothing is the probability of a wrong label
     "robust": lambda pairs: (-(1 - pairs.e) * logsigmoid(pairs.z) + pairs.e * logsigmoid(-pairs.z)) / (1 - 2 * pairs.e),
-    # BCO (arXiv 2404.04656) without its running mean of rewards: -log sigmoid(beta chosen) - log sigmoid(-beta
-    # rejected)
+    # BCO (arXiv 2404.04656) without its running mean of rewards:
+    # -log sigmoid(beta chosen) - log sigmoid(-beta rejected)
     "bco_pair": lambda pairs: -logsigmoid(pairs.beta * pairs.u) - logsigmoid(-pairs.beta * pairs.v),
     # SPPO eq. 4.7 (arXiv 2405.00675): (chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2
     "sppo_hard": lambda pairs: (pairs.u - 0.5 / pairs.beta).square() + (pairs.v + 0.5 / pairs.beta).square(),
@@ -78,9 +78,9 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     ),
     # unpaired AOT (arXiv 2406.05882): DPO's loss on the sorted chosen and the sorted rejected log-ratios
     "aot_unpaired": lambda pairs: smoothed(pairs.beta * (pairs.u.sort().values - pairs.v.sort().values), pairs.e),
-    # APO-zero, eq. 7 (arXiv 2408.06266), raises chosen and lowers rejected answers: 1 - sigmoid(beta chosen) +
-    # sigmoid(beta rejected). The term 1 - sigmoid(x) is computed as sigmoid(-x), because 1 - sigmoid(20) is 0 in
-    # float32, and so is its gradient.
+    # APO-zero, eq. 7 (arXiv 2408.06266), raises chosen and lowers rejected answers:
+    # 1 - sigmoid(beta chosen) + sigmoid(beta rejected). The term 1 - sigmoid(x) is computed as sigmoid(-x), because
+    # 1 - sigmoid(20) is 0 in float32, and so is its gradient.
     "apo_zero": lambda pairs: (-pairs.beta * pairs.u).sigmoid() + (pairs.beta * pairs.v).sigmoid(),
     # APO-down, eq. 8 (arXiv 2408.06266), lowers both answers: sigmoid(beta chosen) + 1 - sigmoid(beta margin)
     "apo_down": lambda pairs: (pairs.beta * pairs.u).sigmoid() + (pairs.beta * (pairs.v - pairs.u)).sigmoid(),
