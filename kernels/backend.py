@@ -78,7 +78,6 @@ def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
 
 
 def _setting(name: str, *values: str) -> str:
-    """Return the value of an environment variable; the first of the allowed `values` is the default."""
     value = os.environ.get(name, values[0])
     if value not in values:
         raise ValueError(
@@ -88,7 +87,7 @@ def _setting(name: str, *values: str) -> str:
 
 
 def _rejection(device: torch.device, kernel: str) -> str | None:
-    """Return the reason why verdicts.py has rejected a kernel on a GPU, or None."""
+    """Return the reason why a kernel failed its check on a GPU, or None."""
     if _setting("MINIVLMRL_SELF_TEST", "1", "0") == "0" or device.type != "cuda":
         return None
     from minivlmrl.kernels.verdicts import rejected_kernels  # imported here, because only a GPU needs the verdicts

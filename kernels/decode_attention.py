@@ -72,7 +72,7 @@ def _part(
     program, q, k, v, mask, mask_stride, outs, log_sums, lines, group_rows, num_keys, part_keys,
     K: constexpr, HEADS: constexpr, D: constexpr, TILE: constexpr,
 ):  # fmt: skip
-    """Store the attention outputs and log-sum-exps of some queries, over one part of the keys."""
+    """Store the attention outputs and log-sum-exps of up to 64 queries, over one part of the keys."""
     num_queries = group_rows * HEADS  # query heads of all completions that share the keys
     tiles = tl.cdiv(num_queries, TILE)
     parts = tl.cdiv(num_keys, part_keys)
@@ -93,7 +93,7 @@ def _part(
     k += group_and_head.to(tl.int64) * num_keys * D
     v += group_and_head.to(tl.int64) * num_keys * D
     start = part * part_keys
-    # All masked keys come last, so if the first key of a part is masked, the whole part is skipped.
+    # All masked keys come last, so a part of the keys is skipped if its first key is masked.
     part_end = tl.minimum(start + part_keys, num_keys)
     end = tl.where(tl.load(mask + start).to(tl.float32) == 0, part_end, start)
     out, log_sum = _attend(queries, k, v, mask, start, end, TILE, D)
@@ -110,7 +110,7 @@ def _parts_kernel(
     prompt_programs, prompt_rows, prompt_keys, prompt_part, own_keys, own_part,
     K: constexpr, HEADS: constexpr, D: constexpr, TILE: constexpr, OWN_TILE: constexpr,
 ):  # fmt: skip
-    """Compute attention to one part of a prompt's keys, or of a completion's own keys."""
+    """Compute the attention of new tokens to a part of a prompt's keys, or of a completion's own keys."""
     program = tl.program_id(0)
     if program < prompt_programs:
         _part(
@@ -119,7 +119,7 @@ def _parts_kernel(
         )  # fmt: skip
     else:
         done = tl.cdiv(prompt_keys, prompt_part) * lines
-        # Unlike a prompt's keys, a completion's own keys serve a single completion.
+        # A completion's own keys are read for one completion, and a prompt's keys for all its completions.
         _part(
             program - prompt_programs, q, own_k, own_v, own_bias, own_bias_stride,
             outs + done.to(tl.int64) * D, log_sums + done, lines, 1, own_keys, own_part, K, HEADS, D, OWN_TILE,
@@ -128,7 +128,7 @@ def _parts_kernel(
 
 @triton.jit
 def _join_kernel(outs, log_sums, out, lines, parts, D: constexpr, PARTS: constexpr):
-    """Compute a query's attention output from its outputs for all parts of the keys."""
+    """Combine a query's attention outputs for the parts of the keys into one output."""
     line = tl.program_id(0)
     part = tl.arange(0, PARTS)
     column = tl.arange(0, D)
@@ -174,7 +174,7 @@ def decode_attention(
 ) -> Tensor:
     """Compute the attention of the newest token of each completion to all tokens of its prompt and its completion.
 
-    The result equals that of the PyTorch class DecodeAttention in model/attention.py. Call `fits` first.
+    Triton's result equals that of the PyTorch class DecodeAttention in model/attention.py. Call `fits` first.
 
     Args:
         q: (R, H, D), one query per row and head. Each prompt has R / B consecutive rows.

@@ -37,7 +37,7 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
 class Reorder(torch.autograd.Function):
     """Select the rows x[index]; the backward pass copies rows instead of summing gradients.
 
-    Arguments of apply:
+    Args:
         x: (N, ...), the rows.
         index: the indices of the rows to select.
         back: (N,), the position of each row in the result; None if no row is selected twice. If a row is selected
@@ -77,7 +77,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     (_, K, T, _) = k.shape
     flash = is_causal and q.device.type == "cuda" and D % 8 == 0
     if flash and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
-        # PyTorch's flash operator stores no causal mask. The last query attends to all keys, also if L < T.
+        # PyTorch's flash operator stores no causal mask. The last query attends to all keys, also with fewer queries
+        # than keys.
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     if q.device.type == "cpu" and T <= MAX_KEYS and D <= MAX_HEAD_DIM:
         return written_out_attention(q, k, v, is_causal)
@@ -128,8 +129,8 @@ def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return True if flash_attention supports the device, dtype and head dimension for q, k and v.
 
     Tensors on the meta device are treated like tensors on an NVIDIA GPU, because the memory estimate uses the meta
-    device. PyTorch's attention kernel for MPS (Apple GPUs) returns no log-sum-exp. AMD GPUs are excluded, because the
-    log-sum-exp of PyTorch's kernel for AMD is not tested.
+    device. PyTorch's attention kernel for MPS (Apple GPUs) returns no log-sum-exp. flash_attention excludes AMD GPUs,
+    because the log-sum-exp of PyTorch's kernel for AMD is not tested.
     """
     half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0
     if q.device.type == "meta":
@@ -170,8 +171,7 @@ def flash_attention_backward(
     """Compute the q, k and v gradients with the backward pass of PyTorch's fused attention kernel.
 
     PyTorch's backward kernel recomputes each attention weight as exp(score - log-sum-exp). So `k` and `v` may be a part
-    of the keys and values, if the attention output and the log-sum-exp cover all keys. The caller sums the gradients of
-    the queries over the parts of the keys.
+    of the keys and values, if the attention output and the log-sum-exp cover all keys.
 
     The backward kernel computes a score's gradient as weight * (gradient . value - gradient . output). If one key has
     nearly all the attention weight, its value nearly equals the output, and a 16-bit output's rounding error dominates

@@ -45,7 +45,7 @@ TILE = 4096
 class Pieces:
     """Compute the logits from hidden states (M, D) and the LM head's weight (V, D), one block at a time.
 
-    A block holds the logits for a slice of the rows and a slice of the token ids. `mask` is the sampling mask of
+    A block of logits covers a slice of the tokens and a slice of the vocabulary. `mask` is the sampling mask of
     linear_log_softmax; an empty mask (2, 0) allows all ids.
     """
 
@@ -124,7 +124,7 @@ def mask_logits_(z: Tensor, rows: Tensor, columns: Tensor) -> None:
     """Set the logits z (m, width) to -inf, except the logits at the allowed pairs (rows[i], columns[i])."""
     m, width = z.shape
     inside = (rows >= 0) & (rows < m) & (columns >= 0) & (columns < width)
-    # Allowed pairs outside the block of logits all write to one extra element, which is then dropped.
+    # Allowed ids outside the block of logits set one extra element, which is then dropped.
     cells = torch.where(inside, rows * width + columns, m * width)
     dropped = torch.ones(m * width + 1, dtype=torch.bool, device=z.device)
     dropped.index_fill_(0, cells, False)
@@ -152,7 +152,7 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def rows_per_piece(rows: int, vocab: int, device_type: str) -> int:
-    """Return how many rows of logits torch computes at once; the last block may be smaller."""
+    """Return the largest number of rows of logits that torch computes at once."""
     max_rows = GPU_ROWS
     if device_type == "cpu":
         max_rows = min(max(CHUNK_BYTES // (4 * vocab), 32), 256)
@@ -189,8 +189,8 @@ def differentiate(inputs: list[Tensor], saved: list, upstream: list, temperature
             grad_weight[tile].copy_(total)
 
 
-# The forward and the backward pass are custom operators, so that the memory estimate (diagnostics/memory.py) counts
-# only their results, and not each block of logits. The function piece_bytes gives the memory for the logits.
+# The two passes of linear_log_softmax are custom operators, so that the memory estimate (diagnostics/memory.py) counts
+# only their results, and not each block of logits. piece_bytes estimates the memory of the logits.
 @torch.library.custom_op("minivlmrl::linear_log_softmax", mutates_args=())
 def _linear_log_softmax(
     hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float

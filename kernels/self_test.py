@@ -33,7 +33,6 @@ TEMPERATURE = 0.7
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the relative error: the difference's norm, divided by the norm of `expected` (float64, on the CPU)."""
     return ((actual.detach().double().cpu() - expected).norm() / expected.norm()).item()
 
 
@@ -106,7 +105,6 @@ def check_selective_log_softmax(device: str) -> list[float]:
 
 
 def check_linear_log_softmax(device: str) -> list[float]:
-    """Check linear_log_softmax, on a GPU with a vocabulary that needs several blocks of logits."""
     rows, vocab = (32, 5_000) if INTERPRETED else (2_048, 10_000)
     ids = torch.randint(vocab, (rows,))
     return compare(

@@ -27,7 +27,7 @@ MAX_SCORE_BYTES = 2**22
 
 
 def rectangles(prompts: list[range], completions: list[list[range]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the positions in the packed sequence of the tokens of prompts of equal length, and of their completions.
+    """Return the token positions of equally long prompts, and of their completions, in the packed sequence.
 
     Args:
         prompts: each prompt's position range in the packed sequence: b prompts with P tokens each.

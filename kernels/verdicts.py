@@ -104,7 +104,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def check_kernels(device: str, kernels: Sequence[str]) -> dict[str, float | str]:
-    """Check all kernels at the same time, and return a relative error or an error message for each kernel."""
+    """Return the relative error of each kernel, or an error message."""
     with ThreadPoolExecutor(len(kernels)) as pool:
         return dict(zip(kernels, pool.map(partial(check_kernel, device), kernels), strict=True))
 

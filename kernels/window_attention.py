@@ -198,7 +198,6 @@ def block_sizes(longest: int, head_dim: int) -> tuple[int, int]:
 
 
 def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, **tensors: Tensor) -> None:
-    """Launch a Triton kernel with one program for each segment and head."""
     # The kernels accept any strides between rows and between heads, but columns must be contiguous.
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     (_, H, D) = q.shape

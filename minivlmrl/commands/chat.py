@@ -100,7 +100,6 @@ class Stream:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, rows: Tensor, ids: Tensor):
-        """Print the text of sampled token ids (n,)."""
         for token_id in ids.tolist():
             if token_id not in self.hidden:
                 text = token_bytes(self.tokenizer, token_id)
@@ -112,7 +111,6 @@ class Stream:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the argument parser; arguments that the parser does not know are recipe options."""
     parser = argparse.ArgumentParser(
         "python -m minivlmrl chat",
         description=str(__doc__).splitlines()[0],

@@ -39,7 +39,6 @@ from minivlmrl.run.setup import build_model
 
 
 def build_parser(name: str) -> argparse.ArgumentParser:
-    """Build the argument parser; arguments that the parser does not know are recipe options."""
     parser = argparse.ArgumentParser(
         f"python -m minivlmrl {name}",
         description=str(__doc__).partition("\n\n")[0],
@@ -184,7 +183,6 @@ def summarise(lines: list[dict], names: Sequence[str]) -> dict:
 
 
 def write_summary(summary: dict, out: Path):
-    """Print the summary, and write the summary to a file beside the results file."""
     path = out.with_suffix(".summary.json")
     write_json(path, summary)
     for name, value in summary.items():

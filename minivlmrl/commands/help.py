@@ -50,7 +50,6 @@ def options_by_section(config_class: type[RunConfig] = RunConfig) -> dict[str, l
 
 
 def format_option(option: Option) -> str:
-    """Format one option for the terminal: name and default in a line, type and comment in indented lines."""
     default = yaml.safe_dump(option.default, default_flow_style=True, width=sys.maxsize)
     default = default.removesuffix("\n...\n").strip()
     text = f"{type_text(option.hint)}; {option.comment}"

@@ -176,8 +176,7 @@ class DataOptions(RowOptions):
     box_space: Literal["original", "resized", "thousandths", "unit"] | None = None
     # part of a completion that is the answer: the text in <answer> tags, the whole text, or the last line of the text
     answer_format: Literal["tags", "whole", "last_line"] = "tags"
-    # rewards in evaluations; the first reward is reported in most detail. None uses the training rewards, see
-    # RunConfig.eval_rewards
+    # rewards in evaluations; the first reward is reported in most detail. None uses the training rewards
     eval_rewards: list[RewardName] | None = None
 
     def __post_init__(self):
@@ -507,7 +506,7 @@ class RunConfig:
     ppo: PPOOptions = field(default_factory=PPOOptions)
 
     def __post_init__(self):
-        # load_config sets recipe, unused_sections and names_of_files, which are not options of a recipe.
+        # fields that are not options of a recipe, because load_config sets them
         self.recipe = ""  # recipe path
         # sections of the recipe whose stages do not run, because --stages on the command line leaves them out
         self.unused_sections: list[str] = []

@@ -1,9 +1,4 @@
-"""Check and convert the values in recipes and config files according to the type hints of dataclasses.
-
-`Reader` walks over a value together with its type hint, checks and converts the value, and lets the caller change texts
-that name files or code. `build` creates a dataclass from the values of a file, and `read_value` reads a single value.
-`options_of` lists the fields of a dataclass, for overrides and for --help.
-"""
+"""Check and convert the values in recipes and config files according to the type hints of dataclasses."""
 
 import dataclasses
 import functools
@@ -190,7 +185,7 @@ class Reader:
             raise ValueError(f"{prefix}{error}") from None
 
     def _read_union(self, hint: TypeHint, value: Plain, name: str) -> Any:
-        """Keep a value that has a type of the union; otherwise try to convert the value to each type in order."""
+        """Keep a value that has one of the union's types; otherwise try to convert the value to each type in order."""
         choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
         if type(value) in typing.get_args(hint):  # "7" is text for float | str
             return value
@@ -229,7 +224,7 @@ class Reader:
         return tuple(self.read(item_hint, item, name) for item_hint, item in items)
 
     def _changed(self, hint: TypeHint, value: Plain, path: str) -> Plain:
-        """Call the function change_text for a text whose type is in config/types.py, such as FilePath."""
+        """Let the caller replace a text that names a file or code."""
         if self.change_text and hasattr(hint, "__supertype__") and isinstance(value, str):
             return self.change_text(hint, value, path)
         return value
