@@ -10,9 +10,9 @@ The loss is computed in four steps. For three of the steps, the value of an opti
     KL         + beta * KL(pi || pi_ref), estimated from the sampled tokens   kl_term
     average    over tokens and rows                                           AVERAGES
 
-GRPO, DAPO and Dr. GRPO differ only in the average. Every average divides by totals over the whole optimizer step, so
-the gradients of the micro-batches add up to the step's gradient. The file grpo_variants.py adds RLOO, CISPO, SAPO and
-other losses.
+GRPO, DAPO and Dr. GRPO differ only in the average. Every average divides by the number of tokens or completions in the
+whole optimizer step, so the gradients of the micro-batches add up to the step's gradient. The file grpo_variants.py
+adds RLOO, CISPO, SAPO and other losses.
 """
 
 from collections.abc import Callable
@@ -185,7 +185,8 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
     With use_bias_correction_kl=True, the default, all KL estimators have the gradient of KL(pi || pi_ref). A KL term in
     the loss, unlike a KL penalty in the reward, ignores a token's effect on the KL of later tokens.
 
-    Recipes select the estimator k1, k2 or k3 with grpo.kl_estimator; only callers of grpo_loss can select the others.
+    Recipes select the estimator k1, k2 or k3 with grpo.kl_estimator; only callers of grpo_loss can select k1+, k2+ or
+    k3+.
 
     Source: Schulman, "Approximating KL divergence" (2020), for the values of k1, k2 and k3; arXiv 2506.09477 for their
         gradients; verl for k1+, k2+ and k3+.
@@ -200,7 +201,7 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
     return kl
 
 
-# For each KL estimator, a function of d = log pi_ref - log pi.
+# KL estimators as functions of the log-ratio d = log pi_ref - log pi
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda d: -d,
     "k2": lambda d: 0.5 * d.square(),
@@ -212,8 +213,8 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 def correct_kl(kl: Tensor, ratio: Tensor, kl_estimator: str) -> Tensor:
     """Multiply a KL estimate by the ratio pi / pi_old, which makes its expected gradient that of KL(pi || pi_ref).
 
-    The ratio also corrects the KL estimate if an older policy sampled the tokens. The ratio is detached for the
-    estimators k2, k1+, k2+ and k3+, whose gradients are already those of KL(pi || pi_ref).
+    The ratio also corrects the KL estimate if an older policy sampled the tokens. The ratio pi / pi_old is detached for
+    the KL estimators k2, k1+, k2+ and k3+, whose gradients are already those of KL(pi || pi_ref).
     """
     if kl_estimator == "k2" or kl_estimator.endswith("+"):
         return kl * ratio.detach()
@@ -267,6 +268,5 @@ def check_bounds(epsilon_low: float, epsilon_high: float, beta: float):
 
 
 def check_known(option: str, name: str, table: dict[str, Callable]):
-    """Raise ValueError if an option's value is not a key in the option's table of functions."""
     if name not in table:
         raise ValueError(f"{option} is {name!r}, but it must be one of {', '.join(table)}")

@@ -17,12 +17,12 @@ CORRECTION_MODES = get_args(CorrectionMode)
 
 
 RATIOS |= {
-    # GSPO-token (arXiv 2507.18071 eq. 14): GSPO's ratio in value, but its gradient flows through each token's
+    # GSPO-token (arXiv 2507.18071 eq. 14): the value of GSPO's ratio, with a gradient through each token's own
     # log-probability
     "sequence_token": lambda log_ratio, mask: (
         row_mean(log_ratio, mask).detach() + log_ratio - log_ratio.detach()
     ).exp(),
-    # RLOO (arXiv 2402.14740): prod_t r_t is the whole completion's ratio
+    # RLOO (arXiv 2402.14740): the ratio of a whole completion, which is the product of the tokens' ratios
     "sequence_sum": lambda log_ratio, mask: (log_ratio * mask).sum(-1, keepdim=True).exp(),
 }
 

@@ -5,7 +5,7 @@ preference.py imports only torch, so that you can copy the file into your own pr
 B is the number of pairs and T the longest answer's length. In tensors (B, 2, T), [:, 0] is the chosen answer and [:, 1]
 the rejected one. Only `per_token_logps` has a gradient.
 
-Each loss divides by totals of the whole optimizer step (`normalizer`), so that the gradients of micro-batches add up to
+Each loss divides by counts of the whole optimizer step (`normalizer`), so that the gradients of micro-batches add up to
 the step's gradient. `normalizer.sequences` counts two answers for each pair; by default, the batch is the whole
 optimizer step. Only the losses aot, aot_unpaired, and sft with use_weighting depend on how a step is split into
 micro-batches.
@@ -69,7 +69,7 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     # BCO (arXiv 2404.04656) without its running mean of rewards:
     # -log sigmoid(beta chosen) - log sigmoid(-beta rejected)
     "bco_pair": lambda pairs: -logsigmoid(pairs.beta * pairs.u) - logsigmoid(-pairs.beta * pairs.v),
-    # SPPO eq. 4.7 (arXiv 2405.00675): (chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2
+    # SPPO eq. 4.7 (arXiv 2405.00675), on log-ratios: (chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2
     "sppo_hard": lambda pairs: (pairs.u - 0.5 / pairs.beta).square() + (pairs.v + 0.5 / pairs.beta).square(),
     # paired AOT, alignment by optimal transport (arXiv 2406.05882): DPO's loss on sorted margins of policy and
     # reference
@@ -305,7 +305,6 @@ def _check_known(name: str, value: str, known_names):
 
 
 def sorted_margins(logps: Tensor) -> Tensor:
-    """Sort the differences of chosen and rejected log-probabilities, (B, 2) -> (B,), in ascending order."""
     return (logps[:, 0] - logps[:, 1]).sort().values
 
 

@@ -104,7 +104,7 @@ class GroupLayout:
         return blocks, slots
 
     def blocks(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Split x (N, H, D) into blocks (prompts, H, P, D) and (completions, H, C, D) for each prompt length."""
+        """Split x (N, H, D) into blocks of prompts (prompts, H, P, D) and of completions (completions, H, C, D)."""
         if not self.in_order:
             x = Reorder.apply(x, self.order, self.inverse)
         sizes = [shape.numel() for shape in self.shapes]
@@ -172,7 +172,7 @@ class DecodeAttention:
     """
 
     check_every = 1  # `generate` checks for finished rows after this number of steps
-    # slices of the rows and the new tokens that a recurrent layer processes together in a decoding step
+    # pairs of slices (rows, new tokens) that a recurrent layer processes in one call
     spans: Sequence[tuple[slice, slice]] = ((slice(None), slice(None)),)
     # rows that get a tool's response in a decoding step, instead of a sampled token
     response_rows: Sequence[int] = ()

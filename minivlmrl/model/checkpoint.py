@@ -30,7 +30,7 @@ from minivlmrl.model.plain_weights import Sharded, Weight, base_weights, plain_n
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# files besides the weights that a saved checkpoint copies from the loaded model's folder
+# files, such as the tokenizer, that a saved checkpoint copies from the loaded model's folder
 CARRIED = re.compile(
     r"(tokenizer_config|generation_config|video_preprocessor_config|tokenizer|vocab|added_tokens"
     r"|special_tokens_map|chat_template)\.json"
@@ -129,7 +129,7 @@ def _read_weights(
 
 def check_loaded(weight: Tensor, name: str, file: Path):
     local_weight = weight.to_local() if isinstance(weight, Sharded) else weight
-    # One NaN or infinite value makes the sum NaN or infinite.
+    # The sum of a weight is NaN or infinite if any value of the weight is.
     total = local_weight.sum(dtype=torch.promote_types(weight.dtype, torch.float32))
     if not total.isfinite():
         raise ValueError(

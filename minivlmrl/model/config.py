@@ -1,7 +1,7 @@
 """ModelConfig and VisionConfig: a model's sizes and settings, with config.json's names.
 
-model/config_json.py reads, checks and writes config.json. Families with further vision settings have a subclass of
-VisionConfig in model/families/.
+model/config_json.py reads, checks and writes config.json. Model families with further vision settings have a subclass
+of VisionConfig in model/families/.
 """
 
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ class VisionConfig:
     # unused keys of vision_config in config.json, which saving writes unchanged
     extra: dict = field(default_factory=dict, hash=False)
 
-    # Constants of Qwen2-VL, of which the subclasses for other families make fields of config.json.
+    # constants in Qwen2-VL, but fields of config.json in some other model families
     norm: ClassVar[Literal["rms_norm", "layer_norm"]] = "layer_norm"
     # side of a square attention window in pixels; None makes each frame one window
     window_size: ClassVar[int | None] = None

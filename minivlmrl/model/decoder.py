@@ -122,10 +122,7 @@ class TextModel(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention. Qwen2 adds biases to q, k and v; Qwen3 normalises each q and k head.
-
-    The argument index is the decoder layer's index, under which the KV cache stores the layer's keys and values.
-    """
+    """Grouped-query attention. Qwen2 adds biases to q, k and v; Qwen3 normalises each q and k head."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()

@@ -131,10 +131,7 @@ def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
 
 
 def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
-    """Return the base weights of a model with adapters, by the names of the model without adapters.
-
-    A quantised weight is represented by a PackedLinear layer, and every other weight by a parameter.
-    """
+    """Return the base weights of a model with adapters, by the names of the model without adapters."""
     weights: dict[str, Tensor | PackedLinear] = {}
     for name, parameter in model.named_parameters():
         if not is_adapter(name) and parameter.is_floating_point():

@@ -107,7 +107,7 @@ def vision_rotary(
 ) -> tuple[Tensor, Tensor]:
     """Compute the cosines and sines of the vision tower's 2-D rotary embedding for each patch.
 
-    Half of the frequencies rotate by the patch's row, and half by the patch's column. Patches have the order of
+    Half of the rotary frequencies rotate by the patch's row, and half by the patch's column. Patches have the order of
     pixel_values, in which the patches of a merged token are contiguous. All frames of a video have the same rotary
     angles, because the tower's rotary embedding does not encode time.
 
@@ -136,10 +136,7 @@ def _cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (a, b) = (x_i, x_{i+D/2}) of x (N, H, D) to (a cos - b sin, b cos + a sin).
-
-    The sines in the first half of `sin` (N, 1, D) have a minus sign.
-    """
+    """Rotate each pair (a, b) = (x_i, x_{i+D/2}) of x (N, H, D) to (a cos - b sin, b cos + a sin)."""
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 

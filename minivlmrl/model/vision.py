@@ -46,7 +46,7 @@ class MLP(nn.Module):
         """Return True if padding the MLP's intermediate size makes the MLP faster."""
         # cuBLAS has fast kernels for 16-bit products only if each row begins at a multiple of 16 bytes. Products with
         # rows of 3,420 columns, as in the vision towers of Qwen2.5-VL-3B and 7B, take about three times as long on an
-        # H100. Layers with adapters or quantized weights are not padded.
+        # H100.
         layers = (self.gate_proj, self.up_proj, self.down_proj)
         are_plain = all(type(layer) is nn.Linear for layer in layers)
         return is_half_on_gpu(x.device, x.dtype) and are_plain

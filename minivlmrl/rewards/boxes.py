@@ -1,8 +1,7 @@
 """Rewards for object detection: compare an answer's boxes with the true boxes.
 
 True boxes, in the column `solution`, are in pixels of the image file. Boxes in an answer may have other units, for
-example thousandths of the image's width and height. The argument image_sizes has the image's size in pixels, and
-answer_extents has the size in the answer's units.
+example thousandths of the image's width and height.
 
 Each box in an answer is matched with at most one true box. The summed IoU of matched pairs is divided by the number of
 boxes in the answer or in the solution, whichever is larger, so that missing and extra boxes both lower the reward.
@@ -67,7 +66,7 @@ def acc_0_5(answer_texts, solution, image_sizes, answer_extents, log_extra=None,
 def box_format(completions: list[str], answer_extents: Extents, log_extra: LogExtra | None = None, **columns) -> list:
     """Return 1.0 for completions with <think> and <answer> tags and valid boxes inside the image, else 0.0.
 
-    An answer that there is no object gets 1.0, and a row without an image gets None.
+    An answer that there is no object gets the reward 1.0, and a row without an image gets None.
     """
     values = []
     reasons = []

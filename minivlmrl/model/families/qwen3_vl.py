@@ -1,7 +1,7 @@
 """Qwen3-VL's vision tower, and functions that parse its configuration files.
 
 Qwen3-VL's tower has learned position embeddings besides the 2-D rotary embedding, and no window attention. DeepStack
-also merges the outputs of some inner blocks, and adds them to the image tokens after the first decoder layers.
+merges the outputs of some inner blocks of the tower, and adds them to the image tokens after the first decoder layers.
 Qwen3-VL's decoder (decoder.py) has normalised queries and keys, no biases, and interleaved M-RoPE.
 
 Dimension letters: P patches in all images together, E hidden_size, M merged tokens (P / 4). Source: the Qwen3-VL
@@ -226,7 +226,7 @@ class Videos:
     def lay_out(self, pieces: list[str], grids: list[Grid], times: list):
         """Split each video into one image per time step, each after a timestamp, as in transformers since 5.10.
 
-        Example: in the chat template's text, <|video_pad|> for two time steps becomes
+        Example: the placeholder of a video with two time steps becomes
             <0.3 seconds><|vision_start|><|video_pad|><|vision_end|><1.3 seconds>...
 
         Args:

@@ -74,7 +74,7 @@ class ModelSpec:
     default_system: bool = True
     # default values for keys that preprocessor_config.json may omit
     images: dict[str, Any] = field(default_factory=dict)
-    # parses video_preprocessor_config.json; None processes videos as in Qwen2.5-VL
+    # parses video_preprocessor_config.json; with the result None, videos are processed as in Qwen2.5-VL
     read_videos: Callable = lambda settings, where, images: None
     # computes the contents of video_preprocessor_config.json; if there are none, the loaded model's file is kept
     write_videos: Callable[[ImageProcessor, dict], dict] = write_video_processor
@@ -88,7 +88,7 @@ class ModelSpec:
     transposed_experts: bool = False  # whether files may have transposed expert weights
     # splits tensors that files store for several parameters, such as the weights of all experts in a layer
     split_tensors: Callable[[TensorsOfFile, ModelConfig, Path], TensorsOfFile] = lambda tensors, config, file: tensors
-    # stacks, in the given dictionary, parameters that files store as one tensor, such as expert weights
+    # stacks parameters that files store as one tensor, such as the weights of all experts in a layer
     stack_tensors: Callable[[dict[str, Weight], ModelConfig], None] = lambda weights, config: None
     # makes a mixture of experts count each expert's tokens over all ranks
     count_over_ranks: Callable[[VisionLanguageModel, Callable], None] = lambda model, sum_counts: None
