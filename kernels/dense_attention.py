@@ -16,8 +16,7 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from minivlmrl.kernels.float32_matmul import float32_matmul
 
 # Up to 128 keys and head dimension 64, separate matrix products on a CPU take half as long as PyTorch's fused kernel,
-# forward and backward. With more keys, the scores no longer fit into the caches. With head dimensions 80 and 128, both
-# are equally fast.
+# forward and backward.
 MAX_KEYS = 128
 MAX_HEAD_DIM = 64
 

@@ -47,7 +47,7 @@ def rectangles(prompts: list[range], completions: list[list[range]]) -> tuple[Te
 
 
 class PromptSlots:
-    """Convert between tensors with one row for each completion and padded tensors with one row for each prompt.
+    """Convert between tensors whose rows are completions and padded tensors whose rows are prompts.
 
     Args:
         prompt_index: (R,), each completion's prompt, in ascending order. The tensor must be on the CPU, so that the

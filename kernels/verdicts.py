@@ -94,7 +94,6 @@ def load_results(path: Path) -> dict[str, float | str] | None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Wait until no other process has locked the file, and hold the lock until the `with` block ends."""
     with path.open("a") as file:
         if find_spec("fcntl"):  # not on Windows
             import fcntl

@@ -81,7 +81,6 @@ def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunCo
 
 
 def build_row(options: argparse.Namespace, data: DataOptions) -> Row:
-    """Build the row to answer from the prompt, the images and the videos on the command line."""
     media_counts = {"image": len(options.image), "video": len(options.video)}
     template = data.prompt_template if "{problem}" in data.prompt_template else "{problem}"
     system_message = data.system_prompt if options.system is None else options.system

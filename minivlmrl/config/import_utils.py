@@ -46,7 +46,6 @@ def _load_module(file: str) -> ModuleType:
 
 
 def _source_file(path: str) -> str:
-    """Find a code file in the working directory, or else in the folder that contains the folder `recipes`."""
     for folder in (Path(), recipes_folder().parent):
         if (folder / path).is_file():
             return os.path.abspath(folder / path)

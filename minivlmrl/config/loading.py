@@ -86,7 +86,6 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
 def _build_run(
     config_class: type[RunConfig], values: dict, where: str | Path, change_text: ChangeText | None = None
 ) -> RunConfig:
-    """Build a RunConfig, and check the image options, the video options and the losses of DPO."""
     config = build(config_class, values, str(where), change_text=change_text)
     with error_context(where):
         for name, options_class in (("image", ImageOptions), ("video", VideoOptions)):
@@ -109,7 +108,6 @@ def _build_run(
 
 
 def _find_recipe(recipe: str | Path) -> Path:
-    """Find a recipe by its path, or by its name in the folder `recipes`."""
     paths = [Path(recipe), recipes_folder() / recipe]
     for path in paths:
         if path.is_file():
@@ -193,7 +191,6 @@ class Resolver:
         return path + name
 
     def _find(self, file: str, is_typed: bool) -> str:
-        """Find a file that a recipe names: beside the recipe, in the working directory, or in the folder `recipes`."""
         beside = self.recipe.parent
         folders = [Path(), beside] if is_typed else [beside, Path()]  # first the folder where the user wrote the path
         # A user's copy of a built-in recipe names files in the built-in folders, such as shapes_model.json.
