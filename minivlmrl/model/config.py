@@ -32,7 +32,7 @@ class VisionConfig:
     # unused keys of vision_config in config.json, which saving writes unchanged
     extra: dict = field(default_factory=dict, hash=False)
 
-    # constants in Qwen2-VL, but fields of config.json in some other model families
+    # constants in Qwen2-VL; other model families override them, or read them from config.json
     norm: ClassVar[Literal["rms_norm", "layer_norm"]] = "layer_norm"
     # side of a square attention window in pixels; None makes each frame one window
     window_size: ClassVar[int | None] = None

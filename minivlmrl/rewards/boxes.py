@@ -66,7 +66,7 @@ def acc_0_5(answer_texts, solution, image_sizes, answer_extents, log_extra=None,
 def box_format(completions: list[str], answer_extents: Extents, log_extra: LogExtra | None = None, **columns) -> list:
     """Return 1.0 for completions with <think> and <answer> tags and valid boxes inside the image, else 0.0.
 
-    An answer that there is no object gets the reward 1.0, and a row without an image gets None.
+    An answer that denies any object gets the reward 1.0, and a row without an image gets None.
     """
     values = []
     reasons = []

@@ -55,7 +55,7 @@ def image_extents(row: Row, prompt: Prompt, processor: Processor) -> tuple[Size 
         return None, None
     patch_size = processor.image_processor.patch_size
     _, height, width = prompt.image_grid_thw[prompt.second_per_grid_ts == 0][0].tolist()
-    # The image's size is known since its prompt was computed, so the image is not loaded again.
+    # Computing the prompt has stored the image's size, so the image is not loaded again.
     size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
     space = row.columns.get("box_space") or processor.box_space
     return size, extent(space, size, (width * patch_size, height * patch_size))
