@@ -26,8 +26,8 @@ NO_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory|ST
 class error_context(AbstractContextManager):
     """Context manager that puts a file, row or field before the message of a ValueError in its block.
 
-    An error message that already begins with the file, row or field is not changed. An error that is not a ValueError
-    gets the file, row or field as a note.
+    An error message that already begins with the file, row or field is not changed. An exception of another type than
+    ValueError gets a note with the file, row or field.
     """
 
     # error_context is a class, because contextlib.contextmanager would be slower for the rows of a data file.
@@ -101,7 +101,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 class phase(AbstractContextManager):
     """Context manager that marks its block as a phase of training, such as "forward", for error messages.
 
-    An error in nested blocks gets the attributes `phase` and `rows` of the innermost block.
+    An error inside nested phases gets the name and the rows of the innermost phase.
 
     Args:
         name: name of the phase, as the message shows it.

@@ -122,7 +122,7 @@ def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
         socket.TCP_USER_TIMEOUT: round(1000 * seconds),  # for data that the other host must confirm
     }
     for number in set(os.listdir("/proc/self/fd")) - before:
-        # An open file that is not a TCP connection raises OSError.
+        # The socket functions raise OSError for an open file that is not a TCP connection.
         with suppress(OSError), socket.fromfd(int(number), socket.AF_INET, socket.SOCK_STREAM) as x:
             x.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in options.items():

@@ -2,7 +2,7 @@
 
 Each row of an AdamW moment is split into blocks of 256 values. A block is stored as one float32 scale, which is its
 largest absolute value, and one byte per value. Each byte stands for one of 256 fixed numbers between -1 and 1, which
-are denser near 0. FSDP shards tensors by rows, so the number of ranks does not change the blocks.
+are denser near 0. FSDP shards tensors by rows, so no block is split between ranks.
 
 A recipe selects the 8-bit AdamW with `optimizer: {name: adamw_8bit}`, and your modified copy with its file and class,
 for example `my_adamw.py:AdamW8bit`.

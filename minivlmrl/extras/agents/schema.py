@@ -87,11 +87,7 @@ def type_schema(hint) -> dict:
 
 
 def union_schema(hints: tuple) -> dict:
-    """Return the JSON schema for a union of types.
-
-    Examples: int | str gives {"type": ["integer", "string"]}, and int | None gives {"type": "integer", "nullable":
-    True}.
-    """
+    """Return the JSON schema for a union of types, such as {"type": ["integer", "string"]} for int | str."""
     schemas = [type_schema(hint) for hint in hints if hint is not types.NoneType]
     kinds = sorted({str(schema.get("type")) for schema in schemas})
     if len(schemas) == 1:

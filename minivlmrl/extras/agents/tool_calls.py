@@ -164,7 +164,7 @@ def refuse_constant(name: str):
 def check_values(value, name: str):
     """Raise ValueError if an argument of a tool call has an infinite number or half of a surrogate pair.
 
-    JSON allows 1e999 and "\\ud800", which an environment could store, so that get_reward could fail and end the run.
+    If an environment stored an invalid value, its method get_reward could fail later and end the run.
     """
     if isinstance(value, dict):
         for key, item in value.items():
@@ -185,11 +185,7 @@ def check_values(value, name: str):
 
 
 def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
-    """Parse the text between a tool's tags into {argument name: value}.
-
-    A tool call in tags lists its arguments in signature order, as JSON values separated by commas. If the text between
-    the tags is not JSON, or the tool has a single argument of type str, the whole text is the first argument.
-    """
+    """Parse the arguments between a tool's tags, which are JSON values in signature order, or a single text."""
     expected = fields(arguments_of(tools[name]))
     values = [inside.strip()]
     if [field.type for field in expected] != [str]:

@@ -208,7 +208,6 @@ class AnswerAttention(DecodeAttention):
     """Attention for a forward pass over tool results, which are packed into one sequence.
 
     The tokens of a tool result attend to the prompt, to the completion's earlier tokens, and causally to each other.
-    The keys and values of a tool result are appended to the KV cache.
 
     Args:
         decoding: the attention of the decode steps.
@@ -319,7 +318,7 @@ class ReadingDecode(Decode):
         batch.position_ids += start.repeat_interleave(repeats)
         answer_attention = AnswerAttention(attention, rows, lengths)
         hidden = model(batch, answer_attention, batch.layout.last_index)
-        # The offset of later position ids is decreased, because an image has fewer position ids than tokens.
+        # Later tokens get lower position ids, because an image has fewer position ids than tokens.
         last_positions = [x.max() for x in batch.position_ids.split(lengths, dim=1)]
         attention.start[index] = torch.stack(last_positions) - attention.newest[index]
         row_of_token = attention.rows[index].repeat_interleave(repeats)

@@ -51,7 +51,7 @@ class Trial:
     max_new_tokens: int = 64  # token count of the longest text that the model may write
 
     def score_texts(self, texts: Iterable[str]) -> Tensor:
-        """Score one text for each row as if the model had sampled the text; return the rewards (rows, functions)."""
+        """Score one text for each row as a sampled completion; return the rewards (rows, reward functions)."""
         prompts = [row.prompt(self.processor) for row in self.rows]
         groups = []
         for text in texts:
@@ -60,7 +60,7 @@ class Trial:
         return call_rewards(self.rewards, reward_columns(self.rows, prompts, groups, self.processor))
 
     def score_answers(self, answers: Iterable[str]) -> Tensor:
-        """Write one answer for each row in the format data.answer_format, and return the rewards (rows, functions)."""
+        """Score one answer for each row in the format data.answer_format; return the rewards as score_texts does."""
         return self.score_texts(format_completion(answer, self.processor) for answer in answers)
 
     def right_answers(self) -> list[str]:
@@ -72,7 +72,7 @@ class Trial:
         return [texts[int(x.argmax())] for texts, x in zip(forms, totals, strict=True)]
 
     def of_forms(self, forms: Sequence[Sequence[str]]) -> tuple[Tensor, ...]:
-        """Score several answers for each row; return one tensor (answers, functions) per row."""
+        """Score several answers for each row; return one tensor (answers, reward functions) per row."""
         rows = [row for row, texts in zip(self.rows, forms, strict=True) for _ in texts]
         values = replace(self, rows=rows).score_answers(chain.from_iterable(forms))
         return values.split([len(texts) for texts in forms])
@@ -119,7 +119,7 @@ def check_contradictions(
     that is labelled as bad contradicts the solution if the answer's reward is more than half of the highest reward.
     """
     names = trainer.answers
-    # The rows of minivlmrl's own tasks are skipped, because a task may teach an answer format with wrong answers.
+    # Answers of minivlmrl's own tasks are not checked, because a task may teach an answer format with wrong answers.
     is_compared = names and isinstance(all_rows, FileRows)
     rows = sample_rows(all_rows, NUM_ANSWERS) if is_compared else []
     for reward in rewards if rows else ():
@@ -320,14 +320,13 @@ def check_constant(
 
     [(solution, num_equal)] = count_answers(solutions).most_common(1)
     right_mean = totals(right_values).nanmean().item()
-    # total reward of each row for the most frequent solution
+    # total reward of each row if the answer is the most frequent solution
     constant = totals(trial.score_answers([solution] * len(trial.rows)))
     is_equal = torch.tensor([solution in truths for truths in solutions_of(trial.rows)])
     frequency = num_equal / len(solutions)
     constant_mean = frequency * constant[is_equal].nanmean().nan_to_num(0.0).item()
     constant_mean += (1 - frequency) * constant[~is_equal].nanmean().nan_to_num(0.0).item()
-    # The upper bound of 1.25 excludes rewards that cannot parse right answers, because other checks report these
-    # rewards.
+    # A ratio above 1.25 means that the rewards cannot parse right answers, which other checks report.
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
             f"Always answering {format_completion(solution, trial.processor)!r:.80} scores "
@@ -408,7 +407,7 @@ def format_completion(answer: str, processor: Processor, thought: str = "hm") ->
 
 
 def count_answers(solutions: Iterable[Sequence[str]]) -> Counter[str]:
-    """Count the rows to which each answer is right."""
+    """Count how many rows have each right answer."""
     return Counter(chain.from_iterable(map(dict.fromkeys, solutions)))
 
 
@@ -416,7 +415,7 @@ def answer_forms(row: Row) -> list[str]:
     """Return the texts that may be right answers to a row; the last text is always `str(solution)`.
 
     Example: the solution ["cat", "dog"] has five texts: cat, dog, "cat, dog", and the list in the notations of JSON and
-    Python. The solution 3.0 has the texts 3 and 3.0. Strings and boxes have one text.
+    Python.
     """
     solution = row.columns.get("solution")
     forms = []

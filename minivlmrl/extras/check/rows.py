@@ -183,7 +183,7 @@ def check_boxes(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, processor: Processor) -> Iterator[str]:
-    """Check that the answers that a stage trains on end with a stop token."""
+    """Check that the answers in the training data of a stage end with a stop token."""
     rows = sample_rows(all_rows)
     stop_ids = config.sampling.stop_token_ids or processor.stop_token_ids
     max_new_tokens = config.sampling.max_new_tokens
@@ -223,6 +223,6 @@ def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: in
 
 def sample_rows(rows: Sequence, count: int = NUM_ROWS) -> list:
     """Sample at most `count` rows with a fixed seed; return the sampled rows in the dataset's order."""
-    # Rows are sampled at random, because rows at equal distances could all be of one kind.
+    # Rows are sampled at random, because every tenth row of a dataset, for example, could be of one kind.
     row_indices = random.Random(0).sample(range(len(rows)), min(count, len(rows)))
     return [rows[index] for index in sorted(row_indices)]

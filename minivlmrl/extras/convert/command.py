@@ -171,10 +171,7 @@ def batches(rows: Iterator[dict]) -> Iterator[list[dict]]:
 
 
 def convert_list(path: Path, options: argparse.Namespace) -> Iterator[Plain]:
-    """Convert each file in a YAML list of data sets, and yield the entries of the option data.train.
-
-    A relative path is tried from the current folder first, and then from the folder of the YAML file.
-    """
+    """Convert each file in a YAML list of data sets, and yield the file's entry for the option data.train."""
     with error_context(path):
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         sets = content.get("datasets") if isinstance(content, dict) else None

@@ -35,7 +35,7 @@ VISION = re.compile(r"<\|vision_start\|>(?:<\|(image|video)_pad\|>)+<\|vision_en
 
 
 class Columns(dict):
-    """The columns of a row, without missing values; `dropped` counts the columns and keys that are lost."""
+    """The columns of a row, without missing values; `dropped` counts the columns and keys that conversion loses."""
 
     def __init__(self, row: dict, dropped: Counter):
         # pandas writes a missing value as NaN, which is not equal to itself.
@@ -54,7 +54,7 @@ class Columns(dict):
 
 
 def prepare(row: dict, dropped: Counter) -> Columns:
-    """Insert boxes, <image> tags and answer choices, which other projects store beside the question, into the texts."""
+    """Insert boxes, <image> tags and answer choices, which some projects store in other columns, into the texts."""
     columns = Columns(row, dropped)
     fill_objects(columns)
     fill_images(columns)

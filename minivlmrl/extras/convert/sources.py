@@ -36,7 +36,7 @@ def read_rows(path: Path) -> Rows:
 
 
 def _read_folder(folder: Path) -> Rows:
-    """Read a folder written by save_to_disk, a folder with files of rows, or one with a folder of images per class."""
+    """Read a folder that save_to_disk wrote, that has files of rows, or that has one subfolder of images per class."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
         raise ValueError(f"{folder} has the splits {', '.join(splits)}; convert one of them, {folder}/{splits[0]}")
@@ -87,11 +87,7 @@ def _read_lines(path: Path) -> Rows:
 
 
 def _read_cells(path: Path) -> Rows:
-    """Read a CSV or TSV file, whose first line has the names of the columns. An empty cell is a missing column.
-
-    Raises:
-        ValueError: a row has more or fewer cells than there are names, or a quote was not closed.
-    """
+    """Read a CSV or TSV file, whose first line has the names of the columns. An empty cell is a missing column."""
     csv.field_size_limit(2**31 - 1)
     separator, word = ("\t", "tabs") if path.suffix == ".tsv" else (",", "commas")
     # The next row is read outside error_context, because a CSV error would get the place of the previous row.

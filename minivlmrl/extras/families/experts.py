@@ -97,14 +97,14 @@ def place_experts(layer: DecoderLayer, config: ModelConfig, index: int):
         layer.mlp = Experts(config.hidden_size, config.experts, index)
 
 
-# {tensor of a weight file: the matrices that the tensor stores for all experts of a layer}
+# tensors of a weight file, each with the listed matrices of all experts of a layer
 FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 
 def split_experts(
     tensors: Iterable[tuple[str, Tensor]], config: ModelConfig, file: Path, *, transposed: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a weight file; each tensor of all experts is split into tensors of single experts.
+    """Yield the tensors of a weight file, and split each tensor with the weights of all experts by expert.
 
     Args:
         transposed: whether stacked experts may be transposed, as in Qwen3-VL-MoE on the hub.

@@ -1,7 +1,7 @@
 """The gated delta rule, Qwen3.5's linear attention.
 
-Each head of the linear attention has a state, a matrix S (K, V). The state predicts that a key k has the value S^T k. A
-token multiplies S by the decay a, corrects the prediction for its key, and reads the state with its query:
+Each head of the linear attention has a state, a matrix S (K, V). A token multiplies the state
+by the decay a, corrects the value that the state predicts for its key, and reads the state with its query:
 
     S <- a S        u = beta (v - S^T k)        S <- S + k u^T        o = S^T q        a = e^g
 
@@ -70,7 +70,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, s
     q, k, v, beta, g = (in_chunks(x, C) for x in (q, k, v, beta[..., None], g))
     G = g.cumsum(-1)  # (b, H, chunks, C): log decay since the chunk start
     later = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
-    # (b, H, chunks, C, C): decay between two tokens of a chunk; 0 from a later to an earlier token
+    # decay between two tokens of a chunk, (b, H, chunks, C, C); the decay from a later to an earlier token is 0
     decay = (G[..., None] - G[..., None, :]).masked_fill(later, -math.inf).exp()
     since = G.exp()[..., None]  # (b, H, chunks, C, 1): decay since the chunk start
     until = (G[..., -1:] - G).exp()[..., None]  # decay from each token to its chunk's end

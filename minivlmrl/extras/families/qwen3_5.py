@@ -85,7 +85,7 @@ class GatedAttention(SelfAttention):
 
 
 def apply_partial_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first elements of each head of x (N, H, D), whose number is the width of cos."""
+    """Rotate only the first elements of each head of x (N, H, D); cos and sin have the size of the rotated part."""
     count = cos.shape[-1]
     return torch.cat([apply_rotary(x[..., :count], cos, sin), x[..., count:]], dim=-1)
 

@@ -118,7 +118,7 @@ def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
 
     The estimate assumes that all prompts are as long as the longest prompt. In the estimate, matrix products run at the
     GPU's peak rate, and a decode step reads the decoder's weights and the KV cache once. Attention, activation
-    functions and the CPU are assumed to take no time.
+    functions and the CPU take no time in the estimate.
     """
     run, config, estimator = question.run, question.options, question.estimator
     row, model = question.rows[0], question.models.policy
@@ -156,7 +156,7 @@ def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
 
 
 def decoder_bytes(model: VisionLanguageModel, dtype: torch.dtype) -> float:
-    """Return the bytes of weights that a decode step reads, and writes if 4-bit weights are unpacked."""
+    """Return the bytes of weights that a decode step reads, and writes when it unpacks 4-bit weights."""
     read = computed_bytes(model.model.layers, dtype) + model.lm_head.weight.numel() * dtype.itemsize
     packed = [layer for layer in model.model.layers.modules() if isinstance(layer, PackedLinear)]
     return read + sum(2 * dtype.itemsize * layer.shape.numel() for layer in packed)

@@ -1,8 +1,8 @@
 """Count the floating-point operations (FLOPs) of a model, from which `memory` computes the least seconds of a step.
 
 In the forward pass, a token takes 2 FLOPs for each value in a weight matrix. The backward pass takes as many FLOPs as
-the forward pass for the gradients of inputs, and as many again for the gradients of weights. The count leaves out
-attention, recurrence, norms, activation functions and activation checkpointing.
+the forward pass for the gradients of inputs, and as many again for the gradients of weights. The FLOPs of attention,
+recurrence, norms, activation functions and activation checkpointing are left out.
 """
 
 from collections.abc import Iterator

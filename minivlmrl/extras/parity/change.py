@@ -13,7 +13,7 @@ from minivlmrl.extras.parity.names import SCOPES
 
 
 class Values:
-    """Values for a bug's formula, such as `lambda s: s.x / 2`: the correct x, and the tensors of the recorded step."""
+    """Values for a bug's formula, such as `lambda s: s.x / 2`: the correct value x, and the step's tensors."""
 
     def __init__(self, step, place=None, **values):
         self.__dict__.update(values)
@@ -57,7 +57,7 @@ class Change(dict):
         return deviation(Values(self.d, place, x=x, c=self.get("c", 1.0), **values))
 
     def inside(self, use: str) -> "Change":
-        """Return the bug, or an empty bug if a use of a quantity, such as "the baseline", is not affected."""
+        """Return the bug, or an empty bug if the bug leaves a use of a quantity, such as "the baseline", correct."""
         other_uses = {*self.get("inside", ())} - {use}
         for _, uses, _ in SCOPES:
             if use in uses and not other_uses.isdisjoint(uses):

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from minivlmrl.extras.parity.loss import Verdict, judge
 
 GRPO = {"loss_type": "grpo", "importance_sampling_level": "token", "beta": 0.0, "whole_step": True}
-# {loss in docs/losses_of_the_field.md: options that select the loss among TRL's recorded cases}
+# options that select TRL's recorded cases of each loss in docs/losses_of_the_field.md
 LOSSES = {
     "GRPO": GRPO,
     "GRPO, k3": GRPO | {"beta": 0.1, "use_bias_correction_kl": False},
@@ -71,11 +71,7 @@ class Project:
 
 
 def read_functions(project: Project, folder: Path) -> SimpleNamespace:
-    """Compile a project's functions from its files, without decorators and annotations.
-
-    Raises:
-        ValueError: a file or function is missing.
-    """
+    """Compile a project's functions from its files, without decorators and annotations."""
     theirs = SimpleNamespace(torch=torch, nn=torch.nn, F=F, math=math, np=numpy, enum=enum, **project.others)
     vars(theirs).update(dict.fromkeys(project.modules.split(), theirs))
     for file, names in project.functions():
@@ -118,7 +114,7 @@ def judge_project(name: str, folder: str | Path, seconds: float = 5.0) -> dict[s
 
 
 def as_loss(adapter: Callable, theirs: SimpleNamespace) -> Callable:
-    """Return a function loss(batch, options), as `judge` expects, that calls an adapter."""
+    """Return a loss function (batch, options) that calls an adapter with a project's functions."""
 
     def loss(batch, options):
         b = SimpleNamespace(logps=batch["per_token_logps"], mask=batch["mask"])
@@ -256,7 +252,7 @@ def areal_dpo(theirs, b, o):
 
 
 def skyrl(theirs, b, o):
-    """Call SkyRL's policy losses with advantages scaled by SkyRL's loss_reduction, and add SkyRL's KL."""
+    """Call SkyRL's policy losses on scaled advantages, and add SkyRL's KL estimate."""
     averages = {"dapo": "token_mean", "cispo": "token_mean", "dr_grpo": "seq_mean_token_sum_norm"}
     average = averages.get(o.loss_type, "sequence_mean")
     bounds = {"eps_clip_low": o.epsilon_low, "eps_clip_high": o.epsilon_high}
@@ -298,7 +294,6 @@ def open_instruct_dpo(theirs, b, o):
 
 
 def nemo_rl(theirs, b, o):
-    """Call NeMo-RL's ClippedPGLossFn; use_on_policy_kl_approximation multiplies the KL by the importance ratio."""
     config = theirs.ClippedPGLossConfig(
         token_level_loss=o.loss_type in ("dapo", "cispo"), sequence_level_importance_ratios=is_sequence(o),
         ratio_clip_min=o.epsilon_low, ratio_clip_max=o.epsilon_high, reference_policy_kl_penalty=o.beta,
