@@ -45,8 +45,7 @@ def save_model(
         world: the ranks; None is a single process.
         base: the base model's folder or repository, for PEFT's adapter_config.json.
         write_more_files: function that writes additional files into the new folder.
-        merge: False saves only the adapters. The folder is replaced as a whole then, too, so that no older merged
-            weights stay beside a newer adapter.
+        merge: False saves only the adapters, in a folder that keeps no older merged weights.
         max_shard_size: maximum size for one weights file, in bytes.
     """
     world = world or World()
