@@ -185,7 +185,7 @@ def as_prompt(ids: list[int], pictures: list[Picture], processor: Processor) -> 
 
 
 def copy_on_write(image: Image) -> Image:
-    """Return a view of an image that PIL copies before a change, so that several environments can share the pixels."""
+    """Return an image whose pixels several environments can share, because PIL copies the image before a change."""
     image.load()
     image = image._new(image.im)
     image.readonly = 1

@@ -57,7 +57,7 @@ class Change(dict):
         return deviation(Values(self.d, place, x=x, c=self.get("c", 1.0), **values))
 
     def inside(self, use: str) -> "Change":
-        """Return the bug, or an empty bug if the bug leaves a use of a quantity, such as "the baseline", correct."""
+        """Return no change for a use of the rewards, such as "the baseline", that a trainer's bug leaves correct."""
         other_uses = {*self.get("inside", ())} - {use}
         for _, uses, _ in SCOPES:
             if use in uses and not other_uses.isdisjoint(uses):
@@ -66,7 +66,7 @@ class Change(dict):
 
 
 def edited(step, x: list, flags: list, region: list, change: Callable) -> tuple[list, list]:
-    """Let a bug replace the token ids in a part of a completion, such as the first turn."""
+    """Replace the token ids in a part of a completion, such as the first turn, as a known bug of trainers does."""
     new_items, new_flags = [], []
     triples = zip(flags, region, x, strict=True)
     for (flag, inside), run in groupby(triples, key=lambda triple: triple[:2]):
@@ -79,7 +79,7 @@ def edited(step, x: list, flags: list, region: list, change: Callable) -> tuple[
 
 
 def composed(first: dict, then: dict) -> dict | None:
-    """Combine two bugs, of which the second acts after the first; return None if they cannot be combined."""
+    """Combine two simulated bugs, of which the second acts after the first, or return None if that is impossible."""
     if not first or not then:
         return first or then
     if "inside" in first or "inside" in then:

@@ -39,7 +39,7 @@ LOSSES = {
 
 
 class Settings(SimpleNamespace):
-    """A replacement for the objects that a project's loss code expects, such as a config or a trainer."""
+    """An object with arbitrary attributes, which replaces a project's config or trainer."""
 
     def __init_subclass__(cls, **_):
         pass
