@@ -39,7 +39,7 @@ LOSSES = {
 
 
 class Settings(SimpleNamespace):
-    """An object with arbitrary attributes, which replaces a project's config or trainer."""
+    """An object with arbitrary attributes, which replaces a project's config, trainer or base class."""
 
     def __init_subclass__(cls, **_):
         pass
