@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run_config(folder: Path, recipe: str | None, overrides: list[str]) -> RunConfig:
-    """Load a run's options from its folder's config.yaml or from `recipe`; if `folder` is a file, it is a recipe."""
+    """Load a run's options from the file `folder`, from `recipe`, or from config.yaml in the run's folder."""
     if not folder.is_dir():  # a recipe, whose output_dir may contain another run
         return load_config(folder, ["--resume=never", *overrides])
     overrides = [f"--output_dir={folder}", *overrides]
@@ -87,12 +87,10 @@ def run_config(folder: Path, recipe: str | None, overrides: list[str]) -> RunCon
 
 
 class Reached(Exception):
-    """Raised with (trainer, optimizer, step, rows) when training reaches the step that is replayed."""
+    """Stops training at the step that is replayed; the arguments are (trainer, optimizer, step, rows)."""
 
 
 class StopBefore(Callback):
-    """Callback that raises Reached before the optimizer update of the step that is replayed."""
-
     def __init__(self, stage: str, number: int):
         self.wanted = stage, number
 
@@ -196,7 +194,6 @@ def logps_now(trainer: Trainer, row: Row, completions: list[Completion], tempera
 
 
 def compare_logps(completion: Completion, logps: torch.Tensor) -> dict[str, float]:
-    """Compare the log-probabilities that the training forward pass and sampling computed for generated tokens."""
     trained_logps = logps[completion.policy_mask]
     line = {"tokens": len(trained_logps), "trained": trained_logps.sum().item()}
     if completion.logps is not None:  # None for an answer from the dataset, which was not sampled
@@ -225,7 +222,6 @@ def compare(folder: Path, stage: str, number: int, completions: list[dict], metr
 
 
 def log_end(path: Path) -> str:
-    """Describe the last line of metrics.jsonl, a run's log of metrics."""
     lines = read_lines(path, LogLine)
     if not lines:
         return f"{path.parent} contains no metrics"

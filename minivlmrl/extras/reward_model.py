@@ -40,8 +40,6 @@ BATCH_SIZE = 16  # prompts in each forward pass that scores completions
 
 @dataclass(kw_only=True)
 class RewardBatch(AnswerBatch):
-    """A micro-batch of pairs of a chosen and a rejected answer."""
-
     margin: Tensor  # (pairs,): wanted difference between the scores of the chosen and the rejected answer
 
 

@@ -63,9 +63,8 @@ CONFIG_DEFAULTS = {field.name: field.default for field in fields(trl.GRPOConfig)
 class GRPOTrainer(trl.GRPOTrainer):
     """TRL's GRPOTrainer with the loss `minivlmrl.grpo_loss`, or with your own loss function.
 
-    minivlmrl's GRPOTrainer replaces only the method `_compute_loss` of TRL's GRPOTrainer; completions, rewards,
-    advantages, the reference model, the optimizer and checkpoints are TRL's. All arguments except `loss` and
-    `kl_estimator` are the same as in trl.GRPOTrainer.
+    minivlmrl's GRPOTrainer replaces only the method `_compute_loss` of TRL's GRPOTrainer. All arguments except `loss`
+    and `kl_estimator` are TRL's.
 
     Args:
         loss: a loss_type for `grpo_loss`, such as "grpo"; or a function with the arguments and results of `grpo_loss`.
@@ -110,7 +109,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         normalizer = LossNormalizer(len(mask) * parts, self._tokens(inputs, parts), self.max_completion_length)
         kept = mask
         if self.top_entropy_quantile < 1:
-            # The mask comes from TRL, whose get_high_entropy_mask computes the entropy quantile over all processes.
+            # TRL's get_high_entropy_mask computes the entropy quantile over all processes.
             kept = mask * self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
         weights, term_options = self._weights(inputs, logps, mask, kept)
         loss, metrics = self.loss_function(
@@ -173,7 +172,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         weights = None if kept is mask else kept
         if self.off_policy_mask_threshold is not None:
             old_logps = inputs.get("old_per_token_logps", logps.detach())
-            # sampling_logps come from vLLM or, without vLLM, from the model before the optimizer steps.
+            # The sampler's log-probabilities come from vLLM or, without vLLM, from the model before optimizer steps.
             sampling_logps = inputs.get("sampling_per_token_logps", old_logps)
             near = off_policy_mask(logps, sampling_logps, inputs["advantages"], mask, self.off_policy_mask_threshold)
             weights = near if weights is None else weights * near

@@ -24,7 +24,6 @@ MEDIA = {
     "image": ("pixel_values", "image_grid_thw", "image_token_id"),
     "video": ("pixel_values_videos", "video_grid_thw", "video_token_id"),
 }
-# names of a model's outputs, of which InputCheck compares the first one that exists
 OUTPUTS = ("log_probs", "logits", "loss")
 MOST_IMAGES = 8  # maximum number of images of a row that are made gray, one at a time
 ADVICE = (

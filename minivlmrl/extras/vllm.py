@@ -128,7 +128,7 @@ class TokenChooser:
     The method update_state is for vLLM's V1 model runner, and add_request for vLLM's V2 model runner.
     """
 
-    # a class attribute, because vLLM constructs the TokenChooser itself; None while vLLM warms up
+    # `sampling` is a class attribute, because vLLM constructs the TokenChooser; None while vLLM warms up
     sampling: Sampling | None = None
 
     def __init__(self, vllm_config, *_):
@@ -309,8 +309,8 @@ class VLLMSampler(Sampler):
         """Compare vLLM's log-probabilities with the policy's in the first rollout.
 
         In float32, vLLM's and the policy's log-probability of a token may differ by at most 1e-3 nats. In 16 bits, the
-        root mean square of the differences over all tokens of a prompt's completions may be at most 0.5 nats. The
-        option rollout.max_logp_mismatch (default 1) multiplies the largest accepted difference.
+        log-probabilities of vLLM and the policy may differ by at most 0.5 nats, as a root mean square over the tokens
+        of a prompt's completions. The option rollout.max_logp_mismatch (default 1) multiplies the accepted difference.
         """
         if self.is_verified:
             return

@@ -3,8 +3,7 @@
 Without a CUDA graph, the GPU waits for the CPU, because a decode step of 36 layers has more than a thousand kernel
 launches. A CUDA graph takes a single launch, and runs the same kernels on the same memory addresses every time. To keep
 memory addresses, the buffers for keys and values are longer than needed, with the unused part masked, and finished
-completions stay in the batch. Only when the buffers for keys and values are full, longer buffers are allocated, and a
-new CUDA graph is captured.
+completions stay in the batch.
 
 Sampling uses the same random numbers with and without a CUDA graph. With a CUDA graph, logits differ in their last
 bits, because sums over keys include masked keys.
@@ -68,7 +67,6 @@ class CapturedDecode(Decode):
     attention_type = StaticDecodeAttention
 
     def __init__(self):
-        # the prompt of each row, and the buffer length, with which the CUDA graph was captured
         self.graph_key = None
         self.graph = None
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from minivlmrl.generation.filters import Filters
     from minivlmrl.generation.stop_strings import StopStrings
 
-# sampler class for each sampling.engine value
 ENGINES = {"native": "minivlmrl.generation.sampler:Sampler", "vllm": "minivlmrl.extras.vllm:VLLMSampler"}
 
 
@@ -160,7 +159,7 @@ class Sampler:
         return turn_ends | self.record_tokens(rows, ids)
 
     def record_tokens(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Record one token per row, sampled or from a tool; return (r,), True if it completes a stop string."""
+        """Record one token per row, sampled or from a tool; return (r,), True where a token completes a stop string."""
         if self.filters is not None:
             self.filters.add_seen(rows, ids)
         self.on_tokens(rows, ids)

@@ -72,7 +72,7 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
 class Verdict:
     """The result of comparing a user's loss with TRL's loss.
 
-    The finding "mistake" names an error, and the finding "design" names a choice that some project makes on purpose.
+    A finding is a "mistake", or a "design": a difference from TRL that some project makes on purpose.
     """
 
     cases: int
@@ -139,8 +139,6 @@ def shared(differing: list[dict], agreeing: list[dict]) -> str:
 
 @dataclass
 class Comparison:
-    """A loss and its gradient, with their largest relative differences from TRL's recorded values."""
-
     loss: Tensor
     gradient: Tensor
     constant: float  # loss minus TRL's

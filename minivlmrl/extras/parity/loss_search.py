@@ -122,7 +122,7 @@ class Combination:
                 yield search.factors(), search is fewest
             for search in dict.fromkeys((most, fewest)):
                 yield search.fitted(designs), search is fewest
-            # To fit a number in each of many bugs is slow, so the numbers are fitted to a single test case.
+            # Fitting unknown numbers is slow, so each number is fitted to a single test case.
             yield most.fitted(others), most is fewest
             yield most.tried(limited), most is fewest
             yield fewest.fitted(others), True
@@ -146,10 +146,7 @@ class Combination:
 
 
 def find_names(steps: list[Dump], seconds: float) -> tuple[list[str], list[str]]:
-    """Name the mistakes and designs in the user's loss: "mistake" or "design" for each, and the lines to print.
-
-    Without a known mistake or design, the printed lines show the first numbers that differ from TRL's.
-    """
+    """Name the mistakes and designs in the user's loss: "mistake" or "design" for each, and the lines to print."""
     parts, why = [], "no known mistake or design does"
     try:
         parts = find_parts(steps, seconds)

@@ -27,8 +27,6 @@ AFTER_FORWARD = {"logps", "mode", "inside"}
 def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = False):
     """Load a model from a folder, and compute log-probabilities and entropies for the given row indices `part`.
 
-    Outputs without gradients are cached for each row and each bug, because the search repeats many forward passes.
-
     Returns:
         A tensor (2, n, S) with the log-probabilities and the entropies, which are 0 in all other rows, and the model.
         The model is None if all rows came from the cache.
@@ -80,7 +78,6 @@ def row_logps(d: Dump, change: Change, model, row: int, attended: Tensor, images
 
 
 def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, images: tuple) -> GroupBatch:
-    """Pack the attended tokens and the images of one row into a batch."""
     config = model.config
     ids = d["input_ids"][row]
     placeholders = ids == config.image_token_id
@@ -134,12 +131,12 @@ def model_unit(d: Dump) -> float:
 
 
 def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
-    """Recompute a recorded tensor, such as old_per_token_logps, with a model whose folder is named in step.json."""
+    """Recompute recorded log-probabilities or entropies with a model whose folder step.json names."""
     if not d.has(name) or not d.about.get(folder):
         return None
     weights_folder = change("model folder", d.about[folder])
     part = d.all_rows if d.part is None else d.part
-    # With a bug that may give a row the log-probabilities of another row, all rows need a forward pass.
+    # A bug may give a row the log-probabilities of another row, so all rows need a forward pass.
     rows = d.all_rows if change.keys() & {"logps", "dtype"} else part
     counted_mask = d["completion_mask"] * ~of_unattended(d)
 
@@ -160,7 +157,6 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
 
 
 def gradients(d: Dump, change: Change) -> Answer:
-    """Recompute the step's gradients by backpropagation through the model, over all micro-batches."""
     theirs = by_hub_names(d.parameters("grad"))
     earlier = by_hub_names(d.parameters("exp_avg"))
     has_model = d.about.get("model") and d.forward is not None and d.entropy_forward is not None
@@ -263,7 +259,7 @@ def update(d: Dump, change: Change) -> Answer:
 
 
 def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
-    """Return a weight after one AdamW step; `state` has its first and its second moment."""
+    """Return a weight after one AdamW step; `state` has Adam's first and second moment."""
     rate = options["learning_rate"]
     eps = change("eps", options["eps"])
     beta1, beta2 = change("betas", options["betas"])

@@ -1,8 +1,12 @@
 """Known bugs of training steps, listed by the quantity that a bug changes, such as the reward or the mask.
 
 For example, the function `lambda s: s.x / 2` for the quantity "rewards" imitates a trainer that halves all rewards. The
-attributes of s are the right value x, a number c that the search fits, the part of the step that has the bug, `region`,
-such as the first turn, and the tensors of the recorded step.
+attributes of its argument s are:
+
+    x         the right value
+    c         a number that the search fits
+    region    the part of the step that has the bug, such as the first turn
+    others    the tensors of the recorded step, such as s.advantages
 """
 
 import math
@@ -83,12 +87,11 @@ def fitted_number(s):
 
 
 def row_mean(x, mask):
-    """Return the mean of each row of x over the tokens in the mask."""
     return (x * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
 def discount(c, mask):
-    """Return a discount for each token; for three tokens in the mask, the discounts are 1, c and c ** 2."""
+    """Return the weights 1, c, c ** 2, ... for the first, second, third, ... token of each row in the mask."""
     return c ** (mask.cumsum(1) - 1).clamp(min=0)
 
 
@@ -166,7 +169,7 @@ def by_number_of_tokens(s):
 
 
 def of_index(s):
-    """Imitate a trainer that gives row i the images from the i-th on, as if each row had exactly one image."""
+    """Imitate a trainer that assumes one image per row, so that row i gets the images from number i on."""
     return s.flat[s.index :][: len(s.x)]
 
 
@@ -580,7 +583,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("entropies", "grpo", "the policy becomes too sure or too random", needs="entropies"): having(
         "the entropy of a token", TIMES, LINEAR, NONLINEAR, BY_TOKEN
     ),
-    # Without a reference model, the report says that it cannot reveal mistakes in the KL estimator.
+    # The report says that a step without a reference model cannot reveal a wrong KL estimator.
     of_kl("kl_estimator", "grpo", "another divergence is penalised", "NeMo-RL PR 2506", needs="input_ids"): choices(
         "the KL estimator is {}", "k1", "k2", "k3"
     ),

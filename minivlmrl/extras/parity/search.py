@@ -94,7 +94,7 @@ class Cause:
 
     @property
     def is_general(self) -> bool:
-        """Whether the bug can occur in every quantity, such as a wrong sign."""
+        """Whether every quantity can have the bug, for example a wrong sign."""
         is_formula = any(callable(x) and x in table.GENERAL for x in self.change.values())
         return not self.of.who and (self.is_limited or is_formula)
 
@@ -104,7 +104,7 @@ class Cause:
 
     def may_be_inside(self, quantity: str) -> bool:
         """Return whether the bug may affect only one use of a quantity, such as the mask in the token count."""
-        # In only one use, another row's value could match by chance, but another row's mask hardly could.
+        # A wrong order of rows that affects only one use of a quantity could match by chance, except for masks.
         may_be = "mask" in self.change or not self.is_limited
         return may_be and quantity in (*self.change, "") and not self.is_fitted
 
@@ -114,7 +114,7 @@ class Cause:
         return replace(self, says=f"{self.says}, only in {use}", change=change, of=replace(self.of, about=""))
 
     def with_number(self, number: float, source: str = "") -> "Cause":
-        """Put a number into the bug's description, followed by the number's meaning, such as ": the 8 rows"."""
+        """Put a number into the bug's description, followed by a source of the number, such as ": the 8 rows"."""
         says = self.says.replace("{c}", f"{number:.5g}") + source
         return replace(self, says=says, change=self.change | {"c": number}, is_guess=not source)
 
@@ -169,7 +169,6 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
     if change is None:
         return None
     factor = Change(d, change)("factor", 1.0)
-    # A wrong factor multiplies the recomputed values, so the number c is not passed to the formulas.
     if "factor" in change:
         change = {piece: x for piece, x in change.items() if piece not in ("factor", "c")}
     try:
@@ -193,17 +192,15 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
 
 
 def gaps(theirs: Tensor, ours: Tensor, unit: Tensor | float) -> Tensor:
-    """Return |theirs - ours| / unit for each element of two tensors; infinite where an element is not finite."""
+    """Return the relative error of each element of two tensors; infinite where an element is not finite."""
     return ((theirs - ours).abs() / unit).nan_to_num(math.inf, math.inf)
 
 
 def all_gaps(answer: dict) -> Tensor:
-    """Join the relative errors of all recomputed tensors into one vector."""
     return torch.cat([torch.zeros(0), *(gaps(*values).flatten() for values in answer.values())])
 
 
 def error(answer: dict | None) -> float:
-    """Return the largest relative error of all recomputed values; infinite for NaN or a failed computation."""
     if answer is None:
         return math.inf
     differences = all_gaps(answer)
@@ -223,7 +220,7 @@ def count_wrong(answer: dict) -> int:
 
 
 def count_groups(name: str, answer: dict, d: Dump) -> int:
-    """Count the groups with wrong advantages, the rows, pairs or micro-batches with a wrong loss, or wrong numbers."""
+    """Count wrong groups for advantages, wrong rows, pairs or micro-batches for a loss, and else wrong numbers."""
     if name not in GROUPS:
         return count_wrong(answer)
     labels = d["group"] if name == "advantages" else d.all_rows
@@ -292,7 +289,7 @@ class Search:
         # meanings of possible wrong factors, such as {8.0: ": the 8 rows"} for a step with 8 rows
         self.sources = {} if d.case_tolerance else known_numbers(d, next(iter(self.base)))
         self.places = find_places(name, self.base, d)
-        # {distance: the first bug that leaves this distance from the trainer's numbers}
+        # {distance from the trainer's numbers: the first bug that leaves this distance}
         self.by_distance = {distance(self.base): None}
 
     def answer(self, change: dict) -> dict | None:
@@ -316,7 +313,7 @@ class Search:
                 self.explained.append(cause)
 
     def pairs(self) -> list[Cause]:
-        """Combine bugs that left small errors in pairs, without fitted numbers, which would match by chance."""
+        """Combine bugs that left small errors into pairs; pairs with fitted numbers would match by chance."""
         count = CASE_CAUSES if self.d.case_tolerance else MODEL_CAUSES if self.name in THROUGH_A_MODEL else PAIRED
         near = [self.by_distance[key] for key in sorted(self.by_distance) if self.by_distance[key]][:count]
         result = []
@@ -426,7 +423,7 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
     # For a single wrong token id or learning rate no bug is named, because some bug would match it by chance.
     if (name in IDS and count_wrong(answer) < 2) or (name == "schedule" and len(all_gaps(answer)) < 2):
         return search
-    # Even a correctly named bug may leave rounding errors: 1 % of the error, but at most a relative error of 3e-5.
+    # Rounding may leave 1 % of an error even if the right bug is found, but at most a relative error of 3e-5.
     d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
     # Forward passes are slow, so each bug is first tried on the single row with the largest error.
     if name in LOGPS:
@@ -464,7 +461,7 @@ def fit(answer: dict | None, cause: Cause, d: Dump) -> list[Cause]:
 
 
 def numbers_near(number: float, gap_with: Callable[[float], float]) -> Iterator[float]:
-    """Yield the start value, then the nearby value with the smallest error: with 1, 2, 3 and all digits."""
+    """Yield a start value, then the nearby value with the smallest error, with 1, 2, 3 and all digits."""
     yield number
     gap_with = cache(gap_with)
     number = min((number * 1.1**power for power in range(-9, 10)), key=gap_with)
@@ -511,7 +508,7 @@ def known_numbers(d: Dump, key: str) -> dict[float, str]:
 
 
 def joined_texts(named_numbers: list[tuple[float, str]]) -> dict[float, str]:
-    """Join the meanings of equal numbers, for example to ": the 8 rows or the 8 pairs"."""
+    """Join the descriptions of equal numbers, for example to ": the 8 rows or the 8 pairs"."""
     texts = defaultdict(list)
     for number, says in named_numbers:
         texts[rounded_key(number)].append(says)

@@ -98,7 +98,7 @@ def rows(d: Dump, change: Change) -> Answer:
 
 
 def tokens(d: Dump, change: Change) -> Answer:
-    """Recompute input_ids and attention_mask after the prompts from the sampler's token ids."""
+    """Recompute the token ids and the attention mask of completions from the sampler's token ids."""
     # A trainer must use the sampled token ids, because the tokenizer may encode the sampled text to other ids.
     sampled = d.sampled(change)
     if sampled is None or not d.has("prompt_mask"):
@@ -149,7 +149,7 @@ def beside(d: Dump, images: list[list], row: int) -> tuple[list, int]:
 
 
 def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
-    """Return each row's images as (patches, grid) pairs, as the model or, for kind "sampler_", the sampler saw them."""
+    """Return each row's images as (patches, grid) pairs: the model's images, or the sampler's for kind "sampler_"."""
     grids = d.get(f"{kind}image_grid_thw", torch.zeros(0, 3, dtype=torch.long))
     patches = d.get(f"{kind}pixel_values", torch.zeros(0, 0)).split(grids.prod(1).tolist())
     all_pictures = list(zip(patches, grids, strict=True))
@@ -193,7 +193,6 @@ def here_or_later(x: Tensor) -> Tensor:
 
 
 def mask_in(change: Change, use: str) -> Tensor:
-    """Return the mask of completion tokens for one part of the loss, such as "the ratio"."""
     return change.inside(use)("mask", change.d["completion_mask"].double())
 
 
@@ -204,7 +203,7 @@ def loss(d: Dump, change: Change) -> Answer:
     outputs = ("per_token_logps", "entropies")
     leaves = [d.get(name, d["per_token_logps"]).clone().requires_grad_() for name in outputs]
     losses, units = LOSSES[d.about["kind"]](*leaves, change)
-    # Adding 0 times the log-probabilities gives a loss that a bug has detached a gradient of 0 instead of an error.
+    # Adding 0 times the log-probabilities gives a detached loss a gradient of 0 instead of an error.
     total = losses.sum() + 0 * leaves[0].sum()
     slopes = torch.autograd.grad(total, leaves, materialize_grads=True)
     answer = {}
@@ -217,7 +216,7 @@ def loss(d: Dump, change: Change) -> Answer:
     for name, slope in zip(("logps_gradient", "entropies_gradient"), slopes, strict=True):
         if d.has(name):
             theirs = d[name]
-            # Where a trainer computes no log-probability, such as at padding, its gradient is 0.
+            # A trainer that computes no log-probabilities for padding has gradients of 0 for padding.
             slope = slope.masked_fill(is_unreal & (theirs == 0), 0.0)
             unit = max(slope.abs().max(), theirs.abs().max()) + rounding
             answer[name] = theirs, slope, unit
@@ -331,8 +330,8 @@ def kl_term_of(pieces: PolicyPieces, change: Change) -> Tensor:
     if options.use_bias_correction_kl:
         kl = correct_kl(kl, pieces.ratio, estimator)
     kl = change("KL", kl, pieces)
-    # In float32, expm1 gives k3 an error of up to 1e-7 times the log-ratio. The tolerance of k3 is slightly larger, so
-    # that exp, which is less exact than expm1, counts as a mistake.
+    # In float32, computing the KL with expm1 has an error of up to 1e-7 times the log-ratio. The tolerance is slightly
+    # larger, so that computing the KL with exp, which is less exact, counts as a mistake.
     d = pieces.per_token_logps - pieces.ref_per_token_logps
     return averaged(kl, change, rounding=0.02 * d.detach().abs())
 
@@ -413,5 +412,5 @@ def demonstrations(logps: Tensor, _, change: Change) -> Tensor:
     return averaged(change("terms", terms, per_token_logps=logps), change)
 
 
-# Each function returns a tensor (2, M): the losses of M micro-batches, and the units in which errors are measured.
+# Each loss function returns a tensor (2, M): the losses of M micro-batches, and the units in which errors are measured.
 LOSSES = {"grpo": policy, "dpo": preferences, "sft": demonstrations}

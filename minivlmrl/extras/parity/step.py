@@ -1,8 +1,7 @@
 """Read and write a recorded optimizer step: the files step.json and step.safetensors.
 
 A step has n rows (completions), each with S tokens, in M micro-batches. The rows of a step come from a rollout of N
-completions with K rewards each. docs/notes/step_format.md lists all tensors and fields of a recorded step, and says
-which of them are required.
+completions with K rewards each.
 """
 
 import math
@@ -25,7 +24,7 @@ from minivlmrl.extras.parity.step_format import BY_ROW, BY_TOKEN, MODELS, NEEDED
 from minivlmrl.files import save_tensors
 from minivlmrl.json_files import read_json, write_json
 
-# Python and PyTorch raise one of DAMAGES if a recorded tensor or field has a wrong type or shape.
+# errors that Python and PyTorch raise if a recorded tensor or field has a wrong type or shape
 DAMAGES = TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError
 OTHER_STEP = "../{}/"  # folder of the step that sampled a row, beside this step's folder
 
@@ -232,7 +231,7 @@ def join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def write(folder: str | Path, about: dict, tensors: dict[str, Tensor]):
-    """Write a step into a folder; raises ValueError if the step is not valid, as `read` does."""
+    """Write a step into a folder; raises ValueError if the step is not valid."""
     copies = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
     Dump(about, copies)
     folder = Path(folder)

@@ -90,7 +90,6 @@ def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
 
 
 def grpo_options(trainer) -> dict:
-    """Return the options of a GRPOTrainer as fields of step.json."""
     config = dict(vars(trainer.args))
     sampling = config | (config.get("generation_kwargs") or {})
     config["epsilon_low"] = config["epsilon"]
@@ -253,7 +252,6 @@ class Steps(ExitStack, TrainerCallback):
             self.trainer._tokenizer.save_pretrained(folder / name)
 
     def settings(self, args, state) -> dict:
-        """Return the settings of AdamW and of the learning-rate schedule as fields of step.json."""
         model = self.trainer.model
         return {
             "optimizer": {
@@ -320,7 +318,6 @@ class grpo_steps(Steps):
             conversations[row].add(given_ids, drawn_ids, self.trainer._tokenizer)
 
     def generated(self, result: dict, examples: list):
-        """Record the groups, the advantages and the rewards of a rollout."""
         keys = [pickle.dumps(example) for example in examples]  # each prompt's text and images
         # Two groups of a rollout may have the same prompt, so every num_generations completions start a new group.
         groups = [(key, keys[:i].count(key) // self.trainer.num_generations) for i, key in enumerate(keys)]
@@ -354,7 +351,7 @@ class grpo_steps(Steps):
         if (tensors["rollout_step"] < step).any():
             # Without old log-probabilities, TRL's loss uses the current log-probabilities as the old ones.
             tensors.setdefault("old_per_token_logps", tensors["per_token_logps"])
-        # The number of micro-batches is counted, because the last step of an epoch may have fewer.
+        # The last step of an epoch may have fewer micro-batches, so the recorded micro-batches are counted.
         self.about["steps_per_rollout"] = self.trainer.args.steps_per_generation / len(self.parts)
         if self.conversations:
             tensors |= conversation_tensors(self.conversations[begin:], self.trainer)
@@ -406,11 +403,10 @@ class Conversation:
         self.forms = [prompt]  # all ids so far, and the ids from encoding their text again
 
     def num_known(self, given_ids: list[int]) -> int:
-        """Count the first token ids of the prompt `given_ids` that the conversation already has."""
+        """Count how many tokens at the start of the prompt `given_ids` the conversation already has."""
         return max(sum(takewhile(bool, map(eq, form, given_ids))) for form in self.forms)
 
     def add(self, given_ids: list[int], drawn_ids: list[int], tokenizer):
-        """Append the new token ids of a tool response, then the sampled token ids."""
         new_ids = given_ids[self.num_known(given_ids) :]
         self.tokens += [(x, 0) for x in new_ids] + [(x, 1) for x in drawn_ids]
         later_ids = given_ids[len(self.prompt) :] + drawn_ids
@@ -419,7 +415,6 @@ class Conversation:
 
 
 def conversation_tensors(conversations: list[Conversation], trainer) -> dict:
-    """Return the conversations' token ids and images as padded tensors."""
     longest = trainer.max_completion_length  # longer completions are truncated
     rows = [torch.tensor(x.tokens[:longest]).view(-1, 2) for x in conversations]
     tokens = pad_sequence(rows, batch_first=True, padding_value=-1)

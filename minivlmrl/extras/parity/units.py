@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 
 from minivlmrl.extras.parity.formulas import first, last
 
-# A trainer may confuse rows: with "the next row in its group", rows [4, 5, 6] get the values of rows [5, 6, 4].
 WITHIN = {
     "the next {} in {}": lambda x: x.roll(-1),
     "the previous {} in {}": lambda x: x.roll(1),
@@ -54,7 +53,7 @@ PARTS = {
 
 
 class Distinct(dict):
-    """A dictionary whose loops visit only the first of several names with equal tensors."""
+    """A dictionary that may have several names for equal tensors, of which loops visit only the first."""
 
     def __init__(self):
         self.equal = {}
@@ -119,7 +118,7 @@ def token_orders(d) -> dict[str, Tensor]:
 
 
 def ends(number: Tensor, name: str, suffix: str = "", begin: int = 0) -> dict[str, Tensor]:
-    """For numbered items such as turns, return masks of the first one, the last one, and all others."""
+    """Return masks such as "the first turn", "the last turn" and "all turns except the first"."""
     last_number = number.amax(-1, keepdim=True)
     return {
         f"the first {name}{suffix}": number == begin,
