@@ -96,7 +96,7 @@ def discount(c, mask):
 
 
 def span_shares(s):
-    """Return each token's weight in a mean over its turn, group or micro-batch: 1 / n for n tokens in the mask."""
+    """Return 1 / n for each token in the mask, where n counts such tokens in the same turn, group or micro-batch."""
     return s.mask / total_by(s.mask, s.region[s.part]).clamp(min=1)
 
 
@@ -242,7 +242,7 @@ FACTOR = Quantity("factor", "", "the effective learning rate changes")
 
 of_kl = partial(Quantity, about="KLs, which need beta and a reference", needs="ref_per_token_logps")
 
-# A bug may occur in only one use of a quantity: the mask, for example, may be wrong only in the token count.
+# A bug may affect only one part of a formula: the mask, for example, may be wrong only in the token count.
 SCOPES = [
     ("advantages", ["the reward", "the baseline", "the divisor"], ""),
     ("grpo", ["the policy's term", "the KL", "the mean entropy"], ""),

@@ -1,8 +1,8 @@
 """Search for known bugs that reproduce a trainer's wrong numbers, in a recorded step or in a test case of a loss.
 
-The search tries, in this order: simple bugs, such as "a reward is halved"; bugs in one place, such as a wrong mask in
-the token count; bugs with a fitted number, such as "the ratio is at most c"; one factor for all numbers; and pairs of
-bugs.
+The search tries, in this order: simple bugs, such as "a reward is halved"; bugs in one part of a formula, such as a
+wrong mask in the token count; bugs with a fitted number, such as "the ratio is at most c"; one factor for all numbers;
+and pairs of bugs.
 """
 
 import math
@@ -23,7 +23,7 @@ from minivlmrl.extras.parity import names as table
 from minivlmrl.extras.parity.change import Change, composed
 from minivlmrl.extras.parity.step import DAMAGES, Dump, SearchEndedError
 
-# Numbers count as equal up to a relative error of 1e-5, because float32 rounds to about 1e-7.
+# Relative errors up to 1e-5 are accepted, because float32 rounds to about 1e-7.
 TOLERANCE = 1e-5
 # {stage: (recomputed tensor, field of step.json with the model's folder)}
 LOGPS = {
@@ -103,13 +103,13 @@ class Cause:
         return "factor" not in self.change and not 0.01 <= abs(self.change.get("c", 1.0)) <= 100
 
     def may_be_inside(self, quantity: str) -> bool:
-        """Return whether the bug may affect only one use of a quantity, such as the mask in the token count."""
-        # A wrong order of rows that affects only one use of a quantity could match by chance, except for masks.
+        """Return whether the bug may affect only one part of a formula, such as the mask in the token count."""
+        # A wrong order of rows in only one part of a formula could match by chance, except for masks.
         may_be = "mask" in self.change or not self.is_limited
         return may_be and quantity in (*self.change, "") and not self.is_fitted
 
     def inside(self, use: str) -> "Cause":
-        """Limit the bug to one use of a quantity, for example to the rewards from which the baseline is computed."""
+        """Limit the bug to one part of a formula, for example to the rewards in the baseline."""
         change = self.change | {"inside": [*self.change.get("inside", []), use]}
         return replace(self, says=f"{self.says}, only in {use}", change=change, of=replace(self.of, about=""))
 
@@ -286,10 +286,8 @@ class Search:
         self.explained = []  # bugs found so far, which are kept if the time is over
         self.has_ended = False  # whether the time was over before all bugs were tried
         self.base = self.answer({})
-        # meanings of possible wrong factors, such as {8.0: ": the 8 rows"} for a step with 8 rows
         self.sources = {} if d.case_tolerance else known_numbers(d, next(iter(self.base)))
         self.places = find_places(name, self.base, d)
-        # {distance from the trainer's numbers: the first bug that leaves this distance}
         self.by_distance = {distance(self.base): None}
 
     def answer(self, change: dict) -> dict | None:
@@ -406,7 +404,7 @@ class Search:
 
 
 def by_kind(causes: list[Cause]) -> tuple[list[Cause], list[Cause], list[Cause]]:
-    """Return three lists: simple bugs, bugs in only one use of a quantity, and bugs with an unknown number."""
+    """Return three lists: simple bugs, bugs in only one part of a formula, and bugs with an unknown number."""
     simple = [cause for cause in causes if not cause.is_fitted]
     plain = [cause for cause in simple if "inside" not in cause.change]
     return (

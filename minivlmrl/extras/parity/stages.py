@@ -356,7 +356,7 @@ ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}
 
 
 def averaged(terms: Tensor, change: Change, rounding: Tensor | float = 0.0) -> Tensor:
-    """Return a tensor (2, M): the average token loss of each of M micro-batches, and its average absolute value."""
+    """Return a tensor (2, M) for M micro-batches: the average token losses, and the averages of absolute values."""
     mask = mask_in(change, "the sum")
     counted = mask_in(change, "the count")
     weights = change("weights", torch.ones_like(mask), mask=mask)
@@ -378,7 +378,7 @@ def preferences(logps: Tensor, _, change: Change) -> Tensor:
 
 
 def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
-    """Return a tensor (2,): the DPO loss of one micro-batch's rows, and its absolute value."""
+    """Return a tensor (2,): the DPO loss of one micro-batch, and the unit in which its error is measured."""
     d = change.d
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
     index = change("index", order.view(-1, 2))  # (pairs, 2): rows with the chosen and the rejected answer

@@ -44,8 +44,8 @@ class Dump(dict):
     def __init__(self, about: dict, tensors: dict[str, Tensor]):
         check_step(about, tensors)
         self.about = about
-        # Bugs found in the log-probabilities, the entropies and the token ids: {} if all numbers are right, None if no
-        # known bug explains the wrong numbers.
+        # Bugs found in the log-probabilities, the entropies and the token ids. An empty dictionary means that all
+        # numbers are right, and None means that no known bug explains wrong numbers.
         self.forward = {}
         self.entropy_forward = {}
         self.ids = {}
@@ -129,7 +129,7 @@ class Dump(dict):
         return self["input_ids"], self.within_limit & tool_mask, self.completion & ~tool_mask
 
     def sampled(self, change: dict | None) -> Tensor | None:
-        """Return the completions' token ids as the sampler produced them, or as a bug of the trainer would change them.
+        """Return the sampler's token ids, with the changes that a bug of the trainer would make.
 
         Returns a tensor (2, n, S + L) with token ids and with flags: 1 for sampled tokens, 0 for tool responses, and -1
         for padding. Returns None without the sampler's ids, or if the ids differ for an unknown reason.

@@ -27,7 +27,7 @@ TOKENS = {
     "the next {} in {} and 0 for the last": lambda x: pad(x[1:], (0, 1), value=-1)[: len(x)],
     "the previous {} in {} and 0 for the first": lambda x: pad(x, (1, 0), value=-1)[: len(x)],
 }
-# Wrong orders of a tensor of row indices (groups, rows per group); a block is a group or a micro-batch.
+# wrong orders of a tensor of row indices (groups, rows per group)
 BLOCKS = {
     "the next {1}": lambda x: x.roll(-1, 0),
     "the previous {1}": lambda x: x.roll(1, 0),
@@ -35,7 +35,7 @@ BLOCKS = {
     "the row that repeat gives instead of repeat_interleave, by {1}": lambda x: x.T,
     "the row that repeat_interleave gives instead of repeat, by {1}": lambda x: x.flatten().view(x.T.shape).T,
 }
-# transformers.Trainer applies no weight decay to parameters whose name matches NO_DECAY.
+# names of parameters to which transformers.Trainer applies no weight decay
 NO_DECAY = r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)"
 PARTS = {
     "the vision tower": r"(^|\.)visual\.",
