@@ -310,7 +310,8 @@ class VLLMSampler(Sampler):
 
         In float32, vLLM's and the policy's log-probability of a token may differ by at most 1e-3 nats. In 16 bits, the
         log-probabilities of vLLM and the policy may differ by at most 0.5 nats, as a root mean square over the tokens
-        of a prompt's completions. The option rollout.max_logp_mismatch (default 1) multiplies the accepted difference.
+        of a prompt's completions. The option rollout.max_logp_mismatch (default 1) multiplies the largest accepted
+        difference between vLLM and the policy.
         """
         if self.is_verified:
             return

@@ -38,8 +38,8 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
         old_per_token_logps  (B, T), for grpo
         advantages           (B,), for grpo
 
-    Some test batches have completions without tokens, which still count in the mean over completions, and log-ratios of
-    25 nats. `options` is a dict with these arguments of a loss:
+    Some test batches have completions without tokens, which still count in the mean over completions. Some test batches
+    have log-ratios of 25 nats. `options` is a dict with these arguments of a loss:
 
         grpo  loss_type, importance_sampling_level, beta, epsilon_low, epsilon_high,
               use_bias_correction_kl, whole_step (True if the batch is the whole step, and not a micro-batch), and the

@@ -96,7 +96,7 @@ def discount(c, mask):
 
 
 def span_shares(s):
-    """Return 1 / n for each token in the mask, where n counts such tokens in the same turn, group or micro-batch."""
+    """Return 1 / n for each token in the mask, with n tokens of the mask in the same turn, group or micro-batch."""
     return s.mask / total_by(s.mask, s.region[s.part]).clamp(min=1)
 
 

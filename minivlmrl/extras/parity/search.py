@@ -104,7 +104,7 @@ class Cause:
 
     def may_be_inside(self, quantity: str) -> bool:
         """Return whether the bug may affect only one part of a formula, such as the mask in the token count."""
-        # A wrong order of rows in only one part of a formula could match by chance, except for masks.
+        # Wrong orders of rows match too often by chance if they affect only one part of a formula.
         may_be = "mask" in self.change or not self.is_limited
         return may_be and quantity in (*self.change, "") and not self.is_fitted
 

@@ -63,7 +63,7 @@ class Distinct(dict):
 
 
 def different(orders: dict[str, Tensor], same: Tensor) -> Distinct:
-    """Drop each tensor that equals an earlier tensor, or that has no effect because it equals `same`."""
+    """Drop each tensor that equals an earlier tensor, or the tensor `same`, which stands for no change."""
     kept = Distinct()
     for name, order in orders.items():
         is_new = not any(torch.equal(order, x.expand_as(order)) for x in (same, *kept.values()))
