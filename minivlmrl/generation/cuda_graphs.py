@@ -2,8 +2,8 @@
 
 Without a CUDA graph, the GPU waits for the CPU, because a decode step of 36 layers has more than a thousand kernel
 launches. A CUDA graph takes a single launch, and runs the same kernels on the same memory addresses every time. To keep
-memory addresses, the buffers for keys and values are longer than needed, with the unused part masked, and finished
-completions stay in the batch.
+memory addresses, finished completions stay in the batch, and the buffers for keys and values have a masked, unused
+part.
 
 Sampling uses the same random numbers with and without a CUDA graph. With a CUDA graph, logits differ in their last
 bits, because sums over keys include masked keys.

@@ -1,8 +1,7 @@
 """Check your own loss against values and gradients recorded from TRL 1.16, without installing TRL.
 
-`check` compares a loss with the recorded cases, and names the mistakes or designs that explain a difference, see
-docs/numerical_parity.md. In a clone, `pytest tests/parity` compares all losses and options in minivlmrl with the
-installed TRL.
+docs/numerical_parity.md shows how to use `check`. In a clone, `pytest tests/parity` compares all losses and options in
+minivlmrl with the installed TRL.
 """
 
 import inspect

@@ -139,7 +139,7 @@ class Combination:
             most = max((count for count, _ in found.values()), default=0)
             best = [cause for count, cause in found.values() if count == most]
             best.sort(key=lambda cause: len(f"{cause.change.get('c', 0):g}"))  # round numbers are likelier
-            # A mistake must explain all test cases; an intended difference from TRL may affect only some test cases.
+            # A mistake must explain all wrong losses; an intended difference from TRL may explain only some.
             if best and (most == len(self.steps) or (is_last and best[0].of.who)):
                 return best
         return best

@@ -215,7 +215,6 @@ def micro_batch_gradients(d: Dump, number: int) -> dict[str, Tensor]:
 
 
 def clip(d: Dump, change: Change) -> Answer:
-    """Recompute the logged gradient norm and the clipped gradients."""
     gradients = d.parameters("grad")
     theirs = d.parameters("clipped")
     if not gradients or not (theirs or d.has("grad_norm")):

@@ -861,7 +861,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("factor", ALL_STAGES, "the model learns the opposite"): {"all values have the wrong sign": -1},
 }  # fmt: skip
 
-# Options and counts that may explain a wrong factor, each with a regular expression for the names of affected tensors.
+# Options and counts by which a trainer may wrongly multiply, each with a regular expression for the names of tensors.
 # If all losses of a step with 8 rows are 8 times too large, the report names the 8 rows.
 FACTORS = {
     "the temperature": (lambda d: d.about.get("temperature"), ".*logps$|entropies$|grad"),

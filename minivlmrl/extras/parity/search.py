@@ -296,7 +296,7 @@ class Search:
     def run(self, causes: list[Cause]):
         """Try the known bugs, beginning with the simplest, until some of them reproduce the trainer's numbers."""
         factors = self.factors()
-        # Bugs that change log-probabilities after the forward pass come first, because they need no new forward pass.
+        # First come bugs after the forward pass, such as rounded log-probabilities, which need no new forward pass.
         causes = sorted(causes, key=lambda cause: not cause.change.keys() <= model_stages.AFTER_FORWARD)
         plain, limited, fitted = by_kind(causes)
         try:
