@@ -1,4 +1,4 @@
-"""Train in a clone: torchrun train.py [RECIPE] [--section.name=value ...]; same as `python -m minivlmrl train`."""
+"""Train in a clone of the repository, like `minivlmrl train`: torchrun train.py [RECIPE] [--section.name=value ...]"""
 
 import sys
 

@@ -7,7 +7,7 @@ A reward is a function with TRL's signature, which returns one number per comple
 
 A reward may return None for a completion that it cannot score. A completion without a reward is excluded from the mean
 of its group, and has the advantage 0. A recipe gives each reward a weight, for example {accuracy: 1.0};
-rewards/registry.py lists the names.
+rewards/registry.py lists all rewards.
 
 A reward function explains its rewards by calling log_extra("why", reasons), with a text or None for each completion.
 """
@@ -36,7 +36,7 @@ def tag_format(completions: list[str], log_extra: LogExtra | None = None, **colu
 
 
 def format_error(completion: str) -> str | None:
-    """Explain why a completion does not have the form <think>...</think><answer>...</answer>; return None if it has."""
+    """Explain why a completion is not of the form <think>...</think><answer>...</answer>, or return None."""
     for tag in TAGS:
         count = completion.count(tag)
         if count != 1:
@@ -61,7 +61,7 @@ def accuracy(
     gives None.
 
     Raises:
-        ValueError: no text equals a solution, see solution_text.
+        ValueError: a solution is an object, or a list with other elements than numbers.
     """
     rewards = []
     reasons = []
@@ -83,9 +83,9 @@ def accuracy(
 
 
 def solution_text(solution: Any) -> str:
-    """Return a solution as a text, which is "" if there is no solution.
+    """Convert a solution to a text; a missing solution becomes "".
 
-    The solution 2.0 becomes the text "2", and a list of numbers a text such as "[1, 2]".
+    The solution 2.0 becomes "2", and the solution [1, 2] becomes "[1, 2]".
 
     Raises:
         ValueError: the solution is an object, or a list with other elements than numbers.
@@ -121,10 +121,8 @@ def find_answer(completion: str, where: str = "tags") -> str | None:
 
 
 def last_answer(text: str) -> str | None:
-    """Return the text inside the last <answer>...</answer> of a text, or None.
-
-    A regular expression would take quadratic time for a text with many <answer> tags.
-    """
+    """Return the text inside the last <answer>...</answer> of a text, or None."""
+    # Text methods find the answer, because a regular expression takes quadratic time for many <answer> tags.
     for closed in reversed(text.split("</answer>")[:-1]):
         _, tag, answer = closed.partition("<answer>")
         if tag:
@@ -133,10 +131,7 @@ def last_answer(text: str) -> str | None:
 
 
 def normalize(text: str) -> str:
-    """Normalise an answer for comparison: '<answer> Green  square.</answer>' -> 'green square'.
-
-    Tags, repeated whitespace and final full stops are removed, and letters become lower case.
-    """
+    """Normalise an answer for comparison: '<answer> Green  square.</answer>' -> 'green square'."""
     answer = last_answer(text)
     words = (text if answer is None else answer).split()
     return " ".join(words).rstrip(". ").casefold()

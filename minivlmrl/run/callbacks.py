@@ -28,29 +28,29 @@ class Callback:
         """Check the rows before the weights are loaded; raise ValueError to reject the rows or the recipe.
 
         Args:
-            datasets: each stage's rows by its name, and the held-out rows as "eval".
+            datasets: the rows of each stage, {stage: rows}; the key "eval" has the held-out rows.
         """
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
-        """Act before the first stage of a run, when config.yaml and the log files exist."""
+        """Run code before the first stage of a run, after config.yaml and the log files were created."""
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
-        """Act before a training stage starts, or continues from a checkpoint."""
+        """Run code before a training stage starts, or continues from a checkpoint."""
 
     def on_step_begin(self, trainer: Trainer, optimizer: Optimizer, step: Step, number: int, batches: Batches):
-        """Act in an optimizer step, after sampling the completions and before updating the weights."""
+        """Run code in an optimizer step, after sampling the completions and before updating the weights."""
 
     def on_step_end(self, trainer: Trainer, step: Step, number: int, values: dict):
-        """Act after an optimizer step; `values` is the step's line of metrics.jsonl."""
+        """Run code after an optimizer step, whose metrics are in `values`."""
 
     def on_evaluation(self, stage: str, steps_done: int, num_rows: int):
-        """Act after an evaluation, whose metrics have been added to evaluations.jsonl."""
+        """Run code after an evaluation, whose metrics have been added to evaluations.jsonl."""
 
     def on_run_end(self):
-        """Act at the end of a run, also after an error or a signal."""
+        """Run code at the end of a run, also after an error or a signal."""
 
     def state_dict(self) -> dict[str, str]:
-        """Return {name: text} to save in a checkpoint; a resumed run has these texts in state.logs."""
+        """Return texts to save in a checkpoint, {name: text}; a resumed run finds them in TrainerState.logs."""
         return {}
 
 

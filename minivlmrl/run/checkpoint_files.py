@@ -1,8 +1,8 @@
 """Write and read the tensors of a checkpoint as safetensors files, which cannot run code.
 
 Each rank writes the rows of the sharded tensors that it stores. The number of ranks may change between saving and
-loading, because each rank reads only the rows that it needs. For example, the entry "128:policy.model.norm.weight" in a
-file holds rows of the weight policy.model.norm.weight, from row 128 on.
+loading, because each rank reads only the rows that it needs. For example, the tensor "128:policy.model.norm.weight" in
+a safetensors file has rows of the weight policy.model.norm.weight, from row 128 on.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from minivlmrl.errors import check_field
 from minivlmrl.files import flush_file, save_tensors
 from minivlmrl.model.checkpoint import check_finite
 
-BLOCK = 2**16  # bytes in a block of a file that sampled_blocks reads
+BLOCK = 2**16  # bytes per block in sampled_blocks
 # Approximate size of a checkpoint file in bytes; GPU tensors are copied to host memory for one file at a time.
 FILE_SIZE = 2**30
 
@@ -26,9 +26,8 @@ FILE_SIZE = 2**30
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
     """Yield blocks of bytes from weight files, to compute a hash of the weights.
 
-    Files up to 64 MiB are read completely. From files above 64 MiB, 1,024 evenly spaced blocks are read. A hash of the
-    blocks shows that a model has been trained, because training changes all blocks, but may miss a change of a few
-    bytes.
+    A file of at most 64 MiB is read completely. From a larger weight file, only 1,024 evenly spaced blocks are read,
+    because training a model changes all blocks.
     """
     for file in files:
         size = file.stat().st_size
@@ -47,16 +46,12 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def writes(tensor: Tensor, number: int, world: World) -> bool:
-    """Return True if this rank writes its rows of a tensor to a checkpoint; `number` is the tensor's index.
-
-    The ranks of the first replica write the rows of a sharded tensor. A tensor that is not sharded is written by one
-    rank, which the tensor's index selects.
-    """
+    """Return True if this rank writes its rows of a tensor to a checkpoint."""
     if is_part(tensor):
         mesh = tensor.device_mesh
         in_first_replica = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0
         return len(tensor.to_local()) > 0 and in_first_replica
-    return number % world.size == world.rank
+    return number % world.size == world.rank  # all ranks have equal tensors, and write them in turn
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> list[str]:
@@ -97,7 +92,7 @@ def read_rows(name: str, pieces: list[tuple[int, int, Path]], start: int, end: i
         low = max(start, first)
         high = min(end, first + num_rows)
         if low < high:
-            # A safetensors file is opened for each read, because an open one keeps all data that was read in memory.
+            # The safetensors file is closed after each read, to free the memory of the data that was read.
             with safe_open(file, framework="pt") as handle:
                 parts.append(handle.get_slice(f"{first}:{name}")[low - first : high - first])
     return torch.cat(parts)

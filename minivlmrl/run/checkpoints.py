@@ -6,8 +6,8 @@ output_dir/states/000120/    checkpoint after 120 optimizer steps in all stages
     complete.json            checksums of the other files; written last
 
 A checkpoint contains no completions, because it is saved only after the last optimizer step on a rollout. A checkpoint
-contains no state of a random generator, because every random choice depends only on a key. An incomplete checkpoint has
-a folder name that ends with .partial.
+contains no state of a random generator, because each random generator is seeded anew from the run's seed and the
+current stage, step or row. An incomplete checkpoint has a folder name that ends with .partial.
 """
 
 import re
@@ -45,15 +45,15 @@ COMPLETE = "complete.json"
 NUM_KEPT_STATES = 2  # checkpoints that a run keeps: two, in case the newest is damaged
 # options of a training stage that determine how many rows the stage takes from its dataset at a time
 DRAW_SIZES = "prompts_per_step", "steps_per_generation", "num_mini_batches"
-# names under which a checkpoint stores hashes of files, to see whether the files have changed at a resume
+# names under which run.json stores a hash of the adapter's base weights and a hash of the data file
 BASE = "weights below the adapter"
 ROWS = "rows of data.train_file"
 
 
 def recipe_values(config: RunConfig) -> dict[str, object]:
-    """Return all options, such as {"grpo.beta": 0.04}, so that a resumed run can find the changed ones.
+    """Return the recipe's options, such as {"grpo.beta": 0.04}, which a resumed run compares with its own options.
 
-    The number of threads, a hash of the training file and, for adapters, a hash of the base weights count as options.
+    The options include the number of threads, a hash of data.train_file and, for adapters, a hash of the base weights.
     """
     sections = asdict(config) | {"num_threads": torch.get_num_threads()}
     for name in ("stages", "output_dir", "resume"):
@@ -167,9 +167,9 @@ class CheckpointManager:
             yield
         except Exception as error:
             if progress.steps and self.stage:  # a stage has begun since the resume
-                # A failed reward and a signal interrupt a run between two updates of the weights, on all ranks. An
-                # unreadable row is an error on one rank only, but saving a checkpoint needs all ranks.
+                # All ranks raise RewardFailed and Preempted together, between two updates of the weights.
                 is_between = isinstance(error, RewardFailed | Preempted)
+                # An unreadable row stops one rank only, but a checkpoint needs all ranks.
                 if self.world.size == 1 and getattr(error, "phase", "") == "preparation":
                     is_between = True
                 if self.can_save and is_between:
@@ -211,7 +211,7 @@ class CheckpointManager:
         rows, or if the base weights of an adapter have changed.
         """
         stage = self.config.stage_names[progress.stage]
-        # Rows may change if the option `resume` names a checkpoint's folder.
+        # A user who sets the option `resume` to a checkpoint's folder accepts that the training rows have changed.
         same_rows = self.config.resume == "auto"
         if not same_rows:
             progress.rows = 0
@@ -267,8 +267,7 @@ class CheckpointManager:
     def select_checkpoint(self) -> TrainerState | None:
         """Read the checkpoint that the option `resume` selects, if any, and delete all newer checkpoints of the run."""
         resume = self.config.resume
-        # All ranks use the list of folders of rank 0, because a shared file system may show other ranks an outdated
-        # list.
+        # Rank 0 lists the checkpoints for all ranks, because a shared file system may show other ranks an old list.
         folders = self.world.gather_objects(state_folders(self.folder))[0]
         candidates = [] if resume in (None, "never") else [Path(resume)]
         if resume == "auto":

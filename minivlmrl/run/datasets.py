@@ -15,7 +15,7 @@ from minivlmrl.rewards.registry import held_out_rewards, required_columns, train
 from minivlmrl.tasks.registry import get_task
 from minivlmrl.trainers.base import Trainer
 
-# {kind of rows, such as preference pairs: columns that such rows need besides the prompt}
+# columns of a data file that each kind of training rows needs besides the prompt
 NEEDS = {
     "prompts": (),
     "demonstrations": ("completion",),
@@ -32,7 +32,7 @@ def load_datasets(
     world: World | None = None,
     reads: Collection[str] | None = None,
 ) -> dict[str, Dataset]:
-    """Return {stage: dataset}, and the held-out rows, if the recipe has any, under the name "eval".
+    """Return the rows of each stage, {stage: dataset}; the key "eval" has the held-out rows, if there are any.
 
     All ranks read the rows. Only rank 0 checks that image and video files exist, but all ranks raise the error.
 
@@ -160,7 +160,7 @@ def _training_rows(
 
 
 def _columns_of_file(run: RunConfig, section: FileOptions, columns: Sequence[str], is_scored: bool) -> Sequence[str]:
-    """Return the columns that the rewards of a file in the list data.train need."""
+    """Return the columns that a file in the list data.train needs for its rewards."""
     for name in section.rewards:
         if name not in run.rewards:
             raise ValueError(
@@ -182,7 +182,7 @@ def _file_rows(
     constants: Mapping[str, list[RewardName]] | None = None,
     **changed_options: str,
 ) -> FileRows:
-    """Open a data file; `constants` are columns with one value for all rows, and `changed_options` replace options."""
+    """Open a data file; `constants` adds columns with one value for all rows, `changed_options` replaces options."""
     # FileDataset is imported only for recipes with data files, because built-in tasks generate their rows.
     from minivlmrl.data.file_dataset import FileDataset
 

@@ -23,9 +23,7 @@ from minivlmrl.run.metrics import progress_bar
 from minivlmrl.trainers.offline import split
 
 BATCH_SIZE = 64  # largest number of rows that a rank answers at the same time
-# limit for the prompt and completion tokens that a rank samples at once in an evaluation, unless the option
-# sampling.max_batch_tokens is lower
-BATCH_TOKENS = 16384
+BATCH_TOKENS = 16384  # largest sampling.max_batch_tokens in an evaluation
 
 
 def evaluate(
@@ -34,12 +32,12 @@ def evaluate(
     """Sample answers to held-out rows, and return the mean rewards, such as {"eval/accuracy_greedy": 0.9}.
 
     The ending of a metric's name says how answers were sampled: _sampled at temperature 1, or _greedy with the most
-    likely tokens. With the option data.eval_without_images, the endings _gray_image and _swapped_image stand for
-    answers to gray images and to the images of the next row. Rows that a reward cannot score are left out of the mean.
+    likely tokens. With the option data.eval_without_images, a metric that ends with _gray_image is measured with gray
+    images, and a metric that ends with _swapped_image with the images of another row. The mean of a reward leaves out
+    rows for which the reward function returned None.
     """
     rewards = held_out_rewards(config)
-    # An evaluation ignores options such as top_p and the repetition penalty, so that runs with other options are
-    # comparable.
+    # An evaluation ignores sampling.top_p and sampling.repetition_penalty, so that all runs are comparable.
     sampling = evaluation_sampling(config.sampling, repetition_penalty=1.0, **NO_TRUNCATION)
     ways = [("sampled", 1.0, None), ("greedy", 0.0, None)]
     if config.data.eval_without_images:
@@ -58,7 +56,7 @@ def evaluate(
 
 
 def evaluation_sampling(sampling: SamplingOptions, **changes: float | None) -> SamplingOptions:
-    """Return sampling options for an evaluation: the native engine, small batches, and the given changes."""
+    """Return the sampling options of an evaluation, which uses the built-in sampler and small batches."""
     max_batch_tokens = min(sampling.max_batch_tokens or BATCH_TOKENS, BATCH_TOKENS)
     changed = {"engine": "native", "max_batch_tokens": max_batch_tokens, **changes}
     return replace(sampling, **changed)
@@ -95,7 +93,7 @@ def gray_images(row: Row, _rows: Dataset) -> list[PIL.Image.Image]:
 
 
 def images_of_next_row(row: Row, rows: Dataset) -> list[PIL.Image.Image]:
-    """Return as many images as a row has, from the next row that has images."""
+    """Return the images of another row, repeated or cut to the number of images in the given row."""
     for distance in range(1, len(rows) + 1):
         images = rows[(row.index + distance) % len(rows)].images
         if len(images):
@@ -103,7 +101,7 @@ def images_of_next_row(row: Row, rows: Dataset) -> list[PIL.Image.Image]:
     return []
 
 
-# {ending of a metric's name: function (row, all rows) that returns images to show instead of the row's images}
+# functions that return other images for a row; the key is the ending of a metric's name
 IMAGE_ABLATIONS = {"gray_image": gray_images, "swapped_image": images_of_next_row}
 
 
@@ -116,9 +114,9 @@ def generate_for_rows(
     describe: Callable,
     images: Callable[[Row, Dataset], list[PIL.Image.Image]] | None = None,
 ) -> Iterator[list]:
-    """Sample completions for all rows, and yield a list of results for one batch of rows after the other.
+    """Sample completions for all rows, and yield a list of results for each batch of rows.
 
-    Each rank samples for a share of a batch, and all ranks yield the results of the whole batch.
+    The rows of a batch are split among the ranks, and each rank yields the results of the whole batch.
 
     Args:
         key: first part of the key that seeds the sampling for a row; the row's index is the second part.
@@ -128,7 +126,7 @@ def generate_for_rows(
     """
     world = sample.world
     bar = progress_bar("answers", len(rows), world.is_main, leave=False)
-    # Columns that a reward reads are None in held-out rows that lack them.
+    # A reward gets None for each column that a held-out row lacks.
     no_columns = dict.fromkeys(required_columns(rewards))
     for numbers in split(range(len(rows)), BATCH_SIZE * world.size):
         world.stop_if_preempted()
@@ -146,8 +144,7 @@ def generate_for_rows(
         rewards_of_rows = scores.view(len(batch), count, len(rewards)).tolist()
         described = [describe(*answer) for answer in zip(batch, completions, rewards_of_rows, strict=True)]
         all_ranks = world.gather_objects(described)
-        # The results of the ranks are interleaved, because rank i % world.size has sampled answers to row i of the
-        # batch.
+        # With two ranks, rank 0 has sampled answers to rows 0, 2, 4, ..., and rank 1 to rows 1, 3, 5, ...
         in_order = chain.from_iterable(zip(*all_ranks, strict=True))
         yield list(in_order)[: len(numbers)]
         bar.update(len(numbers))
@@ -157,7 +154,7 @@ def generate_for_rows(
 def generate_and_score(
     sample: Sampler, rows: Sequence[Row], count: int, rewards: Sequence[Reward]
 ) -> tuple[Tensor, list[list[Completion]]]:
-    """Sample `count` completions for each row, and return their rewards (rows * count, K) and the completions."""
+    """Sample `count` completions for each row; return their K rewards, (rows * count, K), and the completions."""
     prompts = [row.prompt(sample.processor) for row in rows]
     sample.world.wait()  # for a rank that reads its images slowly
     completions = sample(prompts, count, [row.key for row in rows])

@@ -1,7 +1,6 @@
 """The training loop.
 
-The function run_training calls train_stages, train_stages calls train_stage for each stage of a recipe, and train_stage
-calls optimizer_step for each step.
+run_training calls train_stages, which calls train_stage for each stage, which calls optimizer_step for each step.
 """
 
 import math
@@ -104,7 +103,7 @@ def set_up(
         callback.on_setup(config, world)
     with phase("load"):
         model, processor, datasets = prepare(config, trainers, world, callbacks)
-    # The output folder is checked last, so that a user does not delete results only to read about another mistake.
+    # The output folder is checked last, so that nobody deletes earlier results for a run that then fails.
     check_output_dir(config)
     return model, processor, datasets
 
@@ -132,8 +131,7 @@ def train_stage(
     steps = trainer.steps(batches)
     for number in range(state.step, config.max_steps):
         try:
-            # The evaluation after a step runs after the step's checkpoint, so that a run that is killed during the
-            # evaluation repeats the evaluation after a resume.
+            # A checkpoint is saved before the evaluation, so that a run killed in the evaluation repeats no step.
             results.after_step(trainer, number)
             with trainer.phase("preparation"):
                 step = next(steps)
@@ -158,7 +156,7 @@ def train_stage(
 
 
 def optimizer_step(trainer: Trainer, step: Step, optimizer: Optimizer, number: int) -> dict[str, float]:
-    """Take an optimizer step on all its micro-batches, and return its metrics.
+    """Compute the gradients of all micro-batches, update the weights once, and return the metrics of the step.
 
     The gradients are summed over micro-batches and ranks, and clipped by their global norm.
 
@@ -190,9 +188,9 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
         return trains_texts or len(batch.group.image_grid_thw) > 0
 
     if world.size > 1 and is_sharded(trainer.trained):
-        # Ranks wait for each other in every layer. If all begin with their longest micro-batch, micro-batches with
-        # similar lengths run at the same time. Micro-batches without a gradient come first, because FSDP may reduce all
-        # gradients in the last backward pass.
+        # The ranks of a sharded model wait for each other in every layer. If all begin with their longest micro-batch,
+        # micro-batches with similar lengths run at the same time. Micro-batches without a gradient come first, because
+        # FSDP may reduce all gradients in the last backward pass.
         batches = sorted(batches, key=lambda batch: (not has_gradient(batch), num_tokens(batch)), reverse=True)
     for index, batch in enumerate(batches):
         world.stop_if_preempted()

@@ -1,7 +1,7 @@
 """Log the metrics of a run to JSON-lines files, a progress bar and trackers.
 
-Two runs of the same recipe with the same seed write the same file metrics.jsonl. Times and peak memory are written to
-another file, timings.jsonl, because they differ from run to run.
+Two runs of the same recipe with the same seed write the same file metrics.jsonl. Times and peak memory, which differ
+from run to run, are written to timings.jsonl.
 """
 
 import importlib.util
@@ -35,16 +35,16 @@ METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
 SPEED_EVERY = 10  # steps after which a line about speed and memory is printed
-# metrics that are combined over micro-batches by maximum or sum, and not by the mean
+# The loss of a step is the sum over its micro-batches, logp_mismatch is the maximum, and other metrics are means.
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}
-# the metrics of a micro-batch or a rank, and the number of tokens or pairs over which they are means
+# metrics of a micro-batch or a rank, and the number of tokens or pairs that have been averaged
 Means = tuple[dict[str, float], float]
 
 
 class MetricsLog(ExitStack):
     """Write the log files, the completions, the trackers and the progress bar, on rank 0 only.
 
-    If a run resumes from the checkpoint folder `resumed`, its log files keep the lines from before the checkpoint.
+    The log files of a resumed run keep the lines that were written before the checkpoint.
     """
 
     def __init__(self, config: RunConfig, world: World, progress: TrainerState, resumed: Path | None = None):
@@ -55,7 +55,7 @@ class MetricsLog(ExitStack):
         write = partial(self.write, COMPLETIONS)
         self.completions = CompletionsLog(config, world, write, resumed)
         self.files = {}
-        # number of lines of each log file, also of files that only the resumed checkpoint lists
+        # number of lines in each log file, also in log files that a resumed run does not continue
         self.num_lines = dict(progress.num_log_lines)
         self.trackers = []
         if not world.is_main:
@@ -91,7 +91,7 @@ class MetricsLog(ExitStack):
         self.bar = self.enter_context(bar)
         self.begin_time = time.perf_counter() - seconds
         self.last_seconds = seconds
-        # The seconds that the timer has measured before the first step belong to evaluations and other work.
+        # The phase timer is reset, so that the times of the first step exclude all work before the step.
         trainer.timer.take()
         self.timings = deque(maxlen=SPEED_EVERY)  # timings of the last steps
         self.mark()
@@ -108,7 +108,7 @@ class MetricsLog(ExitStack):
     def lines_to_keep(self) -> dict[str, int]:
         """Write the log files to disk, and return {log file: number of lines after the last step} for a checkpoint.
 
-        Lines of an evaluation after the last step are not counted, because a resumed run repeats the evaluation.
+        A resumed run repeats an evaluation after the last step, so the lines of the evaluation are not counted.
         """
         for file in self.files.values():
             os.fsync(file.fileno())
@@ -124,8 +124,7 @@ class MetricsLog(ExitStack):
         return metrics
 
     def write_step(self, number: int, metrics: dict, step: Step, phases: dict[str, float]):
-        """Write the metrics and the times (in seconds) of an optimizer step to the log files, the trackers and the
-        terminal."""
+        """Write the metrics and the times of an optimizer step to the log files, the trackers and the terminal."""
         line = {"stage": self.name, "step": number}
         seconds = self.seconds
         self.write(METRICS, line | metrics)
@@ -191,7 +190,7 @@ class MetricsLog(ExitStack):
 
 
 def short_names(names: Iterable[str]) -> list[str]:
-    """Remove file names from the names of metrics, unless two metrics would then have the same name.
+    """Remove file names from metric names, unless two metrics would get the same name.
 
     Example: ["eval/my_rewards.py:brevity_sampled"] -> ["eval/brevity_sampled"]
     """
@@ -201,11 +200,8 @@ def short_names(names: Iterable[str]) -> list[str]:
 
 
 def begin_log(path: Path, progress: TrainerState, resumed: Path | None) -> int:
-    """Create a log file with the lines that it had at the checkpoint, and return their number.
-
-    If the run resumes its own checkpoint, the log file is truncated in place, so that a killed process loses no lines.
-    """
-    # A log file that the checkpoint does not list keeps all its lines.
+    """Create a log file with the lines from before the resumed checkpoint, if any, and return the number of lines."""
+    # If the checkpoint does not list a log file, the file keeps all its lines.
     num_lines = progress.num_log_lines.get(path.name) if resumed else 0
     source = resumed.resolve().parents[1] / path.name if resumed else path.resolve()
     sizes = []
@@ -226,7 +222,7 @@ def begin_log(path: Path, progress: TrainerState, resumed: Path | None) -> int:
 
 
 def progress_bar(name: str, total: int, is_main: bool, initial: int = 0, leave: bool = True) -> tqdm:
-    """Create a progress bar, which is disabled on other ranks than 0 and if stderr is not a terminal."""
+    """Create a progress bar, which is shown only on rank 0 and only if stderr is a terminal."""
     return tqdm(
         total=total,
         initial=initial,
@@ -241,9 +237,9 @@ def progress_bar(name: str, total: int, is_main: bool, initial: int = 0, leave: 
 def check_mismatch(run: RunConfig, metrics: dict[str, float]):
     """Raise ValueError if sampling and training compute different log-probabilities for the same tokens.
 
-    In float32, rollout.max_logp_mismatch bounds the difference of the log-probabilities of each token. In 16 bits,
-    single tokens may have large rounding errors, so a tenth of rollout.max_logp_mismatch bounds the root mean square of
-    all differences.
+    In float32, the sampler's and the trainer's log-probabilities of a token may differ by at most
+    rollout.max_logp_mismatch nats. In bfloat16, single tokens have large rounding errors, so the root mean square of
+    the differences is compared with a tenth of rollout.max_logp_mismatch.
     """
     name = "rollout/logp_mismatch"
     bound = run.rollout.max_logp_mismatch
@@ -279,7 +275,7 @@ def memory_use() -> dict[str, float]:
 
 
 def describe_speed(timings: Sequence[dict]) -> str:
-    """Format the mean times of several optimizer steps, and the GPU memory after the last one."""
+    """Format the mean times of several optimizer steps, and the GPU memory after the last step."""
 
     def mean(values: Iterable[float]) -> float:
         return sum(values) / len(timings)
@@ -305,10 +301,7 @@ def to_floats(parts: list[tuple[dict[str, Tensor], float]]) -> list[Means]:
 
 
 def merge(parts: list[Means]) -> Means:
-    """Average the metrics of micro-batches or of ranks, weighted by their numbers of tokens or pairs.
-
-    Metrics whose names end in _rms are root mean squares; the table OVER_STEP lists sums and maxima.
-    """
+    """Average the metrics of micro-batches or of ranks, weighted by their numbers of tokens or pairs."""
     total = sum(weight for _, weight in parts)
     merged = {}
     for name in parts[0][0]:
@@ -330,9 +323,6 @@ TRACKERS = {
 
 
 def find_tracker(name: str) -> Callable:
-    """Return a tracker, which is a function (config, steps, closing) that returns a function log(values, steps).
-
-    A run finds its trackers before the weights are loaded, so that a missing package is reported early.
-    """
+    """Import a tracker: a function of (config, steps, closing) that returns the function log(values, steps)."""
     with error_context(f"report_to {name}"):
         return with_options(*resolve_object("tracker", name, TRACKERS))

@@ -27,7 +27,7 @@ OPTIMIZERS = {"adamw": adamw, "adamw_8bit": "minivlmrl.extras.adamw8bit:AdamW8bi
 
 def build_optimizer(model: nn.Module, config: TrainingOptions, section: OptimizerOptions) -> Optimizer:
     """Build the optimizer that the recipe names for all parameters of a model that require gradients."""
-    # Gathered weights are freed before the optimizer is built, because the optimizer must hold the shards.
+    # The optimizer must be built on FSDP's shards, so weights that a forward pass has gathered are freed first.
     reshard(model)
     return make_optimizer(trained_parameters(model), config, section)
 
@@ -41,9 +41,9 @@ def make_optimizer(parameters: list, config: TrainingOptions, section: Optimizer
 
 
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
-    """Create the optimizer state of parameters, by an optimizer step whose gradients are 0.
+    """Create the optimizer's state by a step with gradients of 0.
 
-    Load the weights after begin_state, because its optimizer step can change weights, for example by weight decay.
+    Weight decay changes the weights even if all gradients are 0, so a checkpoint's weights must be loaded afterwards.
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -61,7 +61,7 @@ def check_optimizer(section: OptimizerOptions):
         state |= {f"{i}/{name}": value for name, value in optimizer.state[weight].items()}
     with error_context(f"optimizer.name {section.name}"):
         for group in optimizer.param_groups:
-            # The learning-rate schedule needs an optimizer whose parameter groups have "lr".
+            # The learning-rate schedule sets the key "lr" of each parameter group.
             check_field("lr" in group, "a parameter group", sorted(group), 'a dictionary with "lr"')
         try:
             save(state)

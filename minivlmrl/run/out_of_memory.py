@@ -12,7 +12,7 @@ from minivlmrl.run.evaluate import evaluation_sampling
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
 
-# phases of a run that process other rows than those of the current optimizer step
+# phases of a run that do not process the rows of the current optimizer step
 OTHER_PHASES = "load", "save", "evaluation"
 
 
@@ -22,7 +22,7 @@ class OutOfMemory(ValueError):
 
 @dataclass
 class Situation:
-    """The progress of a run, which the error message names if memory runs out."""
+    """The recipe and the progress of a run, from which an out-of-memory message is made."""
 
     config: RunConfig
     gpus: int  # number of ranks
@@ -51,7 +51,6 @@ def describe(situation: Situation, error: BaseException) -> str:
         where = f"{stage} step {state.step}, "
     reason = shortened(str(error).partition("\n")[0])
     parts = [f"{where}phase {phase}: memory ran out{f' ({reason:.400})' if reason else ''}"]
-    # the rows that were processed when memory ran out or, if unknown, the rows of the optimizer step
     rows = getattr(error, "rows", ())
     if trainer is not None:
         if not rows and getattr(error, "phase", "load") not in OTHER_PHASES:
@@ -82,7 +81,7 @@ def longest_row(trainer: Trainer, rows: Sequence[Row]) -> str:
 # ------------------------------------------------------------------------------- option to change
 WEIGHTS = "sharding", "lora", "nf4", "bfloat16", "8-bit moments"
 TRAINING = "communication", "recomputation", "micro-batch", "sharding", "nf4", "bfloat16"
-# ways to lower the memory of a phase, the most effective first, named as in the function cures
+# options that lower the memory of each phase, the most effective option first
 CURES = {
     "sampling": ("sampling batch", "layer by layer", "nf4", "bfloat16"),
     "evaluation": ("sampling batch", "layer by layer", "nf4", "bfloat16"),
@@ -96,7 +95,7 @@ CURES = {
 
 
 def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[str]:
-    """Return command-line options, with values, that would lower the memory of a phase."""
+    """Return command-line options that lower the memory of a phase, such as --adapter.r=16."""
     model, adapter = config.model, config.adapter
     has_full_base = adapter.r and adapter.quantize is None
     is_float32 = model.dtype == "float32" and not model.compute_dtype
@@ -125,8 +124,7 @@ def smaller_sampling_batch(config: RunConfig, phase: str) -> str:
 
 
 def smaller_micro_batch(config: RunConfig, stage: str) -> str:
-    """Return an option that halves micro_batch_size or, for one prompt in a micro-batch, sets
-    max_tokens_per_micro_batch."""
+    """Return a command-line option that makes micro-batches smaller, or "" if there is none."""
     section = getattr(config, stage)
     if section.micro_batch_size > 1:
         size = min(section.micro_batch_size, section.prompts_per_step) // 2

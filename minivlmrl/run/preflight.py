@@ -1,7 +1,4 @@
-"""Check a recipe before the first optimizer step, and print notes about the device, the model and the options.
-
-The checks call each reward function once, compare prompts with the model's maximum length, and look for unused options.
-"""
+"""Check a recipe before the first optimizer step, and print notes about the device, the model and the options."""
 
 import math
 from collections.abc import Iterator
@@ -46,7 +43,6 @@ def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Da
     for stage, rows in datasets.items():
         if stage == "eval":
             rewards = held_out_rewards(config)
-            # Columns that a reward reads are None in held-out rows that lack them.
             no_columns = dict.fromkeys(required_columns(rewards))
         elif needs[stage] == "prompts":
             rewards = training_rewards(config)
@@ -77,9 +73,8 @@ def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Da
 def check_truths(config: RunConfig, needs: dict[str, str], datasets: dict[str, Dataset]):
     """Raise ValueError if no answer can equal the solution of a row.
 
-    At most 10,000 evenly spaced rows of a dataset are checked, because other rows are checked when their answers are
-    scored. In 16 rows with boxes as solutions, the boxes are
-    compared with the size of the image.
+    At most 10,000 evenly spaced rows of a dataset are checked, which takes a few seconds. Bounding boxes in solutions
+    are compared with the size of the image in 16 rows only, because images must be opened.
     """
     for stage, rows in datasets.items():
         sampled = stage == "eval" or needs[stage] == "prompts"
@@ -128,7 +123,7 @@ def check_positions(
         num_new = config.sampling.max_new_tokens if is_answered else 0
         most_tokens = max_positions
         bound = f"the model's {max_positions} (max_position_embeddings)"
-        # The limit of the sampling engine holds for training rows only, because evaluations use the native engine.
+        # An evaluation never samples with vLLM, so the limit of vLLM holds for training rows only.
         if needs.get(name) == "prompts" and engine_limit < max_positions:
             most_tokens = engine_limit
             bound = f"the limit of {engine_limit} tokens of sampling.engine"
@@ -152,7 +147,7 @@ def check_positions(
 
 
 def answers_of(config: RunConfig, name: str) -> tuple[str, ...]:
-    """Return the fields of Row with the answers that a stage trains on or, for "eval", that an evaluation compares."""
+    """Return the names of the answer fields in the rows of a stage or of "eval", such as ("chosen", "rejected")."""
     trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
     if name in trainers:
         return trainers[name].answers
@@ -202,7 +197,7 @@ def collect_notes(config: RunConfig, trainers: dict[str, type[Trainer]], dataset
 
 
 def unused_options(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[tuple[list[str], str]]:
-    """Yield (options, reason) for options of the recipe that have no effect."""
+    """Yield options of the recipe that have no effect, together with the reason."""
     for name in config.unused_sections:
         yield [name], f"`stages` does not include {name}"
     for name in unnamed_stages(config):
@@ -225,13 +220,12 @@ def unused_options(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Ite
 
 
 def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:
-    """Yield warnings about held-out rows that are also training rows, and about updates that rounding loses.
+    """Yield warnings about held-out rows that are also training rows, and about updates that are lost by rounding.
 
     A 16-bit weight keeps its value if an update is smaller than half the distance to the next 16-bit number.
     """
     dtype = DTYPES[config.model.dtype]
-    # Small updates are not lost in adapters, which are trained in float32, nor with adamw_8bit, which uses Kahan
-    # summation.
+    # Adapters are trained in float32, and adamw_8bit uses Kahan summation, so neither loses small updates.
     rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r
     for stage in config.stage_names:
         held_out = datasets.get("eval", [])
@@ -255,7 +249,7 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
 def rows_trained_on(held_out, rows) -> list[int]:
     """Return the indices of the held-out rows whose prompt and images also occur in a training row.
 
-    Images are compared by content, and only where the hashes of prompts and image sizes agree.
+    The contents of images are compared only for rows with equal prompts and image sizes.
     """
     held_out_hashes = getattr(held_out, "prompt_hashes", ())
     training_hashes = getattr(rows, "prompt_hashes", ())

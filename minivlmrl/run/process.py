@@ -69,7 +69,7 @@ def run_rank(work: Callable[[], int]):
             is_runtime = isinstance(error, RuntimeError)
             if not is_runtime or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise
-            # torchrun sends SIGTERM when another rank has ended, but this rank must first find out which rank ended.
+            # SIGTERM from torchrun is ignored, so that this rank can find out which other rank has ended.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             lost = lost_ranks(error)
             if not lost:
@@ -86,6 +86,5 @@ def run_rank(work: Callable[[], int]):
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
-    # os._exit skips Python's shutdown, in which a gloo thread that frees a tensor would abort the process (PyTorch's
-    # pull request 179291).
+    # os._exit skips Python's shutdown, during which gloo may abort the process (PyTorch's pull request 179291).
     os._exit(code or 0)

@@ -26,7 +26,7 @@ SUMMARY, BEST = "summary.json", "best"
 
 
 def check_outputs(config: RunConfig):
-    """Raise ValueError if best_metric is no metric, or if the option `resume` prevents restarts by torchrun."""
+    """Raise ValueError if best_metric names no metric, or if torchrun could not restart the run."""
     check_best_metric(config)
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and config.resume != "auto":
         raise ValueError(
@@ -100,7 +100,7 @@ class Results:
             self.save(trainer, self.folder)
 
     def save(self, trainer: Trainer, folder: Path):
-        """Save weights during the run: all weights, or only adapters if the option `save` says so."""
+        """Save weights during the run: all weights, or only the adapters if the option `save` is "adapter"."""
         trainer.save(folder, merge=self.config.save != "adapter")
 
     def save_stage(self, trainer: Trainer):
@@ -112,7 +112,7 @@ class Results:
         self.world.barrier()  # because the next stage may read the files that were just saved
 
     def evaluate(self, name: str, trainer: Trainer | None, steps_done: int) -> dict[str, float]:
-        """Evaluate the model, save the weights if best_metric has improved, and return the metrics for the table."""
+        """Evaluate the model, save the weights if best_metric has improved, and return the metrics."""
         begin = time.perf_counter()
         config = self.config
         held_out = self.held_out
@@ -145,7 +145,7 @@ class Results:
             if self.progress.best is None or score > self.progress.best:
                 self.progress.best = score
                 self.save(trainer, self.folder / BEST)
-        # The table of results has no column for the loss on held-out rows, because only some stages compute this loss.
+        # The printed table has no column for the loss on held-out rows, because only some stages compute the loss.
         values.pop("eval/loss", None)
         return values
 
@@ -158,7 +158,7 @@ class Results:
             results = self.progress.results
             seconds = self.progress.seconds
             write_json(self.folder / SUMMARY, {"chance": chance, **results, "seconds": seconds})
-            # The table shows the accuracy of guessing only above the accuracies of the reward `accuracy`.
+            # Without data.eval_rewards, the printed table has the accuracy of guessing only for the reward `accuracy`.
             if self.config.data.eval_rewards is None and self.config.eval_rewards[0] != "accuracy":
                 chance = None
             if results:
@@ -180,7 +180,7 @@ class Results:
 
 
 def print_table(results: dict, num_rows: int, chance: float | None, chance_name: str):
-    """Print {evaluation: {metric: value}} as a table, with the accuracy of guessing in the first row."""
+    """Print the metrics of each evaluation as a table, with the accuracy of guessing in the first row."""
     first_width = max(12, len(chance_name) + 1, *(len(name) + 1 for name in results))
     columns = [*dict.fromkeys(column for row in results.values() for column in row)]
     names = [name.removeprefix("eval/") for name in short_names(columns)]
@@ -188,7 +188,7 @@ def print_table(results: dict, num_rows: int, chance: float | None, chance_name:
     titles = "".join(f"{name:>{width}}" for name, width in zip(names, widths.values(), strict=True))
     print(f"\n{f'held-out {num_rows}':<{first_width}}{titles}")
     if chance is not None:
-        # The first two columns of the table are the first reward for sampled and for greedy answers.
+        # The accuracy of guessing stands in the columns for sampled and for greedy answers.
         first_two = list(widths.values())[:2]
         print(f"{chance_name:<{first_width}}" + "".join(f"{chance:>{w}.3f}" for w in first_two))
     for name, row in results.items():

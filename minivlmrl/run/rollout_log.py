@@ -4,7 +4,7 @@ A line has these fields:
 
 - stage, step, row (index of the prompt in the dataset), where (file and line of the row), prompt and solution;
 - images: paths of the images in the prompt, relative to the folder of the run;
-- truth: the boxes in the solution. Every box is [x1, y1, x2, y2], in fractions of the image's width and height;
+- truth: the boxes in the solution, each [x1, y1, x2, y2] in fractions of the image's width and height;
 - completions: a list with one entry per completion in the group.
 
 An entry of `completions` has these fields:
@@ -17,8 +17,7 @@ An entry of `completions` has these fields:
 - tokens: [[text, log-probability in nats], ...], with null as the log-probability of tokens from the prompt or a tool;
 - pictures: paths of the images that an environment added;
 - extra: other values that reward functions log;
-- turns: for an agent's trajectory, the text of each turn, the number of its tokens, and `shown`, which is true if the
-  turn's prompt has an image. The images of turns after the first are in `pictures`.
+- turns: for each turn of an agent, the text, the number of tokens, and `shown`: whether the turn's prompt has an image.
 """
 
 import json
@@ -48,7 +47,7 @@ LONGEST_SIDE = 384  # a logged image's maximum side in pixels; larger images are
 
 @dataclass
 class LogLine:
-    """Fields that each line about an optimizer step has, in every log file."""
+    """Fields of each line in a log file: the stage and the optimizer step."""
 
     stage: str
     step: int
@@ -100,7 +99,7 @@ class CompletionsLog:
     def describe(
         self, trainer: Trainer, step: Step, number: int, logged: Iterator[dict]
     ) -> tuple[list[dict], dict[str, bytes]]:
-        """Return this rank's lines with the field `images`, and the images that are not stored yet as {path: bytes}."""
+        """Return the log lines of this rank's prompts, and the images that are not written yet, {path: bytes}."""
         lines = []
         pictures = {}  # {path: PIL image}
         for group, line in islice(zip(step.groups, logged, strict=True), self.num_prompts):
@@ -133,9 +132,9 @@ def encode_image(image: PIL.Image.Image) -> bytes:
 
 
 def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
-    """Yield a line of completions.jsonl, without images, for each prompt of this rank in an optimizer step.
+    """Yield the line of completions.jsonl for each of this rank's prompts, without the field `images`.
 
-    All ranks must call groups together, because the ranks gather the advantages of all samples.
+    All ranks must call this function together, because the advantages are gathered from all ranks.
     """
     own = {}  # {sample index: its advantage}
     for batch in step.micro_batches:
@@ -198,7 +197,6 @@ def describe_group(trainer: Trainer, group: list[Sample], advantages: list[float
 
 
 def describe_turn(turn: Completion, processor: Processor) -> dict:
-    """Return a turn's text, its number of tokens, and whether its prompt has an image."""
     row = turn.prompt.row if turn.prompt is not None else None
     return {
         "text": processor.decode_assistant_turn(turn),
@@ -223,8 +221,9 @@ def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
 def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, float | None]]:
     """Yield the text of each token of a completion, and the token's log-probability in nats.
 
-    A character that consists of several tokens belongs to the last one. A text such as <think>, with which the chat
-    template begins each answer, comes first, and has no log-probability.
+    If a character consists of several tokens, the last token has the character, and the other tokens have no text. The
+    text with which the chat template begins an answer, such as <think>, is yielded first, with None as its
+    log-probability.
     """
     if processor.template and processor.template.opened:
         yield processor.template.opened, None

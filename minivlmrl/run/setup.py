@@ -49,10 +49,10 @@ from minivlmrl.trainers.base import Trainer
 def prepare(
     config: RunConfig, trainers: dict[str, type[Trainer]], world: World, callbacks: Sequence[Callback] = ()
 ) -> tuple[VisionLanguageModel, Processor, dict[str, Dataset]]:
-    """Build the model, the processor and the datasets: {stage, or "eval" for the held-out rows: dataset}."""
+    """Check the recipe and its rows, and build the model, the processor and the datasets."""
     check_optimizer(config.optimizer)
     for name in config.report_to:
-        find_tracker(name)
+        find_tracker(name)  # reports a missing package before the weights are loaded
     needs = {stage: trainer.needs for stage, trainer in trainers.items()}
     for stage in config.stage_names:
         check_shares(stage, getattr(config, stage).prompts_per_step, world.size)
@@ -146,7 +146,7 @@ def build_weights(config: RunConfig, world: World, processor: Processor) -> Visi
 
 
 def choose_sharding(config: RunConfig, world: World):
-    """Return the Sharding for FSDP2, or None if every rank holds all weights."""
+    """Return an object that shards a model with FSDP2, or None if every rank holds all weights."""
     if not config.uses_fsdp:
         return None
     # FSDP is imported only for recipes that use FSDP, because the import takes 40 MiB and half a second.
@@ -173,7 +173,7 @@ def make_tokenizer(config: RunConfig, model_config: str, datasets: dict[str, Dat
 def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
     """Return a copy of the processor with the data options of the recipe, and with the tools of the environment.
 
-    A saved model keeps the options that matter in inference, because they become a file of the processor.
+    Options that inference needs are stored in the processor, which is saved with the model.
     """
     data = config.data
     image_processor = replace(processor.image_processor, dtype=patch_dtype(config))
@@ -224,8 +224,6 @@ def fit_rows(
     config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World
 ) -> tuple[dict[str, Dataset], list[str]]:
     """Remove training rows whose prompt, with the answer if there is one, exceeds data.max_prompt_tokens tokens.
-
-    Rank 0 reads the sizes of images from the files, but does not decode the images.
 
     Returns:
         The remaining rows, and on rank 0 a summary of each dataset.

@@ -13,20 +13,20 @@ from minivlmrl.distributed.process_group import World
 
 # exit code of a run that a signal has stopped and that can be resumed: EX_TEMPFAIL in sysexits.h
 PREEMPTED = 75
-# seconds in which several signals count as one, because a scheduler and torchrun may both forward a signal
+# Signals within five seconds count as one, because a scheduler and torchrun may both send the signal to a rank.
 SAME_REQUEST = 5.0
 LAST_CALL = 10.0  # seconds that a reward or a tool has after a signal
 
 
 class Preempted(Exception):
-    """A signal asks the run to save a checkpoint and to exit with the code 75; all ranks raise this error together."""
+    """The exception that all ranks raise after a signal, to save a checkpoint and to exit with the code 75."""
 
 
 class StopSignals:
     """Context manager for a run: at the first stop signal, the run saves a checkpoint and exits.
 
-    A second signal, at least five seconds after the first, ends the process at once. Long work such as sampling calls
-    world.stop_if_preempted repeatedly, which raises Preempted after a signal.
+    A second signal, five seconds after the first (for Ctrl-C, one second), ends the process at once. Long tasks, such
+    as sampling, repeatedly call world.stop_if_preempted, which raises Preempted after a signal.
     """
 
     NAMES = "SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGBREAK"
@@ -36,7 +36,7 @@ class StopSignals:
         self.world = replace(world, stop_if_preempted=self.stop_if_preempted)
         self.first: float | None = None  # time of the first signal
         self.exit_code = 0  # exit code of the run: PREEMPTED if a signal ended it
-        # whether the run may stop now; not between two updates on one rollout, because a checkpoint stores no rollout
+        # A run cannot stop between two updates on the same rollout, because a checkpoint contains no rollout.
         self.can_stop: Callable[[], bool] = lambda: True
 
     def __enter__(self) -> "StopSignals":
@@ -83,7 +83,7 @@ class StopSignals:
             os.kill(os.getpid(), number)
 
     def stop_if_preempted(self):
-        """Raise Preempted on all ranks after a signal, unless no checkpoint can be saved now."""
+        """Raise Preempted on all ranks if a signal has arrived and a checkpoint can be saved."""
         if self.is_requested() and self.can_stop():
             raise Preempted("preempted")
 

@@ -12,10 +12,7 @@ RUN = "run.json"
 
 @dataclass
 class TrainerState:
-    """The progress of a run, whose fields a checkpoint stores in run.json.
-
-    `seconds`, `num_log_lines` and `logs` may differ between ranks, and run.json has those of rank 0.
-    """
+    """The progress of a run; run.json stores the values of rank 0."""
 
     seed: int  # run seed
     stages: list[str]  # the recipe's stages, in order
@@ -23,30 +20,25 @@ class TrainerState:
     step: Annotated[int, ">= 0"] = 0  # optimizer steps done in the current stage
     steps: Annotated[int, ">= 0"] = 0  # optimizer steps done in all stages
     draws: Annotated[int, ">= 0"] = 0  # batches of rows that the current stage has taken
-    # number of rows in the dataset of the current stage; 0 before the stage begins
-    rows: Annotated[int, ">= 0"] = 0
-    # metrics of the evaluations before and after stages: {name of the evaluation: {metric: value}}
+    rows: Annotated[int, ">= 0"] = 0  # number of rows in the current stage's dataset; 0 before the stage begins
+    # metrics of the evaluations, such as {"after_sft": {"eval/accuracy_greedy": 0.4}}
     results: dict[str, dict[str, float]] = field(default_factory=dict)
     best: float | None = None  # best value of best_metric so far; eval/loss is negated
-    # each stage's training time in seconds
-    seconds: dict[str, float] = field(default_factory=dict)
-    # the options of the recipe, and hashes of files, from recipe_values in run/checkpoints.py
-    recipe: dict = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)  # each stage's training time
+    recipe: dict = field(default_factory=dict)  # the recipe's options, see recipe_values in run/checkpoints.py
     # {log file: number of its lines so far}
     num_log_lines: dict[str, Annotated[int, ">= 0"]] = field(kw_only=True)
-    # {name: text} from the method state_dict of callbacks
-    logs: dict[str, str] = field(default_factory=dict)
+    logs: dict[str, str] = field(default_factory=dict)  # texts that callbacks save, see Callback.state_dict
 
     def begin_stage(self, number: int):
-        """Set the counters to the beginning of the stage with the index `number`."""
+        """Reset the counters of steps and rows at the beginning of a stage."""
         self.stage = number
         self.step = 0
         self.draws = 0
         self.rows = 0
 
     def check_rows(self, rows: int):
-        """Raise ValueError if the number of rows has changed since the checkpoint, because the order of the rows
-        depends on it."""
+        """Raise ValueError if the dataset has more or fewer rows than at the checkpoint, and thus another order."""
         if self.rows not in (0, rows):
             raise ValueError(
                 f"resume: the checkpoint was saved with {self.rows} rows, but the dataset now has {rows}; restore the "

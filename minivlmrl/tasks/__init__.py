@@ -1,1 +1,1 @@
-"""The built-in task `shapes`, whose images are generated, and the registry for more tasks."""
+"""Tasks that generate their own rows and images: the built-in task `shapes`, and a registry for tasks of a user."""

@@ -7,7 +7,7 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.errors import check_field, error_context
 
-# rows that a task generates for training, so many that none is repeated; a row is generated when it is read
+# number of training rows in a generated dataset, so large that no training run repeats a row
 FRESH_ROWS = 1_000_000
 
 
@@ -15,16 +15,16 @@ FRESH_ROWS = 1_000_000
 class Task:
     """A task: a function that generates rows, a function that trains a tokenizer, and the accuracy of guessing."""
 
-    # The function datasets(data, seed) gets the recipe's section `data` and a seed. It returns {key of NEEDS in
-    # run/datasets.py: training rows}, and held-out rows, which are equal for all seeds. Further parameters are task
-    # options, as in shapes(pairs=8).
+    # The function datasets(data, seed) gets the recipe's section `data` and a seed. It returns the training rows,
+    # {key of NEEDS in run/datasets.py: rows}, and the held-out rows, which are equal for all seeds. Further parameters
+    # are options of the task, as in shapes(pairs=8).
     datasets: Callable[..., tuple[dict[str, Dataset], Dataset]]
     tokenizer: Callable[[], Tokenizer]  # trains a small tokenizer on all task texts
     chance: float  # accuracy of guessing without seeing the image
     chance_name: str  # label for that accuracy in tables
 
 
-# {name of a task: a Task, or the place "module:NAME" of a Task}; a user's script may add tasks
+# Tasks by name; a user's script may add a Task, or a text "module:NAME" that says where the Task is defined.
 TASKS: dict[str, str | Task] = {"shapes": "minivlmrl.tasks.shapes:TASK"}
 
 

@@ -3,8 +3,8 @@
 The prompt of a row shows one image, and asks for the colour and the shape of the object. The answer names one of 12
 classes (6 colours x 2 shapes): <think>I see green</think><answer>green square</answer>
 
-SFT has few demonstrations, and half of them have a random label, so that SFT teaches the format of answers, and
-reinforcement learning improves their content.
+Half of the demonstrations have a random label, so that SFT teaches the format of answers only. Reinforcement learning
+then improves the accuracy of the answers.
 """
 
 import random
@@ -62,7 +62,7 @@ class Shapes(Sequence[Row]):
         shown_label = rng.choice(LABELS) if rng.random() < self.wrong_labels else label
         messages = conversation(PROBLEM, {"image": 1}, self.prompt_template, self.system_prompt)
         columns = {"problem": PROBLEM, "solution": label}
-        # Rejected answers have their own random generator, so that images and demonstrations do not depend on them.
+        # A separate random generator makes the rejected answer, so that images do not depend on rejected answers.
         rejected = make_rejected(label, random.Random(f"shapes/{self.seed}/{index}/rejected"))
         demonstrated = tagged_answer(shown_label) if self.tags else shown_label
         return Row(messages, [image], columns, demonstrated, tagged_answer(label), rejected)
@@ -73,7 +73,7 @@ def tagged_answer(label: str) -> str:
 
 
 def make_rejected(label: str, rng: random.Random) -> str:
-    """Make a rejected answer with a wrong colour, a wrong shape, a contradiction to the thought, or missing characters.
+    """Make a rejected answer: a wrong colour, a wrong shape, an answer unlike the thought, or missing characters.
 
     GRPO exploits a reward model that has seen only wrong labels, see docs/results.md.
     """
@@ -135,11 +135,7 @@ def datasets(
     rows = partial(Shapes, prompt_template=data.prompt_template, system_prompt=data.system_prompt)
     training: dict[str, Dataset] = {
         "demonstrations": rows(
-            demonstrations,
-            f"{seed}/sft",
-            wrong_labels=wrong_demonstrations,
-            # Demonstrations have <answer> tags only if rewards look for the answer in <answer> tags.
-            tags=data.answer_format == "tags",
+            demonstrations, f"{seed}/sft", wrong_labels=wrong_demonstrations, tags=data.answer_format == "tags"
         ),
         "pairs": rows(pairs, f"{seed}/pairs"),
         "prompts": rows(FRESH_ROWS, f"{seed}/grpo"),

@@ -35,20 +35,17 @@ class MicroBatch:
     """
 
     group: GroupBatch
-    # (R, T) float32: 1 for each completion token that is trained on, 0 for others
-    loss_mask: Tensor
-    # numbers of completions and of tokens in the optimizer step, by which the loss is divided
-    normalizer: LossNormalizer
-    # (R, T) log-probabilities of the reference model, in nats; None if there is no reference model
-    ref_per_token_logps: Tensor | None = None
+    loss_mask: Tensor  # (R, T) float32: 1 for each completion token that is trained on, else 0
+    normalizer: LossNormalizer  # numbers of completions and tokens in the step, by which the loss is divided
+    ref_per_token_logps: Tensor | None = None  # (R, T) log-probabilities of the reference model, if any, in nats
 
     @property
     def weight(self) -> float:
-        """Return the micro-batch's weight in the mean of a metric: its number of tokens to train on."""
+        """Return the number of tokens to train on, by which the metrics of the micro-batch are weighted."""
         return float(self.loss_mask.sum())
 
     def mean(self, per_token: Tensor) -> Tensor:
-        """Average values of completion tokens, (M,), over the tokens that are trained on."""
+        """Average per-token values, (tokens,), over the tokens that are trained on."""
         total = (self.group.pad(per_token.detach()) * self.loss_mask).sum()
         return total / self.loss_mask.sum().clamp(min=1)
 
@@ -66,14 +63,14 @@ class Sample:
 
 @dataclass(kw_only=True)
 class SampledBatch(MicroBatch):
-    """A micro-batch of R sampled completions, to which a subclass adds the tensors that its loss needs."""
+    """A micro-batch of sampled completions, to which a subclass adds the tensors that its loss needs."""
 
     samples: Sequence[Sample]
     sampler_logps: Tensor  # (R, T) log-probabilities that the sampler recorded, in nats
 
     @property
     def completion_index(self) -> Tensor:
-        """Return the indices of the micro-batch's samples, (R,), among the samples of all ranks."""
+        """Return each sample's index among the samples of all ranks: (samples,)."""
         return torch.tensor([sample.index for sample in self.samples])
 
     def completion_advantages(self) -> list[float]:
@@ -86,8 +83,7 @@ class Rollout:
     """This rank's n = B * G samples: G completions for each of B prompts."""
 
     groups: list[list[Sample]]  # each prompt's G samples
-    # metrics over the completions of all ranks
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)  # metrics over the completions of all ranks
 
     @classmethod
     def join(
@@ -98,7 +94,7 @@ class Rollout:
         rewards: Tensor,
         first_sample: int = 0,
     ) -> "Rollout":
-        """Build a rollout from B rows, B prompts, n = B * G completions, and K rewards for each completion, (n, K)."""
+        """Build a rollout from rows, prompts, each prompt's completions, and rewards, (completions, functions)."""
         numbered_rewards = enumerate(rewards, first_sample)
         groups = []
         for row, prompt, answers in zip(rows, prompts, completions, strict=True):
@@ -110,7 +106,6 @@ class Rollout:
 
     @property
     def samples(self) -> list[Sample]:
-        """Return all n samples, in the order of their prompts."""
         return list(chain(*self.groups))
 
     @property
@@ -125,19 +120,17 @@ class Step:
 
     micro_batches: Sequence[MicroBatch]
     metrics: dict[str, float] = field(default_factory=dict)  # equal on all ranks
-    # True for the last optimizer step on a rollout, after which a checkpoint can be saved
-    ends_rollout: bool = True
+    ends_rollout: bool = True  # True for the last optimizer step on a rollout, after which a checkpoint can be saved
     rollout: Rollout | None = None  # the rollout that this step trains on
-    # the groups that this rank sampled for this step; another rank may train on some of them
-    groups: Sequence[list[Sample]] = ()
+    groups: Sequence[list[Sample]] = ()  # the step's groups that this rank sampled; other ranks may train on them
 
 
 class Trainer:
     """Base class for all training stages, which are run by the training loop in run/loop.py.
 
-    A subclass defines the methods `steps`, which yields optimizer steps, and `loss`, which returns the loss of a
-    micro-batch. Losses of micro-batches are added up, so each is divided by the numbers of tokens or completions in the
-    whole optimizer step.
+    A subclass of Trainer defines the method `steps`, which yields optimizer steps, and the method `loss`, which returns
+    the loss of a micro-batch. The losses of micro-batches are added up, so each loss is divided by the number of tokens
+    or completions in the whole optimizer step.
 
     Args:
         run: the whole recipe, in which a section with the stage's name has the stage's options.
@@ -148,13 +141,10 @@ class Trainer:
     config_type = TrainingOptions  # dataclass with the stage section's options
     needs = "prompts"  # key in NEEDS in run/datasets.py: the columns that each row must have
     columns: tuple[str, ...] = ()  # further columns that the stage reads, if a row has them
-    # fields of Row with the answers to train on; empty if the stage samples completions
-    answers: tuple[str, ...] = ()
+    answers: tuple[str, ...] = ()  # fields of Row with the answers to train on; empty if completions are sampled
     samples_completions = False  # True if the stage samples completions and scores them
-    # False if the stage does not change the policy, but trains a separate model
-    trains_policy = True
-    # optimizer steps in one pass over the prompts of a rollout
-    steps_per_rollout = 1
+    trains_policy = True  # False if the stage trains a separate model, but not the policy
+    steps_per_rollout = 1  # optimizer steps in one pass over the prompts of a rollout
     trained: nn.Module  # module whose parameters the optimizer updates
     rows: Sequence[Row] = ()  # rows of the current optimizer step, for an error message if memory runs out
 
@@ -168,7 +158,7 @@ class Trainer:
         self.trained = model
         self.processor = processor
         self.timer = PhaseTimer(world.device)
-        # select_trained also unfreezes parameters that an earlier stage has frozen
+        # An earlier stage may have frozen parameters that the new stage trains.
         select_trained(model, run.model.freeze)
         self.reference = None
         if self.has_reference(self.config):
@@ -178,7 +168,7 @@ class Trainer:
 
     @classmethod
     def check(cls, run: RunConfig):
-        """Raise ValueError if the stage cannot run a recipe, before any model is loaded."""
+        """Raise ValueError, before any model is loaded, if the stage cannot run the recipe."""
 
     @staticmethod
     def has_reference(config) -> bool:
@@ -198,12 +188,12 @@ class Trainer:
         raise NotImplementedError
 
     def phase(self, name: str) -> phase:
-        """Begin a phase of an optimizer step, to measure its time, and to name it if memory runs out."""
+        """Begin a phase of an optimizer step, whose time is measured, and which is named if memory runs out."""
         self.timer.start(name)
         return phase(name)
 
     def total_rewards(self, samples: Sequence[Sample]) -> Tensor:
-        """Compute the weighted sum of each sample's rewards, (n,)."""
+        """Compute the weighted sum of the rewards of each sample: (samples,)."""
         rewards = torch.stack([sample.rewards for sample in samples])  # (n, K)
         return combine(rewards, torch.tensor(list(self.run.rewards.values())))
 

@@ -1,8 +1,8 @@
-"""Deal the groups of an optimizer step to the ranks by length, so that no rank waits long for a slower one.
+"""Distribute the groups of an optimizer step by length, so that no rank waits long for a slower rank.
 
 A group is a prompt with its completions. Ranks send each other token ids and the output of a frozen vision tower, but
-no patches, which take 9.6 MB for an image of 896 x 896 pixels in bfloat16. The rank that gets a group reads the
-prompt's image from its file again.
+no image patches, which take 9.6 MB for an image of 896 x 896 pixels in bfloat16. A rank that receives a group reads the
+prompt's image from the image file.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,17 +29,14 @@ class Group:
     def of(cls, samples: Sequence[Sample]) -> "Group":
         completions = [sample.completion for sample in samples]
         for completion in completions:
-            # An environment is not sent to other ranks, because it may not be picklable.
+            # An environment is not sent to other ranks, because an environment may be impossible to pickle.
             completion.environment = None
         row = samples[0].row
         return cls(row.index, row.key, completions, torch.stack([sample.rewards for sample in samples]))
 
 
 def open_groups(trainer: RolloutTrainer, groups: Sequence[Group], first_samples: Iterable[int]) -> list[list[Sample]]:
-    """Read the rows of groups again, and return the samples of each group.
-
-    All ranks must call open_groups together.
-    """
+    """Read each group's row from the dataset, and return the samples of each group; all ranks must do so together."""
     rows = trainer.batches.rows([(group.index, group.key) for group in groups])
     trainer.world.wait()  # for a rank that reads its images slowly
     opened = []
@@ -82,12 +79,12 @@ def deal(trainer: RolloutTrainer, groups: Sequence[list[Sample]], lengths: Seque
 def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Assign groups to ranks, so that all ranks have equally many groups and nearly equally many tokens.
 
-    Groups are assigned in rounds, the longest groups first. In each round, every rank gets one group, and the rank with
-    the fewest tokens gets the longest. Sharded ranks wait for each other in every layer, so they train on groups of
-    similar length at the same time.
+    In the first round, each rank gets one of the longest groups; in the next round, one of the next longest groups, and
+    so on. In each round, the rank that has the fewest tokens gets the longest group. The ranks of a sharded model wait
+    for each other in every layer, so all ranks should process groups of similar length at the same time.
 
-    Example: for groups with [[9, 5, 1], [8, 7, 2]] tokens on two ranks, the result is
-        [[(0, 0), (0, 1), (1, 2)], [(1, 0), (1, 1), (0, 2)]], with 16 tokens for each rank.
+    Example: if rank 0 has groups with 9, 5 and 1 tokens, and rank 1 has groups with 8, 7 and 2 tokens, then rank 0 gets
+    the groups with 9, 5 and 2 tokens, and rank 1 gets the groups with 8, 7 and 1 tokens.
 
     Args:
         lengths: for each rank, the lengths of its groups.
@@ -95,7 +92,7 @@ def assign(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
         For each rank, the groups that it gets, the longest first, as (rank that has the group, index of the group).
     """
     ranks = range(len(lengths))
-    # Groups are sorted by index first, so that each rank keeps its groups if all have equally many tokens.
+    # The sort is stable, so that each rank keeps its own groups if all groups have equally many tokens.
     groups = [(rank, i) for i in range(len(lengths[0])) for rank in ranks]
     groups.sort(key=lambda group: lengths[group[0]][group[1]], reverse=True)
     dealt: list[list[tuple[int, int]]] = [[] for _ in ranks]

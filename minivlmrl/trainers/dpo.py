@@ -25,7 +25,7 @@ class DPOTrainer(PairTrainer):
     stage = "dpo"
     config_type = DPOOptions
     config: DPOOptions
-    # Only the loss `sft` divides by a number of tokens: that of the chosen answers, which have even indices.
+    # The loss `sft` is a mean over the tokens of the chosen answers, which have even indices.
     counted_rows = slice(0, None, 2)
 
     @staticmethod
@@ -51,7 +51,7 @@ class DPOTrainer(PairTrainer):
         return loss, metrics | {"entropy": batch.mean(entropies)}
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
-        """Compute DPO's implicit reward of the chosen answer minus that of the rejected answer, (B,), in nats."""
+        """Compute DPO's implicit reward of each chosen answer minus that of the rejected answer, in nats: (pairs,)."""
         batch = self.micro_batch(rows)
         logps, _ = per_token_logps(self.policy, batch.group)
         policy, reference = (
@@ -63,11 +63,11 @@ class DPOTrainer(PairTrainer):
 
 
 def reference_logps(batch: MicroBatch) -> Tensor:
-    """Return the reference model's log-probabilities of pairs, (B, 2, T), or zeros without a reference model."""
+    """Return the reference model's log-probabilities, (pairs, 2, tokens), or zeros without a reference model."""
     logps = batch.ref_per_token_logps
     return by_pair(torch.zeros_like(batch.loss_mask) if logps is None else logps)
 
 
 def by_pair(rows: Tensor) -> Tensor:
-    """Reshape values of 2B answers, (2B, T), to B pairs, (B, 2, T), with the chosen answer first."""
+    """Reshape values of answers, (2 * pairs, tokens), to (pairs, 2, tokens), with the chosen answer first."""
     return rows.unflatten(0, (-1, 2))

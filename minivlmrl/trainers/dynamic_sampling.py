@@ -19,9 +19,9 @@ from minivlmrl.trainers.rollout import RolloutTrainer
 def sample_until_groups_differ(
     trainer: RolloutTrainer, rows: Sequence[Row], compared_rewards: Callable[[Rollout], Tensor], max_num_batches: int
 ) -> tuple[Rollout, int]:
-    """Sample batches of rows until the rewards differ in enough groups, and build a rollout.
+    """Sample completions until enough groups have different rewards, and build a rollout from these groups.
 
-    If too few groups differ after max_num_batches batches, groups with equal rewards fill the rollout.
+    After max_num_batches batches of rows, groups with equal rewards fill the rest of the rollout.
 
     Args:
         rows: the first batch.
@@ -44,17 +44,17 @@ def sample_until_groups_differ(
 
 
 def gather_groups(trainer: RolloutTrainer, rollout: Rollout, compared: Tensor) -> list[tuple[Group, bool]]:
-    """Gather the groups of all ranks in the order of sampling, with True for a group whose rewards differ."""
+    """Gather the groups of all ranks in the order of sampling, each with True if the group's rewards differ."""
     size = trainer.config.num_generations
     differs = torch.stack([group_std(column, size) > 1e-8 for column in compared.unbind(1)]).any(0)
     local = list(zip(map(Group.of, rollout.groups), differs.tolist(), strict=True))
     groups = chain(*trainer.world.gather_objects(local))
-    # A row's key ends with the row's position in the order of sampling.
+    # The key of a row, such as "0/grpo/3/17", ends with the row's position in the order of sampling.
     return sorted(groups, key=lambda pair: int(pair[0].key.rpartition("/")[2]))
 
 
 def choose_groups(trainer: RolloutTrainer, groups: list[tuple[Group, bool]], count: int) -> Rollout:
-    """Build a rollout from `count` groups: first those whose rewards differ, then others."""
+    """Build a rollout from `count` groups, and prefer groups whose rewards differ."""
     chosen = [group for group, _ in sorted(groups, key=lambda pair: not pair[1])[:count]]
     per_step = count // trainer.steps_per_rollout
     local = []  # this rank's groups, one optimizer step after the other

@@ -17,24 +17,24 @@ from minivlmrl.losses.grpo import AVERAGES, LossNormalizer, grpo_loss
 
 
 def loss_arguments(config: TrainingOptions, *losses: Callable, **others: Any) -> dict[str, Any]:
-    """Return those of a section's options, and of `others`, that are parameters of the given loss functions."""
+    """Select from the options of a section, and from `others`, the parameters of the given loss functions."""
     names = set().union(*(inspect.signature(loss).parameters for loss in losses))
     names.discard("advantages")  # the option `advantages` is a name, but the argument of losses is a tensor
     return {name: value for name, value in (vars(config) | others).items() if name in names}
 
 
 def find_loss(config: GRPOOptions) -> Callable:
-    """Return the loss function that loss_type names: grpo_loss or a custom function."""
+    """Return the loss function that grpo.loss_type names: grpo_loss or a custom function."""
     return load_function("loss_type", config.loss_type, dict.fromkeys(AVERAGES, grpo_loss), config)
 
 
 def find_advantages(config: GRPOOptions) -> Callable[..., Tensor]:
-    """Return the advantage function that the option `advantages` names: one in ADVANTAGES or a custom one."""
+    """Return the advantage function that the option `advantages` names: a built-in or a custom function."""
     return load_function("advantages", config.advantages_name, ADVANTAGES, config)
 
 
 def load_function(option: str, text: str, table: dict[str, Any], config: GRPOOptions) -> Callable:
-    """Return the function that a text such as "name" or "file.py:name(option=value)" names, with its options bound."""
+    """Return the function that "name" or "file.py:name(option=value)" names, with the options bound."""
     with error_context(f"grpo.{option} {text}"):
         function, bound = resolve_object(option, text, table)
         for name in bound.keys() & vars(config).keys():
@@ -47,7 +47,7 @@ def checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
     is_pair = isinstance(result, tuple | list) and len(result) == 2 and isinstance(result[1], dict)
     values = [result[0], *result[1].values()] if is_pair else [None]
     is_scalar = all(isinstance(value, Tensor) and value.dim() == 0 for value in values)
-    # Each line of metrics.jsonl already has fields named stage, step and loss.
+    # No metric may be named stage, step or loss, because each line of metrics.jsonl has these fields.
     if not is_scalar or result[1].keys() & {"stage", "step", "loss"}:
         raise ValueError(
             f"{name} returned {result!r:.200}, but it must return the loss, a "
@@ -68,7 +68,7 @@ def try_loss(loss: Callable, config: GRPOOptions):
             f"the log-probabilities, its first argument, is {slopes}; both must be finite"
         )
     logps = torch.linspace(-2.0, -0.5, 64).view(2, 32)
-    # Token ratios are from 0.1 to 10, and the ratios of the two completions are 2 and 0.5.
+    # The importance ratios of the tokens are from 0.1 to 10, so that options for clipping change the loss.
     old_logps = logps + torch.linspace(-1.6, 1.6, 32) + torch.tensor([[-0.7], [0.7]])
     for name in loss_arguments(config, grpo_loss):
         if name == "loss_type" or not is_set(name, config):
@@ -87,9 +87,9 @@ def try_loss(loss: Callable, config: GRPOOptions):
 
 
 def loss_and_gradient(loss: Callable, config: GRPOOptions, logps: Tensor, old_logps: Tensor | None) -> tuple:
-    """Call a custom loss for two completions of T tokens, and return the loss and its gradient for `logps`, (2, T)."""
+    """Call a custom loss for two completions, and return the loss and its gradient for the log-probabilities."""
     logps = logps.clone().requires_grad_()
-    # The reference's log-probabilities depend on beta, because beta may also decide only whether there is a reference.
+    # The invented reference log-probabilities depend on beta, so that beta changes each loss that uses a reference.
     tensors = {"old_per_token_logps": old_logps, "ref_per_token_logps": logps.detach().flip(1) - config.beta}
     options = loss_arguments(config, grpo_loss, loss) | tensors
     normalizer = LossNormalizer(2, logps.numel(), logps.shape[1])

@@ -42,14 +42,10 @@ class GRPOBatch(SampledBatch):
     """A micro-batch with the tensors that GRPO's loss and its variants need."""
 
     advantages: Tensor  # (R,)
-    # (R, T) log-probabilities of the policy before its first update on the rollout; None if no option needs them
-    old_per_token_logps: Tensor | None
-    # (R, T) or (R, 1) importance ratio of trainer to sampler, for each token or for each completion
-    importance_sampling_ratio: Tensor | None
-    # lowest entropy among the tokens that the optimizer step trains on, over all its micro-batches
-    entropy_threshold: float | None
-    # number of tokens whose entropy reaches entropy_threshold, in the whole optimizer step
-    num_entropy_tokens: float | None
+    old_per_token_logps: Tensor | None  # (R, T) policy log-probabilities before the first update, if they are needed
+    importance_sampling_ratio: Tensor | None  # (R, T) or (R, 1): the trainer's divided by the sampler's probability
+    entropy_threshold: float | None  # lowest entropy among the tokens that the optimizer step trains on
+    num_entropy_tokens: float | None  # tokens of the optimizer step whose entropy reaches entropy_threshold
 
     def completion_advantages(self) -> list[float]:
         return self.advantages.tolist()
@@ -81,8 +77,7 @@ class GRPOTrainer(RolloutTrainer):
         super().__init__(run, model, processor, world, steps_done)
         self.steps_per_rollout = self.config.steps_per_generation
         self.passes_per_rollout = self.config.num_iterations
-        # batches of prompts that dynamic sampling has used for the current rollout
-        self.num_gen_batches = 1
+        self.num_gen_batches = 1  # batches of prompts that dynamic sampling has used for the current rollout
 
     # ------------------------------------------------------------------------ rollout and rewards
 
@@ -97,13 +92,13 @@ class GRPOTrainer(RolloutTrainer):
         return rollout
 
     def compared_rewards(self, rollout: Rollout) -> Tensor:
-        """Return the rewards that dynamic sampling compares: all K, of shape (n, K), or weighted sums, (n, 1)."""
+        """Return what dynamic sampling compares: all rewards, (samples, rewards), or weighted sums, (samples, 1)."""
         if self.config.multi_objective_aggregation == "normalize_then_sum":
             return rollout.rewards
         return self.total_rewards(rollout.samples)[:, None]
 
     def total_rewards(self, samples: Sequence[Sample]) -> Tensor:
-        """Compute each sample's weighted sum of rewards, and add DAPO's penalty for overlong completions: (n,)."""
+        """Compute each sample's weighted sum of rewards, and add DAPO's penalty for overlong completions."""
         total = super().total_rewards(samples)
         limit, cache = self.run.sampling.max_new_tokens, self.config.soft_punish_cache
         if not cache:
@@ -132,7 +127,7 @@ class GRPOTrainer(RolloutTrainer):
         # 3. Pack the samples into micro-batches, and compute the log-probabilities of their tokens.
         steps = [self.micro_batches(groups, advantages) for groups in parts]
         if self.kl_in_reward:
-            # 4. RLOO subtracts the KL from the rewards, and computes the advantages again.
+            # 4. For RLOO, subtract the KL penalty from the rewards, and compute the advantages again.
             kl = self.gather_kl(list(chain(*steps)))  # (n * world.size,)
             advantages = self.compute_advantages(totals - config.beta * kl, rewards)
             for step in steps:
@@ -146,46 +141,41 @@ class GRPOTrainer(RolloutTrainer):
 
     @cached_property
     def advantage_function(self) -> Callable[..., Tensor]:
-        """Return the function that computes advantages, which the options of the section grpo select."""
         return find_advantages(self.config)
 
     def compute_advantages(self, totals: Tensor, rewards: Tensor) -> Tensor:
-        """Compute the advantages of N samples from their K rewards, (N, K), and from weighted sums of the rewards,
-        (N,)."""
+        """Compute advantages, (samples,), from rewards, (samples, rewards), and their weighted sums, (samples,)."""
         function = self.advantage_function
         tensors = {"rewards_per_func": rewards, "reward_weights": self.reward_weights}
         arguments = loss_arguments(self.config, function, **tensors)
         return call_advantages(function, self.config, totals, **arguments)
 
     def select(self, advantages: Tensor, batch: SampledBatch) -> Tensor:
-        """Select the advantages of a micro-batch with R samples, (R,), from those of all ranks."""
+        """Select the advantages of a micro-batch from the advantages of all ranks' samples."""
         return advantages[batch.completion_index].to(self.world.device)
 
     def kept_samples(self, samples: list[Sample], advantages: Tensor) -> list[Sample]:
         """Drop samples with an advantage of 0 if they do not change the gradient."""
         if self.needs_all_samples:
             return samples
-        # One sample stays if all advantages are 0, because every rank of a sharded model must run a forward pass.
+        # If all advantages are 0, one sample is kept, because every rank of a sharded model must run a forward pass.
         return [sample for sample in samples if advantages[sample.index] != 0] or samples[:1]
 
     def micro_batches(self, groups: Sequence[list[Sample]], advantages: Tensor) -> list[GRPOBatch]:
-        """Pack the micro-batches of an optimizer step, given its groups and the advantages of all ranks' samples.
-
-        The log-probabilities of the old policy are computed once, for all optimizer steps on the micro-batches.
-        """
+        """Pack the micro-batches of an optimizer step, given its groups and the advantages of all ranks' samples."""
         config = self.config
         normalizer = self.count_tokens(groups)
         # 1. Exchange groups between ranks, so that all ranks train on about equally many tokens, and pack the samples.
         groups = self.deal(groups, [self.kept_samples(group, advantages) for group in groups])
         packed = [self.pack(self.kept_samples(part, advantages), normalizer) for part in self.split(groups)]
-        # 2. Compute the log-probabilities and entropies of the policy before its update, each (R, T).
+        # 2. Compute log-probabilities and entropies with the policy before its update.
         old_logps: list[Tensor | None] = [None] * len(packed)
         old_entropies: list[Tensor] = []
         if self.needs_old_logps:
             pairs = [(batch.group, self.logps(batch.group)) for batch in packed]
             old_logps = [group.pad(logps) for group, (logps, _) in pairs]
             old_entropies = [group.pad(entropies) for group, (_, entropies) in pairs]
-        # 3. Find the entropy threshold for the tokens to train on, from the tokens of all ranks.
+        # 3. Find the entropy from which on tokens are trained on, from the entropies of all ranks.
         threshold = num_entropy_tokens = None
         if config.top_entropy_quantile < 1:
             local = torch.cat([x[b.loss_mask.bool()].cpu() for b, x in zip(packed, old_entropies, strict=True)])
@@ -230,20 +220,20 @@ class GRPOTrainer(RolloutTrainer):
 
     @property
     def policy_moves(self) -> bool:
-        """Return True if more than one optimizer step trains on a rollout, so that the policy changes meanwhile."""
+        """Return True if several optimizer steps train on the same rollout."""
         return self.passes_per_rollout * self.steps_per_rollout > 1
 
     def is_trained(self, sample: Sample) -> bool:
         return sample.completion.stopped or not self.config.mask_truncated_completions
 
     def gather_kl(self, batches: Sequence[GRPOBatch]) -> Tensor:
-        """Estimate each sample's KL from the reference model with the estimator k1, in nats: (n * world.size,)."""
+        """Estimate the KL of all ranks' samples from the reference model with the estimator k1, in nats."""
         kl = []
         for batch in batches:
             assert batch.old_per_token_logps is not None and batch.ref_per_token_logps is not None
             log_ratio = batch.old_per_token_logps - batch.ref_per_token_logps
             kl.append((log_ratio * batch.loss_mask).sum(1).cpu())
-        # Samples may have moved between micro-batches and ranks, so their KL is put in the order of the rollout.
+        # Samples may have moved to other ranks, so the KL estimates of all ranks are sorted by sample index.
         index = torch.cat([batch.completion_index for batch in batches])
         return self.world.all_gather(torch.cat(kl))[self.world.all_gather(index).argsort()]
 
@@ -251,7 +241,6 @@ class GRPOTrainer(RolloutTrainer):
 
     @cached_property
     def loss_function(self) -> Callable:
-        """Return the loss function that the option grpo.loss_type selects."""
         return find_loss(self.config)
 
     def loss(self, batch: GRPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -284,7 +273,7 @@ class GRPOTrainer(RolloutTrainer):
         return loss, metrics | self.token_metrics(batch, old_logps, entropies)
 
     def kept_tokens(self, batch: GRPOBatch, entropies: Tensor) -> Tensor:
-        """Return a mask of the tokens to train on, (R, T): all completion tokens, or only those with high entropy."""
+        """Return a mask of the tokens to train on, (completions, tokens): all tokens, or those with high entropy."""
         quantile = self.config.top_entropy_quantile
         return kept_tokens(entropies, batch.loss_mask, quantile, batch.entropy_threshold)
 

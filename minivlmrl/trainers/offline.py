@@ -28,24 +28,23 @@ class AnswerBatch(MicroBatch):
 
     @property
     def weight(self) -> float:
-        """Return the micro-batch's weight in the mean of a metric: its number of answers."""
+        """Return the number of answers, by which the metrics of the micro-batch are weighted."""
         return len(self.loss_mask)
 
     def mean(self, per_token: Tensor) -> Tensor:
-        """Average values of completion tokens, (M,), over the tokens of each answer, and then over the answers."""
+        """Average per-token values, (tokens,), over the tokens of each answer, and then over the answers."""
         return row_mean(self.group.pad(per_token.detach()), self.loss_mask).mean()
 
 
 class OfflineTrainer(Trainer):
     """Base class for stages that train on given answers, with one optimizer step per batch.
 
-    A subclass defines the method `loss`, and sets `answers` to the fields of Row that contain the answers.
+    A subclass defines the method `loss`, and lists the row fields with answers, such as ("chosen", "rejected").
     """
 
     batch_type: type[MicroBatch] = AnswerBatch
     answers = ("completion",)  # Row fields that contain the answers
-    # slice of a micro-batch's answers; the loss is divided by the number of their tokens
-    counted_rows = slice(None)
+    counted_rows = slice(None)  # answers whose tokens are counted; the loss is divided by their number
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:
@@ -76,7 +75,7 @@ class OfflineTrainer(Trainer):
         return self.batch_type(group, mask, batch_normalizer(mask), ref_logps)
 
     def rows_with_answers(self, rows: Dataset) -> list[int]:
-        """Return the indices of rows that have all answers, equal on all ranks."""
+        """Find the rows in which no answer is missing, and return their indices on all ranks."""
         local = []
         for index in range(self.world.rank, len(rows), self.world.size):
             row = rows[index]
@@ -86,11 +85,13 @@ class OfflineTrainer(Trainer):
         return sorted(chain(*self.world.gather_objects(local)))
 
     def shard_rows_with_answers(self, rows: Dataset) -> tuple[list[int], int]:
-        """Split the rows that have all answers among the ranks.
+        """Split the rows in which no answer is missing equally among the ranks.
 
-        All ranks get equally many rows, because they must run a sharded model equally often, so the last rows of a rank
-        may repeat rows of other ranks. Return the indices of this rank's rows, and the number of rows without
-        repetitions.
+        The last rows of a rank may repeat rows of other ranks, because all ranks must run a sharded model equally
+        often.
+
+        Returns:
+            The indices of this rank's rows, and how many of these rows are not repeated.
         """
         indices = self.rows_with_answers(rows)
         return self.world.shard_evenly(indices) if indices else ([], 0)
@@ -111,7 +112,7 @@ class PairTrainer(OfflineTrainer):
     answers = ("chosen", "rejected")
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
-        """Compute the chosen answer's score minus the rejected answer's score, (B,), for B pairs."""
+        """Compute each chosen answer's score minus the rejected answer's score: (pairs,)."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -120,7 +121,6 @@ class PairTrainer(OfflineTrainer):
         local_indices, count = self.shard_rows_with_answers(rows)
         if not local_indices:
             return {}
-        # A batch has micro_batch_size pairs, so that an evaluation needs less memory than a training step.
         parts = split(local_indices, self.config.micro_batch_size)
         margins = torch.cat([self.margins([rows[index] for index in part]) for part in parts])[:count]
         reshard(self.trained)

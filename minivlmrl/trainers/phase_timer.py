@@ -9,7 +9,7 @@ import torch
 class PhaseTimer:
     """Measure the seconds of consecutive phases, without waiting for the GPU after each phase.
 
-    On a GPU, a CUDA event marks the beginning of a phase, because the host only queues work that the GPU does later.
+    GPU work runs later than the Python code that starts the work, so CUDA events mark the beginnings of phases.
     """
 
     def __init__(self, device: torch.device):

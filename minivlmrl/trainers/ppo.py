@@ -44,7 +44,7 @@ class PPOBatch(SampledBatch):
 
 
 class PPOTrainer(RolloutTrainer):
-    """Trainer for PPO, in which a critic gives each token an advantage."""
+    """Trainer for PPO, which computes an advantage for each token with a critic."""
 
     stage = "ppo"
     config_type = PPOOptions
@@ -79,7 +79,6 @@ class PPOTrainer(RolloutTrainer):
         return self.config.critic == "shared" and super().shares_vision_tower()
 
     def build_critic(self) -> ValueHead | ValueModel:
-        """Build the critic that the option ppo.critic selects."""
         if self.config.critic == "shared":
             return value_head(self.policy)
         path = self.config.critic_path
@@ -98,7 +97,7 @@ class PPOTrainer(RolloutTrainer):
 
     @torch.no_grad()
     def prepare(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[list[PPOBatch]]:
-        """Pack the micro-batches of each optimizer step, with advantages and returns, (R, T)."""
+        """Pack the micro-batches of each optimizer step, with the advantages and returns of all tokens."""
         rewards = self.world.all_gather(rollout.rewards)
         totals = combine(rewards, self.reward_weights)
         rollout.metrics = self.rollout_metrics(rollout, rewards, totals)
@@ -143,7 +142,7 @@ class PPOTrainer(RolloutTrainer):
         return not sample.rewards.isnan().all()
 
     def logps_and_values(self, group: GroupBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute each completion token's log-probability, entropy and value, each (M,)."""
+        """Compute each completion token's log-probability, entropy and value: three tensors (tokens,)."""
         states = completion_states(self.policy, group)
         logps, entropies = logps_of_states(self.policy, states, group, self.temperature)
         if isinstance(self.critic, ValueModel):

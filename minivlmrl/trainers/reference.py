@@ -47,7 +47,7 @@ class Reference:
 
     @torch.no_grad()
     def logps(self, group: GroupBatch, temperature: float = 1.0) -> Tensor:
-        """Compute the reference model's log-probabilities of completion tokens, (R, T), in nats."""
+        """Compute the reference model's log-probability of each token, in nats: (completions, tokens)."""
         with phase("reference"), swapped_in(self.model, self.policy) as model:
             logps, _ = per_token_logps(model, group, temperature)
             reshard(model)
@@ -55,10 +55,7 @@ class Reference:
 
 
 class SwappedParameters(nn.Module):
-    """Copies of some parameters, which can be swapped into a model for a forward pass.
-
-    A reference model made of copies of the trained parameters needs little memory, because it shares all others.
-    """
+    """Copies of some parameters, which can be swapped into a model for a forward pass."""
 
     def __init__(self, model: VisionLanguageModel, names: list[str]):
         super().__init__()
@@ -69,17 +66,15 @@ class SwappedParameters(nn.Module):
         self.copies = nn.ParameterList(copies).requires_grad_(False)
 
     def originals(self) -> list[nn.Parameter]:
-        """Return the model's own parameters of which there are copies."""
         parameters = dict(self.models[0].named_parameters())
         return [parameters[name] for name in self.names]
 
     def exchange(self):
-        """Swap the copied values with the values of the model's parameters, which must be shards in a sharded model."""
-        # Autograd does not notice changes of .data, which is safe, because the model has its own values again before a
-        # backward pass.
+        """Swap the values of the copies and the model's parameters; an FSDP model must be resharded before."""
+        # Autograd does not notice changes of parameter.data; the values are swapped back before a backward pass.
         for saved_copy, parameter in zip(self.copies, self.originals(), strict=True):
             if not is_part(parameter):
-                # Swapping two tensors needs no memory, so memory cannot run out when only some parameters are swapped.
+                # Two tensors are swapped without a copy, so that memory cannot run out halfway through the parameters.
                 parameter.data, saved_copy.data = saved_copy.data, parameter.data
                 continue
             old_value = parameter.detach().clone()
@@ -91,7 +86,7 @@ class SwappedParameters(nn.Module):
 def swapped_in(
     model: VisionLanguageModel | SwappedParameters, policy: VisionLanguageModel
 ) -> Iterator[VisionLanguageModel]:
-    """Yield the reference model for a forward pass: its own model, or the policy with the copied parameters."""
+    """Yield the reference model: a separate model, or the policy while copies of its parameters are swapped in."""
     reshard(policy)
     if not isinstance(model, SwappedParameters):
         yield model
@@ -115,7 +110,7 @@ def check_compatible(policy: VisionLanguageModel, path: str):
 
 
 def load_reference(path: str, policy: VisionLanguageModel, processor: Processor, world: World) -> VisionLanguageModel:
-    """Load a reference model from a folder, sharded like the policy, in the dtype of its forward pass."""
+    """Load a reference model from a folder, with the sharding and the compute dtype of the policy."""
     ids = processor.tokenizer.backend.get_vocab()
     other_ids = load_tokenizer(find_folder(path) / "tokenizer.json").backend.get_vocab()
     differing = [token for token in ids if other_ids.get(token) != ids[token]]

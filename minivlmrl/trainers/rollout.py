@@ -9,8 +9,8 @@ In shapes, B is the number of prompts on this rank, n = B * G the number of samp
 K the number of reward functions. R is the number of samples in a micro-batch, T the number of tokens in its longest
 completion, and M the number of all its completion tokens.
 
-A subclass, such as GRPOTrainer or PPOTrainer, defines the methods `prepare`, which packs the micro-batches of each
-optimizer step with the tensors that the loss needs, and `loss`.
+GRPOTrainer and PPOTrainer define the methods `prepare`, which packs the micro-batches of each optimizer step, and
+`loss`, which computes the loss of a micro-batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,7 +54,7 @@ def reward_models():
 class RolloutTrainer(Trainer):
     """Base class for trainers that sample completions and learn from their rewards.
 
-    The recipe section of a subclass has the options num_generations, micro_batch_size and max_tokens_per_micro_batch.
+    A subclass needs a recipe section with num_generations, micro_batch_size and max_tokens_per_micro_batch.
     """
 
     samples_completions = True
@@ -99,14 +99,13 @@ class RolloutTrainer(Trainer):
         return is_frozen and self.run.reference.path is None and REWARD_MODEL not in self.run.rewards
 
     def prepare(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[Sequence[MicroBatch]]:
-        """Set the metrics of a rollout, and pack micro-batches for the groups of each optimizer step in `parts`."""
+        """Compute a rollout's metrics, and pack micro-batches for each optimizer step, whose groups are in `parts`."""
         raise NotImplementedError
 
     def steps(self, batches: Batches) -> Iterator[Step]:
         """Sample a rollout for each batch of rows, and yield the optimizer steps that train on the rollout.
 
-        Each of passes_per_rollout passes over a rollout has steps_per_rollout optimizer steps, with an equal share of
-        the prompts in each step.
+        Example: with 32 prompts, steps_per_rollout 4 and passes_per_rollout 2, eight steps train on 8 prompts each.
         """
         self.batches = batches
         for rows in batches:
@@ -128,7 +127,7 @@ class RolloutTrainer(Trainer):
     def trial_batches(self, rows: Sequence[Row]) -> Sequence[MicroBatch]:
         """Pack completions of max_new_tokens tokens, to test whether a training step fits in memory.
 
-        Rewards in the memory test alternate between 0 and 1, because groups with equal rewards may be left out.
+        The invented rewards alternate between 0 and 1, because training may leave out groups with equal rewards.
         """
         if samples_trajectories(self.run.sampling):
             return ()
@@ -146,11 +145,11 @@ class RolloutTrainer(Trainer):
     # ----------------------------------------------------------------------------- sample and score
 
     def roll_out(self, rows: Sequence[Row]) -> Rollout:
-        """Sample the rollout for a batch of rows; a subclass may sample further rows."""
+        """Sample a rollout for a batch of rows; dynamic sampling overrides this method to sample more rows."""
         return self.sample_rollout(rows)
 
     def sample_rollout(self, rows: Sequence[Row]) -> Rollout:
-        """Sample G completions for each row, and compute their rewards."""
+        """Sample a group of completions for each row, and compute their rewards."""
         self.rows = rows
         with self.phase("preparation"):
             prompts = [row.prompt(self.processor) for row in rows]
@@ -173,8 +172,7 @@ class RolloutTrainer(Trainer):
         return columns
 
     def rollout_metrics(self, rollout: Rollout, rewards: Tensor, totals: Tensor, **others: float) -> dict[str, float]:
-        """Compute the metrics of a rollout from all ranks' rewards, (..., K), and their weighted sums; add the metrics
-        `others`."""
+        """Compute a rollout's metrics from all ranks' rewards and their weighted sums; add the metrics `others`."""
         metrics = reward_metrics(rewards, totals, list(self.run.rewards))
         completions = [sample.completion for sample in rollout.samples]
         metrics |= completion_metrics(completions, bool(self.run.sampling.environment), self.world) | others
@@ -219,7 +217,7 @@ class RolloutTrainer(Trainer):
         return True
 
     def count_tokens(self, groups: Sequence[list[Sample]]) -> LossNormalizer:
-        """Count the samples in an optimizer step on all ranks, and their tokens that are trained on."""
+        """Count the samples of an optimizer step, and the tokens to train on, over all ranks."""
         samples = list(chain(*groups))
         trained = [sample.completion.policy_mask for sample in samples if self.is_trained(sample)]
         tokens = sum(int(mask.sum()) for mask in trained)
@@ -245,18 +243,17 @@ class RolloutTrainer(Trainer):
         )
 
     def ref_logps(self, group: GroupBatch) -> Tensor | None:
-        """Compute the log-probabilities of the reference model, (R, T); None if there is no reference model."""
+        """Compute the reference's log-probabilities, (completions, tokens), or return None without a reference."""
         return None if self.reference is None else self.reference.logps(group, self.temperature)
 
     def logps(self, group: GroupBatch) -> tuple[Tensor, Tensor]:
-        """Compute the log-probability and the entropy of each completion token, both (M,), at the sampling
-        temperature."""
+        """Compute the log-probability and the entropy of each completion token at the sampling temperature."""
         return per_token_logps(self.policy, group, self.temperature)
 
     def token_metrics(self, batch: SampledBatch, old_logps: Tensor, entropies: Tensor) -> dict[str, Tensor]:
-        """Compute the mean entropy, and the difference between log-probabilities of the trainer and the sampler.
+        """Compute the mean entropy, and how much the log-probabilities of the trainer and the sampler differ.
 
-        The metrics have the largest absolute difference and the root mean square over all tokens, in nats.
+        The differences of all tokens are summarized by their maximum and their root mean square, in nats.
 
         Args:
             old_logps: (R, T) log-probabilities that the trainer computed for the policy before its update.

@@ -12,7 +12,7 @@ from minivlmrl.rewards.registry import RewardLog
 
 
 def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Compute the mean and the standard deviation of each reward, and the mean of the weighted sums.
+    """Compute the mean and the standard deviation of each reward, and the mean of their weighted sum.
 
     Args:
         rewards: (n, K) rewards of the completions on all ranks; NaN where a reward function returned None.
@@ -77,7 +77,7 @@ def logged_metrics(log: RewardLog, metrics: dict[str, float], world: World) -> d
 
 
 def length_metrics(lengths: list[int], terminated: list[int]) -> dict[str, float]:
-    """Compute the mean, minimum and maximum length of all and of untruncated completions."""
+    """Compute the mean, minimum and maximum length of all completions and of untruncated completions."""
     metrics = {}
     for name, values in (("length", lengths), ("terminated_length", terminated or [0])):
         metrics[f"completions/mean_{name}"] = sum(values) / len(values)
