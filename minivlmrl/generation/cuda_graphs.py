@@ -42,7 +42,6 @@ class StaticDecodeAttention(DecodeAttention):
         """Drop no rows from the batch, because a CUDA graph also computes the finished rows."""
 
     def advance(self, tokens: int | Tensor = 1, growth: int = 1):
-        """Count the new tokens, and enlarge the buffers for keys and values if they are full."""
         super().advance(tokens, growth=0)
         self.longest += growth
         if self.num_row_keys < min(self.longest, self.capacity):

@@ -58,7 +58,6 @@ ROLLOUT_ROWS = Limited("rollout_rows")
 
 
 def having(says: str, *tables: dict[str, Callable]) -> dict[str, Callable]:
-    """Put a subject before each bug: "a reward" and "is halved" give "a reward is halved"."""
     return {f"{says} {text}": formula for table in tables for text, formula in table.items()}
 
 
@@ -250,7 +249,7 @@ SCOPES = [
     ("dpo", ["the policy", "the reference"], ""),
 ]
 
-# A recorded step reveals a wrong baseline, for example, only if the rewards of a group differ.
+# what a recorded step must contain to reveal some of the bugs
 BASELINES = "baselines, which need groups with different rewards"
 DEVIATIONS = "standard deviations, which need groups with different rewards"
 GROUPS = "groups, which need a rollout with several groups"

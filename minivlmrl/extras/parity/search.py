@@ -79,7 +79,6 @@ class Cause:
 
     @property
     def kind(self) -> str:
-        """Return "design" if a known project differs from TRL in this way on purpose, else "mistake"."""
         return "design" if self.of.who else "mistake"
 
     @property
@@ -94,7 +93,6 @@ class Cause:
 
     @property
     def is_general(self) -> bool:
-        """Whether every quantity can have the bug, for example a wrong sign."""
         is_formula = any(callable(x) and x in table.GENERAL for x in self.change.values())
         return not self.of.who and (self.is_limited or is_formula)
 
@@ -192,7 +190,6 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
 
 
 def gaps(theirs: Tensor, ours: Tensor, unit: Tensor | float) -> Tensor:
-    """Return the relative error of each element of two tensors; infinite where an element is not finite."""
     return ((theirs - ours).abs() / unit).nan_to_num(math.inf, math.inf)
 
 
@@ -404,7 +401,6 @@ class Search:
 
 
 def by_kind(causes: list[Cause]) -> tuple[list[Cause], list[Cause], list[Cause]]:
-    """Return three lists: simple bugs, bugs in only one part of a formula, and bugs with an unknown number."""
     simple = [cause for cause in causes if not cause.is_fitted]
     plain = [cause for cause in simple if "inside" not in cause.change]
     return (

@@ -412,5 +412,4 @@ def demonstrations(logps: Tensor, _, change: Change) -> Tensor:
     return averaged(change("terms", terms, per_token_logps=logps), change)
 
 
-# Each loss function returns a tensor (2, M): the losses of M micro-batches, and the units in which errors are measured.
 LOSSES = {"grpo": policy, "dpo": preferences, "sft": demonstrations}
