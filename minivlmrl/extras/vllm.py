@@ -222,7 +222,7 @@ class VLLMSampler(Sampler):
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
-        # vLLM's cached image embeddings were computed with the old weights.
+        # Otherwise, vLLM would reuse image embeddings that were computed with the old weights.
         self.llm.llm_engine.reset_encoder_cache()
         completions = super().__call__(prompts, num_generations, keys)
         if self.sleeps:

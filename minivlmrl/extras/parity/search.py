@@ -107,7 +107,7 @@ class Cause:
         return may_be and quantity in (*self.change, "") and not self.is_fitted
 
     def inside(self, use: str) -> "Cause":
-        """Limit the bug to one part of a formula, for example to the rewards in the baseline."""
+        """Limit the bug to one part of a formula: the rewards, for example, are wrong only in the baseline."""
         change = self.change | {"inside": [*self.change.get("inside", []), use]}
         return replace(self, says=f"{self.says}, only in {use}", change=change, of=replace(self.of, about=""))
 
@@ -481,7 +481,7 @@ def count_causes(d: Dump) -> list[Cause]:
 
 
 def known_numbers(d: Dump, key: str) -> dict[float, str]:
-    """Return the options, counts and ratios that may be a factor in the tensor `key`, such as {8.0: ": the 8 rows"}."""
+    """Map each option, count or ratio of the step to a description, for example 8.0 to ": the 8 rows"."""
     factors, counts = (
         [(function(d), says) for says, (function, keys) in table.items() if re.match(keys, key)]
         for table in (table.FACTORS, table.COUNTS)

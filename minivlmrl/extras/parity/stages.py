@@ -1,7 +1,7 @@
 """Recompute the advantages, token ids, masks, loss and gradient of the loss of a recorded step.
 
 A function for a stage, such as `loss`, returns {name: (theirs, ours, unit)}: the trainer's tensor, the recomputed
-tensor, and the size of the summed terms, by which differences are divided. A function for a stage returns None if the
+tensor, and the size of the summed terms, by which differences are divided. Functions such as `loss` return None if the
 recorded step lacks a needed tensor. The argument `change` is the bug that the search tries: change("mask", x) returns
 the wrong mask if the bug has one, otherwise the right mask x.
 """
