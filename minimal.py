@@ -6,9 +6,9 @@
 
 A row is {"image": "cat.jpg", "problem": "How many cats are there?", "solution": "2"}. SFT imitates
 given answers. GRPO samples several answers to a question, and makes those with more reward more
-likely. DPO makes a chosen answer more likely than a rejected one. Read this file from top to
-bottom; a line like "# ---- A -> B" says what the next part takes and returns. The package has what
-minimal.py lacks:
+likely. DPO makes a chosen answer more likely than a rejected one. Read minimal.py from top to
+bottom: a line such as "# ---- A -> B" says that the next part takes A and returns B. The package
+has what minimal.py lacks:
 - all prompts in one packed sequence, and Triton kernels: minivlmrl/model/packing.py, kernels/
 - log-probabilities without storing all logits: kernels/selective_log_softmax.py
 - several GPUs: minivlmrl/distributed/fsdp.py
@@ -80,7 +80,7 @@ def smart_resize(height, width, factor, min_pixels, max_pixels) -> tuple[int, in
 def patchify(image, patch, merge, min_pixels, max_pixels) -> tuple[Tensor, int, int]:
     """Cut an image into patches (P, 3 * 2 * patch * patch), which lie in h rows and w columns.
 
-    The merge x merge neighbouring patches of an image token are consecutive rows of the result.
+    An image token has merge x merge neighbouring patches, which are consecutive rows of the result.
     """
     height, width = smart_resize(image.height, image.width, patch * merge, min_pixels, max_pixels)
     image = image.resize((width, height), PIL.Image.Resampling.BICUBIC)
@@ -88,11 +88,11 @@ def patchify(image, patch, merge, min_pixels, max_pixels) -> tuple[Tensor, int, 
     pixels = (pixels - MEAN) / STD
     frames = np.stack([pixels, pixels])  # a patch covers two frames of a video; here both are equal
     h, w = height // patch, width // patch
-    # A block is the merge x merge patches of an image token. The axes of x are: frame; block row,
-    # patch row in the block, y in the patch; block column, patch column, x in the patch; channel
+    # The axes of x are: frame; row of the image token, row of the patch in the token, y in the
+    # patch; column of the image token, column of the patch in the token, x in the patch; channel
     x = frames.reshape(2, h // merge, merge, patch, w // merge, merge, patch, 3)
-    # The patches of a block become consecutive; the values of a patch are in the order channel,
-    # frame, y, x.
+    # The patches of an image token become consecutive, and the values of a patch are ordered by
+    # channel, frame, y and x.
     patches = x.transpose(1, 4, 2, 5, 7, 0, 3, 6).reshape(h * w, -1)
     return torch.from_numpy(patches), h, w
 
@@ -126,7 +126,7 @@ def render(tokenizer, problem, image_lengths) -> list[int]:
     if len(texts) != len(image_lengths):
         raise ValueError(f"{len(texts)} <image> in {problem!r}, but {len(image_lengths)} images")
     names = "im_start", "im_end", "vision_start", "image_pad", "vision_end"
-    # Each name becomes a list with one id, so that `pad * length` repeats the id of <|image_pad|>.
+    # Lists with one id, so that `pad * length` repeats the id of the control token <|image_pad|>
     start, end, open_image, pad, close_image = ([tokenizer.token_to_id(f"<|{n}|>")] for n in names)
     pieces = [start, "system\nYou are a helpful assistant.", end, "\n", start, f"user\n{first}"]
     for length, text in zip(image_lengths, texts, strict=True):
@@ -235,7 +235,7 @@ class Vision(nn.Module):
         width = config["hidden_size"]
         size = (2, config["patch_size"], config["patch_size"])
         merged = width * config["spatial_merge_size"] ** 2
-        # The checkpoint has a Conv3d; for one patch, a convolution equals a linear layer.
+        # Checkpoints have a Conv3d, which equals a linear layer, as its kernel is one patch large.
         self.patch_embed = nn.ModuleDict({"proj": nn.Conv3d(3, width, size, size, bias=False)})
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config["depth"]))
         mlp = [nn.Linear(merged, merged), nn.GELU(), nn.Linear(merged, config["out_hidden_size"])]
@@ -246,7 +246,7 @@ class Vision(nn.Module):
         kernels = self.patch_embed["proj"].weight.flatten(1)  # (width, 1176)
         x = F.linear(patches.to(kernels.dtype), kernels)  # (P, width)
         x = x.to(kernels.dtype)  # autocast gave bfloat16; the sum over blocks must be float32
-        # The row and the column of each patch, in the order of `patchify`: (P, 2)
+        # The row and the column of each patch, in the order of the patches: (P, 2)
         places = torch.cartesian_prod(torch.arange(h), torch.arange(w)).to(x.device)
         places = places.view(h // merge, merge, w // merge, merge, 2).transpose(1, 2)
         places = places.reshape(h * w, 2)
@@ -356,7 +356,10 @@ def write(file, values):
 
 
 def read_config(folder) -> dict:
-    """Read config.json; transformers 5 writes the language model's options to text_config."""
+    """Read config.json, also if it has the language model's options in text_config.
+
+    transformers 5 writes such files.
+    """
     config = json.loads(Path(folder, "config.json").read_text())
     if config["model_type"] != "qwen2_5_vl":
         raise ValueError(f"{folder} is not a Qwen2.5-VL folder; train.py reads other families")
@@ -433,8 +436,8 @@ in_bfloat16 = torch.autocast("cuda", torch.bfloat16, enabled=torch.cuda.is_avail
 def sample(model, prompt, G, max_new_tokens) -> tuple[Tensor, Tensor]:
     """Sample G completions of a prompt. Return ids and mask, both (G, T).
 
-    The mask is True up to and including the first end token of a completion, because all later
-    tokens are ignored.
+    The mask of a completion is True for its tokens up to the first end token, which is included,
+    and False for all later tokens.
     """
     ends = [model.tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>")]
     ends = torch.tensor(ends, device=prompt.ids.device)
