@@ -126,7 +126,6 @@ def begin(make: Callable[[], Environment], columns: dict) -> Environment:
 
 
 def begin_with_row(name: str, row: Row) -> Environment:
-    """Construct the named environment, and call its method `reset` with the columns, images and prompt of a row."""
     columns = {"images": [*row.images], "extents": [x.size for x in row.images]}
     with error_context(f"{row.where or 'the first row'}: sampling.environment {name}"):
         return begin(get_environment(name), row.columns | columns | {"prompt": row.messages})
@@ -142,7 +141,6 @@ def call_method(environment: Environment, name: str, /, *arguments, **columns):
 
 
 def call(tools: dict[str, Callable], name: str, inside: str):
-    """Parse and validate the arguments of a tool call, run the tool, and return the tool's result."""
     if name:
         arguments = read_values(name, inside, tools)
     else:

@@ -125,7 +125,6 @@ class ToolEpisode:
         return False
 
     def call_tools(self, calls: list[Call], processor: Processor) -> tuple[list[list[dict]], list[Picture]]:
-        """Execute tool calls; return the message parts of each result, and the images of all results."""
         answers = []
         pictures = []
         for name, inside in calls:

@@ -158,7 +158,6 @@ class TrajectorySampler(Sampler):
     def sample_next_turns(
         self, model: VisionLanguageModel, windows: list[Prompt], num_generations: int, episodes: list[Episode]
     ) -> list[list[Completion]]:
-        """Sample the next turn of each trajectory from the trajectory's context window."""
         self.episodes = episodes
         keys = [f"{episode.key}/{len(episode.turns)}" for episode in episodes]
         sample_token = super().token_sampler(windows, num_generations, keys)
@@ -181,7 +180,6 @@ class TrajectorySampler(Sampler):
         return step_episodes(self.episodes, self, rows, ids, turn_ends, text_ends)
 
     def window(self, episode: Episode) -> Prompt:
-        """Build the prompt, called the context window, for the next turn of a trajectory."""
         row = episode.row
         name = f"{row.where or f'row {row.index}'}: turn {len(episode.turns)}"
         with error_context(name):

@@ -91,7 +91,6 @@ def apply_partial_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def initial_states(model: VisionLanguageModel, rows: Tensor) -> list[list[Tensor]]:
-    """Return the initial state of each recurrent layer of a model, for a batch of b rows."""
     layers = [module for module in model.modules() if isinstance(module, GatedDeltaNet)]
     return [layer.initial_state(rows) for layer in layers]
 
@@ -216,7 +215,6 @@ def run_recurrent_layer(attention: Attention, index: int, inputs: list[Tensor], 
 
 
 def _decode_recurrent_layer(attention: DecodeAttention, index: int, inputs: list[Tensor], scan: Callable) -> Tensor:
-    """Run a recurrent layer over each row's new tokens in a decode step, and update the layer's states in place."""
     results = []
     for rows, tokens in attention.spans:
         state = [stored[rows] for stored in attention.recurrent_state[index]]
