@@ -33,7 +33,7 @@ class Environment(Protocol):
 class RewardingEnvironment(Environment, Protocol):
     """Interface of a tool environment that scores its own completion.
 
-    A recipe with a rewarding environment must set `rewards: {environment: 1}`.
+    A recipe whose environment has a method get_reward must set `rewards: {environment: 1}`.
     """
 
     def get_reward(self) -> float | list[float] | None:

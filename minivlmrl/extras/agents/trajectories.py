@@ -111,7 +111,7 @@ class Episode(ToolEpisode):
     def trajectory(self) -> Completion:
         """Concatenate all turns of a trajectory into one Completion."""
         windows = [turn.prompt for turn in self.turns[1:]]
-        # The last image of each new context window is displayed with the completion.
+        # The last image in the prompt of each later turn is displayed with the completion.
         shown = [window.row.images[-1:] for window in windows if window and window.row]
         return Completion(
             ids=torch.cat([turn.ids for turn in self.turns]),

@@ -369,7 +369,7 @@ def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
 
 
 def check_cache(trial: Trial) -> Iterator[str]:
-    """Check whether a reward function caches values by a completion's text, but not by the row's solution.
+    """Check whether a reward function caches values by the completion's text, although rows have different solutions.
 
     The check scores each right answer for its own row and for a row with another solution, in both orders.
     """

@@ -1,6 +1,6 @@
-"""Readers convert the columns of a row from the layout of another project to the layout in docs/data.md.
+"""Convert the columns of a row from the layout of another project to the layout in docs/data.md.
 
-A reader returns None for a row that does not have the reader's layout. Unknown columns stay in the row.
+Unknown columns stay in the row.
 """
 
 import ast
@@ -17,7 +17,7 @@ from minivlmrl.data.row_files import map_nested
 from minivlmrl.errors import check_field, error_context
 from minivlmrl.json_files import parse_json
 
-Reader = Callable[["Columns"], "Columns | None"]
+Reader = Callable[["Columns"], "Columns | None"]  # returns None if the row has another layout
 ANSWERS = ("response", "output", "suffix", "answer")
 SPEAKERS = {  # {name of a speaker: role}
     **dict.fromkeys(("system", "developer"), "system"),

@@ -118,7 +118,7 @@ def tagged(turn: dict) -> dict:
 
 
 def sources(media: list[Media], kind: str, folder: Path, dropped: Counter) -> list:
-    """Return the absolute paths of a row's images or videos; options such as max_pixels are counted as dropped."""
+    """Return the absolute paths of a row's images or videos, and count options such as max_pixels as dropped."""
     listed = []
     for item in media:
         if item.kind == kind:

@@ -72,7 +72,7 @@ class Finding:
 def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
     """Recompute and compare every stage (advantages, loss, ...) for which the recorded step has the needed tensors.
 
-    The search for the bugs of one stage ends after `seconds` seconds.
+    The search for the causes of a stage's wrong numbers takes at most `seconds` seconds.
 
     Raises ValueError if a stage cannot be recomputed because a tensor or field has a wrong type or shape.
     """

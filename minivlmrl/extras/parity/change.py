@@ -95,7 +95,7 @@ def composed(first: dict, then: dict) -> dict | None:
 
 
 def numbered(change: dict) -> dict:
-    """Replace the variable c in a bug's formulas by the number that the search has fitted, such as 5.0."""
+    """Insert the number that the search has fitted, such as 5.0, into the formulas of a simulated bug."""
     if "c" not in change:
         return dict(change)
     return {name: with_c(x, change["c"]) for name, x in change.items() if name != "c"}
