@@ -60,7 +60,7 @@ class Trial:
         return call_rewards(self.rewards, reward_columns(self.rows, prompts, groups, self.processor))
 
     def score_answers(self, answers: Iterable[str]) -> Tensor:
-        """Score one answer for each row in the format data.answer_format; return the rewards as score_texts does."""
+        """Score one answer for each row, after writing the answer in the format data.answer_format."""
         return self.score_texts(format_completion(answer, self.processor) for answer in answers)
 
     def right_answers(self) -> list[str]:

@@ -13,7 +13,8 @@ from minivlmrl.extras.parity.names import SCOPES
 
 
 class Values:
-    """Values for a bug's formula, such as `lambda s: s.x / 2`: the correct value x, and the step's tensors."""
+    """The object that a bug's formula, such as `lambda s: s.x / 2`, gets: the correct value x, and the step's
+    tensors."""
 
     def __init__(self, step, place=None, **values):
         self.__dict__.update(values)
@@ -57,7 +58,7 @@ class Change(dict):
         return deviation(Values(self.d, place, x=x, c=self.get("c", 1.0), **values))
 
     def inside(self, use: str) -> "Change":
-        """Return no change for a use of the rewards, such as "the baseline", that a trainer's bug leaves correct."""
+        """Return the bug's changes to one use of a quantity, such as the use of the rewards in "the baseline"."""
         other_uses = {*self.get("inside", ())} - {use}
         for _, uses, _ in SCOPES:
             if use in uses and not other_uses.isdisjoint(uses):
