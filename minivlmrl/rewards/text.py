@@ -122,7 +122,7 @@ def find_answer(completion: str, where: str = "tags") -> str | None:
 
 def last_answer(text: str) -> str | None:
     """Return the text inside the last <answer>...</answer> of a text, or None."""
-    # Text methods find the answer, because a regular expression takes quadratic time for many <answer> tags.
+    # str.partition is used, because a regular expression takes quadratic time for many <answer> tags.
     for closed in reversed(text.split("</answer>")[:-1]):
         _, tag, answer = closed.partition("<answer>")
         if tag:

@@ -115,8 +115,6 @@ def check_resume(config: RunConfig) -> list[Path]:
 
 
 class CheckpointManager:
-    """Saves and loads the checkpoints of a run in the folder states/ of its output_dir."""
-
     def __init__(self, config: RunConfig, world: World, signals: StopSignals, callbacks: Sequence[Callback]):
         self.folder = Path(config.output_dir) / "states"
         self.config = config
@@ -248,7 +246,6 @@ class CheckpointManager:
         self.stage, self.trainer, self.optimizer = trainer.stage, trainer, optimizer
 
     def read_tensors(self, folder: Path, trainer: Trainer, optimizer: Optimizer):
-        """Load the weights of a model and the moments of its optimizer from a checkpoint."""
         where = f"{folder}: this checkpoint was saved with another model or recipe"
         pieces = find_pieces(folder)
         with_moments = []

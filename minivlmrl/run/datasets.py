@@ -72,7 +72,6 @@ def _load_datasets(
     checks_files: bool,
     reads: Collection[str] | None,
 ) -> dict[str, Dataset]:
-    """Open all datasets on this rank."""
     config = run.data
     open_file = partial(_file_rows, config, checks_files, reads)
     files = config.files
@@ -182,8 +181,7 @@ def _file_rows(
     constants: Mapping[str, list[RewardName]] | None = None,
     **changed_options: str,
 ) -> FileRows:
-    """Open a data file; `constants` adds columns with one value for all rows, `changed_options` replaces options."""
-    # FileDataset is imported only for recipes with data files, because built-in tasks generate their rows.
+    """Open a data file; `constants` are columns with the same value in all rows."""
     from minivlmrl.data.file_dataset import FileDataset
 
     options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}

@@ -88,7 +88,6 @@ def check_best_metric(config: RunConfig):
 
 
 def gray_images(row: Row, _rows: Dataset) -> list[PIL.Image.Image]:
-    """Return a gray image of the same size for each image of a row."""
     return [PIL.Image.new("RGB", image.size, "grey") for image in row.images]
 
 

@@ -55,7 +55,6 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
 def train_stages(
     config: RunConfig, trainers: dict[str, type[Trainer]], signals: StopSignals, callbacks: Sequence[Callback]
 ):
-    """Train the stages of a recipe, from the first step or from a checkpoint."""
     world = signals.world
     situation = Situation(config, world.size)
     with reporting_out_of_memory(situation):
@@ -209,5 +208,4 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
 
 
 def num_tokens(batch: MicroBatch) -> int:
-    """Count the tokens of a micro-batch, including image tokens."""
     return len(batch.group.input_ids)

@@ -55,8 +55,7 @@ class MetricsLog(ExitStack):
         write = partial(self.write, COMPLETIONS)
         self.completions = CompletionsLog(config, world, write, resumed)
         self.files = {}
-        # number of lines in each log file, also in log files that a resumed run does not continue
-        self.num_lines = dict(progress.num_log_lines)
+        self.num_lines = dict(progress.num_log_lines)  # number of lines in each log file
         self.trackers = []
         if not world.is_main:
             return
@@ -124,7 +123,6 @@ class MetricsLog(ExitStack):
         return metrics
 
     def write_step(self, number: int, metrics: dict, step: Step, phases: dict[str, float]):
-        """Write the metrics and the times of an optimizer step to the log files, the trackers and the terminal."""
         line = {"stage": self.name, "step": number}
         seconds = self.seconds
         self.write(METRICS, line | metrics)
@@ -157,7 +155,6 @@ class MetricsLog(ExitStack):
         shown = {name: f"{metrics[name]:.3f}" for name in names if name in metrics}
         names = [re.sub("^(rewards|completions)/|/mean$", "", name) for name in short_names(shown)]
         shown = dict(zip(names, shown.values(), strict=True))
-        # The progress bar shows only three metrics, so that it fits into one line.
         self.bar.set_postfix(dict(list(shown.items())[:3]), refresh=False)
         self.bar.update()
         print_every = 10 if "ipykernel" in sys.modules else 1

@@ -33,7 +33,6 @@ def build_optimizer(model: nn.Module, config: TrainingOptions, section: Optimize
 
 
 def make_optimizer(parameters: list, config: TrainingOptions, section: OptimizerOptions) -> Optimizer:
-    """Build the optimizer that the recipe names for a list of parameters."""
     with error_context(f"optimizer.name {section.name}"):
         factory = with_options(*resolve_object("optimizer", section.name, OPTIMIZERS))
         betas = 0.9, config.adam_beta2
@@ -43,7 +42,8 @@ def make_optimizer(parameters: list, config: TrainingOptions, section: Optimizer
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
     """Create the optimizer's state by a step with gradients of 0.
 
-    Weight decay changes the weights even if all gradients are 0, so a checkpoint's weights must be loaded afterwards.
+    Weight decay changes the weights even if all gradients are 0, so a checkpoint's weights must be loaded after the
+    step.
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)

@@ -42,7 +42,6 @@ def reporting_out_of_memory(situation: Situation) -> Iterator[None]:
 
 
 def describe(situation: Situation, error: BaseException) -> str:
-    """Format an out-of-memory error: step, phase, PyTorch's sizes, longest row and the option to change."""
     phase = getattr(error, "phase", "step")
     state, trainer = situation.state, situation.trainer
     stage, where = None, ""
@@ -116,7 +115,6 @@ def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[s
 
 
 def smaller_sampling_batch(config: RunConfig, phase: str) -> str:
-    """Return the option sampling.max_batch_tokens with half its value, or with 16,384 if it is not set."""
     sampling = evaluation_sampling(config.sampling) if phase == "evaluation" else config.sampling
     tokens, smallest = sampling.max_batch_tokens, 2 * sampling.max_new_tokens
     lower = max(16384, smallest) if tokens is None else tokens // 2
@@ -124,7 +122,6 @@ def smaller_sampling_batch(config: RunConfig, phase: str) -> str:
 
 
 def smaller_micro_batch(config: RunConfig, stage: str) -> str:
-    """Return a command-line option that makes micro-batches smaller, or "" if there is none."""
     section = getattr(config, stage)
     if section.micro_batch_size > 1:
         size = min(section.micro_batch_size, section.prompts_per_step) // 2

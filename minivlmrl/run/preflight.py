@@ -111,10 +111,7 @@ def check_positions(
     model: VisionLanguageModel,
     processor: Processor,
 ):
-    """Raise ValueError if a prompt and its answer have more tokens than the model or the sampling engine allows.
-
-    A model allows max_position_embeddings tokens; a sampling engine such as vLLM may allow fewer.
-    """
+    """Raise ValueError if a prompt and its answer have more tokens than the model or the sampling engine allows."""
     max_positions = model.config.max_position_embeddings
     engine_limit = find_engine(config.sampling).most_tokens(config.sampling) or max_positions
     for name, rows in datasets.items():
@@ -147,7 +144,7 @@ def check_positions(
 
 
 def answers_of(config: RunConfig, name: str) -> tuple[str, ...]:
-    """Return the names of the answer fields in the rows of a stage or of "eval", such as ("chosen", "rejected")."""
+    """Return the names of the row fields that contain answers, such as ("chosen", "rejected")."""
     trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
     if name in trainers:
         return trainers[name].answers
@@ -166,7 +163,6 @@ def describe_hardware(config: RunConfig, world: World):
 
 
 def describe_model(config: RunConfig, model: VisionLanguageModel):
-    """Print the number of the model's parameters, their dtypes, and which of them are trained."""
     dtype = config.model.dtype
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     print(

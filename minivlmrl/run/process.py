@@ -24,7 +24,6 @@ def is_first() -> bool:
 
 
 def report_mistake(message: str):
-    """Print an error message, and write the message to the error file that torchrun reads."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         info = {"py_callstack": message, "timestamp": str(int(time.time()))}

@@ -100,7 +100,6 @@ class Results:
             self.save(trainer, self.folder)
 
     def save(self, trainer: Trainer, folder: Path):
-        """Save weights during the run: all weights, or only the adapters if the option `save` is "adapter"."""
         trainer.save(folder, merge=self.config.save != "adapter")
 
     def save_stage(self, trainer: Trainer):

@@ -56,8 +56,7 @@ class LogLine:
 class CompletionsLog:
     """Log the completions of every N-th optimizer step, where N is the option log_completions.
 
-    log_completions=0 disables the log, and num_logged_prompts limits the number of logged prompts. Only rank 0 writes
-    files.
+    Only rank 0 writes files.
 
     Args:
         write: function that appends a line to completions.jsonl.
@@ -123,7 +122,6 @@ class CompletionsLog:
 
 
 def encode_image(image: PIL.Image.Image) -> bytes:
-    """Encode an image as WebP, scaled down to at most LONGEST_SIDE pixels per side."""
     small = image.copy()
     small.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
     buffer = BytesIO()
@@ -151,7 +149,6 @@ def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
 
 
 def describe_group(trainer: Trainer, group: list[Sample], advantages: list[float]) -> dict:
-    """Return a prompt's line of completions.jsonl, without the field `images`."""
     row = group[0].row
     processor = trainer.processor
     totals = trainer.total_rewards(group).tolist()

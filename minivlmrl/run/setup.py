@@ -158,7 +158,6 @@ def choose_sharding(config: RunConfig, world: World):
 
 
 def make_tokenizer(config: RunConfig, model_config: str, datasets: dict[str, Dataset] | None) -> Tokenizer:
-    """Return the tokenizer of the built-in task, or train a new tokenizer on the rows."""
     if config.data.task:
         return get_task(config.data.task).tokenizer()
     if not datasets:

@@ -25,8 +25,8 @@ class Preempted(Exception):
 class StopSignals:
     """Context manager for a run: at the first stop signal, the run saves a checkpoint and exits.
 
-    A second signal, five seconds after the first (for Ctrl-C, one second), ends the process at once. Long tasks, such
-    as sampling, repeatedly call world.stop_if_preempted, which raises Preempted after a signal.
+    A second signal, at least five seconds after the first (for Ctrl-C, one second), ends the process at once. Long
+    tasks, such as sampling, repeatedly call world.stop_if_preempted, which raises Preempted after a signal.
     """
 
     NAMES = "SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGBREAK"
@@ -62,7 +62,6 @@ class StopSignals:
         return True
 
     def on_signal(self, number: int, _frame):
-        """Remember the time of the first signal, and end the process at a second signal."""
         now = time.monotonic()
         name = signal.Signals(number).name
         same_request = min(SAME_REQUEST, 1.0) if name == "SIGINT" else SAME_REQUEST

@@ -31,7 +31,6 @@ class TrainerState:
     logs: dict[str, str] = field(default_factory=dict)  # texts that callbacks save, see Callback.state_dict
 
     def begin_stage(self, number: int):
-        """Reset the counters of steps and rows at the beginning of a stage."""
         self.stage = number
         self.step = 0
         self.draws = 0
@@ -47,7 +46,6 @@ class TrainerState:
         self.rows = rows
 
     def advance(self, stage: str, draws: int, seconds: float):
-        """Count one optimizer step of the current stage."""
         self.step += 1
         self.steps += 1
         self.draws = draws

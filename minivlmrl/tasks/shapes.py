@@ -94,7 +94,6 @@ def make_rejected(label: str, rng: random.Random) -> str:
 
 
 def draw_picture(label: str, rng: random.Random) -> PIL.Image.Image:
-    """Draw one object of random size and position on a light background of random colour."""
     background = (rng.randint(200, 255), rng.randint(200, 255), rng.randint(200, 255))
     image = PIL.Image.new("RGB", (SIZE, SIZE), background)
     side = rng.randint(*OBJECT_SIZES)

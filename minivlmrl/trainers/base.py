@@ -94,7 +94,7 @@ class Rollout:
         rewards: Tensor,
         first_sample: int = 0,
     ) -> "Rollout":
-        """Build a rollout from rows, prompts, each prompt's completions, and rewards, (completions, functions)."""
+        """Build a rollout from rows, prompts, completions of each prompt, and rewards: (completions, functions)."""
         numbered_rewards = enumerate(rewards, first_sample)
         groups = []
         for row, prompt, answers in zip(rows, prompts, completions, strict=True):
@@ -188,7 +188,7 @@ class Trainer:
         raise NotImplementedError
 
     def phase(self, name: str) -> phase:
-        """Begin a phase of an optimizer step, whose time is measured, and which is named if memory runs out."""
+        """Time a phase of an optimizer step, and name the phase if memory runs out."""
         self.timer.start(name)
         return phase(name)
 
@@ -198,10 +198,7 @@ class Trainer:
         return combine(rewards, torch.tensor(list(self.run.rewards.values())))
 
     def dropout(self, step: int, micro_batch: int):
-        """Return a context manager that enables adapter dropout for one micro-batch.
-
-        The dropout is seeded by the run's seed, the stage, the step, the micro-batch and the rank.
-        """
+        """Return a context manager that enables adapter dropout for one micro-batch."""
         if not self.run.adapter.dropout:
             return nullcontext()
         from minivlmrl.model.lora import dropout

@@ -1,4 +1,4 @@
-"""Distribute the groups of an optimizer step by length, so that no rank waits long for a slower rank.
+"""Distribute groups of completions among the ranks by length, so that no rank waits long for a slower rank.
 
 A group is a prompt with its completions. Ranks send each other token ids and the output of a frozen vision tower, but
 no image patches, which take 9.6 MB for an image of 896 x 896 pixels in bfloat16. A rank that receives a group reads the

@@ -17,7 +17,7 @@ from minivlmrl.losses.grpo import AVERAGES, LossNormalizer, grpo_loss
 
 
 def loss_arguments(config: TrainingOptions, *losses: Callable, **others: Any) -> dict[str, Any]:
-    """Select from the options of a section, and from `others`, the parameters of the given loss functions."""
+    """Select the options of a recipe section, and the values in `others`, that the losses have as parameters."""
     names = set().union(*(inspect.signature(loss).parameters for loss in losses))
     names.discard("advantages")  # the option `advantages` is a name, but the argument of losses is a tensor
     return {name: value for name, value in (vars(config) | others).items() if name in names}

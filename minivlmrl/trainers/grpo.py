@@ -82,7 +82,6 @@ class GRPOTrainer(RolloutTrainer):
     # ------------------------------------------------------------------------ rollout and rewards
 
     def roll_out(self, rows: Sequence[Row]) -> Rollout:
-        """Sample completions and compute their rewards; dynamic sampling may use several batches of rows."""
         most_batches = self.config.max_num_gen_batches
         if most_batches == 1:
             return self.sample_rollout(rows)
@@ -175,7 +174,7 @@ class GRPOTrainer(RolloutTrainer):
             pairs = [(batch.group, self.logps(batch.group)) for batch in packed]
             old_logps = [group.pad(logps) for group, (logps, _) in pairs]
             old_entropies = [group.pad(entropies) for group, (_, entropies) in pairs]
-        # 3. Find the entropy from which on tokens are trained on, from the entropies of all ranks.
+        # 3. Find the lowest entropy of a token to train on, from the entropies of all ranks.
         threshold = num_entropy_tokens = None
         if config.top_entropy_quantile < 1:
             local = torch.cat([x[b.loss_mask.bool()].cpu() for b, x in zip(packed, old_entropies, strict=True)])
@@ -214,7 +213,6 @@ class GRPOTrainer(RolloutTrainer):
 
     @property
     def needs_old_logps(self) -> bool:
-        """Return True if an option needs the log-probabilities of the policy before its update."""
         options = self.config.rollout_correction or self.config.top_entropy_quantile < 1
         return bool(self.policy_moves or self.kl_in_reward or options)
 

@@ -59,7 +59,6 @@ class OfflineTrainer(Trainer):
         return self.pack(*self.encode(rows))
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[Prompt], list[list[Completion]]]:
-        """Tokenize the prompts of rows, and the answers to each prompt."""
         answers = []
         for row in rows:
             texts = [getattr(row, name) for name in self.answers]
@@ -85,7 +84,7 @@ class OfflineTrainer(Trainer):
         return sorted(chain(*self.world.gather_objects(local)))
 
     def shard_rows_with_answers(self, rows: Dataset) -> tuple[list[int], int]:
-        """Split the rows in which no answer is missing equally among the ranks.
+        """Split the complete rows, in which no answer is missing, equally among the ranks.
 
         The last rows of a rank may repeat rows of other ranks, because all ranks must run a sharded model equally
         often.

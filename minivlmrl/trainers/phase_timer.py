@@ -17,7 +17,6 @@ class PhaseTimer:
         self.marks = []  # name and beginning of each phase since the last call of `take`
 
     def start(self, phase: str):
-        """End the current phase, and start another one."""
         if self.is_gpu:
             begin = torch.cuda.Event(enable_timing=True)
             begin.record()

@@ -45,7 +45,6 @@ REWARD_MODEL = "reward_model"  # name of the reward that a trained reward model 
 
 
 def reward_models():
-    """Import and return extras/reward_model.py, a module that scores completions with a trained reward model."""
     module = "minivlmrl.extras.reward_model"
     check_extras(module, "the reward reward_model")
     return import_module(module)
@@ -165,7 +164,6 @@ class RolloutTrainer(Trainer):
     def reward_columns(
         self, rows: Sequence[Row], prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
     ) -> dict[str, list]:
-        """Collect the keyword arguments of reward functions."""
         columns = reward_columns(rows, prompts, completions, self.processor)
         if self.reward_model is not None:
             columns["reward_model_scores"] = self.reward_model(prompts, completions)

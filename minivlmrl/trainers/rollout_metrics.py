@@ -77,7 +77,6 @@ def logged_metrics(log: RewardLog, metrics: dict[str, float], world: World) -> d
 
 
 def length_metrics(lengths: list[int], terminated: list[int]) -> dict[str, float]:
-    """Compute the mean, minimum and maximum length of all completions and of untruncated completions."""
     metrics = {}
     for name, values in (("length", lengths), ("terminated_length", terminated or [0])):
         metrics[f"completions/mean_{name}"] = sum(values) / len(values)
@@ -88,7 +87,6 @@ def length_metrics(lengths: list[int], terminated: list[int]) -> dict[str, float
 
 
 def tool_metrics(calls: list[tuple[int, int, bool]]) -> dict[str, float]:
-    """Compute how often completions call tools, and the shares of failed calls and of truncated results."""
     num_calls, num_failed, num_cut = (sum(values) for values in zip(*calls, strict=True))
     return {
         "tools/call_frequency": num_calls / len(calls),
