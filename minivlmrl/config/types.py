@@ -1,15 +1,14 @@
 """Types of options: texts that name files or code, and numbers with bounds.
 
-The module config/parsing.py checks each value of a recipe against the type of its option. For example, Annotated[int,
-">= 1"] bounds a number, and the type of a path says to which folder it is relative.
+The module config/parsing.py checks each value of a recipe against the type of its option. For example, the type
+Annotated[int, ">= 1"] allows positive integers.
 """
 
 from typing import Annotated, Any, Literal, NewType
 
 Plain = Any  # any YAML or JSON value: None, bool, int, float, str, list, dict
 
-# file path relative to the working directory, unless the comment of an option names another folder
-FilePath = NewType("FilePath", str)
+FilePath = NewType("FilePath", str)  # relative to the working directory, unless the option's comment says otherwise
 RecipePath = NewType("RecipePath", str)  # relative to the recipe
 Code = NewType("Code", str)  # a name, or "file.py:name" with the file relative to the recipe
 RewardName = NewType("RewardName", str)  # reward name, or Code: see rewards/registry.py

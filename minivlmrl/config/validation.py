@@ -1,8 +1,7 @@
 """Reject recipes that set an option which has no effect because of another option.
 
-For each option that has no effect under some condition, the table RULES has the reason and the condition. A recipe must
-not change the value of an option without effect. Training stages, also those in a user's file, check their options in
-the method `TrainingOptions.without_effect`.
+For each option that has no effect under some condition, the table RULES has the reason and the condition. The method
+TrainingOptions.without_effect finds options without effect in the section of a training stage.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,8 +10,8 @@ from operator import attrgetter
 from minivlmrl.config.options import NO_TRUNCATION, RunConfig, TrainingOptions
 from minivlmrl.errors import error_context
 
-# (names of options, reason why the options have no effect, condition); the arguments of a condition are the config, and
-# True if a training stage needs a reference model
+# (names of options, reason why these options have no effect, condition); the bool that a condition gets is True if a
+# training stage needs a reference model
 Rule = tuple[str, str, Callable[[RunConfig, bool], object]]
 
 
@@ -141,13 +140,11 @@ def is_set(option: str, config: RunConfig | TrainingOptions) -> bool:
 
 
 def unnamed_stages(run: RunConfig) -> list[str]:
-    """Return the names of the training stages that have options, but that the recipe does not run."""
     sections = [name for name, value in vars(run).items() if isinstance(value, TrainingOptions)]
     return [name for name in sections if name not in run.stage_names]
 
 
 def options_without_effect(run: RunConfig, has_reference: bool) -> Iterator[tuple[str, str]]:
-    """Yield (option, reason) for every option that has no effect in this run."""
     for options, reason, applies in RULES:
         if applies(run, has_reference):
             yield from ((option, reason) for option in options.split())

@@ -1,7 +1,7 @@
 """Parse bounding boxes from text, convert their coordinates, and compute their overlap.
 
 A box has two corners, top left and bottom right, in continuous coordinates: x runs from 0 to the width of the image. A
-box around a single pixel has the width x2 - x1 = 1, so no + 1 is needed.
+box around a single pixel has the width x2 - x1 = 1.
 """
 
 import json
@@ -45,14 +45,13 @@ class Box:
     def to(self, extent: tuple[float, float]) -> "Box":
         """Scale a bounding box to another size of the same image, for example after resizing.
 
-        Integer coordinates are multiplied first and then divided, because only the division rounds.
-
         Example: if an image's (width, height) changes from (100, 50) to (200, 200), the box (10, 10, 20, 20) becomes
         (20, 40, 40, 80).
         """
         if extent == self.extent:
             return self
         numbers = zip(self.numbers, extent * 2, self.extent * 2, strict=True)
+        # Integer coordinates are multiplied before they are divided, so that each result is rounded only once.
         x1, y1, x2, y2 = (number * new / old for number, new, old in numbers)
         return Box(x1, y1, x2, y2, extent)
 
@@ -96,8 +95,8 @@ def match(
 ) -> list[tuple[int, int]]:
     """Match predicted boxes one to one with true boxes, so that the summed similarity is maximal.
 
-    Example: predicted box 0 has the IoUs 0.6 and 0.5 with true boxes 0 and 1, and predicted box 1 has 0.5 and 0. The
-    matches [(0, 1), (1, 0)] have the largest summed IoU, 0.5 + 0.5 = 1.
+    Example: if the rows of [[0.6, 0.5], [0.5, 0]] are the IoUs of two predicted boxes with two true boxes, the matches
+    are [(0, 1), (1, 0)], because 0.5 + 0.5 is larger than 0.6 + 0.
 
     Returns:
         (index in predicted, index in truth) of each match. There are as many matches as boxes in the shorter list.
@@ -158,7 +157,6 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
 
 
 def _groups_in_json(text: str) -> list[Plain]:
-    """Return the items in a JSON text; raise ValueError or RecursionError if the text is not valid JSON."""
     if '"' not in text:
         text = text.replace("'", '"')  # Python writes single quotes
     value = json.loads(text, parse_int=float, object_pairs_hook=unique_keys)

@@ -7,7 +7,7 @@ from minivlmrl.data.messages import THOUGHT_KEYS, content_parts, is_trained, par
 
 
 class Control(str):
-    """A control token such as <|im_end|>. A plain str "<|im_end|>" is ordinary text."""
+    """A control token such as <|im_end|>; a str with the same characters is ordinary text."""
 
 
 class RewrittenTurnsError(ValueError):
@@ -18,8 +18,8 @@ START = Control("<|im_start|>")
 END = Control("<|im_end|>")
 # Two tokens end a completion: <|im_end|> ends a turn, and <|endoftext|> ends a document.
 ENDS = (END, Control("<|endoftext|>"))
-# Placeholder tokens for an image and a video. Code compares with `is IMAGE`, because a user's text "<|image_pad|>" is
-# equal (==) to the placeholder.
+# Placeholders for an image and a video. They are compared with `is`, because the operator == would take the ordinary
+# text "<|image_pad|>" for a placeholder.
 IMAGE = Control("<|image_pad|>")
 VIDEO = Control("<|video_pad|>")
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
@@ -28,7 +28,7 @@ SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 def render(messages: list[dict]) -> list[str]:
     r"""Render a prompt's messages, followed by the header of the assistant's answer.
 
-    Example: one user message with an image and "What?" gives, joined,
+    Example: one user message with an image and "What?" is rendered as
         <|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n
         <|vision_start|><|image_pad|><|vision_end|>What?<|im_end|>\n<|im_start|>assistant\n
     Processor.encode then repeats the id of <|image_pad|>, once for each image token.
@@ -37,9 +37,9 @@ def render(messages: list[dict]) -> list[str]:
         messages: see data/messages.py. If the first message is not a system message, the default system message is
             inserted before it.
     Returns:
-        The prompt's pieces in order. Each control token is a Control, so that text with the same characters stays text.
-        Placeholders are the objects IMAGE and VIDEO themselves. Neighbouring texts are joined to one str, because
-        transformers also tokenizes the text between two control tokens as a whole.
+        The prompt's texts and control tokens in order. Each control token is a Control, so that text with the same
+        characters stays text. Neighbouring texts are joined to one str, because transformers also tokenizes the text
+        between two control tokens as a whole.
     Source: chat_template.json from Qwen2.5-VL-Instruct and Qwen2-VL-Instruct.
     """
     if not messages or messages[0]["role"] != "system":
@@ -54,7 +54,7 @@ def as_jinja(name: str = "qwen2_5_vl") -> str:
 
 
 def layout_turn(message: dict) -> list[str]:
-    """Render one message as pieces.
+    """Render one message as texts and control tokens.
 
     Raises:
         ValueError: the message has tool_calls, which this template cannot render, or has no content, or has a part that
@@ -81,13 +81,13 @@ def layout_turn(message: dict) -> list[str]:
 def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
     r"""Render a completion: an answer, or an answer and further turns.
 
-    Example: the answer "two", the user turn "And 2?" and the answer "four" give, joined, and with the pieces that the
-    assistant writes in brackets,
+    Example: the answer "two", the user turn "And 2?" and the answer "four" are rendered as follows, where brackets mark
+    the tokens that are trained:
         [two<|im_end|>]\n<|im_start|>user\nAnd 2?<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]
 
     Returns:
-        Pieces as in `render`, each with a flag. The flag is True if the piece is trained: the text of an assistant
-        turn, or the <|im_end|> that closes this turn, see messages.is_trained.
+        Each text or control token, with True if a loss is computed on it: the text of an assistant turn, and the
+        <|im_end|> that closes the turn.
     Raises:
         ValueError: an answer has a thought outside its content, such as reasoning_content.
     """
@@ -115,7 +115,7 @@ def join_text(pieces: list[str]) -> list[str]:
 
 
 def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Join neighbouring texts, but never trained with untrained text, because a token must not span both."""
+    """Join neighbouring texts. Trained and untrained texts stay apart, because no token may span both."""
     joined = []
     for is_written, run in groupby((pair for pair in pieces if pair[0]), key=lambda pair: pair[1]):
         joined += [(text, is_written) for text in join_text([piece for piece, _ in run])]

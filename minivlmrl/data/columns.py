@@ -11,14 +11,14 @@ from minivlmrl.config.types import Plain
 from minivlmrl.data.rows import REWARD_ARGUMENTS
 from minivlmrl.errors import check_field, error_context
 
-# allowed types of the columns that contain text; a row may have only one column from PROMPTS
+# {column: allowed types}; a row may have only one of the columns problem, prompt and messages
 PROMPTS = {"problem": str, "prompt": str | list, "messages": list}
 ANSWERS = {"completion": str | list, "chosen": str | list, "rejected": str | list}
 TEXTS = PROMPTS | ANSWERS
 MEDIA = {"image": "image", "images": "image", "video": "video", "videos": "video"}
-# columns that a row may always have, with every training stage and every reward function
+# columns that are read in every training stage
 READ = {*PROMPTS, *MEDIA, "system", "box_space"}
-# {reserved column name: what to do with the column, as the end of an error message "it must be ..."}
+# {reserved column name: what the error message advises}
 RESERVED = {
     **dict.fromkeys(
         REWARD_ARGUMENTS - {"images"},
@@ -30,7 +30,7 @@ RESERVED = {
         '{"image": ..., "max_pixels": 200704}',
     ),
 }
-# {name of a column that minivlmrl does not read: what this column changes in other projects}
+# {column that minivlmrl ignores: what this column changes in other projects}
 MEANINGS = {
     **dict.fromkeys(("tools", "functions", "tool_choice", "tools_kwargs"), "which tools the prompt declares"),
     **dict.fromkeys(("chat_template_kwargs", "chat_template", "enable_thinking"), "how the prompt is rendered"),
@@ -46,8 +46,9 @@ MEANINGS = {
     **dict.fromkeys(("teacher_prompt", "teacher_messages", "privileged_context"), "what a teacher sees"),
     "label": "whether the completion is a good answer",
 }
-# names of columns in other projects: LAYOUTS are columns with a prompt, and BESIDE are columns next to a prompt
+# columns in which other projects store a prompt
 LAYOUTS = ("conversations", "conversation", "query", "instruction", "question", "prefix", "texts", "file_name")
+# columns that other projects store beside a prompt
 BESIDE = (
     "response", "output", "suffix", "history", "rejected_response", "rejected_messages", "rejected_conversations",
     "kto_tag", "reward_model", "options", "choices",
@@ -103,7 +104,7 @@ def check_columns(columns: dict, required: Sequence[str], known: Collection[str]
     for name, value in given.items():
         if name in RESERVED:
             check_field(False, f"column {name!r}", value, RESERVED[name])
-        # The column `label` may name a class. Only a bool, in a stage that trains on completions, rates the answer.
+        # If a stage trains on completions, a bool in the column `label` rates the answer. Other labels name a class.
         is_class = name == "label" and (not isinstance(value, bool) or "completion" not in known)
         if name in MEANINGS and name not in known and value not in ("", [], {}) and not is_class:
             raise ValueError(

@@ -60,7 +60,6 @@ def find_folder(name: str | Path, patterns: Sequence[str] = DOWNLOADED) -> Path:
 
 
 def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """Return a model's folder in the Hugging Face cache, and download missing files."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

@@ -1,4 +1,4 @@
-"""A dataset with the rows of a data file or folder; each row is read from the file when the row is used."""
+"""A dataset with the rows of a data file or folder."""
 
 import re
 from collections import Counter
@@ -24,9 +24,7 @@ from minivlmrl.files import digest
 
 
 class FileDataset(FileRows):
-    """A file's or dataset folder's rows.
-
-    Creating a FileDataset checks every row of the file. Each use of a row reads the row from the file again.
+    """The rows of a data file, which are checked at once, and read from the file again at each use.
 
     Args:
         path: file or folder with the rows.
@@ -65,9 +63,7 @@ class FileDataset(FileRows):
         if not self.size:
             raise ValueError(f"{path} has no rows; add at least one row or choose another file")
         self.folder = Path(self.options.image_root or self.source.folder)
-        # {(number of images, number of videos): number of rows with so many images and videos}
-        self.counts = Counter()
-        # the hash of each row's prompt and, if checks_files is True, of the sizes of its image and video files
+        self.counts = Counter()  # {(images per row, videos per row): number of rows}
         self.prompt_hashes = []
         self.columns = ()
         missing_files = []

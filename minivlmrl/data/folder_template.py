@@ -39,7 +39,7 @@ from minivlmrl.json_files import parse_json, read_json
 
 # files that can contain a chat template, in the order in which transformers looks for the template
 FILES = ("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json")
-# sha256 of the chat templates that chat_template.py replaces: Qwen's for Qwen2-VL and Qwen2.5-VL, and TRL's variant
+# sha256 of Qwen's chat template for Qwen2-VL and Qwen2.5-VL, and of TRL's version of this template
 PUBLISHED = (
     "a0bc6f6fc7a29a80017a433e8f03a1cc1236e838a944a2d034295a60c4f2fddb",
     "31c85932a6d8826f0fe8d52b81767eba6b869128b0a7c7503d1e7baaad4e8043",
@@ -85,7 +85,7 @@ class ChatTemplate:
     def _structure(self, special_tokens: Iterable[str]) -> set[str]:
         """Return the control tokens that come only from the chat template, and never from the text of a message."""
         written = [self.text]
-        # Short conversations show control tokens that the template composes, such as '<|' + message.role + '|>'.
+        # A template may compose a control token, such as '<|' + message.role + '|>', so rendered text is searched, too.
         for conversation in [("user",), ("system", "user"), ("user", "assistant"), ("user", "tool")]:
             messages = [{"role": role, "content": ""} for role in conversation]
             with suppress(ValueError):  # a template may refuse a role
@@ -100,7 +100,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: str | Path, special_tokens=SPECIAL_TOKENS) -> "ChatTemplate | None":
-        """Load the chat template of a model's folder, from the first file in FILES that has a template.
+        """Load the chat template of a model's folder.
 
         Returns:
             The template, or None if there is no template or chat_template.render gives the same result.
@@ -123,7 +123,7 @@ class ChatTemplate:
     def render(self, messages: list[dict]) -> list[str]:
         """Render a conversation to a list of texts and control tokens, like the function chat_template.render.
 
-        The concatenated list equals the result of transformers' apply_chat_template.
+        Joined, the texts and control tokens equal the result of transformers' apply_chat_template.
 
         Args:
             messages: see chat_template.render. An assistant message can have tool_calls instead of content.
@@ -178,7 +178,6 @@ class ChatTemplate:
         return join_flagged(flagged)
 
     def _check_texts(self, messages: list[dict], rendered: str, history: int):
-        """Raise ValueError if the rendered conversation lacks the text of a message, see find_missing_text."""
         missing = find_missing_text(messages, rendered, history)
         if missing is None:
             return
@@ -188,7 +187,6 @@ class ChatTemplate:
         raise self._error(f"the template does not render {missing}. {advice}")
 
     def _length(self, text: str, messages: list[dict], add_generation_prompt: bool) -> int:
-        """Return how many characters of the rendered `text` belong to the first messages."""
         beginning = self._lay_out(messages, add_generation_prompt)
         if not text.startswith(beginning):
             raise self._error(
@@ -201,7 +199,7 @@ class ChatTemplate:
 
     @cached_property
     def opened(self) -> str:
-        """The text at the end of a prompt that opens the answer's thought, such as "<think>\\n", or "" without one."""
+        """The end of a prompt that begins a thought, such as "<think>\\n"; "" if the template writes no tag <think>."""
         messages = [{"role": "user", "content": "?"}]
         prompt = self._lay_out(messages, True).removeprefix(self._lay_out(messages, False))
         _, tag, thought = prompt.rpartition("<think>")
@@ -218,16 +216,16 @@ class ChatTemplate:
         return template
 
     def _marked(self, messages: list[dict]) -> tuple[list[dict], str]:
-        """Insert a mark, a rare character, into control tokens that a user wrote; return the messages and the mark."""
+        """Insert a rare character into control tokens that a user wrote; return the messages and this character."""
         check_messages(messages)
         messages = _as_json(messages)
         if "reasoning_content" in self.text and not THOUGHT_SPLIT.search(self.text):
-            # If a message's text contains a thought, Qwen3.8's chat template would add an empty thought.
+            # If an answer's text begins with a thought, Qwen3.8's chat template would write a second, empty thought.
             messages = [_with_thought_apart(message) for message in messages]
         if "<function=" in self.text:  # the template renders parameters one by one instead of JSON
             _parse_arguments(messages)
         all_text = json.dumps(messages, ensure_ascii=False) + self.text
-        # Templates, JSON and repr do not change letters, so the mark is a rare Chinese character.
+        # A rare Chinese character marks a user's control tokens, because templates and JSON do not change letters.
         letters = map(chr, range(0x20000, sys.maxunicode))
         mark = next(a for a, b in pairwise(letters) if a not in all_text and b not in all_text)
         return _as_json(messages, lambda text: self.spelled.sub(rf"\g<0>{mark}", text)), mark
@@ -245,7 +243,6 @@ class ChatTemplate:
             raise self._error(error) from error
 
     def _cut(self, text: str, mark: str) -> list[str]:
-        """Split a rendered conversation at its control tokens, and remove the marks in texts."""
         pieces = self.control.split(text)
         return [self.controls.get(piece) or piece.replace(mark, "") for piece in pieces]
 
@@ -303,7 +300,7 @@ def _with_thought_apart(message: dict) -> dict:
 
 
 def _parse_arguments(messages: list[dict]):
-    """Replace, in place, arguments of tool calls that are JSON strings by the parsed JSON."""
+    """Parse arguments of tool calls that are JSON texts, in place."""
     for message in messages:
         for call in message.get("tool_calls") or ():
             function = call.get("function", call)
@@ -312,13 +309,13 @@ def _parse_arguments(messages: list[dict]):
 
 
 def _as_json(value: Plain, change: Callable[[str], str] = str) -> Plain:
-    """Copy a JSON value with changed texts; other objects become texts, so that no code leaves Jinja's sandbox."""
     if isinstance(value, dict):
         return {change(key): _as_json(item, change) for key, item in value.items() if item is not None}
     if isinstance(value, list):
         return [_as_json(item, change) for item in value]
     if isinstance(value, str):
         return change(value)
+    # A template could run code through the methods of other objects, so it only gets the name of the object's type.
     return value if isinstance(value, int | float | None) else f"<{type(value).__name__}>"
 
 
@@ -339,9 +336,9 @@ def _template_in(path: Path) -> str | None:
 def environment() -> ImmutableSandboxedEnvironment:
     """Build a Jinja sandbox like the sandbox of transformers' apply_chat_template.
 
-    Whitespace, functions and {% break %} are as in transformers; a template with {% generation %} is refused. The
-    sandbox blocks access to Python internals and files, and range() over more than 100,000 items. Jinja's sandbox does
-    not limit time or memory (for example {{ 'x' * 10**9 }}), so use only templates that you trust.
+    Templates may contain {% break %}, but templates with {% generation %} are refused. The sandbox blocks access to
+    Python internals and files, and range() over more than 100,000 items. Jinja's sandbox does not limit time or memory
+    (for example {{ 'x' * 10**9 }}), so use only templates that you trust.
     """
 
     def fail(message: str):
@@ -352,7 +349,7 @@ def environment() -> ImmutableSandboxedEnvironment:
         return json.dumps(value, **options)
 
     sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension])
-    # Jinja's own filter tojson escapes <, > and & for HTML.
+    # Jinja's own filter tojson is replaced, because it escapes <, > and & for HTML.
     sandbox.filters["tojson"] = to_json
     sandbox.globals["raise_exception"] = fail
     return sandbox

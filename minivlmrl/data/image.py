@@ -52,10 +52,7 @@ def to_rgb(image: Image) -> Image:
 
 
 def to_8_bits(image: Image) -> Image:
-    """Convert an image with 16 bits per pixel to 8 bits. Images with 8 bits are returned unchanged.
-
-    Pillow's own conversion from 16 to 8 bits would make every value above 255 white.
-    """
+    """Convert an image with 16 bits per pixel to 8 bits; Pillow's conversion would make all values above 255 white."""
     if not image.mode.startswith("I;16"):
         return image
     tags = getattr(image, "tag_v2", {})  # of a TIFF file, which may use 12 of the 16 bits, or count from white
@@ -80,7 +77,7 @@ def check_ratio(width: int, height: int):
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
     """Compute the height and width in pixels that an image is resized to before it is cut into patches.
 
-    The image almost keeps its aspect ratio. The area of the resized image is between min_pixels and max_pixels.
+    The area of the resized image is between min_pixels and max_pixels. The aspect ratio changes only by rounding.
 
     Args:
         factor: number of which the new height and width are multiples, the side of the square that becomes one token.
@@ -91,7 +88,7 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
         New height and new width in pixels.
     Raises:
         ValueError: the image's aspect ratio is over 200, or max_pixels is smaller than min_pixels or factor * factor.
-    Source: the function smart_resize in transformers' Qwen2-VL. Half is rounded to even, as in Python.
+    Source: the function smart_resize in transformers' Qwen2-VL.
     """
     check_ratio(width, height)
     if max_pixels < max(min_pixels, factor**2):
@@ -134,8 +131,6 @@ def patchify(frames: np.ndarray, patch_size: int, temporal_patch_size: int, merg
         h // merge_size, merge_size, patch_size,  # 3 to 5: block row, row in the block, y
         w // merge_size, merge_size, patch_size,  # 6 to 8: block column, column in the block, x
     )  # fmt: skip
-    # The new order of axes is (time, block row, block column, row and column in the block) for the patches, and
-    # (channel, frame, y, x) for the values of a patch.
     patches = axes.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return patches.reshape(t * h * w, -1), (t, h, w)
 
@@ -184,8 +179,7 @@ class ImageProcessor:
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
     # function that resizes and normalises images or frames, such as resize_frames
     resize: Callable[..., np.ndarray] = resize_frames
-    # class for the videos of a model family such as Qwen3-VL; None means data/video.py
-    videos: Any = None
+    videos: Any = None  # class that resizes videos for Qwen3-VL; None for Qwen2.5-VL
     # dtype of the patches; patches in 16 bits halve the bytes that are copied to a GPU
     dtype: torch.dtype = torch.float32
 

@@ -24,7 +24,7 @@ def torch_resize_frames(
     size = (height, width)
     resized = []
     for frame in frames:
-        # Pixels stay uint8, because torch rounds between the horizontal and the vertical pass only for integers.
+        # For uint8 pixels, torch rounds between the horizontal and the vertical pass, as transformers does.
         pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
         pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
         resized.append(pixels[0].permute(1, 2, 0).numpy())
@@ -38,8 +38,8 @@ RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}
 
 Mean = Annotated[float, "(-1e6, 1e6)"]
 Std = Annotated[float, "[1e-6, 1e6)"]  # positive, because pixels are divided by Std
-# Classes of transformers that a checkpoint may name. For a class whose name ends with Fast, images are resized with
-# torch, otherwise with Pillow. In transformers 5, Qwen2VLImageProcessor also uses torch if torchvision is installed.
+# The classes of transformers that a preprocessor_config.json may name. If the name ends with Fast, images are resized
+# with torch, otherwise with Pillow.
 ProcessorType = Literal[
     "Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "Qwen2VLImageProcessorFast", "Qwen2_5_VLImageProcessor"
 ]
@@ -52,7 +52,7 @@ FIXED = {
     "rescale_factor": 1 / 255,
     "resample": 3,  # bicubic
 }
-# {option of data.video that chooses frames: name of the option in video_preprocessor_config.json}
+# {name of an option in data.video: its name in video_preprocessor_config.json}
 SAMPLING = {"fps": "fps", "nframes": "num_frames", "min_frames": "min_frames", "max_frames": "max_frames"}
 FPS = 2.0  # sampled frames per second by default
 # default bounds for the area of a video frame, in image tokens of 28 * 28 pixels
@@ -80,7 +80,7 @@ class Size:
 
 @dataclass
 class ImageSettings:
-    """The fields that are read from preprocessor_config.json. A field with the value null counts as missing."""
+    """The fields that are read from preprocessor_config.json."""
 
     image_processor_type: ProcessorType | None = None
     size: Size | None = None
@@ -107,8 +107,8 @@ def read_image_processor(content: dict, where: str, min_pixels: int | None = Non
     Args:
         content: the file's parsed content.
         where: the file's name, for error messages.
-        min_pixels, max_pixels: bounds for an image's area, which override the bounds of the file. A bound that neither
-            gives is the default of transformers' class.
+        min_pixels, max_pixels: bounds for an image's area, which override the bounds of the file. If the file has no
+            bounds, the defaults are those of transformers.
     """
     settings = build(ImageSettings, content, where, json=True)
     size = settings.size or Size()
@@ -132,7 +132,7 @@ def write_image_processor(processor: ImageProcessor, options: dict[str, int]) ->
     """Build the content of a preprocessor_config.json that transformers 4.49 to 5.23 and vLLM can read.
 
     Args:
-        options: options of data.image. Both bounds become the area of a fixed size, because the file has none.
+        options: options of data.image. The file cannot store a fixed size, so both bounds become the area of this size.
     """
     low, high = area_bounds(processor, options, (processor.min_pixels, processor.max_pixels))
     suffix = "Fast" if processor.resize is RESIZE["torch"] else ""
@@ -147,7 +147,7 @@ def write_image_processor(processor: ImageProcessor, options: dict[str, int]) ->
 
 
 def area_bounds(processor: ImageProcessor, options: dict[str, Any], bounds: tuple[int, int]) -> tuple[int, int]:
-    """Return the smallest and the largest area of an image in pixels. Options replace the given bounds."""
+    """Return the smallest and the largest area of an image in pixels, from the options or else the given bounds."""
     if "resized_height" in options:
         limits = processor.min_pixels, processor.max_pixels
         height, width = smart_resize(options["resized_height"], options["resized_width"], processor.factor, *limits)
@@ -156,7 +156,7 @@ def area_bounds(processor: ImageProcessor, options: dict[str, Any], bounds: tupl
 
 
 def write_video_processor(processor: ImageProcessor, options: dict[str, float]) -> dict:
-    """Build the content of a video_preprocessor_config.json from the options of data.video; {} without options."""
+    """Build the content of a video_preprocessor_config.json from the options of data.video, or {} if there are none."""
     if not options:
         return {}
     area = processor.factor**2  # of one token

@@ -51,8 +51,8 @@ class Batches(Iterator[list[Row]]):
         self.world = trainer.world
         self.processor = trainer.processor
         self.skip_unreadable = options.skip_unreadable
-        # Images in answers are decoded in advance only if unreadable rows are skipped, because tokenizing an answer
-        # decodes its images, too.
+        # Images in answers are decoded in advance only to skip unreadable rows. Tokenizing an answer decodes its images
+        # again.
         self.checked_answers = trainer.answers if self.skip_unreadable else ()
         self.skipped: set[int] = set()  # indices of unreadable rows that this rank skipped
         self.key = f"{seed}/{trainer.stage}"
@@ -68,7 +68,7 @@ class Batches(Iterator[list[Row]]):
         self.ahead: list[Future] = []  # the next draw's first rows, which threads prepare
 
     def draw(self, number: int) -> list[tuple[int, str]]:
-        """Return (dataset index, random key) for each row of this rank in the batch with the given number."""
+        """Return (index in the dataset, text that seeds random numbers) for each row in this rank's part of a batch."""
         numbers = next(self.numbers)
         rows = []
         for first in range(0, len(numbers), self.step_size):
@@ -103,11 +103,11 @@ class Batches(Iterator[list[Row]]):
         return PreparedRow(**vars(replace(row, key=key)), prepared_prompt=prompt), failures
 
     def row(self, index: int, key: str = "") -> Row:
-        """Prepare one row outside a batch. The key of a row is a text that seeds the sampling of its completions."""
+        """Prepare one row outside a batch; `key` is a text that seeds the sampling of completions."""
         return self.rows([(index, key)])[0]
 
     def rows(self, rows: list[tuple[int, str]]) -> list[Row]:
-        """Prepare rows outside a batch. A row is given by its index in the dataset and its random key."""
+        """Prepare rows outside a batch, each given as (index in the dataset, text that seeds random numbers)."""
         return self.wait_for(self.submit(rows))
 
     def wait_for(self, futures: Sequence[Future]) -> list[Row]:

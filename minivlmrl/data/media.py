@@ -33,7 +33,7 @@ from minivlmrl.data.messages import (
 )
 from minivlmrl.errors import error_context
 
-# column names that are common for images and videos
+# usual names of columns with images or videos
 MEDIA_NAME = re.compile(
     r"(img|image|pic|picture|photo|video|media)s?(_?(path|file|name|url|uri|src|bytes)s?)*"
     r"|file_?names?"
@@ -48,7 +48,7 @@ FILE_NAMES = {
 }
 # the first bytes of image files in the formats JPEG, PNG, GIF, WebP, BMP and TIFF
 MAGIC = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*", re.DOTALL)
-# {kind: keys of a message part that may name the file of its image or video, such as "image_url" or "path"}
+# {"image" or "video": keys of a message part that may name a file, such as "image_url" or "path"}
 SOURCES = {kind: (kind, f"{kind}_url", "url", "path", "base64", "source") for kind in KINDS}
 # keys of a JSON object that describes an image file, in the formats of Hugging Face, OpenAI and Anthropic
 SOURCE_KEYS = ("bytes", "path", "url", "type", "media_type", "data")
@@ -118,7 +118,7 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
     text = str(source)
     name = text if len(text) <= 200 else f"{text[:60]}... ({len(text)} characters)"
     if text.startswith("data:"):
-        # urllib would ignore invalid characters in the base64 text of a data URI
+        # The library urllib can also decode a data URI, but ignores invalid characters in base64 text.
         with error_context(f"{name}: the data is not valid base64"):
             return name, io.BytesIO(base64.b64decode("".join(text.partition(",")[2].split()), validate=True))
     if text.startswith(("http://", "https://")):
@@ -185,7 +185,7 @@ def place_media(
     Args:
         turns: the prompt's messages and, if the answer contains images, the answer's.
         row_media: {"image" or "video": media from the row's columns}. Options in a part override those in a column.
-        options: options for all rows, see _with_common.
+        options: options for all rows.
 
     Returns:
         The messages with one part per image and video, and the media in these parts' order.
@@ -255,8 +255,8 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
 
 
 def _leaves(value: Plain) -> Iterator[str | bytes]:
-    """Yield the texts and bytes in nested lists and dicts, but only the bytes of a dict with the key "bytes"."""
     if isinstance(value, dict):
+        # Hugging Face's {"bytes": ..., "path": ...} is one image, so the path is left out.
         value = [value["bytes"]] if isinstance(value.get("bytes"), str | bytes) else [*value.values()]
     if isinstance(value, list):
         for item in value:
@@ -307,7 +307,6 @@ def source_keys(part: dict, kind: str) -> list[str]:
 
 
 def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -> Media:
-    """Parse an image or video in a column or message part."""
     if isinstance(entry, str) and kind == "image" and re.match(BASE64, entry):
         entry = {"base64": entry}  # MMBench's data files contain base64 text without a data URI's header
     if not isinstance(entry, dict) or "bytes" in entry:

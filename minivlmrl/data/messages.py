@@ -121,7 +121,7 @@ def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
     """Replace the tags <image> and <video> in the texts of messages by image and video parts.
 
     Example: "<image>What?" becomes an empty text part, an image part and the text part "What?". If no message has a
-    tag, image and video parts are inserted before the first user turn's text.
+    tag <image> or <video>, image and video parts are inserted before the first user turn's text.
 
     Args:
         turns: messages whose parts are texts.
@@ -181,11 +181,10 @@ def is_trained(turn: dict) -> bool:
 
 
 def check_turns(turns: list[dict], is_prompt: bool = False):
-    """Raise ValueError if a chat template cannot render a turn, or if a turn has a key or image that is not read.
+    """Raise ValueError if a turn is invalid, or has a key or an image that would be ignored.
 
     Args:
-        turns: the turns.
-        is_prompt: whether no turn can be trained, because the answer is in another column.
+        is_prompt: True for the column `prompt`, on which no loss can be computed.
     """
     check_messages(turns)
     roles = [turn["role"] for turn in turns]
@@ -227,7 +226,7 @@ def check_turns(turns: list[dict], is_prompt: bool = False):
 
 
 def check_keys(value: dict, known: Iterable[str], name: str):
-    """Raise ValueError if a dict has an unknown key, except with an empty value such as None or []."""
+    """Raise ValueError if a dict has a value under an unknown key. None, "", [] and {} are no values."""
     for key in value:
         if key not in known and value[key] not in (None, "", [], {}):
             raise ValueError(

@@ -13,7 +13,7 @@ from minivlmrl.errors import error_context
 def mix(parts: Sequence[FileRows], files: Sequence[FileOptions]) -> RowSelection:
     """Concatenate the rows of several data files, and repeat them according to each file's option `weight`.
 
-    Example: if a file has the weight 2.5, its rows occur alternately three times and twice.
+    Example: with the weight 2.5, half of a file's rows occur three times, and half twice.
     """
     picks = []
     for part_number, (rows, section) in enumerate(zip(parts, files, strict=True)):

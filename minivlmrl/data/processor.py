@@ -81,8 +81,8 @@ class Processor:
     ) -> Iterator[tuple[Tensor, Grid, float | list[float]]]:
         """Yield (patches, patch grid, seconds) for each image and video of a prompt.
 
-        The patch grid is the number of patches in time, height and width. The value `seconds` is 0 for an image, the
-        duration of a temporal patch for a video, and a list of timestamps for a video in Qwen3-VL.
+        The patch grid is the number of patches in time, height and width. The number of seconds is 0 for an image, and
+        the duration of a temporal patch for a video; for Qwen3-VL, each temporal patch of a video has a timestamp.
         """
         for item, options in shown_parts(messages, images, videos):
             if isinstance(item, PIL.Image.Image):
@@ -102,19 +102,18 @@ class Processor:
         remaining_grids = iter(grids)
         ids = []
         for piece in pieces:
-            piece_ids = self.tokenizer.encode(piece)  # a Control has one id
-            # A user's text "<|image_pad|>" is equal to the placeholder IMAGE, so `is` is necessary instead of ==.
+            piece_ids = self.tokenizer.encode(piece)  # a control token has one id
             if piece is IMAGE or piece is VIDEO:
                 piece_ids = piece_ids * self.image_processor.num_tokens(next(remaining_grids))
             ids.append(piece_ids)
         return ids
 
     def join_turns(self, turns: list[dict]) -> list[dict]:
-        """Return an answer's turns unchanged. The subclass ToolProcessor merges tool results into assistant turns."""
+        """Return an answer's turns unchanged; the subclass ToolProcessor merges tool results into assistant turns."""
         return turns
 
     def mark_results(self, pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-        """Return pairs (text, True if the assistant wrote the text) unchanged. ToolProcessor marks tool results."""
+        """Return the pieces of an answer unchanged; the subclass ToolProcessor marks tool results."""
         return pieces
 
     def decode(self, ids: Tensor) -> str:

@@ -55,7 +55,7 @@ def read_row(
         place, prompt, answers = split_answers(columns, options)
         messages, media, answers = place_answers(place, prompt, answers, row_media, options)
     except ValueError:
-        # An image may be missing because its column has an unknown name, which check_unread reports.
+        # If an image is missing, a column with an unknown name may contain it; then the error names this column.
         check_unread(columns, [item for items in row_media.values() for item in items], folder, known)
         raise
     check_required(required, columns | answers, file_columns)
@@ -68,7 +68,6 @@ def read_row(
 
 
 def check_required(required: Sequence[str], columns: dict, file_columns: dict):
-    """Raise ValueError if a row lacks a required column."""
     existing = sorted(name for name, value in file_columns.items() if value is not None and value == value)  # not NaN
     unknown = [name for name in existing if name not in (*ANSWERS, "label", "solution", "problem")]
     for name in required:
@@ -150,7 +149,7 @@ def read_texts(columns: dict) -> dict:
 
 
 def _column(answer: str, place: str) -> str:
-    """Return the column that contains an answer. The column `messages` can contain the prompt and the answer."""
+    """Return the column that contains an answer, such as `completion`, or `messages` with prompt and answer."""
     return place if (answer, place) == ("completion", "messages") else answer
 
 
@@ -213,7 +212,7 @@ def place_answers(
             parts = shown_parts_of(answer)
             if any(part_kind(part) == "video" for part in parts):
                 raise ValueError("a video after the first assistant turn is not supported; move it into the prompt")
-            # in `media`, the images of the answer come after those of the prompt
+            # place_media returns the images of the answer after those of the prompt
             for part in reversed(parts):
                 part["image"] = media.pop()  # FileDataset.__getitem__ loads the image
         if shown:

@@ -9,12 +9,12 @@ from unicodedata import normalize
 from minivlmrl.config.types import Plain
 from minivlmrl.data.messages import THOUGHT_KEYS, content_parts, part_kind
 
-# finds thoughts at the beginning of an answer; the first tag <think> may be missing, because a prompt can end with it
+# thoughts at the beginning of an answer; the first tag <think> may be missing, because it can be the end of the prompt
 THOUGHT = re.compile(r"\s*(<think>)?((?!<think>).)*?</think>(\s*<think>((?!<think>).)*?</think>)*", re.DOTALL)
 
 
 def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> str | None:
-    """Describe the first text of a message that is missing in a rendered conversation.
+    """Find the first text that a chat template has left out of the rendered messages, and describe the text.
 
     Whitespace in texts is ignored, because many chat templates strip texts. A chat template may change the order of
     texts, and escape the arguments of tool calls as in JSON.
@@ -22,8 +22,8 @@ def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> 
     Args:
         messages: the conversation's messages.
         rendered: text that a chat template rendered from the messages.
-        history: number of first messages whose thoughts may be missing, because templates of reasoning models drop
-            earlier assistant turns' thoughts.
+        history: number of earlier messages. Their thoughts may be missing, because templates of reasoning models drop
+            the thoughts of earlier turns.
 
     Returns:
         "message 2 completely: the text 'Hi' of the role 'user' is missing or changed", for the end of a sentence, or
@@ -49,7 +49,6 @@ def _compact(text: str) -> str:
 
 
 def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
-    """Return the indices of the texts that are missing in a rendered conversation."""
     start = 0
     for text in map(_compact, texts):
         place = compact.find(text, start)
@@ -58,7 +57,7 @@ def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
         start = place + len(text)
     else:
         return []
-    # Long texts are searched and removed first, so that a short text is not found inside a long text.
+    # Long texts are found and cut out first, so that a short text is not found inside a long text.
     missing = []
     for index, text in sorted(enumerate(map(_compact, texts)), key=lambda item: -len(item[1])):
         before, found, after = compact.partition(text) if text else (compact, " ", "")
@@ -70,7 +69,7 @@ def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
 
 
 def _written_texts(message: dict, is_history: bool) -> Iterator[str]:
-    """Yield a message's texts, without the thoughts of an assistant turn if `is_history` is True."""
+    """Yield the texts of a message, without thoughts if the message is an earlier assistant turn."""
     parts = content_parts(message)
     texts = [part["text"] for part in parts if part_kind(part) == "text"]
     skipped = 0  # number of first characters that belong to the thought

@@ -58,13 +58,12 @@ def convert_advice(path: str | Path, format: str | None = None, columns: Mapping
 
 
 def _for_shell(text: str) -> str:
-    """Quote a text for a shell; long texts get backslashes, because error messages shorten long texts in quotes."""
     quoted = shlex.quote(text)
+    # Error messages shorten long texts in quotes, so the special characters of a long text get backslashes instead.
     return quoted if len(quoted) < 80 else re.sub(r"([^\w@%+=:,./-])", r"\\\1", text)
 
 
 def _open_folder(folder: Path) -> "Lines | Arrow":
-    """Open the rows of a folder that has parquet files, or a single data file."""
     parquet_files = sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")])
     # for example, the file train-00000-of-00002.parquet belongs to the split "train"
     split_names = sorted({re.sub(r"(^|-)\d.*", "", path.stem) for path in parquet_files})
@@ -86,10 +85,7 @@ def _open_folder(folder: Path) -> "Lines | Arrow":
 
 
 class Lines:
-    """The rows of a file in the format JSON Lines, or of a file that contains a JSON list.
-
-    The attribute `texts` has a pair for each row: its line number and its text.
-    """
+    """The rows of a file in the format JSON Lines, or of a file that contains a JSON list."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -158,7 +154,7 @@ class Arrow:
             import pyarrow.parquet as pq
         self.path = paths[0]
         self.folder = paths[0].parent
-        # for each row group: (path of its file, index of the file's first row, open file, number in the file)
+        # (path of the file, index of the file's first row, open file, index of the group in the file)
         self.groups = []
         self.starts = [0]  # each group's first row index, then the total row count
         for path in paths:

@@ -71,7 +71,7 @@ def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False) 
     lengths = sorted(size.prompt_tokens for size in row_sizes(rows, numbers, processor, (), unreadable))
     if isinstance(rows, FileRows):
         text = rows.describe()
-    else:  # an embedded task's rows are all similar
+    else:  # the rows of data.task are all similar
         text = count_words({(len(rows[0].images), 0): len(rows)}, len(rows))
     if lengths:
         text += f"; prompts of {' to '.join(map(str, sorted({lengths[0], lengths[-1]})))} tokens"
@@ -105,7 +105,7 @@ def long_rows(
     An unreadable row raises ValueError, or is left out if skip_unreadable is True.
     """
     if not isinstance(rows, FileRows):
-        return  # an embedded task's rows are all similar
+        return  # the rows of data.task are all similar
     images = processor.image_processor
     numbers = []
     for number in range(len(rows)):
@@ -145,7 +145,7 @@ class RowSize:
 
 def measure_rows(rows: Dataset, processor: Processor, answers: Sequence[str] = ()) -> list[RowSize]:
     """Return the sizes of a dataset's largest readable rows, in descending order."""
-    numbers = range(min(len(rows), SAMPLE))  # an embedded task's rows are all similar
+    numbers = range(min(len(rows), SAMPLE))  # the rows of data.task are all similar
     if isinstance(rows, FileRows):
         counter = counting_processor(processor)
         weights = {}
@@ -166,7 +166,6 @@ def rough_weight(row: Row, counter: Processor, answers: Sequence[str]) -> float:
 
 
 def row_size(row: Row, index: int, counter: Processor, answers: Sequence[str]) -> RowSize:
-    """Count the tokens and images of a row, whose images are not decoded."""
     prompt = row.prompt(counter)
     prompt_tokens = len(prompt.input_ids)
     grids = prompt.image_grid_thw

@@ -47,7 +47,7 @@ class Prompt:
     vision_embeds: Tensor | None = None
 
     def __post_init__(self):
-        # FSDP2's hooks walk through all dataclass fields of a model's arguments, so the attribute `row` is no field.
+        # FSDP2's hooks walk through all dataclass fields of a model's arguments, so Prompt.row is no dataclass field.
         self.row: Row | None = None
 
 
@@ -67,18 +67,16 @@ class Completion:
     # (C,) bool: True for each token that the policy wrote, False for tokens of a tool or user; None means that the
     # policy wrote all tokens
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
-    # token ids that top_k, top_p and min_p allowed for each sampled token: the number of ids (C,), and all ids
-    # concatenated; None without these options
+    # for each sampled token, the number (C,) of token ids that top_k, top_p and min_p allowed, and all these ids in one
+    # tensor
     sampling_mask: tuple[Tensor, Tensor] | None = None
-    # one tuple for each image in a tool result: (image, patches, image_grid_thw), or (image,) in a trajectory
-    pictures: Sequence[tuple] = ()
+    pictures: Sequence[tuple] = ()  # (image, patches, patch grid) for each image in the turns of tools and users
     environment: Any = None  # the Environment that the tools belong to, see extras/agents/environment.py
-    # number of tool calls, number of failed tool calls, and True if the completion had no room for a tool result
+    # (number of the policy's tool calls, number of failed calls, whether a tool result did not fit into the completion)
     calls: tuple[int, int, bool] = (0, 0, False)
     extra: dict = field(default_factory=dict)  # values that rewards log with TRL's log_extra
-    # If the turns of an answer have different prompts, `turns` has a Completion with its own `prompt` for each turn.
-    turns: "Sequence[Completion]" = ()
-    prompt: Prompt | None = None
+    turns: "Sequence[Completion]" = ()  # one for each assistant turn if each turn has its own prompt
+    prompt: Prompt | None = None  # prompt of a single turn
 
     def __post_init__(self):
         if self.policy_mask is None:
@@ -97,13 +95,13 @@ class Completion:
 
 @dataclass
 class Row:
-    """One example from a data file or from an embedded task."""
+    """One training example: a prompt, its images and videos, and its columns and answers."""
 
     messages: list[dict]  # the prompt, see data/messages.py
     images: Sequence[PIL.Image.Image]  # one for each image part in the prompt, in order
     # {column: value}, such as problem and solution; reward functions get the values as arguments
     columns: dict = field(default_factory=dict)
-    # demonstrated answer for SFT: a text, or turns whose images may not be decoded yet, see processor.images_in
+    # demonstrated answer for SFT: a text, or turns with functions that decode the images
     completion: str | list[dict] | None = None
     chosen: str | list[dict] | None = None  # the better answer in a pair, for preference training
     rejected: str | list[dict] | None = None  # the worse answer

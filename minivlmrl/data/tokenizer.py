@@ -32,7 +32,7 @@ QWEN2_SPLIT = (
 TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TOKEN_FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 SPECIAL_FIELDS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-# a test for loaded tokenizers: encoding and decoding must not change this text
+# text that tests a loaded tokenizer: encoding and decoding must not change the text
 PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍👧 \t\x00" + "".join(SPECIAL_TOKENS)
 
 
@@ -60,7 +60,7 @@ class Tokenizer:
         self.reserve(STRUCTURE)
 
     def reserve(self, names: Iterable[str]):
-        """Set the attribute `structure`: the control tokens that no text can produce."""
+        """Set the control tokens that only a chat template may write."""
         self.structure = frozenset(names)
         self.backend = with_special_tokens(self.backend, self.structure)
         # encode_special_tokens means that the text "<|im_end|>" is encoded as ordinary characters
@@ -93,7 +93,7 @@ def with_special_tokens(backend: tokenizers.Tokenizer, names: Collection[str]) -
     added_tokens = backend.get_added_tokens_decoder().values()
     if all(token.special == (token.content in names) for token in added_tokens):
         return backend
-    # The library `tokenizers` cannot make a special token ordinary, except by loading changed JSON.
+    # The library `tokenizers` cannot change the flag `special` of a token, so the tokenizer's JSON is changed instead.
     content = json.loads(backend.to_str())
     for token in content["added_tokens"]:
         token["special"] = token["content"] in names
@@ -101,7 +101,7 @@ def with_special_tokens(backend: tokenizers.Tokenizer, names: Collection[str]) -
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a tokenizer.json. The file must contain all tokens that other files in its folder list."""
+    """Load a tokenizer.json, which must contain all tokens that the folder's other files list."""
     advice = "write tokenizer.json with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
     if not Path(path).is_file():
         raise ValueError(f"{path}: the file does not exist. If the folder has vocab.json and merges.txt, {advice}")

@@ -17,8 +17,7 @@ from minivlmrl.data.media import MAX_IMAGE_PIXELS, Source, fetch_image, open_ima
 from minivlmrl.errors import check_extras
 
 FRAME_FACTOR = 2  # the number of sampled frames is a multiple of FRAME_FACTOR
-# default limit for the area of all frames of a video together, in image tokens of 28 * 28 pixels: 0.9 * 128000
-TOTAL_TOKENS = 115_200
+TOTAL_TOKENS = 115_200  # default limit for a whole video, in image tokens of 28 * 28 pixels
 # maximum number of pixels in all sampled frames of a video: 6 GiB as RGB
 MAX_VIDEO_PIXELS = 2**31
 
@@ -95,7 +94,7 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, de
         source: video file, given as in media.fetch_image, or an image list. All images in a list are used.
         folder: folder that relative paths start from.
         frame_factor: the sampled frame count is a multiple of this factor.
-        defaults: the folder's options for a video file without options that choose its frames.
+        defaults: options that choose the frames of a video file, if `sampling` has none.
         sampling: options, see extras/video_files.sample_indices. The only option for an image list is fps, the rate
             at which the images were sampled (default 2; `sample_fps` of qwen-vl-utils 0.0.14).
     """

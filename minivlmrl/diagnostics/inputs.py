@@ -98,7 +98,7 @@ def check_gradients(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[Promp
     for part in parts_of(group):
         slopes = []
         own = at_texts[part.span]
-        # If all sampled completions of a prompt have the advantage 0, its gradient is rightly 0.
+        # A prompt whose sampled completions all have the advantage 0 rightly has no gradient.
         if part.is_prompt and (trainer.answers or own.nansum()):
             slopes.append(("the text of the prompt", own[~own.isnan()]))
         for position, patches in part.images:
@@ -118,10 +118,7 @@ def check_gradients(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[Promp
 
 
 def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return the absolute gradients of the loss with respect to the image patches and the input embeddings.
-
-    The gradients are summed over features. Patches that form one image token all get the gradient of this token.
-    """
+    """Return the absolute gradients of the loss, summed over features, for the image patches and input embeddings."""
     name = "pixel_values" if batch.group.vision_embeds is None else "vision_embeds"
     leaves: list[Tensor] = [getattr(batch.group, name).detach().clone().requires_grad_()]
 
@@ -131,14 +128,14 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return (leaves[-1], *arguments[1:])
 
     def add_states(module: nn.Linear, arguments: tuple, values: Tensor) -> Tensor | None:
-        # A new value head with weights of 0 would stop all gradients. Adding the hidden states to the predicted values
-        # lets gradients reach the inputs.
+        # The weights of a new value head are 0, so that no gradient would reach the inputs. Therefore the hidden states
+        # are added to the predicted values.
         return None if module.weight.any() else values + arguments[0].mean(-1, keepdim=True)
 
     with ExitStack() as stack:
         for module in {*trainer.trained.modules(), *trainer.policy.modules()}:
             for weight in module.parameters(recurse=False):
-                # check_inputs needs gradients of the inputs, but not of the weights
+                # The weights need no gradients, because only the gradients of images and texts are checked.
                 stack.callback(weight.requires_grad_, weight.requires_grad)
                 weight.requires_grad_(False)
             if isinstance(module, TextModel):
@@ -164,7 +161,7 @@ def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Pro
         prompt, row = part.prompt, part.prompt.row
         ids = group.input_ids[part.span].tolist()
         if row is None or not row.messages:
-            continue  # a trajectory's turn, whose prompt an environment has written
+            continue  # an environment has written the prompt
         if not part.is_prompt:
             # An answer in a micro-batch may lack its last token, because the last token predicts nothing.
             known = answers[id(prompt)]

@@ -24,7 +24,7 @@ from minivlmrl.trainers.rollout import RolloutTrainer
 def largest_rows(
     question: MemoryQuestion, trainer: Trainer, dataset: Dataset, sizes: Sequence[RowSize], count: int
 ) -> list[Row]:
-    """Return the largest readable rows of a dataset. A dataset with fewer rows than `count` repeats its rows."""
+    """Return the largest readable rows of a dataset, and repeat them if the dataset has too few rows."""
     rows = []
     for size in sizes:
         if len(rows) == count:
@@ -42,11 +42,11 @@ def try_largest_batches(
     """Sample completions for the largest batches of a rollout and of an evaluation, and train on the largest
     micro-batch.
 
-    Weights, optimizer state and random generators stay as they were. All gradients are removed.
+    Trying a batch does not change weights, optimizer state or random generators, but removes all gradients.
 
     Args:
-        datasets: each stage's rows by its name, and the held-out rows as "eval".
-        optimizer_bytes: size of the optimizer state on this GPU. It is reserved during the trial, because the optimizer
+        datasets: {name of a training stage: its rows}, and the held-out rows under "eval".
+        optimizer_bytes: size of the optimizer state on this GPU. Memory of this size is reserved, because the optimizer
             creates its state only in the first step.
     """
     run, world = trainer.run, trainer.world
@@ -55,7 +55,7 @@ def try_largest_batches(
         with phase("load"):
             missing = 0 if optimizer.state else optimizer_bytes
             reserved = torch.empty(missing, dtype=torch.uint8, device=world.device)
-        # no trial for completions that call tools, or that an engine such as vLLM samples
+        # The largest batch is not sampled if completions call tools, or if vLLM samples them.
         has_tools = run.sampling.environment is not None
         if isinstance(trainer, RolloutTrainer) and not has_tools and run.sampling.engine == "native":
             work = sampling_batch(question)

@@ -2,7 +2,7 @@
 
 The memory for activations is counted while a forward and a backward pass run on the meta device, whose tensors have a
 shape but no values. The sizes of weights, gradients and optimizer state are computed from the number of parameters,
-their dtypes and the sharding. The CUDA context, NCCL's buffers and gaps between allocations need RESERVE bytes.
+their dtypes and the sharding.
 """
 
 import copy
@@ -49,7 +49,7 @@ from minivlmrl.run.setup import patch_dtype
 from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.registry import find_trainer
 
-RESERVE = 3 * GB
+RESERVE = 3 * GB  # for the CUDA context, NCCL's buffers and gaps between allocations
 # Bytes that sampling needs for each completion and vocabulary token: a logit and a probability in float32, the
 # probability as int64, and two cumulative sums in int64. Filters such as top_p need a sixth more.
 DRAW_BYTES = 32
@@ -70,17 +70,14 @@ class BatchShape:
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Context manager that counts the bytes of all tensors that are created in its block.
-
-    The attribute `now` is the current number of bytes, `peak` the largest so far.
-    """
+    """Context manager that counts the bytes of all tensors that are created in its block."""
 
     def __init__(self, uncounted: list[Tensor]):
         super().__init__()
-        # addresses of tensor storages that must not be counted again
+        # addresses of tensor storages that are excluded or already counted
         self.counted = {tensor.untyped_storage()._cdata for tensor in uncounted}
-        self.now = 0
-        self.peak = 0
+        self.now = 0  # number of bytes
+        self.peak = 0  # largest number of bytes so far
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -211,7 +208,7 @@ class MemoryEstimator:
         fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         gpu_patch = mock.patch.object(dense_attention, "is_before_ampere", lambda device: self.before_ampere)
         dropout_on = dropout(models, run.adapter.dropout if train else 0.0, "memory")
-        # The memory of cached attention masks would not be counted, so the cache is cleared.
+        # Cached attention masks are removed, because the tracker counts only new tensors.
         lay_out.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused_patch, gpu_patch, dropout_on, live:
@@ -233,7 +230,7 @@ class MemoryEstimator:
 
 
 def drop_gradient(parameter: nn.Parameter):
-    # gradients are counted in train_items
+    # gradients are removed at once, because the function train_items adds their bytes
     parameter.grad = None
 
 
@@ -349,10 +346,10 @@ def evaluation_batch(question: MemoryQuestion) -> BatchShape:
 def largest_batch(
     rows: Sequence[RowSize], prompts: int, completions: list[int], max_tokens: int | None, whole: bool = False
 ) -> BatchShape:
-    """Divide the largest rows into batches, and return the numbers of prompts and tokens in the largest batch.
+    """Return the numbers of prompts and tokens in the largest batch that rows of the given sizes can form.
 
     Args:
-        completions: token counts of each prompt's completions.
+        completions: number of tokens in each completion of a prompt.
         whole: True if all completions of a prompt are in the same batch.
     """
     sizes = [rows[min(number, len(rows) - 1)] for number in range(prompts)]
@@ -398,7 +395,7 @@ def gathered_bytes(question: MemoryQuestion, model: VisionLanguageModel) -> int:
 
 
 def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: BatchShape) -> dict[str, float]:
-    """Return {item, such as "keys and values": bytes} for the memory that only sampling needs."""
+    """Return the bytes of each item that only sampling needs, such as "keys and values"."""
     run, estimator, dtype = question.run, question.estimator, question.dtype
     policy = question.models.policy
     by_layer = run.uses_fsdp and not run.rollout.gather_weights
@@ -426,7 +423,6 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
 
 
 def evaluation_items(question: MemoryQuestion) -> dict[str, float]:
-    """Return {item, such as "keys and values": bytes} for the memory that only an evaluation needs."""
     # An evaluation samples answers to held-out rows. For stages such as SFT, an evaluation also computes the
     # log-probabilities of the answers in the data file, and may need more memory for them.
     items = rollout_items(question, evaluation_sampling(question.run.sampling), evaluation_batch(question))
@@ -447,7 +443,7 @@ def score_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
 
 
 def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
-    """Return {item, such as "gradients": bytes} for a forward and backward pass."""
+    """Return the bytes of each item, such as "gradients", in a forward and backward pass."""
     run, models = question.run, question.models
     trained = trained_parameters(models)
     gradients = bytes_of(trained) * question.share
@@ -457,7 +453,7 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
     gathered = 2 * sum(gathered_bytes(question, backbone) for backbone in models.backbones)
     if run.sharding.once_per_step:
         # With sharding.once_per_step, the weights of all blocks stay gathered, and their gradients are added up in
-        # float32. The gradients of two blocks also exist in the dtype of the weights.
+        # float32. Before the addition, the gradients of two blocks exist in the dtype of the weights.
         weights = sum(computed_bytes(backbone, question.dtype) for backbone in models.backbones)
         gathered = weights + gathered // 2
         for parameter in trained:
@@ -472,13 +468,13 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
 
 
 def logits_bytes(question: MemoryQuestion, work: BatchShape) -> int:
-    """Return the bytes of the largest chunk of logits, because training computes logits in chunks."""
+    """Return the bytes of the logits that are in memory at once; training computes the logits in chunks."""
     rows = work.prompts * work.num_generations * work.completion_tokens
     return piece_bytes(rows, question.estimator.config.vocab_size, question.dtype)
 
 
 def persistent_items(question: MemoryQuestion) -> dict[str, int]:
-    """Return {item, such as "weights": bytes} for the memory that all phases need, summed over all shards."""
+    """Return the bytes of each item that all phases need, such as "weights", summed over all shards."""
     run, models = question.run, question.models
     policy = models.policy
     weights = bytes_of([*policy.parameters(), *policy.buffers()])
@@ -512,7 +508,7 @@ def reference_bytes(question: MemoryQuestion) -> int:
 
 
 def peak_bytes(phases: dict[str, dict]) -> float:
-    """Return the bytes of the phase that needs the most memory, with RESERVE for CUDA and NCCL."""
+    """Return the bytes of the phase that needs the most memory, plus 3 GB for CUDA and NCCL."""
     return RESERVE + max(sum(items.values()) for items in phases.values())
 
 

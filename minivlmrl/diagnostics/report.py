@@ -124,7 +124,7 @@ def join_steps(lines: list[dict]) -> dict:
 
 
 def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
-    """Read evaluations.jsonl, and count steps from the beginning of the run instead of the stage."""
+    """Read evaluations.jsonl, and convert step numbers within a training stage to step numbers within the run."""
     first_steps = {}  # {stage: total number of steps in all earlier stages}
     for number, line in enumerate(metrics):
         first_steps.setdefault(line["stage"], number)
@@ -136,7 +136,7 @@ def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
 
 
 def collect_completions(folder: Path) -> list[dict]:
-    """Read completions.jsonl, and keep the first prompts of about 60 evenly spaced steps."""
+    """Read completions.jsonl, and keep at most 4 prompts for each of about 60 evenly spaced steps."""
     lines_of_step = {}  # {(stage, step): lines}
     for line in read_lines(folder / COMPLETIONS, LogLine):
         lines_of_step.setdefault((line["stage"], line["step"]), []).append(line)
@@ -147,7 +147,6 @@ def collect_completions(folder: Path) -> list[dict]:
 
 
 def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:
-    """Return {path: image as data URI} for all images in prompts and tool results."""
     paths = set()
     for line in completions:
         paths.update(line["images"])

@@ -21,7 +21,7 @@ from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Rollout, Step, Trainer
 
 WINDOW = 10  # consecutive optimizer steps for which a condition must hold
-# number of rollouts over which the mean reward is compared with that of a constant answer
+# number of rollouts whose rewards are compared with the rewards of the most frequent solution
 BASELINE_ROLLOUTS = 50
 
 
@@ -70,7 +70,7 @@ class WarningRules:
         self.recent.append(metrics)
         found = dict(self.violated()) if len(self.recent) == WINDOW else {}
         new = [sentence for name, sentence in found.items() if name not in self.said]
-        # The warning "solved" is printed only once in a stage.
+        # The warning that little is left to learn is printed only once in a training stage.
         self.said = set(found) | (self.said & {"solved"})
         return new
 
@@ -100,7 +100,7 @@ class WarningRules:
         lowest, highest = self.extremes or (0, 0)
         never = self.rewards_of_zero()
         if stuck and not never and lowest < highest and reward >= lowest + 0.9 * (highest - lowest):
-            # Rewards can also be equal, and gradients 0, because training has converged to the highest reward.
+            # When training has converged to the highest reward, equal rewards and gradients of 0 are no fault.
             sentence = (
                 f"The mean reward is {reward:.3g}, close to the highest reward of any completion "
                 f"so far ({highest:.3g}). Little is left to learn from these prompts."
@@ -119,7 +119,6 @@ class WarningRules:
         yield from self.unused_parameters()
 
     def rewards_of_zero(self) -> list[str]:
-        """Return the names of rewards that were 0 for all completions."""
         return [name for name in self.run.rewards if self.always(f"rewards/{name}/mean", lambda mean: mean == 0)]
 
     def all_equal(self) -> bool:
@@ -155,7 +154,6 @@ class WarningRules:
             )
 
     def unwanted_completions(self) -> Iterator[tuple[str, str]]:
-        """Yield a warning about truncated completions."""
         if self.always("completions/clipped_ratio", lambda share: share >= 0.9):
             yield (
                 "cut",
@@ -165,7 +163,7 @@ class WarningRules:
             )
 
     def majority_baseline(self) -> Iterator[tuple[str, str]]:
-        """Yield a warning for each reward whose mean is no better than always answering the most frequent solution."""
+        """Yield a warning for each reward that would be no lower if all answers were the most frequent solution."""
         if len(self.recent_rewards) < BASELINE_ROLLOUTS:
             return
         solutions = [solution for texts, _ in self.recent_rewards for solution in texts]
@@ -190,11 +188,9 @@ class WarningRules:
                 )
 
     def unused_parameters(self) -> Iterator[tuple[str, str]]:
-        """Yield a warning about trainable parameters that have never had a gradient.
-
-        AdamW creates the state of a parameter with its first gradient. There is no warning about experts of a mixture,
-        because an expert may not have received a token yet.
-        """
+        """Yield a warning about trainable parameters that have never had a gradient."""
+        # AdamW creates the state of a parameter with the first gradient of the parameter. The experts of a mixture are
+        # left out, because an expert may not have received a token yet.
         names = []
         for name, parameter in self.trainer.trained.named_parameters():
             has_state = parameter in self.optimizer.state

@@ -2,11 +2,11 @@
 
 Models contain no code for sharding. An FSDP unit is a module whose weights are gathered before its forward pass and
 freed afterwards. Each vision block and each decoder layer is an FSDP unit. The embedding and the output head are FSDP
-units of their own if their weights are not tied. All other weights form one more FSDP unit, the root.
+units of their own if their weights are not tied. The remaining weights of the model form one more FSDP unit, the root.
 
-Ranks must run the same FSDP units in the same order, because gathering weights waits for all ranks. All ranks get the
-same number of prompts and of micro-batches. The class DummyVisionForward runs the vision tower on ranks without images,
-and in_lockstep runs equally many decode steps on all ranks.
+Ranks must run the same FSDP units in the same order, because gathering weights waits for all ranks. In each step, all
+ranks get the same number of prompts and of micro-batches. The class DummyVisionForward runs the vision tower on ranks
+without images, and the function in_lockstep runs equally many decode steps on all ranks.
 """
 
 from collections.abc import Callable
@@ -100,13 +100,13 @@ class Sharding:
         if is_untied:
             gather_embedding_and_head(model)
         vision = DummyVisionForward()
-        # Hooks run in the order of their registration: FSDP gathers the root's weights before a black image needs them.
+        # FSDP's own hooks must run before the hooks for black images, because the vision tower needs gathered weights.
         model.register_forward_pre_hook(vision.before)
         model.model.register_forward_pre_hook(vision.before_decoder)
         model.sharding = self
 
     def shard_head(self, head: nn.Module):
-        """Shard a value head. A value head computes in the dtype of its weights, not in compute_dtype."""
+        """Shard a value head, which computes in the dtype of its weights."""
         self.shard_alone(head, MixedPrecisionPolicy(cast_forward_inputs=False))
 
     def shard_alone(self, module: nn.Module, precision: MixedPrecisionPolicy) -> FSDPModule:
@@ -133,15 +133,15 @@ class Sharding:
         rows = shard_rows(self.mesh, len(tensor))
         local_rows = tensor[rows].to(self.device, like.dtype, copy=True)
         assert isinstance(like, DTensor)  # because fully_shard turns all parameters into DTensors
-        # DTensor.from_local would move the rows to the GPU, even with sharding.cpu_offload
+        # The DTensor is built directly, because DTensor.from_local would move the rows to the GPU despite offloading.
         return DTensor(local_rows, like._spec, requires_grad=False)
 
     @torch.no_grad()
     def gather(self, model: VisionLanguageModel) -> VisionLanguageModel:
         """Gather the full weights of a sharded model, and return a model without FSDP that has these weights.
 
-        Each rank can run a model without FSDP independently, also in a CUDA graph. When the function `reshard` frees
-        the gathered weights, the model without FSDP can no longer be used.
+        Each rank can run a model without FSDP independently, also in a CUDA graph. The returned model can be used until
+        the function `reshard` frees the gathered weights.
         """
         for unit in units(model):
             unit.unshard()
@@ -173,7 +173,7 @@ def make_mesh(num_shards: int, world: World) -> DeviceMesh:
     device = world.device.type
     if num_shards == world.size:
         return init_device_mesh(device, (num_shards,), mesh_dim_names=("shard",))
-    # init_device_mesh would create process groups with PyTorch's timeout, not with the run's timeout.
+    # The process groups are created with the run's timeout, because init_device_mesh would use PyTorch's.
     ranks = torch.arange(world.size).view(-1, num_shards)
     limit = timedelta(seconds=world.timeout)
     groups = []
@@ -195,7 +195,7 @@ def layers_without_experts(model: VisionLanguageModel) -> list[FSDPModule]:
 
 
 def gather_embedding_and_head(model: VisionLanguageModel):
-    """Add hooks that gather the weights of embedding and output head in each forward pass, if they are not tied.
+    """Add hooks that gather the weights of the embedding and the output head in each forward pass.
 
     FSDP gathers weights when a module is called, but the model uses the weights of embedding and head without a call.
     Embedding and head are separate FSDP units, because one unit would need a float32 buffer for the gradients of both:
@@ -213,13 +213,13 @@ def gather_embedding_and_head(model: VisionLanguageModel):
     for unit in (embedding, head):
         unit.set_reshard_after_forward(False)  # a decode step calls the embedding's module
         communication_of(unit).all_reduces_once = True
-    # The embedding and the head are gathered after FSDP's root module, so their hooks are registered last.
+    # FSDP's hooks of the whole model must run before the hooks that gather the embedding and the head.
     model.register_forward_pre_hook(gather_embedding)
     model.register_forward_hook(gather_head)
 
 
 def sum_counts(counts: list[int]) -> list[int]:
-    """Add up integers over all ranks. The sum runs on the CPU, so that no rank waits for its GPU."""
+    """Add up integers over all ranks, on the CPU, so that no rank waits for its GPU."""
     total = torch.tensor(counts)
     dist.all_reduce(total)
     return total.tolist()
@@ -228,8 +228,8 @@ def sum_counts(counts: list[int]) -> list[int]:
 class DummyVisionForward:
     """Hooks that run the vision tower on a black image if this rank has no image, but another rank has one.
 
-    The black image does not change the decoder's input, because the vision tower's output is multiplied by 0. If no
-    rank has images, the vision tower is not run, and AdamW skips its parameters.
+    The vision tower's output for a black image is multiplied by 0, so that it does not change the decoder's input. If
+    no rank has images, the vision tower is not run, and AdamW skips its parameters.
     """
 
     zero: Tensor | None = None  # 0 times the vision tower's output for the black image of the current forward pass
@@ -246,10 +246,10 @@ class DummyVisionForward:
             self.zero = forward_black_image(model.visual, model.config.vision_config, batch.input_ids.device)
 
     def before_decoder(self, decoder: nn.Module, arguments: tuple) -> tuple | None:
-        """Add the vision tower's output for a black image, which is 0, to the decoder's input.
+        """Add 0 times the vision tower's output to the decoder's input, so that the input has a gradient on each rank.
 
-        With frozen embeddings, only the vision tower's output gives the decoder's input a gradient. FSDP reduces the
-        gradients of the root and of the first layer in another order if the decoder's input has no gradient.
+        If the decoder's input has no gradient on one of the ranks, this rank reduces the gradients of the root and of
+        the first layer in another order than the other ranks.
         """
         if self.zero is None:
             return None
@@ -260,7 +260,7 @@ class DummyVisionForward:
 
 
 def forward_black_image(tower: nn.Module, config: VisionConfig, device: torch.device) -> Tensor:
-    """Return 0 times the sum of a vision tower's outputs for a black image of one token."""
+    """Run a vision tower on a black image of one token, and return 0 times the sum of its outputs."""
     merge_size = config.spatial_merge_size
     black_patches = torch.zeros(merge_size**2, config.patch_dim, device=device)
     return 0 * tower(black_patches, torch.tensor([[1, merge_size, merge_size]])).sum()
