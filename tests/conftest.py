@@ -1,13 +1,14 @@
-"""Fixtures and hooks for all tests. Tests run on one thread, so that a test may fork its process.
+"""Define fixtures and hooks for all tests.
 
-If the parent process has started OpenMP's thread pool, a forked child waits forever for threads that it does not have.
+Tests run on one thread, so that a test may fork its process: if OpenMP has started a thread pool in the parent
+process, a forked child waits forever for threads that the child does not have.
 """
 
 import json
 import os
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, also in child processes
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads the variable when it is imported, also in child processes
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # otherwise TRL's trainers access the network
 # tests of downloads need a hub; the variable is read when huggingface_hub is imported
 os.environ.pop("HF_HUB_OFFLINE", None)
@@ -30,14 +31,14 @@ LONGEST_FILES = (
 
 
 def pytest_collection_modifyitems(items):
-    """Move the tests in LONGEST_FILES to the front, in this order."""
+    """Run the tests in LONGEST_FILES first, in the order of the tuple."""
     order = {name: number for number, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Seed torch before each test, and reset the thread count, which a run with num_threads may have changed."""
+    """Seed torch, and reset the thread count, which the option num_threads of a run may have changed."""
     torch.manual_seed(0)
     yield
     torch.set_num_threads(1)
@@ -45,7 +46,7 @@ def one_thread():
 
 @pytest.fixture(autouse=True, scope="session")
 def no_waiting_for_the_disk():
-    """Make os.fsync do nothing. It is slow, and only a power failure would make a difference."""
+    """Make os.fsync do nothing, because it is slow and matters only after a power failure."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
         yield
@@ -60,7 +61,7 @@ def poisoned():
 
 
 def library(name, reason):
-    """Return a fixture for an optional library; tests that use the fixture are skipped if the library is missing."""
+    """Return a fixture that skips the tests that use it if an optional library is missing."""
     return pytest.fixture(scope="session", name=name)(lambda: pytest.importorskip(name, reason=reason))
 
 
@@ -74,7 +75,7 @@ scipy, av = (library(name, f"extra missing: pip install {name}") for name in ("s
 
 @pytest.fixture(scope="session")
 def oracle(transformers):
-    """tests/helpers/oracle.py, which imports transformers."""
+    """Return tests/helpers/oracle.py, which imports transformers."""
     from tests.helpers import oracle
 
     return oracle
@@ -82,14 +83,14 @@ def oracle(transformers):
 
 @pytest.fixture(scope="session")
 def published(trl):
-    """Return a function that returns a published chat template's text, such as "qwen2_5_vl", from TRL's copies."""
+    """Return a function that returns the text of a published chat template, such as "qwen2_5_vl", from TRL's copies."""
     templates = Path(trl.__file__).parent / "chat_templates"
     return lambda name: (templates / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 @pytest.fixture
 def write_rows(tmp_path):
-    """A function that writes rows (objects or strings) beside three one-colour images, and returns the file."""
+    """Return a function that writes rows (objects or strings) beside three one-colour images and returns the file."""
     for name, color in (("red", (255, 0, 0)), ("green", (0, 255, 0)), ("blue", (0, 0, 255))):
         PIL.Image.new("RGB", (4, 4), color).save(tmp_path / f"{name}.png")
 

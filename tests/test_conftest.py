@@ -1,4 +1,4 @@
-"""Test the root conftest.py: the suite and its child processes see no GPU, and `pytest -m gpu` sees them."""
+"""Test that the suite and its child processes see no GPU, and that `pytest -m gpu` sees the GPUs."""
 
 import os
 import shutil

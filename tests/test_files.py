@@ -1,6 +1,6 @@
-"""Check a checkpoint folder's files: errors for invalid JSON, and how a save replaces the folder.
+"""Test the files of a checkpoint folder: errors for invalid JSON, and how a save replaces the folder.
 
-If a save is killed at any step, or the disk is full, either the old or the new checkpoint is complete.
+If a save is killed at any step or the disk is full, either the old or the new checkpoint is complete.
 """
 
 import errno
@@ -40,7 +40,7 @@ def save(folder: Path, text: str):
 
 
 def saved(folder: Path) -> str:
-    """Return the text in the checkpoint that find_folder finds, after checking that the checkpoint is complete."""
+    """Check that the checkpoint that find_folder finds is complete, and return its text."""
     between = not folder.exists()
     message = "checkpoint does not exist, because saving it was interrupted; .*checkpoint.replaced, is used"
     with pytest.warns(UserWarning, match=message) if between else nullcontext():
@@ -51,7 +51,7 @@ def saved(folder: Path) -> str:
 
 
 def killed_at(step: int, work) -> bool:
-    """Run `work` in a process that exits at its `step`-th file-system change; return whether it exited so."""
+    """Run `work` in a process that exits at its `step`-th file-system change; return whether it exited there."""
     killed = 77
     left = [step]
 
@@ -91,7 +91,7 @@ def test_a_save_killed_at_any_step_leaves_the_old_or_the_new_checkpoint(tmp_path
 
 
 def test_a_save_that_fails_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
-    """The old checkpoint is renamed first, and then renaming the new checkpoint fails."""
+    """Renaming the new checkpoint fails after the old checkpoint has been renamed."""
     folder = tmp_path / "checkpoint"
     save(folder, "old")
     rename = Path.rename
@@ -154,7 +154,7 @@ def test_a_link_stays_a_link_and_what_is_not_a_checkpoint_is_not_overwritten(tmp
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSPC])
 def test_a_file_system_may_be_unable_to_flush_folders(tmp_path, monkeypatch, number):
-    """FUSE and CIFS cannot flush folders, which is ignored. If a file cannot be flushed, that is an error."""
+    """A folder that FUSE or CIFS cannot flush is ignored, but a file that cannot be flushed is an error."""
 
     def fsync(_):
         raise OSError(number, os.strerror(number))
@@ -169,7 +169,7 @@ def test_a_file_system_may_be_unable_to_flush_folders(tmp_path, monkeypatch, num
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])
 def test_the_umask_decides_who_reads_weights(tmp_path, umask):
-    """A rewritten file has a new file's permissions, so that another user's server can read the file."""
+    """A rewritten file has the permissions of a new file, so that another user's server can read the weights."""
     before = os.umask(umask)
     try:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Check the package's public names, and that importing the package does not import torch."""
+"""Test the public names of the package, and that importing the package does not import torch."""
 
 import re
 import subprocess
@@ -38,7 +38,6 @@ def test_the_page_lists_all_public_names():
 
 
 def test_the_example_of_the_page():
-    """The example trains one step on two completions."""
     example, *_ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     space = {}
     exec(example, space)

@@ -1,4 +1,4 @@
-"""Test on the CPU and on a simulated GPU that a captured decode step samples the same tokens as the eager step."""
+"""Test that a decode step captured as a CUDA graph samples the same tokens as the eager step."""
 
 import gc
 import weakref
@@ -26,7 +26,7 @@ SETTINGS = [
 
 
 def assert_same(ours, expected, close=1e-5):
-    """Assert equal tokens and ends, and log-probabilities that are equal up to rounding."""
+    """Assert that two samples are equal up to rounding, and return the set of their completion lengths."""
     pairs = [pair for groups in zip(ours, expected, strict=True) for pair in zip(*groups, strict=True)]
     for a, b in pairs:
         assert a.ids.tolist() == b.ids.tolist() and a.stopped == b.stopped
@@ -35,7 +35,7 @@ def assert_same(ours, expected, close=1e-5):
 
 
 def both(model, count, generations, stop=STOP, **setting):
-    """Sample with a captured step and with the eager step, from the same random numbers."""
+    """Return the completions of captured and of eager decode steps, which use the same random numbers."""
     sampling = options(**{"max_new_tokens": 20} | setting)
     draw = sample_by_uniforms(uniform_numbers([str(i) for i in range(count)], generations, 20))
     arguments = model, prompts(count), generations, sampling, stop, draw
@@ -45,7 +45,6 @@ def both(model, count, generations, stop=STOP, **setting):
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_a_captured_step_samples_the_same_tokens(setting):
-    """Prompts have several lengths, groups one or more completions; rows end at different steps, or none ends."""
     model = tiny.model(dtype=torch.float64)
     lengths = set()
     for count, generations, stop in ((5, 3, STOP), (4, 2, ()), (1, 8, range(60)), (1, 1, ())):
@@ -54,7 +53,6 @@ def test_a_captured_step_samples_the_same_tokens(setting):
 
 
 def test_row_key_buffers_grow(monkeypatch):
-    """The buffers are only slightly longer than the completions."""
     kept = set()
     advance = StaticDecodeAttention.advance
 
@@ -89,7 +87,7 @@ def test_other_models_and_layers(change):
 
 
 def on_card(model, stop=(), tokens=20, count=4, generations=3, decode=None, before=lambda: None, **setting):
-    """Sample on the pretended GPU, after a call of `before`. Return the completions and the GPU."""
+    """Sample on the simulated GPU after a call of `before`, and return the completions and the simulated GPU."""
     with PretendCuda() as gpu, torch.inference_mode():
         before()
         draw = sample_by_uniforms(uniform_numbers(list("abcd")[:count], generations, tokens), CUDA)
@@ -106,7 +104,7 @@ SMALL = {"tokens": 5, "count": 1, "generations": 2}
     [("qwen2_5_vl", {}, ()), ("qwen2_5_vl", SETTINGS[2], range(60)), ("qwen3_5", {}, range(60))], ids=str,
 )  # fmt: skip
 def test_a_graph_samples_the_same_tokens_as_the_cpu(model_type, setting, stop):
-    """A replay runs no Python code, so changing values, such as Qwen3.5's recurrent states, must be in tensors."""
+    """A graph replay runs no Python code, so values that change between steps must be tensors."""
     sampling = options(max_new_tokens=20, **setting)
     draw = sample_by_uniforms(uniform_numbers(list("abcd"), 3, 20))
     expected = sample(tiny.model(model_type=model_type), prompts(4), 3, sampling, stop, draw)
@@ -115,18 +113,17 @@ def test_a_graph_samples_the_same_tokens_as_the_cpu(model_type, setting, stop):
 
 
 def test_the_cpu_waits_once_in_16_captured_steps():
-    on_card(tiny.model(), tokens=4)  # also computes tables that are cached
+    on_card(tiny.model(), tokens=4)  # the first run computes tables that later runs find in a cache
     (_, shorter), (_, longer) = (on_card(tiny.model(), tokens=tokens) for tokens in (16, 32))
     assert longer.waits.total() - shorter.waits.total() == 1
 
 
 def test_kernels_are_checked_before_a_graph_is_captured(monkeypatch):
-    """The first decode step runs without a graph, and its first kernel requests the verdict on all kernels."""
     capturing = []
 
     def reject(index, kernels):
         capturing.append(PretendCuda.current.capturing)
-        return dict.fromkeys(kernels, "it is a stand-in")  # so torch computes
+        return dict.fromkeys(kernels, "it is a stand-in")  # torch replaces a rejected kernel
 
     monkeypatch.setattr(decode_attention, "TILE_DTYPES", (torch.float32,))  # the simulated GPU has no 16-bit kernels
     monkeypatch.setattr(verdicts, "rejected_kernels", reject)
@@ -138,7 +135,7 @@ def test_kernels_are_checked_before_a_graph_is_captured(monkeypatch):
 
 
 def test_a_graph_is_freed_with_its_decoder():
-    """The graph is freed at once, without garbage collection, because it occupies GPU memory."""
+    """A graph occupies GPU memory, so freeing a graph must not wait for garbage collection."""
     gc.collect()
     gc.disable()
     try:
@@ -155,7 +152,6 @@ def test_a_graph_is_freed_with_its_decoder():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_a_gpu_a_graph_samples_the_same_tokens(monkeypatch, dtype):
-    """Captured and uncaptured kernels sample the same, in float32 as the eager step."""
     device = torch.device("cuda")
     sampling = options(max_new_tokens=40, top_k=20, repetition_penalty=1.1)
     drawn = []

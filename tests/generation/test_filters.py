@@ -1,4 +1,4 @@
-"""Compare filters with transformers' logits processors, bit for bit, and test their gradients."""
+"""Compare sampling filters with the logits processors of transformers bit for bit, and test gradients."""
 
 import pytest
 import torch
@@ -16,17 +16,17 @@ EXTREMES = [
     dict(top_k=1), dict(top_k=1000), dict(top_p=1e-6), dict(top_p=0.999), dict(min_p=1.0), dict(temperature=1e-6),
     dict(temperature=20.0), dict(repetition_penalty=0.5), dict(temperature=0.0, top_k=1, top_p=0.01), dict(top_p=0.5),
 ]  # fmt: skip
-# how logits are changed: with ties, about half of all values occur twice; of 8 equal ones, 4 are exactly top_p=0.5
+# among logits with ties, about half of all values occur twice; of 8 equal logits, 4 are exactly top_p=0.5
 CHANGES = "random", "ties", "equal"
 
 
 def theirs(setting, prompt, scores):
-    """Return the logits after transformers' processors, in the same order as in its generate."""
+    """Return logits after the logits processors of transformers, in the order of its generate function."""
     from transformers.generation import logits_process as p
 
     sampling = SamplingOptions(**setting)
     chain = [p.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)]
-    if sampling.temperature:  # with temperature 0, do_sample is off and no warper is used
+    if sampling.temperature:  # with temperature 0, do_sample is off and transformers uses no warper
         chain.append(p.TemperatureLogitsWarper(sampling.temperature))
         if sampling.top_k:
             chain.append(p.TopKLogitsWarper(sampling.top_k))
@@ -57,7 +57,7 @@ def test_other_options_need_no_filters():
 
 @pytest.mark.parametrize("setting", [dict(top_p=0.8), dict(top_k=2, temperature=0.7), dict(min_p=0.3)], ids=str)
 def test_the_expected_gradient_is_that_of_the_policy_that_is_drawn_from(setting):
-    """The expectation is over all 4-token completions that the filters allow; a constant reward has gradient 0."""
+    """Sum over all 4-token completions that the filters allow, so that the expectation is exact."""
     model = tiny.model(dtype=torch.float64)
     sampling = options(max_new_tokens=4, **setting)
     model.lm_head = torch.nn.Linear(64, 4, bias=False).double()
@@ -91,7 +91,6 @@ def test_the_expected_gradient_is_that_of_the_policy_that_is_drawn_from(setting)
 
 @pytest.mark.parametrize("name, option", [("grpo", "beta=0.1"), ("grpo", "loss_type=rloo"), ("ppo", "kl_coef=0.1")])
 def test_every_score_is_of_what_was_drawn_from(stage, samples, name, option):  # noqa: F811
-    """Trainer and sampler agree with filters. So do policy and reference before the first step."""
     more = ["--grpo.beta=0.1"] if name == "grpo" else []
     filters = "--sampling.top_p=0.5", "--sampling.repetition_penalty=1.3"  # the penalty is not part of the policy
     run = stage(name, *filters, "--sampling.max_batch_tokens=200", *more, f"--{name}.{option}")

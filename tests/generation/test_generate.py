@@ -1,4 +1,4 @@
-"""Compare generation with transformers' generate and with training's forward pass."""
+"""Compare generation with generate of transformers and with the forward pass of training."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ MORE_SETTINGS = [
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 def test_greedy_equals_transformers_token_for_token(pair, oracle, penalty):
-    """minivlmrl samples 50 prompts in one batch, transformers one by one. Two in five have two images or none."""
+    """Sample 50 prompts in one batch with minivlmrl, and one by one with transformers."""
     theirs, model = pair
     rows = prompts(50)
     ours = sample(model, rows, 1, options(temperature=0, repetition_penalty=penalty), STOP)
@@ -42,7 +42,7 @@ def test_the_same_seed_samples_the_same_tokens_as_transformers(pair, oracle, num
 
 
 def recorded_less_scored(model, sampling):
-    """Return |sampling - training| log-probabilities for 5 prompts with 6 completions each."""
+    """Return the differences of sampling and training log-probabilities for 5 prompts with 6 completions each."""
     rows = prompts(5)
     completions = sample(model, rows, 6, sampling, STOP, seeded())
     assert len({len(ids) for ids in ids_of(completions)}) > 3
@@ -52,24 +52,22 @@ def recorded_less_scored(model, sampling):
 
 @pytest.mark.parametrize("filters", [{}, dict(top_p=0.9), dict(top_k=9, min_p=0.1)], ids=str)
 def test_sampler_logps_equal_the_scorer_in_float32(filters):
-    """Sampling and training log-probabilities agree to 1e-5 nats."""
     assert recorded_less_scored(tiny.model(), options(temperature=0.8, **filters)).max() < 1e-5
 
 
 def test_sampler_and_scorer_agree_in_bfloat16_with_the_key_biases_of_qwen():
-    """Biases at the slowest rotary frequency put all scores near 220, where bfloat16 scores would step by 1 nat."""
+    """The key biases put all attention scores near 220, where neighbouring bfloat16 numbers differ by 1."""
     model = tiny.model(dtype=torch.bfloat16)
     with torch.no_grad():
         for layer in model.model.layers:
             for proj in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-                # twice its square, divided by 16^(1/2), is 220
+                # 440 in two dimensions, divided by the square root of the head dimension 16, gives a score of 220
                 proj.bias.view(-1, 16)[:, 7::8] += 440**0.5
     difference = recorded_less_scored(model, options())
     assert len(difference) > 100 and difference.max() < 0.15 and difference.mean() < 0.01
 
 
 def test_a_prompt_is_processed_once_for_all_its_completions(monkeypatch):
-    """The decoder processes each prompt token once, and afterwards only new tokens."""
     model = tiny.model()
     rows = prompts(2)
     seen = []
@@ -80,7 +78,7 @@ def test_a_prompt_is_processed_once_for_all_its_completions(monkeypatch):
 
 
 def test_logits_that_are_not_finite_end_the_generation():
-    """Here the logits are only NaN for a later token."""
+    """The first token has finite logits, and a later token has NaN."""
     model = tiny.model()
     sampling = SamplingOptions(max_new_tokens=4)
     with torch.no_grad():
@@ -99,7 +97,7 @@ def test_a_random_number_selects_a_token_by_cumulative_probability():
 
 
 def test_tokens_removed_by_filters_are_never_sampled():
-    """Sums over 152k float32 probabilities have an error of 1e-6, but sums over integer units are exact."""
+    """Cumulative sums of 152k float32 probabilities are off by 1e-6, but sums of integers are exact."""
     probs = torch.rand(151_936, generator=torch.Generator().manual_seed(0))
     probs[::3] = 0
     probs[-1000:] = 0

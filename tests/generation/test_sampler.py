@@ -1,4 +1,4 @@
-"""Test the Sampler: random keys, the end of completions, decode steps, and a frozen tower's embeddings."""
+"""Test the Sampler class: random keys, ends of completions, decode steps and embeddings of a frozen tower."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ KEYS = ["a", "b", "c", "d", "e"]
 
 @pytest.fixture
 def sampler(tokenizer_300):
-    """Return a function that creates a Sampler for a model, world and gather_weights."""
+    """Return a function that creates a Sampler."""
 
     def sampler(model=None, world=ONE, gather_weights=True, keeps_vision=False, **values):
         processor = Processor(tokenizer_300, ImageProcessor())
@@ -40,7 +40,7 @@ def sampler(tokenizer_300):
 
 
 def sample_pairs(sampler, keys=KEYS):
-    """Sample two completions for each key's prompt."""
+    """Sample two completions for the prompt of each key."""
     rows = prompts(5)
     return ids_of(sampler([rows[KEYS.index(key)] for key in keys], 2, keys))
 
@@ -51,7 +51,6 @@ def sample_pairs(sampler, keys=KEYS):
     {"captured": True},
 ], ids=str)  # fmt: skip
 def test_samples_depend_only_on_keys(sampler, values):
-    """Samples do not depend on the prompts' order or count, or on how many prompts are computed together."""
     captured = values.pop("captured", False)
     own = sampler(tiny.model(dtype=torch.float64), **values)
     own.captured = captured
@@ -60,13 +59,13 @@ def test_samples_depend_only_on_keys(sampler, values):
         assert sample_pairs(own, keys) == [ids for key in keys for ids in each[key]]
     others = ids_of(own(prompts(5), 2, [f"{key}2" for key in KEYS]))
     assert others != sample_pairs(own)
-    for stop in values.get("stop_strings", ()):  # more than one completion ends with the string
+    for stop in values.get("stop_strings", ()):  # more than one completion ends with the stop string
         assert sum(stop in own.processor.tokenizer.decode(ids[-1:]) for pair in each.values() for ids in pair) > 1
         assert not any(stop in own.processor.tokenizer.decode(ids[:-1]) for pair in each.values() for ids in pair)
 
 
 def test_stop_strings_get_the_prompt_of_each_completion(sampler, monkeypatch):
-    """A stop string may begin in the prompt."""
+    """A stop string may begin in the prompt and end in the completion."""
     given = []
     monkeypatch.setattr(stop_strings, "StopStrings", lambda *inputs: given.extend(inputs[2]) or StopStrings(*inputs))
     sample_pairs(sampler(stop_strings=["a"]))
@@ -93,7 +92,7 @@ def test_the_largest_stop_token_must_be_in_the_vocabulary(sampler):
 
 @pytest.fixture
 def decodes(monkeypatch):
-    """Record each decode step's class, and whether the model's weights are sharded."""
+    """Return a list of the class of each decode step, and whether its model has sharded weights."""
     seen, original = [], Decode.__call__
 
     def call(self, model, *inputs):
@@ -114,7 +113,7 @@ def test_the_option_cuda_graph_selects_the_decode_step(sampler, decodes, graph, 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("gather_weights", "captured"), [(True, True), (True, False), (False, False)])
 def test_sharded_weights_sample_the_same_tokens(sampler, decodes, gather_weights, captured):
-    """Weights are gathered fully, into a model without hooks, which a graph needs, or layer by layer."""
+    """A CUDA graph needs weights that are gathered into a model without hooks."""
     own = sampler(sharded_model(), ONE, gather_weights)
     own.captured = captured
     found = sample_pairs(own)
@@ -131,7 +130,7 @@ FROZEN = "--model.freeze=[vision, merger]"
     ("qwen3_vl", Qwen3VisionTransformer, []),
 ], ids=["twice", "pieces", "Qwen3-VL, whose decoder's first layers see more of it"])  # fmt: skip
 def test_a_frozen_tower_encodes_each_image_once_per_rollout(stage, monkeypatch, model, tower, more):
-    """Sampler, reference and policy share the embeddings; metrics and weights are unchanged in float64."""
+    """The sampler, the reference model and the policy share the embeddings of an image."""
     seen, forward = [], tower.forward
     monkeypatch.setattr(tower, "forward", lambda self, x, grid: seen.append(len(x)) or forward(self, x, grid))
     run = stage("grpo", "--grpo.beta=0.1", FROZEN, *more, model=model)
@@ -190,7 +189,7 @@ def engine_file(tmp_path):
 
 
 def test_a_custom_engine_samples_rollouts(stage, engine_file):
-    """The engine wraps the native sampler, so steps are equal. Its `check` is called before a model is loaded."""
+    """The custom engine wraps the native sampler, so the steps of both runs are equal."""
     option = f"--sampling.engine={engine_file}:Counting"
     expected = stage("grpo").go(2)
     run = stage("grpo", option)

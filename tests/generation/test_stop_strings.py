@@ -1,4 +1,4 @@
-"""Compare stop strings with transformers' StopStringCriteria and with the decoded text."""
+"""Compare stop strings with StopStringCriteria of transformers and with the decoded text."""
 
 import pytest
 import torch
@@ -11,12 +11,12 @@ TEXTS = ["the cat sat on the mat </answer> <answer>a cat</answer>", "naïve caf�
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Return a tokenizer with bytes, merges up to whole words, and control tokens."""
+    """Return a tokenizer with single bytes, parts of words, whole words and control tokens."""
     return train_tokenizer(TEXTS, vocab_size=330)
 
 
 def test_token_bytes_decode_like_the_tokenizer(tokenizer):
-    """Test random ids: incomplete characters, control tokens, and ids without a token."""
+    """Random ids include incomplete characters, control tokens and ids without a token."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
         ids = torch.randint(0, len(tokenizer) + 5, (12,), generator=generator).tolist()
@@ -29,7 +29,7 @@ def test_token_bytes_decode_like_the_tokenizer(tokenizer):
     "strings", [["e"], ["t <", "é"], ["q", "the cat"], ["<|im_end|>"], [" t", "tt", "aa", "<<", "\n"]], ids=str
 )
 def test_completions_end_where_transformers_stops(tokenizer, strings, transformers):
-    """Check random token sequences that consist of the strings' pieces, after every token."""
+    """Check after each token of random sequences that consist of pieces of the stop strings."""
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend)
     criteria = transformers.generation.stopping_criteria.StopStringCriteria(theirs, strings)
     known = {i: token_bytes(tokenizer, i) for i in range(len(tokenizer))}
@@ -38,7 +38,7 @@ def test_completions_end_where_transformers_stops(tokenizer, strings, transforme
     pool = torch.tensor(pieces * 4 + near + [len(tokenizer), len(tokenizer) + 9])
     generator = torch.Generator().manual_seed(0)
     ids = pool[torch.randint(0, len(pool), (1000, 30), generator=generator)]
-    for row in range(0, 1000, 3):  # insert some whole strings, because long ones are rare by chance
+    for row in range(0, 1000, 3):  # insert some whole stop strings, because long ones are rare by chance
         whole = torch.tensor(tokenizer.encode(strings[row % len(strings)]))
         ids[row, 3 + row % 10 :][: len(whole)] = whole
     prompt = 5

@@ -1,4 +1,4 @@
-"""Test the choice between torch and Triton: with and without Triton, a GPU, the interpreter and MINIVLMRL_KERNELS."""
+"""Test whether torch or Triton computes, by installation, GPU, interpreter and MINIVLMRL_KERNELS."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ def backend_for(tensor):
 
 
 class OnGPU:
-    """Stand-in for a tensor on a GPU, with the attributes that backend_for reads."""
+    """Stand in for a tensor on a GPU, with the attributes that backend_for reads."""
 
     def __init__(self, dtype=torch.bfloat16, device="cuda:0"):
         self.device = torch.device(device)
@@ -29,7 +29,7 @@ class OnGPU:
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
-    """Unset MINIVLMRL_KERNELS, and pretend that Triton can compile and that the GPU is an H200 with right kernels."""
+    """Unset MINIVLMRL_KERNELS, and simulate a GPU with compute capability 9.0 and right kernels."""
     monkeypatch.delenv("MINIVLMRL_KERNELS", raising=False)
     monkeypatch.setattr(verdicts, "rejected_kernels", lambda index, kernels: {})
     monkeypatch.setattr(backend, "INSTALLED", True)
@@ -47,7 +47,6 @@ def test_the_device_decides():
 
 
 def test_old_cards_and_missing_triton_stay_with_torch(monkeypatch):
-    """The warning in auto mode does not recommend auto mode; only the error in the mode triton does."""
     reasons = "PyTorch replaces a Triton kernel and is slower, because "
 
     def warning_and_error():
@@ -72,7 +71,7 @@ def test_old_cards_and_missing_triton_stay_with_torch(monkeypatch):
 
 
 def test_without_a_compiler_torch_computes_and_says_so_once(monkeypatch, recwarn):
-    """Triton fails here because there is no driver. On a machine without gcc, it fails in the same line."""
+    """Without a GPU driver, Triton fails in the same line of code as without gcc."""
     monkeypatch.undo()
     monkeypatch.setattr(backend, "triton", pytest.importorskip("triton"))
     probe = backend._compiler_obstacle
@@ -112,13 +111,13 @@ def test_the_variable_overrides(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED or not INSTALLED, reason="this is the parent, and Triton must be installed")
 def test_all_kernels_in_the_interpreter():
-    """All kernels are tested in one process, because it takes long to start."""
+    """All kernels are tested in one process, because an interpreting process takes long to start."""
     run_interpreted(*KERNELS, "self_test")
 
 
 @pytest.mark.slow
 def test_the_model_computes_where_triton_is_not_installed():
-    """sys.modules["triton"] = None makes `import triton` fail, as if Triton was not installed."""
+    """With sys.modules["triton"] = None, `import triton` fails as if Triton was not installed."""
     code = """
 import sys
 sys.modules["triton"] = None

@@ -1,4 +1,4 @@
-"""Compare attention for new tokens, interpreted by test_backend.py, with the formula and DecodeAttention in torch."""
+"""Compare the decode attention kernel with its formula; test_backend.py runs this file in the interpreter."""
 
 import pytest
 import torch
@@ -7,13 +7,13 @@ from minivlmrl.kernels import decode_attention as module
 from minivlmrl.kernels.decode_attention import decode_attention, fits
 from tests.helpers.interpreter import INTERPRETED
 
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 3e-3}  # relative to the norm
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 3e-3}  # relative to the norm of the float64 result
 DEVICE = "cpu" if INTERPRETED else "cuda"
 runs = (lambda test: test) if INTERPRETED else pytest.mark.gpu  # a compiled kernel needs a GPU
-CASES = [  # heads, key heads, head_dim; prompt lengths, rows per prompt; own keys, written own keys
-    (16, 2, 128, [70, 33, 1], 2, 40, 17), (28, 4, 128, [40, 37], 3, 33, 33),  # 3B, 7B
-    (16, 2, 128, [33], 9, 5, 1), (8, 2, 256, [20, 35], 2, 70, 40),  # two query tiles; Qwen3.5
-    (4, 4, 16, [3, 0, 64], 1, 32, 3), (4, 2, 64, [0, 0], 3, 9, 9),  # no prompt
+CASES = [  # query heads, key heads, head_dim; prompt lengths, rows per prompt; key slots of a row, used key slots
+    (16, 2, 128, [70, 33, 1], 2, 40, 17), (28, 4, 128, [40, 37], 3, 33, 33),  # Qwen2.5-VL 3B and 7B
+    (16, 2, 128, [33], 9, 5, 1), (8, 2, 256, [20, 35], 2, 70, 40),  # two query tiles; head_dim of Qwen3.5
+    (4, 4, 16, [3, 0, 64], 1, 32, 3), (4, 2, 64, [0, 0], 3, 9, 9),  # empty prompts
 ]  # fmt: skip
 
 
@@ -29,7 +29,7 @@ def numbers(*shape, dtype=torch.float64):
 def test_on_a_gpu_or_interpreted_it_is_the_softmax_of_each_row(
     monkeypatch, H, K, D, prompts, slots, C, own, dtype, programs
 ):
-    """Divide the keys into many parts and into few. Masked keys have large values, so a missing mask is noticed."""
+    """Masked keys have the value 99, so that a missing mask changes the result."""
     if DEVICE == "cuda" and dtype == torch.float32:
         pytest.skip("a card has no registers for it")
     monkeypatch.setattr(module, "PROGRAMS", programs)
@@ -37,7 +37,7 @@ def test_on_a_gpu_or_interpreted_it_is_the_softmax_of_each_row(
     P = max(prompts)
     R = B * slots
     q, *keys = (numbers(*shape, dtype=dtype) for shape in ((R, H, D), *[(B, K, P, D)] * 2, *[(R, K, C, D)] * 2))
-    there = (own - torch.arange(R) % 3).clamp(min=1)  # each row's own keys
+    there = (own - torch.arange(R) % 3).clamp(min=1)  # the keys of each row after its prompt
     hidden = [torch.arange(P) >= torch.tensor(prompts)[:, None], torch.arange(C) >= there[:, None]]
     masks = [torch.zeros(unseen.shape, dtype=dtype).masked_fill(unseen, float("-inf")) for unseen in hidden]
     for x, unseen in zip(keys, (hidden[0], hidden[0], hidden[1], hidden[1]), strict=True):
@@ -48,7 +48,7 @@ def test_on_a_gpu_or_interpreted_it_is_the_softmax_of_each_row(
     found = decode_attention(*given).cpu()
 
     def joined(prompt_keys, num_row_keys):
-        """Join the prompt's keys and each row's own keys: (R, H, P + C, D)."""
+        """Return prompt keys and row keys together: (rows, heads, prompt keys + row keys, head_dim)."""
         keys = torch.cat([prompt_keys.repeat_interleave(slots, 0), num_row_keys], 2)
         return keys.double().repeat_interleave(H // K, 1)
 
@@ -61,6 +61,6 @@ def test_on_a_gpu_or_interpreted_it_is_the_softmax_of_each_row(
 
 
 def test_which_queries_it_takes():
-    """Queries with other head dimensions, in float64 or on a CPU are computed in torch."""
+    """The kernel takes no float64 and no head_dim of 24, and needs a GPU or the interpreter."""
     assert fits(numbers(1, 4, 16, dtype=torch.float32)) == INTERPRETED
     assert not fits(numbers(1, 4, 24, dtype=torch.float32)) and not fits(numbers(1, 4, 16))

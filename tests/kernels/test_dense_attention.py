@@ -1,4 +1,4 @@
-"""Compare all dense attention forms with the formula; test_attention.py and test_decoder.py test gathered rows."""
+"""Compare dense attention with its formula; test_attention.py and test_decoder.py test gathered rows."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.helpers.pretend_cuda import CUDA, PretendCuda
 
 @pytest.mark.parametrize(("L", "T"), [(5, 5), (5, 12), (1, 9), (40, 150)])
 def test_causal_attention_sees_up_to_the_lower_right(L, T):
-    """Compare both paths with the formula in float64: the step-by-step path, and the fused kernel (150 keys)."""
+    """Attention to 150 keys takes the fused kernel, and to fewer keys the step-by-step path."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 6, L, 8, generator=generator, dtype=torch.float64)
     k, v = (torch.randn(2, 3, T, 8, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -24,10 +24,7 @@ def test_causal_attention_sees_up_to_the_lower_right(L, T):
 
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0)])
 def test_no_kernel_stores_scores_on_a_gpu(capability, monkeypatch):
-    """Before 8.0, SDPA computes bfloat16 in float32, whose kernel needs as many key heads as query heads.
-
-    The kernel also takes no key heads that several query heads share, and no mask that is as large as the scores.
-    """
+    """Below compute capability 8.0, SDPA stores no scores only for float32, equal head counts and no mask."""
     calls = []
 
     def attention(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False):

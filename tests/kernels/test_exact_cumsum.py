@@ -1,4 +1,4 @@
-"""Tests that cumulative sums in blocks equal torch's cumsum, and that a GPU never sums a long row."""
+"""Test that cumulative sums in blocks equal torch's cumsum, and that no long row is summed at once."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from minivlmrl.kernels.exact_cumsum import BLOCK, running_sum
 
 
 class Lengths(TorchDispatchMode):
-    """Dispatch mode that records each cumulative sum's length."""
+    """Record the length of each cumulative sum."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -19,7 +19,6 @@ class Lengths(TorchDispatchMode):
 
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, 1000, 151_936])
 def test_sums_by_blocks_are_those_of_one_pass(length):
-    """The integers are too large for exact sums in float64."""
     x = torch.randint(2**52 // length, (5, length), generator=torch.Generator().manual_seed(length))
     with Lengths() as sums:
         found = running_sum(x)

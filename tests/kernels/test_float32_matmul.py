@@ -1,4 +1,4 @@
-"""Test bfloat16 products in float32. On a GPU, PyTorch computes them; without a GPU, only its arguments are tested."""
+"""Test products of bfloat16 matrices with float32 results. Without a GPU, only PyTorch's arguments are tested."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
-"""Compare the paths in kernels/ that only a GPU takes, on pretend_cuda.py's simulated GPU, with float64 on the CPU.
+"""Compare the GPU paths of kernels/ on a simulated GPU with float64 on the CPU.
 
-The operators that only CUDA has are computed by their definition, see cuda_operators.py. So these tests find wrong
-arguments, shapes, dtypes, masks and factors, but no mistakes in CUDA's kernels.
+Operators that only CUDA has are computed by their definition (cuda_operators.py). So the tests find wrong arguments,
+shapes, dtypes, masks and factors, but no mistakes in CUDA's own kernels.
 """
 
 from types import SimpleNamespace
@@ -24,12 +24,12 @@ from tests.helpers.cuda_operators import CUDA_OPERATORS
 from tests.helpers.pretend_cuda import CUDA, Pretend, PretendCuda
 
 FLASH = "aten::_scaled_dot_product_flash_attention"
-TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-6}  # relative to the norm
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-6}  # relative to the norm of the float64 result
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Return the names of called CUDA_OPERATORS. Their tensors must have 16 bits."""
+    """Return a list of the CUDA operators that are called, and assert that the operators get 16-bit tensors."""
     names = []
 
     def recorded(operator, function):
@@ -47,7 +47,7 @@ def calls(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def flash_attention_of_a_gpu(monkeypatch):
-    """Support flash attention as on an H100: for 16-bit tensors whose head dimension is a multiple of 8."""
+    """Support flash attention as an H100 does: for 16-bit tensors whose head dimension is a multiple of 8."""
     monkeypatch.setattr(dense_module, "SDPAParams", lambda q, *_: SimpleNamespace(query=q))
     can_use = lambda params: params.query.element_size() == 2 and params.query.shape[-1] % 8 == 0  # noqa: E731
     monkeypatch.setattr(dense_module, "can_use_flash_attention", can_use)
@@ -59,7 +59,7 @@ def random(*shape, seed=0, dtype=torch.bfloat16):
 
 
 def assert_equals_cpu(function, inputs):
-    """Compare values and gradients on the simulated GPU with float64 on the CPU. Return the simulated GPU."""
+    """Compare values and gradients on the simulated GPU with float64 on the CPU, and return the simulated GPU."""
     exact = [x.double().requires_grad_() for x in inputs]
     expected = function(*exact)
     upstream = random(*expected.shape, seed=9, dtype=inputs[0].dtype)
@@ -78,7 +78,7 @@ def assert_equals_cpu(function, inputs):
 @pytest.mark.parametrize(("L", "T"), [(9, 9), (4, 11)])
 @pytest.mark.parametrize(("dtype", "D"), [(torch.bfloat16, 16), (torch.bfloat16, 12), (torch.float32, 16)], ids=str)
 def test_dense_attention(calls, dtype, D, L, T):
-    """Flash attention runs in 16 bits if 8 divides the head dimension. The last query attends to the last key."""
+    """Flash attention takes 16-bit tensors whose head dimension is a multiple of 8."""
     inputs = [random(2, heads, length, D, seed=heads, dtype=dtype) for heads, length in ((6, L), (3, T), (3, T))]
     assert_equals_cpu(lambda q, k, v: dense_attention(q, k, v, is_causal=True), inputs)
     assert (calls == [FLASH, f"{FLASH}_backward"]) == (dtype == torch.bfloat16 and D == 16)
@@ -86,7 +86,7 @@ def test_dense_attention(calls, dtype, D, L, T):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_completion_attention(calls, dtype):
-    """In 16 bits flash attention runs twice, so no prompt key is copied. In float32 the keys are copied."""
+    """Two calls of flash attention make a copy of the prompt keys unnecessary, but need 16-bit tensors."""
     shapes = (5, 4, 6, 16), (5, 2, 6, 16), (5, 2, 6, 16), (2, 2, 9, 16), (2, 2, 9, 16)
     inputs = [random(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes)]
 
@@ -99,7 +99,6 @@ def test_completion_attention(calls, dtype):
 
 @pytest.mark.parametrize(("shape", "given"), [((), False), ((), True), ((2, 3), False)], ids=str)
 def test_products_with_float32_results(calls, shape, given):
-    """The result is not rounded to bfloat16. The function can write the result into given memory."""
     a, b = random(*shape, 5, 16), random(*shape, 16, 7, seed=1)
     with PretendCuda():
         out = torch.empty(5, 7, device=CUDA) if given else None
@@ -110,7 +109,7 @@ def test_products_with_float32_results(calls, shape, given):
 
 
 def test_linear_log_softmax(calls, monkeypatch):
-    """The head stays in bfloat16, a piece has GPU_ROWS rows, and the host does not count the rows with a gradient."""
+    """The host does not count rows with a gradient, because counting would wait for the GPU."""
     monkeypatch.setattr(logits_module, "GPU_ROWS", 2)
     ids = torch.tensor([3, 0, 11, 30, 7])
 
@@ -124,7 +123,7 @@ def test_linear_log_softmax(calls, monkeypatch):
 
 
 def test_rms_norm(monkeypatch):
-    """The GPU uses torch's fused RMSNorm, and the CPU our formulas."""
+    """A GPU computes torch's fused RMSNorm, and a CPU the formula of this project."""
     devices = []
     original = norm_module._normalize
     monkeypatch.setattr(norm_module, "_normalize", lambda x, *rest: (devices.append(x.device), original(x, *rest))[1])
@@ -138,7 +137,7 @@ def test_rms_norm(monkeypatch):
 
 
 def test_rows_are_gathered_by_an_index(monkeypatch):
-    """An index may occur several times. The GPU does not use the embedding, whose backward pass there can be wrong."""
+    """On a GPU, rows are not gathered by F.embedding, whose backward pass can be wrong there."""
     used = []
     monkeypatch.setattr(F, "embedding", lambda *x, original=F.embedding: (used.append(x[1].device), original(*x))[1])
     index = torch.tensor([[2, 0], [2, 2]])
@@ -147,7 +146,6 @@ def test_rows_are_gathered_by_an_index(monkeypatch):
 
 
 def test_nf4_is_unpacked_in_one_piece(monkeypatch):
-    """A CPU unpacks 4,096 blocks at a time, a GPU all blocks. The bits are the same."""
     pieces, original = set(), Tensor.take
     monkeypatch.setattr(Tensor, "take", lambda x, i: (pieces.add((i.device.type, len(i))), original(x, i))[1])
     packed = pack_nf4(random(4100, BLOCK, dtype=torch.float32))
@@ -168,7 +166,7 @@ def test_copies_to_the_gpu_are_pinned(monkeypatch):
 
 
 def test_memory_that_cannot_be_pinned_is_copied_without(monkeypatch):
-    """WSL has little memory to pin. A failure there says nothing about the GPU's memory."""
+    """WSL can pin little memory, so a failure there says nothing about the memory of the GPU."""
 
     def pin_memory(x):
         raise RuntimeError("CUDA error: out of memory")

@@ -1,4 +1,4 @@
-"""Compare log-probabilities by pieces with log_softmax on whole logits, in torch; test_backend.py interprets them."""
+"""Compare log-probabilities computed in pieces with log_softmax; test_backend.py runs the kernels interpreted."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from tests.helpers.interpreter import INTERPRETED
 only_torch = pytest.mark.skipif(INTERPRETED, reason="looks at PyTorch, not at the kernel")
 # the kernels compute in float32, the torch path in float64 for float64 inputs
 EXACT = torch.float32 if INTERPRETED else torch.float64
-ROWS, TILE = (26, 12) if INTERPRETED else (70, 24)  # the interpreter takes some milliseconds a row and tile
-# relative to the norm; in float32 products by tiles are rounded at other places than the whole product
+ROWS, TILE = (26, 12) if INTERPRETED else (70, 24)  # the interpreter takes some milliseconds for each row and tile
+# relative to the norm; in float32, a product by tiles is rounded at other places than a whole product
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 3e-3}
 
 
@@ -27,7 +27,7 @@ def inputs(rows=ROWS, vocab=31, width=8, dtype=EXACT):
 
 
 def exact(hidden, weight, ids, upstream, temperature, kept=None):
-    """Compute values and both gradients in float64, without rounding the logits."""
+    """Return log-probabilities, entropies and both gradients, all in float64 without rounded logits."""
     z = (hidden.detach().double() @ weight.detach().double().T).requires_grad_()
     log_p = (z / temperature if kept is None else (z / temperature).masked_fill(~kept, -1e30)).log_softmax(-1)
     logps = log_p.gather(-1, ids[:, None])[:, 0]
@@ -49,13 +49,13 @@ def assert_exact(actual, expected, tolerance):
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    """Divide ROWS rows and 31 ids into several pieces in both paths; the last piece is smaller."""
+    """Divide the rows and the 31 ids into several pieces, of which the last is smaller."""
     monkeypatch.setattr(kernel, "CHUNK_BYTES", 1)
     monkeypatch.setattr(kernel, "TILE", TILE)
 
 
 def test_tiles_of_few_rows_have_more_ids():
-    """Widths are multiples of 1,024, or the vocabulary; no tile has more logits than a tile with 4,096 rows."""
+    """No tile has more logits than a tile of 4,096 rows and 2,048 ids."""
     widths = {rows: kernel.tile_width(rows, 151936) for rows in (1, 1024, 1500, 2048, 3000, 4096)}
     assert widths == {1: 8192, 1024: 8192, 1500: 5120, 2048: 4096, 3000: 2048, 4096: 2048}
     assert kernel.tile_width(1024, 5000) == 5000
@@ -87,7 +87,7 @@ def test_values_and_gradients_equal_whole_logits(small_pieces, temperature, dtyp
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.9])
 def test_a_sampling_mask_leaves_out_ids(small_pieces, share):
-    """For some rows, the mask allows only the chosen id."""
+    """With a share of 0, the sampling mask allows only the chosen id."""
     hidden, weight, ids, upstream = inputs()
     upstream[:, ::3] = 0
     kept = torch.rand(ROWS, 31, generator=torch.Generator().manual_seed(1)) < share
@@ -115,7 +115,6 @@ def test_no_row_has_a_gradient_and_there_are_no_rows():
 
 @pytest.mark.parametrize("frozen", [0, 1], ids=["states", "head"])
 def test_what_needs_no_gradient_gets_none(frozen):
-    """Either the head is frozen, as with LoRA, or the hidden states are."""
     hidden, weight, ids, upstream = inputs(rows=5)
     expected = exact(hidden, weight, ids, upstream, 1.0)[3 - frozen]
     pair = [hidden, weight]
@@ -127,7 +126,7 @@ def test_what_needs_no_gradient_gets_none(frozen):
 
 @only_torch
 def test_no_piece_of_logits_exceeds_the_bound(monkeypatch):
-    """256 rows with 31 logits; with Qwen2.5-VL's vocabulary 32 rows, which take 19 MB in float32."""
+    """A piece has 256 rows of 31 logits, or 32 rows with Qwen2.5-VL's vocabulary, which take 19 MB in float32."""
     sizes = []
     original = kernel.float32_matmul
     monkeypatch.setattr(

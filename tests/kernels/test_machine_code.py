@@ -20,9 +20,9 @@ MAX_SHARED = {"80": 166912, "86": 101376, "89": 101376, "90": 232448, "100": 232
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", MAX_SHARED)
 def test_the_installed_compiler_builds_good_kernels(arch):
-    """No kernel spills or needs more shared memory than its card has; each moves 16 bytes at once."""
+    """Good machine code spills no registers, fits into shared memory and moves 16 bytes at once."""
     pytest.importorskip("triton")
-    # in a process of its own, because the tests run Triton's interpreter
+    # in a process of its own, because the tests run in Triton's interpreter
     compiling = {name: x for name, x in os.environ.items() if name not in ("TRITON_INTERPRET", "MINIVLMRL_KERNELS")}
     command = [sys.executable, ROOT / "tests" / "helpers" / "kernel_builds.py", arch]
     builds = json.loads(subprocess.run(command, env=compiling, check=True, stdout=subprocess.PIPE, text=True).stdout)
@@ -36,7 +36,7 @@ def test_the_installed_compiler_builds_good_kernels(arch):
 
 
 def test_every_launch_chooses_the_fusion_of_multiply_and_add():
-    """Without the option, results would change with Triton's default, which is true up to 3.9 and then false."""
+    """Triton's default of enable_fp_fusion is true up to 3.9 and false afterwards, which would change results."""
     launches = []
     for path in sorted((ROOT / "kernels").glob("*.py")):
         for call in ast.walk(ast.parse(path.read_text())):

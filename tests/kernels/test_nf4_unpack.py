@@ -1,4 +1,4 @@
-"""Compare 4-bit weights, unpacked in Triton's interpreter by test_backend.py, with the torch path bit by bit."""
+"""Compare 4-bit weights unpacked by the kernel and by torch bit by bit; test_backend.py interprets the kernel."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.helpers import interpreter  # noqa: F401 (mends bfloat16)
     ((1, 3), torch.bfloat16), ((64, 96), torch.float32), ((130, 70), torch.float16), ((300, 512), torch.bfloat16),
 ], ids=str)  # fmt: skip
 def test_the_kernel_has_the_bits_of_torch(shape, dtype, monkeypatch):
-    """The cases include padded blocks, programs with fewer bytes, and more than 256 scales."""
+    """The shapes include padded blocks, partly filled programs and more than 256 scales."""
     packed = pack_nf4(0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(0)))
     found = unpack_nf4(**packed, dtype=dtype)
     monkeypatch.setenv("MINIVLMRL_KERNELS", "torch")

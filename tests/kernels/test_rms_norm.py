@@ -1,4 +1,4 @@
-"""RMSNorm against torch's, forward and backward."""
+"""Compare the forward and backward pass of RMSNorm with torch's RMSNorm."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Compare log-probabilities and entropies from logits with float64, in torch; test_backend.py interprets them."""
+"""Compare log-probabilities and entropies of logits with float64; test_backend.py interprets the kernels."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ DTYPES = [torch.float32, torch.bfloat16] + ([] if INTERPRETED else [torch.float6
 
 
 def inputs(rows, vocab, dtype=torch.float32, seed=0):
-    """Create random logits with standard deviation 3, and ids that begin with the first and end with the last id."""
+    """Return random logits of standard deviation 3, ids that include the first and the last, and upstream gradients."""
     generator = torch.Generator().manual_seed(seed)
     logits = (3 * torch.randn(rows, vocab, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
     ids = torch.randint(0, vocab, (rows,), generator=generator)
@@ -23,7 +23,7 @@ def inputs(rows, vocab, dtype=torch.float32, seed=0):
 
 
 def exact(logits, ids, temperature, upstream):
-    """Values and gradient in float64 from the formula."""
+    """Return log-probabilities, entropies and the gradient of the logits from the formulas in float64."""
     z = logits.detach().double().requires_grad_()
     log_p = (z / temperature).log_softmax(-1)
     logps = log_p.gather(-1, ids[:, None])[:, 0]
@@ -33,7 +33,7 @@ def exact(logits, ids, temperature, upstream):
 
 
 def ours(logits, ids, temperature, upstream):
-    """Values and gradient."""
+    """Return log-probabilities, entropies and the gradient of the logits."""
     z = logits.detach().requires_grad_()
     scored = kernel.selective_log_softmax(z, ids, temperature)
     loss = sum((x * weight).sum() for x, weight in zip(scored, upstream, strict=True) if weight is not None)
@@ -58,7 +58,7 @@ def test_values_and_gradient_are_those_of_float64(rows, vocab, temperature, dtyp
     actual = ours(logits, ids, temperature, upstream)
     assert actual[0].dtype == actual[1].dtype == torch.promote_types(dtype, torch.float32)
     assert actual[2].dtype == dtype
-    # in float64 the formula's own sum is rounded as much as ours
+    # in float64, the sum in the formula has rounding errors, too
     tolerance = TOLERANCE.get(dtype, (64 + vocab**0.5) * torch.finfo(torch.float64).eps)
     for mine, expected in zip(actual, exact(logits, ids, temperature, upstream), strict=True):
         assert error(mine, expected) < tolerance or expected.norm() == 0
@@ -74,7 +74,7 @@ def test_an_output_that_no_loss_uses_has_no_gradient(which):
 
 
 def test_forbidden_ids_have_no_probability_and_no_gradient():
-    """-inf, as samplers forbid ids; at the chosen id it makes the log-probability -inf."""
+    """Samplers forbid an id with the logit -inf."""
     logits, ids, upstream = inputs(3, 9000)
     logits.data[:, 10:9000:2] = float("-inf")
     ids[:] = torch.tensor([3, 8999, 12])
@@ -94,7 +94,7 @@ def test_nan_is_not_hidden():
 
 
 def test_rows_beyond_32_bit_offsets():
-    """Three rows 2^30 + 8 elements apart: the last begins after element 2^31. Nothing between them is touched."""
+    """Three rows lie 2^30 + 8 elements apart, so the last row begins after element 2^31."""
     apart, vocab = 2**30 + 8, 600
     memory = torch.empty(2 * apart + vocab, dtype=torch.bfloat16)  # takes 4 GB of address space, but no memory
     logits, ids, upstream = inputs(3, vocab, torch.bfloat16)

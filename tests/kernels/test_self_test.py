@@ -1,4 +1,4 @@
-"""Test kernels/self_test.py: its checks pass on a GPU and in the interpreter, and detect wrong kernels."""
+"""Test that the kernel self-test passes on a GPU and in the interpreter, and detects wrong kernels."""
 
 import math
 
@@ -28,7 +28,6 @@ def test_a_correct_kernel_passes(kernel, monkeypatch):
 
 @pytest.mark.slow
 def test_without_a_gpu_the_process_of_a_check_says_so(monkeypatch):
-    """The check runs in a process as on a GPU; in the interpreter, the same process returns a kernel's error."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     if INTERPRETED:
         assert 0 < check_kernel("cpu", "nf4_unpack") < LIMIT
@@ -36,7 +35,7 @@ def test_without_a_gpu_the_process_of_a_check_says_so(monkeypatch):
 
 
 def wrong_columns(x):
-    """Copy a result, with a quarter of its elements 10 % too large, which is a relative error of 5 % in the norm."""
+    """Return a copy in which a quarter of the columns is 10 % too large, an error of 5 % in the norm."""
     x = x.clone()
     x[..., : x.shape[-1] // 4] *= 1.1
     return x
@@ -57,7 +56,7 @@ class WrongGradient(torch.autograd.Function):
 def torch_paths(monkeypatch):
     """Replace the kernels by their torch paths, so that the checks run on a CPU without Triton, in float32."""
     monkeypatch.setattr(self_test, "DTYPE", torch.float32)
-    monkeypatch.setattr(self_test, "INTERPRETED", True)  # fewer rows
+    monkeypatch.setattr(self_test, "INTERPRETED", True)  # the checks then use fewer rows
     monkeypatch.setenv("MINIVLMRL_KERNELS", "torch")
 
 

@@ -1,4 +1,4 @@
-"""Test how rows are arranged by prompt, and each way to compute completions' attention."""
+"""Test how rows are arranged by prompt, and each way of computing the attention of completions."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from minivlmrl.kernels import shared_prefix
 from minivlmrl.kernels.dense_attention import dense_attention, flash_attention, flash_attention_backward
 from minivlmrl.kernels.shared_prefix import PromptSlots, completion_attention
 
-# each completion's prompt, query heads, key heads, prompt tokens, completion tokens, head dimension
+# prompt of each completion; query heads, key heads, prompt tokens, completion tokens, head dimension
 SIZES = [
     ([0, 0, 0], 4, 2, 7, 5, 8),
     ([0, 0, 1], 6, 3, 130, 70, 16),  # prompt 1 has an empty slot
@@ -20,7 +20,7 @@ SIZES = [
 
 
 def completions_and_prompts(prompt_index, H, K, P, C, D, dtype=torch.float64):
-    """Return random q, k, v, prompt_k, prompt_v and upstream gradient, and the completions' slots."""
+    """Return random q, k, v, prompt_k and prompt_v, the upstream gradient, and the prompt slots of completions."""
     R, B = len(prompt_index), max(prompt_index) + 1
     generator = torch.Generator().manual_seed(0)
     shapes = [(R, C, H, D), (R, C, K, D), (R, C, K, D), (B, P, K, D), (B, P, K, D), (R, C, H, D)]
@@ -29,7 +29,7 @@ def completions_and_prompts(prompt_index, H, K, P, C, D, dtype=torch.float64):
 
 
 def copied_attention(q, k, v, prompt_k, prompt_v, prompt_index):
-    """Compute the attention with a copy of the prompt's keys and values for each completion."""
+    """Compute attention with a copy of the prompt's keys and values for each completion."""
     k = torch.cat([prompt_k[prompt_index], k], dim=2)
     v = torch.cat([prompt_v[prompt_index], v], dim=2)
     return dense_attention(q, k, v, is_causal=True)
@@ -45,7 +45,7 @@ def way(request, monkeypatch):
 
 
 def assert_equals_copied_keys(sizes, dtype, tolerance, scale=1):
-    """Compare outputs and gradients with copied keys in float64, relative to their norm; `scale` multiplies q."""
+    """Compare outputs and gradients with float64 attention on copied keys; `scale` multiplies the queries."""
     inputs, upstream, slots = completions_and_prompts(*sizes, dtype=dtype)
     with torch.no_grad():
         inputs[0].mul_(scale)
@@ -66,22 +66,21 @@ def test_each_way_equals_attention_with_copied_keys(sizes, way):
 
 @pytest.mark.parametrize("sizes", [*SIZES[:4], ([0] * 8, 4, 1, 40, 600, 16)], ids=str)
 def test_each_way_in_bfloat16(sizes, way):
-    """The error in bfloat16 is a few times the rounding error 2^-9, also for gradients summed over 4,800 queries."""
+    """The tolerance is a few times the bfloat16 rounding error of 2^-9, also for sums over 4,800 queries."""
     assert_equals_copied_keys(sizes, torch.bfloat16, 6e-3)
 
 
 @pytest.mark.parametrize("way", ["written out", "joined"], indirect=True)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_sharp_scores_lose_no_digits_in_bfloat16(sizes, way):
-    """Nearly one-hot weights make small gradients, in which rounded outputs would cause errors of 98 %.
+    """Nearly one-hot attention weights have small gradients, in which rounded outputs would cause errors of 98 %.
 
-    PyTorch's fused kernel, which copied keys use, rounds its outputs.
+    Copied keys are left out, because PyTorch's fused kernel rounds its outputs.
     """
     assert_equals_copied_keys(sizes, torch.bfloat16, 6e-3, scale=30)
 
 
 def test_the_keys_of_a_prompt_are_not_copied(way):
-    """All tensors in the forward and backward pass are smaller than a copy of the keys for each completion."""
     inputs, upstream, slots = completions_and_prompts([0] * 8, 2, 2, 1000, 4, 16)
     with AllocationTracker([*inputs, upstream]) as tracker:
         torch.autograd.grad(completion_attention(*inputs, slots), inputs, upstream)
@@ -93,7 +92,7 @@ def test_the_keys_of_a_prompt_are_not_copied(way):
 
 
 def test_the_kernel_of_a_gpu_accepts_the_arguments():
-    """Call the GPU kernel with tensors that have shapes but no values."""
+    """Call the GPU kernel with fake tensors, which have shapes but no values."""
     with FakeTensorMode():
         q = torch.empty(6, 8, 50, 64, device="cuda", dtype=torch.bfloat16)
         k = torch.empty(6, 2, 50, 64, device="cuda", dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Test kernels/verdicts.py: kernels are checked once per setup, in processes, and wrong kernels are rejected.
+"""Test that kernels are checked once per setup, in processes of their own, and that wrong kernels are rejected.
 
 The GPU and the checking processes are stand-ins; test_self_test.py runs the real checks.
 """
@@ -29,7 +29,7 @@ if [ -f {folder}/$5 ]; then . {folder}/$5; else echo "$5 0.003"; fi
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch, tmp_path):
-    """Simulate a machine with H100 GPUs, on which a shell script replaces the checking processes."""
+    """Simulate a machine with H100 GPUs, on which a shell script replaces the processes that check kernels."""
     script = tmp_path / "python"
     script.write_text(STAND_IN.format(folder=tmp_path))
     script.chmod(0o755)
@@ -56,7 +56,7 @@ def new_process():
 
 
 def started(tmp_path) -> list[str]:
-    """Return the device and the kernel for each started check, sorted."""
+    """Return the device and the kernel of each started check, sorted."""
     path = tmp_path / "started"
     return sorted(path.read_text().splitlines()) if path.exists() else []
 
@@ -73,7 +73,7 @@ def test_kernels_are_checked_once_and_the_verdict_is_reused(tmp_path):
 
 
 def test_each_setup_has_its_own_verdict(tmp_path, monkeypatch, gpu):
-    """A host with other cards may share the home folder. TRITON_PTXAS_PATH selects another assembler."""
+    """Machines with different GPUs may share a home folder, and TRITON_PTXAS_PATH selects another assembler."""
     changes = [
         lambda: None,
         lambda: monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100"),
@@ -81,7 +81,7 @@ def test_each_setup_has_its_own_verdict(tmp_path, monkeypatch, gpu):
         lambda: monkeypatch.setattr(torch, "__version__", "3.0.0"),
         lambda: setattr(gpu, "__version__", "3.8.0"),
         lambda: monkeypatch.setenv("TRITON_PTXAS_PATH", "/opt/ptxas"),
-        lambda: monkeypatch.setattr(verdicts, "__file__", __file__),  # the kernels' source is another folder
+        lambda: monkeypatch.setattr(verdicts, "__file__", __file__),  # another folder with the source of the kernels
     ]
     for number, change in enumerate(changes, start=1):
         change()

@@ -1,5 +1,4 @@
-"""Attention inside segments against one masked attention over everything, in float64: in torch, and (by
-test_backend.py) through the Triton kernels in the interpreter."""
+"""Compare attention within segments with masked attention in float64; test_backend.py interprets the kernels."""
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from minivlmrl.kernels.window_attention import Segments, window_attention
 from tests.helpers.interpreter import INTERPRETED
 from tests.helpers.pretend_cuda import CUDA, PretendCuda
 
-# relative to the norm. The torch path rounds scores and weights to bfloat16, the kernels only weights.
+# relative to the norm; the torch path rounds scores and attention weights to bfloat16, the kernels only weights
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 3e-3}
 if not INTERPRETED:
     TOLERANCE |= {torch.float16: 3e-3, torch.bfloat16: 3e-2}
@@ -24,7 +23,7 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="calls a kernel: `pytes
 
 
 def make(lengths, heads, head_dim, dtype):
-    """Create q, k and v with three different strides. All adjacent values in memory are NaN."""
+    """Return q, k and v with three different strides; their neighbouring values in memory are NaN."""
     generator = torch.Generator().manual_seed(0)
     tensors = []
     for gap in (1, 2, 3):
@@ -35,14 +34,14 @@ def make(lengths, heads, head_dim, dtype):
 
 
 def masked_weights(q, k, lengths):
-    """softmax(q k^T D^-1/2) with a block-diagonal mask: (H, T, T)."""
+    """Return softmax(q k^T D^-1/2) under a block-diagonal mask, of shape (heads, tokens, tokens)."""
     block = torch.block_diag(*(torch.ones(n, n) for n in lengths)).bool()
     scores = torch.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5
     return scores.masked_fill(~block, float("-inf")).softmax(-1)
 
 
 def masked_attention(q, k, v, lengths, upstream=None):
-    """softmax(q k^T D^-1/2) v in float64 with a block-diagonal mask over all T tokens, and the three gradients."""
+    """Return softmax(q k^T D^-1/2) v in float64 under a block-diagonal mask, and the gradients of q, k and v."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     out = torch.einsum("hij,jhd->ihd", masked_weights(q, k, lengths), v)
     upstream = torch.ones_like(out) if upstream is None else upstream.double()
@@ -52,7 +51,7 @@ def masked_attention(q, k, v, lengths, upstream=None):
 def assert_close(actual, expected, dtype):
     assert actual.dtype == dtype
     difference = (actual.double() - expected).norm() / expected.norm()
-    assert difference <= TOLERANCE[dtype], f"{difference:.1e}"  # false for NaN too
+    assert difference <= TOLERANCE[dtype], f"{difference:.1e}"  # also false for NaN
 
 
 @pytest.mark.parametrize("dtype", [EXACT, torch.bfloat16], ids=str)
@@ -69,7 +68,7 @@ def test_equals_a_block_diagonal_mask(lengths, heads, head_dim, dtype, poisoned)
 
 @pytest.mark.parametrize("scale", [1e-4, 60.0])
 def test_flat_and_one_hot_weights(scale):
-    """All scores alike, and scores up to several hundred, where e^S itself is too large for float32."""
+    """With the scale 60, scores are several hundred, so their exponential is too large for float32."""
     q, k, v = make([16, 30], 2, 16, EXACT)
     q = q.detach() * scale
     assert_close(window_attention(q, k, v, Segments([16, 30])), masked_attention(q, k, v, [16, 30])[0], EXACT)
@@ -89,7 +88,7 @@ def test_short_runs_are_sorted_by_length_and_others_stay(monkeypatch):
     assert segments.runs == [(2, 2), (4, 8)]
     assert segments.order.tolist() == [4, 5, 0, 1, 2, 3, 6, 7, 8, 9]
     assert segments.order[segments.inverse].tolist() == list(range(10))
-    assert Segments([4, 4]).order is None and Segments([4, 2]).order is None  # nothing to gain
+    assert Segments([4, 4]).order is None and Segments([4, 2]).order is None  # sorting would save no call
     monkeypatch.setattr(module, "TOKENS_PER_CALL", 3)
     segments = Segments([4, 2, 4])
     assert segments.runs == [(4, 4), (2, 2), (4, 4)]
@@ -100,11 +99,11 @@ def test_short_runs_are_sorted_by_length_and_others_stay(monkeypatch):
 
 @pytest.fixture
 def varlen(monkeypatch):
-    """Simulate flash attention for segments, in float64; return the list of calls, "forward" or "backward"."""
+    """Simulate flash attention for segments in float64, and return the list of its calls, "forward" or "backward"."""
     calls = []
 
     def check(q, k, v, starts, k_starts, longest, k_longest, dropout, is_causal, **options):
-        """Check the kernel's requirements; return q, k and v in float64 and the segment lengths."""
+        """Check the requirements of the kernel, and return q, k and v in float64 and the segment lengths."""
         assert q.dtype == k.dtype == v.dtype and q.dtype in (torch.float16, torch.bfloat16)
         assert q.shape == k.shape == v.shape and q.shape[2] % 8 == 0
         assert q.stride(2) == k.stride(2) == v.stride(2) == 1
@@ -137,7 +136,7 @@ def varlen(monkeypatch):
     kernels.impl("_flash_attention_forward", forward, "CPU")
     kernels.impl("_flash_attention_backward", backward, "CPU")
     monkeypatch.setattr(dense_attention, "can_use_flash_attention", lambda params: True)
-    # without cuDNN, as in a run; torch 2.15 would call cuDNN on this card
+    # as in a run, exclude cuDNN attention, which torch 2.15 would call on the simulated GPU
     with PretendCuda(), sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         yield calls
     kernels._destroy()
@@ -146,7 +145,7 @@ def varlen(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("lengths", "heads", "head_dim"), [case for case in CASES if len(set(case[0])) > 1], ids=str)
 def test_windows_of_different_lengths_take_one_call_on_a_gpu(lengths, heads, head_dim, dtype, varlen):
-    """torch's varlen_attn computes windows that Triton does not compute."""
+    """Where Triton does not compute windows, torch's varlen_attn does."""
     inputs = [x.detach().to(CUDA).requires_grad_() for x in make(lengths, heads, head_dim, dtype)]
     out = window_attention(*inputs, Segments(lengths, CUDA))
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -174,7 +173,7 @@ def test_other_segments_take_one_call_for_each_run(name, varlen):
 
 @interpreted
 def test_the_operator_keeps_its_promises():
-    """Run torch's opcheck: schema, fake tensors, autograd registration and tracing."""
+    """Run torch's opcheck, which tests schema, fake tensors, autograd registration and tracing."""
     inputs = make([16, 3], 2, 16, torch.float32)
     cu_seqlens = Segments([16, 3]).cu_seqlens
     torch.library.opcheck(torch.ops.minivlmrl.window_attention.default, (*inputs, cu_seqlens, 16))
@@ -185,7 +184,7 @@ def test_the_operator_keeps_its_promises():
 
 @interpreted
 def test_rows_may_lie_beyond_2_to_the_31():
-    """Use the last of 2^27 rows of 16 numbers; the others are never touched, so they cost no memory."""
+    """Only the last 8 of 2^27 rows are used, so all other rows take no memory."""
     T = 2**27 + 8
     cu_seqlens = torch.tensor([T - 8, T], dtype=torch.int32)
     q, k, v, grad = (torch.empty(T, 1, 16, dtype=torch.bfloat16) for _ in range(4))

@@ -1,4 +1,4 @@
-"""Advantages by hand, and with completions that nobody could judge; against TRL: tests/parity."""
+"""Compare advantages with arithmetic by hand, also for completions without a reward; tests/parity has TRL."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_a_completion_nobody_could_judge_counts_for_nothing():
     lambda rewards, size: normalize_then_sum(rewards[:, None].expand(-1, 2), torch.tensor([1.0, 0.2]), size),
 ], ids=["group", "batch", "none", "rloo", "rloo normalized", "gdpo"])  # fmt: skip
 def test_equal_rewards_have_advantages_of_exactly_0(reward, advantages):
-    """The float32 mean of equal rewards can differ from them in the last bit, which AdamW turns into a full step."""
+    """The float32 mean of equal rewards can be off in the last bit, which AdamW turns into a full step."""
     rewards = torch.full((24,), reward)
     rewards[0] = NAN
     assert not advantages(rewards, 8).any()

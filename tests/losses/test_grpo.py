@@ -11,15 +11,15 @@ from minivlmrl.losses.ppo import token_rewards
 from tests.helpers.by_hand import OFF_POLICY, kl, loss_of, near, policy, tensor
 
 
-@pytest.mark.parametrize("loss_type, first, second", [  # the divisors of both rows
-    ("grpo", 2, 6),  # 2 rows, then the row's 1 or 3 tokens
+@pytest.mark.parametrize("loss_type, first, second", [  # divisor of the first and of the second row
+    ("grpo", 2, 6),  # 2 rows, then the 1 or 3 tokens of a row
     ("bnpo", 4, 4),  # 4 tokens
     ("dapo", 4, 4),
     ("dr_grpo", 20, 20),  # 2 rows of 10 tokens
     ("luspo", 2, 2),
 ])  # fmt: skip
 def test_clipped_losses(loss_type, first, second):
-    """The terms -min(r A, clip(r) A) are -1.2 | 0.8, 1, 1.1; the first two are clipped, so their gradient is 0."""
+    """The terms -min(r A, clip(r) A) are -1.2 in row 1, and 0.8, 1 and 1.1 in row 2; -1.2 and 0.8 are clipped."""
     loss, gradient, metrics = policy(*OFF_POLICY, loss_type=loss_type, max_completion_length=10)
     assert loss == near(-1.2 / first + (0.8 + 1.0 + 1.1) / second)
     assert gradient == near(0, 0, 1.0 / second, 1.1 / second)
@@ -41,7 +41,7 @@ def test_kl_estimators(estimator, value, gradient):
 
 @pytest.mark.parametrize("scale", [1e-2, 1e-3, 1e-4, 1e-5])
 def test_k3_is_exact_in_float32(scale):
-    """With d near 1e-4, d.exp() - d - 1 would have a negative mean, and a tenth of its values would be negative."""
+    """For log-ratios d near 1e-4, exp(d) - d - 1 in float32 would have a negative mean."""
     d = scale * torch.randn(20_000, generator=torch.Generator().manual_seed(0))
     k3 = kl_term(torch.zeros_like(d), d, "k3")
     exact = kl_term(torch.zeros_like(d).double(), d.double(), "k3")
@@ -53,7 +53,7 @@ def test_k3_is_exact_in_float32(scale):
 
 @pytest.mark.parametrize("loss_type", AVERAGES)
 def test_a_batch_of_one_token_has_the_mean_of_two_such_batches(loss_type):
-    """Loss and metrics are means, so a divisor clamped to at least 2 would halve the single token's values."""
+    """Loss and metrics are means, so a divisor clamped to at least 2 would halve the values of a single token."""
     options = {"loss_type": loss_type, "max_completion_length": 3, "beta": 0.1}
     options |= {"top_entropy_quantile": 0.5, "entropy_coef": 0.2}
 
@@ -85,7 +85,7 @@ def test_a_batch_without_tokens_has_the_loss_0(loss_type, level):
 
 
 def test_bounds_may_be_zero_equal_or_infinite():
-    """Ratios 1.5 and 0.5 with advantages 1 and -1: clipped at 1 without a range, not clipped at infinite bounds."""
+    """Ratios 1.5 and 0.5 are clipped to 1 by an epsilon of 0, and not clipped by an infinite epsilon."""
     ratios, advantages = [[1.5], [0.5]], [1.0, -1.0]
     for low, high, expected in ((0.0, 0.0, 0.0), (0.0, 0.3, (-1.3 + 1.0) / 2), (0.3, 0.3, (-1.3 + 0.7) / 2)):
         assert policy(ratios, advantages, epsilon_low=low, epsilon_high=high)[0] == near(expected)

@@ -1,4 +1,4 @@
-"""Compare the other policy-gradient losses with arithmetic done by hand; tests/parity compares with TRL."""
+"""Compare variants of the policy-gradient loss with arithmetic by hand; tests/parity compares with TRL."""
 
 import inspect
 import math
@@ -26,7 +26,7 @@ NAN = float("nan")
 
 
 def test_options_have_the_names_and_defaults_of_trl(trl):
-    """Exceptions: tensors, epsilon (here epsilon_low), and the KL estimator, which TRL does not have."""
+    """TRL names epsilon_low epsilon, and has no option for the KL estimator."""
     tensors = {"old_per_token_logps", "ref_per_token_logps", "token_weights", "normalizer"}
     theirs = {field.name: field.default for field in fields(trl.GRPOConfig)}
     theirs |= {"epsilon_low": theirs["epsilon"], "epsilon_high": theirs["epsilon"]}
@@ -42,7 +42,7 @@ def test_options_have_the_names_and_defaults_of_trl(trl):
     (RewardModelOptions, reward_loss, 1),
 ])  # fmt: skip
 def test_a_recipe_and_a_call_from_python_have_the_same_defaults(section, loss, number):
-    """A run does not depend on a signature's defaults, because its trainer passes all options in its section."""
+    """A trainer passes all options of its section, so a run never uses the defaults of a signature."""
     options = loss_arguments(section(), loss)
     assert len(options) == number
     defaults = {name: p.default for name, p in inspect.signature(loss).parameters.items() if name in options}
@@ -52,7 +52,7 @@ def test_a_recipe_and_a_call_from_python_have_the_same_defaults(section, loss, n
 
 
 def test_gspo_token_gives_each_token_its_own_advantage():
-    """Sequence ratio e^0.1 for both tokens, advantages 1 and -0.5: the gradients are -e^0.1 A_t / 2."""
+    """Both tokens have the sequence ratio e^0.1, so the gradient of a token with advantage A is -e^0.1 A / 2."""
     options = {"loss_type": "grpo", "importance_sampling_level": "sequence_token"}
     loss, gradient, _ = policy([[exp(0.3), exp(-0.1)]], [[1.0, -0.5]], **options)
     assert loss == near(-exp(0.1) * 0.5 / 2) and gradient == near(-exp(0.1) / 2, 0.5 * exp(0.1) / 2)
@@ -61,7 +61,7 @@ def test_gspo_token_gives_each_token_its_own_advantage():
 @pytest.mark.parametrize("straight_through", [False, True])
 @pytest.mark.parametrize("estimator", ("k1", "k2", "k3"))
 def test_the_correction_gives_every_estimator_the_gradient_of_the_kl_off_policy_too(estimator, straight_through):
-    """Each of three tokens in a vocabulary, weighted with the old policy's probability, is a separate row."""
+    """Each token of a vocabulary of three is a row, weighted with its probability under the old policy."""
     logits, ref = tensor(0.3, -0.5, 1.1).requires_grad_(), tensor(0.2, 0.5, 0.3).log()
     logps, old = logits.log_softmax(0), tensor(0.5, 0.3, 0.2).log()
     losses = [
@@ -79,13 +79,13 @@ def test_the_correction_gives_every_estimator_the_gradient_of_the_kl_off_policy_
     assert found.tolist() == near(*expected.tolist())
 
 
-# masks, weights and the entropy bonus: ratio 1, advantage 1, so each term is -1 and its gradient -1 / tokens
+# all ratios and advantages are 1, so each term of the loss is -1
 ENTROPIES = tensor([0.1, 0.2, 0.3, 0.4])
 
 
 @pytest.mark.parametrize("options", [
     {"top_entropy_quantile": 0.7},  # the quantile lies between the first and the second entropy
-    {"top_entropy_quantile": 0.5, "entropy_threshold": 0.15},  # a given threshold goes before the batch's own
+    {"top_entropy_quantile": 0.5, "entropy_threshold": 0.15},  # a given threshold replaces the quantile of the batch
     {"top_entropy_quantile": 0.5, "entropy_threshold": 0.2},  # a token at the threshold is kept
 ], ids=str)  # fmt: skip
 def test_tokens_of_high_entropy(options):
@@ -93,7 +93,7 @@ def test_tokens_of_high_entropy(options):
 
 
 def test_a_completion_at_the_off_policy_threshold_is_kept():
-    """The policy is 0.5 nats less likely than the sampler at each token."""
+    """Each token is 0.5 nats less likely under the policy than under the sampler."""
     logps, sampler = tensor([-1.0, -1.0]), tensor([-0.5, -0.5])
     for threshold, kept in ((0.5, 1), (0.4375, 0)):
         mask = off_policy_mask(logps, sampler, tensor(-1.0), torch.ones(1, 2), threshold)
@@ -105,13 +105,13 @@ def test_no_tokens_have_an_infinite_entropy_threshold():
 
 
 def test_the_default_correction_masks_rows_over_three():
-    """The ratio products over two tokens are 4 and 2.9."""
+    """The products of the token ratios are 4 and 2.9."""
     ratio = rollout_importance_ratio(tensor([log(2), log(2)], [log(2.9), 0.0]), torch.zeros(2, 2), torch.ones(2, 2))
     assert ratio.flatten().tolist() == near(0.0, 2.9)
 
 
 def test_the_entropy_bonus_without_its_count_depends_on_how_a_step_is_split():
-    """Entropies 1 | 0, 0, 0 in rows with 1 and 3 tokens: the token mean is 1 / 4, but the mean of row means 1 / 2."""
+    """Rows with the entropies (1) and (0, 0, 0) have a token mean of 1/4, but a mean of row means of 1/2."""
     rows, mask = tensor([1.0, 0.0, 0.0], [0.0, 0.0, 0.0]), tensor([1.0, 0.0, 0.0], [1.0, 1.0, 1.0])
 
     def bonus(part, **totals):

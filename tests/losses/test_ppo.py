@@ -1,4 +1,4 @@
-"""Compare PPO's loss and advantages with arithmetic by hand, and with TRL 1.12.0, the last version with PPOTrainer."""
+"""Compare PPO's loss and advantages with arithmetic by hand and with TRL 1.12.0, the last version with PPOTrainer."""
 
 import json
 from math import log
@@ -16,7 +16,7 @@ PAD, EOS = 0, 1
 
 
 def trl_step(case):
-    """Our functions put together as TRL puts its own: padded rows, the score one place after the last token."""
+    """Combine our functions as TRL's PPOTrainer does, with padded rows and the score one place after the last token."""
     inputs = {name: torch.tensor(value, dtype=torch.float64) for name, value in case["inputs"].items()}
     config = {
         "kl_coef": 0.05, "kl_estimator": "k1", "gamma": 1.0, "lam": 0.95, "whiten_rewards": False,
@@ -43,7 +43,7 @@ def trl_step(case):
     new_values = inputs["new_values"].requires_grad_()
     fixed = {"old_per_token_logps": old, "old_values": values, "advantages": advantages, "returns": returns}
     policy_loss, metrics = ppo_loss(logps, new_values, mask, vf_coef=0.0, **fixed)
-    # TRL trains values at one place more than tokens
+    # TRL trains one more value than a row has tokens
     both, value_metrics = ppo_loss(logps.detach(), new_values * value_mask, value_mask, **fixed)
     loss = policy_loss + both - value_metrics["policy_loss"]
     gradients = torch.autograd.grad(loss, (logps, new_values))
@@ -56,17 +56,14 @@ def trl_step(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_equal_to_the_recorded_trl(case):
-    """1e-6: TRL whitens in float32."""
+    """The tolerance is 1e-6, because TRL whitens in float32."""
     for name, value in trl_step(case).items():
         expected = torch.tensor(case["outputs"][name], dtype=torch.float64)
         torch.testing.assert_close(value.double(), expected, atol=1e-6, rtol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_metrics_by_hand():
-    """The first and the fourth ratio are clipped, and the values 1.5 and 1.6; the last token is padding.
-
-    With return 2 and old value 1, a value within the range or further from the return is not clipped.
-    """
+    """The first and the fourth ratio and the values 1.5 and 1.6 are clipped; the last token is padding."""
     ratios = torch.tensor([[1.5, 0.5, 1.1, 0.5, 1.1, 9.0]])
     advantages = torch.tensor([[1.0, 1.0, -1.0, -1.0, 1.0, 1.0]])
     values = torch.tensor([[1.1, 1.5, 0.5, 1.6, 1.1, 9.0]])
@@ -87,7 +84,7 @@ def test_metrics_by_hand():
 
 @pytest.mark.parametrize("normalizer", [None, SimpleNamespace(tokens=1)])
 def test_a_single_token_is_divided_by_one(normalizer):
-    """The docstring's example, with an additional token that is not trained on and does not reach its return."""
+    """The example of ppo_loss's docstring gets a second token, which is not trained on and changes nothing."""
     mask = torch.tensor([[1.0, 0.0]])
     fixed = {"old_per_token_logps": 0 * mask, "old_values": mask, "advantages": 2 * mask, "returns": 3 * mask}
     loss, metrics = ppo_loss(0 * mask, mask, mask, **fixed, normalizer=normalizer)
@@ -111,7 +108,7 @@ def test_values_are_whitened_with_one_degree_of_freedom(mask, whitened, unshifte
 
 @pytest.mark.parametrize("normalizer", [None, SimpleNamespace(tokens=0)])
 def test_no_token_is_no_loss(normalizer):
-    """If the mask excludes all rows, or there are no rows, then loss, gradients and metrics are 0 and not NaN."""
+    """Loss, gradients and metrics of a batch without trained tokens are 0 and not NaN."""
     logps, values = (torch.full((2, 3), 0.5, requires_grad=True) for _ in range(2))
     fixed = dict.fromkeys(("old_per_token_logps", "old_values", "advantages", "returns"), torch.ones(2, 3))
     loss, metrics = ppo_loss(logps, values, torch.zeros(2, 3), **fixed, normalizer=normalizer)

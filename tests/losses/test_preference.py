@@ -1,4 +1,4 @@
-"""Compare preference losses with arithmetic that a reader can follow by hand; tests/parity compares with TRL."""
+"""Compare preference losses with arithmetic by hand; tests/parity compares with TRL."""
 
 from math import exp, log
 
@@ -12,12 +12,13 @@ from tests.helpers.by_hand import near, tensor
 
 
 def softplus(x):
-    """-log sigmoid(-x)."""
+    """Return -log sigmoid(-x)."""
     return log(1 + exp(x))
 
 
-# preferences: u = 0.5 (one token, -1 against -1.5), v = -1 (two tokens, -1.5 each against -1 each), beta 0.5,
-# so beta u = 0.25, beta v = -0.5, z = beta (u - v) = 0.75; per token u = 0.5, v = -0.5
+# PAIR has a chosen answer with one token and the log-ratio u = -1 + 1.5 = 0.5, and a rejected answer with two tokens
+# and the log-ratio v = -3 + 2 = -1. With beta = 0.5, beta u = 0.25, beta v = -0.5 and z = beta (u - v) = 0.75. Per
+# token, u = 0.5 and v = -0.5.
 
 PAIR = tensor([[-1.0, 7.0], [-1.5, -1.5]])
 PAIR_REF = tensor([[-1.5, 3.0], [-1.0, -1.0]])
@@ -30,14 +31,14 @@ def pair_loss(loss_type, **given):
 
 
 def pairs(chosen, rejected, ref_chosen, ref_rejected):
-    """Create pairs with one token per answer."""
+    """Return arguments of dpo_loss for answers of one token."""
     logps = torch.stack([tensor(*chosen), tensor(*rejected)], 1)[..., None]
     ref = torch.stack([tensor(*ref_chosen), tensor(*ref_rejected)], 1)[..., None]
     return {"per_token_logps": logps, "ref_per_token_logps": ref, "mask": torch.ones_like(logps)}
 
 
 def test_a_divergence_that_grows_too_fast_is_bounded():
-    """(e^80 - 1) / 2 instead of e^2000: if the chosen answer is already far more likely, the gradient stays finite."""
+    """The divergence bounds its exponent by 80, so a chosen answer that is far more likely has a finite gradient."""
     batch = pairs([0.0], [-1000.0], [-1000.0], [0.0])
     logps = batch.pop("per_token_logps").float().requires_grad_()
     loss, _ = dpo_loss(logps, f_divergence_type="alpha_divergence", f_alpha_divergence_coef=3.0, **batch)
@@ -45,13 +46,13 @@ def test_a_divergence_that_grows_too_fast_is_bounded():
 
 
 def test_label_smoothing_of_sigmoid_is_cdpo():
-    """0.9 * -log s(0.75) + 0.1 * -log s(-0.75), the expected loss if one label in ten is flipped."""
+    """The loss is 0.9 * -log s(0.75) + 0.1 * -log s(-0.75), its expectation if one label in ten is flipped."""
     expected = 0.9 * softplus(-0.75) + 0.1 * softplus(0.75)
     assert pair_loss("sigmoid", label_smoothing=0.1) == near(expected)
 
 
 def test_reference_sums_stand_for_those_of_tokens():
-    """PAIR's references sum to -1.5 and -2; with ld_alpha 0.5 the rejected answer's second token counts half."""
+    """With ld_alpha 0.5, the second token of the rejected answer counts half, so its sum is -1.5 instead of -2."""
     for ld_alpha, rejected in ((None, -2.0), (0.5, -1.5)):
         sums = losses.answer_logps(PAIR_REF, PAIR_MASK, ld_alpha)
         assert sums.tolist() == [[-1.5, rejected]]
@@ -61,14 +62,14 @@ def test_reference_sums_stand_for_those_of_tokens():
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32, torch.float64], ids=str)
 def test_ld_alpha_is_as_exact_as_the_log_probabilities(dtype):
-    """The rejected answer is -1 - 0.3 = -1.3; a weight of 0.3 in float32 would be off by 1e-8."""
+    """A weight of 0.3 in float32 is off by 1e-8, so that -1 - 0.3 would not be -1.3."""
     sums = losses.answer_logps(PAIR_REF, PAIR_MASK.to(dtype), 0.3)
     assert sums.tolist() == [[-1.5, -1.3]]
 
 
 @pytest.mark.parametrize("label", [True, False])
 def test_a_kto_loss_near_zero_keeps_its_digits(label):
-    """In float32, 1 - s(20) is 0, but s(-20) is e^-20. A bad answer's loss is s(u), a good one's 1 - s(u)."""
+    """In float32, 1 - sigmoid(20) is 0, but the equal sigmoid(-20) is e^-20."""
     sign = 1 if label else -1
     logps, zero = torch.tensor([[20.0 * sign]], requires_grad=True), torch.zeros(1, 1)
     options = {"loss_type": "apo_zero_unpaired", "beta": 1.0, "ref_per_token_logps": zero}
@@ -81,7 +82,7 @@ def test_a_kto_loss_near_zero_keeps_its_digits(label):
     ("apo_zero", 20.0, 0.0, (-exp(-20), 0.25)), ("apo_down", 0.0, -20.0, (0.25 - exp(-20), exp(-20))),
 ])  # fmt: skip
 def test_the_gradient_of_an_apo_loss_keeps_its_digits(loss_type, u, v, gradient):
-    """The slope of 1 - s(x) at x = 20 is -e^-20."""
+    """The slope of 1 - sigmoid(x) at x = 20 is -e^-20."""
     logps = torch.tensor([[[u], [v]]], requires_grad=True)
     options = {"loss_type": loss_type, "beta": 1.0, "ref_per_token_logps": torch.zeros(1, 2, 1)}
     loss, _ = dpo_loss(logps, torch.ones(1, 2, 1), **options)
@@ -90,13 +91,13 @@ def test_the_gradient_of_an_apo_loss_keeps_its_digits(loss_type, u, v, gradient)
 
 @pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "alpha_divergence"])
 def test_the_score_of_a_policy_near_its_reference_keeps_its_digits(divergence):
-    """When a run starts, log-ratios are of order 1e-6, and f' of each divergence is the log-ratio itself."""
+    """Near the reference, f' of each divergence is the log-ratio itself, of order 1e-6 when a run starts."""
     log_ratio = torch.tensor([1e-6, -3e-6])
     assert losses.f_score(log_ratio, divergence).tolist() == pytest.approx([1e-6, -3e-6], rel=1e-5)
 
 
 def test_kto_kl():
-    """Rows moved by 0.5 and -1: the mean -0.25 becomes 0; by 0.5 and 1: 0.75; a constant for the gradient."""
+    """The KL estimate is the mean log-ratio of the rows, clamped to at least 0, and has no gradient."""
     assert kto_kl(PAIR[0], PAIR_REF[0], PAIR_MASK[0]).item() == 0
     logps = tensor([0.5], [1.0]).requires_grad_()
     kl = kto_kl(logps, torch.zeros(2, 1), torch.ones(2, 1))

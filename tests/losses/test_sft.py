@@ -1,4 +1,4 @@
-"""Compare the SFT loss with arithmetic that a reader can follow by hand; tests/parity compares with TRL."""
+"""Compare the SFT loss with arithmetic by hand; tests/parity compares with TRL."""
 
 from math import log
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from tests.helpers.by_hand import near, tensor
 
 
 def test_nll_with_the_tokens_of_the_step():
-    """Probabilities 0.5 and 0.25 in a step with ten tokens: 3 log 2 / 10; without a token the loss is 0."""
+    """Probabilities 0.5 and 0.25 in a step with ten tokens give the loss 3 log 2 / 10."""
     logps = tensor([log(0.5), log(0.25), 9.0])
     assert sft_loss(logps, tensor([1.0, 1.0, 0.0]), normalizer=SimpleNamespace(tokens=10)).item() == near(0.3 * log(2))
     assert sft_loss(logps, tensor([0.0, 0.0, 0.0])).item() == 0
