@@ -57,6 +57,8 @@ STD = np.float32([0.26862954, 0.26130258, 0.27577711])
 def load_image(file) -> PIL.Image.Image:
     """Open an image in RGB, apply its EXIF rotation, and replace transparency by white."""
     image = file if isinstance(file, PIL.Image.Image) else PIL.Image.open(file)
+    if image.mode[0] in "IF":  # Pillow would make nearly every pixel white or black
+        raise ValueError(f"{file}: save the image with 8 bits per colour")
     image = PIL.ImageOps.exif_transpose(image)
     if image.has_transparency_data:
         white = PIL.Image.new("RGBA", image.size, "white")

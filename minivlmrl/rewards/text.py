@@ -13,6 +13,7 @@ A reward function explains its rewards by calling log_extra("why", reasons), wit
 """
 
 import re
+import unicodedata
 from collections.abc import Callable
 from typing import Any
 
@@ -131,7 +132,10 @@ def last_answer(text: str) -> str | None:
 
 
 def normalize(text: str) -> str:
-    """Normalise an answer for comparison: '<answer> Green  square.</answer>' -> 'green square'."""
+    """Normalise an answer for comparison: '<answer> Green  square.</answer>' -> 'green square'.
+
+    Accents are joined to their letters (NFC), as in the tokens of Qwen's models.
+    """
     answer = last_answer(text)
     words = (text if answer is None else answer).split()
-    return " ".join(words).rstrip(". ").casefold()
+    return unicodedata.normalize("NFC", " ".join(words).rstrip(". ").casefold())

@@ -54,6 +54,7 @@ def test_accuracy_gives_a_reason():
     ("cat", ["cat", "Cat."], ["a cat"]),
     ("green square", [" Green \n SQUARE. "], ["green"]),
     ("straße", ["STRASSE"], []),
+    ("cafe\u0301", ["caf\u00e9", "CAFE\u0301"], ["cafe"]),
     (3, ["3", "3."], ["3.0", "three"]),
     (2.0, ["2"], ["2.0"]),
     ("2.0", ["2.0"], ["2"]),

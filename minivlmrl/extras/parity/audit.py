@@ -15,6 +15,7 @@ from minivlmrl.extras.parity import model_stages, step_format
 from minivlmrl.extras.parity.change import Change
 from minivlmrl.extras.parity.search import (
     GROUPS,
+    NAN,
     STAGES,
     THROUGH_A_MODEL,
     TOLERANCE,
@@ -159,11 +160,15 @@ def where(answer: dict) -> list[str]:
         pairs = []
         for place in is_wrong.nonzero()[:4].tolist():
             index = tuple(place)
-            pairs.append(f"{place}: {theirs[index]:.4g} instead of {ours[index]:.4g}")
+            pairs.append(f"{place}: {shown(theirs[index])} instead of {shown(ours[index])}")
         lines.append(f"{name} at {', '.join(pairs)}")
     if len(wrong_counts) > 3:
         wrong_counts[3:] = [f"and {len(wrong_counts) - 3} more"]
     return [", ".join(wrong_counts), *lines[:3]]
+
+
+def shown(number) -> str:
+    return "nan" if number == NAN else f"{number:.4g}"
 
 
 def report(findings: list[Finding], d: Dump) -> str:

@@ -21,7 +21,9 @@ def main(arguments: list[str] | None = None) -> int:
     p = argparse.ArgumentParser("python -m minivlmrl parity", description=says)
     target = "FILE.py:FUNCTION: (batch, options) -> loss, or a loss for a recipe; or the folder of a recorded step"
     p.add_argument("target", nargs="?", help=target)
-    p.add_argument("--only", nargs="*", default=[], metavar="NAME=VALUE", help="options of a loss's test cases")
+    p.add_argument(
+        "--only", nargs="*", default=[], metavar="NAME=VALUE", help="options of a loss's test cases, such as kind=dpo"
+    )
     p.add_argument("--json", action="store_true", help="print the report about a step as one JSON object")
     p.add_argument("--seconds", type=float, help=f"time limit (default: 5 for a loss, {SECONDS:g} for a step)")
     p.add_argument("--project", choices=PROJECTS, help="check the losses of a public project instead of yours")
@@ -29,6 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = p.parse_args(arguments)
     if bool(options.target) == bool(options.project) or bool(options.project) != bool(options.path):
         p.error("give a target, or --project and --path")
+    if options.json and (options.project or ":" in options.target):
+        p.error("--json prints the report about a recorded step, not about a loss")
     limit = {} if options.seconds is None else {"seconds": options.seconds}
     if options.project:
         verdicts = judge_project(options.project, options.path, **limit)

@@ -120,7 +120,7 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
         return verdict
     verdict.kinds, verdict.names = find_names(steps, seconds)
     settings = [name for name in ("loss_type", *SETTINGS) if name in varied]
-    if not verdict.kinds and settings:
+    if settings and (agreeing or not verdict.kinds):
         values = {name: sorted({str(options[name]) for _, options, _ in results}) for name in settings}
         chosen = " ".join(f"{name}={'|'.join(values[name])}" for name in settings)
         verdict.names.append(f"  Your loss is compared with several losses of TRL. Choose one with --only: {chosen}")
@@ -170,7 +170,8 @@ def compare(my_loss, options: dict, batch: dict, value: Tensor, gradient: Tensor
         ValueError: `my_loss` does not return a scalar tensor.
     """
     logps = batch["per_token_logps"].requires_grad_()
-    loss = call(my_loss, batch, options)
+    # A loss may change its arguments in place, so it gets copies.
+    loss = call(my_loss, {name: x.clone() for name, x in batch.items()}, dict(options))
     if not isinstance(loss, Tensor) or loss.dim():
         raise ValueError(f"my_loss returned {loss!r:.60}, but it must return a tensor of shape ()")
     # Adding 0 times the log-probabilities gives a detached loss a gradient of 0 instead of an error.

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from minivlmrl.extras.parity.formulas import clipped, in_half, rounded, total_by
 from minivlmrl.losses.preference import DPO_LOSSES
@@ -89,6 +90,11 @@ def row_mean(x, mask):
     return (x * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
+def shifted(x, by):
+    """Move the values in each row of x by a number of columns; columns that become free get 0."""
+    return pad(x, (by, -by))
+
+
 def discount(c, mask):
     """Return the weights 1, c, c ** 2, ... for the first, second, third, ... token of each row in the mask."""
     return c ** (mask.cumsum(1) - 1).clamp(min=0)
@@ -101,7 +107,7 @@ def span_shares(s):
 
 def end_tokens(s):
     """Return a mask of the stop tokens; if no stop ids are known, the last token of each turn counts as one."""
-    return s.is_stop(s.input_ids) if s.about.get("stop_token_ids") else s.x * (1 - s.x.roll(-1, 1))
+    return s.is_stop(s.input_ids) if s.about.get("stop_token_ids") else s.x * (1 - shifted(s.x, -1))
 
 
 def prompt_tokens(s):
@@ -182,7 +188,8 @@ def replaced_ids(s):
 # ways in which any quantity may be wrong
 TIMES = {"is {c} times as large": times}
 SIGNED = {"has the wrong sign": lambda s: -s.x, "is left out": lambda s: 0 * s.x}
-LINEAR = SIGNED | {"is doubled": lambda s: 2 * s.x, "is halved": lambda s: s.x / 2}
+SCALED = {"is doubled": lambda s: 2 * s.x, "is halved": lambda s: s.x / 2}
+LINEAR = SIGNED | SCALED
 ROUNDED = {"is in bfloat16": lambda s: s.x.bfloat16().double(), "is in float16": lambda s: s.x.half().double()}
 CURVED = {
     "is squared": lambda s: s.x**2,
@@ -214,7 +221,9 @@ BY_TOKEN = {
     "has half of its gradient": lambda s: (s.x + s.x.detach()) / 2,
 }
 OF_RATIOS = {
-    "gives a ratio that is the mean of the ratios in its row": lambda s: row_mean(s.x.exp(), s.mask).log() + 0 * s.x,
+    "gives a ratio that is the mean of the ratios in its row": lambda s: (
+        (row_mean(s.x.exp(), s.mask) + (s.mask.sum(1, keepdim=True) == 0)).log() + 0 * s.x
+    ),
     "gives a ratio that is at most {c}": lambda s: s.x.clamp(max=math.log(s.c)),
     "gives a ratio that is only the policy's probability": lambda s: s.old_per_token_logps + s.x,
 }
@@ -393,16 +402,16 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "the end token is not trained on": lambda s: s.x * ~end_tokens(s).bool()
     },
     Quantity("mask", "mask, loss", "padding is trained", "ms-swift 3069", about=PADDING): {
-        "one token after the completion is counted, too": lambda s: torch.maximum(s.x, s.x.roll(1, 1) * s.completion),
+        "one token after the completion is counted, too": lambda s: torch.maximum(s.x, shifted(s.x, 1) * s.completion),
         "padding is counted as part of the completion": lambda s: s.completion.double(),
     },
     Quantity("mask", "mask, loss", "the wrong tokens are trained", "TRL PR 4300, 5521"): {
         "no token is in the loss": lambda s: 0 * s.x,
-        "the last token is not trained on": lambda s: s.x * s.x.roll(-1, 1),
-        "the first token is not trained on": lambda s: s.x * s.x.roll(1, 1),
-        "one token before the completion is counted, too": lambda s: torch.maximum(s.x, s.x.roll(-1, 1)),
+        "the last token is not trained on": lambda s: s.x * shifted(s.x, -1),
+        "the first token is not trained on": lambda s: s.x * shifted(s.x, 1),
+        "one token before the completion is counted, too": lambda s: torch.maximum(s.x, shifted(s.x, -1)),
         "only the first token is counted": lambda s: s.x * (s.x.cumsum(1) == 1),
-        "only the last token is counted": lambda s: s.x * (1 - s.x.roll(-1, 1)),
+        "only the last token is counted": lambda s: s.x * (1 - shifted(s.x, -1)),
         "every column is counted": lambda s: torch.ones_like(s.x),
         "prompt tokens except image tokens are counted":
             lambda s: torch.maximum(s.x, prompt_tokens(s) * (s.input_ids != s.about.get("image_token_id"))),
@@ -459,6 +468,9 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
             {"mask": lambda s: s.x * s.has_advantage()[:, None], "inside": ["the count"]},
         "the mean of the rows is only over those with an advantage other than 0":
             lambda s: row_mean(s.terms, s.mask).sum() / s.has_advantage().sum(),
+        "the loss is averaged over the rows of each column and then over the columns":
+            lambda s: (s.terms.sum(0) / s.mask.sum(0).clamp(min=1)).sum()
+            / (s.completion[0].sum() * len(s.micro_batches)),
         "loss terms are averaged twice, over the tokens of {}, then over these means":
             spans(lambda s: (s.terms * span_shares(s)).sum() / span_shares(s).sum().clamp(min=1)
                   / len(s.micro_batches)),
@@ -470,10 +482,10 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     },
     Quantity("weights", "grpo", "rows or tokens are weighted differently", "verl 2506"): {
         "the loss of a row is multiplied by its advantage": lambda s: s.x * s.advantages.view(len(s.x), -1),
-        "the loss has no gradient of {}": regions(lambda s: s.x * ~s.region),
-        "the loss counts {} twice": regions(lambda s: s.x * (1 + s.region)),
     },
     Quantity("weights", "grpo, sft", "rows or tokens are weighted differently", "verl 2506"): {
+        "the loss has no gradient of {}": regions(lambda s: s.x * ~s.region),
+        "the loss counts {} twice": regions(lambda s: s.x * (1 + s.region)),
         "the loss of a row is multiplied by its token count": lambda s: s.x * s.lengths[:, None],
         "the loss of a row is divided by its token count": lambda s: s.x / s.lengths[:, None],
         "a weight is multiplied by {c} for each later token": lambda s: discount(s.c, s.mask.flip(1)).flip(1),
@@ -502,6 +514,12 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     },
     Quantity("old", "grpo", "ratios contain the sampler's errors", needs="sampler_logps"): {
         "old log-probabilities are the sampler's": lambda s: s.sampler_logps
+    },
+    Quantity("old", "grpo", "off-policy steps are biased", needs="ref_per_token_logps"): {
+        "the old policy is the reference": lambda s: s.ref_per_token_logps
+    },
+    Quantity("ratio", "grpo", "the update is different", needs="old_per_token_logps"): {
+        "the ratio is the log of the ratio, because exp is missing": lambda s: s.x.log(),
     },
     Quantity("ratio", "grpo", "ratios beyond the bound get no gradient", needs="old_per_token_logps",
         who="verl, OpenRLHF, EasyR1 and SkyRL, with a bound of 20"): {
@@ -571,8 +589,11 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("terms", "grpo", "the update is different", "losses/grpo.py: clipped"): having(
         "the policy term, without KL and entropy,", NONLINEAR, BY_TOKEN
     ),
+    of_kl("terms", "grpo", "rewards have the opposite effect, or none", "losses/grpo.py: clipped", about=""): having(
+        "the policy term, without KL and entropy,", SIGNED
+    ),
     of_kl("terms", "grpo", "the effective beta changes", "losses/grpo.py: clipped", about=""): having(
-        "the policy term, without KL and entropy,", LINEAR
+        "the policy term, without KL and entropy,", SCALED
     ),
     Quantity("correction", "grpo", "rows are weighted differently", needs="importance_sampling_ratio"): {
         "the sampler's ratio is not used": lambda s: torch.ones_like(s.x),

@@ -25,6 +25,7 @@ from minivlmrl.extras.parity.step import DAMAGES, Dump, SearchEndedError
 
 # Relative errors up to 1e-5 are accepted, because float32 rounds to about 1e-7.
 TOLERANCE = 1e-5
+NAN = 1e300  # stands for NaN in the test cases of a loss, in which two NaN are equal
 # {stage: (recomputed tensor, field of step.json with the model's folder)}
 LOGPS = {
     "logps": ("per_token_logps", "model"),
@@ -179,8 +180,8 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
     for key, (theirs, ours, unit) in (answer or {}).items():
         ours = ours * factor
         if d.case_tolerance:  # two NaN are equal, as in `formulas.distance`
-            theirs, ours = theirs.nan_to_num(nan=1e300), ours.nan_to_num(nan=1e300)
-            unit = ours.where(ours.abs() < 1e300, 0.0).abs().max().clamp(min=1) * d.case_tolerance / TOLERANCE
+            theirs, ours = theirs.nan_to_num(nan=NAN), ours.nan_to_num(nan=NAN)
+            unit = ours.where(ours.abs() < NAN, 0.0).abs().max().clamp(min=1) * d.case_tolerance / TOLERANCE
         else:  # the unit is limited, so that a bug with huge numbers does not hide differences
             _, _, usual_unit = d.usual_answers.get(name, answer)[key]
             limit = 3 * usual_unit + theirs.abs().nan_to_num().max() if theirs.numel() else math.inf

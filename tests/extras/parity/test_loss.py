@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.functional import softplus
+from torch.nn.functional import pad, softplus
 
 from minivlmrl.extras.parity.command import main
 from minivlmrl.extras.parity.loss import call, cases, check, distance, judge
@@ -234,7 +234,7 @@ NAMED = {
 
 def drop_last(q):
     """Forget each row's last token in the sum, and not in the count."""
-    return ((q.term * q.mask * q.mask.roll(-1, 1)).sum(1) / q.mask.sum(1).clamp(min=1)).mean()
+    return ((q.term * q.mask * pad(q.mask, (-1, 1))).sum(1) / q.mask.sum(1).clamp(min=1)).mean()
 
 
 def clipped_log_ratio(q):
@@ -282,7 +282,7 @@ UNSEEN = {
     "no clipping": (changed(high=lambda q: math.inf, low=lambda q: math.inf), NO_KL, "ratios are not clipped"),
     "first token is not trained": (changed(mask=lambda q: q.mask * (q.mask.cumsum(1) > 1)), NO_KL, "first token"),
     "last token is not in the sum": (changed(loss=drop_last), NO_KL,
-        "last token is not trained on, only in the sum"),
+        "no gradient of the last counted tokens"),
     "GSPO of sums": (changed(log_ratio=lambda q: ((q.logps - q.old) * q.mask).sum(1, keepdim=True)), GSPO,
         "the product of its tokens' ratios"),
     "GSPO divides by the width": (
@@ -313,6 +313,20 @@ UNSEEN = {
         lambda batch, options: my_loss(batch, options | {"beta": 1 / options["beta"]}),
         {"kind": "dpo", "loss_type": "ipo"}, "one over beta"),
 }  # fmt: skip
+UNSEEN |= {
+    "the old policy is the reference's": (changed(old=lambda q: q.batch["ref_per_token_logps"]), KL,
+        "the old policy is the reference"),
+    "ratio without exp": (changed(ratio=lambda q: q.log_ratio), NO_KL, "exp is missing"),
+    "mean over each column": (changed(loss=lambda q: row_mean(q.terms.T, q.mask.T)), PLAIN, "the rows of each column"),
+    "GSPO with the mean of ratios": (
+        changed(ratio=lambda q: ((q.logps - q.old).exp() * q.mask).sum(1, keepdim=True)
+                / q.mask.sum(1, keepdim=True).clamp(min=1)), GSPO, "the mean of the ratios in its row"),
+    "SFT without the first token": (
+        lambda b, o: -(b["per_token_logps"] * b["mask"])[:, 1:].sum() / b["mask"].sum(),
+        {"kind": "sft", "loss_type": "nll"}, "no gradient of the first tokens"),
+    "a mask that is changed in place": (lambda b, o: usual(b, o, mask=lambda q: b["mask"].fill_(1)), PLAIN,
+        "padding is counted"),
+}  # fmt: skip
 QUICK = ("dual clip", "plain KL", "constant", "half", "mask")
 
 
@@ -335,6 +349,19 @@ def test_a_loss_that_was_compared_with_many_losses_gets_their_options():
 
     assert "with --only: loss_type=bnpo|cispo|dapo|" in judge(loss, seconds=0.5).names[-1]
     assert "--only" not in judge(loss, seconds=0.5, **PLAIN).names[-1]
+    of_dapo = {"whole_step": True, "importance_sampling_level": "token", "beta": 0.0}
+    right_for_one = judge(lambda batch, options: usual(batch, options | DAPO), seconds=math.inf, **of_dapo)
+    assert right_for_one.kinds and "with --only: loss_type=bnpo|cispo|dapo|" in right_for_one.names[-1]
+
+
+def test_nan_is_shown():
+    assert "nan instead of" in judge(lambda *given: my_loss(*given) * math.nan, seconds=0.5, **PLAIN).names[-1]
+
+
+def test_a_wrong_sign_of_the_policy_term_has_its_own_effect():
+    assert (
+        judge(changed(term=lambda q: -q.term), **KL).names[-1] == "  effect: rewards have the opposite effect, or none"
+    )
 
 
 def by_cases(q):
