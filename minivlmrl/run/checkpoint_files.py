@@ -26,8 +26,8 @@ FILE_SIZE = 2**30
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
     """Yield blocks of bytes from weight files, to compute a hash of the weights.
 
-    A file of at most 64 MiB is read completely. From a larger weight file, only 1,024 evenly spaced blocks are read,
-    because training a model changes all blocks.
+    A file of at most 64 MiB is read completely. Of a larger weight file, 1,024 evenly spaced blocks are enough to
+    see that a model was trained, because training changes all blocks.
     """
     for file in files:
         size = file.stat().st_size

@@ -43,7 +43,7 @@ from minivlmrl.trainers.base import Trainer
 
 COMPLETE = "complete.json"
 NUM_KEPT_STATES = 2  # checkpoints that a run keeps: two, in case the newest is damaged
-# options of a training stage that determine how many rows the stage takes from its dataset at a time
+# options of a training stage that change how many rows of the dataset are in a batch
 DRAW_SIZES = "prompts_per_step", "steps_per_generation", "num_mini_batches"
 # names under which run.json stores a hash of the adapter's base weights and a hash of the data file
 BASE = "weights below the adapter"
@@ -280,7 +280,7 @@ class CheckpointManager:
                 f"resume is {resume}, but every checkpoint that it selects is damaged; "
                 "--resume=never deletes all checkpoints and starts again"
             )
-        # A run that resumes from the folder of another run has no checkpoint in its own folder yet.
+        # A run that resumes another run's checkpoint must still save a checkpoint in its own folder.
         if folders and progress is not None:
             self.saved_steps = progress.steps
         if self.world.is_main:

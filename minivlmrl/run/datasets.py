@@ -181,7 +181,7 @@ def _file_rows(
     constants: Mapping[str, list[RewardName]] | None = None,
     **changed_options: str,
 ) -> FileRows:
-    """Open a data file; `constants` are columns with the same value in all rows."""
+    """Open a data file; each item of `constants` becomes a column with the same value in all rows."""
     from minivlmrl.data.file_dataset import FileDataset
 
     options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}

@@ -1,4 +1,4 @@
-"""Run the work of a rank in its process, and report errors to the user and to torchrun."""
+"""Run the process of one rank, and report errors to the user and to torchrun."""
 
 import os
 import re

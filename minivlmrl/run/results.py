@@ -157,7 +157,7 @@ class Results:
             results = self.progress.results
             seconds = self.progress.seconds
             write_json(self.folder / SUMMARY, {"chance": chance, **results, "seconds": seconds})
-            # Without data.eval_rewards, the printed table has the accuracy of guessing only for the reward `accuracy`.
+            # By default, the printed table has the accuracy of guessing only if the first reward is `accuracy`.
             if self.config.data.eval_rewards is None and self.config.eval_rewards[0] != "accuracy":
                 chance = None
             if results:

@@ -98,7 +98,7 @@ class CompletionsLog:
     def describe(
         self, trainer: Trainer, step: Step, number: int, logged: Iterator[dict]
     ) -> tuple[list[dict], dict[str, bytes]]:
-        """Return the log lines of this rank's prompts, and the images that are not written yet, {path: bytes}."""
+        """Return the log lines of this rank's prompts, and the images that rank 0 must write, {path: bytes}."""
         lines = []
         pictures = {}  # {path: PIL image}
         for group, line in islice(zip(step.groups, logged, strict=True), self.num_prompts):
@@ -219,8 +219,7 @@ def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, 
     """Yield the text of each token of a completion, and the token's log-probability in nats.
 
     If a character consists of several tokens, the last token has the character, and the other tokens have no text. The
-    text with which the chat template begins an answer, such as <think>, is yielded first, with None as its
-    log-probability.
+    beginning of an answer that the chat template writes, such as <think>, has None as its log-probability.
     """
     if processor.template and processor.template.opened:
         yield processor.template.opened, None

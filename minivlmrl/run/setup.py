@@ -172,7 +172,7 @@ def make_tokenizer(config: RunConfig, model_config: str, datasets: dict[str, Dat
 def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
     """Return a copy of the processor with the data options of the recipe, and with the tools of the environment.
 
-    Options that inference needs are stored in the processor, which is saved with the model.
+    Options that inference needs are saved with the model, as a file of the processor.
     """
     data = config.data
     image_processor = replace(processor.image_processor, dtype=patch_dtype(config))

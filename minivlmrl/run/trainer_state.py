@@ -12,7 +12,7 @@ RUN = "run.json"
 
 @dataclass
 class TrainerState:
-    """The progress of a run; run.json stores the values of rank 0."""
+    """The progress of a run, which rank 0 saves in run.json."""
 
     seed: int  # run seed
     stages: list[str]  # the recipe's stages, in order

@@ -3,8 +3,8 @@
 The prompt of a row shows one image, and asks for the colour and the shape of the object. The answer names one of 12
 classes (6 colours x 2 shapes): <think>I see green</think><answer>green square</answer>
 
-Half of the demonstrations have a random label, so that SFT teaches the format of answers only. Reinforcement learning
-then improves the accuracy of the answers.
+Half of the demonstrations have a random label, so that SFT mainly teaches the format of answers, and reinforcement
+learning teaches the correct answers.
 """
 
 import random

@@ -34,7 +34,7 @@ def find_advantages(config: GRPOOptions) -> Callable[..., Tensor]:
 
 
 def load_function(option: str, text: str, table: dict[str, Any], config: GRPOOptions) -> Callable:
-    """Return the function that "name" or "file.py:name(option=value)" names, with the options bound."""
+    """Return the function that a text such as "file.py:name(option=value)" names, with the options bound."""
     with error_context(f"grpo.{option} {text}"):
         function, bound = resolve_object(option, text, table)
         for name in bound.keys() & vars(config).keys():

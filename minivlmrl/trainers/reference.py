@@ -70,8 +70,8 @@ class SwappedParameters(nn.Module):
         return [parameters[name] for name in self.names]
 
     def exchange(self):
-        """Swap the values of the copies and the model's parameters; an FSDP model must be resharded before."""
-        # Autograd does not notice changes of parameter.data; the values are swapped back before a backward pass.
+        """Swap the values of the copies and the model's parameters; reshard an FSDP model before the swap."""
+        # Autograd does not notice changes of parameter.data, so values are swapped back before a backward pass.
         for saved_copy, parameter in zip(self.copies, self.originals(), strict=True):
             if not is_part(parameter):
                 # Two tensors are swapped without a copy, so that memory cannot run out halfway through the parameters.
