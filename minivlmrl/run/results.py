@@ -103,7 +103,6 @@ class Results:
         trainer.save(folder, merge=self.config.save != "adapter")
 
     def save_stage(self, trainer: Trainer):
-        """Save the weights between two stages."""
         if trainer.trains_policy:
             self.save(trainer, self.folder)
         else:  # a reward model completely, because later stages load it

@@ -150,7 +150,6 @@ class GRPOTrainer(RolloutTrainer):
         return call_advantages(function, self.config, totals, **arguments)
 
     def select(self, advantages: Tensor, batch: SampledBatch) -> Tensor:
-        """Select the advantages of a micro-batch from the advantages of all ranks' samples."""
         return advantages[batch.completion_index].to(self.world.device)
 
     def kept_samples(self, samples: list[Sample], advantages: Tensor) -> list[Sample]:
