@@ -1,4 +1,4 @@
-"""Test `python -m minivlmrl chat`, which prints completions as a run's sampler generates them."""
+"""Test that `python -m minivlmrl chat` prints completions as the sampler of a run generates them."""
 
 import json
 import os
@@ -34,7 +34,7 @@ TEXT = ["How many cats are there on the mat? naïve café 猫が好き 🐈"] * 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Save a random model, which often generates incomplete UTF-8 characters, and two images."""
+    """Save two images and a random model, which often generates incomplete UTF-8 characters."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
     model, processor = random_model(folder / "model.json", train_tokenizer(TEXT, vocab_size=360), seed=0)
@@ -47,7 +47,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def ask(folder, capsys):
-    """Return a function that runs the command and returns its status, stdout and stderr."""
+    """Return a function that runs `chat` and returns its status, stdout and stderr."""
 
     def ask(*arguments, prompt="How many cats?"):
         status = start(["chat", "--model", str(folder / "checkpoint"), "--prompt", prompt, *map(str, arguments)])
@@ -59,7 +59,7 @@ def ask(folder, capsys):
 def sample_text(
     folder, images=(), prompt="How many cats?", system=None, seed=0, pixels=(None, None), videos=(), **settings
 ):
-    """Return the sampler's text and whether it was truncated; `pixels` are the bounds of an image's area."""
+    """Sample a completion and return its text and whether it was truncated; `pixels` are (min_pixels, max_pixels)."""
     model = load_model(folder / "checkpoint")
     processor = load_processor(folder / "checkpoint", *pixels)
     messages = conversation(prompt, {"image": len(images), "video": len(videos)}, system_prompt=system)
@@ -69,7 +69,6 @@ def sample_text(
 
 
 def test_images_text_system_and_size_reach_the_model(folder, ask):
-    """Each input changes the answer as with the sampler. Images replace the <image> placeholders in order."""
     a = folder / "a.png"
     b = folder / "b.png"
     cases = [
@@ -91,7 +90,7 @@ def test_images_text_system_and_size_reach_the_model(folder, ask):
 
 
 def test_prompts_are_formatted_as_in_training(folder, ask, published, tmp_path):
-    """A folder's prompt template and system prompt apply; a thought that the prompt opens is printed first."""
+    """If the prompt ends with an opened thought, `chat` prints the opening tag first."""
     copy = shutil.copytree(folder / "checkpoint", tmp_path / "copy")
     (copy / "minivlmrl.yaml").write_text(
         "stages: [gone.py:S]\ndata: {prompt_template: 'Look. {problem} Now.', system_prompt: Be brief.}"
@@ -132,7 +131,7 @@ def test_images_and_videos_have_the_sizes_of_training(folder, tmp_path, options)
 
 
 def test_a_folder_s_generation_config_is_not_read(folder, ask, tmp_path):
-    """The temperature in this file would make sampling nearly greedy. Only command-line options set the sampling."""
+    """The temperature 1e-6 in generation_config.json would make sampling nearly greedy."""
     copy = shutil.copytree(folder / "checkpoint", tmp_path / "copy")
     (copy / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 1e-6}))
     plain = sample_text(folder, max_new_tokens=9)
@@ -142,7 +141,7 @@ def test_a_folder_s_generation_config_is_not_read(folder, ask, tmp_path):
 
 @pytest.mark.parametrize("text", ["猫🐈x", "\ufffd"])
 def test_a_character_is_printed_with_its_last_byte(capsys, text):
-    """An incomplete character at the end is printed as U+FFFD, and stop tokens are not printed."""
+    """An incomplete UTF-8 character at the end of a completion is printed as U+FFFD."""
     tokenizer = train_tokenizer([], vocab_size=270)
     stop = tokenizer.special_tokens["<|im_end|>"]
     stream = command.Stream(tokenizer, [stop])
@@ -181,9 +180,9 @@ def test_the_dtype_is_an_option_and_ctrl_c_prints_no_traceback(ask, monkeypatch)
 
 
 def test_a_closed_stdout_prints_no_traceback(folder, tmp_path):
-    """With `chat | head`, the reader closes stdout, and Python flushes once more at the exit."""
+    """In `chat | head`, `head` closes the pipe, and Python flushes stdout once more when `chat` exits."""
     reader, writer = os.pipe()
-    os.close(reader)  # the reader is closed before the command prints
+    os.close(reader)
 
     def work():
         os.dup2(writer, 1)
@@ -194,7 +193,6 @@ def test_a_closed_stdout_prints_no_traceback(folder, tmp_path):
 
 
 def test_a_tool_is_called(ask, monkeypatch):
-    """The tool is called after the first tokens, and its result is printed with the completion."""
     calls = iter([[("calculator", "1 + 1")]])
     monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"<calculator></calculator>")
     monkeypatch.setattr(tool_sampler, "find_calls", lambda *_: next(calls, []))

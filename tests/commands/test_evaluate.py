@@ -15,9 +15,9 @@ SMALL = ("--sampling.max_new_tokens=5", "--num_threads=1")
 
 @pytest.fixture
 def evaluate(checkpoint, rows, tmp_path, monkeypatch):
-    """Return a function that evaluates the untrained checkpoint on eight rows: (result lines, summary)."""
+    """Return a function that evaluates an untrained checkpoint on eight rows: (lines of results, summary)."""
     monkeypatch.chdir(tmp_path)
-    # without a run's config.yaml in the parent folder
+    # a config.yaml in the parent folder would be used as the recipe
     bare = shutil.copytree(checkpoint, tmp_path / "bare")
 
     def evaluate(*arguments, tool=command.main, model=bare, data=rows):
@@ -42,7 +42,7 @@ def test_scoring_the_written_answers_again_gives_the_same_mean(evaluate, capsys)
 
 
 def test_the_recipe_of_the_run_is_used_without_its_adapter(evaluate, checkpoint, tmp_path, capsys):
-    """The adapter is not loaded, because its weights are merged into the checkpoint."""
+    """A checkpoint already contains the weights of its adapter, so evaluation loads no adapter."""
     options = "--rows=2", "--data.prompt_template=Look. {problem}", "--data.max_pixels=null"
     plain = evaluate(*options)[0]
     (tmp_path / "config.yaml").write_text("data: {prompt_template: 'Look. {problem}'}\nadapter: {r: 2}\n")
@@ -67,7 +67,6 @@ def test_a_copied_checkpoint_is_evaluated_with_the_options_of_its_run(
 
 @pytest.mark.parametrize("names", [["format"], [f"{ROOT}/recipes/answers.py:class_name(classes=None)", "accuracy"]])
 def test_rewards_are_set_by_name(evaluate, names):
-    """Rewards can be set as eval_rewards or as training rewards, whose weights are ignored here."""
     asked = json.dumps(dict.fromkeys(names, 0.5))
     for option in (f"--data.eval_rewards={json.dumps(names)}", f"--rewards={asked}"):
         lines, summary = evaluate("--rows=2", option)
@@ -90,7 +89,7 @@ def test_generate_writes_answers_without_rewards(evaluate):
 
 
 def test_a_recipe_that_was_found_automatically_cannot_run_code(evaluate, checkpoint, tmp_path):
-    """The folder may come from somebody else."""
+    """A checkpoint folder may come from somebody else, so its recipe is not trusted."""
     model = shutil.copytree(checkpoint, tmp_path / "checkpoint")
     evil = tmp_path / "evil.py"
     trace = tmp_path / "executed"
@@ -103,7 +102,7 @@ def test_a_recipe_that_was_found_automatically_cannot_run_code(evaluate, checkpo
             match=r"config.yaml was found automatically and would run the code .*; read the code, then pass --recipe=",
         ):
             evaluate("--rows=1", model=model)
-        evaluate("--rows=1", model=model, tool=command.generate_main)  # generate calls no reward
+        evaluate("--rows=1", model=model, tool=command.generate_main)  # the command generate calls no reward
         assert not trace.exists()
     recipe.write_text(json.dumps({"stages": [f"{evil}:f"], "data": {"eval_rewards": ["format"]}, "own": {}}))
     evaluate("--rows=1", model=model)  # evaluation loads no stage
@@ -115,7 +114,7 @@ def test_a_recipe_that_was_found_automatically_cannot_run_code(evaluate, checkpo
 
 
 def test_answers_are_written_next_to_the_model(checkpoint, rows, tmp_path, monkeypatch):
-    """Do not write into the working folder, where the next model would overwrite the answers."""
+    """In the working folder, the answers of the next model would overwrite the answers of this model."""
     monkeypatch.chdir(tmp_path)
     model = shutil.copytree(checkpoint, tmp_path / "run" / "checkpoint")
     command.generate_main(["--model", str(model), "--data", str(rows), "--rows=1", *SMALL])

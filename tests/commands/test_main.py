@@ -1,4 +1,4 @@
-"""Test `python -m minivlmrl`: the command list, and mistakes in one line."""
+"""Test that `python -m minivlmrl` lists the commands and reports a mistake in one line."""
 
 import importlib
 import json
@@ -26,7 +26,7 @@ ENVIRONMENT = {"GOMP_SPINCOUNT": "1000", "PYTORCH_ALLOC_CONF": "expandable_segme
     ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"GOMP_SPINCOUNT": "1000"}),
 ])  # fmt: skip
 def test_environment_variables_of_torch_have_defaults(own, expected):
-    """Importing the package sets the variables without importing torch, so also in a notebook."""
+    """Importing minivlmrl sets the environment variables of torch without importing torch."""
     asked = [*ENVIRONMENT, "PYTORCH_CUDA_ALLOC_CONF"]
     said = f"print(json.dumps([{{n: os.environ.get(n) for n in {asked}}}, 'torch' in sys.modules]))"
     clean = {name: value for name, value in os.environ.items() if name not in asked}
@@ -35,7 +35,7 @@ def test_environment_variables_of_torch_have_defaults(own, expected):
         code = f"import json, os, sys, types; os.uname = lambda: {names}; import minivlmrl; {said}"
         values, torch = json.loads(subprocess.check_output([sys.executable, "-c", code], env=clean | own))
         found = {name: value for name, value in values.items() if value}
-        # in WSL, the first allocation of an expandable segment could fail
+        # in WSL, the variable is not set, because the first allocation of an expandable segment could fail there
         assert found | {"PYTORCH_ALLOC_CONF": None} == expected | own | {"PYTORCH_ALLOC_CONF": None}
         assert ("PYTORCH_ALLOC_CONF" in found) == ("PYTORCH_ALLOC_CONF" in expected and "WSL" not in kernel)
         assert not torch

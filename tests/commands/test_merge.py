@@ -1,4 +1,4 @@
-"""Test `merge`, whose output has the same logits as base plus adapter, here and in transformers."""
+"""Test that transformers computes the logits of a base model with its adapter from the weights that `merge` writes."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.model.test_peft import FORMS, base, prompts
 
 @pytest.mark.parametrize(("model_type", "tied"), FORMS)
 def test_merged_logits(tmp_path, monkeypatch, model_type, tied):
-    # its ids do not matter here, because prompts are random ids
+    # the prompts are random ids, so any tokenizer will do
     processor = tiny.processor()
     monkeypatch.setattr(merge, "load_processor", lambda folder: processor)
     base(tmp_path, model_type, tied)
