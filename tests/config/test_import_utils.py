@@ -1,4 +1,4 @@
-"""Test how objects are loaded by name, with or without options."""
+"""Test how functions and classes are loaded by name, with or without options."""
 
 import inspect
 import json
@@ -14,7 +14,7 @@ from minivlmrl.run.optimizer import OPTIMIZERS
 
 
 def test_a_module_and_a_file(tmp_path):
-    """A file need not be on sys.path, and it is executed only once."""
+    """A Python file is executed only once, and its folder need not be on sys.path."""
     assert load_name("json:dumps") is json.dumps
     file = tmp_path / "own.py"
     file.write_text("import json\nWRITE = json.dumps\n\n\ndef double(x):\n    return 2 * x\n")
@@ -33,7 +33,7 @@ def test_a_file_can_import_its_neighbour(tmp_path, monkeypatch):
 
 
 def test_registries_name_modules_of_the_package():
-    """A file with the same name in the working folder must not be imported instead."""
+    """Registries must not import a user's file that has the name of a module of the package."""
     targets = [target for table in (ENGINES, OPTIMIZERS) for target in table.values() if isinstance(target, str)]
     assert len(targets) == 3 and all(target.startswith("minivlmrl.") for target in targets)
 
@@ -56,7 +56,7 @@ def rows(data, seed, pairs: Annotated[int, ">= 1"] = 8, share: Annotated[float, 
     (f"{__file__}:rows(share=1)", (8, 1.0, None)), (f"{__name__}:rows( )", (8, 0.5, None)),
 ])  # fmt: skip
 def test_a_name_with_options(text, expected):
-    """Options are Python literals for the parameters that have a default."""
+    """In `name(option=value)`, an option is a Python literal for a parameter that has a default."""
     function, options = resolve_object("task", text, {"rows": rows})
     assert with_options(function, options)("data", 0) == ("data", 0, *expected)
 

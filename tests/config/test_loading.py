@@ -1,4 +1,4 @@
-"""Test recipes and overrides: written values are used, and errors name the values that cannot be used."""
+"""Test that recipes and overrides set options, and that errors name wrong values."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ def recipe(write):
 
 
 def test_a_recipe_goes_over_the_defaults_and_overrides_over_it(write, recipe):
-    """If an override occurs twice, the last value counts."""
+    """The command line may set an option twice; the last value counts."""
     assert load_config(recipe) == RunConfig(seed=3, grpo=GRPOOptions(num_generations=4))
     config = load_config(recipe, ["--seed=5", "--grpo.beta=0.5", "--grpo.beta=0.25"])
     assert (config.seed, config.grpo.beta, config.grpo.num_generations) == (5, 0.25, 4)
@@ -51,11 +51,11 @@ def test_a_recipe_goes_over_the_defaults_and_overrides_over_it(write, recipe):
 
 
 @pytest.mark.parametrize(("override", "path", "value"), [
-    ("--sft.learning_rate=1e-4", "sft.learning_rate", 1e-4),  # YAML itself reads this as text
+    ("--sft.learning_rate=1e-4", "sft.learning_rate", 1e-4),  # YAML reads 1e-4 as text
     ("--grpo.rollout_correction=null", "grpo.rollout_correction", None),
     ("--grpo.mask_truncated_completions=true", "grpo.mask_truncated_completions", True),
     ("--stages=[sft, grpo]", "stages", ["sft", "grpo"]),
-    ("--stages=dpo", "stages", ["dpo"]),  # one name for a list with one element
+    ("--stages=dpo", "stages", ["dpo"]),  # a single name becomes a list
     ("--dpo={loss_type: [sigmoid, sft], loss_weights: [1, 2e-1]}", "dpo.loss_weights", [1.0, 0.2]),
     ("--grpo={rollout_correction_bounds: [0, 1]}", "grpo.rollout_correction_bounds", (0.0, 1.0)),
     ("--rewards={brevity: 2}", "rewards", {"brevity": 2.0}),
@@ -95,7 +95,7 @@ def test_every_declared_bound_and_choice_holds(write, path, wrong):
 
 
 def example(hint, number):
-    """Build a value of a type, with a number wherever the type contains a float; None if the type has no float."""
+    """Return a value of the type `hint` that contains `number`, or None if the type has no float."""
     inside = [part for part in typing.get_args(hint) if part is not type(None)]
     kind = typing.get_origin(hint)
     if hint is float:
@@ -110,13 +110,13 @@ def example(hint, number):
     return next((value for value in values if value is not None), None)
 
 
-FLOATS = [  # (path, type) of every float option, also for an environment
+FLOATS = [  # (path, type) of every option that contains a float
     (option.path, option.hint)
     for cls in (RunConfig, Settings, FileOptions, VideoOptions)
     for option in options_of(cls)
     if example(option.hint, 0.0) is not None
 ]
-# options whose infinite value disables a clip or a check
+# options that accept infinity, which disables a clip or a check
 INFINITE = {
     "optimizer.max_grad_norm", "rollout.max_logp_mismatch", "grpo.epsilon_low", "grpo.epsilon_high", "ppo.cliprange"
 }  # fmt: skip
@@ -140,7 +140,7 @@ def test_the_list_of_float_options_is_complete():
 
 @pytest.mark.parametrize("text", ["{problem}", "{problem} Think.", "[a", "3", "yes", "'{problem}'", "null", "a: b"])
 def test_a_field_of_text_takes_the_command_line_as_it_is(recipe, text):
-    """YAML reads the text only if the text is null or in quotes."""
+    """A text on the command line is parsed as YAML only if the text is null or in quotes."""
     expected = {"'{problem}'": "{problem}", "null": None}.get(text, text)
     assert load_config(recipe, [f"--data.system_prompt={text}"]).data.system_prompt == expected
 
@@ -149,7 +149,7 @@ def test_a_field_of_text_takes_the_command_line_as_it_is(recipe, text):
     ("", "there", "here"), ("here", "here", "here"), ("there", "there", "there"), ("here there", "there", "here"),
 ])  # fmt: skip
 def test_code_lies_beside_the_recipe_or_here(write, tmp_path, monkeypatch, have, from_recipe, from_command):
-    """All file paths are searched alike; a path on the command line is first searched in the working folder."""
+    """Files of a recipe are first searched beside the recipe, and files of an override in the working folder."""
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
         for file in ("own.py", "own.json") if name in have.split() else ():
@@ -165,20 +165,20 @@ def test_code_lies_beside_the_recipe_or_here(write, tmp_path, monkeypatch, have,
         (load_config(write(values, "there/own.yaml")), from_recipe), (load_config(recipe, said), from_command),
     ):  # fmt: skip
         path = tmp_path / folder / "own"
-        short = "own" if folder == "here" else str(path)  # metrics are called so
+        short = "own" if folder == "here" else str(path)  # the name of the reward in the metrics
         assert config.rewards == {f"{short}.py:f(of='x/y')": 1.0} and config.data.eval_rewards[0] == f"{short}.py:f"
         assert (config.data.task, config.model.config) == (f"{path}.py:f", f"{path}.json")
         assert config.sampling.environment == f"{path}.py:f(a='../b')"
 
 
 def leaves(hint):
-    """Yield the types in a type hint; a Literal has none, because it lists its values."""
+    """Yield the types inside a type hint; a Literal has none, because a Literal lists values."""
     if typing.get_origin(hint) is not Literal:
         yield from chain.from_iterable(map(leaves, typing.get_args(hint))) if typing.get_args(hint) else [hint]
 
 
 def test_only_types_for_code_can_name_code():
-    """Values of any type could name code, so a dataclass reads them, or a chat template in its sandbox."""
+    """Untyped values could name code, so only dataclasses and the sandbox of chat templates read them."""
     found = {option.path for option in options_of(RunConfig) if {dict, list, tuple, Any} & {*leaves(option.hint)}}
     assert found == {"data.image", "data.video", "data.chat_template_kwargs", "sampling.vllm"}
     types = {leaf for cls in (VideoOptions, VLLMOptions) for option in options_of(cls) for leaf in leaves(option.hint)}
@@ -188,7 +188,7 @@ def test_only_types_for_code_can_name_code():
 EVIL = "from pathlib import Path\n\nPath('ran').touch()\nraise SystemExit\n"
 
 
-ATTACKS = [  # the run's folder, where the command runs, the recipe
+ATTACKS = [  # (folder of the run, working folder, recipe)
     ("run(1)", ".", {"rewards": {"evil.py:f()": 1.0}}),
     ("ck(7b)", ".", {"data": {"eval_rewards": ["evil.py:f()"]}}),
     ("run", "run", {"rewards": {"a(1)/evil.py:f()": 1.0}}),
@@ -211,14 +211,14 @@ ATTACKS = [  # the run's folder, where the command runs, the recipe
 
 @pytest.mark.parametrize(("folder", "here", "values"), ATTACKS)
 def test_code_that_a_found_recipe_names_is_refused_and_does_not_run(tmp_path, monkeypatch, write, folder, here, values):
-    """The code is refused wherever its file lies, and whatever its folders are called."""
+    """Folder names with parentheses must not hide code that a recipe names."""
     for path in ("evil.py", "a(1)/evil.py"):
         (tmp_path / folder / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / folder / path).write_text(EVIL)
     write(values, f"{folder}/config.yaml")
     monkeypatch.chdir(tmp_path / here)
     folder = os.path.relpath(tmp_path / folder)
-    said = "evil:30 evil.py:f() evil.py:f a(1)/evil.py:f()"  # the command line has these texts, but not as code
+    said = "evil:30 evil.py:f() evil.py:f a(1)/evil.py:f()"  # other options contain the names of the code as plain text
     texts = [f"--data.prompt_template={said} {{problem}}", "--output_dir=evil:30", "--sampling.stop_strings=evil:30"]
     texts.append('--data.chat_template_kwargs={at: "evil:30"}')
     says = r"config\.yaml was found automatically and would run the code .*; read the code, then pass --recipe="
@@ -230,7 +230,6 @@ def test_code_that_a_found_recipe_names_is_refused_and_does_not_run(tmp_path, mo
 
 
 def test_a_fault_of_a_found_recipe_is_reported_with_its_name(tmp_path, write):
-    """The message names the file, unless an override replaces the wrong value or is wrong itself."""
     recipe = write({"sampling": {"top_k": "many"}}, "minivlmrl.yaml")
     with pytest.raises(ValueError, match=r"^.*minivlmrl\.yaml: sampling\.top_k is 'many', but it must be of type int"):
         load_config(recipe, ["--seed=1"], is_found=True)
@@ -240,7 +239,7 @@ def test_a_fault_of_a_found_recipe_is_reported_with_its_name(tmp_path, write):
 
 
 def test_code_of_a_found_recipe_may_run_if_it_is_named(tmp_path, write, monkeypatch):
-    """An override or the recipe can name code; table names, and numbers for their options, are always allowed."""
+    """Names of built-in functions, with numbers as options, are always allowed."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(
         "from minivlmrl.trainers.sft import SFTTrainer\n\n\nclass Mine(SFTTrainer):\n    stage = 'mine'\n"
@@ -289,7 +288,7 @@ def again(write):
 
 
 def test_a_stage_of_a_file_has_a_section(again, write, tmp_path):
-    """The section is checked, overridden and written like the section of a built-in stage; an override may omit it."""
+    """A recipe may have a section for a stage that an override leaves out."""
     config = load_config(again, ["--again.fast", "--again.max_steps=7"])
     assert config.stage_names == ["sft", "again"] and config.stages[1] == f"{tmp_path / 'again.py'}:Again"
     assert (config.again.share, config.again.fast, config.again.max_steps) == (0.25, True, 7)
@@ -305,7 +304,7 @@ def test_a_stage_of_a_file_has_a_section(again, write, tmp_path):
 
 
 def test_recipes_are_found_by_their_names(tmp_path, monkeypatch):
-    """A file in the working folder, or beside a copy of a recipe, comes before the file of the package."""
+    """A file in the working folder or beside the recipe has precedence over the file of the package."""
     monkeypatch.chdir(tmp_path)
     assert load_config("own_data.yaml").output_dir == "runs/own_data"
     (tmp_path / "own_data.yaml").write_text("output_dir: mine")
@@ -326,7 +325,7 @@ def test_recipes_are_found_by_their_names(tmp_path, monkeypatch):
 
 
 NO_YAML = "FOLDER/recipe.yaml: the text is not valid YAML"
-REFUSED = [  # recipe, overrides, sentence
+REFUSED = [  # (recipe, overrides, error message)
     ({}, ["--grpo.betta=1"], "command line: unknown key grpo.betta; did you mean --grpo.beta or --grpo."),
     ("max_new_tokens: 4", [], "FOLDER/recipe.yaml: unknown key max_new_tokens; the name in minivlmrl is sampling.ma"),
     ("grpo.beta: 4", [], "FOLDER/recipe.yaml: unknown key grpo.beta; write beta in the section grpo"),

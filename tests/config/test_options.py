@@ -29,15 +29,15 @@ from tests.helpers.tiny import RUN_MODEL
 SFT, DPO, RM = ["--stages=sft"], ["--stages=dpo"], ["--stages=reward_model"]
 GRPO, PPO = (["--stages=grpo", LETTERS], ["--stages=ppo", LETTERS])
 BASES = {"sft": SFT, "dpo": DPO, "reward_model": RM, "grpo": GRPO, "ppo": PPO}
-# a second iteration at a high learning rate gives ratios far from 1, where clipping and KL matter
+# a second iteration at a high learning rate gives probability ratios far from 1, where clipping and KL matter
 FAR = [*GRPO, "--grpo.num_iterations=2", "--grpo.learning_rate=3e-2", "--grpo.lr_scheduler_type=constant"]
-# "drift": the sampler's log-probabilities differ a little from the trainer's
+# "drift" makes the sampler's log-probabilities differ from the trainer's
 DRIFT = ["drift", *GRPO, "--rollout.max_logp_mismatch=.inf"]
 FILM = ["film", "--data.video={min_pixels: 784, max_pixels: 6272}", *SFT]
-# in later rollouts, the policy has moved away from its reference
+# a high learning rate moves the policy away from its reference, so that the KL is not 0
 PPO_KL = [*PPO, "--ppo.num_ppo_epochs=1", "--ppo.learning_rate=3e-2", "--ppo.kl_coef=0.5"]
 TWO_STEPS, THREE_STEPS = ([f"--{stage}.max_steps={steps}" for stage in STAGES] for steps in (2, 3))
-# options that all stages inherit; each is tested with one stage, in turn
+# options that all stages inherit; each option is tested with one of the stages
 STAGE_OPTIONS = {
     "max_steps": 2, "prompts_per_step": 2, "learning_rate": 1e-3, "lr_scheduler_type": "cosine", "min_lr_ratio": 0.5,
     "warmup_steps": 2, "adam_beta2": 0.5,
@@ -45,13 +45,13 @@ STAGE_OPTIONS = {
 
 
 def changed(base, **sections):
-    """Return (option, changed value, base options) for {section: {name: value}}."""
+    """Return (option, changed value, base options) for each value in {section: {name: value}}."""
     return [
         (f"{section}.{name}", value, base) for section, values in sections.items() for name, value in values.items()
     ]
 
 
-# option, changed value, base options
+# (option, changed value, base options)
 OPTIONS = [
     ("seed", 1, SFT),
     ("seed", 1, GRPO),
@@ -108,7 +108,7 @@ OPTIONS = [
 
 
 def choices(name):
-    """Return the values in a field's Literal type."""
+    """Return the values of an option whose type is a Literal."""
     section, name = name.split(".")
     hint = typing.get_type_hints(typing.get_type_hints(RunConfig)[section])[name]
     parts = [hint, *typing.get_args(hint)]
@@ -116,7 +116,7 @@ def choices(name):
     return (("null",) if type(None) in parts else ()) + values
 
 
-# option, its values, base options: no two values give the same run
+# (option, values of the option, base options); no two values may give the same run
 ENUMERATIONS = [
     *[(name, choices(name), base) for name, base in {
         "sft.loss_type": SFT,
@@ -135,7 +135,7 @@ ENUMERATIONS = [
 EVALUATED = ["evaluated", *SFT]
 OWN = ["own", *SFT]
 SEVERAL = [*OWN, "--data.train_file=null", "--data.train=[{file: {home}/rows.jsonl}]"]
-# option, changed value, base options, and the prefix of changed outputs ("error": message)
+# (option, changed value, base options, prefix of the changed output files or "error")
 OUTPUTS = [
     *[(f"{stage}.micro_batch_size", 1, BASES[stage], METRICS) for stage in ("sft", "reward_model", "ppo")],
     *[(f"{stage}.max_tokens_per_micro_batch", 100, BASES[stage], METRICS) for stage in ("grpo", "ppo")],
@@ -166,7 +166,7 @@ OUTPUTS = [
 ]  # fmt: skip
 
 
-# options whose effect needs several processes, other hardware or more time, and has a test of its own
+# options with tests of their own, because they need several processes, other hardware or more time
 ELSEWHERE = """
 output_dir num_threads save resume check_memory report_minutes timeout max_reward_seconds model.path model.save_dtype
 model.compute_dtype model.activation_checkpointing adapter.path data.max_prompt_tokens data.image_workers
@@ -178,7 +178,7 @@ sampling.engine sampling.vllm reward_model.path ppo.critic_path reference.path
 
 @pytest.fixture(scope="module")
 def run_outputs(home, own):
-    """Return a cached function that runs a recipe, and returns its files as {path: bytes}, and its "error"."""
+    """Return a cached function that runs a recipe and returns its output files and its error as {name: bytes}."""
     (home / "tied.json").write_text(json.dumps(RUN_MODEL | {"tie_word_embeddings": True}))
     (home / "elsewhere").mkdir()
     for number in range(8):
@@ -218,7 +218,7 @@ def run_outputs(home, own):
 
 @pytest.fixture(scope="module")
 def run_metrics(run_outputs):
-    """Return a function from a run's overrides to its metrics."""
+    """Return a function that runs a recipe with overrides and returns its metrics."""
 
     def run_metrics(*overrides):
         outputs = run_outputs(*overrides)
@@ -236,7 +236,7 @@ def note_save(folder, *_, **__):
 
 
 def drifting(*arguments):
-    """Return a token sampler with log-probabilities off by -1 to 1 nats, depending on the id."""
+    """Return a token sampler whose log-probabilities are wrong by -1 to 1 nats, depending on the token id."""
     choose = make_token_sampler(*arguments)
 
     def drift(logits, rows, step):
@@ -247,22 +247,20 @@ def drifting(*arguments):
 
 
 def boxed(processor, ids):
-    """Return text with a box at the image's corner, which an untrained model does not generate."""
+    """Return a text with a box, which an untrained model would not generate."""
     return f"Here:\n<answer>0 0 {ids[0] % 90 + 1} {ids[-1] % 50 + 1}</answer>"
 
 
 def lengths(answer_texts, **columns):
-    """Return the answer lengths as rewards."""
     return [float(len(text)) for text in answer_texts]
 
 
 def upper(row):
-    """Change a row, as the function in data.format."""
     return row | {"problem": row["problem"].upper()}
 
 
 def differ(first, second):
-    """Return whether a common metric, except the learning rate, differs by more than rounding."""
+    """Return whether any metric, except the learning rate, differs between two runs by more than rounding."""
     if len(first) != len(second):
         return True
     names = (first[0].keys() & second[0].keys()) - {"stage", "step", "learning_rate"}
@@ -283,7 +281,7 @@ def test_no_two_values_give_the_same_run(run_metrics, lively, name, values, base
         assert differ(*(run_metrics(*base, *THREE_STEPS, f"--{name}={value}") for value in (one, other))), (one, other)
 
 
-# without soft_punish_cache, which is logged but does not change training
+# soft_punish_cache is left out: it changes a metric, even where it does not change training
 TRAINED = re.compile(r"grpo\.(?!soft).*|ppo\.(kl|clip).*|dpo\.f_.*|adapter\.(alpha|dropout|target)|reference\.ref_.*")
 REFUSED = [(name, value, others) for name, value, without, _ in CASES for others in without if TRAINED.match(name)]
 
@@ -309,7 +307,6 @@ def test_options_that_change_the_output_files(run_outputs, lively, home, name, v
 
 
 def test_every_option_is_tested():
-    """Every option has a row above, or its name is in ELSEWHERE."""
     names = {"rewards.letters": "rewards"}
     tested = {names.get(name, name) for name, *_ in (*OPTIONS, *ENUMERATIONS, *OUTPUTS)}
     tested |= {f"{stage}.{name}" for stage in STAGES for name in STAGE_OPTIONS}

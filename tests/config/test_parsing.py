@@ -125,7 +125,7 @@ def test_json_files_may_have_more_keys_and_are_not_converted():
     ("zzz=1", "did you mean --"),
 ])  # fmt: skip
 def test_an_unknown_option_gets_a_suggestion(override, meant):
-    """Misspelt names, and the names of options in TRL and ms-swift, get a suggestion."""
+    """Suggest our names for misspelt options and for options of TRL and ms-swift."""
     with pytest.raises(ValueError, match="command line: unknown key .*; " + re.escape(meant)):
         load_config("shapes.yaml", [f"--{override}"])
     ours = {re.match(r"[\w.]+", name)[0].replace("STAGE", "grpo") for name in parsing.TRL_ALIASES.values()}
@@ -133,7 +133,7 @@ def test_an_unknown_option_gets_a_suggestion(override, meant):
 
 
 def test_many_keys_and_values_are_read_in_one_pass(monkeypatch):
-    """The time must not grow with the square of the number of keys, and a valid value builds no error text."""
+    """Parsing must not take quadratic time in the number of keys, or build error texts for valid values."""
     assert len(parse_yaml("\n".join(f"k{i}: 1" for i in range(5_000)))) == 5_000
     texts = []
     monkeypatch.setattr(parsing, "type_text", texts.append)
@@ -141,7 +141,7 @@ def test_many_keys_and_values_are_read_in_one_pass(monkeypatch):
 
 
 def test_an_alias_is_refused():
-    """Ten lines with nine aliases each would have 9**9 values."""
+    """Ten lines of YAML with nine aliases each would expand to 9**9 values."""
     lines = ["a0: &a0 [1]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10))]
     for text in ("\n".join(lines), "a: &a {b: 1}\nc:\n  <<: *a", "&a [*a]"):
         with pytest.raises(ValueError, match=r"not valid YAML \(the alias \*a0? is not supported; write its value"):
@@ -150,7 +150,7 @@ def test_an_alias_is_refused():
 
 
 def test_long_quoted_values_are_shortened():
-    """Paths, and text between two apostrophes inside words, are not shortened."""
+    """Quoted values are shortened, but not paths and not text between two apostrophes inside words."""
     picture = "A" * 200_000
     assert shortened(f"column is {picture!r}; drop it") == f"column is '{'A' * 79}...'; drop it"
     assert len(shortened(f"{picture} is no file")) < 120
@@ -163,9 +163,9 @@ def test_long_quoted_values_are_shortened():
 
 @pytest.mark.parametrize(("error", "message"), [
     (ValueError("cat.jpg is damaged"), "rows:3: cat.jpg is damaged"),
-    (ValueError("rows:3: cat.jpg is damaged"), "rows:3: cat.jpg is damaged"),  # an image names its row, too
+    (ValueError("rows:3: cat.jpg is damaged"), "rows:3: cat.jpg is damaged"),  # the error already names the row
     (ValueError("rows:31 is damaged"), "rows:3: rows:31 is damaged"),
-    (KeyError("gone"), "'gone'\nin rows:3"),  # of a user's code
+    (KeyError("gone"), "'gone'\nin rows:3"),  # an error of a user's code
 ])  # fmt: skip
 def test_a_place_is_named_once_in_an_error(error, message):
     with pytest.raises(type(error), match=f"^{message}$"), error_context("rows:3"):

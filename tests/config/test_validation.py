@@ -1,4 +1,4 @@
-"""Test that options without effect are refused, and accepted once other options give them one."""
+"""Test that options are refused only in recipes in which they have no effect."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ SHARDED = {"sharding.enabled": True}
 VLLM = {"sampling.engine": "vllm"}
 GREEDY = {"sampling.temperature": 0.0}
 KL = {"grpo.beta": 0.1}
-# option, value, recipes in which the option has no effect, and recipes in which it has one
+# (option, value, recipes in which the option has no effect, recipes in which the option has an effect)
 CASES = [
     ("eval_steps", 2, [FILES], [{}, FILES | {"data.eval_file": "rows.jsonl"}]),
     ("best_metric", "eval/accuracy_greedy", [FILES], [{}]),
@@ -78,7 +78,7 @@ CASES = [
 
 
 def recipe(options, **more):
-    """Return the overrides for a plain recipe on the built-in task with these options."""
+    """Return overrides that add `options` to a plain recipe on the built-in task."""
     sections = [name.partition(".")[0] for name in options]
     stage = next((name for name in sections if name in ("dpo", "ppo")), "grpo")
     base = {"data.task": "shapes", "model.config": "model.json", "stages": [stage]}
@@ -139,7 +139,7 @@ def test_cases_cover_every_rule(empty):
 
 
 def test_defaults_and_options_of_unused_stages_are_accepted(empty):
-    """Options for stages that the recipe does not train are only reported as a note."""
+    """An option of a stage that the recipe does not train is only reported as a note."""
     check(load_config(empty, ["--grpo.kl_estimator=k3", "--adapter.alpha=32", "--data.eval_rows=256"]))
     check(load_config(empty, ["--stages=sft", "--grpo.kl_estimator=k2", "--grpo.min_lr_ratio=0.1"]))
     check(RunConfig())
@@ -154,6 +154,6 @@ def test_every_recipe_loads_and_has_no_option_without_effect(path):
 
 @pytest.mark.parametrize("command", [train_recipe, check_main])
 def test_options_are_checked_before_anything_is_loaded(command, empty, monkeypatch):
-    monkeypatch.setattr("minivlmrl.distributed.process_group.setup", None)  # calling it would fail
+    monkeypatch.setattr("minivlmrl.distributed.process_group.setup", None)  # a call of None would fail
     with pytest.raises(ValueError, match=r"recipe\.yaml: adapter\.dropout is 0\.1 and has no effect: there is no"):
         command([str(empty), *recipe({"adapter.dropout": 0.1})])
