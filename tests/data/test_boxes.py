@@ -1,4 +1,4 @@
-"""Test boxes: overlap, coordinate spaces, matching, and parsing."""
+"""Test the overlap, coordinate spaces, matching and parsing of boxes."""
 
 import math
 import random
@@ -21,7 +21,7 @@ def box(*numbers):
 
 
 def random_pairs():
-    """Yield pairs of boxes as numbers; half of them lie on a grid, where sides touch and boxes are equal or empty."""
+    """Yield pairs of boxes; half of the pairs lie on a grid, where boxes touch, are equal or are empty."""
     draw = random.Random(0)
     for k in range(10_000):
         number = partial(draw.uniform, 0, 5) if k % 2 else lambda: float(draw.randrange(6))
@@ -29,7 +29,7 @@ def random_pairs():
         for _ in "ab":
             x1, x2 = sorted([number(), number()])
             y1, y2 = sorted([number(), number()])
-            pair.append([x2, y1, x1, y2] if draw.random() < 0.1 else [x1, y1, x2, y2])  # corners are swapped
+            pair.append([x2, y1, x1, y2] if draw.random() < 0.1 else [x1, y1, x2, y2])  # swapped corners
         yield pair
 
 
@@ -38,7 +38,7 @@ def area(left, top, right, bottom):
 
 
 def torchvision_iou(a, b):
-    """Return torchvision's box_iou for one pair."""
+    """Compute the formula of torchvision's box_iou for one pair of boxes."""
     corners = list(zip(a, b, strict=True))
     left, top = (max(pair) for pair in corners[:2])
     right, bottom = (min(pair) for pair in corners[2:])
@@ -89,7 +89,7 @@ def test_boxes_in_each_space():
 
 @pytest.mark.parametrize("space", ["resized", "thousandths", "unit"])
 def test_round_trip_of_a_thousand_sizes(space):
-    """Whole pixels become the float nearest to the exact fraction, and come back with an error of at most 2^-51."""
+    """Coordinates become the float nearest to the exact fraction, and return with a relative error of 2^-51 or less."""
     draw = random.Random(1)
     for _ in range(1000):
         original = (draw.randint(100, 5000), draw.randint(100, 5000))
@@ -106,7 +106,7 @@ def test_round_trip_of_a_thousand_sizes(space):
 
 
 def test_match_takes_the_largest_sum(scipy):
-    """The best matching does not contain the pair with the largest overlap, and the third box stays unmatched."""
+    """The best matching leaves out the pair of boxes with the largest overlap."""
     said = [box(0, 0, 10, 10), box(0, 0, 2, 10), box(90, 70, 95, 75)]
     truth = [box(0, 0, 6, 10), box(5, 0, 10, 10)]
     assert match(said, truth, iou) == match(truth, said, iou) == [(0, 1), (1, 0)]
@@ -135,21 +135,21 @@ SECOND = (7.0, 7.0, 8.0, 9.5)
 
 
 @pytest.mark.parametrize(("text", "expected"), [
-    # Qwen2.5-VL's formats
+    # formats of Qwen2.5-VL
     ('{"bbox_2d": [1, 2, 5, 6], "label": "cat"}', [BOX]),
     ('```json\n[\n\t{"bbox_2d": [1, 2, 5, 6], "label": "cat"}\n]\n```', [BOX]),
     ('{"bbox_2d": [1, 2, 5, 6], "label": "[7, 7, 8, 9.5] 猫", "score": 0.9, "tags": [1, [2]]}', [BOX]),
-    # lists
+    # lists of boxes
     ("[1, 2, 5, 6]", [BOX]),
     ("[[1, 2, 5, 6], [7, 7, 8, 9.5]]", [BOX, SECOND]),
     ("[{'Position': [1, 2, 5, 6], 'Confidence': 1}, {'Position': [7, 7, 8, 9.5]}]", [BOX, SECOND]),
     ("[1, 2, 5, 6], [7, 7, 8, 9.5]", [BOX, SECOND]),
     ("[ +1., 02 ,\t5.00 ,6 ].", [BOX]),
-    # corners
+    # pairs of corners
     ("(1, 2), (5, 6)", [BOX]),
     ("<|object_ref_start|>the cat<|object_ref_end|><|box_start|>(1,2),(5,6)<|box_end|>", [BOX]),
     ("(1 2) (5 6), (7, 7), (8, 9.5)", [BOX, SECOND]),
-    # four numbers
+    # four numbers without brackets
     (" 1,2,5,6\n", [BOX]),
     ("-1.5 +.5 5e0 6E-1", [(-1.5, 0.5, 5.0, 0.6)]),
     # boxes are returned as written, even if they are invalid
@@ -168,7 +168,7 @@ def test_parse_boxes(text, expected):
     # values that are not finite numbers
     "[NaN, 2, 5, 6]", "[1, 2, 1e309, 6]", '["1", "2", "5", "6"]', "[true, 2, 5, 6]", '{"bbox_2d": null}',
     "0x1 2 5 6", "1_0 2 5 6", "1/2 2 5 6", "１ ２ ５ ６", "1，2，5，6", "1-2-5-6", "1;2;5;6", "1,,2 5 6", "1 2 5 6,",
-    # broken or doubtful
+    # broken JSON, or boxes within other text
     '{"bbox_2d": [1, 2, 5, 6]', '{"bbox_2d": [1, 2, 5, 6], }', "[1, 2, 5, 6", '{"point_2d": [1, 2]}',
     '{"bbox_2d": [1, 2, 5, 6], "bbox_2d": [7, 7, 8, 9]}', '[{"bbox_2d": [1, 2, 5, 6]}, {"label": "cat"}]',
     "[1, 2, 5, 6] and [7, 7, 8, 9]", "The box is [1, 2, 5, 6].", "```json\n[1, 2, 5, 6]", "```xml\n[1, 2, 5, 6]\n```",

@@ -39,7 +39,7 @@ CONVERSATIONS = {
 
 @pytest.fixture(scope="module")
 def template(published):
-    """Return TRL's template, compiled as in transformers' apply_chat_template."""
+    """Compile the published chat template as transformers' apply_chat_template does."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     return _compile_jinja_template(published("qwen2_5_vl"))
@@ -47,7 +47,7 @@ def template(published):
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_rendering_equals_the_template(template, published, name):
-    """ChatTemplate renders the same pieces from the published template and from the default templates."""
+    """ChatTemplate renders the same pieces from the published template and from our default templates."""
     messages = CONVERSATIONS[name]
     pieces = render(messages)
     assert "".join(pieces) == template.render(messages=messages, add_generation_prompt=True)

@@ -23,7 +23,7 @@ WANTED = set(FILES) - {"pytorch_model.bin", "README.md", "original/model.safeten
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """Set an empty huggingface_hub cache, and a hub that does not answer."""
+    """Set an empty cache of huggingface_hub, and an address at which no hub answers."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
@@ -31,7 +31,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def snapshot(cache: Path, commit: str = COMMIT, names=WANTED) -> Path:
-    """Create huggingface_hub's cache folder with some files from the main branch."""
+    """Create the cache folder of huggingface_hub for one commit, to which the branch main points."""
     repository = cache / "models--Qwen--tiny"
     (repository / "refs").mkdir(parents=True, exist_ok=True)
     (repository / "refs" / "main").write_text(commit)
@@ -43,7 +43,7 @@ def snapshot(cache: Path, commit: str = COMMIT, names=WANTED) -> Path:
 
 
 def test_a_mistyped_path_does_not_go_to_the_hub(cache, monkeypatch):
-    """A name whose first part is an existing folder is a path and no repository."""
+    """A name whose first part is an existing folder is a path, not a repository."""
     monkeypatch.setattr("minivlmrl.data.download._snapshot", lambda *name: name[:2])
     Path("runs").mkdir()
     missing = (
@@ -100,7 +100,6 @@ def test_a_hub_that_does_not_answer_times_out(cache, monkeypatch):
 
 
 def test_only_needed_files_are_downloaded(cache, monkeypatch):
-    """Ranks that ask at the same time download once, because huggingface_hub locks the files."""
     asked = []
 
     def download(repo_id, local_files_only=False, **which):

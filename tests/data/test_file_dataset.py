@@ -1,4 +1,4 @@
-"""Test rows from files: text columns become prompts and answers, and every error names the row's line."""
+"""Test that columns of row files become prompts and answers, and that errors name the line of a row."""
 
 import re
 
@@ -14,7 +14,7 @@ from tests.helpers.talk import CHATML, IMAGE_PART, assistant, system, text, user
 
 
 def test_columns_of_other_rows_and_constants(write_rows):
-    """Rows need not have the same columns; constants are columns of every row."""
+    """The rows of a file may have different columns; a missing column is None."""
     file = write_rows({"problem": "a", "level": 1}, {"problem": "b", "hint": "c"})
     rows = FileDataset(file, constants={"row_rewards": ["iou"]})
     assert rows[0].columns == {"problem": "a", "level": 1, "hint": None, "row_rewards": ["iou"]}
@@ -39,7 +39,7 @@ def test_only_a_column_without_a_meaning_of_its_own_is_proposed(write_rows, colu
 
 @pytest.mark.parametrize("label", ["yes", 1, 0.0])
 def test_a_label_is_true_or_false(write_rows, label):
-    """The column label is checked only if the stage requires it."""
+    """The column `label` is checked only for stages that require labels."""
     row = {"prompt": "a", "completion": "b", "label": label}
     required = ("problem", "completion", "label")
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'label' is .*, but it must be of type bool"):
@@ -49,7 +49,7 @@ def test_a_label_is_true_or_false(write_rows, label):
 
 
 def test_rows_of_file_and_label(write_rows):
-    """data.columns renames both columns, and data.prompt_template is the question; a row may not have another one."""
+    """If the rows have no question, data.prompt_template is the question."""
     options = {"prompt_template": "What is it?", "columns": {"file": "image", "label": "solution"}}
     row = FileDataset(write_rows({"file": "red.png", "label": "cat"}), **options)[0]
     assert row.columns["solution"] == "cat" and text_of(row.messages[0]) == "What is it?" and len(row.images) == 1
@@ -110,7 +110,7 @@ def test_a_pair_may_differ_in_a_call_or_a_thought_only(write_rows, key):
 HI = user("hi")
 YES = assistant("yes")
 
-MISTAKES = [  # a row, and how the sentence goes on after the place
+MISTAKES = [  # (row, beginning of the error message after the file and the line)
     ({"problem": 3}, "column 'problem' is 3, but it must be text"),
     ({"prompt": 3}, "column 'prompt' is 3, but it must be text or a list of turns"),
     ({"problem": " " * 2**21}, "column 'problem': message 0 has more than 1048576 characters of text; shorten"),
@@ -139,7 +139,7 @@ MISTAKES = [  # a row, and how the sentence goes on after the place
     ({"system": 3, "problem": "a"}, "column 'system' is 3, but it must be of type str"),
     ({"system": "a", "prompt": [system("b"), HI]}, "column 'system': the turns begin with another system message"),
     ({"prompt": [HI, YES | {"loss": 1}, HI]}, "column 'prompt': message 1: {'loss': 1} asks for a"),
-    # an answer
+    # mistakes in an answer
     ({"problem": "a", "rejected": 3}, "column 'rejected' is 3, but it must be text or a list of turns"),
     ({"problem": "a", "completion": []}, "column 'completion': there must be at least one turn, and the roles must"),
     ({"problem": "a", "chosen": [HI, YES]},
@@ -148,7 +148,7 @@ MISTAKES = [  # a row, and how the sentence goes on after the place
      "column 'chosen': message 1 must have a role, and content that is a text or a list"),
     ({"problem": "a", "completion": [YES, user([IMAGE_PART]), YES]},
      "column 'completion': the prompt has 1 image placeholder(s), but 0 image(s) were given"),
-    # keys and values of turns and parts that nothing would read
+    # keys and values in turns and parts that no code would read
     *(({"prompt": [turn]}, f".*{message}") for turn, message in [
         (HI | {"name": "Bob"}, "message 0 of the role user has the key 'name' with 'Bob', which is not read; the"),
         (HI | {"loss": True}, "message 0: {'loss': True} asks for a loss on this turn, but only assistant turns"),
@@ -179,7 +179,6 @@ def test_a_mistake_is_named_when_the_file_is_read(write_rows, row, message):
 @pytest.mark.parametrize("key", ["loss", "loss_mask", "weight", "train"])
 @pytest.mark.parametrize("family", ["none", "qwen3", "jinja", "rewritten"])
 def test_a_turn_without_loss_is_context(write_rows, key, family):
-    """This also holds for a template that drops earlier thoughts, for which each answer is a sequence of its own."""
     turns = [user("a"), assistant("<think>b</think>bad") | {key: False}, user("c"), assistant("good") | {key: True}]
     row = FileDataset(write_rows({"messages": turns}), ("problem", "completion"))[0]
     latest = "(message.content if loop.last else message.content.split('</think>')[-1]) | trim"
@@ -246,7 +245,7 @@ def test_an_error_of_a_format_names_the_option_or_the_row(write_rows, tmp_path, 
 
 PAIR = {"messages": [HI, YES]}
 SHOWN = {"image": "red.png"}
-DROPPED = [  # each row says something that a run of SFT would not follow: (row, its name in the error or in the note)
+DROPPED = [  # (row with something that SFT would not use, its name in the error or in the note)
     *[(PAIR | {name: value}, name) for name, value in {
         "tools": [{"type": "function", "function": {"name": "zoom"}}], "functions": "[]x",
         "chat_template_kwargs": {"enable_thinking": False}, "loss_mask": [0, 1], "loss": False, "sample_weight": 0,
@@ -280,7 +279,7 @@ DROPPED = [  # each row says something that a run of SFT would not follow: (row,
 
 @pytest.mark.parametrize(("row", "name"), DROPPED, ids=lambda value: str(value)[:50])
 def test_nothing_is_dropped_in_silence(write_rows, row, name):
-    """An error or the run's note names each column and each key that nothing reads."""
+    """An error or a note of the run names each column and each key that no code reads."""
     try:
         rows = FileDataset(write_rows(row), ("problem", "completion"), reads=())
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Test chat templates from folders, which render as in transformers, in pieces."""
+"""Test that chat templates of model folders render as in transformers."""
 
 import copy
 import itertools
@@ -21,7 +21,7 @@ def user(*parts):
 
 @pytest.fixture(scope="module")
 def load(published):
-    """Return a function that loads a template in TRL by name, such as load("qwen3")."""
+    """Return a function that loads one of TRL's chat templates by its name, such as load("qwen3")."""
     return lambda name: ChatTemplate(published(name), f"{name}.jinja")
 
 
@@ -30,7 +30,7 @@ TOOL_TALK = [*HI, CALL, {"role": "tool", "content": "4"}, assistant("four"), {"r
 
 
 def test_tojson_takes_no_other_arguments():
-    """A template cannot choose a class for json.dumps."""
+    """A chat template must not choose the class that json.dumps uses."""
     assert environment().from_string("{{ x | tojson(indent=1) }}").render(x=["ä"]) == '[\n "ä"\n]'
     for argument in ("default=x", "cls=x", "skipkeys=true"):
         with pytest.raises(TypeError, match="unexpected keyword"):
@@ -55,7 +55,6 @@ CONVERSATION = [*user({"type": "image"}, {"text": " Hi? "}), assistant("Hi."), *
     ("qwen3_8", OFF, ""), ("qwen3_8", {"add_vision_id": True}, THINK),
 ])  # fmt: skip
 def test_template_options_work_as_in_transformers(published, transformers, tmp_path, name, values, opened):
-    """Compare rendered prompts, and the beginning of the assistant's turn with which the prompt ends."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     write(tmp_path, {"chat_template.jinja": published(name)})
@@ -68,7 +67,7 @@ def test_template_options_work_as_in_transformers(published, transformers, tmp_p
 
 @pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8"])
 def test_a_demonstrated_thought_continues_the_opened_thought(load, name):
-    """An answer without a thought gets an empty thought if the prompt has opened one."""
+    """If the prompt has opened a thought, an answer without a thought gets an empty thought."""
     thinks, no = with_values(load(name), {"enable_thinking": True}), with_values(load(name), OFF)
     bare, told = assistant("<answer>b</answer>"), assistant("<think>\na\n</think>\n<answer>b</answer>")
     for answer, thought in ((told, "a\n</think>\n\n"), (bare, "\n</think>\n\n")):
@@ -78,7 +77,7 @@ def test_a_demonstrated_thought_continues_the_opened_thought(load, name):
 
 LOOK = [{"function": {"name": "look", "arguments": {"at": "left", "times": 2}}}]
 ANSWERED, ODD = {"role": "tool", "content": "red"}, {"role": "user", "content": "<think>?</think>Why?"}
-# an assistant's turn is a pair (text, calls)
+# a pair (text, tool calls) is a turn of the assistant
 TALKS = [
     [*CONVERSATION[:1], ("Red.", []), ODD, ("Blue.", [])],
     [{"role": "system", "content": "Be brief."}, *HI, ("", LOOK), ANSWERED, ("Red.", []), *HI, ("Blue.", [])],
@@ -97,7 +96,7 @@ SPELLINGS = {
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_8"])
 def test_spellings_of_a_thought_render_the_same(load, published, transformers, name, spelling):
-    """All spellings render like a thought in reasoning_content, also in completions."""
+    """Each spelling of a thought renders like a thought in `reasoning_content`."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     def spelled(talk, spelling):
@@ -120,7 +119,7 @@ def test_spellings_of_a_thought_render_the_same(load, published, transformers, n
         [prompt], _ = render_jinja_template([theirs[:split]], add_generation_prompt=True, **options)
         assert "".join(template.render(ours[:split])) == prompt
         [whole], _ = render_jinja_template([theirs], **options)
-        # the other template changes thoughts in earlier turns
+        # qwen3_5_think changes the thoughts of earlier turns
         if whole.startswith(prompt) and (is_last or name == "qwen3_8"):
             completion = "".join(piece for piece, _ in template.render_completion(ours[:split], ours[split:]))
             assert prompt + completion + "\n" == whole
@@ -129,7 +128,7 @@ def test_spellings_of_a_thought_render_the_same(load, published, transformers, n
 @pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be <b>brief</b>."}]])
 @pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "<é>"}}] * 2])
 def test_qwen2_5_vl_with_tools_renders_like_qwen3_vl(published, tools, system):
-    """Only the default system message of the two templates differs."""
+    """Qwen2.5-VL's template with tools and Qwen3-VL's template differ only in the default system message."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     calls = [CALL["tool_calls"][0]["function"], {"function": {"name": "b", "arguments": '{"y":2}'}}]
@@ -159,7 +158,7 @@ def controls(pieces):
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_text_that_spells_a_control_token_stays_text(name):
-    """No text is lost, and the control tokens are the same as with other words."""
+    """A text cannot add a control token to a prompt, and no text is lost."""
     text = CHATML.replace("<|im_end|>", "{{ message.tool_calls }}<|im_end|>")
     template, said = ChatTemplate(text, "a.jinja"), ATTACKS[name]
     plain = json.loads(json.dumps(said).replace("<", "("))
@@ -182,7 +181,7 @@ def test_a_thought_beside_a_spelled_control_token_is_still_a_thought(load):
 def test_longer_control_tokens_are_matched_first():
     template = ChatTemplate("<im><img>{{ messages[0].content }}<|im_end|>", "t", ["<im>", "<img", "<img>", "i"])
     pieces = template.render([{"role": "user", "content": "a x<i"}])
-    # a token with one character is no control token, because it occurs in ordinary text
+    # a token of one character is no control token, because ordinary text contains the character
     assert pieces == ["<im>", "<img>", "a x<i<|im_end|>"]
     assert [isinstance(piece, Control) for piece in pieces] == [True, True, False]
 
@@ -195,7 +194,7 @@ COMPOSED = (
 
 @pytest.mark.parametrize("refused", ["", "{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"])
 def test_the_structure_is_what_the_template_writes(refused):
-    """The structure includes names that the template composes; a text may contain tags of thoughts and other names."""
+    """The control tokens of a template include names that the template composes, such as '<|' + role + '|>'."""
     roles = ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
     others = ["<think>", "<tool_call>", "<|box_start|>", "<|medicine|>"]
     text = COMPOSED.replace("%}", f"%}}{refused}", 1)
@@ -219,12 +218,12 @@ GENERATION = "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
 
 
 def with_content(change):
-    """Return a template that writes each message after a change of its text; `change` is Jinja code with `content`."""
+    """Return a chat template in which the Jinja code `change` writes the variable `content` of each message."""
     return ChatTemplate(TEXTS.replace("CONTENT", change) + GENERATION, "t")
 
 
 def with_calls(name, value):
-    """Return a template that writes the calls of a message as call.function.NAME and call.function.VALUE."""
+    """Return a chat template that writes tool calls as call.function.NAME and call.function.VALUE."""
     calls = "{% for call in message.tool_calls %}{{ call.function.NAME }}{{ call.function.VALUE }}{% endfor %}"
     return with_content("{{ content }}" + calls.replace("NAME", name).replace("VALUE", value))
 
@@ -233,7 +232,7 @@ CITY = 'São "Paulo"\n'
 FUNCTION = {"name": "add", "arguments": {"city": CITY, "n": [1]}}
 CITY_CALL = [*HI, assistant("") | {"tool_calls": [{"id": "7", "type": "function", "function": FUNCTION}]}]
 FIRST_PART = "{{ message.content if message.content is string else message.content[0].text }}"
-LOST = [  # a template, the conversation, the number of the message and the text that the error names
+LOST = [  # (template, conversation, number of the lost message and its text in the error)
     (with_content("{{ content if message.role != 'system' }}"), SYSTEM_TALK, "0 completely: the text 'Answer in Fren"),
     (with_content("{{ content if message.role != 'assistant' }}"), SYSTEM_TALK, "2 completely: the text '4'"),
     (with_content("{{ content if loop.last }}"), SYSTEM_TALK, "0 completely: the text 'Answer in French.'"),
@@ -260,7 +259,7 @@ HM = "<think>hm</think>four"
 
 
 def test_what_a_template_may_change():
-    """A template may change whitespace and the order, write calls as JSON, and drop the thoughts of earlier turns."""
+    """A chat template may change whitespace and order, write tool calls as JSON, and drop earlier thoughts."""
     for change in ("{{ content | trim }}", "{{ content.split() | join('\n') }}"):
         reverse = TEXTS.replace("in messages", "in messages | reverse").replace("CONTENT", change)
         for template in (with_content(change), ChatTemplate(reverse, "t")):
@@ -272,7 +271,7 @@ def test_what_a_template_may_change():
 
 
 def test_a_turn_is_trained_up_to_its_closing_token():
-    """The model must learn the closing token, and never generates the newline after the token."""
+    """The model must learn the token that ends a turn, but not the newline after the token."""
     turns = [assistant("a"), {"role": "user", "content": "b"}, assistant("c")]
     expected = "[a<|im_end|>]\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n[c<|im_end|>]"
     assert bracketed(ChatTemplate(CHATML, "t").render_completion(HI, turns)) == expected
@@ -283,7 +282,7 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system'
 TWO_THOUGHTS = "<think>a</think>{}<think>c</think>four"
 SEVERAL = ".* render message 1 completely: .*The template may keep only one of several thoughts"
 FAILS = "the template fails"
-# a template's text or its name in TRL, a prompt, an answer or None, and the sentence
+# (text of a template or its name in TRL, prompt, answer or None, error message)
 REFUSED = [
     (NO_SYSTEM, SYSTEM_TALK[:2], None, "the template fails: TemplateError: no system"),
     (ONE_TEXT, user({"type": "image"}), None, r"the template renders .* \[\], but the messages contain \['image'\]"),
@@ -303,7 +302,7 @@ REFUSED = [
     ("{{ ''.__class__.__mro__ }}", HI, None, FAILS + r": SecurityError"),
     ("{% include '/etc/passwd' %}", HI, None, FAILS + r": TypeError: no loader"),
     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", HI, None, FAILS + r": RecursionError"),
-    # the prompts of a seed must not depend on the date
+    # prompts must not depend on the date of the run
     ("{{ strftime_now('%Y') }}", HI, None, FAILS + r": .*'strftime_now' is undefined"),
 ]  # fmt: skip
 
@@ -349,7 +348,7 @@ FOLDERS = {
 
 @pytest.mark.parametrize("file", ["chat_template.json", "chat_template.jinja"])
 def test_the_published_template_is_recognised(published, tmp_path, file):
-    """A template with one changed character is not recognised."""
+    """A published template with a changed word is not recognised."""
 
     def found(text):
         write(tmp_path, {file: text if file.endswith(".jinja") else {"chat_template": text}})
@@ -369,7 +368,7 @@ def write(folder, files):
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_the_template_of_a_folder_is_chosen_as_in_transformers(tmp_path, name, transformers):
-    """transformers' processor chooses the same file, unless only the tokenizer's file has a template."""
+    """transformers' ProcessorMixin does not read templates in tokenizer_config.json."""
     files, text = FOLDERS[name]
     found = ChatTemplate.from_folder(write(tmp_path, files))
     assert (found and found.text) == text
@@ -414,7 +413,7 @@ ANSWERED = [
 
 @pytest.mark.parametrize("name", [f"qwen{name}_training" for name in TRAINING])
 def test_trained_text_is_that_of_return_assistant_tokens_mask(published, transformers, name):
-    """transformers' mask also has the prompt's end, such as <think>, and the newline after <|im_end|>."""
+    """transformers' mask also contains the end of the prompt, such as <think>, and the newline after <|im_end|>."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     training = published(name)
@@ -440,7 +439,7 @@ def test_trained_text_is_that_of_return_assistant_tokens_mask(published, transfo
 
 
 def test_published_templates_lose_no_text(load):
-    """Only earlier turns' thoughts are dropped, in each spelling; Qwen's templates strip texts."""
+    """Qwen's templates drop only the thoughts of earlier turns and the whitespace around texts."""
     thought = {"role": "assistant", "content": "\n\nfour", "reasoning_content": "hm"}
     talk = [{"role": "system", "content": " Be brief. "}, *HI, thought, {"role": "user", "content": " And? \n"}]
     spelled = [*talk[:2], assistant("<think>\nhm\n</think>\n\nfour"), *talk[3:]]

@@ -1,4 +1,4 @@
-"""Compare images' sizes and patches with transformers' processors, bit for bit."""
+"""Compare the sizes and patches of images with transformers, bit for bit."""
 
 import io
 import random
@@ -51,7 +51,7 @@ def test_patches_of_2000_images_equal_transformers_bit_for_bit(mode, seeds, tran
 
 
 def tiff(bits, photometric, data):
-    """Return a TIFF file with two grey pixels; photometric 0 counts from white, and 1 from black."""
+    """Return a TIFF file with two grey pixels; the value 0 is white if `photometric` is 0, else black."""
     tags = {256: 2, 257: 1, 258: bits, 259: 1, 262: photometric, 273: 8, 277: 1, 278: 1, 279: len(data)}
     directory = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
     return struct.pack("<2sHI", b"II", 42, 8 + len(data)) + data + struct.pack("<H", len(tags)) + directory + bytes(4)
@@ -106,13 +106,13 @@ ANIMATED = {"save_all": True, "append_images": [PIL.Image.new("RGB", (2, 1), "bl
     (in_file(in_memory("RGB", (200, 0, 0)), "TIFF", **ANIMATED), (200, 0, 0)),
 ], ids=lambda value: str(value) if isinstance(value, tuple) else getattr(value, "mode", "TIFF"))  # fmt: skip
 def test_each_mode_is_shown_as_a_person_sees_it(image, rgb):
-    """The colour of the first pixel was computed by hand, and may be rounded differently."""
+    """The colour of the first pixel was computed by hand, so the rounding may differ by 1."""
     found = load_image(image).getpixel((0, 0))
     assert all(abs(a - b) <= 1 for a, b in zip(found, rgb, strict=True)), found
 
 
 def test_other_images_are_turned_upright():
-    """The orientation also counts for an image in memory, and for an image with 16 bits for each pixel."""
+    """The orientation in EXIF data also applies to images in memory and to images with 16 bits per pixel."""
     image = PIL.Image.new("LA", (3, 2), (0, 0))
     image.getexif()[0x0112] = 6
     for turned in (image, in_file(in_memory("I;16", 0x1234), exif=image.getexif())):
@@ -131,12 +131,12 @@ def test_pixels_without_a_known_white_are_refused(mode):
     ({"max_pixels": 28 * 28}, (1, 2, 2)),
     ({"min_pixels": 112 * 168}, (1, 8, 12)),
     ({"resized_height": 100, "resized_width": 30}, (1, 8, 2)),
-    ({"resized_height": 1, "resized_width": 1}, (1, 2, 2)),  # the processor's bounds hold
-    # a fixed size ignores the bounds
+    ({"resized_height": 1, "resized_width": 1}, (1, 2, 2)),  # the bounds of the processor still apply
+    # a fixed size has precedence over bounds in the same options
     ({"resized_height": 28, "resized_width": 56, "min_pixels": 10**5}, (1, 2, 4)),
 ], ids=str)  # fmt: skip
 def test_options_of_one_image(options, grid):
-    """An image of 56 x 84 pixels has 2 x 3 tokens of 28 x 28 pixels, unless it has its own bounds or size."""
+    """Without options, an image of 56 x 84 pixels has 2 x 3 tokens of 28 x 28 pixels."""
     processor = ImageProcessor(min_pixels=28 * 28)
     patches, found = processor(PIL.Image.new("RGB", (84, 56)), **options)
     assert found == grid

@@ -39,7 +39,7 @@ HUB_CONFIG = {
 
 
 @pytest.mark.parametrize(("config", "bounds"), [
-    ({}, (3136, 1003520)),  # defaults in transformers' class, not in files on the Hub
+    ({}, (3136, 1003520)),  # the defaults of transformers' class differ from the files on the Hub
     ({"size": {"shortest_edge": 784, "longest_edge": 5000}}, (784, 5000)),
     ({"size": {"shortest_edge": 784, "longest_edge": 5000}, "max_pixels": 4000}, (784, 4000)),
     ({"size": None, "min_pixels": None, "max_pixels": 4000}, (3136, 4000)),
@@ -87,7 +87,7 @@ def test_settings_come_back_as_they_were_written_and_transformers_reads_them(tmp
     {"resized_height": 60, "resized_width": 100}, {"resized_height": 600, "resized_width": 1000},
 ], ids=str)  # fmt: skip
 def test_a_saved_folder_has_the_sizes_of_training(tmp_path, options, transformers):
-    """A fixed size is saved as an area, so that an image of this form has the same size in transformers."""
+    """A fixed size is saved as an area, so that an image of the same shape has this size in transformers."""
     processor, image = ImageProcessor(**CUSTOM), noise("RGB", (200, 120))
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(write_image_processor(processor, options)))
     theirs = transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")

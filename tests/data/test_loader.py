@@ -33,7 +33,7 @@ PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())
 
 
 class Numbered:
-    """A dataset whose rows contain their number."""
+    """A dataset of ten rows with the column `number`."""
 
     def __len__(self):
         return 10
@@ -52,7 +52,7 @@ def batches(rank=0, ranks=1, prompts_per_step=4, steps=1, seed=0, rows=None, ans
 
 
 def next_rows(batches, count):
-    """Return (number, index, key) for each row in the next `count` draws."""
+    """Return (number, index, key) for each row in each of the next `count` batches."""
     return [[(row.columns["number"], row.index, row.key) for row in next(batches)] for _ in range(count)]
 
 
@@ -60,12 +60,12 @@ def test_rows_have_their_index_and_a_unique_key():
     rows = [row for draw in next_rows(batches(steps=2, seed=7), 3) for row in draw]
     assert [number for number, _, _ in rows] == [index for _, index, _ in rows]
     assert [key for _, _, key in rows] == [f"7/grpo/{draw}/{i}" for draw in range(3) for i in range(8)]
-    assert next_rows(batches(steps=2, seed=7, draws=2), 1) == [rows[16:]]  # a resumed run goes on after two draws
+    assert next_rows(batches(steps=2, seed=7, draws=2), 1) == [rows[16:]]  # a resumed run continues after two batches
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(1, 3), (2, 3), (4, 1)])
 def test_any_number_of_ranks_gets_the_same_rows_and_keys(ranks, steps):
-    """The ranks share the rows of each step in order."""
+    """The ranks divide the rows of each step among themselves in order."""
     alone = next_rows(batches(steps=steps), 5)
     shares = [next_rows(batches(rank, ranks, steps=steps), 5) for rank in range(ranks)]
     for draw, rows in enumerate(alone):
@@ -78,7 +78,7 @@ def test_any_number_of_ranks_gets_the_same_rows_and_keys(ranks, steps):
 
 
 def test_an_unreadable_row_is_replaced_by_the_next(write_rows, tmp_path):
-    """One damaged file would otherwise stop the run, and stop it again after each resumption."""
+    """Without data.skip_unreadable, a damaged file would stop the run again after each resumption."""
     for name in "ab":
         (tmp_path / f"{name}.png").write_bytes((tmp_path / "red.png").read_bytes()[:40])
     images = ["red", "a", "b", "green", "blue"]
@@ -98,7 +98,7 @@ def test_an_unreadable_row_is_replaced_by_the_next(write_rows, tmp_path):
 
 @pytest.mark.parametrize("answers", [("completion",), ("chosen", "rejected")])
 def test_a_row_with_an_unreadable_image_in_an_answer_is_replaced(answers, write_rows, tmp_path):
-    """The second image of a dialogue is part of the answer. Only a stage that trains on answers decodes this image."""
+    """Only a stage that trains on answers decodes the images of an answer."""
     (tmp_path / "cut.png").write_bytes((tmp_path / "red.png").read_bytes()[:40])
     question, answer = {"role": "user", "content": "Colors?"}, {"role": "assistant", "content": "red"}
     rows = []
@@ -119,7 +119,7 @@ def test_a_row_with_an_unreadable_image_in_an_answer_is_replaced(answers, write_
 
 
 class Delayed(Numbered):
-    """A dataset whose rows take different times, may fail, and record how they are read."""
+    """A dataset that records how its rows are read; rows take different times, and one row may fail."""
 
     def __init__(self, broken=None):
         self.broken = broken

@@ -1,4 +1,4 @@
-"""Test rows' images and videos: sources, damaged files, options, order and tensors."""
+"""Test the images and videos of rows: sources, damaged files, options, order and tensors."""
 
 import base64
 import os
@@ -54,7 +54,7 @@ def read(folder, row, **options):
 def test_a_video_file_is_sampled_as_the_run_asks_and_a_row_may_ask_for_its_own(folder):
     tiny.write_video(folder / "clip.mkv", [np.full((28, 28, 3), 10 * i, np.uint8) for i in range(16)], rate=8)
     for own, options, count in (
-        ({}, {}, 4),  # two frames a second
+        ({}, {}, 4),  # the default is two frames per second
         ({}, {"fps": 4}, 8),
         ({"nframes": 6}, {"fps": 4, "max_frames": 4}, 6),
         ({"fps": 8}, {"fps": 4, "max_frames": 12}, 12),
@@ -62,12 +62,12 @@ def test_a_video_file_is_sampled_as_the_run_asks_and_a_row_may_ask_for_its_own(f
         row = {"video": {"video": "clip.mkv", **own}, "problem": "What moves?"}
         assert len(read(folder, row, video=options).videos[0].load().frames) == count
     listed = read(folder, {"video": FRAMES, "problem": "?"}, video={"fps": 1, "max_frames": 1}).videos[0].load()
-    assert listed.fps == 1 and len(listed.frames) == len(FRAMES)  # a list has no frames to select
+    assert listed.fps == 1 and len(listed.frames) == len(FRAMES)  # all frames of a list are used
 
 
 TWICE = {"image": "red.png", "image_url": "blue.png"}
 UNSEEN = "seems to contain an image .* Rename it with .*: image"
-REFUSED = [  # columns of a row, and the sentence
+REFUSED = [  # (columns of a row, error message)
     ({"image": TWICE}, "column 'image': the image has both 'image' and 'image_url'; use only one"),
     ({"prompt": [user([{"type": "image", **TWICE}])]}, "column 'prompt': message 0: the image has both 'image' and"),
     ({"image": "red.png", "min_pixels": 7}, "column 'min_pixels' is 7, but it must be renamed with data.columns, or"),
@@ -75,11 +75,11 @@ REFUSED = [  # columns of a row, and the sentence
     ({"prompt": [user("What?") | {"images": ["green.png"]}]}, r"column '\w+'.*which is not read.* part"),
     ({"prompt": [user([{"type": "text", "text": "What?", "image_path": "green.png"}])]}, "column .* part"),
     ({"prompt": [user("data:image/png;base64,AAAA")]}, r"column '\w+'.* a text seems to contain an image .* part"),
-    # sizes that only the bounds of the processor make invalid
+    # sizes that the bounds of the processor forbid
     ({"image": "long.png"}, ".*image has 3000 x 10 pixels, but its aspect ratio must be at most 200; crop or remove"),
     ({"image": {"image": "red.png", "max_pixels": 783}}, ".*max_pixels is 783, but it must be at least .* 784,"),
     ({"video": {"video": FRAMES, "max_pixels": 20000}}, ".*max_pixels is 20000, but it must be at least .* 25088,"),
-    # an image or a video that the model would not see
+    # images and videos in columns that the model would not see
     ({"image_path": ["a/green.png"]}, f"column 'image_path' {UNSEEN}"),
     ({"where": "folder/green.JPEG"}, f"column 'where' {UNSEEN}"),
     ({"shot": "data:image/png;base64,AAAA"}, f"column 'shot' {UNSEEN}"),
@@ -97,7 +97,7 @@ def test_media_that_are_refused(folder, columns, sentence):
     row = columns if "prompt" in columns else {"problem": "What?"} | columns
     with pytest.raises(ValueError, match=rf"rows\.jsonl:1: {sentence}"):
         read(folder, row).prompt(PROCESSOR)
-    if UNSEEN in sentence:  # also beside the image that the model sees, but not if a reward reads the column
+    if UNSEEN in sentence:  # a second image is refused, too, unless data.columns keeps its column
         [name] = columns
         with pytest.raises(ValueError, match=sentence):
             read(folder, {**row, "image": "red.png"})
@@ -107,7 +107,7 @@ def test_media_that_are_refused(folder, columns, sentence):
 
 
 def test_a_part_may_have_size_options_for_the_image_of_a_column(folder):
-    """The options of a part are combined with those of the column, and take precedence."""
+    """Options in a part of a message have precedence over options in the column of images."""
     listed = ["red.png", {"image": "green.png", "max_pixels": 784}, {"image": "blue.png", "min_pixels": 784 * 8}]
     parts = [{"type": "image", "max_pixels": most} for most in (784, 1568, 12544)]
     row = read(folder, {"prompt": [user(parts)], "images": listed})
@@ -116,12 +116,11 @@ def test_a_part_may_have_size_options_for_the_image_of_a_column(folder):
     row = {"images": ["blue.png", {"image": "red.png", "max_pixels": 784}], "problem": "a"}
     row = read(
         folder, row, image={"resized_height": 60, "resized_width": 84}
-    )  # for images without options of their own
+    )  # the size of images without options of their own
     assert row.prompt(PROCESSOR).image_grid_thw.tolist() == [[1, 8, 12], [1, 2, 4]]
 
 
 def test_all_missing_files_are_reported_before_the_first_row_is_read(folder):
-    """The files of later turns count, too."""
     lines = [{"image": name, "problem": "a"} for name in ("red.png", "1.png", "2.png", f"file://{folder}/green.png")]
     later = user([{"type": "image", "image": f"{i}.png"} for i in (4, 5, 6)])
     lines.append({"video": ["frame0.png", "3.png"], "problem": "a"})
@@ -149,7 +148,7 @@ def test_a_name_of_the_same_file_and_texts_about_files_are_no_further_images(col
 
 
 def test_at_most_two_images_are_decoded_at_a_time(folder, monkeypatch):
-    """A step's 64 decoded photos would take 2 GB."""
+    """The 64 photos of a step would take 2 GB if all were decoded at the same time."""
     alive, load, most = [], fetch_image, 0
 
     def counted(*arguments):
@@ -181,7 +180,7 @@ def test_options_of_media():
             check_options("image", options)
 
 
-# Pillow notices that files of these kinds are cut
+# file formats for which Pillow notices that a file is truncated
 KINDS = ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "ICO", "SGI"]
 KINDS += ["AVIF"] * PIL.features.check("avif") + ["JPEG2000"] * PIL.features.check("jpg_2000")
 
@@ -198,7 +197,7 @@ def test_a_truncated_file_is_refused_and_named(tmp_path, kind):
 
 
 def png_header(width, height):
-    """Return a PNG header with this size, without pixels."""
+    """Return the beginning of a PNG file with this size but without pixels."""
     head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     crc = struct.pack(">I", zlib.crc32(head))
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + crc + b"\0\0\0\4IDATxxxx"
@@ -241,7 +240,7 @@ def test_every_kind_of_source_gives_the_same_image(tmp_path):
     (folder / "a.png").write_bytes(PNG)
     for source, *beside in (
         (folder / "a.png",), ("a.png", folder), (Path("my images/a.png"), str(tmp_path)),
-        (str(folder / "a.png"), "/elsewhere"),  # absolute
+        (str(folder / "a.png"), "/elsewhere"),  # an absolute path
         (f"file://{folder}/a.png",), (f"file://localhost{folder}/a.png".replace(" ", "%20"),),
         (PNG,), (bytearray(PNG),), (f"data:image/png;base64,{encoded_}",),
         (f"data:image/png;base64,{encoded_[:40]}\n {encoded_[40:]}",),
@@ -252,7 +251,7 @@ def test_every_kind_of_source_gives_the_same_image(tmp_path):
 
 @pytest.mark.parametrize(("source", "message"), [
     ("data:image/png,abc", r"^data:image/png,abc: the data is not valid base64"),
-    # invalid characters, and an URI that was shortened; lenient decoders would ignore both
+    # a lenient decoder of base64 would ignore the character *
     (f"data:image/png;base64,*{base64.b64encode(PNG).decode()}", "the data is not valid base64"),
     ("A" * 4000, r"^A{60}\.\.\. \(4000 characters\): the image cannot be read \(File name too long\)$"),
     ("http://x.com/a.png", r"^http://x.com/a.png: remote files are not supported, .* recipes/download.py ROWS"),

@@ -1,4 +1,4 @@
-"""Test row file mixtures: selected rows, weights, and each file's rewards."""
+"""Test mixtures of row files: selected rows, weights, and the rewards of each file."""
 
 import PIL.Image
 import pytest

@@ -1,4 +1,4 @@
-"""Compare a conversation's later images with transformers' processor; tests/rows compares prompts and answers."""
+"""Compare images in later turns of a conversation with the processor of transformers."""
 
 import PIL.Image
 import pytest
@@ -36,7 +36,6 @@ def theirs(tmp_path, oracle, published):
 
 
 def test_pictures_in_later_turns_equal_transformers_whole_conversation(theirs):
-    """Compare ids, policy mask, patches and positions for images in later turns."""
     first, second, third = (noise("RGB", size, seed) for seed, size in enumerate([(60, 90), (90, 56), (200, 120)]))
     turns = [assistant("red"), user([text("and"), {"type": "image", "image": second}, text("it?")]), assistant([
         text("look"), {"type": "image", "image": third, "max_pixels": 6000}, text("blue")])]  # fmt: skip
@@ -61,7 +60,7 @@ def test_pictures_in_later_turns_equal_transformers_whole_conversation(theirs):
 
 
 def test_an_answer_that_begins_with_a_newline():
-    """The newline is a token of its own, because a policy cannot generate one token for the prompt and the answer."""
+    """The newline is a token of its own, because a policy cannot generate a token that begins in the prompt."""
     tokenizer = train_tokenizer(["assistant\n\n"] * 3, vocab_size=280)
     assert len(tokenizer.encode("\n\n")) == 1
     last = [*tokenizer.encode("\nred"), tokenizer.special_tokens["<|im_end|>"]]
@@ -77,7 +76,7 @@ def test_decode_drops_one_stop_token_at_the_end_and_no_other(stop):
     assert PROCESSOR.decode(torch.tensor(ids)) == "red"
     assert PROCESSOR.decode(torch.tensor([*ids, ids[-1]])) == "red" + stop
     assert PROCESSOR.decode(torch.tensor(ids[-1:])) == ""
-    # tokens in front of the answer must not be hidden from the rewards
+    # rewards must see control tokens in front of an answer
     ids = [PROCESSOR.tokenizer.special_tokens["<|im_start|>"], *PROCESSOR.tokenizer.encode("red")]
     assert PROCESSOR.decode(torch.tensor(ids)) == "<|im_start|>red"
 

@@ -1,4 +1,4 @@
-"""Compare the published vocabulary's ids with transformers, on known, odd and random texts."""
+"""Compare the token ids of Qwen's published vocabulary with transformers on random texts."""
 
 import base64
 import hashlib
@@ -21,7 +21,7 @@ WORDS = (
 
 
 def ranks():
-    """Return the bytes of all tokens in id order, from Alibaba's package dashscope, which is not imported."""
+    """Return the bytes of Qwen's tokens in the order of their ids, from a file of Alibaba's package dashscope."""
     try:
         package = importlib.metadata.distribution("dashscope")
     except importlib.metadata.PackageNotFoundError:
@@ -34,7 +34,7 @@ def ranks():
 
 
 def parts_of(token, rank):
-    """Return the two parts that a token merges, by byte-pair encoding with lower ranks."""
+    """Return the two tokens that byte-pair encoding merges into `token`."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         pairs = [rank.get(a + b, len(rank)) for a, b in itertools.pairwise(parts)]
@@ -49,7 +49,7 @@ def vocabulary():
     """Return {token: id} and the merges, as in vocab.json and merges.txt."""
     tokens = ranks()
     rank = {token: i for i, token in enumerate(tokens)}
-    # GPT-2's characters for bytes: printable bytes are unchanged, others are U+0100 and following
+    # GPT-2 writes printable bytes unchanged, and other bytes as the characters from U+0100
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {byte: chr(byte) for byte in seen}
     letters |= {byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in letters)}
@@ -61,7 +61,7 @@ def vocabulary():
 
 @pytest.fixture(scope="session")
 def qwen(vocabulary, tmp_path_factory):
-    """Load our tokenizer from a tokenizer.json like that on the Hub."""
+    """Load our tokenizer from a tokenizer.json like the published file."""
     backend = Backend(models.BPE(*vocabulary))
     backend.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated")
@@ -77,7 +77,6 @@ def qwen(vocabulary, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def theirs(vocabulary, transformers):
-    """Create transformers' tokenizer from the vocabulary and the merges."""
     tokenizer = transformers.Qwen2Tokenizer(*vocabulary)
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS[1:]])
     tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in WORDS])

@@ -1,4 +1,4 @@
-"""Test row files: every format gives the same rows, and an error names the file and the line."""
+"""Test that all formats of row files give the same rows, and that errors name the file and the line."""
 
 import json
 import math
@@ -116,7 +116,7 @@ def test_nan_counts_as_a_missing_value(tmp_path):
 
 
 def test_values_that_json_does_not_support_become_text(tmp_path):
-    """A date as a solution would stop a run when the first completions are logged as JSON."""
+    """A solution that is a date would stop the run when completions are logged as JSON."""
     pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
     import pyarrow.parquet as pq
 

@@ -1,4 +1,4 @@
-"""Rows are counted and their prompts measured without decoding images."""
+"""Test that rows are counted, and prompts measured, without decoding images."""
 
 import PIL.Image
 import pytest
@@ -34,11 +34,11 @@ def rows(tmp_path):
 def test_rows_are_counted_and_measured_without_their_pixels(rows, monkeypatch):
     made = rows(*[[(28, 28)]] * 3, [(14, 14), (70, 28)], [], [])
     lengths = [len(made[i].prompt(PROCESSOR).input_ids) for i in range(6)]
-    monkeypatch.setattr(PIL.Image.Image, "resize", None)  # calling it would fail
+    monkeypatch.setattr(PIL.Image.Image, "resize", None)  # a call of None would fail
     monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load_prepare", None)
     counted = "6 (3 with 1 image, 1 with 2 images, 2 with no image)"
     assert summary(made, PROCESSOR) == f"{counted}; prompts of {min(lengths)} to {max(lengths)} tokens"
-    assert max(lengths) - min(lengths) == 1 + 10 + 4  # image tokens, and two around each image
+    assert max(lengths) - min(lengths) == 1 + 10 + 4  # the image tokens, and two tokens around each image
 
 
 def test_only_some_of_many_rows_are_measured(rows):

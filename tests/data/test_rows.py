@@ -1,4 +1,4 @@
-"""Test a row's random numbers."""
+"""Test the random numbers of prompts."""
 
 import numpy as np
 import torch
@@ -7,7 +7,7 @@ from minivlmrl.data.rows import uniform_numbers
 
 
 def test_random_numbers_depend_on_the_key_of_a_prompt():
-    """The numbers come from NumPy's generator for the key, one per token in each completion."""
+    """NumPy's generator is seeded with the key, and gives one number per token of each completion."""
     numbers = uniform_numbers(["a", "bc"], 2, 3)
     expected = [np.random.default_rng(seed).random((2, 3)) for seed in ([97], [98, 99])]
     assert numbers.tolist() == np.concatenate(expected).tolist()

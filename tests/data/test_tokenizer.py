@@ -29,7 +29,7 @@ ORDINARY = [
 @given(st.text(max_size=60))
 @settings(max_examples=100, deadline=None)
 def test_any_text_is_restored(text):
-    """Decoding restores the text after NFC normalisation, for which e + accent and é are equal."""
+    """Decoding restores a text after NFC normalisation, which composes e and an accent to é."""
     assert TINY.decode(TINY.encode(text)) == unicodedata.normalize("NFC", text)
 
 
@@ -70,14 +70,14 @@ SAVED = json.loads(with_special_tokens(TINY.backend, TINY.special_tokens).to_str
 
 
 def load(folder, content):
-    """Load a tokenizer from a file with this content, which is bytes or written as JSON."""
+    """Write `content` (bytes, or a value for JSON) to tokenizer.json, and load the tokenizer."""
     data = content if isinstance(content, bytes) else json.dumps(content).encode()
     (folder / "tokenizer.json").write_bytes(data)
     return load_tokenizer(folder / "tokenizer.json")
 
 
 def test_additions_to_every_text_are_removed(tmp_path):
-    """Truncation and padding from the saving run, and tokens put around each text, are removed."""
+    """Loading ignores truncation, padding, and tokens around each text that tokenizer.json asks for."""
     cut = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     fill = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
     piece = {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}}
@@ -100,7 +100,7 @@ def test_qwens_control_tokens_are_always_control_tokens(tmp_path):
 
 
 def added(*tokens):
-    """Return a tokenizer.json's content with further tokens, each as (name, whether it is special, options)."""
+    """Return the content of a tokenizer.json with further tokens, each given as (name, is_special, options)."""
     new = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     words = []
     for i, (name, is_special, options) in enumerate(tokens):
@@ -128,7 +128,7 @@ def test_texts_with_added_tokens_have_the_ids_of_transformers(tmp_path, transfor
 
 
 def listed(content, **flags):
-    """Return a token as transformers writes it to added_tokens_decoder."""
+    """Return a token in the format of `added_tokens_decoder` in tokenizer_config.json."""
     return {"content": content, "lstrip": False, "normalized": False, "rstrip": False, "special": False} | flags
 
 
@@ -136,7 +136,7 @@ N = len(TINY)
 ALL = {f"{token['id']}": {key: value for key, value in token.items() if key != "id"} for token in SAVED["added_tokens"]}
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 BY_ID = ALL | {f"{N + 1}": listed("<SEG>"), f"{N}": listed("<mask>", lstrip=True, special=True)}
-FOLDERS = {  # tokens that tokenizer.json lacks
+FOLDERS = {  # files of a folder that list tokens which tokenizer.json lacks
     "by id, in another order": {CONFIG: {"added_tokens_decoder": BY_ID}},
     "by id, and extra": {CONFIG: {"added_tokens_decoder": BY_ID, "additional_special_tokens": ["WORD", "<SEG>"]}},
     "extra": {CONFIG: {"extra_special_tokens": ["<SEG>", listed("<mask>", __type="AddedToken")]}},
@@ -168,7 +168,7 @@ def test_listed_tokens_that_the_file_lacks_are_refused_until_transformers_writes
         assert ours.encode(text) == theirs(text)["input_ids"]
 
 
-NO_TOKENS = [  # file, content, what the message says
+NO_TOKENS = [  # (file, content, part of the error message)
     (CONFIG, {"added_tokens_decoder": {"7": 3}}, "'int' object"),
     (CONFIG, {"added_tokens_decoder": [1]}, "'list' object has no attribute 'values'"),
     (CONFIG, {"added_tokens_decoder": {"7": listed("b", special="yes")}}, "'str' object"),
@@ -187,7 +187,7 @@ def test_something_other_than_a_token_is_named(tmp_path, file, content, says):
 
 @pytest.mark.parametrize("name", STRUCTURE)
 def test_only_names_of_the_structure_stay_text(tmp_path, transformers, name):
-    """transformers splits special tokens in a text into letters if `split_special_tokens` is set."""
+    """With `split_special_tokens`, transformers encodes special tokens in a text as ordinary text."""
     content = json.loads(json.dumps(OWN))
     for token in content["added_tokens"]:
         token["special"] = token["content"] in STRUCTURE
@@ -223,7 +223,7 @@ MERGES = [pair for pair in MODEL["merges"] if "z" not in "".join(pair)]
     ({"normalizer": {"type": "Lowercase"}}, "encoding and decoding changes .Hello .* to .hello "),
     ({"added_tokens": [t for t in SAVED["added_tokens"] if t["content"] != "<|vision_pad|>"]},
      r"no control token <\|vision_pad\|>"),
-    # the Rust code removes this prefix's length from a merged token, which panics
+    # tokenizers panics, because its Rust code cuts the length of this prefix from a merged token
     ({"model": MODEL | {"continuing_subword_prefix": "a long prefix"}}, ""),
 ])  # fmt: skip
 def test_a_vocabulary_that_would_lose_text_is_refused(tmp_path, changed, reason):

@@ -1,4 +1,4 @@
-"""Test videos: frames, sizes and patches as in qwen-vl-utils and transformers, and errors."""
+"""Compare the frames, sizes and patches of videos with qwen-vl-utils and transformers."""
 
 import io
 import sys
@@ -24,7 +24,7 @@ PROCESSOR = ImageProcessor()
 
 
 def moving(count, height=24, width=32):
-    """Return frames in which values are (7 row + 13 column + 29 channel + 17 frame) mod 256."""
+    """Return frames with the values (7 row + 13 column + 29 channel + 17 frame) mod 256."""
     t, y, x, c = np.ogrid[:count, :height, :width, :3]
     return ((7 * y + 13 * x + 29 * c + 17 * t) % 256).astype(np.uint8)
 
@@ -38,7 +38,7 @@ def shown(frames, fps=2.0, **options):
 
 
 FRAMES = pictures(moving(26))
-REFUSED = [  # what is called, and the sentence
+REFUSED = [  # (call, error message)
     (lambda: sample_indices(100, 30, nframes=1), "cannot sample 0 frames of a video of 100"),
     (lambda: sample_indices(100, 30, fps=1, nframes=4), "nframes cannot be combined with fps"),
     (lambda: sample_indices(100, 30, video_start=1.0, video_end=1.0),
@@ -56,13 +56,12 @@ REFUSED = [  # what is called, and the sentence
 
 @pytest.mark.parametrize(("call", "sentence"), REFUSED, ids=[sentence[:30] for _, sentence in REFUSED])
 def test_what_is_refused(monkeypatch, call, sentence):
-    monkeypatch.setitem(sys.modules, "av", sys.modules.get("av"))  # restored at the end
+    monkeypatch.setitem(sys.modules, "av", sys.modules.get("av"))  # the test restores this module at its end
     with pytest.raises(ValueError, match=sentence):
         call()
 
 
 def test_sampling_equals_qwen_vl_utils(fused_linspace):
-    """Compare frames, frame rates and errors for 2,000 videos and options, bit for bit."""
     cases = recorded("qwen_vl_utils_0.0.14")["sampling"]
     assert len(cases) == 2000
     for (total, video_fps, options), expected in zip(sampling_cases(), cases, strict=True):
@@ -97,7 +96,7 @@ def test_patches_equal_transformers_video_processor_bit_for_bit():
 
 
 def test_a_patch_has_the_mean_time_of_its_frames():
-    """The last of three frames is a temporal patch of its own."""
+    """A temporal patch has two frames, so the last of three frames is a patch of its own."""
     processor = replace(PROCESSOR, videos="a family that writes times")
     size = {"resized_height": 28, "resized_width": 28}
     assert Video(pictures(moving(3)), 2.0).patches(processor, **size)[2] == [0.25, 1.0]
@@ -118,14 +117,14 @@ def test_all_frames_of_a_list_are_used(tmp_path):
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("load", [load_video, outline_video])
 def test_a_row_s_sampling_replaces_the_folder_s(tmp_path, load, given, number):
-    """The folder samples one frame per second, here of four seconds."""
+    """The model folder asks for one frame per second, and the video takes four seconds."""
     (tmp_path / "video").write_bytes(encoded(moving(16), *LOSSLESS[0], rate=4))
     sampled = load("video", tmp_path, defaults={"fps": 1, "min_frames": 2}, **given)
     assert len(sampled.frames) == number
 
 
 def encoded(frames, *kind, rate=30, **options):
-    """Return a video file's bytes; ffv1, rawvideo, png and libx264rgb are lossless here."""
+    """Return the bytes of a video file, which is lossless by default."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "video")
         tiny.write_video(path, frames, rate, *(kind or LOSSLESS[0]), **options)
@@ -151,7 +150,7 @@ def test_lossless_files_give_the_original_frames(kind):
 
 
 def test_every_kind_of_source_gives_the_same_video(tmp_path):
-    """A file name that FFmpeg would treat as a protocol is still a file name."""
+    """A path is opened as a file, even if FFmpeg would treat the name as a protocol."""
     frames, path = moving(4), tmp_path / "concat:a|b.mkv"
     path.write_bytes(encoded(frames))
     for source in (path.name, path, f"file://{path}", path.read_bytes()):
@@ -159,7 +158,7 @@ def test_every_kind_of_source_gives_the_same_video(tmp_path):
 
 
 def test_a_rotated_video_is_shown_upright():
-    """Phones store landscape frames with a rotation, in degrees counterclockwise."""
+    """Phones store upright videos as landscape frames with a rotation in degrees counterclockwise."""
     frames = moving(4)
     for rotation, turns in ((90, 1), (180, 2), (-90, 3)):
         video = load_video(encoded(frames, *LOSSLESS[-1], rotation=rotation))
@@ -211,7 +210,7 @@ def test_frames_that_claim_too_many_pixels_are_refused_before_they_are_decoded(m
     monkeypatch.setattr(video_module, "MAX_IMAGE_PIXELS", 24 * 32 - 1)
     with pytest.raises(ValueError, match="frames have 32 x 24 pixels, which is more than the limit of 767"):
         load_video(content)
-    # the file header has a small size, but its frames are large
+    # the header of a file may claim a small size for large frames
     monkeypatch.setattr(video_files, "check_size", lambda *_: None)
     monkeypatch.setattr(video_files, "MAX_IMAGE_PIXELS", 24 * 32 - 1)
     with pytest.raises(ValueError, match="the file cannot be read as a video"):
@@ -219,7 +218,7 @@ def test_frames_that_claim_too_many_pixels_are_refused_before_they_are_decoded(m
 
 
 def test_frames_that_cannot_be_shown_are_not_counted(av):
-    """A stream that begins in the middle has no frames before its first key frame."""
+    """A stream that begins in the middle shows no frames before its first key frame."""
     whole, headless = encoded(moving(40), "mpegts", "mpeg2video", "yuv420p"), io.BytesIO()
     with av.open(io.BytesIO(whole)) as source, av.open(headless, "w", format="mpegts") as target:
         copy = target.add_stream_from_template(source.streams.video[0])
