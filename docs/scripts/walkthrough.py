@@ -90,7 +90,7 @@ token is its logit minus the logsumexp over all logits. In this picture, a darke
 
 # Rewards: reward
 The reward reads the text of a completion. A completion gets 0.5 for its tags in the right form, and 1 more for the
-right answer, {solution!r}. These are the {G} completions with their rewards:
+right answer, {solution!r}. The list below the function has the {G} completions with their rewards.
 
 # Advantages: group_advantages return
 The advantage of a completion is (reward - mean) / (standard deviation + 0.0001), with the mean and the standard
@@ -109,7 +109,9 @@ tags less likely. A wrong answer with the tags may become more likely, too, beca
 ![Gradient norms of the modules, and the change of each completion's log-probability](walkthrough_update.svg)
 """
 # The page describes these functions in words only, because step.html shows their lines.
-LONG = ("patchify", "render", "mrope_positions", "Vision.forward", "QwenVL.forward", "sample", "train")
+LONG = (
+    "patchify", "render", "mrope_positions", "Vision.forward", "QwenVL.forward", "sample", "log_probabilities", "train",
+)  # fmt: skip
 FOOT = """
 ## In the package
 

@@ -103,7 +103,7 @@ def test_commands_of_scripts_have_files_and_flags_that_exist():
             flags = re.findall(r" (--\w+)(?=[= ]|$)", command)
             assert [flag for flag in flags if f'"{flag}"' not in path.read_text()] == [], command
             found += 1
-    assert found > 10
+    assert found > 8
 
 
 def test_the_reading_list_names_what_its_files_define():
