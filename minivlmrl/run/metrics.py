@@ -42,10 +42,7 @@ Means = tuple[dict[str, float], float]
 
 
 class MetricsLog(ExitStack):
-    """Write the log files, the completions, the trackers and the progress bar, on rank 0 only.
-
-    The log files of a resumed run keep the lines that were written before the checkpoint.
-    """
+    """Write the log files, the completions, the trackers and the progress bar, on rank 0 only."""
 
     def __init__(self, config: RunConfig, world: World, progress: TrainerState, resumed: Path | None = None):
         super().__init__()

@@ -16,11 +16,7 @@ from minivlmrl.trainers.offline import PairTrainer
 
 
 class DPOTrainer(PairTrainer):
-    """Trainer for DPO, which trains the policy on pairs of a chosen and a rejected answer.
-
-    The reference model is a copy of the policy at the stage's start, unless the section `reference` names another
-    model.
-    """
+    """Trainer for DPO, which trains the policy on pairs of a chosen and a rejected answer."""
 
     stage = "dpo"
     config_type = DPOOptions

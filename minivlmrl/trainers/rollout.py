@@ -249,9 +249,7 @@ class RolloutTrainer(Trainer):
         return per_token_logps(self.policy, group, self.temperature)
 
     def token_metrics(self, batch: SampledBatch, old_logps: Tensor, entropies: Tensor) -> dict[str, Tensor]:
-        """Compute the mean entropy, and how much the log-probabilities of the trainer and the sampler differ.
-
-        The differences of all tokens are summarized by their maximum and their root mean square, in nats.
+        """Compute the mean entropy, and how much the log-probabilities of the trainer and the sampler differ, in nats.
 
         Args:
             old_logps: (R, T) log-probabilities that the trainer computed for the policy before its update.
