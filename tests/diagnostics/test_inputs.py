@@ -1,4 +1,4 @@
-"""Test the check that images and texts reach the loss: planted faults are named, and healthy steps raise no alarm."""
+"""Test that the input check names planted faults, and gives no warning about healthy steps."""
 
 import json
 from dataclasses import replace
@@ -45,7 +45,7 @@ def test_frozen_parts_and_adapters_raise_no_alarm(stage, name, option):
     assert check_inputs(run.trainer, run.step) == []
 
 
-ROWS = {  # answers are texts that tokenizers divide in several ways
+ROWS = {  # answers that tokenizers may divide into tokens in several ways
     "a column": {"problem": "What is it?\n", "image": "red.png", "completion": " a <b> c "},
     "two images": {"problem": "<image> or <image>?", "images": ["red.png", "blue.png"], "completion": "both"},
     "no image": {"problem": "e\u0301 <|im_end|> <|image_pad|>", "completion": "<think>\nhm\n</think>\n\nd"},
@@ -70,7 +70,7 @@ def test_healthy_rows_raise_no_alarm(stage, tmp_path, write_rows, model):
 
 @pytest.fixture
 def dialogues(stage, published):
-    """Return a function that builds a trainer and a step in which each answer in a dialogue has its own prompt."""
+    """Return a function that builds a trainer, and a step in which each answer of a dialogue has its own prompt."""
 
     def build(name):
         trainer = stage(name).trainer
@@ -101,11 +101,11 @@ def test_a_fault_in_the_prompt_of_a_later_answer_is_named(dialogues, monkeypatch
     assert any(f": {TOKENS}" in warning for warning in warnings), warnings
 
 
-# ---- planted faults: before the step is prepared (early), or afterwards (late)
+# ---- planted faults, which happen before the step is prepared (early) or afterwards (late)
 
 
 def later(field, change):
-    """Return a planted fault that changes a field of each micro-batch's group; `change` gets the old value."""
+    """Return a late fault that applies `change` to a field of all micro-batches."""
 
     def plant(run):
         groups = [batch.group for batch in run.step.micro_batches]
@@ -117,12 +117,12 @@ def later(field, change):
 
 
 def tower(change):
-    """Return a planted fault that changes the vision tower's output."""
+    """Return an early fault that applies `change` to the output of the vision tower."""
     return lambda run, patch: run.model.visual.register_forward_hook(lambda module, arguments, out: change(out))
 
 
 def prompts(change, numbers=range(4)):
-    """Return a plant that changes the step's prompts with these numbers; the check itself makes prompts after these."""
+    """Return an early fault for the prompts with these numbers; the check builds its own prompts later."""
 
     def plant(run, patch):
         original, counter = Row.prompt, count()
@@ -150,7 +150,7 @@ def without_images(row, prompt, processor):
 
 
 def encoder(change):
-    """Return a plant that changes the answers that the trainer encodes."""
+    """Return an early fault that changes the answers that the trainer encodes."""
 
     def plant(run, patch):
         original = offline.encode_answer
@@ -164,7 +164,7 @@ def without_placing(run, patch):
 
 
 def hidden(choose):
-    """Return a planted fault in which no token attends to the keys and values at some positions."""
+    """Return an early fault that sets keys and values at some positions to 0, as if attention masked the positions."""
 
     def plant(run, patch):
         original = decoder.GroupAttention.__call__
@@ -227,7 +227,7 @@ IMAGES, IMAGE = "the images of the prompt are not those of its row", "the loss h
 LACK, TOKENS = "the tokens of the step do not contain message 0", "the tokens of the prompt are not those of its row"
 ANSWER = "the tokens of an answer are not those of its row"
 TEXT = "the loss has no gradient at the text of the prompt"
-# name: (stage, fault before the step, fault after it, beginning of the problem text)
+# {name: (stage, early fault, late fault, beginning of the warning)}
 PLANTED = {
     "blank patches": ("sft", None, blank, IMAGES),
     "images of other rows": ("sft", None, of_other_rows, IMAGES),
@@ -276,7 +276,7 @@ def test_one_prompt_without_its_image_is_named_in_a_large_micro_batch(stage, mon
 
 
 def test_a_run_warns_at_its_first_step_and_computes_the_same(folder, lively, monkeypatch):
-    """With and without the check, the weights are equal to the bit."""
+    """The input check does not change a bit of the trained weights."""
 
     def go(name, callbacks):
         options = [f"--output_dir={folder / name}", "--stages=[sft, grpo]", "--sft.max_steps=2", "--grpo.max_steps=2"]

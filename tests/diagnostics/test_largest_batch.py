@@ -1,4 +1,4 @@
-"""Test that the largest batches are tried before the first step, and that the run keeps its bytes."""
+"""Test that a trial of the largest batches before the first step changes no result of the run."""
 
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ from tests.helpers.stages import STAGE
 
 PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=14 * 14, max_pixels=56 * 56))
 DROPOUT = ["--adapter.r=2", "--adapter.dropout=0.1"]
-# stage -> model, options
+# {stage: (model, options)}
 FORMS = {"sft": ("qwen3_vl_moe", DROPOUT), "grpo": ("qwen3_5_moe", ["--grpo.beta=0.1", "--grpo.num_generations=2"])}
 
 
@@ -40,7 +40,6 @@ def copies(module):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_trial_changes_nothing(stage, name, monkeypatch):
-    """The trial samples the largest batches, and trains on completions with full length. Later steps do not change."""
     model, options = FORMS[name]
     tried, plain = (stage(name, *options, model=model) for _ in range(2))
     batches = []
@@ -48,7 +47,7 @@ def test_a_trial_changes_nothing(stage, name, monkeypatch):
 
     def training_loss(trainer, batch):
         batches.append(batch)
-        torch.rand(1)  # a custom loss may use the global random generator
+        torch.rand(1)  # a user's loss may use the global random generator
         return original(trainer, batch)
 
     before, random_state = copies(tried.trainer.trained), torch.get_rng_state()
@@ -62,7 +61,7 @@ def test_a_trial_changes_nothing(stage, name, monkeypatch):
         try_largest_batches(question, tried.trainer, tried.optimizer, datasets, 100)
     rows = range(STAGE["micro_batch_size"])
     assert len(batches) == 1 and len(batches[0].group.prompts) == len(rows)
-    # a rollout of 4 prompts, and 13 of 64 held-out rows, which are answered 16,384 tokens at a time
+    # the trial samples a rollout of 4 prompts, and 13 held-out rows, which fill a batch of 16,384 tokens
     shapes_of_batches = [(len(groups), {len(group) for group in groups}) for groups in sampled]
     rollout = [(4, {tried.config.num_generations})] if tried.trainer.samples_completions else []
     assert shapes_of_batches == [*rollout, (13, {1})]
@@ -80,7 +79,7 @@ def test_a_trial_changes_nothing(stage, name, monkeypatch):
 
 
 class CheckedAsOnGPU(MemoryCheck):
-    """Plans the memory as on a GPU, although the run trains on the CPU."""
+    """A memory check that plans for a GPU, although the run trains on the CPU."""
 
     def on_rows(self, config, datasets, processor, world):
         super().on_rows(config, datasets, processor, World(device=torch.device("cuda", 0)))
@@ -91,7 +90,7 @@ FILES = ["metrics.jsonl", "completions.jsonl", "checkpoint/model.safetensors"]
 
 @pytest.fixture
 def train(home, own, plain, lively, tmp_path, monkeypatch):
-    """Return a function that trains with or without the check, and returns the run's files."""
+    """Return a function that trains with the given callbacks, and returns the files of the run."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**12, 10**12))
 
     def train(name, callbacks, *options):
@@ -104,7 +103,7 @@ def train(home, own, plain, lively, tmp_path, monkeypatch):
 
 
 def test_memory_that_runs_out_is_reported_before_the_first_step(train, tmp_path, monkeypatch):
-    """The message names the longest row in the data, which the first step need not contain."""
+    """The error names the longest row of the data, which the first step may not contain."""
     lines = [{"problem": "a", "solution": "b"}] * 8
     lines[5] = {"problem": "long " * 40, "solution": "b"}
     write_lines(tmp_path / "rows.jsonl", lines)
@@ -113,7 +112,7 @@ def test_memory_that_runs_out_is_reported_before_the_first_step(train, tmp_path,
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(Trainer, "training_loss", training_loss)
-    monkeypatch.setattr(loop, "optimizer_step", None)  # calling it would fail
+    monkeypatch.setattr(loop, "optimizer_step", None)  # a call of None would fail
     with pytest.raises(OutOfMemory) as caught:
         train("run", [CheckedAsOnGPU()], "--stages=[grpo]", f"--data.train_file={tmp_path / 'rows.jsonl'}")
     assert str(caught.value).startswith("grpo step 0, phase forward: memory ran out (CUDA out of memory.")
@@ -121,7 +120,7 @@ def test_memory_that_runs_out_is_reported_before_the_first_step(train, tmp_path,
 
 
 def test_unreadable_rows_are_not_tried(write_rows, tmp_path):
-    """With data.skip_unreadable, the next largest row is taken. Rows are repeated if there are too few."""
+    """With data.skip_unreadable, the largest readable rows are tried, and repeated if there are too few."""
     for name in ("broken", "large"):
         PIL.Image.effect_noise((64, 64), 90).save(tmp_path / f"{name}.png")
     broken = tmp_path / "broken.png"

@@ -1,4 +1,4 @@
-"""Compare the memory estimate with the tensors that really exist, on the CPU."""
+"""Compare the memory estimate with the tensors that exist during a step on the CPU."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -65,7 +65,6 @@ def estimator_of(sizes=MODEL):
 
 
 def grpo_phases(run, costs, gpus=1):
-    """Estimate the phases of GRPO with the same training and held-out rows."""
     return estimate(run, "grpo", costs, gpus, ROWS, ROWS)
 
 
@@ -80,9 +79,9 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequence of steps)
-    """The estimate agrees with weights, optimizer state and the tensors in a forward and backward pass."""
+    """The estimate is within 10 % of the memory of weights, gradients, optimizer state and activations."""
     monkeypatch.setattr(shared_prefix, "MAX_SCORE_BYTES", 0)
-    # as on a GPU, where float32 has no kernel that returns log-sum-exps
+    # on a GPU, no kernel returns log-sum-exps in float32
     monkeypatch.setattr(shared_prefix, "has_flash_attention", lambda q, k, v: q.dtype == torch.bfloat16)
     monkeypatch.setattr(lora, "is_half_on_gpu", lambda device, dtype: dtype == torch.bfloat16)
     config = config_json.from_dict(CONFIGS["tied" if form == "all weights" else "wider"])
@@ -95,7 +94,7 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequ
     patches = torch.rand(256, config.vision_config.patch_dim).to(patch_dtype(run))
     prompt = Prompt(ids, patches, torch.tensor([[1, 16, 16]]))
     model = MemoryEstimator(config).build(run).to_empty(device="cpu")
-    if config.tie_word_embeddings:  # to_empty gave each tied weight its own memory
+    if config.tie_word_embeddings:  # to_empty has given tied weights separate memory
         model.lm_head.weight = model.model.embed_tokens.weight
     initialize(model, torch.Generator().manual_seed(0))
     critics = [ValueModel(copy_model(model))] if stage == "ppo" else []
@@ -118,7 +117,7 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequ
     optimizer = build_optimizer(models, run.grpo, run.optimizer)
     forward_and_backward()
     gradients = [p.grad for p in models.parameters() if p.grad is not None]
-    # track the second micro-batch
+    # track the second micro-batch, when gradients already exist
     with AllocationTracker([*weights, *gradients, batch.pixel_values]) as live:
         forward_and_backward()
     optimizer.step()
@@ -132,7 +131,7 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequ
 
 
 def test_padded_columns_of_the_tower_are_estimated(monkeypatch):
-    """In 16 bits on a GPU, a tower with 2,500 columns keeps weights padded to 2,504 columns for the backward pass."""
+    """In 16 bits on a GPU, a vision tower with 2,500 columns keeps weights padded to 2,504 columns for the backward."""
     vision_config = MODEL["vision_config"] | {"depth": 3, "intermediate_size": 2500}
     costs, run = estimator_of(MODEL | {"vision_config": vision_config}), run_config()
     run.model.dtype = "bfloat16"
@@ -164,7 +163,6 @@ def test_sampling_a_token_takes_the_estimated_memory(options, rel):
 
 
 def test_what_options_change(tmp_path):
-    """Sharding divides the memory by the number of ranks; parts that a run does not need take no memory."""
     costs = estimator_of()
     phases = grpo_phases(run_config(), costs)
     alone = phases["train"]
@@ -176,7 +174,7 @@ def test_what_options_change(tmp_path):
     run = run_config()
     run.grpo.beta = 0.1
     assert "reference" not in alone and grpo_phases(run, costs)["train"]["reference"] == alone["weights"]
-    run.sampling = SamplingOptions(engine="vllm", vllm={"dtype": "bfloat16"})  # the dtype of vLLM's copy
+    run.sampling = SamplingOptions(engine="vllm", vllm={"dtype": "bfloat16"})  # vLLM copies the weights in bfloat16
     assert grpo_phases(run, costs)["rollout"]["vLLM's weights"] == 2 * costs.parameters
     # rollouts need copies of adapters in 16 bits
     run = run_config(adapter=LoRAOptions(r=4))
@@ -184,7 +182,7 @@ def test_what_options_change(tmp_path):
     adapted = grpo_phases(run, costs)
     copies = adapted["train"]["gradients"] / 2
     assert [adapted[name].get("16-bit adapters") for name in ("rollout", "train")] == [copies, None]
-    # the state of a custom optimizer: SGD with momentum has as much as the weights
+    # a custom optimizer: the state of SGD with momentum is as large as the weights
     (tmp_path / "my_opt.py").write_text(
         "import torch\n\n\ndef sgd(parameters, rate, betas, weight_decay, momentum=0.0):\n"
         "    return torch.optim.SGD(parameters, rate, momentum)\n"
@@ -197,7 +195,7 @@ def test_what_options_change(tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_once_per_step_keeps_weights_and_gradients(rank):
-    """All weights stay gathered in bfloat16, and each rank sums the trained weights' gradients in float32."""
+    """With once_per_step, weights stay gathered in bfloat16, and gradients of trained weights are summed in float32."""
     costs, found = estimator_of(), []
     for once in (False, True):
         run = run_config(sharding=ShardingOptions(enabled=True, once_per_step=once), adapter=LoRAOptions(r=rank))
@@ -220,7 +218,6 @@ def test_dpo_without_a_reference_is_estimated_without_one():
 
 @pytest.mark.parametrize("option", ["", "adapter.r=2", "reference.path"])
 def test_a_reference_takes_the_estimated_memory(option, stage, checkpoint):
-    """The reference is counted besides the policy. Weights that both share have no gradients."""
     option = f"reference.path={checkpoint}" if "path" in option else option
     run = stage("dpo", *([f"--{option}"] if option else []), dtype=torch.float32)
     estimated = estimate(run.trainer.run, "dpo", MemoryEstimator(run.model.config), 1, ROWS)["train"]
@@ -255,10 +252,7 @@ def deeper(sizes):
     pytest.param("qwen2_5_vl", "T4", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_peak_of_each_phase(family, card, home, monkeypatch):  # noqa: PLR0915 (one sequence of steps)
-    """The estimate for each phase in SFT, DPO and GRPO is within 3 % of the tensors' peak.
-
-    The tensors are on the CPU, which takes a GPU's paths: a T4 has bfloat16 weights, and its attention is in float32.
-    """
+    """The CPU takes the code paths of a GPU; for a T4, weights are in bfloat16 and attention is in float32."""
     monkeypatch.setattr(shared_prefix, "MAX_SCORE_BYTES", 0)
     monkeypatch.setattr(dense_attention, "MAX_KEYS", 0)
     for module in (shared_prefix, dense_attention):
@@ -298,7 +292,7 @@ def test_the_peak_of_each_phase(family, card, home, monkeypatch):  # noqa: PLR09
 
     measured = {
         ("grpo", "rollout"): sampled(run.sampling, 4, 3),
-        # the first 13 prompts are a batch
+        # 13 of the 14 prompts fill a batch
         ("grpo", "evaluation"): sampled(evaluation_sampling(run.sampling), 14, 1),
         ("grpo", "score"): computed(4, 3, train=False),
         ("grpo", "train"): computed(4, 3, train=True),
@@ -317,7 +311,7 @@ def test_the_peak_of_each_phase(family, card, home, monkeypatch):  # noqa: PLR09
 
 
 def test_the_largest_batch_by_hand():
-    """A prompt counts once for its completions in a batch. Prompts in a shape have the rows' mean size."""
+    """A prompt counts once for all its completions, and the shape of a batch has the mean size of its prompts."""
     rows = [RowSize(text_tokens=10, image_tokens=0)]
 
     def sizes(*arguments):

@@ -1,4 +1,4 @@
-"""Test that a run that does not fit is refused before weights are loaded, with options that make it fit."""
+"""Test that a run that needs too much memory is refused, with options that make the run fit."""
 
 import re
 import shutil
@@ -28,7 +28,7 @@ def refusal_of(options, home, free, monkeypatch, check=None):
     run = load_config(home / "recipe.yaml", ["--model.config=null", "--data.task=null", "--stages=[grpo]", *options])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free), 10**12))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(setup, "build_weights", None)  # calling it raises TypeError
+    monkeypatch.setattr(setup, "build_weights", None)  # a call of None raises TypeError
     check.on_setup(run, world)
     try:
         setup.prepare(run, find_trainers(run), world, [check])
@@ -47,7 +47,6 @@ LARGE = {
 @pytest.mark.parametrize("kind", LARGE)
 @pytest.mark.usefixtures("cached_activations")
 def test_a_large_row_is_refused_with_a_cure_that_fits(kind, checkpoint, home, tmp_path, monkeypatch):
-    """The message names the row, and options with which the run fits."""
     columns, media, (option, end) = LARGE[kind]
     PIL.Image.new("L", (2000, 1500)).save(tmp_path / "large.png")
     PIL.Image.new("L", (640, 480)).save(tmp_path / "frame.png")
@@ -59,19 +58,19 @@ def test_a_large_row_is_refused_with_a_cure_that_fits(kind, checkpoint, home, tm
     files += ["--grpo.micro_batch_size=2", "--grpo.prompts_per_step=2"]
     fitting = MemoryCheck()
     assert refusal_of(files, home, 1e12, monkeypatch, fitting) is None
-    needed = peak_bytes(fitting.plans["grpo"]) / GB  # counts the measured rows
-    assert needed > 3.1  # of which 3 GB are in reserve
+    needed = peak_bytes(fitting.plans["grpo"]) / GB  # the memory for the measured rows
+    assert needed > 3.1  # 3 GB are kept in reserve
     free = (3 + needed) / 2 * GB
     message = refusal_of(files, home, free, monkeypatch)
     assert f"needs about {needed:.1f} GB" in message
     assert re.search(rf"rows\.jsonl:2, with a prompt of [\d,]+ tokens, of which [\d,]+ show {media}", message)
     pixels = re.search(rf"The stage fits with {re.escape(option)}(\d+){end}\. ", message)[1]
     assert refusal_of([*files, f"{option}{pixels}{end}"], home, free, monkeypatch) is None
-    assert refusal_of([*files, f"{option}{2 * int(pixels)}{end}"], home, free, monkeypatch)  # it is not far too small
+    assert refusal_of([*files, f"{option}{2 * int(pixels)}{end}"], home, free, monkeypatch)  # not far too small
     *cures, _ = re.search(r"Try (.*)\. docs/", message)[1].split(", then ")
     assert cures[:2] == ["--model.activation_checkpointing=true", "--grpo.micro_batch_size=1"]
     assert refusal_of([*files, *cures], home, free, monkeypatch) is None
-    # without the row, the run fits
+    # without the large row, the run fits
     write_lines(tmp_path / "rows.jsonl", [small, small])
     assert refusal_of(files, home, free, monkeypatch) is None
 
@@ -85,7 +84,7 @@ def test_only_recipes_with_a_checkpoint_are_checked(checkpoint, home):
 
 
 def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_is_refused(checkpoint, home, tmp_path, monkeypatch):
-    """The check knows a checkpoint's size; earlier checkpoints in the folder count as free space."""
+    """Earlier checkpoints in the folder of the run count as free space."""
     folder = tmp_path / "run"
     given = ["--model.config=null", "--stages=[sft]", "--checkpoint_steps=2", f"--output_dir={folder}"]
     run = load_config(home / "recipe.yaml", [*given, f"--model.path={checkpoint}", "--data.eval_rows=1"])
@@ -107,10 +106,10 @@ def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_is_refused(checkpoint, h
             return True
         return False
 
-    # three states and the final weights
+    # space for three states and the final weights
     assert is_refused("new/run", 3 * size + 0.9 * weights) and not is_refused("new/run", 3 * size + 1.1 * weights)
-    assert not is_refused("run", 1.1 * size + 1.1 * weights)  # two states and weights are there already
-    # weights are written beside the earlier ones
+    assert not is_refused("run", 1.1 * size + 1.1 * weights)  # the folder already has two states and weights
+    # new weights are written beside the earlier weights
     run.save_steps = 1
     assert is_refused("new/run", 3 * size + 1.9 * weights) and not is_refused("new/run", 3 * size + 2.1 * weights)
     run.checkpoint_steps = run.checkpoint_minutes = 0

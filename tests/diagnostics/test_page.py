@@ -1,4 +1,4 @@
-"""Test a run's report page in a real browser, also with hostile text in its files."""
+"""Test the report page of a run in a browser, also with hostile text in the files of the run."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from tests.helpers.runs import LETTERS, metrics, write_lines
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
-# the run's folder, which is copied for each test
+# the folder of a run that is trained once, and copied for each test
 FOLDERS = []
 
 JUDGES = "--data.eval_rewards=[accuracy, format]"
@@ -27,7 +27,7 @@ JUDGES = "--data.eval_rewards=[accuracy, format]"
 
 @pytest.fixture
 def trained(run, plain, lively, tmp_path, tmp_path_factory):
-    """Return the folder of a run whose steps train on one group with eight completions."""
+    """Return the folder of a run in which each step trains on one group of eight completions."""
     if not FOLDERS:
         options = "--log_completions=1", "--grpo.num_generations=8", "--grpo.prompts_per_step=1", "--grpo.max_steps=3"
         folder = run("--stages=[grpo]", *options, LETTERS, JUDGES)
@@ -36,7 +36,7 @@ def trained(run, plain, lively, tmp_path, tmp_path_factory):
 
 
 def browse(path, place, folder):
-    """Return a page's HTML after its script has run, without the script."""
+    """Open a page in a browser, run its script, and return the HTML without the embedded data."""
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine: apt install chromium")
     command = [CHROMIUM, *FLAGS, f"--user-data-dir={folder / 'browser'}", "--dump-dom", f"file://{path}#{place}"]
@@ -55,12 +55,12 @@ def test_the_page_shows_completions_and_rewards_of_a_step(trained, tmp_path):
         completion |= {"answer": None, "why": {}}
     first |= {"answer": "red square\n", "why": {"accuracy": "the answer is 'red square'"}}
     second |= {"answer": evil, "why": {evil: evil}}
-    del third["answer"], third["why"]  # as in a run with version 0.4
+    del third["answer"], third["why"]  # version 0.4 wrote neither answer nor why
     write_lines(trained / "completions.jsonl", lines)
     report.main([str(trained)])
     html = browse(trained / "report.html", "grpo/2/1", tmp_path)
     assert "<title>minivlmrl</title>" in html and html.count("&lt;/script&gt;") == 10
-    assert '<output id="step">grpo 2</output>' in html  # steps count from 1, as in the terminal
+    assert '<output id="step">grpo 2</output>' in html  # the page counts steps from 1, as the terminal does
     answers = re.findall(r'<p class="why">answer: (.*?)</p>', html)
     assert len(answers) == 7 and answers.count("none") == 5 and '"red square\\n"' in answers
     assert "<p class=\"why\">accuracy: the answer is 'red square'</p>" in html
@@ -73,14 +73,14 @@ def test_the_page_shows_completions_and_rewards_of_a_step(trained, tmp_path):
     assert re.search(r'<tr class="chance"><td>chance</td>(<td class="bar"[^>]*>0\.083</td>){2}<td></td>', html)
     head = html.partition("</table>")[0]
     assert re.findall(r"<th title.*?>(.*?)</th>", head) == ["accuracy_sampled", "accuracy_greedy", "format_sampled"]
-    # one next to the completions, and one on a button
+    # one image next to the completions, and one image on a button
     assert html.count('src="data:image/webp;base64,') == 2
     assert "http" not in TEMPLATE.read_text()  # the page needs no network
 
 
 @pytest.mark.slow
 def test_recipe_warnings_and_results_come_first(trained, home, tmp_path):
-    """The page opens at a step with different rewards; at the last step, all rewards are equal."""
+    """The page opens at a step with advantages; at the last step, all advantages are 0."""
     lines = metrics(trained, "completions.jsonl")
     for i, line in enumerate(lines):
         for reward, completion in enumerate(line["completions"]):
@@ -106,7 +106,7 @@ def test_recipe_warnings_and_results_come_first(trained, home, tmp_path):
 
 @pytest.mark.slow
 def test_the_page_of_two_runs_opens_at_a_common_stage(trained, tmp_path):
-    """For 1 of 4 rows, two standard errors reach 1/4 + 2 (3/64)^1/2 = 0.683; a curve that hardly changes is flat."""
+    """If 1 of 4 answers is right, the mean plus two standard errors is 1/4 + 2 (3/64)^1/2 = 0.683."""
     other = shutil.copytree(trained, tmp_path / "other")
     dpo = [{"stage": "dpo", "step": i, "loss": 1.0} for i in range(2)]
     write_lines(other / "metrics.jsonl", metrics(other) + dpo)
@@ -126,7 +126,7 @@ def test_the_page_of_two_runs_opens_at_a_common_stage(trained, tmp_path):
 
 @pytest.fixture
 def watched(home, tmp_path, monkeypatch):
-    """Return a function that trains three steps that take 61 seconds each, and calls `look` before each step."""
+    """Return a function that trains three steps of 61 seconds each, and calls `look` before each step."""
     now = [0]
     monkeypatch.setattr(report_file, "clock", lambda: now[0])
 
@@ -145,7 +145,7 @@ def watched(home, tmp_path, monkeypatch):
 
 
 def shown(path):
-    """Return, for each run on a page, its reload interval in seconds and its step count."""
+    """Return (seconds until the page reloads, number of steps) for each run on a page."""
     return [(run["reload"], len(run["metrics"])) for run in data_of(path)]
 
 
@@ -161,7 +161,7 @@ def test_the_page_is_updated_until_the_run_ends(watched, tmp_path, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("device: CPU (threads: ")
     assert f"output: {report.parent}; open report.html there in a browser" in printed
-    with pytest.raises(ZeroDivisionError):  # a failed run's page does not reload either
+    with pytest.raises(ZeroDivisionError):  # the page of a failed run does not reload either
         watched(lambda: len(shown(report)) / (shown(report)[0][1] < 2))
     assert shown(report) == [(0, 2)]
     report.unlink()

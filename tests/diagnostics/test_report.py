@@ -1,4 +1,4 @@
-"""Test a report page's data, which contain only files from the run's folder."""
+"""Test the data of report pages, which may contain only files in the folder of the run."""
 
 import json
 import re
@@ -15,7 +15,7 @@ COMPLETION = {
     "tokens": [["a", -0.1], ["b", None]], "turns": [{"tokens": 2}], "why": {"accuracy": "equal"},
 }  # fmt: skip
 LINE = STEP | {"images": [], "row": 0, "truth": [[0, 0, 1, 1]], "completions": [COMPLETION]}
-NAMED = [  # file, its content, what is said
+NAMED = [  # (file, content, error message)
     ("metrics.jsonl", b"{}\n", "metrics.jsonl:1: stage is missing"),
     ("timings.jsonl", b"\xff\n", "timings.jsonl:1: the text is not valid JSON"),
     ("warnings.jsonl", b"[]\n", "warnings.jsonl:1: the file is [], but it must be an object with names and values"),
@@ -50,7 +50,7 @@ def test_a_page_has_a_limited_number_of_steps(tmp_path, monkeypatch):
     write_lines(tmp_path / "completions.jsonl", lines)
     shown = report.collect_run(tmp_path)
     assert [line["step"] for line in shown["completions"]] == [1, 1, 4, 4, 7, 7, 8, 8]
-    # the run is still writing the last line
+    # the run is still writing the last line of the metrics
     assert len(shown["metrics"]) == 1 and shown["summary"] is None
 
 
@@ -69,7 +69,7 @@ def test_a_folder_from_somebody_else_cannot_embed_other_files(tmp_path):
 
 
 def test_a_long_stage_has_a_bounded_number_of_points(tmp_path, monkeypatch):
-    """A point is a mean over some steps; for the length range it has the extremes. A short stage has every step."""
+    """A point of a curve is a mean over several steps; minimum and maximum lengths stay extremes."""
     monkeypatch.setattr(report, "POINTS", 3)
     short = [{"stage": "sft", "step": i, "loss": float(i)} for i in range(3)]
     lines = [

@@ -1,4 +1,4 @@
-"""Test each rule for training warnings by hand; tests/extras/test_planted_faults.py runs whole faulty trainings."""
+"""Test each rule for training warnings on metrics that are written by hand."""
 
 import math
 import re
@@ -21,7 +21,7 @@ HEALTHY = {
     "grad_norm": 1.0,
 }  # fmt: skip
 SAME = {"rewards/format/std": 0.0, "rewards/accuracy/std": 0.0, "frac_reward_zero_std": 1.0}
-# metrics that differ from a healthy step, temperature, and warning text
+# (metrics that differ from a healthy step, temperature, text of the warning)
 CASES = [
     ({"frac_reward_zero_std": 1.0}, 1.0, "prompts are too easy or too hard"),
     ({"frac_reward_zero_std": 1.0}, 0.01, r"sampling\.temperature \(0\.01\) is low .* the same text is sampled repeat"),
@@ -44,7 +44,7 @@ def make_rules(temperature=1.0, model=None, state=()):
     policy = SimpleNamespace(config=SimpleNamespace(vocab_size=512))
     trained = model or torch.nn.Module()
     trainer = SimpleNamespace(stage="grpo", run=run, policy=policy, trained=trained)
-    trainer.total_rewards = partial(combine, weights=torch.tensor([0.5, 1.0]))  # a sample is its rewards
+    trainer.total_rewards = partial(combine, weights=torch.tensor([0.5, 1.0]))  # a sample consists of its rewards only
     return WarningRules(trainer, SimpleNamespace(state=state))
 
 
@@ -58,12 +58,11 @@ def test_a_lasting_problem_is_reported_once(change, temperature, sentence):
     assert rules.step(HEALTHY | change) == []
     rules.step(HEALTHY)
     rules.recent = deque([HEALTHY | change] * WINDOW, WINDOW)
-    # the warning is repeated after it was gone for a while
+    # the warning is repeated after the problem was gone for a while
     assert len(rules.step(HEALTHY | change)) == 1
 
 
 def test_a_run_without_rewards_gets_no_warning_about_rewards():
-    """Such a run once got the warning that all its rewards are equal."""
     rules = make_rules()
     rules.run.rewards = {}
     assert [rules.step({"loss": 1.0, "grad_norm": 1.0}) for _ in range(WINDOW)] == [[]] * WINDOW
@@ -76,7 +75,7 @@ def rollout_with(rewards, groups=None):
 
 
 def test_success_is_reported_once():
-    """Near the highest reward, equal rewards and zero gradients, which come and go, are reported as success."""
+    """Near the highest possible reward, equal rewards and zero gradients are reported as success."""
     changes = [SAME, {"frac_reward_zero_std": 1.0}, {"grad_norm": 0.0}, {}]
     said = {}
     for reward in (1.45, 1.2):  # the highest possible reward is 1.5
@@ -94,7 +93,7 @@ def test_success_is_reported_once():
 
 
 def test_a_run_in_which_one_reward_never_rises_is_no_success():
-    """The policy has learned the small reward of a second function, and no answer is right."""
+    """The policy has learned the reward for the format, but no answer is right."""
     rules = make_rules()
     step = HEALTHY | {"reward": 0.5, "rewards/accuracy/mean": 0.0, "frac_reward_zero_std": 1.0}
     rules.step(step, rollout_with([[0.0, 0.0], [1.0, 0.0]]))
@@ -139,7 +138,7 @@ def test_weights_without_a_gradient_are_reported():
     (("float32", "bfloat16"), "rollout/logp_mismatch_rms", 0.1),
 ])  # fmt: skip
 def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(dtypes, metric, bound):
-    """Check only the root mean square in 16 bits, because single tokens may be off by over a nat."""
+    """In 16 bits, single tokens may differ by over a nat, so only the root mean square is limited."""
     model = SimpleNamespace(dtype=dtypes[0], compute_dtype=dtypes[1])
     run = SimpleNamespace(rollout=RolloutOptions(), adapter=LoRAOptions(), model=model)
     other = {"rollout/logp_mismatch", "rollout/logp_mismatch_rms"} - {metric}
@@ -153,7 +152,7 @@ def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(dtypes, metric,
 
 @pytest.mark.parametrize(("mean", "said"), [(0.55, False), (0.5, True)])
 def test_a_policy_must_beat_a_constant_answer(mean, said):
-    """Half the rows have the solution `cat`. Rows that no reward can score do not count."""
+    """The answer `cat` is right for half of the rows that a reward can score."""
     groups = groups_of("cat", "dog", "cat", "ant", "judged by no one")
     right = torch.zeros(100)
     right[: round(100 * mean)] = 1
