@@ -1,4 +1,4 @@
-"""Test how the device is selected, and the line that a run prints about it."""
+"""Test how a run selects its device, and the line that a run prints about the device."""
 
 import shutil
 
@@ -16,7 +16,7 @@ DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Return gpus(count, error), which sets the GPUs or the error that torch reports."""
+    """Return a function that sets how many GPUs, or which error, torch reports."""
 
     def gpus(count, error=None):
         def init():
@@ -60,7 +60,7 @@ def test_the_cpu_is_used_only_if_there_is_no_gpu(gpus, monkeypatch):
 
 @pytest.mark.parametrize(("line", "driver"), [(DRIVER, "580.65.06"), ("unknown", "unknown")], ids=["Linux", "WSL"])
 def test_the_first_line_describes_the_gpu(gpus, monkeypatch, capsys, line, driver):
-    """In WSL there is no /proc/driver/nvidia/version."""
+    """In WSL, the file /proc/driver/nvidia/version does not exist."""
     gpus(1)
     monkeypatch.setattr(verdicts, "driver_version", lambda: line)
     monkeypatch.setattr(preflight, "backend_for", lambda tensor, kernel: "triton")

@@ -1,4 +1,4 @@
-"""Test sharded models: loading, each rank's shards, saving, dtypes, and refused options."""
+"""Test the loading, shards, saving, dtypes and refused options of sharded models."""
 
 import json
 from itertools import chain
@@ -32,7 +32,7 @@ from tests.helpers.tiny import pack
 from tests.model.test_lora import adapted
 
 CPU = torch.device("cpu")
-ODD = {"intermediate_size": 47}  # an odd row count, which two ranks cannot split equally
+ODD = {"intermediate_size": 47}  # an odd number of rows, which two ranks cannot share equally
 # a tied checkpoint that is sharded over two ranks, and an untied checkpoint that is replicated on both
 SECTIONS = {"tied": ["--sharding.enabled=true"], "untied": ["--sharding.enabled=true", "--sharding.replicas=2"]}
 SECTIONS["drafter"] = SECTIONS["tied"]  # a Qwen3.5 checkpoint with tensors that belong to no module
@@ -40,7 +40,7 @@ SECTIONS["drafter"] = SECTIONS["tied"]  # a Qwen3.5 checkpoint with tensors that
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Create a folder with a recipe, and with a tied and an untied checkpoint in several files."""
+    """Create a recipe and three checkpoints: two in several files, and one with tensors that belong to no module."""
     folder = tmp_path_factory.mktemp("sharding")
     for name, tied in (("tied", True), ("untied", False)):
         (folder / f"{name}.json").write_text(json.dumps(tiny.RUN_MODEL | {"tie_word_embeddings": tied} | ODD))
@@ -56,7 +56,7 @@ def folder(tmp_path_factory):
 
 
 def load_and_save(folder: Path, overrides: list[str], world) -> dict:
-    """Load a sharded model, copy it and save it, also to a path that is blocked; return this rank's shards."""
+    """Load, copy and save a sharded model, and return what a rank has: shards, gathered weights, gradients."""
     model, processor = build_model(load_config(folder / "recipe.yaml", overrides), world)
     twin = copy_model(model)
     output = folder / f"saved {' '.join(overrides)}".replace("/", "_")
@@ -78,7 +78,7 @@ def load_and_save(folder: Path, overrides: list[str], world) -> dict:
 
 
 def gradients_of_all_ranks(world, sharding=None) -> dict:
-    """Return gradients from a step with videos, images and text on different ranks, and the tower's forward count."""
+    """Return the gradients of a step in which ranks have videos, images or text, and how often the vision tower ran."""
     shown = [(1, 4, 6), (3, 8, 4), (2, 4, 4)], [(1, 4, 4)], [(1, 4, 6)], []
     model, runs = tiny.model(dtype=torch.float64), []
     if sharding is not None:
@@ -114,7 +114,7 @@ def test_each_rank_keeps_its_rows_and_saves_the_whole_checkpoint(loaded, folder,
             if name == "untied":
                 first = own = weight
             assert torch.equal(result["kept"][parameter], own), parameter
-            # FSDP pads the last rank's shard
+            # FSDP pads the shard of the last rank
             assert result["bytes"][parameter] == first.nbytes, "no part is a view of the whole"
         saved = dict(load_model(result["saved"]).named_parameters())
         assert saved.keys() == expected.keys() and all(torch.equal(saved[key], p) for key, p in expected.items())
@@ -126,7 +126,7 @@ def test_each_rank_keeps_its_rows_and_saves_the_whole_checkpoint(loaded, folder,
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_gradients_are_summed_over_ranks(loaded, name):
-    """Both ranks run the tower twice; a rank without an image runs it on a black image."""
+    """Both ranks run the vision tower twice, because a rank without images runs the tower on a black image."""
     alone = gradients_of_all_ranks(World())["gradients"]
     for result in (rank[name]["gradients_of_all_ranks"] for rank in loaded):
         assert result["runs"] == 2
@@ -152,7 +152,6 @@ def gradients(model):
 
 
 def assert_same(model, other):
-    """Assert that two models have the same log-probabilities and gradients."""
     (logps, found), (expected, theirs) = gradients(model), gradients(other)
     assert torch.equal(logps, expected)
     for name, gradient in theirs.items():
@@ -169,7 +168,7 @@ def sharded_model(dtype=torch.float32, recompute=False, compute_dtype=None, mode
 
 
 def test_weights_stay_float32_while_layers_compute_in_bfloat16(alone):
-    """Outputs equal a bfloat16 model's outputs; gradients are reduced in float32."""
+    """Log-probabilities and gradients equal those of a model with bfloat16 weights."""
     model, half = sharded_model(compute_dtype=torch.bfloat16), tiny.model(dtype=torch.bfloat16)
     seen = set()
     model.model.layers[1].register_forward_pre_hook(lambda module, args: seen.update({args[0].dtype, args[1].dtype}))
@@ -180,7 +179,7 @@ def test_weights_stay_float32_while_layers_compute_in_bfloat16(alone):
 
 
 def test_offloaded_shards_of_a_gpu_are_pinned(monkeypatch):
-    """The weights are in pinned host memory, and the mesh consists of GPUs."""
+    """With sharding.cpu_offload, weights lie in pinned memory of the host, and the device mesh has GPUs."""
     meshes = []
     monkeypatch.setattr(fsdp, "init_device_mesh", lambda device, *_, **__: meshes.append(device))
     section = ShardingOptions(enabled=True, cpu_offload=True)
@@ -225,35 +224,35 @@ def test_weights_are_sharded_again_after_a_rollout(alone, model_type, gather_wei
     model = sharded_model(model_type=model_type)
     with rollout_weights(model, gather_weights) as run:
         per_token_logps(run, batch(model.config))
-        assert gather_weights == (not is_sharded(run))  # an unsharded model can run on one rank only
+        assert gather_weights == (not is_sharded(run))  # one rank alone can run only a model without shards
         assert not isinstance(model.lm_head.weight, DTensor)
         assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor) == (not gather_weights)
     assert all(isinstance(p, DTensor) for p in model.parameters())
-    found = gradients(model)[1]  # training afterwards is not affected
+    found = gradients(model)[1]  # gradients after a rollout
     with torch.no_grad():
         per_token_logps(model, batch(model.config))
-    assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor)  # layers are resharded again
+    assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor)  # layers are sharded again
     expected = gradients(tiny.model(model_type=model_type))[1]
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
 def test_dtypes_of_heads_copies_and_rollout_weights(alone):
-    """The value head also computes in its weights' dtype, whatever the layers' dtype."""
+    """A value head computes in the dtype of its weights, even if the layers compute in bfloat16."""
     model = sharded_model(compute_dtype=torch.bfloat16)
     head = torch.nn.Linear(4, 1)
     model.sharding.shard_head(head)
     assert head(torch.zeros(1, 4)).dtype == torch.float32
-    assert head._get_fsdp_state()._states_to_backward_prefetch  # the prefetch order is explicit, not FSDP's default
+    assert head._get_fsdp_state()._states_to_backward_prefetch  # the prefetch order is set, and is not FSDP's default
     assert copy_model(model).lm_head.weight.dtype == torch.float32
     assert copy_model(model, in_compute_dtype=True).lm_head.weight.dtype == torch.bfloat16
     with rollout_weights(model, gather_weights=True) as run:
         assert run.lm_head.weight.dtype == torch.bfloat16
     half = sharded_model(dtype=torch.bfloat16).sharding
-    assert half.precision.reduce_dtype == torch.float32  # gradients are reduced in float32
+    assert half.precision.reduce_dtype == torch.float32
 
 
 def test_each_unit_prefetches_the_previous_one_in_the_backward(alone):
-    """FSDP's default order is not used, because two ranks might then gather different layers."""
+    """With FSDP's default order of prefetching, two ranks might gather different layers."""
     model = sharded_model()
     ahead = {unit: unit._get_fsdp_state()._states_to_backward_prefetch for unit in units(model)}
     for tower in (model.visual.blocks, model.model.layers):
@@ -263,7 +262,7 @@ def test_each_unit_prefetches_the_previous_one_in_the_backward(alone):
 
 
 def test_a_rollout_of_a_sharded_model_uses_16_bit_copies_of_adapters(alone, monkeypatch):
-    """The copies replace the gathered adapters. With a 16-bit compute_dtype, gathered adapters have 16 bits already."""
+    """With a 16-bit compute_dtype, gathered adapters already have 16 bits."""
     monkeypatch.setattr(lora, "is_half_on_gpu", lambda device, dtype: dtype == torch.bfloat16)
     for dtype, compute_dtype in ((torch.bfloat16, None), (torch.float32, torch.bfloat16)):
         model = adapted(dtype=dtype)
@@ -290,15 +289,15 @@ def test_ranks_must_be_a_multiple_of_the_replicas():
 
 @pytest.mark.parametrize("sharding", [[], ["--sharding.enabled=true"]])
 def test_a_checkpoint_has_the_dtype_of_its_folder(alone, folder, tmp_path, sharding):
-    """Weights are trained in float32, saved in bfloat16, and saved in float32 only if save_dtype is float32."""
+    """A model trained in float32 is saved in the dtype of its checkpoint, unless model.save_dtype is set."""
     save_model(tmp_path / "half", load_model(folder / "untied").bfloat16(), load_processor(folder / "untied"))
     overrides = [f"--model.path={tmp_path / 'half'}", "--model.dtype=float32", *sharding]
     for more, expected in (([], "bfloat16"), (["--model.save_dtype=float32"], "float32")):
         model, processor = build_model(load_config(folder / "recipe.yaml", [*overrides, *more]), ONE)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.mul_(1.001)  # a value that bfloat16 rounds
-        for trained in (model, copy_model(model)):  # a critic may be a copy
+                parameter.mul_(1.001)  # bfloat16 cannot represent the new value
+        for trained in (model, copy_model(model)):  # a critic may be a copy of the policy
             save_model(tmp_path / "out", trained, processor, ONE)
             saved = dict(chain(*map(read_tensors, weight_files(tmp_path / "out"))))
             assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == expected

@@ -1,4 +1,4 @@
-"""Test how rows are divided into micro-batches; trainers/test_invariance.py tests that steps stay the same."""
+"""Test how prompts and completions are divided into micro-batches."""
 
 from itertools import pairwise
 
@@ -10,7 +10,7 @@ from tests.helpers.stages import ONE
 
 
 def tokens(lengths, piece):
-    """Count a micro-batch's tokens; each prompt counts once."""
+    """Count the tokens of a micro-batch; each prompt counts once."""
     return sum(lengths[i][0] for i in {i for i, _ in piece}) + sum(lengths[i][1][j] for i, j in piece)
 
 

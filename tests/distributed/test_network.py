@@ -1,4 +1,4 @@
-"""Test that a network that does not work ends a run at its start, with a sentence that names the hosts."""
+"""Test that a run ends at its start, and names the hosts, if the network does not work."""
 
 import os
 import socket
@@ -21,7 +21,7 @@ HOST = socket.gethostname()
 
 
 def store_of(hosts):
-    """Return a store in which ranks on these hosts have started."""
+    """Return a key-value store in which a rank on each of the hosts has started."""
     store = dist.HashStore()
     for rank, host in enumerate(hosts):
         store.set(f"host/{rank}", host)
@@ -31,8 +31,8 @@ def store_of(hosts):
 @pytest.mark.skipif(sys.platform != "linux", reason="gloo uses GLOO_SOCKET_IFNAME on Linux only")
 def test_an_interface_that_does_not_exist_is_named(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    # The failed group counts, so that the next group would be "1" and the group after it "0". DTensor caches results
-    # with the first mesh, because DTensor compares meshes without their group names.
+    # Torch counts the failed group, so later groups would have other names. DTensor compares meshes without the names
+    # of their groups, and would reuse cached results that contain the wrong name.
     world = dist.distributed_c10d._world
     monkeypatch.setattr(world, "group_count", world.group_count)
     with pytest.raises(ValueError) as raised:
@@ -53,7 +53,7 @@ def test_ranks_that_do_not_start_are_named():
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 def test_a_network_that_does_not_answer_ends_the_process(monkeypatch, capfd):
-    """The other rank has started, but gloo waits for its address, as it waits for a connection behind a firewall."""
+    """Gloo waits here for an address, as it waits for a connection that a firewall blocks."""
     monkeypatch.setattr(network, "CONNECT_SECONDS", 0.5)
     store = store_of(["", "far"])
     child = fork(lambda: connect(store, 0, 2, CPU, timedelta(seconds=60)))
@@ -75,7 +75,7 @@ def test_a_store_that_cannot_be_reached_is_named(monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has these options of connections")
 def test_a_wait_without_a_limit_ends_with_a_dead_host():
-    """The kernel asks a silent host after a quarter of the timeout, and then ends the connection."""
+    """The kernel probes a silent host after a quarter of the timeout, and later ends the connection."""
     names = socket.SO_KEEPALIVE, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT
 
     def begin(world):
@@ -93,7 +93,7 @@ def test_a_wait_without_a_limit_ends_with_a_dead_host():
 
 @pytest.fixture
 def group_of_gpus(monkeypatch):
-    """Replace the process group for two ranks with GPUs; return its options and the devices in its sums."""
+    """Imitate a process group of two ranks with GPUs; return its options and the devices of summed tensors."""
     options, sums = {}, []
 
     def init_process_group(backend, **given):
@@ -109,7 +109,7 @@ def group_of_gpus(monkeypatch):
 
 
 def test_gpus_are_connected_by_nccl_before_the_model_is_loaded(group_of_gpus):
-    """Gloo transfers objects and NCCL transfers tensors; NCCL knows its rank's GPU."""
+    """Gloo transfers objects, and NCCL transfers tensors of the GPU in `device_id`."""
     options, sums = group_of_gpus
     with PretendCuda():
         connect(store_of(["", "other"]), 0, 2, CUDA, timedelta(seconds=30))
@@ -124,7 +124,7 @@ def test_gpus_that_exchange_wrong_numbers_are_refused(group_of_gpus):
 
 
 def test_a_barrier_waits_on_the_cpu(monkeypatch):
-    """With a device, dist.barrier would wait for all GPUs' work."""
+    """If the process group has a device, dist.barrier waits for all work of the GPUs."""
     sums = []
     monkeypatch.setattr(dist, "barrier", None)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: sums.append(tensor.device))

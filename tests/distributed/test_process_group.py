@@ -1,4 +1,4 @@
-"""Test World's collectives, and that any number of ranks has the results of one on very uneven rows."""
+"""Test the collectives of World, and that two ranks compute the results of one process on uneven rows."""
 
 import os
 import re
@@ -36,11 +36,11 @@ TOOLS = [*REFERENCE, "--sampling.environment=tests.helpers.on_ranks:Eye", "--sam
 SHORT_HISTORY = [*TOOLS, "--sampling.history=1", "--grpo.loss_type=grpo", "--grpo.max_tokens_per_micro_batch=150"]
 SHARDED = ["--sharding.enabled=true"]
 ONE_BY_ONE = [*SHARDED, "--rollout.gather_weights=false", "--model.activation_checkpointing=true"]
-SAME_BY_CHANCE = {"rollout/logp_mismatch", "rollout/logp_mismatch_rms"}  # these metrics measure rounding differences
+SAME_BY_CHANCE = {"rollout/logp_mismatch", "rollout/logp_mismatch_rms"}  # metrics of rounding errors
 
 
 def prepare(folder):
-    """Write the recipe's files to a folder: model configs, and a reward model with a non-zero head."""
+    """Write a recipe, model configs, and a reward model whose head is not 0."""
     write_recipe(folder, RECIPE)
     model, processor = random_model(folder / "model.json", shapes.tokenizer(), 1)
     judge = ValueModel(model.double())
@@ -49,20 +49,19 @@ def prepare(folder):
 
 
 def assert_equal(result, alone, relative, limit):
-    """Compare one rank's result with one process's result."""
+    """Compare the result of a rank with the result of one process."""
     assert (result.texts, result.evaluation) == (alone.texts, pytest.approx(alone.evaluation, rel=relative))
     for line, expected in zip(result.lines, alone.lines, strict=True):
         assert line.keys() == expected.keys()
         for name in line.keys() - SAME_BY_CHANCE:
             if name == "rewards/accuracies" and abs(expected["rewards/margins"]) < 1e-9:
-                continue  # policy and reference are equal, so rounding decides
+                continue  # the policy equals its reference, so rounding decides
             assert line[name] == pytest.approx(expected[name], rel=relative, abs=relative), name
     for parameter, value in alone.weights.items():
         torch.testing.assert_close(result.weights[parameter], value, rtol=0, atol=limit, msg=parameter)
 
 
 def evaluation(folder, overrides, world):
-    """Evaluate data.eval_rows rows."""
     config = load_config(folder / "recipe.yaml", ["--data.eval_rewards=[letters, format]", *overrides])
     model, processor = build_model(config, world)
     return evaluate(model, processor, [Uneven()[i] for i in range(config.data.eval_rows)], config, world)
@@ -72,23 +71,23 @@ FUNCTIONS = {"stage": partial(stage_on_ranks, num_held_out=0), "evaluation": eva
 GRPO = ["stage", *REFERENCE, "--grpo.max_steps=2"]
 TRAJECTORIES = ["stage", *SHORT_HISTORY, "--grpo.max_steps=2", "--grpo.num_iterations=1"]
 ONE_PASS = [*GRPO, "--grpo.num_iterations=1"]
-SHARING = [*ONE_PASS, "--adapter.r=2"]  # the base model
+SHARING = [*ONE_PASS, "--adapter.r=2"]  # policy and reference share the base model
 FOLDER = [*GRPO, "--reference.path=FOLDER/judge"]
 EXPERTS = [*GRPO, "--model.config=FOLDER/qwen3_5_moe.json", "--optimizer.weight_decay=0.1"]
 COUNTS = {f"{count} rows": ["evaluation", f"--data.eval_rows={count}"] for count in (5, 1)}
-# the policy's adapters, a critic's head, without rows on one rank, and a reference that is the base
+# adapters of the policy, and a critic with only a head, whose single row leaves one rank without rows
 ADAPTED = ["stage", "--stages=[ppo]", "--ppo.max_steps=2", "--adapter.r=4",
            "--adapter.target=[language, merger]", "--ppo.learning_rate=1e-3", EIGHT_BITS]  # fmt: skip
-# a critic with its own adapters: in one process over the same base, sharded over a copy of the base
+# a critic with adapters of its own: one process shares the base model, and sharded ranks copy the base model
 CRITIC = [*ADAPTED, "--ppo.critic=separate"]
 DROPOUT = ["--adapter.dropout=0.3", "--adapter.target=[language, vision, merger]"]
-# only the tower is trained, so that texts have no gradient; the second step has no image on any rank
+# only the vision tower is trained, so texts have no gradient; in the second step, no rank has an image
 TOWER = ["stage", "--stages=[sft]", "--model.freeze=[language, embeddings]", "--optimizer.weight_decay=0.1",
          "--sft.max_steps=4"]  # fmt: skip
-# only some quantized layers have adapters
+# some quantized layers have no adapters
 NF4 = [*ADAPTED, "--adapter.quantize=nf4", "--adapter.target=['.*[qv]_proj', merger]"]
 ONCE = [*ONE_BY_ONE, "--sharding.once_per_step=true"]
-CASES = {  # {case on two ranks: (the case of one process with equal results, options)}
+CASES = {  # {case of two ranks: (case of one process with the same results, options)}
     "replicated": ("grpo", GRPO), "experts, once": ("experts", [*EXPERTS, *ONCE]),
     "pieces": ("grpo", [*GRPO, *ONE_BY_ONE, "--grpo.max_tokens_per_micro_batch=90", "--sampling.max_batch_tokens=120"]),
     "trajectories": ("trajectories", [*TRAJECTORIES, *SHARDED, "--sampling.max_batch_tokens=120"]),
@@ -113,7 +112,7 @@ def quick(folder, overrides, world):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Return one process's results, and each rank's results for all cases on two ranks."""
+    """Return the results of one process, and the results of each of two ranks, for all cases."""
     folder = tmp_path_factory.mktemp("ranks")
     prepare(folder)
     alone = {
@@ -127,7 +126,6 @@ def results(tmp_path_factory):
 
 @pytest.mark.parametrize("case", [shards_bytes(case) if case == "NF4" else case for case in CASES])
 def test_two_ranks_equal_one(results, case):
-    """Results of two steps are equal in float64."""
     alone, ranks = results
     name, options = CASES[case]
     limit = 1e-11 if "--adapter.r=4" in options else 1e-12
@@ -137,7 +135,6 @@ def test_two_ranks_equal_one(results, case):
 
 
 def test_the_cases_have_several_turns_many_lengths_and_trained_adapters(results):
-    """Adapters and critics move, and trajectories have several turns."""
     alone, _ = results
     assert all(1.5 < line["mean_turns"] < 3 for line in alone["trajectories"].lines)
     assert len({len(text) for _, group in alone["grpo"].texts for text in group}) > 5
@@ -150,12 +147,12 @@ def test_the_cases_have_several_turns_many_lengths_and_trained_adapters(results)
 
 @pytest.mark.parametrize("case", REFERENCES)
 def test_two_ranks_have_the_same_reference_as_one(results, case):
-    """A rank stores copies only of its rows in trained parameters."""
+    """Each rank stores the reference only for its rows of the trained parameters."""
     alone, ranks = results
     for rank in ranks:
         assert_equal(rank[case], alone[case], 1e-12, 1e-12)
     first, second = (rank[case].reference for rank in ranks)
-    if case == "one pass":  # each rank has all rows
+    if case == "one pass":  # without sharding, each rank has all rows
         second = [rows[:0] for rows in second]
     joined = [torch.cat(parts) for parts in zip(first, second, strict=True)]
     torch.testing.assert_close(joined, alone[case].reference, rtol=0, atol=1e-12)
@@ -164,7 +161,7 @@ def test_two_ranks_have_the_same_reference_as_one(results, case):
 
 
 def test_with_dropout_sharded_ranks_equal_replicated_ones(results):
-    """Each rank has its own dropout masks, so that results differ from one process's results."""
+    """Each rank has dropout masks of its own, so two ranks differ from one process."""
     for rank in results[1]:
         assert_equal(rank["dropout, layer by layer"], rank["dropout"], 1e-11, 1e-11)
         assert rank["dropout"].lines[1]["loss"] != pytest.approx(rank["adapters"].lines[1]["loss"], rel=1e-6)
@@ -172,14 +169,14 @@ def test_with_dropout_sharded_ranks_equal_replicated_ones(results):
 
 @pytest.mark.parametrize("case", COUNTS)
 def test_two_ranks_evaluate_like_one(results, case):
-    """With only one row, one rank repeats the other rank's row."""
+    """If there is only one row, both ranks evaluate the row."""
     alone, ranks = results
     for rank in ranks:
-        assert repr(rank[case]) == repr(alone[case])  # NaN is not equal to itself
+        assert repr(rank[case]) == repr(alone[case])  # repr, because NaN is not equal to itself
 
 
 def test_equal_shares():
-    """Seven items on three ranks: each rank gets three, and two ranks repeat the first item."""
+    """With seven items on three ranks, two ranks repeat the first item."""
     process_group = [World(rank, 3, torch.device("cpu")) for rank in range(3)]
     found = [rank.shard_evenly([*range(7)]) for rank in process_group]
     assert found == [([0, 3, 6], 3), ([1, 4, 0], 2), ([2, 5, 0], 2)]
@@ -199,7 +196,7 @@ def test_shares_of_ranks_differ_by_at_most_one():
 @pytest.mark.skipif(sys.platform != "linux", reason="only there it is called lo")
 @pytest.mark.parametrize(("hosts", "network"), [(1, "lo"), (2, None)])
 def test_ranks_on_one_machine_need_no_host_name(monkeypatch, hosts, network):
-    """With one host gloo uses the loopback interface, because a container may not resolve its own host name."""
+    """On one host, gloo uses the loopback interface, because a container may not resolve its own host name."""
     for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(2 // hosts), "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")

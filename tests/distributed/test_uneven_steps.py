@@ -1,6 +1,6 @@
-"""Train steps with several micro-batches, in which every rank has other shapes, on 4 and 8 ranks and in one process.
+"""Compare steps on 4 and 8 ranks, whose tensors have different shapes, with steps in one process.
 
-A completion in four ends at its first token, a prompt in three has equal rewards, and most rows have no image.
+Every fourth row has completions of one token, every third row has equal rewards, and most rows have no image.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ OFFLINE = {
     name: [f"--stages=[{name}]", *(step.format(name) for step in STEPS)] for name in ("sft", "dpo", "reward_model")
 }
 RESAMPLED = ["--grpo.max_num_gen_batches=3", "--sampling.max_new_tokens=2"]
-RECIPES = {  # two steps with six micro-batches on each of 4 ranks, or three on each of 8
+RECIPES = {  # two steps, with six micro-batches on each of 4 ranks, or three micro-batches on each of 8 ranks
     **OFFLINE,
     "dpo of two": [*OFFLINE["dpo"], "--dpo.loss_type=[sigmoid, sft]"],
     "grpo": GRPO,
@@ -76,13 +76,13 @@ CASES = [
 
 
 def uneven_rewards(completions, margin, **columns):
-    """Return rewards that are equal for every third row."""
+    """Return rewards that are equal for all completions of every third row."""
     letters = [sum(c.isalpha() for c in completion) / 6 for completion in completions]
     return [0.5 if round(10 * row) % 3 == 0 else value for row, value in zip(margin, letters, strict=True)]
 
 
 def uneven_steps(folder: Path, overrides: list[str], world):
-    """Train a stage as stage_on_ranks does, with completions that end at the first token, except with tools."""
+    """Train a stage like stage_on_ranks, but cut every fourth group of completions without tools after one token."""
     REWARDS["uneven"] = uneven_rewards
     if overrides[: len(TOOLS)] == TOOLS:
         return stage_on_ranks(folder, overrides, world)
@@ -123,7 +123,6 @@ def ranks(request, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=", ".join)
 def test_uneven_ranks_equal_one_process(alone, ranks, case):
-    """Weights equal one process's weights to 1e-14, and are the same on all ranks."""
     expected = alone[case[0]]
     assert all(line["grad_norm"] > 1e-3 for line in expected.lines)
     for rank in ranks:
@@ -134,7 +133,7 @@ def test_uneven_ranks_equal_one_process(alone, ranks, case):
 
 
 def count_communication(folder: Path, overrides: list[str], world):
-    """Return FSDP's gather and reduction counts for each step in a stage, and the unit count."""
+    """Return [gathers, reductions, sums over replicas, units] of FSDP for each step of a stage."""
     calls = {"foreach_all_gather": 0, "foreach_reduce": 0, "all_reduce": 0}
 
     def counted(name, function):
@@ -165,7 +164,7 @@ def count_communication(folder: Path, overrides: list[str], world):
 
 
 def test_communication_of_a_step(tmp_path):
-    """With once_per_step, each unit is gathered and reduced once, despite four micro-batches."""
+    """With sharding.once_per_step, FSDP gathers and reduces each unit once, despite four micro-batches."""
     write_files(tmp_path)
     sft = ["--stages=[sft]", "--sft.prompts_per_step=8", "--sft.max_steps=2"]
     ways = {"sharded": SHARDED, "once": [*SHARDED, ONCE], "replicas": REPLICAS}
@@ -175,5 +174,5 @@ def test_communication_of_a_step(tmp_path):
         [*_, (gathers, reductions, sums, _)] = rank["sharded"]
         assert gathers > 4 * num_units and reductions > 2 * num_units and sums == 0
         [*_, (_, reductions, sums, _)] = rank["replicas"]
-        num_equal = RUN_MODEL["num_hidden_layers"] + 2  # layers, embedding and head
-        assert sums == reductions - 3 * num_equal  # those with gradients in every micro-batch are summed once
+        num_equal = RUN_MODEL["num_hidden_layers"] + 2  # layers, embedding and head have gradients in every micro-batch
+        assert sums == reductions - 3 * num_equal  # 4 reductions, but only 1 sum, for each such unit

@@ -1,4 +1,4 @@
-"""Test on forked gloo ranks that they wait for slow work without a limit, and not for a rank that has ended."""
+"""Test that ranks wait for slow work without a limit, but not for a rank that has ended."""
 
 import os
 import threading
@@ -22,12 +22,12 @@ from minivlmrl.tasks.shapes import Shapes
 from tests.helpers.children import fork_processes, fork_ranks
 from tests.helpers.runs import metrics
 
-TIMEOUT = 2.0  # timeout for collective operations
+TIMEOUT = 2.0  # seconds, for collective operations
 SLOW = 1.25 * TIMEOUT  # seconds of slow work
 
 
 class SlowSampler(Sampler):
-    """A sampler that takes longer than the timeout on rank 1, for example because of a tool."""
+    """A sampler that takes longer than the timeout on rank 1."""
 
     def __init__(self, world):
         self.world = world
@@ -73,7 +73,7 @@ def tracker(config, steps, stack):
 
 
 def slow(owner, name, rank, monkeypatch):
-    """Let a rank take longer than the timeout in a function."""
+    """Make a function take longer than the timeout on one rank."""
     original = getattr(owner, name)
 
     def call(*arguments, **options):
@@ -85,7 +85,7 @@ def slow(owner, name, rank, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_waits_for_slow_work_of_one_rank(home, lively, tmp_path, monkeypatch):
-    """Rank 0 is slow in its tracker, its page and its saves, and rank 1 reads pictures slowly, held-out ones, too."""
+    """Rank 0 is slow in its tracker, its report page and its saves, and rank 1 is slow in loading rows."""
     options = ["--stages=[sft, grpo]", *(f"--{stage}.max_steps=2" for stage in ("sft", "grpo")), "--checkpoint_steps=1"]
     options += ["--data.eval_rows=2", "--eval_steps=1", "--report_minutes=0.0001"]
     (tmp_path / "my_tracker.py").write_text(TRACKER)
@@ -100,7 +100,7 @@ def test_a_run_waits_for_slow_work_of_one_rank(home, lively, tmp_path, monkeypat
 
 @pytest.fixture
 def no_torchrun(monkeypatch):
-    """Do not wait in lost_ranks for torchrun, which is not used here."""
+    """Let lost_ranks not wait for torchrun, which does not run here."""
     monkeypatch.setattr(process, "time", SimpleNamespace(sleep=lambda seconds: None))
 
 
@@ -123,7 +123,7 @@ def test_a_rank_that_hangs_in_training_is_named(monkeypatch, no_torchrun):
     answered, answer = os.pipe()
 
     def begin(world):
-        if world.rank == 1:  # it answers nobody until both other ranks have ended the wait
+        if world.rank == 1:  # rank 1 answers no rank until both other ranks have given up
             for _ in range(2):
                 os.read(answered, 1)
             os._exit(9)
@@ -145,7 +145,7 @@ def test_an_error_without_a_lost_rank_is_a_bug():
 
 
 def test_rewards_run_on_the_gpu_of_their_rank(monkeypatch):
-    """CUDA's current device belongs to a thread, and is 0 in a new thread."""
+    """The current device of CUDA belongs to a thread, and is 0 in a new thread."""
     devices = threading.local()
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(devices, "current", device))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(devices, "current", 0))
