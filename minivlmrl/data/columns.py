@@ -70,7 +70,7 @@ class ForeignLayoutError(ValueError):
 
 
 def find_format(name: str) -> Callable[[dict], dict]:
-    """Return the function that data.format names, which converts a row of a data file."""
+    """Return the function for the option data.format, which converts a row of a data file."""
     with error_context(f"data.format {name}"):
         return with_options(*resolve_object("format", name, {}))
 
@@ -94,7 +94,6 @@ def check_columns(columns: dict, required: Sequence[str], known: Collection[str]
 
     Args:
         columns: {column: value}; columns whose value is None are ignored.
-        required: columns that every row must have.
         known: columns that a stage or a reward reads, or that data.columns names.
 
     Raises:

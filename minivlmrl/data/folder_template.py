@@ -48,9 +48,8 @@ PUBLISHED = (
 THOUGHT_SPLIT = re.compile(r"(split|partition)\(\s*['\"]</think>")
 # tags for thoughts and tools; a message may contain such a tag, even if the tag is a special token of the tokenizer
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-# Qwen2.5-VL's chat template: DEFAULT is saved into model folders without a template, and WITH_TOOLS can declare tools.
-DEFAULT = as_jinja()
-WITH_TOOLS = as_jinja("qwen2_5_vl_tools")
+DEFAULT = as_jinja()  # Qwen2.5-VL's chat template
+WITH_TOOLS = as_jinja("qwen2_5_vl_tools")  # Qwen2.5-VL's chat template, with code that declares tools
 # chat template for Qwen3-VL: Qwen2.5-VL's template without the default system message
 DEFAULT_QWEN3 = re.sub(r"\n{%- if loop\.first.*?{% endif %}", "", DEFAULT, flags=re.DOTALL)
 
@@ -59,7 +58,6 @@ class ChatTemplate:
     """A Jinja chat template. If a user writes "<|im_end|>" in a message, these characters stay ordinary text.
 
     Args:
-        text: the template's text.
         source: the template's file name, for error messages.
         special_tokens: the tokenizer's control tokens, see Tokenizer.special_tokens.
         token_names: {name: value} for variables that the template may read, such as eos_token.
@@ -121,12 +119,9 @@ class ChatTemplate:
         return None
 
     def render(self, messages: list[dict]) -> list[str]:
-        """Render a conversation to a list of texts and control tokens, like the function chat_template.render.
+        """Render a conversation to a list of texts and control tokens.
 
         Joined, the texts and control tokens equal the result of transformers' apply_chat_template.
-
-        Args:
-            messages: see chat_template.render. An assistant message can have tool_calls instead of content.
 
         Raises:
             ValueError: the template cannot render the messages, or does not render an image, a video or a message text.
@@ -145,7 +140,7 @@ class ChatTemplate:
         return pieces
 
     def render_completion(self, messages: list[dict], turns: list[dict]) -> list[tuple[str, bool]]:
-        """Render the turns that follow a prompt, like the function chat_template.render_completion.
+        """Render the turns that follow a prompt as texts and control tokens.
 
         Returns:
             Pairs of a piece of text and a flag, which is True if the piece is trained, see messages.is_trained.
@@ -315,7 +310,7 @@ def _as_json(value: Plain, change: Callable[[str], str] = str) -> Plain:
         return [_as_json(item, change) for item in value]
     if isinstance(value, str):
         return change(value)
-    # A template could run code through the methods of other objects, so it only gets the name of the object's type.
+    # A template could run code through the methods of a Python object, so it only gets the name of the object's type.
     return value if isinstance(value, int | float | None) else f"<{type(value).__name__}>"
 
 

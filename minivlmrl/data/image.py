@@ -84,10 +84,8 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
 
     Example: with factor 28 and max_pixels 1003520, an image of height 1092 and width 1568 gets height 812 and width
     1176.
-    Returns:
-        New height and new width in pixels.
     Raises:
-        ValueError: the image's aspect ratio is over 200, or max_pixels is smaller than min_pixels or factor * factor.
+        ValueError: the image's aspect ratio is over 200, or max_pixels is smaller than min_pixels or than one token.
     Source: the function smart_resize in transformers' Qwen2-VL.
     """
     check_ratio(width, height)

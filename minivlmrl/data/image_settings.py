@@ -105,7 +105,6 @@ def read_image_processor(content: dict, where: str, min_pixels: int | None = Non
     """Build an ImageProcessor from the content of a preprocessor_config.json.
 
     Args:
-        content: the file's parsed content.
         where: the file's name, for error messages.
         min_pixels, max_pixels: bounds for an image's area, which override the bounds of the file. If the file has no
             bounds, the defaults are those of transformers.

@@ -39,8 +39,6 @@ class Batches(Iterator[list[Row]]):
     next batch.
 
     Args:
-        dataset: the stage's rows.
-        trainer: the stage's trainer, see trainers/base.py.
         draws: number of batches that a resumed run has already used.
     """
 

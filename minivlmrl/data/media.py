@@ -111,7 +111,7 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
     """Find the file of an image or video.
 
     Returns:
-        Its name for error messages, and its path. Bytes and data URIs have a byte stream instead of a path.
+        A name for error messages, and the path; bytes and data URIs have a byte stream instead of a path.
     """
     if isinstance(source, bytes | bytearray):
         return f"{len(source)} bytes", io.BytesIO(source)
@@ -179,8 +179,8 @@ def place_media(
     """Assign each image and video in a row to a part of a message.
 
     The images in a row's column belong, in order, to the image parts that name no file of their own. If messages have
-    only texts, each image replaces one tag <image>. Texts without tags get all images before the first user turn's
-    text. Videos are assigned like images.
+    only texts, images replace tags <image> or, without tags, come before the first user turn's text. Videos are
+    assigned like images.
 
     Args:
         turns: the prompt's messages and, if the answer contains images, the answer's.
@@ -333,7 +333,7 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
 
 
 def _source_in(source: dict) -> Plain:
-    """Return an image's source from a dict of Hugging Face {"bytes", "path"}, OpenAI {"url"} or Anthropic {"data"}."""
+    """Return the image's source in a dict, such as Hugging Face's {"bytes", "path"} or OpenAI's {"url"}."""
     # OpenAI's key "detail" with the value "low" asks for a smaller image, which is not supported
     known = SOURCE_KEYS if source.get("detail") == "low" else (*SOURCE_KEYS, "detail")
     check_keys(source, known, "the source")

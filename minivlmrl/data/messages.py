@@ -85,8 +85,7 @@ def conversation(
     question "Is <image> left of <image>?", image parts replace the two tags.
 
     Args:
-        problem: the question's text.
-        media: image and video counts in the prompt, such as {"image": 2, "video": 1}.
+        media: numbers of images and videos in the prompt, such as {"image": 2, "video": 1}.
         prompt_template: text that contains {problem}, which is replaced by the question.
         system_prompt: system message text that is put first; None adds no message.
     """
@@ -122,10 +121,6 @@ def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
 
     Example: "<image>What?" becomes an empty text part, an image part and the text part "What?". If no message has a
     tag <image> or <video>, image and video parts are inserted before the first user turn's text.
-
-    Args:
-        turns: messages whose parts are texts.
-        media: image and video counts, such as {"image": 2, "video": 1}.
     """
     placed = []
     for turn in turns:
@@ -150,12 +145,7 @@ def add_system_prompt(messages: list[dict], system_prompt: str | None) -> list[d
 
 
 def check_counts(kinds: Sequence[str | None], media: Mapping[str, int]):
-    """Raise ValueError unless a prompt has one placeholder for each image and for each video.
-
-    Args:
-        kinds: each placeholder's kind, "image" or "video".
-        media: image and video counts, such as {"image": 2, "video": 1}.
-    """
+    """Raise ValueError unless a prompt has one placeholder for each image and for each video."""
     for kind in KINDS:
         placeholders = kinds.count(kind)
         num_media = media.get(kind, 0)
@@ -176,7 +166,7 @@ def check_ends(turns: list[dict]):
 
 
 def is_trained(turn: dict) -> bool:
-    """Return True if a loss is computed on a turn: an assistant turn in which no key such as "loss" is false."""
+    """Return True if a loss is computed on a turn: an assistant turn without a key such as "loss": false."""
     return turn["role"] == "assistant" and all(turn.get(key) in (None, True) for key in LOSS_KEYS)
 
 

@@ -33,7 +33,6 @@ def sample(strategy: str, total_rows: int) -> list[int]:
     Args:
         strategy: all, first:N, end:N or random:N, where N is a number or a percentage, which is rounded up. The random
             rows are the same for every run seed.
-        total_rows: number of rows.
 
     Source: sampling_strategy in VLM-R1's grpo_rec.py has the same strategies.
     """

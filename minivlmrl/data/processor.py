@@ -113,7 +113,7 @@ class Processor:
         return turns
 
     def mark_results(self, pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-        """Return the pieces of an answer unchanged; the subclass ToolProcessor marks tool results."""
+        """Return an answer's texts and tokens unchanged; the subclass ToolProcessor marks tool results."""
         return pieces
 
     def decode(self, ids: Tensor) -> str:
@@ -158,14 +158,13 @@ def encode_completion(
     An answer ends with the token <|im_end|>. The mask Completion.policy_mask is True only for tokens in assistant
     turns. User and tool turns, and images in any turn, are context on which no loss is computed.
 
-    Some chat templates, such as Qwen3.5's, drop the thoughts of earlier turns, so that the prompt of a later turn does
-    not contain them. If the chat template drops thoughts, Completion.turns has one Completion, with its own prompt, for
-    each assistant turn.
+    If the chat template drops the thoughts of earlier turns, as Qwen3.5's does, Completion.turns has one Completion,
+    with its own prompt, for each assistant turn.
 
     Args:
         messages: the prompt, see data/messages.py.
         completion: a text, or turns that begin and end with an assistant turn.
-        images, videos: the prompt's images and videos, for later turns' prompts.
+        images, videos: the prompt's images and videos.
     """
     (_, first), *later = encode_windows(processor, messages, completion)
     if not later:

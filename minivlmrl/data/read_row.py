@@ -40,9 +40,7 @@ def read_row(
     """Convert a row's columns to a Row object without images, and list the sources of images and videos.
 
     Args:
-        columns: the row's columns, as in the file.
         required: columns that the row must have; "problem" stands for any prompt column.
-        options: options for all rows in the file.
         folder: folder that relative paths start from.
         reads: further columns that a stage or a reward reads.
     """

@@ -20,8 +20,6 @@ def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> 
     texts, and escape the arguments of tool calls as in JSON.
 
     Args:
-        messages: the conversation's messages.
-        rendered: text that a chat template rendered from the messages.
         history: number of earlier messages. Their thoughts may be missing, because templates of reasoning models drop
             the thoughts of earlier turns.
 

@@ -154,7 +154,7 @@ class Arrow:
             import pyarrow.parquet as pq
         self.path = paths[0]
         self.folder = paths[0].parent
-        # (path of the file, index of the file's first row, open file, index of the group in the file)
+        # (path of a file, index of the file's first row, open file, index of a row group in the file)
         self.groups = []
         self.starts = [0]  # each group's first row index, then the total row count
         for path in paths:

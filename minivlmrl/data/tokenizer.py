@@ -17,8 +17,7 @@ SPECIAL_TOKENS = (
     "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>",
     "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
-# Control tokens that only a chat template may write. They begin and end turns and documents, or stand for images and
-# videos. A user's text that contains the characters of such a token stays ordinary text.
+# control tokens that only a chat template may write: beginnings and ends of turns and documents, and placeholders
 STRUCTURE = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>",
     "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",

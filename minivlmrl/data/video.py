@@ -156,9 +156,6 @@ def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int,
             tokens). A frame may use twice its share of total_pixels, because two frames form one temporal patch.
             Instead of these bounds, resized_height and resized_width can be given, as for an image.
 
-    Returns:
-        Height and width.
-
     Source: the function fetch_video in qwen-vl-utils, which resizes the frames of a video file. A list of frames is
     resized once, although qwen-vl-utils 0.0.14 resizes it twice.
     """

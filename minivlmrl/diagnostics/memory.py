@@ -208,7 +208,7 @@ class MemoryEstimator:
         fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         gpu_patch = mock.patch.object(dense_attention, "is_before_ampere", lambda device: self.before_ampere)
         dropout_on = dropout(models, run.adapter.dropout if train else 0.0, "memory")
-        # Cached attention masks are removed, because the tracker counts only new tensors.
+        # Cached attention masks are removed, because only the memory of new tensors is counted.
         lay_out.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused_patch, gpu_patch, dropout_on, live:
@@ -322,7 +322,6 @@ def training_batch(question: MemoryQuestion) -> BatchShape:
 
 
 def answers_batch(question: MemoryQuestion, rows: Sequence[RowSize], prompts: int) -> BatchShape:
-    """Return the numbers of prompts and tokens in the largest micro-batch of answers from the data file."""
     lengths = [row.answer_tokens for row in rows if row.answer_tokens is not None]
     longest = max(lengths, default=question.run.sampling.max_new_tokens)
     return largest_batch(rows, prompts, [longest] * len(question.trainer.answers), None)
@@ -395,7 +394,6 @@ def gathered_bytes(question: MemoryQuestion, model: VisionLanguageModel) -> int:
 
 
 def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: BatchShape) -> dict[str, float]:
-    """Return the bytes of each item that only sampling needs, such as "keys and values"."""
     run, estimator, dtype = question.run, question.estimator, question.dtype
     policy = question.models.policy
     by_layer = run.uses_fsdp and not run.rollout.gather_weights
@@ -433,7 +431,6 @@ def evaluation_items(question: MemoryQuestion) -> dict[str, float]:
 
 
 def score_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
-    """Return the bytes of each item, such as "logits", in a forward pass without gradients."""
     run, models = question.run, question.models
     return {
         "gathered": sum(gathered_bytes(question, backbone) for backbone in models.backbones),
@@ -443,7 +440,6 @@ def score_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
 
 
 def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
-    """Return the bytes of each item, such as "gradients", in a forward and backward pass."""
     run, models = question.run, question.models
     trained = trained_parameters(models)
     gradients = bytes_of(trained) * question.share

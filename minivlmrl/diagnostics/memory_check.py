@@ -128,7 +128,7 @@ def fitting_pixels(question: MemoryQuestion, available: float) -> int:
 
 
 def written_bytes(question: MemoryQuestion) -> dict[str, float]:
-    """Return {kind of file: bytes} for the files of a stage at the peak of its disk usage.
+    """Return the bytes of a stage's training states and weights on the disk when disk usage is largest.
 
     The disk needs space for one more checkpoint, because the oldest is deleted after the newest has been written.
     """

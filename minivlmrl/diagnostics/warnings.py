@@ -163,7 +163,7 @@ class WarningRules:
             )
 
     def majority_baseline(self) -> Iterator[tuple[str, str]]:
-        """Yield a warning for each reward that would be no lower if all answers were the most frequent solution."""
+        """Yield a warning for each reward that would not fall if all answers were the most frequent solution."""
         if len(self.recent_rewards) < BASELINE_ROLLOUTS:
             return
         solutions = [solution for texts, _ in self.recent_rewards for solution in texts]
@@ -189,8 +189,8 @@ class WarningRules:
 
     def unused_parameters(self) -> Iterator[tuple[str, str]]:
         """Yield a warning about trainable parameters that have never had a gradient."""
-        # AdamW creates the state of a parameter with the first gradient of the parameter. The experts of a mixture are
-        # left out, because an expert may not have received a token yet.
+        # AdamW creates the state of a parameter with the first gradient of the parameter. There is no warning about the
+        # experts of a mixture, because an expert may not have received a token yet.
         names = []
         for name, parameter in self.trainer.trained.named_parameters():
             has_state = parameter in self.optimizer.state

@@ -133,15 +133,15 @@ class Sharding:
         rows = shard_rows(self.mesh, len(tensor))
         local_rows = tensor[rows].to(self.device, like.dtype, copy=True)
         assert isinstance(like, DTensor)  # because fully_shard turns all parameters into DTensors
-        # The DTensor is built directly, because DTensor.from_local would move the rows to the GPU despite offloading.
+        # DTensor.from_local would move a tensor to the GPU, even if weights are offloaded to the CPU.
         return DTensor(local_rows, like._spec, requires_grad=False)
 
     @torch.no_grad()
     def gather(self, model: VisionLanguageModel) -> VisionLanguageModel:
         """Gather the full weights of a sharded model, and return a model without FSDP that has these weights.
 
-        Each rank can run a model without FSDP independently, also in a CUDA graph. The returned model can be used until
-        the function `reshard` frees the gathered weights.
+        Each rank can run a model without FSDP independently, also in a CUDA graph. The model without FSDP can be used
+        until the function `reshard` frees the gathered weights.
         """
         for unit in units(model):
             unit.unshard()
