@@ -1,4 +1,4 @@
-"""Helpers for losses computed by hand: float64 tensors, a tolerance, and grpo_loss with all TRL options."""
+"""Helpers for losses computed by hand: float64 tensors, a tolerance, and grpo_loss with all options of TRL."""
 
 import inspect
 from dataclasses import fields
@@ -10,7 +10,7 @@ import torch
 from minivlmrl.losses.grpo import TERMS, LossNormalizer, batch_normalizer, clipped, grpo_loss, kl_term
 from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, off_policy_mask
 
-OWN = inspect.signature(grpo_loss).parameters  # grpo_loss's own arguments, without the arguments of its terms
+OWN = inspect.signature(grpo_loss).parameters  # arguments of grpo_loss, without those of its terms
 COUNTS = {field.name for field in fields(LossNormalizer)}
 
 
@@ -24,7 +24,7 @@ def near(*values):
 
 
 def kl(estimator):
-    """Return the KL and its gradient at a token with probability 0.5 under the policy and 0.25 under the reference."""
+    """Return KL and gradient at a token with probability 0.5 under the policy and 0.25 under the reference."""
     logps = tensor([log(0.5), log(0.25)], [log(0.25), log(0.25)]).requires_grad_()
     value = kl_term(logps, torch.full((2, 2), log(0.25), dtype=torch.float64), estimator)
     assert value.flatten()[1:].tolist() == [0.0] * 3
@@ -32,7 +32,7 @@ def kl(estimator):
 
 
 def loss_of(per_token_logps, advantages, mask, **given):
-    """Return loss and metrics of grpo_loss, with token weights and entropy bonus by TRL's options in `given`."""
+    """Return loss and metrics of grpo_loss for TRL's options, also those of token weights and entropy bonus."""
     given = {name: value for name, value in given.items() if value is not None}
     loss_type = given.get("loss_type", "dapo")
     if given.pop("kl_straight_through", False):
@@ -53,7 +53,7 @@ def loss_of(per_token_logps, advantages, mask, **given):
     if loss_type != "vespo":
         weights = weights * given.pop("importance_sampling_ratio", 1)
     takes = {*OWN, *(TERMS.get(loss_type, clipped).__kwdefaults__ or {})}
-    given = {name: value for name, value in given.items() if name in takes}  # TRL ignores other options, too
+    given = {name: value for name, value in given.items() if name in takes}  # TRL also ignores others
     loss, metrics = grpo_loss(per_token_logps, advantages, mask, normalizer=normalizer, token_weights=weights, **given)
     if coefficient:
         loss = loss - coefficient * mean_entropy(entropies, kept, normalizer, num_tokens)
@@ -61,7 +61,7 @@ def loss_of(per_token_logps, advantages, mask, **given):
 
 
 def policy(ratios, advantages, **options):
-    """Return loss, gradient without padding and metrics for given ratios; each token's log-probability is -1."""
+    """Return loss, gradient without padding, and metrics for ratios of tokens with log-probability -1."""
     T = max(map(len, ratios))
     mask = tensor(*[[1.0] * len(row) + [0.0] * (T - len(row)) for row in ratios])
     logps = torch.full_like(mask, -1.0).requires_grad_()
@@ -76,12 +76,12 @@ OFF_POLICY = ([[1.5], [0.5, 1.0, 1.1]], [1.0, -1.0])
 
 
 def reinforce(logps, advantages, mask, *, normalizer, **others):
-    """Compute REINFORCE, divided by the tokens in the step, as an example for a user's own loss function."""
+    """Compute REINFORCE, divided by the tokens in the step: an example of a user's loss function."""
     return -(advantages[:, None] * logps * mask).sum() / normalizer.tokens, {}
 
 
 def max_rl(rewards, num_generations):
-    """Compute advantages as a function for grpo.advantages: reward minus group mean, divided by group mean."""
+    """Return (reward - group mean) / group mean: an example of a function for grpo.advantages."""
     groups = rewards.view(-1, num_generations)
     mean = groups.mean(1, keepdim=True)
     return ((groups - mean) / mean.clamp(min=1e-6)).flatten()

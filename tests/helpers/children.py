@@ -15,7 +15,8 @@ from minivlmrl.run.signals import StopSignals
 
 
 def fork(work: Callable[[], int | None]) -> int:
-    """Call work() in a child process that exits with its code, or 1 after an exception; return the child's id."""
+    """Call work() in a child process that exits with its result, or with 1 after an exception; return the process id.
+    """
     child = os.fork()
     if child == 0:
         code = 1
@@ -29,7 +30,7 @@ def fork(work: Callable[[], int | None]) -> int:
 
 
 def exit_code(child: int) -> int:
-    """Wait for a child, and return its exit code, or the negative signal number if a signal ended the child."""
+    """Wait for a child process, and return its exit code, or the negative number of the signal that ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
@@ -40,7 +41,7 @@ def fork_processes(size: int, work: Callable[[int], int | None]) -> list[int]:
         port = free.getsockname()[1]
 
     def begin(rank):
-        gc.freeze()  # a forked process lacks the threads of earlier process groups, so freeing them would abort
+        gc.freeze()  # a forked process lacks the threads of earlier process groups, so freeing a group would abort
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         return work(rank)
@@ -55,7 +56,7 @@ def fork_ranks(size: int, work: Callable[[process_group.World], int | None], tim
 
 @pytest.fixture
 def default_signals():
-    """Restore the default signal handlers: nohup ignores SIGHUP, and `pytest &` in a script ignores SIGINT."""
+    """Restore default signal handlers, because nohup ignores SIGHUP, and `pytest &` in a script ignores SIGINT."""
     defaults = {number: signal.SIG_DFL for number in StopSignals.SIGNALS} | {signal.SIGINT: signal.default_int_handler}
     before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
     yield

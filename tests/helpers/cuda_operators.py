@@ -1,7 +1,7 @@
-"""Operators that PyTorch implements only for CUDA, computed on the CPU by their definition, for pretend_cuda.py.
+"""Compute operators that PyTorch implements only for CUDA on the CPU by their definition, for pretend_cuda.py.
 
-The GPU path of kernels/ calls two kinds: 16-bit matrix products with a float32 result, and the flash attention that
-also returns log-sum-exps. Here both are written down from their documentation, without the code of kernels/.
+The GPU path of kernels/ calls 16-bit matrix products with a float32 result, and flash attention that also returns
+log-sum-exps. Both are written from the documentation of PyTorch, without code of kernels/.
 """
 
 import torch
@@ -11,19 +11,19 @@ aten = torch.ops.aten
 
 
 def scores_of(q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
-    """Compute attention scores (S, H, L, T) in float32; with is_causal, query i sees the keys 0..T-L+i."""
+    """Return attention scores (S, H, L, T) in float32; with is_causal, query i sees the keys 0 to T-L+i."""
     scores = q.float() @ k.float().mT * q.shape[-1] ** -0.5
     L, T = scores.shape[-2:]
     return scores.masked_fill(torch.ones(L, T).triu(T - L + 1) > 0, -torch.inf) if is_causal else scores
 
 
 def for_query_heads(x: Tensor, q: Tensor) -> Tensor:
-    """Repeat keys or values (S, K, T, D), so that each query head has its own."""
+    """Repeat keys or values (S, K, T, D) so that each query head has its own: (S, H, T, D)."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
 def flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None) -> tuple:
-    """Compute _scaled_dot_product_flash_attention: the outputs, log-sum-exps, and backward pass arguments."""
+    """Compute _scaled_dot_product_flash_attention: outputs, log-sum-exps and arguments of the backward pass."""
     scores = scores_of(q, for_query_heads(k, q), is_causal)
     out = scores.softmax(-1) @ for_query_heads(v, q).float()
     unused = q.new_empty(0)

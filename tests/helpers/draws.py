@@ -1,4 +1,4 @@
-"""Helpers for sampling tests: prompts, seeded sampling, and transformers' generate with our option names."""
+"""Helpers for sampling tests: prompts, seeded sampling, and generate of transformers with our option names."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from minivlmrl.generation.filters import Filters
 from minivlmrl.generation.generate import generate, make_token_sampler
 from tests.helpers import tiny
 
-STOP = (7, 11, 13, 17, 19, 23, 29)  # common enough that some rows end early and others do not
+STOP = (7, 11, 13, 17, 19, 23, 29)  # so common that some completions end early and others do not
 GRIDS = [[(1, 6, 10)], [(1, 18, 4), (1, 4, 6)], [], [(1, 4, 4)], [(1, 10, 6)]]
 SETTINGS = [
     dict(temperature=t, top_k=k, top_p=p, min_p=m, repetition_penalty=r)
@@ -20,7 +20,7 @@ SETTINGS = [
 
 
 def prompts(count, seed=0):
-    """Return prompts with one image, two images, no image and so on, and text of several lengths."""
+    """Return prompts with one image, two images, no image and so on, and with texts of several lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [tiny.prompt(generator, GRIDS[i % len(GRIDS)], text=3 + i % 4) for i in range(count)]
 
@@ -32,12 +32,11 @@ def seeded(seed=0):
 
 
 def options(**values):
-    """Return sampling options for completions of at most 12 tokens."""
     return SamplingOptions(**{"max_new_tokens": 12} | values)
 
 
 def sample(model, rows, num_generations, sampling, stop=STOP, draw=None, decode=None):
-    """Generate like Sampler; draw(probabilities, rows, step) samples ids."""
+    """Generate as Sampler does; draw(probabilities, rows, step) samples token ids."""
     device = model.lm_head.weight.device
     filters = None
     if getattr(sampling, "filtered", False):
@@ -63,24 +62,23 @@ def logits(rows=6, vocab=40, seed=0):
 
 
 def ids_of(completions):
-    """Return all completions as lists with token ids."""
     return [c.ids.tolist() for group in completions for c in group]
 
 
 @pytest.fixture(scope="session")
 def pair(oracle, tmp_path_factory):
-    """transformers' model, and our model with the same weights."""
+    """Return a model of transformers, and our model with the same weights."""
     return oracle.saved_pair(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(scope="session")
 def tokenizer_300():
-    """A tokenizer with as many tokens as the tiny model, so that the ids it samples can be decoded."""
+    """Return a tokenizer with as many tokens as the tiny model, so that all sampled ids can be decoded."""
     return train_tokenizer(["the cat sat on the mat, a small red cat"] * 3, vocab_size=tiny.config().vocab_size)
 
 
 def their_tokens(theirs, inputs, stop=STOP, seed=0, **settings):
-    """Return the new ids (R, C) from transformers' generate, called only with these settings under our names."""
+    """Return the new ids (R, C) of transformers' generate, called with settings under our names."""
     from transformers import GenerationConfig
 
     theirs.generation_config = GenerationConfig(eos_token_id=list(stop) or None, pad_token_id=0)

@@ -27,7 +27,7 @@ from minivlmrl.kernels import selective_log_softmax as log_softmax
 from minivlmrl.kernels import window_attention as windows
 
 DTYPES = ("bf16", "fp32")
-# tokens in the longest window, head_dim; Qwen2.5-VL has 16 heads with 80 columns, and windows with up to 64 tokens
+# tokens in the longest window, head_dim; Qwen2.5-VL has 16 heads of 80 columns, and windows of up to 64 tokens
 WINDOWS = [(16, 80), (32, 80), *((64, head_dim) for head_dim in (16, 32, 40, 48, 64, 72, 80, 96, 112, 128))]
 
 
@@ -50,7 +50,7 @@ def same(kind: str, *names: str) -> dict[str, str]:
 
 
 def log_softmax_builds() -> list[Build]:
-    """Return builds for the log-softmax kernels, for whole rows and for linear_log_softmax's tiles."""
+    """Return builds of the log-softmax kernels, for whole rows and for the tiles of linear_log_softmax."""
     numbers = same("i32", "stride", "width", "first") | {"k": "fp32", "ids": "*i64"}
     results = same("*fp32", "logps", "entropies", "tops", "totals")
     whole = {"parts": None, "FIRST": True, "LAST": True}
@@ -91,7 +91,7 @@ def window_builds(dtype: str, longest: int, head_dim: int) -> list[Build]:
 
 
 def decode_builds(dtype: str) -> list[Build]:
-    """Return builds for 3B and 7B with 8 rows per prompt, a single row, and wide and narrow heads."""
+    """Return builds of decode attention: 3B and 7B with 8 rows per prompt, a single row, wide and narrow heads."""
     given = same(f"*{dtype}", "q", "k", "v", "prompt_bias", "own_k", "own_v", "own_bias")
     given |= same("*fp32", "outs", "log_sums")
     given |= same("i32", "own_bias_stride", "lines", "prompt_programs", "prompt_rows", "prompt_keys", "prompt_part")
@@ -143,7 +143,6 @@ def inspect(build: Build, arch: str) -> dict[str, int]:
 
 
 def compile_ahead(build: Build, arch: int):
-    """Compile one kernel for one architecture."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 

@@ -38,7 +38,7 @@ def names(path: Path) -> set[str]:
 
 
 def missing(page: Path) -> list[str]:
-    """Return a page's links whose file does not exist or does not define the name."""
+    """Return the links of a page whose file does not exist or does not define the name."""
     return [
         f"{path.relative_to(ROOT)}: no {name}"
         for name, path in links(page)
@@ -47,19 +47,19 @@ def missing(page: Path) -> list[str]:
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """Return a page's code blocks in one language."""
+    """Return the code blocks of a page in one language."""
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 def rows_of(text: str, title: str) -> list[list[str]]:
-    """Return the cells in the first table below a title, without its header."""
+    """Return the cells of the first table below a title, without its header."""
     section = text.split(f"## {title}\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split(" |")] for line in lines[2:]]
 
 
 def reading_list() -> dict[Path, str]:
-    """Return README's reading list as {file: function or class with which a reader begins}."""
+    """Return the reading list of README as {file: function or class with which a reader begins}."""
     section = (ROOT / "README.md").read_text().partition("## The reading list")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| \[[\w./]+\]\(([\w./]+)\).*\| `([\w.]+)` \|$", section, re.MULTILINE)
     return {ROOT / file: name for file, name in rows}

@@ -1,7 +1,6 @@
 """Train a stage on 1, 2 and 4 processes on this machine with the same rows, for test_process_group.py.
 
-All cases with the same world size run in one launch. The processes are forked from the test process, which has only
-one thread.
+All cases of a world size run in one launch. Its processes are forked from the test process, which has one thread.
 """
 
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ from minivlmrl.trainers import registry
 from tests.helpers.children import fork_processes
 from tests.helpers.talk import IMAGE_PART, text, user
 
-SECONDS = 300  # timeout for a collective, long enough for a busy machine; a deadlock then fails the test
+SECONDS = 300  # timeout of a collective: long enough for a busy machine, and a deadlock fails the test
 ROWS, PROMPTS_PER_STEP = 16, 4
 ONE = process_group.World()
 SHARDS_BYTES = torch.__version__ >= "2.13"  # whether torch can shard 4-bit weights, which are uint8 tensors
@@ -44,10 +43,9 @@ def shards_bytes(*values, marks=()):
 
 
 class Uneven:
-    """Rows of very different sizes, so that every rank has other shapes.
+    """Rows of very different sizes, so that each rank gets tensors of other shapes.
 
-    Images have 28 x 28 to 168 x 140 pixels. All rows in the first step have an image, and so do the last row in
-    the third step and the first row in the fourth step; the other rows have none. Answers have 1 to 40 words.
+    Images have 28 x 28 to 168 x 140 pixels, and answers 1 to 40 words. Only the rows in `with_image` have an image.
     """
 
     def __init__(self, with_image: set[int] = frozenset(range(ROWS))):
@@ -71,7 +69,7 @@ class Uneven:
 
 
 def sharing(prompts_per_step: int, world: process_group.World, stage: str = "sft") -> SimpleNamespace:
-    """Return an object with the trainer attributes that Batches reads."""
+    """Return an object with the attributes of a trainer that Batches reads."""
     config = SimpleNamespace(prompts_per_step=prompts_per_step)
     run = SimpleNamespace(seed=0, data=DataOptions())
     return SimpleNamespace(
@@ -81,7 +79,7 @@ def sharing(prompts_per_step: int, world: process_group.World, stage: str = "sft
 
 
 def uneven(stage: str) -> Uneven:
-    """Return the rows with which a stage is trained."""
+    """Return rows that have an image in all places of step 1, in the last of step 3 and in the first of step 4."""
     draws = Batches(Uneven(), sharing(PROMPTS_PER_STEP, ONE, stage))
     steps = [[row.index for row in next(draws)] for _ in range(4)]
     return Uneven({*steps[0], steps[2][-1], steps[3][0]})
@@ -89,17 +87,17 @@ def uneven(stage: str) -> Uneven:
 
 @dataclass
 class Result:
-    """A stage's results, which must be equal on all ranks except for `reference`."""
+    """The results of a stage, which must be equal on all ranks except for `reference`."""
 
     lines: list[dict] = field(default_factory=list)  # metrics for each step
     weights: dict = field(default_factory=dict)  # full weights after the last step
     evaluation: dict = field(default_factory=dict)  # metrics on the held-out rows
-    texts: list[tuple[str, list[str]]] = field(default_factory=list)  # (row key, completions) from all rollouts
-    reference: list = field(default_factory=list)  # this rank's reference model shards
+    texts: list[tuple[str, list[str]]] = field(default_factory=list)  # (row key, completions) of all rollouts
+    reference: list = field(default_factory=list)  # shards of the reference model on this rank
 
 
 class Eye:
-    """An environment whose tool `look` returns a corner from the row's image, or a text if the row has no image."""
+    """An environment whose tool `look` returns a corner of the row's image, or a text for a row without an image."""
 
     max_tool_calls = 2
 
@@ -116,7 +114,7 @@ def eager(text, tools, ended):
 
 
 def stage_on_ranks(folder: Path, overrides: list[str], world: process_group.World, num_held_out: int = 5) -> Result:
-    """Train all steps in one stage on this rank, evaluate held-out rows, and return the results."""
+    """Train a stage on this rank, evaluate held-out rows, and return the results."""
     overrides = [f"--output_dir={folder / 'out'}", *(text.replace("FOLDER", str(folder)) for text in overrides)]
     config = load_config(folder / "recipe.yaml", overrides)
     [stage] = config.stage_names
@@ -144,7 +142,7 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: process_group.Worl
 
 
 def record(trainer, result):
-    """Record the completions of all ranks in result.texts, for each rollout of the trainer."""
+    """Append the completions of all ranks to result.texts at each rollout of the trainer."""
     roll_out = trainer.roll_out
 
     def spy(rows):

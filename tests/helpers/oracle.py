@@ -1,4 +1,4 @@
-"""Helpers for tests that compare our models with transformers. Import this file only if transformers is installed."""
+"""Helpers that compare our models with transformers. Import this file only where transformers is installed."""
 
 import functools
 import importlib
@@ -25,14 +25,13 @@ CLASSES = {
     "qwen3_5_moe": transformers.Qwen3_5MoeForConditionalGeneration,
 }
 
-# largest logit difference that float32 rounding causes, relative to the largest logit; a recurrent layer accumulates
-# these errors
+# largest logit difference by float32 rounding, relative to the largest logit; recurrent layers accumulate errors
 ROUNDING = {**dict.fromkeys(CLASSES, 1e-5), **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), 1e-4)}
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
 def saved_pair(folder, model_type: str = "qwen2_5_vl", tied: bool = False, dtype=torch.float32):
-    """Return a tiny transformers model whose weights reveal mistakes, and our model loaded from its saved folder."""
+    """Return a tiny transformers model with telling weights, and our model loaded from its saved folder."""
     config = transformers.AutoConfig.for_model(**config_json.to_dict(tiny.config(tied, model_type=model_type)))
     theirs = CLASSES[model_type]._from_config(config, **EAGER).to(dtype)
     tiny.telling_weights(theirs)
@@ -44,7 +43,7 @@ def saved_pair(folder, model_type: str = "qwen2_5_vl", tied: bool = False, dtype
 def in_float64(monkeypatch, model_type: str):
     """Let transformers compute in float64 until the test ends, also where its source says float32.
 
-    The formulas come from transformers' source. Rotary frequencies stay float32, as when the checkpoints were trained.
+    Rotary frequencies stay float32, as when the checkpoints were trained.
     """
     for name in (CLASSES[model_type].__module__, "transformers.vision_utils"):
         module, lifted = lifted_module(name)
@@ -61,7 +60,7 @@ def in_float64(monkeypatch, model_type: str):
 
 @functools.cache
 def lifted_module(name: str) -> tuple:
-    """Return a transformers module, and {name: value} for a copy whose source says float64 instead of float32."""
+    """Return a transformers module, and {name: value} of a copy whose source says float64 instead of float32."""
     module = importlib.import_module(name)
     lifted = dict(vars(module))
     parts = re.split(r"(?m)^(?=@|class |def )", inspect.getsource(module))
@@ -75,7 +74,7 @@ LIFTED = {"torch.float32": "torch.float64", "torch.float": "torch.float64", "flo
 
 
 def their_processor(kind, folder, tokenizer, template, images, videos=None):
-    """Return a processor with our tokenizer, without the video processor that would need torchvision."""
+    """Return a processor of transformers with our tokenizer, without its video processor, which needs torchvision."""
 
     class TinyProcessor(kind):
         def check_argument_for_proper_class(self, name, argument):
@@ -101,7 +100,7 @@ def their_inputs(prompt):
 
 
 def our_logits(model, rows):
-    """Compute our logits for all rows in one packed batch, and split them by row."""
+    """Return the logits of all rows, computed in one packed batch and split by row."""
     batch = pack(rows, [[] for _ in rows], model.config)
     return model.lm_head(model(batch)).split(batch.layout.prompt_lengths)
 

@@ -41,7 +41,7 @@ SOURCES = tuple(str(ROOT / name) for name in ("minivlmrl", "kernels", "benchmark
 aten = torch.ops.aten
 
 COPIES = {aten.copy_.default, aten._to_copy.default}
-# an index may be on the host; it is copied, and the host waits for the copy
+# an index may be on the host, and then the host waits for a copy of the index
 INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
 # operations without the tag `pointwise` that also accept a number (a tensor without dimensions) on the host
 TAKE_NUMBERS = {"where", "index_fill", "index_fill_", "_foreach_mul", "_foreach_mul_", "lerp", "lerp_", "fill_"}
@@ -58,7 +58,7 @@ class DeviceMix(RuntimeError):
 
 
 class Pretend(Tensor):
-    """A tensor that reports the device cuda:0; `inside` is the CPU tensor with its data."""
+    """A tensor that reports the device cuda:0; the CPU tensor `inside` has its data."""
 
     @staticmethod
     def __new__(cls, inside: Tensor, requires_grad: bool = False):
@@ -67,7 +67,7 @@ class Pretend(Tensor):
         made.inside = inside
         return made
 
-    # Python reads these attributes; C++ has its own
+    # attributes that Python reads; C++ has its own
     device, is_cuda, is_cpu, is_meta = (property(lambda self, value=x: value) for x in (CUDA, True, False, False))
 
     @classmethod
@@ -75,7 +75,7 @@ class Pretend(Tensor):
         return PretendCuda.current.run(func, args, kwargs or {})
 
     def to(self, *args, **kwargs):
-        """Drop the device if it is cuda, because C++ would take it for a different device and copy the tensor."""
+        """Drop the device cuda from the arguments, because C++ would take it for another device and copy the tensor."""
         named = [torch.device(x) for x in (*args, kwargs.pop("device", None)) if isinstance(x, str | torch.device)]
         args = tuple(x for x in args if not isinstance(x, str | torch.device))
         if named and named[0].type != "cuda":
@@ -117,14 +117,14 @@ def lists_on_card(index):
 
 
 class CardGenerator(torch.Generator):
-    """A GPU's random generator, which computes its numbers on the CPU."""
+    """The random generator of the simulated GPU, which computes its numbers on the CPU."""
 
     def __new__(cls, device="cpu"):
         return super().__new__(cls, "cpu")
 
 
 class PretendCuda(TorchDispatchMode):
-    """Simulate one GPU inside a `with` block; `waits` counts the host's waits by (reason, file, line number)."""
+    """Simulate a GPU inside a `with` block; `waits` counts waits of the host by (reason, file, line number)."""
 
     current: "PretendCuda | None" = None
 
@@ -223,7 +223,7 @@ class PretendCuda(TorchDispatchMode):
 
 
 def source_line() -> tuple[str, int]:
-    """Return file and line where the innermost function in this project called the operation."""
+    """Return the file and line where the innermost function of this project called the operation."""
     frame = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith(SOURCES):
         frame = frame.f_back
@@ -236,7 +236,7 @@ def is_composite(func) -> bool:
 
 
 def body_of(func):
-    """Return a custom operation's Python function, or None for other operations."""
+    """Return the Python function of a custom operation, or None for other operations."""
     definition = torch._library.custom_ops.OPDEFS.get(func._schema.name)
     return None if definition is None else definition._init_fn
 
@@ -250,14 +250,14 @@ def compute(func, args, kwargs):
 
 
 class Graph:
-    """A simulation of torch.cuda.CUDAGraph: a list of recorded operations."""
+    """A simulated torch.cuda.CUDAGraph: a list of recorded operations."""
 
     def __init__(self):
         self.operations = []
         self.before = []
 
     def record(self, func, args, kwargs):
-        """Record an operation, computed for its result's shape, and save the old values that it changes."""
+        """Record an operation, compute it for the shape of its result, and save the old values that it changes."""
         arguments = func._schema.arguments
         given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
         written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
@@ -317,7 +317,7 @@ class Stream:
 
 
 class Event(Stream):
-    """An event whose clock advances by one second each time that any event is recorded."""
+    """An event whose clock advances by one second when any event is recorded."""
 
     seconds = itertools.count()
 
@@ -326,7 +326,7 @@ class Event(Stream):
         return self
 
     def elapsed_time(self, end: "Event") -> float:
-        """Return milliseconds, like torch.cuda.Event."""
+        """Return a time in milliseconds, as torch.cuda.Event does."""
         return 1000.0 * (end.time - self.time)
 
 
@@ -353,7 +353,7 @@ def environment():
 
 
 def pretend(module: torch.nn.Module) -> torch.nn.Module:
-    """Move a module and its tied parameters to the GPU, also after autograd has used it, when module.to(CUDA) fails."""
+    """Move a module and its tied parameters to the GPU; module.to(CUDA) fails after autograd has used parameters."""
     moved = {p: torch.nn.Parameter(Pretend(p.detach()), p.requires_grad) for p in module.parameters()}
     for owner in module.modules():
         owner._parameters.update({name: moved[p] for name, p in owner._parameters.items() if p is not None})

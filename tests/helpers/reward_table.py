@@ -1,4 +1,4 @@
-"""The rows in reward_table.yaml, and more answers that are too long to write into that file."""
+"""The rows of reward_table.yaml, and more answers, which are too long for that file."""
 
 from pathlib import Path
 

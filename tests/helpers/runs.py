@@ -20,7 +20,7 @@ LETTERS = "--rewards={letters: 1, format: 0, accuracy: 0}"
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory):
-    """A folder with recipe.yaml and its tiny model's config."""
+    """Return a folder with recipe.yaml and the config of its tiny model."""
     home = tmp_path_factory.mktemp("recipe")
     (home / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
     (home / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
@@ -29,7 +29,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture
 def run(home, tmp_path):
-    """A function that trains the recipe with changed options and returns the run's folder."""
+    """Return a function that trains the recipe with changed options and returns the folder of the run."""
 
     def run(*overrides, name="run", recipe=home / "recipe.yaml"):
         train_recipe([str(recipe), f"--output_dir={tmp_path / name}", *overrides])
@@ -39,7 +39,7 @@ def run(home, tmp_path):
 
 
 def leave_out(patch):
-    """Speed up a run: write no report, print no row length summary, and shuffle 1,000 rows instead of a million."""
+    """Speed up a run: write no report, print no summary of row lengths, and shuffle 1,000 rows instead of a million."""
     patch.setattr("minivlmrl.diagnostics.report.write_page", lambda *_: None)
     patch.setattr("minivlmrl.run.setup.summary", lambda *_: "")
     patch.setattr("minivlmrl.tasks.shapes.FRESH_ROWS", 1000)
@@ -47,20 +47,19 @@ def leave_out(patch):
 
 @pytest.fixture
 def plain(monkeypatch):
-    """Make runs faster, see leave_out."""
     leave_out(monkeypatch)
 
 
 @pytest.fixture(scope="session")
 def checkpoint(home):
-    """The recipe's randomly initialised model, saved as a Hugging Face folder."""
+    """Return a Hugging Face folder with the randomly initialised model of the recipe."""
     train_recipe([str(home / "recipe.yaml"), f"--output_dir={home / 'untrained'}", "--stages=[]", "--data.eval_rows=1"])
     return home / "untrained" / "checkpoint"
 
 
 @pytest.fixture(scope="session")
 def rows(home):
-    """A user's JSON lines file with eight images. Files beside it have other questions, boxes and a video."""
+    """Return a JSON lines file of a user with eight images, beside files with other questions, boxes and a video."""
     shapes = Shapes(8, "own")
     lines = []
     for i in range(8):
@@ -83,7 +82,7 @@ def rows(home):
 
 @pytest.fixture(scope="session")
 def own(checkpoint, rows):
-    """Command-line options that train the checkpoint on the user's rows."""
+    """Return command-line options that train the checkpoint on the user's rows."""
     files = ["--data.task=null", f"--data.train_file={rows}", "--data.eval_rows=256"]
     return ["--model.config=null", f"--model.path={checkpoint}", *files]
 
@@ -97,7 +96,6 @@ def write_lines(path, lines):
 
 
 def metrics(folder, name="metrics.jsonl"):
-    """Return the lines in metrics.jsonl, or in another JSON lines file, from a run's folder."""
     return read_lines(folder / name)
 
 
@@ -107,7 +105,7 @@ def summary(folder):
 
 @pytest.fixture
 def whole_run(run, plain, home, rows, tmp_path, capsys):
-    """A function that trains a family's tiny model on the user's rows, and uses it in transformers and commands."""
+    """Return a function that trains a tiny model on the user's rows, and loads it in transformers and commands."""
 
     def go(sizes, theirs):
         (tmp_path / "model.json").write_text(json.dumps(sizes))
@@ -136,7 +134,7 @@ def whole_run(run, plain, home, rows, tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def cached_activations():
-    """Cache the activation counts, because several tests need the same model."""
+    """Cache activation counts, because several tests need the counts of the same model."""
     counted = {}
     count = MemoryEstimator.activations
 

@@ -1,4 +1,4 @@
-"""Compute rewards for texts, and read the reasons that they log."""
+"""Compute rewards of texts, and read the reasons that reward functions log."""
 
 from minivlmrl.rewards.columns import call_rewards
 from minivlmrl.rewards.registry import get_reward
@@ -6,7 +6,7 @@ from minivlmrl.rewards.text import find_answer
 
 
 def score_texts(names, completions, columns, where="tags"):
-    """Compute K rewards for n texts, given their rows' columns: (n, K), with NaN where a reward returned None."""
+    """Return K rewards of n texts as (n, K), with NaN where a reward returned None."""
     answers = [find_answer(text, where) for text in completions]
     return call_rewards(list(map(get_reward, names)), columns | {"completions": completions, "answer_texts": answers})
 

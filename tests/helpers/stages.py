@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 
 
 def write_recipe(folder, recipe=RECIPE):
-    """Write recipe.yaml and model configs: with a separate head, with a tied head, and for the other families."""
+    """Write recipe.yaml, and model configs with a separate head, with a tied head, and of the other families."""
     for tied in (False, True):
         model = RUN_MODEL | {"tie_word_embeddings": tied}
         (folder / f"{'tied' if tied else 'model'}.json").write_text(json.dumps(model))
@@ -59,7 +59,7 @@ def letters(completions, **columns):
 
 @pytest.fixture
 def lively(monkeypatch):
-    """Give an untrained model different rewards and lengths: reward letters, and make many tokens stop tokens."""
+    """Make rewards and lengths of an untrained model vary: reward letters, and make many tokens stop tokens."""
     monkeypatch.setitem(REWARDS, "letters", "tests.helpers.stages:letters")
     monkeypatch.setattr(Processor, "stop_token_ids", property(lambda self: tuple(range(7, len(self.tokenizer), 8))))
 
@@ -98,7 +98,7 @@ class Stage:
         return metrics
 
     def go(self, steps=1):
-        """Run the next optimizer steps, and return each step's metrics."""
+        """Run optimizer steps, and return the metrics of each step."""
         return [(self.next(), self.update())[1] for _ in range(steps)]
 
     def accuracy(self):
@@ -112,7 +112,7 @@ def stage(folder, lively):
 
 @pytest.fixture
 def loss_calls(monkeypatch):
-    """A list to which every grpo_loss call appends its arguments."""
+    """Return a list to which every call of grpo_loss appends its arguments."""
     calls = []
     original = grpo_file.grpo_loss
 
@@ -128,7 +128,7 @@ def loss_calls(monkeypatch):
 
 @pytest.fixture
 def samples(monkeypatch):
-    """A list to which every sampled rollout is appended."""
+    """Return a list to which every sampled rollout is appended."""
     seen = []
     original = RolloutTrainer.sample_rollout
     monkeypatch.setattr(RolloutTrainer, "sample_rollout", lambda *a: seen.append(original(*a)) or seen[-1])
@@ -137,7 +137,8 @@ def samples(monkeypatch):
 
 @pytest.fixture
 def script(monkeypatch):
-    """A function that sets the rewards `letters` for the next rollouts: lists, or a number for all completions."""
+    """Return a function that sets the rewards `letters` of the next rollouts: lists, or a number for all completions.
+    """
 
     def script(*values):
         left = list(values)
@@ -153,17 +154,16 @@ def script(monkeypatch):
 
 
 def letter_rewards(trainer, rollout):
-    """Compute the reward `letters` for a rollout's completions, (n,)."""
+    """Return the reward `letters` of all completions of a rollout, (n,)."""
     return torch.tensor(letters([trainer.processor.decode(c.ids) for c in completions_of(rollout)]))
 
 
 def completions_of(rollout):
-    """Return a rollout's completions in order."""
     return [sample.completion for sample in rollout.samples]
 
 
 class SecondRank(World):
-    """Rank 1 of 2 in a single process. The missing rank 0 has the same sums, and all its gathered values are 9."""
+    """Simulate rank 1 of 2: the missing rank 0 has the same sums, and all its gathered values are 9."""
 
     def sum(self, *values):
         return [2 * value for value in values]
@@ -180,7 +180,7 @@ SECOND_RANK = SecondRank(1, 2, torch.device("cpu"))
 
 @pytest.fixture
 def alone():
-    """A process group with this process as its only rank."""
+    """Initialize a process group whose only rank is this process."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield

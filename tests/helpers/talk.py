@@ -1,11 +1,11 @@
-"""Short functions that build messages and their parts in row tests, and a chat template."""
+"""Short functions that build messages, parts of messages and a chat template for row tests."""
 
 import itertools
 
 import pytest
 
 IMAGE_PART = {"type": "image"}
-# Our own template, similar to Qwen's: it strips text, supports images, and writes a newline after a turn's end.
+# our own template, similar to Qwen's: strip texts, support images, and write a newline after the end of a turn
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content | trim }}{% else %}"

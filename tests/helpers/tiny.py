@@ -25,7 +25,7 @@ RUN_MODEL = {
         "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [0],
     },
 }  # fmt: skip
-# a Qwen3-VL with the same size; head_dim differs from hidden_size / num_attention_heads
+# a Qwen3-VL of the same size as RUN_MODEL; head_dim differs from hidden_size / num_attention_heads
 RUN_QWEN3 = {
     "model_type": "qwen3_vl",
     "text_config": {
@@ -37,7 +37,7 @@ RUN_QWEN3 = {
         "patch_size": 14, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
     },
 }  # fmt: skip
-# sizes for Qwen3.5's recurrent layers: there are more value heads than key heads, and value heads are larger
+# sizes of the recurrent layers in Qwen3.5, with more and larger value heads than key heads
 RECURRENT = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
     "linear_conv_kernel_dim": 4,
@@ -55,7 +55,7 @@ RUN_QWEN35 = {
     },
 }  # fmt: skip
 
-# the same models with experts, 2 for each token; in Qwen3-VL only the first layer has experts, not the second
+# mixtures of experts with 2 experts per token; in Qwen3-VL only the first of two layers has experts
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MANY = EXPERTS | {"num_experts": 24, "moe_intermediate_size": 8}  # some experts get no token in a micro-batch
 RUN_QWEN3_MOE = {
@@ -69,7 +69,7 @@ RUN_QWEN35_MOE = {
 
 
 def recipe(stage: dict, **sections) -> dict:
-    """Return a recipe for RUN_MODEL with the options `stage` for each stage; `sections` are merged into it."""
+    """Return a recipe for RUN_MODEL with the options `stage` in each stage; `sections` are merged into the recipe."""
     base = {
         "num_threads": 1, "checkpoint_minutes": 0, "model": {"config": "model.json"}, "data": {"task": "shapes"},
         "sampling": {"max_new_tokens": 6}, "sft": stage, "dpo": stage, "reward_model": stage,
@@ -88,7 +88,7 @@ VISION_END = 291
 
 
 def config(tied: bool = False, layers: int = 3, model_type: str = "qwen2_5_vl") -> ModelConfig:
-    """Return a small model's config; its windows are small, because an image in one window would hide mistakes."""
+    """Return the config of a small model with small windows, because an image within one window would hide mistakes."""
     family = FAMILIES[model_type]
     text = {"mrope_section": (2, 3, 3)}
     if model_type == "qwen2_vl":
@@ -121,8 +121,8 @@ def config(tied: bool = False, layers: int = 3, model_type: str = "qwen2_5_vl") 
 def telling_weights(model: torch.nn.Module, seed: int = 0):
     """Set variance-preserving random matrices, and random biases and norm weights, so that mistakes change the logits.
 
-    With the default initialisation (N(0, 0.02), zero biases, unit norms), swapping height and width in the vision
-    rotary embedding changes the logits by only 5e-5, less than any tolerance; with these weights, by 0.1 or more.
+    With the default initialisation, swapping height and width in the vision rotary embedding changes logits by only
+    5e-5, less than any tolerance, but with telling weights by 0.1 or more.
     """
     generator = torch.Generator().manual_seed(seed)
     centred = {  # norm weights that scale by 1 + weight
@@ -179,7 +179,7 @@ def prompt(
 def write_video(
     path, frames, rate: int, container=None, codec: str = "ffv1", pix_fmt: str = "bgr0", rotation: int = 0, options=None
 ):
-    """Write (H, W, 3) uint8 frames as a video, by default without loss; `rotation` is for display, in degrees."""
+    """Write (H, W, 3) uint8 frames as a video, by default without loss, and displayed with `rotation` degrees."""
     av = pytest.importorskip("av", reason="extra missing: pip install av")
     with av.open(str(path), "w", format=container, options=options or {}) as container:
         stream = container.add_stream(codec, rate=rate)
@@ -197,7 +197,7 @@ def completion(generator: torch.Generator, length: int) -> torch.Tensor:
 
 
 def to_completions(groups: list) -> list[list[Completion]]:
-    """Wrap token ids into Completions in which the policy sampled every token; leave Completions unchanged."""
+    """Wrap token ids in Completions in which the policy sampled every token, and return Completions unchanged."""
     return [[x if isinstance(x, Completion) else Completion(x.cpu()) for x in group] for group in groups]
 
 

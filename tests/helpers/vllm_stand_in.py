@@ -1,4 +1,4 @@
-"""A fake vLLM with only the classes that our sampler uses. tests/recorded/vllm_0.32.0.json records the real vLLM."""
+"""Simulate vLLM with only the classes that our sampler uses; tests/recorded/vllm_0.32.0.json has the real vLLM."""
 
 import sys
 from pathlib import Path
@@ -39,7 +39,7 @@ class LLM:
         self.choosing.update_state([(i, row.params, None, row.ids) for i, row in enumerate(self.batch)])
         ids = [[Completion(torch.tensor([*row.ids, 0]))] for row in self.batch]
         group = pack([self.prompt(row.given) for row in self.batch], ids, self.model.config, "cpu")
-        last = torch.tensor([len(one.ids) for [one] in ids]).cumsum(0) - 1  # the state before the token predicts it
+        last = torch.tensor([len(one.ids) for [one] in ids]).cumsum(0) - 1  # the state before a token predicts it
         logits = completion_states(self.model, group)[last] @ self.model.lm_head.weight.T
         for row, token in zip(self.batch, self.choosing.apply(logits.float()).argmax(-1).tolist(), strict=True):
             row.ids.append(token)

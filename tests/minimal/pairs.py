@@ -1,4 +1,4 @@
-"""Rows with images of odd sizes, tiny folders, completions, and the command line, for all tests of minimal.py."""
+"""Rows with images of odd sizes, tiny folders, completions and the command line, for tests of minimal.py."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ from tests.record.record_vision import noise
 TOKENIZER = shapes.tokenizer()
 IDS = TOKENIZER.special_tokens
 IMAGE = IDS["<|image_pad|>"]
-PIXELS = (28 * 28, 28 * 28 * 90)  # bounds of an image's area
+PIXELS = (28 * 28, 28 * 28 * 90)  # smallest and largest area of an image
 # question and image sizes (width, height); the windows of the vision tower have 112 x 112 pixels
 ROWS = {
     "an image": ("What is it?", [(61, 97)]),
@@ -28,19 +28,19 @@ ROWS = {
 
 
 def row_of(problem: str, sizes: list[tuple[int, int]]) -> dict:
-    """Return a row as minimal.py's stages take it."""
+    """Return a row as the stages of minimal.py take it."""
     return {"problem": problem, "images": [noise("RGB", size, seed) for seed, size in enumerate(sizes)]}
 
 
 def hub_config(tied: bool) -> dict:
-    """Return the content of config.json as on the Hub, where no value is left out."""
+    """Return a config.json as on the Hub, where no value is left out."""
     names = {f"{kind}_token_id": IDS[f"<|{kind}_pad|>"] for kind in ("image", "video")}
     names |= {f"vision_{end}_token_id": IDS[f"<|vision_{end}|>"] for end in ("start", "end")}
     return tiny_config("qwen2_5_vl", tied) | names | {"vocab_size": len(TOKENIZER)}
 
 
 def write_folder(folder, tied: bool, **options):
-    """Let transformers write a folder, with options of save_pretrained; return its model with telling weights."""
+    """Let transformers write a folder with options of save_pretrained, and return its model with telling weights."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     from tests.helpers.oracle import CLASSES, EAGER, transformers
@@ -67,14 +67,14 @@ def completions(count: int = 4, seed: int = 0) -> list[torch.Tensor]:
 
 
 def padded(answers: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return completions as minimal.sample does: ids and mask, both (G, T); other ids stand outside of the mask."""
+    """Return ids and mask (G, T) of completions, as minimal.sample does; ids outside of the mask are 7."""
     ids = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=7)
     lengths = torch.tensor([len(answer) for answer in answers])
     return ids, torch.arange(ids.shape[1]) < lengths[:, None]
 
 
 def largest_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Return the largest difference, relative to the largest value."""
+    """Return the largest difference, relative to the largest value of `theirs`."""
     assert ours.shape == theirs.shape and theirs.abs().max() > 0
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 

@@ -20,7 +20,7 @@ NAMES = {"grpo": [], "sft": ["--sft"], "dpo": ["--dpo"]}
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """The folder of the built-in task's random model."""
+    """Return the folder of the random model of the built-in task."""
     folder = tmp_path_factory.mktemp("tiny")
     minimal.make_folder(folder)
     return folder
@@ -28,7 +28,7 @@ def tiny(tmp_path_factory):
 
 @pytest.mark.parametrize("stage", NAMES)
 def test_rows_are_trained_with_less_memory_and_equal_weights(tiny, rows, tmp_path, stage, monkeypatch, capsys):
-    """A command computes each layer twice and keeps its input only; the weights equal those of plain layers."""
+    """Activation checkpointing computes each layer twice, and the weights equal those of plain layers."""
     computed = []
     checkpoint = minimal.checkpoint
     monkeypatch.setattr(minimal, "checkpoint", lambda *a, **options: computed.append(1) or checkpoint(*a, **options))
@@ -52,12 +52,12 @@ def test_rows_are_trained_with_less_memory_and_equal_weights(tiny, rows, tmp_pat
 
 @pytest.mark.parametrize("stage", ["grpo", "dpo"])
 def test_it_trains_on_a_gpu(tiny, rows, tmp_path, stage, monkeypatch):
-    """On the simulated GPU no operation mixes devices, and the weights equal the CPU run's weights up to rounding."""
+    """On the simulated GPU, no operation mixes devices, and the weights equal those of the CPU up to rounding."""
     load, save, sample = minimal.load_file, minimal.save_file, minimal.sample  # safetensors cannot use this GPU
     monkeypatch.setattr(minimal, "load_file", lambda file, device: {n: w.to(device) for n, w in load(file).items()})
     monkeypatch.setattr(minimal, "save_file", lambda weights, *a: save({n: w.cpu() for n, w in weights.items()}, *a))
     monkeypatch.setattr(minimal, "reward", lambda text, solution: float(len(text)))
-    # both sample, but train on the same completions
+    # both devices sample, but train on the same completions
     monkeypatch.setattr(minimal, "sample", lambda *a: (sample(*a), minimal.tokenize_answers(a[0], ["red", "blue"]))[1])
     options = ("--steps=1", "--warmup=0", "--rows_per_step=1", "--learning_rate=1e-3", "--group=2", "--beta=0.3")
     for device in ("cpu", "gpu"):
@@ -80,7 +80,7 @@ def test_a_row_without_a_field_is_named(tiny, tmp_path, stage, field):
 
 
 def test_json_lines_may_have_empty_lines_and_any_character(tmp_path):
-    """A row's text may contain characters at which str.splitlines splits."""
+    """The text of a row may contain characters at which str.splitlines splits."""
     row = {"image": "a.png", "problem": "one\u2028two\x85three", "images": ["a/b.png", "/c.png"]}
     text = json.dumps(row, ensure_ascii=False)
     (tmp_path / "rows.jsonl").write_text(f"{text}\n\n{text}\n", encoding="utf-8")
@@ -89,14 +89,14 @@ def test_json_lines_may_have_empty_lines_and_any_character(tmp_path):
 
 
 def test_a_file_without_rows_is_refused(tiny, tmp_path):
-    """Otherwise the first step waits for a row forever."""
+    """Without rows, the first step would wait for a row forever."""
     (tmp_path / "rows.jsonl").write_text("\n")
     with pytest.raises(ValueError, match=r"rows\.jsonl has no rows"):
         main(tiny, tmp_path / "rows.jsonl")
 
 
 def test_the_folder_is_not_overwritten(tiny, rows, capsys):
-    """Otherwise the end of the run would fail."""
+    """A run into the folder of its own model would fail only at its end."""
     with pytest.raises(SystemExit):
         main(tiny, rows, "--sft", "--steps=1", f"--output={tiny / 'x' / '..'}")
     assert "--output" in capsys.readouterr().err
@@ -117,7 +117,6 @@ def test_each_row_comes_once_before_any_comes_again(capsys):
 
 @pytest.mark.parametrize("stage", NAMES)
 def test_the_built_in_task_trains_with_each_stage(stage, tmp_path, monkeypatch, capsys):
-    """Each of its two stages takes one step on three rows here."""
     train, draw_row = minimal.train, minimal.draw_row
     monkeypatch.setattr(minimal, "draw_row", lambda **options: draws.append(options) or draw_row(**options))
     monkeypatch.setattr(minimal, "accuracy", lambda model, rows: 0.5)

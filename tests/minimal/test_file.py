@@ -13,7 +13,7 @@ from tests.helpers.links import ROOT
 TEXT = (ROOT / "minimal.py").read_text()
 TREE = ast.parse(TEXT)
 LIBRARIES = {"torch", "numpy", "PIL", "safetensors", "tokenizers"}
-# Importing the repository fails in this process, although it is installed. Then minimal.py trains four rows.
+# Train four rows with minimal.py in a process in which every import of the repository fails.
 ALONE = """
 import json, runpy, sys
 

@@ -1,4 +1,4 @@
-"""Write folders with minimal.py, and read them with transformers, the package and train.py, and the other way round."""
+"""Write model folders with minimal.py, and read them with transformers, the package and train.py, and vice versa."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ def is_tied(name: str) -> bool:
 
 
 def write_theirs(folder, name: str):
-    """Write a folder with transformers: tied or not, with several files of weights, or in bfloat16."""
+    """Write a folder with transformers: tied or untied, with several files of weights, or in bfloat16."""
     model = write_folder(folder, tied=is_tied(name))
     if "shards" in name:
         (folder / "model.safetensors").unlink()
@@ -35,7 +35,7 @@ def write_theirs(folder, name: str):
 
 @pytest.fixture(scope="module", params=["train.py", "built-in", "untied shards", "tied bfloat16"])
 def trained(request, checkpoint, rows, tmp_path_factory, transformers):
-    """A folder by train.py, minimal.py or transformers, and a folder in which minimal.py wrote the trained model."""
+    """Return a folder by train.py, minimal.py or transformers, and the folder that minimal.py trained from it."""
     base = tmp_path_factory.mktemp("base")
     if request.param == "train.py":
         shutil.copytree(checkpoint, base, dirs_exist_ok=True)
@@ -58,7 +58,6 @@ def differing(one: dict, other: dict) -> list[str]:
 
 
 def test_the_package_reads_the_base_and_the_trained_folder(trained):
-    """Weights and prompts are equal, and training changed all weights."""
     for folder in (trained.base, trained.folder):
         ours, package, processor = minimal.load(folder), load_model(folder), load_processor(folder)
         assert differing(state(ours), state(package)) == []
@@ -73,7 +72,7 @@ def test_the_package_reads_the_base_and_the_trained_folder(trained):
 
 
 def test_transformers_reads_the_trained_folder(trained, transformers):
-    """The folder has one file of float32 weights, and no index of the base's files. A tied head is stored once."""
+    """The trained folder has one file of float32 weights and no index, and stores a tied head once."""
     weights = load_file(trained.folder / "model.safetensors")
     assert [file.name for file in trained.folder.glob("model*")] == ["model.safetensors"]
     config = json.loads((trained.folder / "config.json").read_text())
@@ -96,7 +95,6 @@ def test_transformers_reads_the_trained_folder(trained, transformers):
 
 
 def test_train_goes_on_with_the_trained_folder(trained, run, plain, rows):
-    """One step of train.py; minimal.py reads its folder."""
     own = ["--model.config=null", "--data.task=null", f"--data.train_file={rows}", "--data.eval_rows=256"]
     small = ["--stages=[sft]", "--sft.max_steps=1", "--sft.prompts_per_step=2"]
     folder = run(*own, *small, f"--model.path={trained.folder}") / "checkpoint"

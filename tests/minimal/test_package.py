@@ -54,7 +54,7 @@ PROMPTS = ROWS | {"structure in a text": (STRUCTURE, [(90, 30)])}
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def both(request, tmp_path_factory):
-    """A folder that the package wrote, as minimal.py and as the package read it."""
+    """Return a folder that the package wrote, and the models that minimal.py and the package read from it."""
     folder = tmp_path_factory.mktemp("run") / "folder"
     model = tiny.model_of(config_json.from_dict(hub_config(request.param))).double()
     smallest, largest = PIXELS
@@ -64,7 +64,7 @@ def both(request, tmp_path_factory):
 
 
 def prompts(both, name: str):
-    """Return a row's prompt by minimal.py and by the package."""
+    """Return the prompt of a row by minimal.py and by the package."""
     row = row_of(*PROMPTS[name])
     messages = conversation(row["problem"], {"image": len(row["images"])})
     return minimal.make_prompt(both.ours, row), both.processor(messages, row["images"])
@@ -74,7 +74,7 @@ def prompts(both, name: str):
 
 
 def test_sizes_of_2000_images_are_equal():
-    """Other images, such as those with an aspect ratio over 200, are refused by the package only."""
+    """Only the package refuses images with an aspect ratio over 200."""
     compared = 0
     for case in resize_cases():
         try:
@@ -125,7 +125,6 @@ def test_an_image_with_more_than_8_bits_is_refused(tmp_path, mode):
 
 @pytest.mark.parametrize("name", PROMPTS)
 def test_prompts_are_equal(both, name):
-    """Ids, patches and positions are equal."""
     ours, package = prompts(both, name)
     assert torch.equal(ours.ids, package.input_ids)
     patches = [torch.zeros(0, 1176), *(patches for patches, _, _ in ours.images)]
@@ -141,14 +140,14 @@ def test_prompts_are_equal(both, name):
 
 
 def sampled() -> list[torch.Tensor]:
-    """Return completions: one is a single token, and each other one contains a sampled <|image_pad|>."""
+    """Return completions: one is a single token, and all others contain a sampled <|image_pad|>."""
     answers = completions()
     answers[1][0] = answers[2][3] = answers[3][-1] = IMAGE
     return answers
 
 
 def logps_of(both, name: str, answers: list[torch.Tensor]):
-    """Return log-probabilities of a row's completions (G, T) by minimal.py and by the package, with mask."""
+    """Return log-probabilities (G, T) of a row's completions by minimal.py and by the package, and the mask."""
     ours, package = prompts(both, name)
     ids, mask = padded(answers)
     batch = pack([package], [[Completion(answer) for answer in answers]], both.package.config)
@@ -158,7 +157,7 @@ def logps_of(both, name: str, answers: list[torch.Tensor]):
 
 
 def check_gradients(both, ours, package):
-    """Compare two losses, and all their gradients."""
+    """Compare two losses and all gradients."""
     assert (ours - package).abs() <= TOLERANCE * package.abs().clamp(min=1)
     for model, loss in ((both.ours, ours), (both.package, package)):
         model.zero_grad()
@@ -177,7 +176,7 @@ def test_log_probabilities_are_equal(both, name):
 
 
 def noisy(logps, scale: float, seed: int):
-    """Return log-probabilities as of another policy."""
+    """Add noise to log-probabilities, as from another policy."""
     generator = torch.Generator().manual_seed(seed)
     return logps.detach() + scale * torch.randn(logps.shape, generator=generator, dtype=torch.float64)
 
@@ -203,7 +202,7 @@ def test_grpo_is_equal(both, far, beta):
     "<think>a</think>no<answer>red square</answer>", "<think>a</think><answer>red square</answer> or so",
 ])  # fmt: skip
 def test_rewards_are_equal(text):
-    """The package's rewards with the weights of recipes/shapes.yaml, if the form is right."""
+    """The reward is the weighted sum of recipes/shapes.yaml if the form is right, and otherwise 0."""
     [form] = tag_format([text])
     [right] = accuracy([last_answer(text)], ["red square"])
     assert minimal.reward(text, "red square") == (0.5 + right if form else 0.0)
@@ -243,7 +242,7 @@ def package_loss(both, stage, rows, reference, beta):
     ("stage", "beta"), [(minimal.sft, 0.0), (minimal.dpo, 0.3), (minimal.grpo, 0.0), (minimal.grpo, 0.5)]
 )
 def test_steps_end_with_equal_weights(both, stage, beta, monkeypatch, capsys):
-    """Three steps with warmup, clipped gradients and a reference from before the first step."""
+    """Train three steps with warmup, clipped gradients and a reference model from before the first step."""
     rows = [ANSWERS | {"images": row_of(*ROWS[name])["images"][:1]} for name in ("an image", "images come first")]
     ours, package, reference = in_float64(both.folder), *(load_model(both.folder, torch.float64) for _ in range(2))
     advantages = minimal.group_advantages  # of float32 rewards, which round differently
@@ -265,7 +264,7 @@ def test_steps_end_with_equal_weights(both, stage, beta, monkeypatch, capsys):
     expected = package.state_dict()
     for name, weight in ours.state_dict().items():
         assert largest_difference(weight, expected[name]) <= OF_GRADIENTS, name
-    assert norms[0] > 1  # so its gradients were clipped
+    assert norms[0] > 1  # the first step clipped its gradients
 
 
 # ---- sampling

@@ -29,7 +29,7 @@ TOLERANCE = 1e-12  # for log-probabilities, relative to the largest
 
 
 def parts_of(name: str) -> list[dict]:
-    """Return the content of a row's message as transformers' chat template takes it."""
+    """Return the content of a message as the chat template of transformers takes it."""
     problem, sizes = ROWS[name]
     if "<image>" not in problem:
         problem = "<image>" * len(sizes) + problem
@@ -42,7 +42,7 @@ def parts_of(name: str) -> list[dict]:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def theirs(request, tmp_path_factory, published):
-    """A folder that transformers wrote, and for each row transformers' log-probabilities of completions."""
+    """Return a folder by transformers, and for each row transformers' log-probabilities of completions."""
     from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
 
     folder = tmp_path_factory.mktemp("theirs")
@@ -71,7 +71,6 @@ def theirs(request, tmp_path_factory, published):
 
 
 def test_log_probabilities_equal_transformers(theirs):
-    """From the image files on. test_folders.py has other layouts of a folder."""
     model = in_float64(theirs.folder)
     ids, mask = padded(completions())
     for name, expected in theirs.rows.items():
@@ -87,7 +86,7 @@ TEXT += ("vocab_size", "rms_norm_eps", "rope_theta", "image_token_id", "tie_word
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_configs_that_transformers_saved_have_the_values_of_the_hub(tmp_path, version):
-    """The tied 3B and the untied 7B, of which version 4.52.4 was recorded with the 3B only."""
+    """Version 4.52.4 was recorded with the tied 3B only, and the other versions also with the untied 7B."""
     record = json.loads((RECORDED / f"checkpoints_transformers_{version}.json").read_text())
     for size in {"Qwen2.5-VL-3B", "Qwen2.5-VL-7B"} & record["configs"].keys():
         (tmp_path / "config.json").write_text(json.dumps(record["configs"][size]))

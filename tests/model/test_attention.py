@@ -9,7 +9,7 @@ from minivlmrl.model.attention import DecodeAttention, GroupAttention, GroupLayo
 
 
 def random_lengths(seed):
-    """Return lengths for up to 4 prompts with up to 3 completions; one of length 1 has no input token."""
+    """Return lengths of up to 4 prompts with up to 3 completions each; a completion of length 1 has no input token."""
     rng = random.Random(seed)
     prompts = [rng.choice([1, 2, 7, rng.randint(1, 150)]) for _ in range(rng.randint(1, 4))]
     return prompts, [[rng.choice([1, 2, rng.randint(1, 90)]) for _ in range(rng.randint(0, 3))] for _ in prompts]
@@ -29,7 +29,6 @@ def masked_softmax(q, k, v, mask):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_mask_is_the_rule(seed):
-    """Compare the mask with the rule for each pair of tokens."""
     prompts, completions = random_lengths(seed)
     tokens = []  # (group, completion or None for the prompt, index in it) for each token
     for group, (length, rows) in enumerate(zip(prompts, completions, strict=True)):
@@ -46,7 +45,6 @@ def test_the_mask_is_the_rule(seed):
 @pytest.mark.parametrize("max_score_bytes", [2**30, 0], ids=["written out", "fused"])
 @pytest.mark.parametrize("seed", range(4))
 def test_group_attention_equals_masked_attention(seed, max_score_bytes, monkeypatch):
-    """Compare GroupAttention's values and gradients with attention under the full mask."""
     monkeypatch.setattr("minivlmrl.kernels.shared_prefix.MAX_SCORE_BYTES", max_score_bytes)
     layout = GroupLayout(*random_lengths(seed))
     inputs = [x.requires_grad_() for x in qkv(layout.num_tokens, seed)]
@@ -59,7 +57,6 @@ def test_group_attention_equals_masked_attention(seed, max_score_bytes, monkeypa
 
 
 def test_a_prompt_is_dropped_from_decoding_with_its_last_row():
-    """test_generate.py and test_tool_sampler.py test the values in decoding."""
     prefill = GroupAttention(GroupLayout([5, 9], [[], []]), keep_keys=True)
     prefill(0, *qkv(14))
     decoding = DecodeAttention(prefill, torch.tensor([0, 0, 1]), 3, torch.zeros(2))
@@ -71,7 +68,7 @@ def test_a_prompt_is_dropped_from_decoding_with_its_last_row():
 
 @pytest.mark.gpu
 def test_gradients_on_a_gpu():
-    """Compare bfloat16 on the GPU with float64 on the CPU."""
+    """Compare bfloat16 gradients on the GPU with float64 gradients on the CPU."""
     prompts = [300, 130]
     completions = [[40, 200, 1], [90]]
     exact = GroupLayout(prompts, completions)

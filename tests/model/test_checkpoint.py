@@ -24,7 +24,7 @@ from minivlmrl.tasks import shapes
 from tests.helpers import tiny
 
 RECIPE_MODEL = "recipes/shapes_model.json"
-# files in a Hub folder besides the weights, with its own chat template and stop ids
+# files of a Hub folder besides the weights, with their own chat template and stop ids
 FOREIGN = {
     "chat_template.json": b'{"chat_template": "{{ messages }}"}', "merges.txt": b"#version: 0.2\n", "vocab.json": b"{}",
     "tokenizer_config.json": b'{"tokenizer_class": "Qwen2Tokenizer", "model_max_length": 131072}', "LICENSE": b"Terms",
@@ -53,7 +53,7 @@ def processor():
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_random_weights(model_type):
-    """Linear layers keep their input's deviation; a residual stream's layers together add as much as one."""
+    """A linear layer keeps the deviation of its input, and all layers of a residual stream add as much as one."""
     model = FAMILIES[model_type].model(tiny.config(layers=3, model_type=model_type))
     build.initialize(model, torch.Generator().manual_seed(0))
     maps = 0
@@ -74,7 +74,7 @@ def test_random_weights(model_type):
             spread = 0.02 if "embed_tokens" in name or "pos_embed" in name else parameter[0].numel() ** -0.5
             ends = ("o_proj", "out_proj", "down_proj", "fc2", "attn.proj")
             if "merger" not in name and any(part in name for part in ends):
-                # each layer's attention and MLP add to the residual stream
+                # attention and MLP of each layer add to the residual stream
                 spread /= (2 * (4 if "visual" in name else 3)) ** 0.5
             # four standard errors for the mean, and more for the standard deviation
             error = 4 / parameter.numel() ** 0.5
@@ -95,14 +95,14 @@ def edit_weights(path, change):
 
 @pytest.mark.parametrize(("number", "model_type"), enumerate(FAMILIES))
 def test_saved_models_load_in_transformers_with_equal_logits(tmp_path, processor, number, model_type, oracle):
-    """A tied model in one file, or an untied one in shards. transformers saves the tower's theta in another place."""
+    """Families alternate between a tied model in one file and an untied model in shards."""
     is_tied = number % 2 == 0
     config = tiny.config(is_tied, model_type=model_type)
     config.vision_config = replace(config.vision_config, rope_theta=100.0)
     model = tiny.model_of(config)
     save_model(tmp_path / "saved", model, processor, max_shard_size=10**9 if is_tied else 40_000)
     assert (tmp_path / "saved" / INDEX).exists() == (not is_tied)
-    for file in (tmp_path / "saved").glob("model-*"):  # only a tensor that is larger alone makes a larger file
+    for file in (tmp_path / "saved").glob("model-*"):  # a larger file has a single tensor, which is larger by itself
         tensors = load_file(file)
         assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 40_000
     theirs, info = oracle.CLASSES[model_type].from_pretrained(tmp_path / "saved", output_loading_info=True)
@@ -119,7 +119,7 @@ def test_saved_models_load_in_transformers_with_equal_logits(tmp_path, processor
 def test_a_fine_tuned_folder_keeps_the_files_of_its_base(copy, tmp_path):
     for name, content in FOREIGN.items():
         (copy / name).write_bytes(content)
-    # formatted differently than by save_model
+    # other formatting than that of save_model
     tokenizer = (copy / "tokenizer.json").read_bytes() + b"\n \n"
     (copy / "tokenizer.json").write_bytes(tokenizer)
     model = load_model(copy)
@@ -128,7 +128,7 @@ def test_a_fine_tuned_folder_keeps_the_files_of_its_base(copy, tmp_path):
     save_model(tmp_path / "saved", model, processor)
     assert {name: (tmp_path / "saved" / name).read_bytes() for name in FOREIGN} == FOREIGN
     assert (tmp_path / "saved" / "tokenizer.json").read_bytes() == tokenizer
-    # settings used in training are written by us
+    # settings that were used in training are written by the package
     assert json.loads((tmp_path / "saved" / "preprocessor_config.json").read_text())["max_pixels"] == 56 * 56
 
 
@@ -139,7 +139,7 @@ def test_a_fine_tuned_folder_keeps_the_files_of_its_base(copy, tmp_path):
     ({"eos_token_id": [8, "TURN", 7]}, [8, 7]),
 ], ids=str)  # fmt: skip
 def test_a_saved_folder_ends_where_training_ends_turns(copy, tmp_path, content, more, transformers):
-    """It ends at <|im_end|>, at <|endoftext|>, and where the loaded folder ends; other settings are kept."""
+    """The saved folder ends a turn at <|im_end|>, at <|endoftext|> and at the stop ids of the loaded folder."""
     ends = {"TURN": "<|im_end|>", "DOCUMENT": "<|endoftext|>"}
     special = shapes.tokenizer().special_tokens
     (copy / "generation_config.json").unlink()
@@ -200,7 +200,7 @@ def test_dtype_of_the_parameters(copy, stored):
 
 
 def test_every_parameter_has_its_own_memory_and_is_trainable(copy):
-    """No parameter is a view of another, or of the file, which another program may overwrite."""
+    """A parameter must not be a view of another parameter, or of the file, which another program may overwrite."""
     model = load_model(copy)
     assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) == len(list(model.parameters()))
     assert all(p.requires_grad and p.is_leaf and not p.is_meta for p in model.parameters())
@@ -212,7 +212,7 @@ def test_every_parameter_has_its_own_memory_and_is_trainable(copy):
 
 @pytest.mark.parametrize("asked", [torch.float32, torch.bfloat16], ids=str)
 def test_loading_holds_at_most_one_tensor_of_the_file(copy, monkeypatch, asked):
-    """Before a tensor is read, the previous one is freed or has become a parameter."""
+    """Before a tensor is read, the tensor before it is freed or has become a parameter."""
     views = []
     read_tensors = checkpoint.read_tensors
 
@@ -239,7 +239,7 @@ def weights(change):
 
 
 def shards(change):
-    """Return a function that saves a folder's weights in shards, and changes their files."""
+    """Return a function that saves the weights of a folder in shards and changes the files."""
 
     def split_and_change(folder):
         save_model(folder, load_model(folder), load_processor(folder), max_shard_size=300_000)
@@ -249,7 +249,7 @@ def shards(change):
 
 
 def repeat(files, prefix=""):
-    """Store a tensor in the first file and in the last one, there with `prefix` before its name."""
+    """Store a tensor of the first file also in the last file, with `prefix` before its name."""
     first, last = load_file(files[0]), load_file(files[-1])
     name = next(name for name in first if name.startswith("visual."))
     save_file(last | {prefix + name: first[name]}, files[-1], {"format": "pt"})
@@ -257,7 +257,7 @@ def repeat(files, prefix=""):
 
 NORM, UP = "visual.merger.ln_q.weight", "model.layers.0.mlp.up_proj.weight"
 TWICE = r"model-(\d+)-of-\1\.safetensors: the tensor visual\.\S+ occurs twice"
-REFUSED = {  # what is wrong with a folder: (change, sentence)
+REFUSED = {  # fault of a folder: (change, sentence of the error)
     "a missing tensor": (weights(lambda w: w.pop(NORM)), f"lack 1 of the model's .*{NORM}"),
     "an unexpected tensor": (
         weights(lambda w: w.update(extra=torch.ones(1))), "the tensor extra is not a parameter of the model"),
@@ -303,7 +303,7 @@ def large_id(folder):
 
 
 def linked_license(folder):
-    """Links could copy any file on this machine into a checkpoint, which may be published."""
+    """A link could copy any file of this machine into a checkpoint, which may be published."""
     (folder.parent / "secret").write_text("key")
     (folder / "LICENSE").symlink_to(folder.parent / "secret")
 
@@ -315,7 +315,7 @@ def linked_license(folder):
     (linked_license, "LICENSE is a link to .*secret, outside its folder. Replace the link"),
 ])  # fmt: skip
 def test_a_folder_whose_files_do_not_fit_is_refused(copy, change, says):
-    """Embeddings that no token uses are common, and accepted."""
+    """Folders with more embeddings than tokens are common and accepted."""
     edit_json(copy / "config.json", vocab_size=json.loads((copy / "config.json").read_text())["vocab_size"] + 100)
     load_processor(copy)
     change(copy)

@@ -1,4 +1,4 @@
-"""Test that folders load in every published layout, with transformers' logits."""
+"""Test that folders of every published layout load, and that logits equal those of transformers."""
 
 import json
 from dataclasses import dataclass
@@ -62,7 +62,6 @@ def source(request, tmp_path_factory):
 
 
 def write(folder: Path, source: Source, shards: bool, keys: str, form: str):
-    """Write a model folder in a given layout."""
     (folder / "config.json").write_text(json.dumps(source.configs[form]))
     weights = {module_name(name) if keys == "new" else name: tensor for name, tensor in source.weights.items()}
     if not shards:
@@ -76,7 +75,7 @@ def write(folder: Path, source: Source, shards: bool, keys: str, form: str):
 
 
 LAYOUTS = [*product(("one file", "shards"), ("old", "new"), ("published", "nested"))]
-OFTEN = {0, 3, 5, 6}  # each pair of two choices occurs in one of these layouts
+OFTEN = {0, 3, 5, 6}  # every combination of two choices occurs in one of these layouts
 
 
 @pytest.mark.parametrize(

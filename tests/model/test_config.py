@@ -1,4 +1,4 @@
-"""Test how config.json is read and written, for models on the Hub and files from transformers."""
+"""Test how config.json is read and written, for models of the Hub and files of transformers."""
 
 import json
 from dataclasses import replace
@@ -33,7 +33,7 @@ def test_models_on_the_hub_have_the_known_number_of_parameters(size):
 @pytest.mark.parametrize("size", ["Qwen2.5-VL-3B", "Qwen2.5-VL-7B", "Qwen2-VL-2B"])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_configs_saved_by_older_transformers_are_read(version, size):
-    """Most fine-tuned folders have such files. Version 4.49 leaves out defaults, 4.52 writes nulls beside values."""
+    """Version 4.49 leaves out default values, and version 4.52 writes nulls beside values."""
     ours = [config_json.from_dict(content) for content in (real_config(size), VERSIONS[version][size])]
     for config in ours:
         config.extra, config.vision_config = {}, replace(config.vision_config, extra={})
@@ -50,7 +50,7 @@ def test_the_top_level_decides_whether_the_head_is_tied():
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_a_null_never_wins_over_a_value(model_type):
-    """Each value stands once at the top level, once in text_config, with a null in the other place."""
+    """A value may stand at the top level or in text_config, with a null in the other place."""
     given = tiny_config(model_type, tied=True)
     vision = given["vision_config"] | {"in_chans": None, "in_channels": 3}
     text = {**given, **given.pop("text_config", {})}
@@ -70,7 +70,6 @@ def test_a_null_never_wins_over_a_value(model_type):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_unknown_keys_are_kept(model_type):
-    """Every key in the file is written again with its value, even a key that no family knows."""
     given = tiny_config(model_type, tied=False)
     vision = given["vision_config"] | {"foo_new_field": {"a": [7]}}
     written = config_json.to_dict(config_json.from_dict(given | {"vision_config": vision, "another": 8}))
@@ -82,7 +81,7 @@ def test_unknown_keys_are_kept(model_type):
 IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 SHARED = ("head_dim", "rms_norm_eps", "attention_bias")
 LINEAR = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
-# names of text fields, and some values for text, rope and tower
+# names of text fields; values of text, rope and vision tower
 NEWER = {
     "qwen3_vl": ((*SHARED, "max_position_embeddings"), {"head_dim": 16}, {}, {"deepstack_visual_indexes": [1]}),
     "qwen3_5": (
@@ -97,7 +96,6 @@ TOWER += ("intermediate_size", "num_position_embeddings")
 @pytest.mark.parametrize("little", [True, False])
 @pytest.mark.parametrize("model_type", NEWER)
 def test_default_values_of_newer_families_are_those_of_transformers(model_type, little, transformers):
-    """Files that transformers writes, with rope_parameters and dtype, are read too."""
     names, said, rope, vision = NEWER[model_type]
     text = {"hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
     text |= {"vocab_size": 300, "intermediate_size": 96}
@@ -128,7 +126,7 @@ def field_of(config: ModelConfig, name: str):
 
 
 def changed(path: str, value) -> dict:
-    """Return a tiny config with the value at "family/section.name" replaced, or removed by `...`."""
+    """Return a tiny config in which the value at "family/section.name" is replaced, or removed by `...`."""
     family, _, path = path.rpartition("/")
     config = json.loads(json.dumps(tiny_config(family or "qwen2_5_vl", tied=False)))
     *inside, name = path.split(".")
@@ -142,7 +140,7 @@ def changed(path: str, value) -> dict:
 
 
 def test_qwen3_6_and_3_8_are_read_as_qwen3_5():
-    """Qwen3.6-27B and Qwen3.8-27B also name the gate in their recurrent layers, as Qwen3.5 does."""
+    """The configs of Qwen3.6-27B and Qwen3.8-27B only add the name of the gate in recurrent layers."""
     config = real_config("Qwen3.5-27B")
     ours = config_json.from_dict(config)
     config["text_config"]["output_gate_type"] = "swish"
@@ -192,7 +190,7 @@ def keys(config: dict, before: str = ""):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_any_value_of_any_key_is_read_or_refused(model_type):
-    """Huge values must not allocate gigabytes. Only configs that differ are built."""
+    """A huge value in a config must not allocate gigabytes."""
     build = partial(random_model, tokenizer=train_tokenizer([], 0), seed=0)
     built = set()
     for key in keys(tiny_config(model_type, tied=False)):

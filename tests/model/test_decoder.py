@@ -1,4 +1,4 @@
-"""Compare the models' gradients with transformers 5.23; test_checkpoint_table.py compares logits."""
+"""Compare the gradients of models with transformers 5.23; test_checkpoint_table.py compares logits."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ VIDEO_ROWS = [[(3, 6, 10)], [(1, 4, 6), (5, 4, 4), (1, 6, 10)], [(2, 18, 4), (4,
     ids=["Qwen2.5-VL untied", "Qwen2.5-VL tied", "Qwen2-VL", "Qwen3-VL untied", "Qwen3-VL tied", "Qwen3.5"],
 )
 def pair(request, tmp_path_factory):
-    """Return transformers' model with telling weights, and ours loaded from its folder."""
+    """Return a transformers model with telling weights, and our model loaded from its folder."""
     with pytest.MonkeyPatch.context() as patch:
         in_float64(patch, request.param[0])
         yield saved_pair(tmp_path_factory.mktemp("checkpoint"), *request.param, torch.float64)
@@ -46,11 +46,11 @@ def have_equal_gradients(ours, theirs):
     for name, p in ours.named_parameters():
         difference = (p.grad - expected.pop(name)).abs().max() / p.grad.abs().max()
         assert difference <= 1e-12, f"{name}: {difference:.1e}"
-    assert not expected  # every parameter in transformers' model was compared
+    assert not expected  # every parameter of the transformers model was compared
 
 
 def test_a_packed_group_of_videos_has_the_gradients_of_single_rows(pair):
-    """transformers gets our positions, because version 5.23 computes wrong ones for videos, see test_rope.py."""
+    """transformers gets our positions, because version 5.23 computes wrong positions for videos (test_rope.py)."""
     theirs, ours = pair
     rows = prompts(4, VIDEO_ROWS)
     generator = torch.Generator().manual_seed(4)

@@ -1,4 +1,4 @@
-"""Compare adapters' dropout with PEFT, and test which keys its masks depend on, and where it is off."""
+"""Compare the dropout of adapters with PEFT, and test its masks and where it is off."""
 
 import pytest
 import torch
@@ -16,11 +16,11 @@ LAYER = "model.layers.0.mlp.up_proj"
 
 @pytest.mark.parametrize("p", [0.05, 0.5])
 def test_a_fraction_p_is_0_and_the_mean_is_unchanged(p):
-    """A fraction p of a million values is 0, and masks from different seeds are uncorrelated."""
+    """Masks from different seeds are uncorrelated."""
     x = torch.ones(1000, 1000, dtype=torch.float64)
     found = drop(p, 5, x)
     assert found.unique().tolist() == [0, pytest.approx(1 / (1 - p))]
-    spread = (p / (1 - p)) ** 0.5  # one value's standard deviation
+    spread = (p / (1 - p)) ** 0.5  # the standard deviation of one value
     assert found.mean().item() == pytest.approx(1, abs=5 * spread / 1000)
     assert torch.equal(found, drop(p, 5, x))
     product = (found - 1) * (drop(p, 6, x) - 1) / spread**2
@@ -28,7 +28,6 @@ def test_a_fraction_p_is_0_and_the_mean_is_unchanged(p):
 
 
 def test_a_layer_with_dropout_matches_peft():
-    """A layer's outputs and gradients match PEFT's in float64, with the same mask."""
     layer, _, x = check_peft(0.4, lambda x: drop(0.4, 1, x))
     with_it = layer(x)
     layer.drop = None
@@ -58,7 +57,7 @@ def test_recomputed_blocks_have_the_same_masks():
 
 
 def test_masks_of_a_run(stage):
-    """Masks depend on seed, stage, step, micro-batch, rank and layer."""
+    """A mask depends on seed, stage, step, micro-batch, rank and layer."""
     trainer = stage("sft", *DROPOUT).trainer
     device = trainer.world.device
 
@@ -77,7 +76,7 @@ def test_masks_of_a_run(stage):
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_dropout_applies_only_to_the_training_forward(stage, samples, name):
-    """Completions, old log-probabilities and the reference's are computed without dropout."""
+    """Completions, old log-probabilities and those of the reference model are computed without dropout."""
     run = stage(name, *DROPOUT, f"--{name}.{'beta' if name == 'grpo' else 'kl_coef'}=0.1", "--grpo.num_iterations=2")
     run.go(2 if name == "grpo" else 4)
     first = run.next()[0]

@@ -11,7 +11,7 @@ WIDE = {torch.float32, torch.float64}
 
 
 class Results(TorchDispatchMode):
-    """Record each operation's result dtypes."""
+    """Record the result dtypes of each operation."""
 
     def __init__(self):
         super().__init__()
@@ -24,7 +24,7 @@ class Results(TorchDispatchMode):
         return result
 
 
-OPERATIONS = {  # by what computes with them, in a step with model.compute_dtype: bfloat16
+OPERATIONS = {  # purpose: (result dtypes, operations), in a step with model.compute_dtype: bfloat16
     "angles of the rotary position embeddings": (WIDE, "cos", "sin"),
     "mean squares in RMSNorm": (WIDE, "rsqrt_"),
     "attention scores": (WIDE, "softmax"),

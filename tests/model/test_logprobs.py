@@ -1,4 +1,4 @@
-"""Compare a packed group's log-probabilities and gradients with separate rows, in float64."""
+"""Compare log-probabilities and gradients of a packed group with separate rows, in float64."""
 
 import pytest
 import torch
@@ -7,13 +7,12 @@ from minivlmrl.model.logprobs import completion_states, logps_of_states, per_tok
 from tests.helpers import tiny
 from tests.helpers.tiny import pack
 
-# prompts with different lengths: one image, two images with other sizes, no image, an image with the first image's
-# size, a video
+# prompts with an image, two images of other sizes, no image, an image with as many patches as the first, and a video
 GRIDS = [[(1, 6, 10)], [(1, 18, 4), (1, 4, 6)], [], [(1, 10, 6)], [(3, 4, 6)]]
 
 
 def groups(num_generations):
-    """Return prompts, and completions with different lengths for each prompt."""
+    """Return prompts, and completions of different lengths for each prompt."""
     generator = torch.Generator().manual_seed(0)
     prompts = [tiny.prompt(generator, grids) for grids in GRIDS]
     lengths = torch.randint(1, 9, (len(prompts), num_generations), generator=generator).tolist()
@@ -35,7 +34,7 @@ def assert_equal(actual, expected, tolerance=1e-12):
     (1, {}), (3, {"tied": True}), *((3, {"model_type": name}) for name in ("qwen2_vl", "qwen3_vl", "qwen3_5")),
 ], ids=str)  # fmt: skip
 def test_one_group_equals_separate_rows(num_generations, kind):
-    """Each separate row repeats the prompt and its images. Gradients reach the vision tower."""
+    """Each separate row repeats the prompt and its images."""
     model = tiny.model(**kind, dtype=torch.float64)
     prompts, completions = groups(num_generations)
     batches = [pack(prompts, completions, model.config)]

@@ -30,7 +30,7 @@ EVERYTHING = ["language", "vision", "merger"]
 
 
 def adapted(target=EVERYTHING, r=4, model_type="qwen2_5_vl", dtype=torch.float64, lively=True):
-    """Return a model with adapters. If lively, their B matrices are not 0."""
+    """Return a model with adapters, whose B matrices are random if `lively` and otherwise 0."""
     model = tiny.model(dtype=dtype, model_type=model_type)
     inject_adapters(model, LoRAOptions(r=r, alpha=8.0, target=list(target)))
     init_adapters(model, 0)
@@ -51,7 +51,7 @@ def loss(model):
 
 
 def check_peft(p=0.0, drop=None):
-    """Compare outputs and gradients with PEFT's in float64; return our layer, PEFT's model and their input."""
+    """Compare outputs and gradients with PEFT in float64; return our layer, PEFT's model and the input."""
     peft = pytest.importorskip("peft", reason="oracle missing: pip install peft")
     torch.manual_seed(4)
     theirs = torch.nn.Sequential(torch.nn.Linear(5, 3)).double()
@@ -107,14 +107,14 @@ def test_a_target_without_layers_is_refused(target, says):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Treat the CPU as a GPU in model/lora.py, so that bfloat16 and float16 take a GPU's paths."""
+    """Treat the CPU as a GPU in model/lora.py, so that bfloat16 and float16 take the paths of a GPU."""
     halves = (torch.float16, torch.bfloat16)
     monkeypatch.setattr(lora, "is_half_on_gpu", lambda device, dtype: dtype in halves)
 
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_a_rollout_on_a_gpu_uses_16_bit_copies(as_on_a_gpu, quantized):
-    """They are the rounded adapters, at fixed addresses, and the trained parameters return, also after an error."""
+    """The 16-bit copies are rounded adapters at fixed addresses; the trained parameters return, also after an error."""
     model = adapted(dtype=torch.bfloat16)
     if quantized:
         quantize_base(model)
@@ -133,7 +133,7 @@ def test_a_rollout_on_a_gpu_uses_16_bit_copies(as_on_a_gpu, quantized):
 
 @pytest.mark.parametrize("base", [torch.float64, torch.bfloat16])
 def test_a_tf32_adapter_has_the_gradients_of_autograd(base):
-    """Compare in float64 to 1e-12. A bfloat16 base rounds the result and x's gradient, but no other sum."""
+    """A bfloat16 base rounds the result and the gradient of the input, but no other sum."""
     torch.manual_seed(5)
     x, base_result = torch.randn(7, 6).to(base), torch.randn(7, 4).to(base)
     given = [base_result, x, torch.randn(3, 6, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)]
@@ -151,7 +151,7 @@ def test_a_tf32_adapter_has_the_gradients_of_autograd(base):
 
 
 class ProductPrecision(TorchDispatchMode):
-    """Record each matrix product's dtype, and the precision of float32 products at that moment."""
+    """Record the dtype of each matrix product, and the precision of float32 products at that moment."""
 
     def __init__(self):
         super().__init__()
@@ -165,7 +165,7 @@ class ProductPrecision(TorchDispatchMode):
 
 
 def test_tf32_is_on_for_the_products_of_adapters_only(as_on_a_gpu, monkeypatch):
-    """The setting is restored, also after an error, and never changes on a CPU."""
+    """The TF32 setting is restored, also after an error, and never changes on a CPU."""
     setting = torch.backends.cuda.matmul
     before = setting.fp32_precision
     layer = LoRALinear(torch.nn.Linear(6, 4).bfloat16(), 3, 1.5)
@@ -188,7 +188,7 @@ def test_tf32_is_on_for_the_products_of_adapters_only(as_on_a_gpu, monkeypatch):
 
 
 def test_adapters_on_a_gpu_equal_those_on_a_cpu(as_on_a_gpu, monkeypatch):
-    """On a CPU, both paths compute the same products; only their gradients are summed in another order."""
+    """The path of a GPU computes the same products as the path of a CPU, but sums gradients in another order."""
     model = adapted(dtype=torch.bfloat16)
     found = []
     for _ in range(2):
@@ -202,7 +202,7 @@ def test_adapters_on_a_gpu_equal_those_on_a_cpu(as_on_a_gpu, monkeypatch):
 
 
 def test_the_share_of_an_update_that_survives_rounding():
-    """A bfloat16 1 changes only by an update over 1/256; half the distance to the next number below is 1/512."""
+    """A weight of 1 in bfloat16 changes only by an update over 1/256, half the distance to the next larger number."""
     layer = LoRALinear(nn.Linear(4, 1, bias=False, dtype=torch.bfloat16), r=1, scaling=1.0)
     with torch.no_grad():
         layer.base.weight.fill_(1.0)

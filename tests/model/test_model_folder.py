@@ -1,4 +1,4 @@
-"""Test the errors for folders and files that are no model: each error names the folder's kind and a solution."""
+"""Test the errors for folders that are no model: each error names the kind of the folder and a solution."""
 
 import re
 

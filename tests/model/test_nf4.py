@@ -1,4 +1,4 @@
-"""Test NF4 for a frozen decoder: packed layers, equal bits as bitsandbytes, gradients, runs and merging."""
+"""Test NF4 for a frozen decoder: packed layers, bits equal to bitsandbytes, gradients, runs and merging."""
 
 import copy
 
@@ -39,13 +39,13 @@ def test_packed_bits_match_bitsandbytes(fused_linspace, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(3, 5), (64, 2), (7, 64), (601, 500)])
 def test_the_error_is_bounded_for_any_shape(shape):
-    """The error is at most half the widest gap, 0.152 of a block's largest value, and a little from its 8-bit scale."""
+    """The error is at most half the widest gap, 0.152 of the largest value in a block, plus that of the 8-bit scale."""
     weight = torch.randn(shape)
     off = (unpack_nf4(**pack_nf4(weight))[: weight.numel()].view(shape) - weight).abs().max()
     assert off < 0.16 * weight.abs().max()
 
 
-# targets in the LoRA paper; QLoRA also quantizes the other decoder layers
+# layers with adapters in the LoRA paper; QLoRA also quantizes the other decoder layers
 QV = r"model\..*\.[qv]_proj"
 FEW = [QV, "merger"]
 
@@ -65,7 +65,7 @@ def pair(request):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_the_packed_layers_are_those_of_transformers(tmp_path, model_type):
-    """The packed layers are those that transformers converts in the decoder. We do not convert the vision tower."""
+    """transformers also converts the vision tower to NF4, unlike this package."""
     pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
     from transformers.quantizers.base import get_keys_to_not_convert
     from transformers.quantizers.quantizers_utils import should_convert_module
@@ -78,7 +78,7 @@ def test_the_packed_layers_are_those_of_transformers(tmp_path, model_type):
     inject_adapters(model, LoRAOptions(r=2, target=FEW, quantize="nf4"))
     packed = {name.removesuffix(".base") for name in packed_layers(model)}
     decoder = {name for name in names if name.startswith("model.") and should_convert_module(name, kept)}
-    # transformers does not convert experts; nobody converts routers
+    # transformers does not convert experts, and neither library converts routers
     experts = {name for name in packed if ".mlp.experts." in name}
     assert bool(experts) == model_type.endswith("moe") and not any(name.endswith("mlp.gate") for name in packed)
     packed -= experts
@@ -107,7 +107,7 @@ def test_outputs_and_gradients_equal_those_of_the_unpacked_weights(pair):
 
 
 def test_a_copy_shares_the_packed_base(pair):
-    """A value model on the same base only adds adapters and a head."""
+    """A value model on the same base adds only adapters and a head."""
     model, _ = pair
     twin = ValueModel(copy_model(model)).backbone
     theirs = packed_layers(twin)

@@ -8,7 +8,7 @@ from tests.helpers.tiny import pack
 
 
 def test_the_docstring_example():
-    """A completion's last token is predicted, but is not an input."""
+    """The last token of a completion is predicted, but is not an input."""
     prompt = tiny.prompt(torch.Generator(), [], text=3)
     batch = pack([prompt], [[torch.tensor([10, 11, 12]), torch.tensor([20, 21])]], tiny.config())
     assert batch.input_ids.tolist() == [*prompt.input_ids.tolist(), 10, 11, 20]

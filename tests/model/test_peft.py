@@ -28,7 +28,7 @@ def prompts():
 
 
 def base(tmp_path, model_type, tied):
-    """Save a base model, and return it as loaded by transformers."""
+    """Save a base model, and return the model that transformers loads."""
     model = tiny.model(tied, model_type=model_type)
     save_model(tmp_path / "base", model, tiny.processor())
     return CLASSES[model_type].from_pretrained(tmp_path / "base", attn_implementation="eager").eval()

@@ -30,7 +30,7 @@ def test_image_and_video_tokens_that_do_not_fit_the_grids_are_refused(ids, grids
 
 
 def test_positions_of_a_video():
-    """In the docstring's example, 0.75 s steps at 2 positions per second give 0, 1.5 and 3."""
+    """Time steps of 0.75 s at 2 positions per second give 0, 1.5 and 3, which are rounded down."""
     ids = torch.tensor([*[tiny.VIDEO] * 6, 7])
     positions = rope.get_rope_index(ids, torch.tensor([[3, 2, 4]]), tiny.config(), torch.tensor([0.75]))
     assert positions.tolist() == [[0, 0, 1, 1, 3, 3, 4], [0] * 6 + [4], [0, 1, 0, 1, 0, 1, 4]]

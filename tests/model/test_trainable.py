@@ -1,4 +1,4 @@
-"""Test which parameters are trained with frozen parts and adapters, in runs with all stages."""
+"""Test which parameters are trained with frozen parts and adapters, in all stages."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ RUNS = [*((name, "model") for name in STAGES), ("reward_model", "qwen3_vl"), ("p
 
 @pytest.mark.parametrize(("name", "model"), RUNS)
 def test_a_stage_trains_only_adapters_and_heads(stage, name, model):
-    """The base stays bit-identical. Reward models and critics share the base and do not copy it."""
+    """Reward models and critics share the base model without a copy, and no stage changes a bit of the base."""
     name, *options = name.split()
     run = stage(name, *ADAPTERS, *options, model=model)
     before = snapshot(run.trainer.trained)
@@ -65,7 +65,7 @@ def test_a_stage_trains_only_adapters_and_heads(stage, name, model):
 
 @pytest.mark.parametrize(("name", "size"), [("grpo", 2), ("grpo", 4), ("dpo", 4), ("ppo", 4)])
 def test_the_reference_is_the_base_without_a_copy(stage, name, size):
-    """This also holds if the rollout is one micro-batch, whose prefill graph is older than the reference's scores."""
+    """In a rollout of one micro-batch, the prefill graph is older than the scores of the reference model."""
     run = stage(name, *ADAPTERS, REFERENCED[name], f"--{name}.micro_batch_size={size}")
     [first, *_], plain = run.next(), stage(name).model
     with torch.no_grad():
@@ -82,7 +82,7 @@ def test_the_reference_is_the_base_without_a_copy(stage, name, size):
 
 
 def test_a_run_continues_from_an_adapter(run, plain, own, checkpoint, home):
-    """Continue from a run's adapter, also sharded. DPO's reference is that adapter."""
+    """The reference model of DPO is the adapter from which the run continues."""
     given = [*own, "--adapter.r=4", "--adapter.alpha=7"]
     folder = run("--stages=[sft]", *given, name="first") / "checkpoint"
     start = load_model(checkpoint)

@@ -27,7 +27,7 @@ def value_model(tied=False) -> ValueModel:
 
 @pytest.fixture
 def groups():
-    """Return prompts with one image, none and two, and completions with several lengths for each prompt."""
+    """Return prompts with one image, none and two, and completions of several lengths for each prompt."""
     generator = torch.Generator().manual_seed(0)
     prompts = [tiny.prompt(generator, grids) for grids in ([(1, 4, 6)], [], [(1, 4, 4), (1, 8, 4)])]
     for prompt in prompts:
@@ -37,7 +37,6 @@ def groups():
 
 
 def score(model, groups):
-    """Score each completion at its last token."""
     prompts, completions = groups
     completions = tiny.to_completions(completions)
     return last_token_scores(model, pack_with_last_token(prompts, completions, model.backbone.config, "cpu"))
@@ -45,7 +44,7 @@ def score(model, groups):
 
 @torch.no_grad()
 def by_hand(model: ValueModel, prompt: Prompt, completion: torch.Tensor) -> torch.Tensor:
-    """Return the scores (P + C,) for all tokens in a row, from a plain causal forward."""
+    """Return the scores (P + C,) of all tokens of a row from a plain causal forward pass."""
     ids = torch.cat([prompt.input_ids, completion])
     batch = pack([Prompt(ids, prompt.pixel_values, prompt.image_grid_thw)], [[]], model.backbone.config)
     states = model.backbone(batch, GroupAttention(batch.layout), torch.arange(len(ids)))
@@ -67,7 +66,7 @@ def test_values_before_each_token_and_scores_of_answers(groups):
 @pytest.mark.parametrize("way", ["bfloat16 weights", "bfloat16 compute"])
 @torch.no_grad()
 def test_values_of_a_bfloat16_model_are_float32(groups, way):
-    """Values are not rounded to bfloat16, because a value near 20 would have steps of 0.125."""
+    """In bfloat16, values near 20 would have steps of 0.125."""
     prompts, completions = groups
     policy = tiny.model(dtype=torch.bfloat16 if way == "bfloat16 weights" else torch.float32)
     if way == "bfloat16 compute":

@@ -1,7 +1,4 @@
-"""Compare the vision tower's windows and norms with transformers 5.23.
-
-test_decoder.py tests the tower's output through the logits.
-"""
+"""Compare windows and norms of the vision tower with transformers 5.23; test_decoder.py compares its outputs."""
 
 import random
 
@@ -36,7 +33,7 @@ def test_windows_of_300_random_grids_equal_transformers():
 
 @pytest.mark.parametrize("model_type", CLASSES)
 def test_norms_of_the_vision_tower_have_epsilon_1e_6(model_type):
-    """A norm's epsilon only matters for tiny inputs, which no image produces."""
+    """The epsilon of a norm only matters for tiny inputs, which no image produces."""
     visual = tiny.model(model_type=model_type, dtype=torch.float64).visual
     x = 1e-3 * torch.randn(5, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     last = visual.merger.norm if model_type.startswith("qwen3") else visual.merger.ln_q
@@ -48,7 +45,7 @@ def test_norms_of_the_vision_tower_have_epsilon_1e_6(model_type):
 
 
 def test_a_layout_cached_in_inference_mode_works_in_a_backward():
-    """The first call may be the reference's in inference mode, whose tensors backward cannot use."""
+    """The reference model may call first in inference mode, whose tensors a backward pass cannot use."""
     visual, grids = tiny.model().visual, torch.tensor([(1, 6, 4), (1, 4, 10)])
     vision.lay_out.cache_clear()
     with torch.inference_mode():
@@ -61,7 +58,7 @@ def test_a_layout_cached_in_inference_mode_works_in_a_backward():
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_padded_columns_change_nothing(bias):
-    """44 columns are padded to 48: results and gradients are equal in float64."""
+    """A layer of 44 columns is padded to 48 columns."""
     torch.manual_seed(0)
     mlp = vision.MLP(32, 44, bias).double()
     x = torch.randn(5, 32, dtype=torch.float64, requires_grad=True)
@@ -73,7 +70,7 @@ def test_padded_columns_change_nothing(bias):
 
 
 def test_columns_are_padded_on_a_gpu_in_16_bits_only(monkeypatch):
-    """The meta device stands for a GPU. Adapters and packed weights need the plain layers."""
+    """The meta device stands for a GPU; adapters and packed weights need layers without padding."""
     padded = []
     original = vision.MLP.forward_padded
     monkeypatch.setattr(vision.MLP, "forward_padded", lambda *given: padded.append(given[2]) or original(*given))

@@ -1,4 +1,4 @@
-"""Define cells, and compare the two results of each. This file does not use TRL."""
+"""Define cells, each a comparison with TRL, and compare both results. This file does not import TRL."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ Result = dict[str, Tensor]  # metric names begin with "metric "
 
 @dataclass
 class Cell:
-    """A comparison between our result and TRL's: a loss, its options and a batch."""
+    """A comparison of our result with TRL's: a loss, its options and a batch."""
 
     family: str
-    name: str  # its options, unique in the family
+    name: str  # options as text, unique in the family
     ours: Callable[[], Result]
     theirs: Callable[[], Result]  # imports TRL only when it is called
     tolerance: float = 1e-10  # for value and gradient, relative to max(1, TRL's largest entry)
@@ -30,7 +30,7 @@ class Cell:
 
 @dataclass
 class Question:
-    """A cell as in families.yaml: options, the batch's kind and seed, and options that only TRL gets (`asked`)."""
+    """A cell as in families.yaml: options, kind and seed of the batch, and options that only TRL gets (`asked`)."""
 
     family: str
     options: dict
@@ -45,7 +45,7 @@ class Question:
 
 
 def questions(kind: str) -> Iterator[Question]:
-    """Yield the cells in a families.yaml section."""
+    """Yield the questions of a section of families.yaml."""
     for row in FAMILIES[kind]:
         for options, (batch, seeds) in product(grid(**row["options"]), row.get("batches", {"plain": 2}).items()):
             for seed in range(seeds) if isinstance(seeds, int) else seeds:
@@ -53,13 +53,13 @@ def questions(kind: str) -> Iterator[Question]:
 
 
 def grid(**choices) -> list[dict]:
-    """Return all option combinations; values can be maps: grid(a=(1, 2), more=[{"b": 3}]) is [{"a": 1, "b": 3}, ...]"""
+    """Return all combinations of options: grid(a=(1, 2), more=[{"b": 3}]) is [{"a": 1, "b": 3}, {"a": 2, "b": 3}]."""
     of = [[x if isinstance(x, dict) else {name: x} for x in values] for name, values in choices.items()]
     return [dict(chain(*(part.items() for part in parts))) for parts in product(*of)]
 
 
 def loss_cell(q: Question, batch: dict, ours, theirs, leaves=("per_token_logps",), tolerance=1e-10) -> Cell:
-    """Create a cell that compares the loss, the metrics, and the gradients with respect to the batch's `leaves`."""
+    """Return a cell that compares loss, metrics and gradients with respect to the `leaves` of a batch."""
 
     def answer(loss_of: Callable) -> Result:
         given = {leaf: batch[leaf].clone().requires_grad_() for leaf in leaves}
@@ -75,7 +75,7 @@ def loss_cell(q: Question, batch: dict, ours, theirs, leaves=("per_token_logps",
 
 
 def difference(cell: Cell) -> str:
-    """Compute both results for a cell and describe how they differ: "" if they agree. Compare metrics of both sides."""
+    """Describe how the results of a cell differ ("" if they agree), for metrics only if both sides have them."""
     ours, theirs = cell.ours(), cell.theirs()
     if lone := {name for name in ours.keys() ^ theirs.keys() if not name.startswith("metric ")}:
         return f"{cell.name}: only one side has {', '.join(lone)}"

@@ -1,4 +1,4 @@
-"""Cells for policy-gradient losses, advantages and the sampler correction: batches, and calls to our functions.
+"""Cells for policy-gradient losses, advantages and the sampler correction.
 
 A batch depends only on its seed. Options have our names, which equal TRL's names except for NAMES_OF_TRL.
 """
@@ -22,14 +22,14 @@ WEIGHTS = [0.5, 1.0]
 
 
 def trl(question: str, *arguments, **options):
-    """Call a function in trl_oracle.py; the import is here, so that TRL is imported only when a cell is computed."""
+    """Call a function of trl_oracle.py, which is imported only when a cell is computed, because it imports TRL."""
     from tests.parity import trl_oracle
 
     return getattr(trl_oracle, question)(*arguments, **options)
 
 
 def policy_batch(seed: int, old: bool = True, empty=(), by_token: bool = False) -> dict[str, Tensor | None]:
-    """Create rows with 1 to T tokens (0 in `empty`), ratios far outside the clip range, and mixed-sign advantages."""
+    """Return rows of 1 to T tokens (0 in `empty`), ratios far outside of the clip range, and mixed-sign advantages."""
     generator = torch.Generator().manual_seed(seed)
     normal = partial(torch.randn, generator=generator, dtype=torch.float64)
     logps = -normal(B, T).abs() - 0.1
@@ -45,7 +45,7 @@ def policy_batch(seed: int, old: bool = True, empty=(), by_token: bool = False) 
 
 
 def our_loss(batch: dict, accumulation: int = 1, processes: int = 1, steps_per_generation=None, **options):
-    """Compute grpo_loss with the totals that follow from TRL's options.
+    """Compute grpo_loss with the totals that follow from options of TRL.
 
     TRL averages gradients over processes and sums them over accumulation steps, so its divisors are fractions of ours.
     """
@@ -55,7 +55,7 @@ def our_loss(batch: dict, accumulation: int = 1, processes: int = 1, steps_per_g
 
 
 def batch_of(kind: str, seed: int) -> dict[str, Tensor | None]:
-    """Create a batch from its kind in families.yaml."""
+    """Return the batch of a kind in families.yaml."""
     batch = policy_batch(seed, kind != "no old", MASKED.get(kind, ()), "advantages (B, T)" in kind)
     logps, far = batch["per_token_logps"], re.match(r"far off by (\d+)", kind)
     if kind == "tied entropies":
@@ -74,7 +74,7 @@ def batch_of(kind: str, seed: int) -> dict[str, Tensor | None]:
 
 
 def grpo_cell(q: Question) -> Cell:
-    """Create a cell for GRPOTrainer._compute_loss."""
+    """Return a cell for GRPOTrainer._compute_loss."""
     told = {NAMES_OF_TRL.get(name, name): value for name, value in q.options.items()} | q.asked
     ours = partial(our_loss, **q.options, **({"loss_type": "rloo"} if q.asked.get("kind") == "RLOO" else {}))
     sides = ours, partial(trl, "grpo_loss", items=ITEMS, max_completion_length=MAX_LENGTH, **told)
@@ -82,7 +82,7 @@ def grpo_cell(q: Question) -> Cell:
 
 
 def together_cell(q: Question) -> Cell:
-    """Create a cell with many randomly chosen options at once, because their order of application matters."""
+    """Return a cell with many random options at once, because their order of application matters."""
     draw = random.Random(q.seed)
     options = {name: draw.choice(values) for name, values in q.asked.items()}
     kind = "advantages (B, T)" if draw.random() < 0.3 else "plain"
@@ -92,7 +92,7 @@ def together_cell(q: Question) -> Cell:
 
 
 def random_rewards(seed: int, n: int = 12, missing: float = 0.0) -> Tensor:
-    """Create rewards (n, 2) with the values 0, 1/2 and 1 in float32; the fraction `missing` is NaN."""
+    """Return float32 rewards (n, 2) of 0, 1/2 and 1, of which the fraction `missing` is NaN."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 3, (n, 2), generator=generator).float() / 2
     values[torch.rand(n, 2, generator=generator) < missing] = torch.nan
@@ -100,7 +100,7 @@ def random_rewards(seed: int, n: int = 12, missing: float = 0.0) -> Tensor:
 
 
 def advantages_cell(q: Question) -> Cell:
-    """Create a cell for advantages (or GDPO). TRL computes them with float32 rewards, hence the larger tolerance."""
+    """Return a cell for advantages (or GDPO) with tolerance 1e-6, because TRL computes with float32 rewards."""
     rewards, size = random_rewards(q.seed, missing=q.options["missing"]), q.options["num_generations"]
 
     def ours() -> Result:
@@ -117,7 +117,7 @@ def advantages_cell(q: Question) -> Cell:
 
 
 def rloo_advantages_cell(q: Question) -> Cell:
-    """Create a cell: clip rewards, subtract the completion's KL, and compare with the rest of the group."""
+    """Return a cell for RLOO: clip rewards, subtract the KL of a completion, and compare with the rest of the group."""
     size, beta, normalize, clip, missing = q.options.values()
     rewards, batch = random_rewards(q.seed, n=B * 2, missing=missing), policy_batch(q.seed)
     old, ref, mask = (
@@ -134,7 +134,7 @@ def rloo_advantages_cell(q: Question) -> Cell:
 
 
 def correction_cell(q: Question) -> Cell:
-    """Create a cell for the ratio between trainer and sampler; TRL keeps the sampler's log-probabilities in float32."""
+    """Return a cell for the ratio of trainer and sampler, whose log-probabilities TRL keeps in float32."""
     batch = policy_batch(q.seed)
     old, mask, lengths = batch["old_per_token_logps"], batch["mask"], batch["mask"].sum(1).long().tolist()
     sampling = (old + 0.3 * (batch["ref_per_token_logps"] - old)).float()
@@ -148,7 +148,7 @@ def correction_cell(q: Question) -> Cell:
 
 
 def overlong_cell(q: Question) -> Cell:
-    """Create a cell for the penalty on a completion's length, which is a number."""
+    """Return a cell for the penalty on the length of a completion."""
     inputs, name = (q.options["tokens"], 100, q.options["cache"]), "soft_overlong_punishment"
     sides = partial(getattr(grpo_trainer, name), *inputs), partial(trl, name, *inputs)
     return Cell(q.family, q.name, *(lambda of=side: {"reward": torch.tensor(of())} for side in sides))

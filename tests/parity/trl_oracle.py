@@ -1,7 +1,7 @@
-"""Compute losses, gradients and advantages with the real methods of TRL's trainers, without a model or a training run.
+"""Compute losses, gradients and advantages with methods of TRL's trainers, without a model or a training run.
 
-A trainer is created without __init__. The attributes that its methods read are set from a real config, and its forward
-pass returns given log-probabilities. Import this file inside functions.
+Trainers are created without __init__. The attributes that their methods read come from a real config, and the forward
+pass returns given log-probabilities. Import this file inside functions, because it imports TRL.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ PROMPT = 2  # tokens before an answer; their log-probabilities have no effect
 
 
 class Outputs(dict):
-    """A model output, with access by attribute and by name."""
+    """A model output with access by attribute and by name."""
 
     __getattr__ = dict.get
 
@@ -35,8 +35,8 @@ class Outputs(dict):
 class GivenLogps(torch.nn.Module):
     """A language model over two tokens that gives token 1 the log-probabilities (B, T - 1).
 
-    Logits [log(1 - p), log p] have the log-sum-exp 0 with gradient 0, so versions that work on logits get p with its
-    exact gradient, and versions that work on log-probabilities get it directly.
+    The log-sum-exp of the logits [log(1 - p), log p] is 0 with gradient 0. So losses of logits get p with its exact
+    gradient, and losses of log-probabilities get log p directly.
     """
 
     def __init__(self, logps: Tensor):
@@ -76,7 +76,7 @@ def bare(kind: str, num_processes: int = 1, **options):
 
 @functools.cache
 def _unpacked(function, name: str) -> list[str]:
-    """Return the names to which a method assigns the results of self.<name>(...); they differ between TRL versions."""
+    """Return the names to which a method assigns the results of self.<name>(...), because TRL versions differ."""
     function = inspect.unwrap(function)
     found = re.search(rf"^ *\(?([\w,\s]+?),?\s*\)? = self\.{name}\(", inspect.getsource(function), re.MULTILINE)
     return re.findall(r"\w+", found[1])
@@ -107,7 +107,8 @@ def _loss(self, method, *inputs) -> Loss:
 
 
 def grpo_loss(batch: dict, items: int = 1, kind: str = "GRPO", **options) -> Loss:
-    """Call GRPOTrainer._compute_loss (or RLOOTrainer's) for a micro-batch; items: the step's tokens, all processes."""
+    """Call _compute_loss of GRPOTrainer or RLOOTrainer for a micro-batch; items: tokens of the step on all processes.
+    """
     self, mask = _policy_trainer(kind, **options), batch["mask"].long()
     returned = _unpacked(self._compute_loss.__func__, "_get_per_token_logps_and_entropies")
     forward = {name: batch[name] for name in ("per_token_logps", "entropies")}
@@ -121,8 +122,10 @@ def grpo_loss(batch: dict, items: int = 1, kind: str = "GRPO", **options) -> Los
 
 
 def rollout(rewards, kind="GRPO", logps=(None, None), completions=None, sampling=None, output="advantages", **options):
-    """Return `output` from _generate_and_score_completions for rewards (n, K), logps (n, T) under policy and reference,
-    completions (id lists, 1 ends a text) and the sampler's log-probabilities (lists).
+    """Return `output` of _generate_and_score_completions for rewards (n, K).
+
+    `logps` are (n, T) under policy and reference, `completions` are lists of ids (1 ends a text), and `sampling` are
+    lists of the sampler's log-probabilities.
     """
     n = len(rewards)
     self = _policy_trainer(kind, per_device_train_batch_size=n, **options)
@@ -146,13 +149,13 @@ def rollout(rewards, kind="GRPO", logps=(None, None), completions=None, sampling
 
 
 def _sequences(mask: Tensor) -> dict[str, Tensor]:
-    """Create sequences (n, PROMPT + T) with answers where the mask (n, T) is 1."""
+    """Return sequences (n, PROMPT + T) with an answer where the mask (n, T) is 1."""
     answer, real = (pad(mask.long(), (PROMPT, 0), value=value) for value in (0, 1))
     return {"input_ids": torch.ones_like(answer), "attention_mask": real, "completion_mask": answer}
 
 
 def _with_models(kind: str, logps: Tensor, ref_logps: Tensor | None = None, **options):
-    """Create a trainer whose models return the log-probabilities (n, T) for answers after a prompt."""
+    """Create a trainer whose models return the log-probabilities (n, T) of answers after a prompt."""
     self = bare(kind, **options)
     policy, ref = (x if x is None else GivenLogps(pad(x, (PROMPT - 1, 0), value=-9.0)) for x in (logps, ref_logps))
     self.model, self.ref_model, self.precompute_ref_logps = policy.train(), ref, False
@@ -174,7 +177,7 @@ def dpo_loss(batch: dict, **options) -> Loss:
 
 
 def kto_loss(batch: dict, **options) -> Loss:
-    """Call KTOTrainer._compute_loss for answers (B, T); the KL is measured with batch["kl_mask"] on the same tokens."""
+    """Call KTOTrainer._compute_loss for answers (B, T); batch["kl_mask"] selects the tokens of the KL."""
     self = _with_models("KTO", batch["per_token_logps"], batch["ref_per_token_logps"], **options)
     self.calculate_KL = self.loss_type != "apo_zero_unpaired"
     inputs = _sequences(batch["mask"]) | {"label": batch["labels"]}
@@ -183,7 +186,7 @@ def kto_loss(batch: dict, **options) -> Loss:
 
 
 def sft_loss(batch: dict, items: int | None, **options) -> Loss:
-    """Call SFTTrainer.compute_loss for the tokens (B, T) in the mask; items: the step's tokens on all processes."""
+    """Call SFTTrainer.compute_loss for the tokens (B, T) in the mask; items: tokens of the step on all processes."""
     self, inputs = _with_models("SFT", batch["per_token_logps"], **options), _sequences(batch["mask"])
     dft_loss = getattr(importlib.import_module(type(self).__module__), "dft_loss", None)
     self.compute_loss_func = dft_loss if self.args.loss_type == "dft" else None
@@ -193,7 +196,7 @@ def sft_loss(batch: dict, items: int | None, **options) -> Loss:
 
 
 def reward_loss(batch: dict, **options) -> Loss:
-    """Call RewardTrainer.compute_loss for rewards (B,) for chosen and rejected answers."""
+    """Call RewardTrainer.compute_loss for rewards (B,) of chosen and rejected answers."""
     self, rewards = bare("Reward", **options), torch.cat([batch["chosen"], batch["rejected"]])
     self.model = torch.nn.Linear(1, 1).train()
     inputs = dict.fromkeys(("input_ids", "attention_mask"), torch.ones(len(rewards), 2))

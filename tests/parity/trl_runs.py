@@ -2,10 +2,10 @@
 
     python -m tests.parity.trl_runs    # prints a table; two minutes on one core
 
-Both train the same tiny Qwen2.5-VL in float64 on random pictures, with warm-up, a decaying learning rate, weight decay,
-clipped gradients and ratios, two micro-batches per step, and tokens inside completions that are not trained on. TRL's
-GRPO gets the completions that our sampler drew. DESIGNS are the places where TRL computes something else on purpose.
-TRL is changed to agree with us in all of them, and the table also shows what happens if it keeps one, or all.
+All runs start with the same tiny Qwen2.5-VL in float64 and random pictures. Runs have warm-up, a decaying learning
+rate, weight decay, clipped gradients and ratios, two micro-batches per step, and tokens inside completions that are
+not trained on. TRL's GRPO gets the completions of our sampler. DESIGNS are the places where TRL computes something
+else on purpose. TRL is changed to agree with us, and the table also shows runs in which TRL keeps one design, or all.
 """
 
 import json
@@ -53,7 +53,7 @@ ANSWERS = {"grpo": (), "dpo": ("chosen", "rejected"), "sft": ("completion",)}  #
 
 
 def make_folder(folder: Path):
-    """Write a tiny model, and rows with random pictures of two sizes and with texts of several lengths."""
+    """Write a tiny model, and rows with random pictures of two sizes and texts of several lengths."""
     trl_fixtures.write_model(folder)
     numbers, lines = numpy.random.default_rng(0), []
     for i in range(8):
@@ -66,17 +66,17 @@ def make_folder(folder: Path):
 
 
 def variety(completion_ids, **_) -> list[float]:
-    """Reward completions for both trainers."""
+    """Reward completions by the number of different ids, modulo 5."""
     return [len(set(ids)) % 5 / 3 for ids in completion_ids]
 
 
 def is_trained(length: int) -> torch.Tensor:
-    """Return a mask of the tokens in a completion that are trained on; the others could be a tool's answer."""
+    """Return a mask of the trained tokens of a completion; the other tokens could be the answer of a tool."""
     return torch.arange(length) % 5 != 2
 
 
 class MaskedSampler(Sampler):
-    """Sampler of completions in which some tokens are not trained on; TRL cannot train on placeholders of images."""
+    """Sample completions with untrained tokens, and without placeholders of images, on which TRL cannot train."""
 
     def token_sampler(self, *given):
         sample, image = super().token_sampler(*given), torch.tensor([self.model.config.image_token_id])
@@ -90,7 +90,7 @@ class MaskedSampler(Sampler):
 
 
 class OurRun(Callback):
-    """Our run: its rows and completions in order, and after each step its weights and metrics."""
+    """Record our run: rows and completions in order, and weights and metrics after each step."""
 
     def __init__(self):
         self.rows, self.completions, self.weights, self.metrics = [], [], [], []
@@ -139,7 +139,7 @@ def our_run(kind: str, folder: Path, steps: int) -> OurRun:
 
 
 class PlainHead:
-    """TRL's fused head, but computed in the dtype of the hidden states, not in float32."""
+    """TRL's fused head, computed in the dtype of the hidden states instead of float32."""
 
     @staticmethod
     def apply(hidden, weight, bias, labels, temperature, *_):
@@ -157,7 +157,7 @@ def compute_in_float64(trainer, patch):
 
 
 def begin_above_zero(trainer, patch):
-    """Let each step of the warm-up have the rate of TRL's next step."""
+    """Let each warm-up step of TRL have the learning rate of the next step."""
     create = trainer.create_scheduler
 
     def create_scheduler(*given, **named):
@@ -189,7 +189,7 @@ def count_tokens_of_the_step(trainer, patch):
     trainer._prepare_inputs = prepared
 
 
-# what TRL computes in its own way: its trainers that do, and how they are made to agree with us
+# design of TRL: trainers that have it, and the change that makes TRL agree with us
 DESIGNS = {
     "head, norms and rewards in float32": ("grpo dpo sft", compute_in_float64),
     "a warm-up that begins at 0": ("grpo dpo sft", begin_above_zero),

@@ -39,7 +39,7 @@ from tests.helpers.oracle import CLASSES, in_float64, our_logits, their_inputs  
 
 
 def random_config(model_type: str, rng: random.Random, **more) -> ModelConfig:
-    """Return a config with random layers, heads, sections, patch and merge sizes, and `more` values of the text."""
+    """Return a config with random layers, heads, sections, patch and merge sizes; `more` sets other text values."""
     layers, depth = rng.randint(2, 5), rng.randint(1, 5)
     heads, groups = rng.choice([(4, 2), (3, 1), (2, 2)])
     half = rng.choice([4, 8, 12])  # rotated dimension pairs per head
@@ -75,9 +75,9 @@ def random_config(model_type: str, rng: random.Random, **more) -> ModelConfig:
 
 
 def random_prompt(config: ModelConfig, generator: torch.Generator, grids: list[tuple[int, int]]):
-    """Return a prompt with text and images, whose grids are given in merged tokens."""
+    """Return a prompt with text, and with images whose grids are given in merged tokens."""
     vision, merge = config.vision_config, config.vision_config.spatial_merge_size
-    # the ids are for 2 x 2 patches per token
+    # tiny.prompt assumes 2 x 2 patches per token
     prompt = tiny.prompt(generator, [(1, 2 * h, 2 * w) for h, w in grids])
     grids = [(1, h * merge, w * merge) for h, w in grids]
     prompt.image_grid_thw = torch.tensor(grids, dtype=torch.long).view(-1, 3)
@@ -167,7 +167,7 @@ def test_every_stage_trains_every_part(stage, name, model):
     run.go(2)
     still = {key for key, p in run.trainer.trained.named_parameters() if torch.equal(p, before[key])}
     assert {key.removeprefix("backbone.") for key in still} <= {"lm_head.weight"} and len(before) > 50
-    assert not still or name == "reward_model"  # which predicts no tokens
+    assert not still or name == "reward_model"  # a reward model predicts no tokens
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_a_whole_run_and_the_commands_on_its_folder(whole_run, sizes):
 
 
 def video_processor(**videos) -> Processor:
-    """Return a processor without a folder's settings, which resizes like torchvision."""
+    """Return a processor without the settings of a folder, which resizes as torchvision does."""
     images = read_images({}, "")
     images.resize, images.videos = RESIZE["torch"], qwen3_vl.Videos(**videos)
     return Processor(shapes.tokenizer(), images, default_template(FAMILIES["qwen3_vl"]))
@@ -189,7 +189,7 @@ def video_processor(**videos) -> Processor:
 def test_sampled_frames_of_a_file_match_transformers():
     cases = recorded("qwen3_vl_5.23.0")["sampling"]
     for (total, video_fps, options), expected in zip(islice(sampling_cases(), 500), cases, strict=True):
-        if expected[0] > 1:  # which it refuses later
+        if expected[0] > 1:  # a single frame is refused later
             options = {"fps": options["fps"]} if "fps" in options else {}
             indices, _ = sample_indices(total, video_fps, frame_factor=1, **options)
             assert [len(indices), digest(indices)] == expected, (total, video_fps, options)
@@ -216,7 +216,7 @@ def test_a_frame_may_have_its_own_size_bounds():
 
 @pytest.fixture(scope="module")
 def their_processor(tmp_path_factory, oracle):
-    """Return a Qwen3VLProcessor with our tokenizer, whose video processor is told its results."""
+    """Return a Qwen3VLProcessor with our tokenizer, whose video processor returns given results."""
     from transformers.models.qwen3_vl import Qwen3VLProcessor
 
     class Told:
@@ -234,7 +234,7 @@ def their_processor(tmp_path_factory, oracle):
 
 
 def their_ids(processor, messages, images, *videos):
-    """Return transformers' ids. videos: (grid, indices of sampled frames, frames per second)."""
+    """Return the ids of transformers for videos, each given as (grid, indices of sampled frames, frames per second)."""
     from transformers.video_utils import VideoMetadata
 
     told = processor.video_processor
@@ -260,7 +260,7 @@ def test_prompts_with_a_video_file_match_transformers(tmp_path, their_processor,
 
 
 def test_a_list_of_frames_beside_an_image_and_a_second_video(their_processor):
-    """The frames are already sampled: 5 at 4 per second, and 4 at 2 per second."""
+    """The frames are already sampled: 5 frames at 4 per second, and 4 frames at 2 per second."""
     films = [PIL.Image.new("RGB", (96, 64), "gray")] * 5, [PIL.Image.new("RGB", (64, 32))] * 4
     parts = [{"type": "text", "text": "a"}, {"type": "video"}, {"type": "image"}, {"type": "video"}]
     messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "0.1 seconds"}]}]
@@ -277,7 +277,7 @@ def test_a_list_of_frames_beside_an_image_and_a_second_video(their_processor):
 
 
 def film_prompt(generator: torch.Generator, image, *films) -> tuple[Prompt, dict]:
-    """Return a prompt with an image and videos with these grids, and transformers' inputs."""
+    """Return a prompt with an image and videos of given grids, and the inputs for transformers."""
     grids, ids = [image], [torch.randint(3, 280, (4,), generator=generator)]
     parts = [[tiny.VISION_START, *[tiny.IMAGE] * (image[1] * image[2] // 4), tiny.VISION_END]]
     for t, h, w in films:
@@ -298,7 +298,6 @@ def film_prompt(generator: torch.Generator, image, *films) -> tuple[Prompt, dict
 
 @pytest.mark.parametrize(("model_type", "close"), [("qwen3_vl", 1e-13), ("qwen3_5", 1e-12)])
 def test_logits_of_videos_equal_transformers(tmp_path, monkeypatch, model_type, close):
-    """Both models are loaded from one folder."""
     in_float64(monkeypatch, model_type)
     save_model(tmp_path, tiny.model(model_type=model_type), tiny.processor())
     ours = load_model(tmp_path, torch.float64)
