@@ -15,8 +15,7 @@ from minivlmrl.run.signals import StopSignals
 
 
 def fork(work: Callable[[], int | None]) -> int:
-    """Call work() in a child process that exits with its result, or with 1 after an exception; return the process id.
-    """
+    """Call work() in a child process that exits with its result, or with 1 after an exception; return its id."""
     child = os.fork()
     if child == 0:
         code = 1

@@ -137,8 +137,7 @@ def samples(monkeypatch):
 
 @pytest.fixture
 def script(monkeypatch):
-    """Return a function that sets the rewards `letters` of the next rollouts: lists, or a number for all completions.
-    """
+    """Return a function that sets the rewards `letters` of the next rollouts: lists, or a number for each rollout."""
 
     def script(*values):
         left = list(values)

@@ -107,8 +107,7 @@ def _loss(self, method, *inputs) -> Loss:
 
 
 def grpo_loss(batch: dict, items: int = 1, kind: str = "GRPO", **options) -> Loss:
-    """Call _compute_loss of GRPOTrainer or RLOOTrainer for a micro-batch; items: tokens of the step on all processes.
-    """
+    """Call _compute_loss of GRPOTrainer or RLOOTrainer for a micro-batch; items: tokens of a step on all ranks."""
     self, mask = _policy_trainer(kind, **options), batch["mask"].long()
     returned = _unpacked(self._compute_loss.__func__, "_get_per_token_logps_and_entropies")
     forward = {name: batch[name] for name in ("per_token_logps", "entropies")}
