@@ -89,11 +89,11 @@ def digest(parts: Iterable) -> str:
 
 @contextmanager
 def replacing(folder: str | Path) -> Iterator[Path]:
-    """Yield a new, empty folder that replaces `folder` when the block has ended without an error.
+    """Yield a new, empty folder that replaces `folder` if the `with` block ends without an error.
 
-    While the `with` block runs, the new folder is called NAME.partial. After the `with` block, the old folder is
-    renamed to NAME.replaced, and the new folder to NAME. If the process is killed before the new folder is renamed,
-    find_folder uses NAME.replaced. If saving fails, the old folder is kept.
+    Example: files are written to the new folder checkpoint.partial. Then the old folder checkpoint is renamed to
+    checkpoint.replaced, and checkpoint.partial to checkpoint. After a crash between the two renames,
+    checkpoint.replaced is loaded. If saving fails, the old folder is kept.
 
     Raises:
         ValueError: the old folder contains files but no checkpoint.

@@ -95,7 +95,7 @@ class RewardTrainer(PairTrainer):
 def last_windows(
     prompts: Sequence[Prompt], answers: Sequence[Sequence[Completion]]
 ) -> tuple[Sequence[Prompt], Sequence[Sequence[Completion]]]:
-    """Replace each answer of several turns by its last turn, and its prompt by the prompt with all earlier turns."""
+    """Split each conversation into its last turn, which is scored, and a prompt that contains all earlier turns."""
     if not any(answer.turns for group in answers for answer in group):
         return prompts, answers
     pairs = [(prompt, answer) for prompt, group in zip(prompts, answers, strict=True) for answer in group]
@@ -180,7 +180,7 @@ def reward_model(completions: list[str], reward_model_scores: list[float], **col
 
 
 def check_stage_order(run: RunConfig, stage: str):
-    """Raise ValueError if a stage that needs the reward model starts before it exists, or samples trajectories."""
+    """Raise ValueError if a stage needs a reward model that does not exist yet, or needs scores for trajectories."""
     if samples_trajectories(run.sampling):
         raise ValueError(
             "the reward reward_model cannot score trajectories, because each turn of a trajectory has its own context "

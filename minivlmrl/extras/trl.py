@@ -63,8 +63,8 @@ CONFIG_DEFAULTS = {field.name: field.default for field in fields(trl.GRPOConfig)
 class GRPOTrainer(trl.GRPOTrainer):
     """TRL's GRPOTrainer with the loss `minivlmrl.grpo_loss`, or with your own loss function.
 
-    minivlmrl's GRPOTrainer replaces only the method `_compute_loss` of TRL's GRPOTrainer. All arguments except `loss`
-    and `kl_estimator` are TRL's.
+    minivlmrl's GRPOTrainer adds the arguments `loss` and `kl_estimator`, and replaces only the method `_compute_loss`
+    of TRL's GRPOTrainer.
 
     Args:
         loss: a loss_type for `grpo_loss`, such as "grpo"; or a function with the arguments and results of `grpo_loss`.
@@ -168,7 +168,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _weights(
         self, inputs: dict[str, Any], logps: Tensor, mask: Tensor, kept: Tensor
     ) -> tuple[Tensor | None, dict[str, Any]]:
-        """Return each token's weight in the policy loss, None for equal weights, and options of the policy loss."""
+        """Return token weights for the policy loss (None if all are 1), and the policy loss's further options."""
         weights = None if kept is mask else kept
         if self.off_policy_mask_threshold is not None:
             old_logps = inputs.get("old_per_token_logps", logps.detach())

@@ -19,7 +19,7 @@ except ImportError as error:
         "run `pip install transformers`"
     ) from error
 
-# {kind: (model argument with patches, model argument with grids, config field with the token id)}
+# for images and videos, the model's arguments with patches and grids, and the config field with the token id
 MEDIA = {
     "image": ("pixel_values", "image_grid_thw", "image_token_id"),
     "video": ("pixel_values_videos", "video_grid_thw", "video_token_id"),
@@ -36,8 +36,8 @@ class InputCheck(TrainerCallback):
     """Warn if the outputs of the first step ignore an image or a video, or if a trained parameter gets no gradient.
 
     InputCheck replaces each image of the first micro-batch by a gray one, and tests whether the model's outputs change.
-    The images of a micro-batch need up to nine forward passes without gradients. With sharded weights, InputCheck
-    replaces no images and inspects no gradients. InputCheck changes no weights and no random numbers.
+    To check the images, the model runs up to nine times without gradients. If FSDP or DeepSpeed shards the weights,
+    images and gradients are not checked. InputCheck changes no weights and no random numbers.
 
     The attribute `problems` of InputCheck lists the warnings.
     """
@@ -108,7 +108,7 @@ def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str])
 
     def outputs(**changed: Tensor) -> Tensor:
         # fork_rng restores the random state, so that all forward passes and the training step have the same dropout.
-        # Activation checkpointing warns about a forward pass without gradients.
+        # Warnings are hidden, because activation checkpointing warns about forward passes without gradients.
         with torch.no_grad(), torch.random.fork_rng(), warnings.catch_warnings(action="ignore"):
             return text_outputs(model(*args, **kwargs | changed), model, kwargs.get("input_ids"))
 
@@ -156,7 +156,7 @@ def text_outputs(outputs: Any, model: nn.Module, ids: Tensor | None) -> Tensor:
 
 
 def rounds_of_media(arguments: dict, sizes: list[int], token: int | None) -> list[list[tuple[int, int | None]]]:
-    """Group the images or videos, at most one of each row, so that one forward pass can test a whole group.
+    """Group images or videos of different rows, so that one forward pass can check a whole group.
 
     Returns a list of groups, each a list of tuples (index of the image, index of the image's row). If the token ids do
     not tell which row has which image, all images are one group, and the row is None. `sizes` are the images' patch

@@ -146,7 +146,7 @@ def sample_indices(
     Returns:
         Indices of the sampled frames, and the sampled frames per second.
 
-    Source: qwen-vl-utils' video readers (float32), or for Qwen3-VL (frame_factor 1) transformers'
+    Source: qwen-vl-utils' video readers (float32), or, for Qwen3-VL, whose frame_factor is 1, transformers'
         Qwen3VLVideoProcessor (float64).
     """
     if total_frames <= 0 or not 0 < video_fps < math.inf:

@@ -128,7 +128,7 @@ class TokenChooser:
     The method update_state is for vLLM's V1 model runner, and add_request for vLLM's V2 model runner.
     """
 
-    # `sampling` is a class attribute, because vLLM constructs the TokenChooser; None while vLLM warms up
+    # the current rollout, stored on the class, because vLLM creates the TokenChooser; None while vLLM warms up
     sampling: Sampling | None = None
 
     def __init__(self, vllm_config, *_):
@@ -222,7 +222,7 @@ class VLLMSampler(Sampler):
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
-        # Otherwise, vLLM would reuse image embeddings that were computed with the old weights.
+        # vLLM's cache of image embeddings is emptied, because the old weights computed these embeddings.
         self.llm.llm_engine.reset_encoder_cache()
         completions = super().__call__(prompts, num_generations, keys)
         if self.sleeps:

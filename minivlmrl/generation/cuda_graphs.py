@@ -5,8 +5,8 @@ launches. A CUDA graph takes a single launch, and runs the same kernels on the s
 memory addresses, finished completions stay in the batch, and the buffers for keys and values have a masked, unused
 part.
 
-Sampling uses the same random numbers with and without a CUDA graph. With a CUDA graph, logits differ in their last
-bits, because sums over keys include masked keys.
+Sampling uses the same random numbers with and without a CUDA graph. A CUDA graph changes the last bits of the logits,
+because attention then also sums over masked keys.
 """
 
 from functools import cache
@@ -100,7 +100,7 @@ class CapturedDecode(Decode):
         stream = capture_stream(self.ids.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # The mode thread_local allows the threads that load images to use the GPU during the capture.
+            # The mode thread_local lets the threads that load images use the GPU while a graph is captured.
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 self.step(model, attention)

@@ -1,8 +1,6 @@
 """Apply the options repetition_penalty, temperature, top_k, top_p and min_p to the next token's logits.
 
-To add a sampling filter, add a field to SamplingOptions and an entry to NO_TRUNCATION (both in config/options.py), and
-a last step to filter_logits, as in the example in docs/developer_guide.md. Without the entry in NO_TRUNCATION, the
-sampling filter is never applied.
+docs/developer_guide.md says how to add a sampling filter.
 """
 
 from collections.abc import Iterable, Sequence

@@ -42,7 +42,7 @@ LogitsProcessor = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Decode:
     """Run one decode step, which is a forward pass of one new token per row.
 
-    Subclasses of Decode capture the decode step as a CUDA graph (cuda_graphs.py), or also prefill tool outputs
+    Subclasses of Decode run the decode step as a CUDA graph (cuda_graphs.py), or insert the outputs of tools
     (extras/agents/).
     """
 
@@ -159,8 +159,8 @@ def make_token_sampler(
     """Make the function with which `generate` samples one token per row.
 
     Log-probabilities are computed from logits that are divided by the temperature and normalised over the tokens that
-    the filters keep. A repetition penalty does not change the recorded log-probabilities, for which a temperature of 0
-    counts as 1.
+    the filters keep. A repetition penalty does not change log-probabilities. With a temperature of 0, log-probabilities
+    are those for temperature 1.
 
     Args:
         temperature: logit divisor; 0 selects the likeliest token.

@@ -144,7 +144,7 @@ class Sampler:
         return groups
 
     def decode(self) -> Decode:
-        """Make the decode step, which samplers in extras/agents/ extend to prefill tool outputs."""
+        """Make the object that runs decode steps, with a CUDA graph if the model allows one."""
         if not self.captured:
             return Decode()
         from minivlmrl.generation.cuda_graphs import CapturedDecode

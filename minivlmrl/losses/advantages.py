@@ -132,8 +132,8 @@ def to_groups(rewards: Tensor, num_generations: int) -> Tensor:
 def centre(x: Tensor) -> Tensor:
     """Subtract the mean over the last axis, ignoring NaN.
 
-    centre first subtracts the largest value, so that equal rewards give exactly 0. Otherwise, eight float32 rewards of
-    1.2 would get advantages near 0.001, with which AdamW takes full steps in a random direction.
+    The largest value is subtracted first, so that equal rewards give exactly 0. If only the mean were subtracted, eight
+    float32 rewards of 1.2 would get advantages near 0.001, with which AdamW takes full steps in a random direction.
     """
     shifted = x - x.nan_to_num(float("-inf")).amax(-1, keepdim=True)
     return shifted - shifted.nanmean(-1, keepdim=True)

@@ -17,8 +17,8 @@ def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
 def in_half(x: Tensor, theirs: Tensor, exact: Tensor) -> Tensor:
     """Return the trainer's log-probabilities if 16-bit rounding explains their errors, else our log-probabilities x.
 
-    Two programs in 16 bits round the same weights, so their rounding errors are correlated and similarly large. With
-    fewer than 16 differing log-probabilities, the rounding errors could be correlated by chance.
+    Two programs in 16 bits round the same weights, so their rounding errors are correlated and similarly large. The
+    rounding errors of fewer than 16 log-probabilities could be correlated by chance.
 
     Args:
         x: log-probabilities recomputed in 16 bits.

@@ -1,6 +1,6 @@
 """Check your own loss against values and gradients recorded from TRL 1.16, without installing TRL.
 
-docs/numerical_parity.md shows how to use `check`. In a clone, `pytest tests/parity` compares all losses and options in
+docs/numerical_parity.md shows how to check a loss. In a clone, `pytest tests/parity` compares all losses and options in
 minivlmrl with the installed TRL.
 """
 
@@ -128,7 +128,7 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float =
 
 
 def shared(differing: list[dict], agreeing: list[dict]) -> str:
-    """Describe an option that all wrong test cases and no others have: ", which are those with beta = 0.1"."""
+    """Name an option that separates wrong test cases from right ones, as in ", which are those with beta = 0.1"."""
     for name in differing[0] if differing and agreeing else ():
         values = [options.get(name) for options in differing]
         if all(x == values[0] for x in values) and all(options.get(name) != values[0] for options in agreeing):
@@ -153,7 +153,7 @@ class Comparison:
 
 
 def call(my_loss, batch: dict, options: dict) -> Tensor:
-    """Call a loss with (batch, options); a loss with the parameter `normalizer` gets a training step's arguments."""
+    """Call the user's loss with (batch, options), or with a trainer's arguments if one of them is `normalizer`."""
     if "advantages" not in batch or "normalizer" not in inspect.signature(my_loss).parameters:
         return my_loss(batch, options)
     normalizer = LossNormalizer(len(batch["mask"]), options["tokens"], options["max_completion_length"])
@@ -214,7 +214,7 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
 
 
 def has(options: dict, only: dict) -> bool:
-    # Test cases with TRL's dual clip are compared only if the user asks for the option delta.
+    # Test cases with TRL's dual clip are compared only if the user chooses a value for TRL's option `delta`.
     if "delta" in options and "delta" not in only:
         return False
     # TRL's DPO configuration has a list of losses, ["sigmoid"], but the user writes one name, "sigmoid".

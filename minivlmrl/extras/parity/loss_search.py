@@ -104,7 +104,7 @@ class Combination:
         return [explains(step, change) for step in self.steps]
 
     def next_part(self) -> list[Cause]:
-        """Return the known bugs that explain the most test cases, or [] if no bug explains a further case."""
+        """Return the known bugs with which TRL's loss equals the user's loss in the most further test cases."""
         left = [
             Search("loss", d, self.deviation) for d, agrees in zip(self.steps, self.agrees, strict=True) if not agrees
         ]
@@ -145,7 +145,7 @@ class Combination:
 
 
 def find_names(steps: list[Dump], seconds: float) -> tuple[list[str], list[str]]:
-    """Name the mistakes and designs in the user's loss: "mistake" or "design" for each, and the lines to print."""
+    """Return whether each bug in the user's loss is a "mistake" or an intended "design", and the lines to print."""
     parts, why = [], "no known mistake or design does"
     try:
         parts = find_parts(steps, seconds)

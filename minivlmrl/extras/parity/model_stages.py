@@ -20,7 +20,7 @@ from minivlmrl.model.rope import get_rope_index
 # Numbers that a float32 model computes, such as gradients, get 50 times the usual tolerance.
 THROUGH_A_MODEL = 50.0
 HALF = 100.0  # further factor for a model that runs in bfloat16, float16 or an unknown dtype
-# quantities that are computed after a model's forward pass, so that their bugs need no new forward pass
+# quantities that can be changed without a new forward pass of the model
 AFTER_FORWARD = {"logps", "mode", "inside"}
 
 
@@ -113,7 +113,7 @@ def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, ima
 def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
     """Return the index of each token's image (S,); for a text token, the index is the number of images.
 
-    Example: if the first image has two tokens and the second has one, "a <i><i> b <i>" gives [2, 0, 0, 2, 1].
+    Example: in "a <i><i> b <i>", image 0 has two tokens and image 1 has one, so the indices are [2, 0, 0, 2, 1].
     """
     numbers = torch.bucketize(placeholders.cumsum(0) - 1, sizes.cumsum(0), right=True)
     return numbers.where(placeholders, len(sizes))

@@ -116,7 +116,7 @@ def prompt_tokens(s):
 
 
 def without_missing_ids(s):
-    """Imitate a trainer that leaves all tokens with one or two ids, such as a special token, out of the mask."""
+    """Imitate a trainer whose mask leaves out one or two special tokens wherever they occur."""
     missing = s.x > s.completion_mask
     ids = s.input_ids[missing].unique()
     return s.x * ~torch.isin(s.input_ids, ids) if len(ids) < 3 and 2 * len(ids) <= missing.sum() else s.x
@@ -258,7 +258,7 @@ SCOPES = [
     ("dpo", ["the policy", "the reference"], ""),
 ]
 
-# what a recorded step must contain to reveal some of the bugs
+# for each kind of bug, what a recorded step must contain to reveal the bug
 BASELINES = "baselines, which need groups with different rewards"
 DEVIATIONS = "standard deviations, which need groups with different rewards"
 GROUPS = "groups, which need a rollout with several groups"
@@ -881,8 +881,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("factor", ALL_STAGES, "the model learns the opposite"): {"all values have the wrong sign": -1},
 }  # fmt: skip
 
-# Options and counts by which a trainer may wrongly multiply, each with a regular expression for the names of tensors.
-# If all losses of a step with 8 rows are 8 times too large, the report names the 8 rows.
+# {option or count by which a trainer may wrongly multiply: (its value, regular expression for the tensors' names)}.
+# Example: if all losses of a step with 8 rows are 8 times too large, the report names the 8 rows.
 FACTORS = {
     "the temperature": (lambda d: d.about.get("temperature"), ".*logps$|entropies$|grad"),
     "one over the temperature": (lambda d: 1 / (d.about.get("temperature") or 1), ".*logps$|entropies$|grad"),

@@ -26,7 +26,7 @@ from minivlmrl.extras.parity.step import DAMAGES, Dump, SearchEndedError
 # Relative errors up to 1e-5 are accepted, because float32 rounds to about 1e-7.
 TOLERANCE = 1e-5
 NAN = 1e300  # stands for NaN in the test cases of a loss, in which two NaN are equal
-# {stage: (recomputed tensor, field of step.json with the model's folder)}
+# for each stage, the tensor that is recomputed, and the field of step.json that names the model's folder
 LOGPS = {
     "logps": ("per_token_logps", "model"),
     "entropies": ("entropies", "model"),
@@ -84,7 +84,7 @@ class Cause:
 
     @property
     def is_limited(self) -> bool:
-        """Whether the bug takes values from other rows or tokens, or is limited to some rows, tokens or parameters."""
+        """True if the bug changes only some rows, tokens or parameters, or uses values of other rows or tokens."""
         return any(isinstance(x, tuple) for x in self.change.values())
 
     @property
@@ -102,8 +102,8 @@ class Cause:
         return "factor" not in self.change and not 0.01 <= abs(self.change.get("c", 1.0)) <= 100
 
     def may_be_inside(self, quantity: str) -> bool:
-        """Return whether the bug may affect only one part of a formula, such as the mask in the token count."""
-        # Wrong orders of rows match too often by chance if they affect only one part of a formula.
+        """Return whether the bug is also tried in a single part of a formula, such as the advantages' baseline."""
+        # A wrong order of rows in only one part of a formula would match too often by chance.
         may_be = "mask" in self.change or not self.is_limited
         return may_be and quantity in (*self.change, "") and not self.is_fitted
 
@@ -113,7 +113,7 @@ class Cause:
         return replace(self, says=f"{self.says}, only in {use}", change=change, of=replace(self.of, about=""))
 
     def with_number(self, number: float, source: str = "") -> "Cause":
-        """Put a number into the bug's description, followed by a source of the number, such as ": the 8 rows"."""
+        """Add a number and its meaning to the description, as in "all values are 8 times as large: the 8 rows"."""
         says = self.says.replace("{c}", f"{number:.5g}") + source
         return replace(self, says=says, change=self.change | {"c": number}, is_guess=not source)
 
@@ -122,7 +122,7 @@ FACTOR = Cause("all values are {c} times as large", {"factor": table.fitted_numb
 
 
 def names_of(name: str, d: Dump) -> set[str]:
-    """Return a stage's names in the table of bugs; the loss of a DPO step has the names "loss" and "dpo"."""
+    """Return the stages whose known bugs are tried, for example "loss" and "dpo" for the loss of a DPO step."""
     return {name, d.about["kind"] if name == "loss" else "logps" if name in LOGPS else name}
 
 
@@ -136,7 +136,7 @@ def possible_causes(name: str, d: Dump) -> list[Cause]:
                 change = change if isinstance(change, dict) else {quantity.name: change}
                 for text, pieces in for_each_part(says, change, d, "mask" in names):
                     result.append(Cause(text, pieces, quantity))
-    # Bugs of one loss, such as a wrong clip bound, come before bugs of any quantity, such as a wrong sign.
+    # Bugs of a single loss, such as a wrong clip bound, are tried before general bugs, such as a wrong sign.
     result.sort(key=lambda cause: (cause.is_general, not (names - {"loss", "logps"}) & cause.of.stage_names()))
     for of_stages, uses, quantity in table.SCOPES:
         if names & set(of_stages.split(", ")):
@@ -154,7 +154,7 @@ def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[t
         kinds, formula = change[name]
         for kind in kinds.split():
             for part in getattr(d, kind):
-                # A bug of the mask is not limited to counted tokens, because the mask decides which tokens count.
+                # Counted tokens are the tokens in the mask, so a bug of the mask cannot be limited to counted tokens.
                 if not (in_mask and "counted" in part):
                     yield says.replace("{}", part), change | {name: (kind, part, formula)}
 
@@ -206,7 +206,7 @@ def error(answer: dict | None) -> float:
 
 
 def distance(answer: dict | None) -> tuple[float, float]:
-    """Return two sums of relative errors, which are equal for two bugs that give the same numbers."""
+    """Return two numbers that summarise all relative errors; bugs with the same effect have the same two numbers."""
     if answer is None:
         return math.inf, math.inf
     differences = all_gaps(answer).clamp(max=1.0)
@@ -218,7 +218,7 @@ def count_wrong(answer: dict) -> int:
 
 
 def count_groups(name: str, answer: dict, d: Dump) -> int:
-    """Count wrong groups for advantages, wrong rows, pairs or micro-batches for a loss, and else wrong numbers."""
+    """Count wrong numbers; all advantages of a group count only once, and so do all tokens of a row or pair."""
     if name not in GROUPS:
         return count_wrong(answer)
     labels = d["group"] if name == "advantages" else d.all_rows
@@ -240,7 +240,7 @@ class Place(NamedTuple):
     rows: Tensor | None = None
 
     def of(self, answer: dict | None) -> dict | None:
-        """Replace the trainer's numbers outside the part by recomputed numbers, so that only the part can differ."""
+        """Use the trainer's numbers only in one part, such as the truncated completions, and else our own numbers."""
         if answer is None:
             return None
         values = {key: (*answer[key], mask) for key, mask in self.inside.items()}
@@ -268,7 +268,7 @@ def find_places(name: str, answer: dict, d: Dump) -> list[Place]:
 
 
 class Search:
-    """Searches for the known bugs that reproduce a trainer's numbers of one stage, such as the loss.
+    """Tries known bugs until some of them explain a trainer's wrong numbers in one stage, such as the loss.
 
     If only truncated completions have wrong numbers, for example, the search also limits each bug to truncated
     completions.
@@ -294,7 +294,7 @@ class Search:
     def run(self, causes: list[Cause]):
         """Try the known bugs, beginning with the simplest, until some of them reproduce the trainer's numbers."""
         factors = self.factors()
-        # First come bugs after the forward pass, such as rounded log-probabilities, which need no new forward pass.
+        # Bugs that need no new forward pass, such as rounded log-probabilities, are tried first.
         causes = sorted(causes, key=lambda cause: not cause.change.keys() <= model_stages.AFTER_FORWARD)
         plain, limited, fitted = by_kind(causes)
         try:
@@ -309,7 +309,7 @@ class Search:
                 self.explained.append(cause)
 
     def pairs(self) -> list[Cause]:
-        """Combine bugs that left small errors into pairs; pairs with fitted numbers would match by chance."""
+        """Combine the known bugs with the smallest remaining errors into pairs."""
         count = CASE_CAUSES if self.d.case_tolerance else MODEL_CAUSES if self.name in THROUGH_A_MODEL else PAIRED
         near = [self.by_distance[key] for key in sorted(self.by_distance) if self.by_distance[key]][:count]
         result = []
@@ -320,7 +320,7 @@ class Search:
         return result
 
     def tried(self, causes: list[Cause]) -> Iterator[Cause]:
-        """Yield each bug that reproduces the trainer's numbers, and store the remaining errors for `pairs`."""
+        """Yield each bug that reproduces the trainer's numbers."""
         for cause in causes:
             answer = self.answer(cause.change)
             key = distance(answer)
@@ -343,7 +343,7 @@ class Search:
         return explained
 
     def is_few(self, place: Place) -> bool:
-        """Return whether only one row or group of a recorded step is wrong, so that some number always fits."""
+        """Return whether only one row or group is wrong, which is too little to fit an unknown number."""
         return not self.d.case_tolerance and count_groups(self.name, place.of(self.base), self.d) < 2
 
     def factors(self) -> list[Cause]:
@@ -375,7 +375,7 @@ class Search:
         near = []
         usual = [(place, place.distance(self.base), self.is_few(place)) for place in self.places]
         for cause in causes:
-            # A fitted factor may be a count, such as the number of rows.
+            # If a trainer multiplies by a wrong factor, the factor may be a count, such as the number of rows.
             sources = self.sources if any(x is table.times for x in cause.change.values()) else {}
             gaps = defaultdict(list)  # for each place, the distance with each number
             for number in [*(FEW_NUMBERS if self.d.case_tolerance else NUMBERS), *sources]:
@@ -415,10 +415,10 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
     """Search for the simplest known bugs that reproduce the trainer's numbers, for at most `seconds`."""
     search = Search(name, d)
     answer = search.base
-    # For a single wrong token id or learning rate no bug is named, because some bug would match it by chance.
+    # At least two wrong token ids, or two learning rates, are needed, because some bug matches a single one by chance.
     if (name in IDS and count_wrong(answer) < 2) or (name == "schedule" and len(all_gaps(answer)) < 2):
         return search
-    # Rounding may leave 1 % of an error even if the right bug is found, but at most a relative error of 3e-5.
+    # Even with the right bug, rounding may leave 1 % of the trainer's error, but at most a relative error of 3e-5.
     d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
     # Forward passes are slow, so each bug is first tried on the single row with the largest error.
     if name in LOGPS:
@@ -438,8 +438,7 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
     fewest = min((cause.parts for cause in explained), default=1)
     explained = [cause for cause in explained if cause.parts == fewest]
     limit = max(10 * min((cause.error for cause in explained), default=0.0), TOLERANCE / 100)
-    # Rewards times 0.0001 give the same advantages as a likelier bug, which adds 1 instead of 1e-4 to the standard
-    # deviation. So bugs with very small or large numbers come last.
+    # Bugs with very small or large numbers, such as rewards times 0.0001, come last, because other bugs are likelier.
     search.explained = sorted(
         (cause for cause in explained if cause.error <= limit), key=lambda cause: cause.has_unlikely_number
     )
@@ -456,7 +455,7 @@ def fit(answer: dict | None, cause: Cause, d: Dump) -> list[Cause]:
 
 
 def numbers_near(number: float, gap_with: Callable[[float], float]) -> Iterator[float]:
-    """Yield a start value, then the nearby value with the smallest error, with 1, 2, 3 and all digits."""
+    """Yield a start value, then the best number near the start value, rounded to 1, 2, 3 and all digits."""
     yield number
     gap_with = cache(gap_with)
     number = min((number * 1.1**power for power in range(-9, 10)), key=gap_with)
@@ -496,14 +495,14 @@ def known_numbers(d: Dump, key: str) -> dict[float, str]:
     for count, text in texts.items():
         singles += [(count, text), (1 / count, f"1 over {text}")]
     ratios = [(a / b, f"{texts[a]} over {texts[b]}") for a, b in permutations(texts, 2)]
-    # A wrong factor can equal a ratio such as 3 / 4 by chance, so only ratios of counts above 10 are used.
+    # A fitted factor often equals a ratio of small counts, such as 3 / 4, by chance, so both counts must be above 10.
     trusted = {rounded_key(a / b) for a, b in permutations(texts, 2) if min(a, b) > 10}
     ratios = [(number, text) for number, text in ratios if rounded_key(number) in trusted]
     return joined_texts(ratios) | joined_texts(singles)  # a single count is simpler than a ratio
 
 
 def joined_texts(named_numbers: list[tuple[float, str]]) -> dict[float, str]:
-    """Join the descriptions of equal numbers, for example to ": the 8 rows or the 8 pairs"."""
+    """Map each number to all of its meanings, for example 8 to ": the 8 rows or the 8 pairs"."""
     texts = defaultdict(list)
     for number, says in named_numbers:
         texts[rounded_key(number)].append(says)

@@ -149,7 +149,8 @@ def beside(d: Dump, images: list[list], row: int) -> tuple[list, int]:
 
 
 def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
-    """Return each row's images as (patches, grid) pairs: the model's images, or the sampler's for kind "sampler_"."""
+    """Return the images of each row as (patches, grid) pairs: what the model or, with kind="sampler_", the sampler
+    saw."""
     grids = d.get(f"{kind}image_grid_thw", torch.zeros(0, 3, dtype=torch.long))
     patches = d.get(f"{kind}pixel_values", torch.zeros(0, 0)).split(grids.prod(1).tolist())
     all_pictures = list(zip(patches, grids, strict=True))
@@ -160,7 +161,7 @@ def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
 
 
 def mask(d: Dump, change: Change) -> Answer:
-    """Recompute the mask of trained tokens: in GRPO each turn up to its stop token, else the unpadded answer."""
+    """Recompute the mask of trained tokens: turns up to their stop tokens in GRPO, and whole answers in DPO and SFT."""
     is_grpo = d.about["kind"] == "grpo"
     if not d.has("prompt_mask") or (is_grpo and not d.about.get("stop_token_ids")):
         return None
@@ -239,7 +240,7 @@ def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
     rows = part if by_part else d.all_rows
     times = len(d.micro_batches) if by_part else 1
     tokens = mask[rows].sum() * times
-    # With a wrong mask, a trainer counts other tokens, so the recorded token count is used only with the right mask.
+    # The recorded token count belongs to the right mask, so tokens are counted again if a bug changes the mask.
     is_ours = torch.equal(mask, d["completion_mask"].double())
     if d.has("rollout_tokens") and is_ours and not by_part:
         tokens = change("rollout tokens", d["rollout_tokens"])[part[0]].item()
@@ -330,8 +331,8 @@ def kl_term_of(pieces: PolicyPieces, change: Change) -> Tensor:
     if options.use_bias_correction_kl:
         kl = correct_kl(kl, pieces.ratio, estimator)
     kl = change("KL", kl, pieces)
-    # In float32, computing the KL with expm1 has an error of up to 1e-7 times the log-ratio. The tolerance is slightly
-    # larger, so that computing the KL with exp, which is less exact, counts as a mistake.
+    # Errors of the KL up to 2e-7 times the log-ratio are accepted, because float32 rounds expm1 by half as much. A KL
+    # computed with exp has larger errors, and counts as a mistake.
     d = pieces.per_token_logps - pieces.ref_per_token_logps
     return averaged(kl, change, rounding=0.02 * d.detach().abs())
 
@@ -356,7 +357,7 @@ ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}
 
 
 def averaged(terms: Tensor, change: Change, rounding: Tensor | float = 0.0) -> Tensor:
-    """Return a tensor (2, M) for M micro-batches: the average token losses, and the averages of absolute values."""
+    """Return a tensor (2, M): the mean token loss, and the mean absolute token loss, of each of M micro-batches."""
     mask = mask_in(change, "the sum")
     counted = mask_in(change, "the count")
     weights = change("weights", torch.ones_like(mask), mask=mask)

@@ -98,7 +98,7 @@ def grpo_options(trainer) -> dict:
     return {
         "kind": "grpo",
         "loss": options_of("grpo", config),
-        # {} stands for the step that sampled a completion: the old policy of step 7, for example, is in ../7/model.
+        # folder of the policy that sampled a completion, where {} is the number of the step: ../7/model for step 7
         "old_model": "../{}/model",
         "ref_model": trainer.ref_model and "../{}/ref_model",
         "stop_token_ids": list(trainer.eos_token_ids),
@@ -332,7 +332,7 @@ class grpo_steps(Steps):
         }
         self.rollouts.append(rollout)
         counted_mask = result["completion_mask"] * result.get("tool_mask", 1)
-        # TRL shuffles the added row numbers like its own tensors, so each completion keeps its number.
+        # Each completion gets a row number, because TRL shuffles the completions of a rollout.
         result["row"] = rows
         result["rollout_step"] = rows * 0 + self.trainer.state.global_step
         result["rollout_tokens"] = rows * 0 + counted_mask.sum()

@@ -1,4 +1,4 @@
-"""Find the parts of a training step in which a trainer may have a bug, and list orders that a trainer may confuse.
+"""List the parts of a training step that may have a bug, and the wrong orders of rows and tokens.
 
 For example, the advantages may be wrong only for truncated completions, or each completion may have the advantage of
 the next completion in its group.
@@ -22,12 +22,12 @@ WITHIN = {
     "the other {} of each pair in {}": lambda x: x[(torch.arange(len(x)) ^ 1).clamp(max=len(x) - 1)],
 }
 ROWS = {"the {} half of the rows later in {}": lambda x: x.roll(-(len(x) // 2))}
-# The index -1 stands for the value 0, for example at the last token, which has no next token.
+# The index -1 stands for a token that does not exist, such as the token after the last one, and gives the value 0.
 TOKENS = {
     "the next {} in {} and 0 for the last": lambda x: pad(x[1:], (0, 1), value=-1)[: len(x)],
     "the previous {} in {} and 0 for the first": lambda x: pad(x, (1, 0), value=-1)[: len(x)],
 }
-# wrong orders of a tensor of row indices (groups, rows per group)
+# ways to confuse groups, as functions of a tensor of row indices (groups, rows per group)
 BLOCKS = {
     "the next {1}": lambda x: x.roll(-1, 0),
     "the previous {1}": lambda x: x.roll(1, 0),
@@ -53,7 +53,7 @@ PARTS = {
 
 
 class Distinct(dict):
-    """A dictionary that may have several names for equal tensors, of which loops visit only the first."""
+    """A dictionary of distinct tensors, which can also be read with the names of removed duplicates."""
 
     def __init__(self):
         self.equal = {}
@@ -63,7 +63,7 @@ class Distinct(dict):
 
 
 def different(orders: dict[str, Tensor], same: Tensor) -> Distinct:
-    """Drop each tensor that equals an earlier tensor, or the tensor `same`, which stands for no change."""
+    """Remove duplicates from a dictionary of tensors, and tensors that equal the tensor `same`."""
     kept = Distinct()
     for name, order in orders.items():
         is_new = not any(torch.equal(order, x.expand_as(order)) for x in (same, *kept.values()))
@@ -80,7 +80,7 @@ def ordered(table: dict[str, Callable], item: str, unit: str, blocks: list[Tenso
 
 
 def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
-    """List wrong orders of a step's rows, such as "the next row in its group"."""
+    """List ways to confuse rows, for example if each row gets the values of the next row in its group."""
     all_rows = torch.arange(len(d["group"])) if of_rollout else d.all_rows
     row = all_rows if of_rollout else d.get("row", all_rows)
     orders = {}
@@ -102,7 +102,7 @@ def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
 
 
 def token_orders(d) -> dict[str, Tensor]:
-    """List wrong orders of a step's tokens, such as "the next token in its row"."""
+    """List ways to confuse tokens, for example if each token gets the values of the next token in its row."""
     counted_mask = d["completion_mask"].bool()
     numbers = torch.arange(counted_mask.numel()).view_as(counted_mask)
     units = {
