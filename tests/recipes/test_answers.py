@@ -1,4 +1,4 @@
-"""Test the rewards for choices, yes and no, and classes: reward_table.yaml, and invalid solutions."""
+"""Test the rewards for choices, yes and no, and classes with reward_table.yaml, and with invalid solutions."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from tests.helpers.score_texts import score_texts
 
 @pytest.mark.parametrize("reward", dict.fromkeys(row[0] for row in ROWS))
 def test_right_answers_earn_and_hacks_do_not(reward):
-    """Very long texts and texts that are slow to parse do not hang the reward."""
+    """Very long texts and texts that are slow to parse must not hang a reward."""
     if reward == MATH:
         pytest.importorskip("math_verify", reason="extra missing: pip install math-verify")
     wrong = []

@@ -1,4 +1,4 @@
-"""Test rewards for labelled boxes in recipes/vlm_r1.py: by hand, for random orders of hits, and against exploits."""
+"""Test the rewards of recipes/vlm_r1.py for labelled boxes: by hand, with random orders of hits, and with exploits."""
 
 import json
 
@@ -36,14 +36,14 @@ ROWS = [  # answer, truth, (detection, ap_50, weighted_sum)
     (js(HALF), [CAT], (0.5, 1, 0.7 * 0.5 + 0.3)),
     (js(CAT), [CAT, OTHER_CAT], (0.5, 51 / 101, 0.7 / 2 + 0.3 * 0.75)),
     (js(NOWHERE, CAT), [CAT], (0.5, 0.5, 0.7 + 0.3 * 0.75)),
-    (js(CAT, DOG), [CAT], (0.5, 0.5, 0.7 + 0.3 * 0.75)),  # no dog is there: its AP is 0
+    (js(CAT, DOG), [CAT], (0.5, 0.5, 0.7 + 0.3 * 0.75)),  # without a dog, the label dog has AP 0
     (js((CAT[0], "dog")), [CAT], (0, 0, 0.3)),  # complete, for VLM-R1
     (js(NOWHERE), [CAT], NOTHING),
     (js(*[CAT] * 50), [CAT], (1 / 50, 1, 0.7 + 0.3 * 0.51)),
     ("[]", [CAT], NOTHING),
     ("[]", [], ALL),
     (js(CAT), [], NOTHING),
-    ("", [], NOTHING),  # says nothing
+    ("", [], NOTHING),  # an empty answer, unlike an empty list, earns nothing
     ('[{"bbox_2d": [0, 0, 20, 20]}]', [CAT], NOTHING),
     ("[" * 100000, [CAT], NOTHING),
 ]
@@ -60,7 +60,7 @@ def test_boxes_are_compared_in_pixels_of_the_file():
 
 
 def test_average_precision_is_that_of_coco():
-    """One label, hits in random order; precision at 101 recall levels, each the best at that recall or more."""
+    """COCO averages the precision at 101 recall levels, each the best precision at that recall or more."""
     rng = np.random.default_rng(0)
     for _ in range(8):
         hits = rng.random(8) < 0.6

@@ -1,4 +1,4 @@
-"""Test that recipes/download.py downloads each URL's file once, and that no server response ends the script."""
+"""Test that recipes/download.py downloads the file of each URL once, and that no server response ends the script."""
 
 import gzip
 import io
@@ -20,7 +20,7 @@ PNG = file.getvalue()
 
 @contextmanager
 def answering(answer):
-    """Serve answer(path), which need not be HTTP, and close the connection; yield the address and the asked paths."""
+    """Serve answer(path), which need not be HTTP, and close the connection; yield the address and requested paths."""
     listener = socket.create_server(("127.0.0.1", 0))
     asked = []
 

@@ -1,4 +1,4 @@
-"""Test recipes/fashion.py on small files in Fashion-MNIST's two formats."""
+"""Test recipes/fashion.py on small files in both formats of Fashion-MNIST."""
 
 import gzip
 import io
@@ -47,7 +47,7 @@ def test_both_formats_have_the_same_photographs(tmp_path, write):
 
 @pytest.fixture
 def datasets(tmp_path):
-    """Return a function from the task's options to its rows."""
+    """Return a function from the options of the task to its rows."""
     write_debian(tmp_path)
     data = SimpleNamespace(prompt_template="{problem}", system_prompt=None, eval_rows=5)
     return lambda **options: TASK.datasets(data, 0, str(tmp_path), **options)

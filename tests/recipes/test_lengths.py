@@ -1,4 +1,4 @@
-"""Rewards for length and repetition, against TRL's."""
+"""Compare the rewards for length and repetition with TRL's."""
 
 import math
 import random

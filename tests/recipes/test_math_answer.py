@@ -1,4 +1,4 @@
-"""Test the reward `math`, which uses math-verify; its rows are in reward_table.yaml."""
+"""Test the reward `math`, which uses math-verify, beyond the rows in reward_table.yaml."""
 
 import builtins
 import threading
@@ -10,13 +10,13 @@ from recipes.answers import SECONDS, math
 
 
 def test_the_solution_is_the_first_of_math_verifys_arguments(monkeypatch, math_verify):
-    """math-verify accepts an interval as the answer to an inequality, but not the other way round."""
-    monkeypatch.setattr(answers, "SECONDS", 600)  # on a busy machine two may pass
+    """math-verify accepts an interval as the answer to an inequality, but no inequality for an interval."""
+    monkeypatch.setattr(answers, "SECONDS", 600)  # on a busy machine, two seconds may pass
     assert math(["(1, 2)", "1 < x < 2"], ["1 < x < 2", "(1, 2)"]) == [1.0, 0.0]
 
 
 def test_in_a_thread_too(math_verify):
-    """math-verify's alarms only work in the main thread."""
+    """The alarms of math-verify only work in the main thread."""
     found = []
     thread = threading.Thread(target=lambda: found.extend(math(["0.5", "0.4"], ["1/2", "1/2"])))
     thread.start()
@@ -29,7 +29,7 @@ LONG = ["((1000)!)!", "{" * 290]
 
 
 def test_bombs_are_not_asked_about_or_for_two_seconds(monkeypatch, math_verify):
-    """math-verify does not get texts that would fill the memory, and parsing any other text has a time limit."""
+    """math-verify does not get texts that would fill the memory, and parses any other text under a time limit."""
     asked, parse = {}, math_verify.parse
 
     def spy(text, *rest, parsing_timeout, **options):

@@ -1,4 +1,4 @@
-"""Test the reward `number`: tolerance, units, and math-verify's results for the rows in reward_table.yaml."""
+"""Test the reward `number`: tolerance, units, and agreement with math-verify on the rows of reward_table.yaml."""
 
 from fractions import Fraction
 
@@ -42,7 +42,7 @@ def test_sizes_of_units_and_words(answer, solution):
     ("0.33", "1/3", 0.001, 0), ("10.2 mm", "1 cm", 0.05, 1), ("48%", "0.5", 0.05, 1), ("0.1", 0.1, 0, 1),
 ])  # fmt: skip
 def test_tolerance(answer, solution, tolerance, earned):
-    """The tolerance is a fraction of the solution, as in ChartQA. Answers at the exact bounds are correct."""
+    """The tolerance is a fraction of the solution, as in ChartQA, and an answer at the bound is correct."""
     assert number([answer], [solution], tolerance=tolerance) == [earned]
 
 
@@ -53,7 +53,7 @@ def test_a_solution_that_is_no_number_is_named(solution):
 
 
 def test_against_math_verify(math_verify):
-    """If math-verify can parse both texts, it agrees with the reward, except for the listed rows."""
+    """Where math-verify can parse both texts, its verdict equals the reward, except for the listed rows."""
     taken, missed = {}, {}
     for reward, solution, answer, earned in ROWS:
         slow = "9^9" in answer or "9**9" in answer or "!" in answer or "/0" in answer

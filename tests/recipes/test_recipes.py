@@ -1,4 +1,4 @@
-"""Test the repository's recipes in small runs."""
+"""Test the recipes of the repository in small runs."""
 
 from collections import Counter
 
@@ -19,7 +19,7 @@ SMALL = [
 
 
 def test_shuffled_rewards_are_the_same_ones_elsewhere(run, plain):
-    """All rewards in a rollout have the same permutation, other rollouts another; rewards that are None stay None."""
+    """All rewards of a rollout are shuffled by one permutation, which depends on the rollout; None stays None."""
     shuffled = load_name(f"{ROOT}/recipes/shuffled.py:shuffled")
     texts = [f"<think>.</think><answer>{i % 3}</answer>" if i % 2 else "" for i in range(20)]
     columns = {"answer_texts": [i % 3 if i % 2 else None for i in range(20)], "solution": ["1"] * 19 + [None]}
@@ -36,7 +36,7 @@ def test_shuffled_rewards_are_the_same_ones_elsewhere(run, plain):
 
 @pytest.mark.slow
 def test_the_digits_recipe_runs(run, plain, tmp_path, monkeypatch):
-    """Train on real images in files, as a user would: SFT on the recipe's demonstrations, then GRPO."""
+    """Train on real images in files: SFT on the demonstrations of the recipe, and then GRPO."""
     pytest.importorskip("sklearn", reason="digits missing: pip install scikit-learn")
     monkeypatch.chdir(tmp_path)
     write_digits("digits")
@@ -44,7 +44,7 @@ def test_the_digits_recipe_runs(run, plain, tmp_path, monkeypatch):
     assert (len(files["eval"]), len(files["train"])) == (297, 1500) and not set(files["eval"]) & set(files["train"])
     shown = metrics(tmp_path / "digits", "demonstrations.jsonl")
     wrong = sum(f"<answer>{row['solution']}</answer>" not in row["completion"] for row in shown) / len(shown)
-    assert len(shown) == 500 and 0.1 < wrong < 0.25  # a tenth of the random digits is right
+    assert len(shown) == 500 and 0.1 < wrong < 0.25  # a random digit is right once in ten
     folder = run(*SMALL, recipe=ROOT / "recipes/digits.yaml")
     assert [line["stage"] for line in metrics(folder)] == ["sft", "grpo"]
     assert list(summary(folder)) == ["chance", "start", "after_sft", "after_grpo", "seconds"]
@@ -53,7 +53,6 @@ def test_the_digits_recipe_runs(run, plain, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["rec_qwen2_5_vl_3b", "lora_7b"])
 def test_a_step_of_the_recipes_of_real_models(run, plain, own, rows, name):
-    """The recipes run one step with a tiny checkpoint."""
     small = ["--grpo.max_steps=1", "--grpo.prompts_per_step=2", "--grpo.num_generations=2"]
     small += ["--sampling.max_new_tokens=4", "--num_threads=1"]
     files = [*own, f"--data.eval_file={rows}", "--data.eval_rows=1", "--max_epochs=null"]

@@ -1,4 +1,4 @@
-"""Test recipes/rescale_boxes.py: demonstrated boxes, from the file's pixels to the coordinates in a model's answers."""
+"""Test recipes/rescale_boxes.py, which converts boxes from pixels of a file to the coordinates of a model's answers."""
 
 import json
 
@@ -26,7 +26,7 @@ def test_boxes_of_a_text_are_rewritten():
     ("resized", [42, 28, 84, 56]), ("unit", [0.5, 0.5, 1.0, 1.0]), ("thousandths", [500, 500, 1000, 1000]),
 ])  # fmt: skip
 def test_answers_of_a_file_are_in_the_space(write_rows, tmp_path, capsys, space, box):
-    """Boxes in the assistant's texts are converted; questions and the solution stay unchanged."""
+    """Only boxes in the assistant's texts are converted, and not those in questions or solutions."""
     PIL.Image.new("RGB", (90, 50)).save(tmp_path / "box.png")  # a model with 28-pixel tokens sees 84 x 56
     turns = [user("a [1, 2, 3, 4]"), assistant("[45, 25, 90, 50]"), user("[1, 2, 3, 4]"), assistant("[0, 0, 0, 0]")]
     rows = [

@@ -23,7 +23,7 @@ def test_it_is_no_python(expression):
 
 @pytest.fixture
 def zoom():
-    """Return the tool for two images; pixel (x, y) in the second is (x, y, 0). The model sees both at half width."""
+    """Return the tool zoom for two images, both seen at half width; pixel (x, y) of the second image is (x, y, 0)."""
     environment, second = Zoom(), PIL.Image.new("RGB", (200, 100))
     second.putdata([(x, y, 0) for y in range(100) for x in range(200)])
     images = [PIL.Image.new("RGB", (80, 80)), second]

@@ -1,4 +1,4 @@
-"""Test recipes/zoom.py, whose answer is visible only in a crop."""
+"""Test recipes/zoom.py, a task whose answer is visible only in a crop."""
 
 import random
 import runpy
@@ -15,7 +15,7 @@ TASK = runpy.run_path(str(ROOT / "recipes" / "zoom.py"))
 
 
 def test_what_is_shown_does_not_tell_the_label():
-    """The shrunk images are equal for all 12 labels, but their crops differ, also with dark squares beside them."""
+    """For all 12 labels, the shrunk images are equal and the crops differ, also with dark squares beside them."""
     for seed, others in product(range(10), (0, 2)):
         drawn = [TASK["draw"](random.Random(seed), label, others) for label in TASK["LABELS"]]
         assert len({TASK["shown"](image).tobytes() for image, *_ in drawn}) == 1
@@ -28,7 +28,7 @@ def rows(name, count=60):
 
 
 def parts_of(row):
-    """Return a demonstration's parts: the stripes' place in the thought, the requested corner, the crop, the answer."""
+    """Return the place of the stripes in the thought, the requested corner, the crop and the answer of a row."""
     said, crop, answer = row.completion[0]["content"]
     place, _, asked = said["text"].partition("<zoom>")
     place = place.removeprefix("<think>").removesuffix("</think>")
@@ -55,7 +55,7 @@ def test_a_demonstration_says_the_place_looks_anywhere_and_reads_what_is_there(n
 
 
 def test_the_recipe_runs(run, plain, monkeypatch):
-    """Run both stages; GRPO begins before the model knows the answer format, so most completions call no tool."""
+    """GRPO begins before the model knows the answer format, so most completions call no tool."""
     monkeypatch.chdir(ROOT)
     small = [f"--{s}.{o}" for s in ("sft", "grpo") for o in ("max_steps=1", "prompts_per_step=2", "micro_batch_size=2")]
     folder = run("--num_threads=1", "--data.eval_rows=2", *small, recipe=RECIPE)

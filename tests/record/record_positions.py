@@ -1,9 +1,9 @@
-"""Random prompts with images and videos, with recorded positions from transformers.
+"""Random prompts with images and videos, whose positions in transformers are recorded.
 
 Positions in videos follow the rule in transformers 4.49 to 4.51, which Qwen and vLLM also use. Later versions of
 transformers differ (see rope.py), so test_rope.py compares our positions with
-tests/recorded/positions_transformers_4.51.3.json. This file's script in commit 64c7842 printed those positions with
-transformers 4.51.3; version 4.49.0 printed the same.
+tests/recorded/positions_transformers_4.51.3.json. In commit 64c7842, a script in this file printed these positions
+with transformers 4.51.3; version 4.49.0 printed the same positions.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
-"""Random images and videos, with recorded results from transformers' torchvision processors and qwen-vl-utils.
+"""Random images and videos, with recorded results of transformers' torchvision processors and of qwen-vl-utils.
 
 The tests install neither package. Therefore test_image.py and test_video.py compare our results with
-tests/recorded/vision_*.json. This file's script in commit 64c7842 wrote these files with torchvision 0.28.0,
+tests/recorded/vision_*.json. In commit 64c7842, a script in this file wrote these files with torchvision 0.28.0,
 qwen-vl-utils 0.0.14 and transformers 5.23.0.
 """
 
@@ -16,13 +16,13 @@ import PIL.Image
 
 
 def digest(values) -> str:
-    """Return the first 16 hexadecimal digits of the SHA-256 for a tensor, or for any value that JSON can represent."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of a tensor, or of any value that JSON can represent."""
     content = values.numpy().tobytes() if hasattr(values, "numpy") else json.dumps(values).encode()
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 def noise(mode, size, seed=0):
-    """Return an image with random pixels in any PIL mode. A palette has one transparent colour."""
+    """Return an image with random pixels in any PIL mode; a palette has one transparent colour."""
     rng = np.random.RandomState(seed)
     channels = len(PIL.Image.new(mode, (1, 1)).getbands())
     pixels = rng.randint(0, 256, (size[1], size[0], channels), dtype=np.uint8)
@@ -35,14 +35,14 @@ def noise(mode, size, seed=0):
 
 
 def encoded(image, kind):
-    """Return an image file's bytes, in a format such as PNG."""
+    """Return the bytes of an image file in a format such as PNG."""
     buffer = io.BytesIO()
     image.save(buffer, kind)
     return buffer.getvalue()
 
 
 def recorded(name):
-    """Return the recorded results from "torchvision_0.28.0" or "qwen_vl_utils_0.0.14"."""
+    """Return the recorded results of "torchvision_0.28.0" or "qwen_vl_utils_0.0.14"."""
     return json.loads((Path(__file__).parents[1] / "recorded" / f"vision_{name}.json").read_text())
 
 
@@ -62,7 +62,7 @@ def image_cases():
 
 
 def video_cases():
-    """Yield (uint8 frames (T, H, W, 3), processor settings, minimum and maximum pixels per frame)."""
+    """Yield (uint8 frames (T, H, W, 3), processor settings, minimum and maximum pixels of a frame)."""
     for seed in range(24):
         rng = random.Random(seed)
         least = rng.choice((784, 3136, 20000))
@@ -123,7 +123,7 @@ def frame_size_cases():
 
 
 def film_cases():
-    """Yield (uint8 frames (T, H, W, 3), the video file's frames per second, processor settings)."""
+    """Yield (uint8 frames (T, H, W, 3), frames per second of the video file, processor settings)."""
     for seed, (count, rate) in enumerate([(3, 5), (5, 30), (16, 8), (33, 10), (40, 24), (45, 12), (61, 30), (75, 60)]):
         rng = random.Random(seed)
         shape = (count, 4 * rng.randint(5, 40), 4 * rng.randint(5, 40), 3)
@@ -143,7 +143,7 @@ def film_size_cases():
 
 
 def attempt(function, *arguments, **options):
-    """Call a function and return its result, or None if it raises ValueError or AssertionError."""
+    """Return the result of a function, or None if the function raises ValueError or AssertionError."""
     try:
         return function(*arguments, **options)
     except (ValueError, AssertionError):

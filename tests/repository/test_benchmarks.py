@@ -1,4 +1,4 @@
-"""Run one small case for each benchmark, and check its numbers. No test depends on the time."""
+"""Run one small case of each benchmark and check its numbers, but not its times."""
 
 import importlib
 import json
@@ -13,7 +13,7 @@ from tests.helpers.links import ROOT
 
 @pytest.mark.slow
 def test_a_machine_without_other_trainers_measures_our_side():
-    """A rented machine has neither TRL nor a network, so scripts import other trainers only where they compare them."""
+    """A rented machine has neither TRL nor a network, so benchmarks import other trainers only for the comparison."""
     missing = "import sys; sys.modules.update(dict.fromkeys(('trl', 'datasets', 'transformers')))"
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}", "PATH": "", "OMP_NUM_THREADS": "1"}
     environment["CUDA_VISIBLE_DEVICES"] = "-1"
@@ -24,7 +24,7 @@ def test_a_machine_without_other_trainers_measures_our_side():
 
 @pytest.mark.slow
 def test_grpo_step(monkeypatch, capsys):
-    """TRL and our trainer both run. The script asserts that their ids, pixels and log-probabilities are equal."""
+    """The script itself asserts that ids, pixels and log-probabilities of TRL and of our trainer are equal."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     grpo_step = importlib.import_module("grpo_step")
     monkeypatch.setattr(grpo_step, "CASES", ((56, 2, 14), (224, 1, 20)))

@@ -1,4 +1,4 @@
-"""Check docs/coming_from.md: options exist, and the sources' losses and formats are as it says."""
+"""Check docs/coming_from.md: its options exist, and losses and formats of other projects are as the page says."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ B, T = 12, 7
 
 
 def vlm_r1_loss(logps, old_logps, ref_logps, advantages, mask):
-    """Return VLM-R1's loss: clipped ratios, 0.04 times k3, and the mean over each completion and then over all."""
+    """Return VLM-R1's loss: clipped ratios and 0.04 times k3, averaged over each completion, then over completions."""
     ratio = (logps - old_logps).exp()
     gain = (ratio * advantages[:, None]).minimum(ratio.clamp(0.8, 1.2) * advantages[:, None])
     difference = ref_logps - logps
@@ -39,7 +39,7 @@ def vlm_r1_loss(logps, old_logps, ref_logps, advantages, mask):
     "rec_qwen2_5_vl_3b", "rec_qwen2_5_vl_3b_one_card", "rec_qwen3_vl_4b_one_card", "cls_qwen2_vl_2b",
 ])  # fmt: skip
 def test_recipes_have_the_loss_of_their_source(name):
-    """The loss of R1-V, the source of cls, has a ratio of 1. AdamW has the rates of transformers' Trainer."""
+    """The loss of R1-V, the source of cls, has a ratio of 1. AdamW has the beta2 of the Trainer in transformers."""
     generator = torch.Generator().manual_seed(0)
     logps, old, ref = torch.randn(3, B, T, generator=generator, dtype=torch.float64)
     logps = -logps.abs().requires_grad_()
@@ -59,7 +59,7 @@ def test_recipes_have_the_loss_of_their_source(name):
 
 
 def names_here(theirs: str, ours: str) -> list[str]:
-    """Return the options in a table cell on the page; `grpo.*` means the names in the other cell."""
+    """Return the options in a table cell of the page; `grpo.*` stands for the names in the other cell."""
     names = re.findall("`([^`]+)`", ours)
     if names and names[0].endswith("*"):
         return [names[0][:-1] + name for name in re.findall("`([^`]+)`", theirs)]
@@ -67,7 +67,7 @@ def names_here(theirs: str, ours: str) -> list[str]:
 
 
 def test_options_exist():
-    """Names in the tables' second column, and names such as `section.option`, are options."""
+    """Names in the second column of a table, and names such as `section.option`, are options."""
     tables = [
         row for name in ("TRL", "VLM-R1 and ms-swift", "EasyR1 and verl") for row in rows_of(PAGE, f"From {name}")
     ]
@@ -92,7 +92,7 @@ def test_options_of_trl_exist_in_trl_and_defaults_marked_same_are_equal(trl, row
 
 
 def test_every_option_of_trls_grpo_is_on_the_page(trl):
-    """The page has all options that GRPOConfig adds to transformers' arguments, and all GRPOTrainer arguments."""
+    """The options are the fields that GRPOConfig adds to transformers' arguments, and the arguments of GRPOTrainer."""
     fields = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
     inherited = {field.name for field in dataclasses.fields(trl.GRPOConfig.__mro__[-2])}
     own = fields - inherited | {*inspect.signature(trl.GRPOTrainer).parameters} - {"model", "args"}
@@ -100,7 +100,7 @@ def test_every_option_of_trls_grpo_is_on_the_page(trl):
 
 
 def test_the_trl_script_and_its_recipe_are_equivalent(trl, tmp_path, monkeypatch):
-    """TRL accepts each argument in the script, and the recipe beside it trains with the same reward file."""
+    """TRL accepts each argument of the script, and the recipe beside the script trains with the same reward file."""
     [script] = [code for code in blocks(PAGE, "python") if "GRPOTrainer" in code]
     [recipe] = [code for code in blocks(PAGE, "yaml") if "counts.py" in code]
     [line] = re.findall(r"`(\{\"image\".*?\})`", PAGE)

@@ -1,4 +1,4 @@
-"""Apply every diff in docs/developer_guide.md to a copy of the package, and call the code that it adds.
+"""Apply every diff of docs/developer_guide.md to a copy of the package, and call the code that the diffs add.
 
 The test also calls recipes/fluent.py, which the page recommends to copy.
 """
@@ -73,7 +73,7 @@ print(json.dumps({name: bool(value) for name, value in found.items()}))
 
 
 def apply(folder, diff):
-    """Apply a diff: "+++" writes a new file, "---" replaces the lines with "-" or a blank in a file."""
+    """Apply a diff: "+++" writes a new file, and "---" replaces the lines of a file that begin with "-" or a blank."""
     for hunk in filter(None, re.split(r"(?m)^@@\n|^(?=(?:\+\+\+|---) )", diff)):
         if hunk.startswith(("+++ ", "--- ")):
             first, _, hunk = hunk.partition("\n")
@@ -87,7 +87,7 @@ def apply(folder, diff):
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """A folder with a copy of the package to which all diffs were applied."""
+    """Return a folder with a copy of the package to which all diffs were applied."""
     folder = tmp_path_factory.mktemp("copy")
     for name in ("minivlmrl", "kernels", "recipes"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -45,7 +45,7 @@ CHINESE = (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
 
 
 def commands(text: str) -> list[str]:
-    """Return the commands in bash code blocks; a backslash at the end of a line joins it with the next line."""
+    """Return the commands in bash code blocks; a backslash at the end joins a line with the next line."""
     return [line for block in blocks(text, "bash") for line in block.replace("\\\n", " ").splitlines()]
 
 
@@ -55,7 +55,7 @@ COMMANDS += [code for text in PAGES.values() for code in re.findall(r"`((?:pytho
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
-    """Files and titles in links exist. If a link's text is code, the file defines this name."""
+    """Files and titles in links exist, and a link whose text is code leads to a file that defines the name."""
     text = PAGES[page]
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)  # code such as f["x"](y) is no link
     assert not re.search(r"(?m)^#+\d", prose), "a line that begins with an issue number becomes a title"
@@ -93,7 +93,6 @@ def test_commands_use_real_tools_recipes_and_options(command):
 
 
 def test_commands_of_scripts_have_files_and_flags_that_exist():
-    """Every flag in `python benchmarks/x.py` or `python -m docs.scripts.x` is in the script's text."""
     found = 0
     for command in COMMANDS:
         if match := re.match(r"(?:python|torchrun) (?:-m (docs[\w.]+)|((benchmarks|recipes)/\w+\.py))", command):
@@ -115,7 +114,7 @@ def test_the_reading_list_names_what_its_files_define():
 
 
 def test_the_band_of_the_default_run():
-    """README gives the accuracy range over processors in results.md, which contains the accuracies in expected.json."""
+    """README gives the range of accuracies over processors in results.md, which has the accuracies of expected.json."""
     shown = re.findall(r"\.\d{3}", " ".join(itertools.chain(*rows_of(RESULTS, "The default run"))))
     for run in json.loads((ROOT / "recipes" / "expected.json").read_text()):
         if (run["recipe"], run["overrides"], run["seed"]) == ("shapes.yaml", [], 0):
@@ -126,7 +125,7 @@ def test_the_band_of_the_default_run():
 
 
 def test_numbers_of_the_readme_are_on_its_pages():
-    """Each number in a result is also on the page to which its row's last cell links."""
+    """Each number in a result is also on the page to which the last cell of the row links."""
     number = re.compile(r"\d*\.?\d+(?:e-\d+)?")
     for row in rows_of(README, "What was measured"):
         [page] = re.findall(r"\((docs/[\w/]+\.md)\)", row[-1])
@@ -153,7 +152,7 @@ def test_the_promises_of_the_readme():
     for text in (README, CHINESE):
         found = commands(text)
         assert "python train.py" in found and "pip install -c constraints.txt -e '.[test]' && pytest" in found
-        assert len([line for line in found if re.match(pattern, line)]) == 1  # .ci/run runs the second command
+        assert len([line for line in found if re.match(pattern, line)]) == 1  # .ci/run runs this command
     [torch_version] = re.findall("pip install (torch==[^ ]+) ", README)
     assert torch_version in (ROOT / "constraints.txt").read_text().splitlines()
     index = PAGES["docs/README.md"]
@@ -175,7 +174,7 @@ SHARED = {"max_tokens_per_micro_batch", *(field.name for field in dataclasses.fi
 
 
 def choices(hint) -> set[str]:
-    """Return the strings in all Literals in a type annotation."""
+    """Return the strings of all Literals in a type annotation."""
     if typing.get_origin(hint) is typing.Literal:
         return {text for text in typing.get_args(hint) if isinstance(text, str)}
     return {text for part in typing.get_args(hint) for text in choices(part)}
@@ -183,7 +182,7 @@ def choices(hint) -> set[str]:
 
 @pytest.mark.parametrize("options", STAGES, ids=lambda options: options.__name__)
 def test_every_option_of_a_stage_is_explained(options):
-    """The loss pages contain each option's name and each of its string values."""
+    """The pages about losses contain the name of each option, and each of its string values."""
     hints = {name: hint for name, hint in typing.get_type_hints(options).items() if name not in SHARED}
     names = {*hints, *DPO_LOSSES, *(text for hint in hints.values() for text in choices(hint))}
     missing = ", ".join(sorted(names - CODE))
@@ -191,7 +190,7 @@ def test_every_option_of_a_stage_is_explained(options):
 
 
 def test_the_changelog_lists_all_removed_options():
-    """Every option since 0.1.0 (recorded) still exists, or has a row that names its replacement."""
+    """Every option since version 0.1.0 still exists, or has a row that names its replacement."""
     page = PAGES["docs/changelog.md"]
     gone = [name for names, _ in rows_of(page, "Removed options") for name in re.findall("`([^`]+)`", names)]
     recorded = json.loads((ROOT / "tests" / "recorded" / "options.json").read_text())
@@ -199,7 +198,7 @@ def test_the_changelog_lists_all_removed_options():
 
 
 def test_every_metric_is_explained(run, plain):
-    """The page contains each metric's full name, or the part after its group; NAME stands for a reward."""
+    """The page contains the full name of each metric, or the part after its group; NAME stands for a reward."""
     folder = run("--stages=[sft, dpo, reward_model, grpo, ppo]", "--grpo.beta=0.1", "--ppo.kl_coef=0.1")
     logged = {name for line in metrics(folder) for name in line} - {"stage", "step"}
     # the page explains these as `min_...` and `max_...`
@@ -211,7 +210,7 @@ def test_every_metric_is_explained(run, plain):
 
 
 def test_the_table_of_rewards():
-    """docs/rewards.md has a row for every reward, and the reward for each example is 1."""
+    """docs/rewards.md has a row for every reward, and the example of each row earns the reward 1."""
     pytest.importorskip("math_verify", reason="extra missing: pip install math-verify")
     rows = rows_of(REWARDS_PAGE, "By name")
     named = {row[0].strip("`") for row in rows}
@@ -228,7 +227,7 @@ def test_the_table_of_rewards():
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
-    """A folder with the files that README writes (train.jsonl, an image, my_rewards.py), and a tiny model."""
+    """Return a folder with a tiny model and the files that README writes: train.jsonl, an image and my_rewards.py."""
     folder = tmp_path_factory.mktemp("own")
     [line] = re.findall(r"`(\{\"image\".*?\})`", README)
     (folder / "train.jsonl").write_text(line)
@@ -300,13 +299,13 @@ def test_a_notebook_is_stored_with_the_outputs_of_its_cells(name):
     "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("walkthrough")) for name in make_pages.PAGES]
 )
 def test_a_page_is_as_committed(name):
-    """Run python -m docs.scripts.make_pages after a change; another processor may round the last decimal otherwise."""
+    """If this fails, run python -m docs.scripts.make_pages. Another processor may round the last decimal otherwise."""
     text = make_pages.PAGES[name]()
     committed = (make_pages.DOCS / name).read_text(encoding="utf-8")
     assert NUMBER.sub("0", text) == NUMBER.sub("0", committed)
     for mine, theirs in zip(NUMBER.findall(text), NUMBER.findall(committed), strict=True):
         decimals = max(len(number.partition(".")[2]) for number in (mine, theirs))
-        off = 1.01 * 10**-decimals if decimals or name.endswith(".svg") else 0  # integers there are rounded, too
+        off = 1.01 * 10**-decimals if decimals or name.endswith(".svg") else 0  # integers in a picture are rounded, too
         assert float(mine) == pytest.approx(float(theirs), rel=0, abs=off)
     assert not name.endswith(".svg") or xml.etree.ElementTree.fromstring(text).tag.endswith("svg")
 
@@ -324,7 +323,6 @@ def test_the_chinese_readme_agrees_with_the_english_one(pattern, written_differe
 
 @pytest.mark.slow
 def test_the_site_is_built_and_no_link_of_it_is_dead(tmp_path):
-    """Build the site with mkdocs --strict; it also contains the reading list's code and a search."""
     pytest.importorskip("material", reason="extra missing: pip install -e '.[docs]'")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ROOT / "docs/site/mkdocs.yml", "-d", tmp_path]
     built = subprocess.run(command, capture_output=True, text=True)
@@ -342,7 +340,7 @@ def test_the_site_is_built_and_no_link_of_it_is_dead(tmp_path):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_names_of_files_and_imports_are_up_to_date(page):
-    """A link to a Python file has the file name as its text, and minivlmrl imports in Python code work."""
+    """The text of a link to a Python file is the name of the file, and imports of minivlmrl in Python code work."""
     if page == "docs/changelog.md":  # this page contains old names
         return
     text = PAGES[page]

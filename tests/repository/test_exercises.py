@@ -1,4 +1,4 @@
-"""Check the exercises: minimal.py's functions pass, and empty bodies and each common mistake are refused."""
+"""Check the exercises: functions of minimal.py pass, and empty bodies and common mistakes are refused."""
 
 import re
 from pathlib import Path
@@ -86,6 +86,6 @@ def test_the_commands_that_a_reader_runs(tmp_path, monkeypatch, capsys):
 
 
 def test_the_package_is_not_needed():
-    """The exercises import minimal.py, which imports nothing of ours."""
+    """The exercises import minimal.py, which imports no file of the package."""
     for file in (ROOT / "docs" / "exercises").glob("*.py"):
         assert "minivlmrl" not in file.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Check benchmarks/expect.py: the band in which the results of a run are expected."""
+"""Check benchmarks/expect.py, which tells whether the results of a run are in the expected band."""
 
 import json
 
@@ -12,7 +12,7 @@ from tests.helpers.runs import summary
 
 @pytest.fixture
 def trained(home, run, plain, tmp_path, capsys):
-    """A function that compares a run with its recorded copy, changed by keywords: (exit status, output)."""
+    """Return a function that compares a run with a changed recorded copy, and returns (exit status, output lines)."""
     arguments = [str(home / "recipe.yaml"), f"--output_dir={tmp_path / 'run'}", "--stages=[sft]", "--sft.max_steps=1"]
     run(*arguments[2:])
     found = expect.results(summary(tmp_path / "run"))
@@ -32,7 +32,7 @@ def trained(home, run, plain, tmp_path, capsys):
 
 
 def test_the_band_decides(trained, tmp_path):
-    code, lines = trained("--log_completions=0", sampled=0.3)  # two standard errors with 4 rows are 0.35
+    code, lines = trained("--log_completions=0", sampled=0.3)  # two standard errors of 4 rows are 0.35
     assert code == 0 and len(lines) == 3
     assert lines[0] == "expect: after_sft eval/accuracy_sampled 0.000 is inside the band 0.000 to 0.646 of 1 runs"
     code, lines = trained(sampled=0.9)
@@ -45,7 +45,7 @@ def test_the_band_decides(trained, tmp_path):
 
 @pytest.mark.parametrize(("got", "position", "is_low"), [
     (0.81, "below", True),  # a regression, 10 points below nearly every run
-    (0.742, "below", True),  # equal to the single bad run, so the message counts 1 run below the range
+    (0.742, "below", True),  # as low as the single bad run, so the message counts 1 run below the band
     (0.86, "inside", False),
     (0.99, "above", False),
 ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""Check benchmarks/first_gpu_hour.py, which measures everything on a GPU and writes a page, without a GPU."""
+"""Check without a GPU benchmarks/first_gpu_hour.py, which measures everything on a GPU and writes a page."""
 
 import importlib
 import sys

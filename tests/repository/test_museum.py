@@ -1,4 +1,4 @@
-"""Check the museum: each line still stands once in minimal.py, and parity says what the page says."""
+"""Check the museum of mistakes: each line stands once in minimal.py, and parity says what the page says."""
 
 import pytest
 

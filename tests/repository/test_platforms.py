@@ -1,4 +1,4 @@
-"""Check differences on macOS and Windows: a run without the functions that Windows lacks, and macOS memory units."""
+"""Imitate macOS and Windows: a run without the functions that Windows lacks, and memory in the units of macOS."""
 
 import builtins
 import errno
@@ -47,14 +47,14 @@ def refuse(number: int):
 def pretend():
     """Make Python behave as on Windows, except for path names.
 
-    The modules fcntl and resource, timers and two signals are missing. A folder cannot be opened, a file that was
-    opened for reading cannot be flushed, and a file cannot be renamed to an existing one. Each folder seems to be on
-    its own drive, and text lines end with two characters.
+    The modules fcntl and resource, timers and two signals are missing. A folder cannot be opened, a file opened for
+    reading cannot be flushed, and a file cannot be renamed to an existing one. Each folder seems to be on a drive of
+    its own, and lines of text end with two characters.
     """
     opened, synced, renamed, text = os.open, os.fsync, os.rename, io.open
 
     def open_handle(path, flags, *more, **options):
-        is_folder = os.path.isdir(path) and not options  # but not in shutil.rmtree, which is different on Windows
+        is_folder = os.path.isdir(path) and not options  # but not in shutil.rmtree, which works differently on Windows
         return refuse(errno.EACCES) if is_folder else opened(path, flags, *more, **options)
 
     def open_text(file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, **options):

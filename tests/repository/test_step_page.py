@@ -1,4 +1,4 @@
-"""Check docs/step.html: it shows the code of minimal.py, and the values that its lines made."""
+"""Check docs/step.html, which shows the code of minimal.py and the values that its lines computed."""
 
 import ast
 import json
@@ -18,7 +18,7 @@ def data_of(path):
 
 
 def test_the_page_shows_the_current_lines_of_minimal():
-    """If this fails, run `python -m docs.scripts.step`. A change of a comment needs no new page."""
+    """If this fails, run `python -m docs.scripts.step`; a changed comment needs no new page."""
     page = data_of(step.PAGE)
     assert step.PAGE.stat().st_size <= 1_000_000
     assert ast.dump(ast.parse(page["code"])) == ast.dump(ast.parse((ROOT / "minimal.py").read_text("utf-8")))
@@ -35,7 +35,6 @@ def test_the_page_shows_the_current_lines_of_minimal():
 
 @pytest.mark.slow
 def test_the_page_opens_where_the_loss_is_returned(tmp_path):
-    """A number in the address opens another event."""
     shown = browse(step.PAGE, "", tmp_path)
     assert re.search(r'class="on"[^>]*>grpo_loss</button>', shown) and "<b>returns</b> float64 ()" in shown
     assert re.search(r'class="row ran now" data-n="\d+">.*?<span class="k">return</span> \(\(loss \* mask\)', shown)
@@ -45,7 +44,7 @@ def test_the_page_opens_where_the_loss_is_returned(tmp_path):
 
 @pytest.mark.slow
 def test_the_walkthrough_is_right_about_the_update():
-    """The walkthrough says that right answers become more likely, and completions without the form less likely."""
+    """Right answers become more likely, and completions without the form become less likely."""
     rewards, change = walkthrough.numbers()["grpo"]["rewards"].tolist(), walkthrough.numbers()["train"]["change"]
     for reward, moved in zip(rewards, change, strict=True):
         assert reward == 0.5 or (moved > 0) == (reward == 1.5)

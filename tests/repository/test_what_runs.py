@@ -1,4 +1,4 @@
-"""Check that a GRPO step runs the code in the reading list, so that its readers have read the training code."""
+"""Check that a GRPO step runs the code of the reading list, so that its readers have read the training code."""
 
 import contextlib
 import sys
@@ -10,7 +10,7 @@ from tests.helpers.links import ROOT, reading_list
 
 @contextlib.contextmanager
 def functions_that_run():
-    """Record which functions from the reading list run inside the block; yield {file: names of called functions}."""
+    """Record which functions of the reading list run inside the block; yield {file: names of called functions}."""
     ran = {name: set() for name in begin_with()}
     files = {str(ROOT / "minivlmrl" / f"{name}.py"): found for name, found in ran.items()}
 
@@ -28,7 +28,7 @@ def functions_that_run():
 
 
 def begin_with():
-    """Return README's reading list as {file such as "losses/grpo": name with which a reader begins}."""
+    """Return the reading list of README as {file such as "losses/grpo": name with which a reader begins}."""
     package = ROOT / "minivlmrl"
     return {path.relative_to(package).with_suffix("").as_posix(): name for path, name in reading_list().items()}
 

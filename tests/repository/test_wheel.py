@@ -57,7 +57,7 @@ def brevity(completions, **columns):
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    """A folder with a copy of every file that git tracks, without ignored files and files that were not added."""
+    """Return a folder with a copy of every file that git tracks."""
     if not (ROOT / ".git").exists():
         pytest.skip("no clone: git does not say what belongs to it")
     folder = tmp_path_factory.mktemp("clone")
@@ -80,7 +80,7 @@ def sdist(folder, output):
 
 @pytest.fixture(scope="module")
 def wheel(clone, tmp_path_factory):
-    """The wheel, built from its sdist."""
+    """Return the wheel that pip builds from the sdist."""
     dist = tmp_path_factory.mktemp("dist")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--wheel-dir", dist, sdist(clone, dist)], check=True)
@@ -90,7 +90,7 @@ def wheel(clone, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def python(wheel, tmp_path_factory):
-    """The Python in an environment with only the library. It uses the installed dependencies, but not the clone."""
+    """Return the Python of an environment that has the library and its dependencies, but not the clone."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder)
     [packages] = folder.glob("lib/python*/site-packages")
@@ -114,14 +114,14 @@ def run(python, folder, *arguments):
 
 @pytest.mark.slow
 def test_what_is_installed_trains_asks_and_checks(python, tmp_path):
-    """Train the default recipe, then the user's own rows and reward; run the commands."""
+    """Train the default recipe, then the rows and the reward of a user, and run the commands."""
     short = "--sft.max_steps=1", "--grpo.max_steps=2", "--grpo.prompts_per_step=2", "--data.eval_rows=4"
     status, out = run(python, tmp_path, "-m", "minivlmrl", "train", *short)
     assert status == 0 and "held-out" in out, out
     lines = (tmp_path / "runs" / "shapes" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["stage"] for line in lines] == ["sft", "grpo", "grpo"]
     assert (tmp_path / "runs" / "shapes" / "report.html").is_file()
-    # the user's own rows and reward, as in README
+    # rows and reward of a user, as in README
     (tmp_path / "my_rewards.py").write_text(BREVITY)
     images = sorted((tmp_path / "runs" / "shapes").glob("images/*.webp"))[:2]
     rows = [{"image": str(image), "problem": "How many cats are there?", "solution": "2"} for image in images]
@@ -169,7 +169,7 @@ def test_what_is_installed_has_every_module_recipe_and_kernel_and_the_console_sc
 
 @pytest.mark.slow
 def test_the_wheel_passes_the_checks_of_an_index(wheel):
-    """The wheel passes the checks of twine and the index: fields, a README that can be shown, license, versions."""
+    """An index checks the fields, a README that can be shown, the license and the versions."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         [written] = [archive.read(name) for name in names if name.endswith(".dist-info/METADATA")]
@@ -189,7 +189,7 @@ def test_an_sdist_has_the_tests_and_what_they_and_the_readme_need(clone, tmp_pat
 
 
 def test_all_files_name_the_same_version():
-    """The package, the citation and the changelog's newest section agree, also about the date."""
+    """The package, the citation and the newest section of the changelog agree, also about the date."""
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     newest = re.search(r"(?m)^## (.*)$", (ROOT / "docs" / "changelog.md").read_text())[1]
     assert newest == f"{minivlmrl.__version__} ({citation['date-released']})"
@@ -199,7 +199,7 @@ def test_all_files_name_the_same_version():
 
 
 def test_what_is_installed_is_pinned():
-    """Indirect dependencies are pinned, too, except the CUDA packages, which PyTorch pins itself."""
+    """Indirect dependencies are pinned, too, except for CUDA packages, which PyTorch pins itself."""
     pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     pins = {name.replace("_", "-"): version for name, version in pins.items()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -213,7 +213,7 @@ def test_what_is_installed_is_pinned():
         with contextlib.suppress(metadata.PackageNotFoundError):  # a package for another platform
             found[name] = metadata.version(name)
             waiting += [text for text in metadata.requires(name) or () if for_us(Requirement(text), wanted.extras)]
-    if found["torch"].partition("+")[0] != pins["torch"]:  # without constraints.txt, only names are compared
+    if found["torch"].partition("+")[0] != pins["torch"]:  # without constraints.txt, only compare names
         found = {name: pins.get(name) for name in found}
     assert {name: version for name, version in found.items() if pins.get(name) != str(version).partition("+")[0]} == {}
 

@@ -1,4 +1,4 @@
-"""Test box rewards on good and bad answers, and on answers that try to exploit the rewards."""
+"""Test the rewards for boxes on good and bad answers, and on answers that try to exploit the rewards."""
 
 import json
 import re
@@ -17,11 +17,11 @@ from minivlmrl.tasks import shapes
 from tests.helpers.score_texts import logged_reasons, score_texts
 from tests.helpers.talk import IMAGE_PART, user
 
-SIZE = (200, 100)  # the image file's width and height
-EXTENT = (100.0, 50.0)  # the resized image's width and height, which the model sees
-SOLUTION = [40, 20, 80, 60]  # in the file's pixels; RIGHT is the same box in the resized image's pixels
+SIZE = (200, 100)  # width and height of the image file
+EXTENT = (100.0, 50.0)  # width and height of the resized image, which the model sees
+SOLUTION = [40, 20, 80, 60]  # in pixels of the file; RIGHT is the same box in pixels of the resized image
 RIGHT = "20 10 40 30"
-WRONG = "60 10 80 30"  # equal size, beside the right box
+WRONG = "60 10 80 30"  # as large as the right box, and beside it
 NAMES = ["iou", "acc_0_5", "box_format"]
 
 
@@ -66,7 +66,7 @@ HACKS = {
     say("40 30 20 10"): NOTHING,
     say("20 10 20 20"): NOTHING,  # x, y, width, height
     say("10 20 30 40"): (1 / 7, 0, 1),  # y first
-    say("40 20 80 60"): (0, 0, 0),  # the file's pixels
+    say("40 20 80 60"): (0, 0, 0),  # pixels of the file
     say("200 200 400 600"): (0, 0, 0),  # thousandths
     say("0.2 0.2 0.4 0.6"): (0, 0, 1),  # unit
     # answers without numbers
@@ -82,7 +82,7 @@ HACKS = {
     f"<answer>{RIGHT}</answer>": ALL_BUT_FORM,
     f"{RIGHT}{say(WRONG)}": BESIDE_BUT_FORM,
     f"<answer>{WRONG}</answer><answer>{RIGHT}</answer>": ALL_BUT_FORM,  # only the last answer counts
-    f"<answer>{RIGHT}</answer><answer>{WRONG}": ALL_BUT_FORM,  # an answer without a closing tag is ignored
+    f"<answer>{RIGHT}</answer><answer>{WRONG}": ALL_BUT_FORM,  # an answer without a closing tag does not count
     js(RIGHT).replace("cat", "<answer>"): NOTHING,
     say(js(RIGHT).replace("cat", "</answer><answer>")): NOTHING,
 }
@@ -94,7 +94,7 @@ def test_red_team():
         assert tuple(earned) == approx(*HACKS[said]), said
 
 
-# two true boxes 40 x 40 and 20 x 20, in the file's pixels
+# two true boxes of 40 x 40 and 20 x 20 pixels of the file
 TWO = [[40, 20, 80, 60], [100, 0, 120, 20]]
 FIRST, OTHER = "20 10 40 30", "50 0 60 10"
 
@@ -204,7 +204,7 @@ def test_each_completion_is_scored_with_its_own_row():
     values = score_texts(NAMES, [say("10 10 20 20")] * 3, given)
     assert values[0].tolist() == [1, 1, 1]
     assert values[1, 2] == 1
-    assert values[2].tolist() == approx(0, 0, 1)  # the answer is (5, 5, 10, 10)
+    assert values[2].tolist() == approx(0, 0, 1)  # the answer is the box (5, 5, 10, 10)
 
 
 # columns that box rewards read for each row
@@ -235,7 +235,6 @@ def test_a_row_may_have_its_own_box_space():
 
 
 def test_the_first_image_counts_and_videos_are_ignored():
-    """Both extents are None for rows without images."""
     rows = [row(box_space="unit"), row((90, 50), (56, 112)), row((90, 50))]
     rows[2].videos = [Video([PIL.Image.new("RGB", (56, 112))] * 2, 2.0)]
     rows[2].messages[0]["content"].insert(0, {"type": "video"})

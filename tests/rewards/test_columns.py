@@ -1,4 +1,4 @@
-"""Test reward functions' arguments, and the tensor with their values."""
+"""Test the arguments of reward functions, and the tensor with their values."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from minivlmrl.rewards.columns import call_rewards, reward_columns
 
 
 def test_values_of_a_row_are_repeated_for_each_completion():
-    """Two rows have two completions each; a column in only one row is None for the other row."""
+    """A column that only one of two rows has is None for the completions of the other row."""
     rows = [Row(messages=["a"], images=[], columns={"solution": "x"}), Row(messages=["b"], images=[], columns={"n": 1})]
     completions = [[Completion(torch.tensor([i, j]), torch.zeros(2), True) for j in (7, 8)] for i in (3, 4)]
     processor = SimpleNamespace(

@@ -109,7 +109,7 @@ def test_an_error_names_row_reward_and_text(monkeypatch, function, sentence):
 
 @pytest.mark.usefixtures("default_signals")
 def test_ctrl_c_during_a_reward(monkeypatch):
-    """Ctrl-C stops a command at once, and a run after its step."""
+    """Ctrl-C stops a command at once, but a run only after its step."""
 
     def pressed(completions, **columns):
         os.kill(os.getpid(), signal.SIGINT)
@@ -141,7 +141,7 @@ def test_rewards_of_a_recipe_have_its_time_limit():
 
 
 def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):
-    """Check a reward function's arguments in a whole run, with a row in TRL's conversational format."""
+    """The row is in the conversational format of TRL."""
     row = {"prompt": [{"role": "user", "content": "Name it."}], "image": "0.png", "tag": "x"}
     write_lines(home / "chat.jsonl", [row])
     seen = {}
@@ -162,7 +162,7 @@ def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):
 
 @pytest.mark.usefixtures("plain")
 def test_rewards_get_trls_trainer_state_and_can_log(run, monkeypatch):
-    """A reward that another reward calls gets the state, too; a resumed run counts the steps of its stage."""
+    """A reward that another reward calls gets the state, too, and a resumed run counts the steps of its stage."""
     fails_at = [2]
 
     def told(completions, trainer_state, log_metric, log_extra, **columns):
@@ -190,7 +190,7 @@ def test_rewards_get_trls_trainer_state_and_can_log(run, monkeypatch):
 
 
 def test_reasons_are_logged_under_the_name_of_their_reward(monkeypatch):
-    """A reward that calls another reward logs its reasons under its own name, and can replace them."""
+    """A reward that calls another reward logs reasons under its own name, and can replace them."""
 
     def half(completions, log_extra, **columns):
         values = get_reward("accuracy")(completions, log_extra=log_extra, **columns)
@@ -219,7 +219,7 @@ def test_invalid_logged_values_are_refused(monkeypatch, log, says):
 
 
 def test_a_reward_judges_only_rows_of_files_that_name_it():
-    """data.train may list a file's rewards; other rewards give its rows neither values nor reasons."""
+    """data.train may list the rewards of a file; all other rewards give its rows neither values nor reasons."""
     extras = [{}, {}, {}]
     rows = {"solution": ["a", "b", "c"], "row_rewards": [["format"], None, ["accuracy", "format"]], "extras": extras}
     values = score_texts(["accuracy", "format"], ["<answer>c</answer>"] * 3, rows)
@@ -239,7 +239,7 @@ NO_LIST = "but it must return a list with one number per completion, here 2"
       for values in (None, [1.0], iter([1.0, 0.0, 1.0]), {0: 1.0, 1: 0.0}, {0.0, 1.0}, "12", torch.tensor(1.0))],
 ], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_other_values_than_one_number_per_completion_are_refused(monkeypatch, values, sentence):
-    """A dict, a set or a text with two elements also has the right length."""
+    """A dict, a set or a text with two elements has the right length, but no number per completion."""
     row = "a:7: " if sentence == NO_NUMBER else ""
     with pytest.raises(file.RewardFailed, match=f"^{row}reward own returned .*{sentence}$"):
         ask(monkeypatch, lambda completions, **columns: values, ["a", "what?"], row_names=["a:1", "a:7"])

@@ -1,4 +1,4 @@
-"""Test text rewards on good and bad completions, and on completions that try to exploit the rewards."""
+"""Test the rewards for text on good and bad completions, and on completions that try to exploit the rewards."""
 
 import pytest
 
@@ -68,7 +68,6 @@ def test_accuracy_gives_a_reason():
     ([1, 2.5], ["[1, 2.5]"], ["1, 2.5", "1"]),
 ], ids=str)  # fmt: skip
 def test_what_a_solution_means(solution, right, wrong):
-    """docs/rewards.md names these solutions."""
     answers = right + wrong
     assert accuracy(answers, [solution] * len(answers)) == [1.0] * len(right) + [0.0] * len(wrong)
 
@@ -86,8 +85,8 @@ def test_accuracy_is_none_without_a_solution():
     assert accuracy(["green square"] * 4, [None, "  ", ".", "<answer></answer>"]) == [None] * 4
 
 
-# completions that a policy might try instead of looking at the image, for the solution "green square", with their
-# rewards (format, accuracy)
+# completions of a policy that does not look at the image, for the solution "green square", with their rewards
+# (format, accuracy)
 HACKS = {
     "<think>a</think><answer>green</answer>": (1.0, 0.0),
     "<think>a</think><answer>green square or red square</answer>": (1.0, 0.0),
@@ -98,8 +97,8 @@ HACKS = {
     "<think>a</think><answer>green square": (0.0, 0.0),
     "<answer>red<answer>green square</answer>": (0.0, 0.0),
     "<ANSWER>green square</ANSWER>": (0.0, 0.0),
-    "<answer>green square</answer><answer>red square</answer>": (0.0, 0.0),  # the last answer counts, ...
-    "<answer>red square</answer><answer>green square</answer>": (0.0, 1.0),  # ... so this is one guess too
+    "<answer>green square</answer><answer>red square</answer>": (0.0, 0.0),  # the last answer counts
+    "<answer>red square</answer><answer>green square</answer>": (0.0, 1.0),  # this is one guess, too
     GOOD: (1.0, 1.0),
 }
 
@@ -111,9 +110,9 @@ def test_red_team():
 
 @pytest.mark.parametrize(("unit", "expected"), [("<answer>", None), ("<answer>a</answer>", "a"), ("a", None)])
 def test_an_answer_is_found_in_one_pass(unit, expected, monkeypatch):
-    """A regular expression rescanned the remaining text from each <answer>, so that 10 MB took days."""
+    """A regular expression that rescanned the remaining text from each <answer> took days for 10 MB."""
     assert find_answer(unit * (10**6 // len(unit))) == expected
-    monkeypatch.setattr(rewards_file, "ANY_TAG", None)  # would also be slow for a text with repeated tags
+    monkeypatch.setattr(rewards_file, "ANY_TAG", None)  # a regular expression would be slow, too
     assert rewards_file.tag_format([f"<think>a</think><answer>b</answer>{unit}</answer>"]) == [0.0]
 
 

@@ -1,11 +1,11 @@
 """Compare rows in users' formats with transformers: token ids, pictures and time marks from the same messages.
 
-For each file, cases.json has its public reference, and either the expected messages, written by hand, or words from the
-error message. In the table, a turn is a list: the role, then texts and parts, such as ["user", {"image": "red.png"},
-"What?"]; a part with another key than image or video, such as tool_calls, is a message field. The script in
-`git show 9467b928:tests/record/record_rows.py` rendered these messages with transformers' processor and each family's
-tokenizer; run it in that commit with this table to record more rows. Texts and pictures are ours; only a row's
-structure comes from the user.
+For each file, cases.json has its public reference, and either the expected messages, written by hand, or words of the
+error message. A turn in the table is a list of the role and then texts and parts, such as ["user", {"image":
+"red.png"}, "What?"]; a part with another key than image or video, such as tool_calls, is a field of the message. The
+script in `git show 9467b928:tests/record/record_rows.py` rendered these messages with the processor of transformers
+and the tokenizer of each family; run the script in that commit with this table to record more rows. Texts and
+pictures are ours, and only the structure of a row comes from a user.
 """
 
 import functools
@@ -33,7 +33,7 @@ from minivlmrl.model.checkpoint import load_processor
 ROWS = Path(__file__).parent
 FILES, MODELS = ROWS / "files", ROWS / "models"
 RECORDED = ROWS.parent / "recorded" / "rows_transformers_5.23.0.json"
-# columns that a row must have for a stage
+# columns that a row must have in a stage
 REQUIRED = {
     "sft": ("problem", "completion"),
     "dpo": ("problem", "chosen", "rejected"),
@@ -45,14 +45,14 @@ ANSWERS = ("completion", "chosen", "rejected")
 
 @dataclass
 class Case:
-    """A row file, and either its rows' messages or words in the error message."""
+    """A file of rows, and either the messages of the rows or words of the error message."""
 
     file: str
-    reference: str  # URL for the report or the page that shows such a row
+    reference: str  # URL of the report or the page that shows such a row
     model: str = "qwen2_5_vl"  # folder in tests/rows/models
     template: str = ""  # file in tests/rows/files that replaces the model's chat template
     stage: str = "sft"
-    options: dict = field(default_factory=dict)  # fields for RowOptions
+    options: dict = field(default_factory=dict)  # fields of RowOptions
     # for each row: its turns under "prompt" and ANSWERS, and its values in other columns
     rows: list[dict] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)  # words in the error message
@@ -61,7 +61,7 @@ class Case:
 
 
 def unpack_ids(packed: list) -> list[int]:
-    """Return the ids; the file stores each run of more than 3 equal ids as [id, length]."""
+    """Return the ids of a file that stores each run of more than 3 equal ids as [id, length]."""
     ids = []
     for item in packed:
         ids += [item[0]] * item[1] if isinstance(item, list) else [item]
@@ -69,7 +69,7 @@ def unpack_ids(packed: list) -> list[int]:
 
 
 def mean_colors(patches, grids) -> list:
-    """Return the mean colour of each quarter of each picture, which shows its content, its order and its orientation.
+    """Return the mean colour of each quarter of each picture, which shows content, order and orientation.
 
     Args:
         patches: (patches in all pictures, channels * temporal * height * width), ordered as in Qwen's image processor.
@@ -98,7 +98,7 @@ load_processor = functools.cache(load_processor)
 
 
 def find_processor(case: Case) -> Processor:
-    """Return the processor for the case's model, with the case's chat template."""
+    """Return the processor of a model in tests/rows/models, with the chat template of the case."""
     processor = load_processor(MODELS / case.model)
     if not case.template:
         return processor
@@ -107,7 +107,7 @@ def find_processor(case: Case) -> Processor:
 
 
 def open_case(case: Case, folder: Path) -> FileDataset:
-    """Open the case's file, or what the command that an error names writes to `folder`."""
+    """Open the file of a case, or the file that the command in an error message writes to `folder`."""
     if case.file.endswith(".parquet"):
         pytest.importorskip("pyarrow", reason="extra missing: pip install pyarrow")
     if "video" in str(case.rows) and ".mp4" in str(case.rows):
@@ -126,7 +126,7 @@ def open_case(case: Case, folder: Path) -> FileDataset:
 
 
 def check_prompt(prompt: Prompt, expected: dict, processor: Processor):
-    """Compare a prompt's ids, grids, colours and seconds."""
+    """Compare ids, grids, colours and seconds of a prompt."""
     check_ids(prompt.input_ids, expected["ids"], processor)
     grids = []
     for t, h, w in expected.get("grids", []):  # newer families lay out each temporal patch as a picture
@@ -143,7 +143,7 @@ def check_prompt(prompt: Prompt, expected: dict, processor: Processor):
 def check_ids(ids: torch.Tensor, packed: list, processor: Processor):
     expected = unpack_ids(packed)
     decode = processor.tokenizer.decode
-    assert decode(ids.tolist()) == decode(expected)  # a failure's message then shows the texts
+    assert decode(ids.tolist()) == decode(expected)  # if the ids differ, the message of the failure shows the texts
     assert ids.tolist() == expected
 
 
@@ -153,7 +153,7 @@ def encode(row: Row, column: str, processor: Processor) -> Completion:
 
 
 def check_answer(completion: Completion, expected: list[dict], processor: Processor):
-    """Compare an answer's sequences: ids, trained ids, and later sequences' prompts."""
+    """Compare the sequences of an answer: ids, trained ids, and the prompts of later sequences."""
     turns = completion.turns or [completion]
     assert len(turns) == len(expected)
     for turn, sequence in zip(turns, expected, strict=True):
@@ -183,7 +183,7 @@ def test_a_file_becomes_what_transformers_makes_of_its_messages(name, tmp_path):
 
 
 def check_skipped(case: Case, dataset: FileDataset, processor: Processor, index: int):
-    """Check that a damaged row ends a run without data.skip_unreadable, and is skipped and named with it."""
+    """Check that a damaged row ends a run, but is skipped and named with data.skip_unreadable."""
     where = re.escape(f"{case.file}:{index + 1}")
     with pytest.raises(ValueError, match=where):
         dataset[index].prompt(processor)
@@ -213,7 +213,7 @@ def test_a_file_that_cannot_be_read_is_refused_with_the_reason(name, tmp_path):
 
 
 def test_the_table():
-    """Every file belongs to a case, every case has a public reference, and all families' models are used."""
+    """Every file belongs to a case, every case has a public reference, and the models of all families are used."""
     assert EXPECTED.keys() == {*READ}
     assert len({case.file for case in CASES.values()}) >= 100
     assert all(re.match(r"https://(github\.com|huggingface\.co|\w[\w.-]*)/\S+$", c.reference) for c in CASES.values())

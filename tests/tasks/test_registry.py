@@ -1,4 +1,4 @@
-"""Test the task registry, and each task's interface."""
+"""Test the registry of tasks, and the interface of each task."""
 
 import pytest
 

@@ -22,7 +22,7 @@ def pictures(rows, count=None):
 
 
 def seen(image):
-    """Read the label from the pixels: the colour, and the shape from the widths of its top and bottom rows."""
+    """Return the label that the pixels show, and the largest width of the shape's top and bottom rows."""
     pixels = image.load()
     inside = [(x, y) for y in range(shapes.SIZE) for x in range(shapes.SIZE) if pixels[x, y] in COLORS.values()]
     color = next(name for name, rgb in COLORS.items() if rgb == pixels[inside[0]])
@@ -45,7 +45,7 @@ def test_rows_end_and_do_not_depend_on_their_number():
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_share_of_wrong_labels(share):
-    """One random label in 12 is correct by chance; without noise every demonstration gets the full reward."""
+    """A random label among 12 is right by chance once in 12, and without noise every label is right."""
     rows = each(Shapes(600, 0, share))
     texts, solutions = [row.completion for row in rows], [row.columns["solution"] for row in rows]
     wrong = accuracy(map(find_answer, texts), solutions).count(0.0) / 600
@@ -61,7 +61,7 @@ def test_demonstrations_say_the_label_where_the_rewards_look_for_it(where):
 
 
 def test_a_preference_is_the_right_answer_over_a_worse_one():
-    """The four kinds are about equally frequent: wrong colour, wrong shape, contradiction, missing characters."""
+    """Four kinds are about equally frequent: wrong colour, wrong shape, contradiction, missing characters."""
     kinds = Counter()
     for row in each(Shapes(400, 0)):
         label, truth = row.columns["solution"], tagged_answer(row.columns["solution"])
@@ -80,7 +80,7 @@ def test_a_preference_is_the_right_answer_over_a_worse_one():
 
 
 def test_rows_of_a_seed_are_the_same_in_every_version():
-    """The hashes were recorded before rows had preferences; the published results depend on these images."""
+    """The hash was recorded before rows had preferences, and published results depend on these images."""
     digest = hashlib.sha256()
     for row in each(Shapes(50, "0/sft", wrong_labels=0.5)):
         digest.update(row.images[0].tobytes() + f"{row.columns}{row.completion}".encode())
