@@ -17,8 +17,6 @@ SHAPE = 96, 512
 
 def numbers(signed: bool = True) -> Tensor:
     """Return numbers with many magnitudes that are equal on all processors, as is the sum of largest block values."""
-    processors.
-    """
     generator = torch.Generator().manual_seed(0)
     values = 2 * torch.rand(SHAPE, generator=generator) - 1
     share = torch.rand(SHAPE, generator=generator)
