@@ -16,7 +16,7 @@ OURS = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in (PACKAGE.name, "kern
 # Python files of the user that a recipe names as `file.py:name`
 USER_FILES: set[str] = set()
 
-# regular expression for quoted texts of at least 80 characters, and for words of at least 500 characters
+# texts that are too long for an error message: quoted texts of at least 80 characters, and words of at least 500
 LONG_QUOTES = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}""")
 
 # regular expression for the out-of-memory messages of PyTorch, CUDA and cuBLAS
@@ -90,7 +90,8 @@ def shortened(error: str | Exception) -> str:
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return True if an error means that GPU memory or host memory is full.
 
-    PyTorch raises OutOfMemoryError for the GPU, but a plain RuntimeError for host memory and in CUDA's libraries.
+    PyTorch raises OutOfMemoryError if GPU memory is full, but RuntimeError if host memory is full or one of CUDA's
+    libraries gets no memory.
     """
     if not isinstance(error, RuntimeError):
         return isinstance(error, MemoryError)

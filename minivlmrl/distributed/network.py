@@ -19,9 +19,9 @@ CONNECT_SECONDS = 60.0  # time limit for connecting the ranks, after all ranks h
 def attempt_store(limit: timedelta) -> Store:
     """Create torch.distributed's key-value store, through which the ranks exchange their network addresses.
 
-    On a single host, each restart by torchrun uses a new prefix for the keys of the store, because the store still has
-    the addresses of dead processes (torch 2.13, pytorch issue 135712). On several hosts, all restarts use the same
-    prefix, because not all hosts know the number of restarts (docs/many_gpus.md).
+    After a restart by torchrun on a single host, the ranks use new keys, because the old keys hold the addresses of
+    dead processes (torch 2.13, pytorch issue 135712). On several hosts, restarts do not change the keys, because not
+    all hosts know the number of restarts (docs/many_gpus.md).
 
     Raises:
         ValueError: rank 0's store cannot be reached.
@@ -43,7 +43,7 @@ def attempt_store(limit: timedelta) -> Store:
 def connect(store: Store, rank: int, size: int, device: torch.device, limit: timedelta):
     """Create the process group, and test the network with a sum over all ranks, on CPUs and on GPUs.
 
-    Without a sum over GPUs, NCCL would connect the ranks only in the first step, after all weights have been loaded.
+    NCCL connects the ranks at the first sum over GPUs, so a sum tests the network before the weights are loaded.
 
     Args:
         store: the store of rank addresses.
@@ -122,7 +122,7 @@ def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
         socket.TCP_USER_TIMEOUT: round(1000 * seconds),  # for data that the other host must confirm
     }
     for number in set(os.listdir("/proc/self/fd")) - before:
-        # The socket functions raise OSError for an open file that is not a TCP connection.
+        # Open files that are not TCP connections are skipped: setting a socket option on them raises OSError.
         with suppress(OSError), socket.fromfd(int(number), socket.AF_INET, socket.SOCK_STREAM) as x:
             x.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in options.items():

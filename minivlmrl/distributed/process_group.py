@@ -49,7 +49,7 @@ class World:
     def shard_evenly(self, items: Sequence[Value]) -> tuple[list[Value], int]:
         """Return this rank's part of a sequence: every N-th item for N ranks, starting at the rank's number.
 
-        Some items are repeated, because all ranks of a sharded model must process equally many items.
+        Some items of the sequence are repeated, because all ranks of a sharded model must process equally many items.
 
         Returns:
             this rank's items, and the number of leading items that are not repeats.
@@ -62,7 +62,7 @@ class World:
         """Add up each value over all ranks."""
         if self.size == 1:
             return list(values)
-        # The values are summed on the CPU, because a sum on the GPU would wait until the GPU has finished its work.
+        # The sum over ranks is computed on the CPU, because a sum on the GPU would wait for the GPU's unfinished work.
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total)
         return total.tolist()
@@ -100,8 +100,7 @@ class World:
     def wait(self):
         """Wait for all ranks without a time limit; raise RuntimeError if the process of a rank has ended.
 
-        Sampling, rewards and saving on one rank may take longer than World.timeout, the time limit of all other
-        collective operations.
+        After sampling, rewards or saving, ranks may wait for each other longer than World.timeout.
         """
         if self.size > 1:
             monitored_barrier(NO_LIMIT)

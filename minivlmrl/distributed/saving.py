@@ -54,8 +54,8 @@ def save_model(
         write_adapter = adapter_writer(model, base)
         weights = file_weights(model) if merge else {}
         unused = (world.run_on_rank_zero(lambda: unused_tensors(model)) if merge else None) or {}
-        # Only rank 0 has read the tensors that the model does not use, so rank 0 distributes all tensors over the
-        # files.
+        # Rank 0 assigns tensors to files, because only rank 0 has read the checkpoint's tensors that the model does not
+        # use.
         files = world.gather_objects(divide(model, weights, unused, max_shard_size))[0]
         # ranks other than 0 write nothing
         new_folder = world.run_on_rank_zero(lambda: saving.enter_context(replacing(folder))) or Path(folder)

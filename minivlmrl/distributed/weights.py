@@ -75,8 +75,8 @@ class Communication:
     once_per_step: bool  # the option sharding.once_per_step
     # whether the FSDP unit is a vision block or decoder layer, whose gathered weights are freed after the forward pass
     is_block: bool = False
-    # whether gradients are summed over replicas only in the last micro-batch. The parameters must then have gradients
-    # in every micro-batch, because FSDP sums all gradients of a unit as one tensor.
+    # whether gradients are summed over replicas only in the last micro-batch. FSDP sums the gradients of a unit as one
+    # tensor, so each parameter must have a gradient in every micro-batch.
     all_reduces_once: bool = False
     was_gathered: bool = False  # only a unit that was gathered before can postpone its reduction
 
@@ -89,8 +89,8 @@ def begin_micro_batch(module: nn.Module, is_last: bool):
     """Decide whether a sharded module communicates with other ranks in the next micro-batch.
 
     With sharding.once_per_step, weights stay gathered for a whole optimizer step, and gradients are summed over ranks
-    once, in the last micro-batch. Without sharding.once_per_step, each micro-batch gathers the weights again, and sums
-    gradients over the ranks of a replica. Most FSDP units sum gradients over replicas only in the last micro-batch.
+    once, in the last micro-batch. Without sharding.once_per_step, each micro-batch gathers the weights, and sums
+    gradients over the ranks that share one replica of the weights.
     """
     for unit in units(module):
         communication = communication_of(unit)
@@ -160,7 +160,7 @@ def adapter_copies(model: VisionLanguageModel) -> AbstractContextManager[list[nn
 def copy_model(model: VisionLanguageModel, in_compute_dtype: bool = False) -> VisionLanguageModel:
     """Copy a model. Each rank of a sharded model copies only its own rows of the weights.
 
-    The copy of an unsharded model with adapters shares the base weights.
+    An unsharded model with adapters and its copy share the base weights.
 
     Args:
         in_compute_dtype: copy a sharded model into the dtype in which it computes.

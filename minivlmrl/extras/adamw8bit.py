@@ -1,8 +1,8 @@
 """AdamW whose two moments are stored in 8 bits per value instead of 32 (arXiv 2110.02861).
 
-Each row of an AdamW moment is split into blocks of 256 values. A block is stored as one float32 scale, which is its
-largest absolute value, and one byte per value. Each byte stands for one of 256 fixed numbers between -1 and 1, which
-are denser near 0. FSDP shards tensors by rows, so no block is split between ranks.
+Each row of an AdamW moment is split into blocks of 256 values. A block of 256 values is stored as 256 bytes and one
+float32 scale, which is the block's largest absolute value. The byte of a value selects one of 256 fixed numbers between
+-1 and 1, which are denser near 0. FSDP shards the moments by rows, so each block of 256 values lies on one rank.
 
 A recipe selects the 8-bit AdamW with `optimizer: {name: adamw_8bit}`, and your modified copy with its file and class,
 for example `my_adamw.py:AdamW8bit`.

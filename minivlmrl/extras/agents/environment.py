@@ -22,8 +22,8 @@ class Environment(Protocol):
     """An environment holds the state of one completion, and has the tools that the completion may call.
 
     Every public method of an environment is a tool, except `reset`, `get_reward` and `observe`. Only the method `reset`
-    is required. An environment ends its completion by setting its attribute `done` to True. An attribute of an
-    environment, such as max_tool_calls, replaces the default in the class Settings.
+    is required. An environment ends its completion by setting its attribute `done` to True. An environment can change a
+    setting by an attribute, for example `max_tool_calls = 3`; the class Settings lists all settings.
     """
 
     def reset(self, **columns) -> None:

@@ -1,4 +1,4 @@
-"""The functions of extras/agents/ that the core imports if a recipe sets `sampling.environment`."""
+"""The functions that minivlmrl imports from extras/agents/ if a recipe sets the option `sampling.environment`."""
 
 from minivlmrl.extras.agents.environment import check_reward, with_tools
 from minivlmrl.extras.agents.tool_calls import begin_with_row

@@ -66,8 +66,7 @@ def answer_call(
 ) -> tuple[list[dict], list[Picture], bool]:
     """Execute one tool call, and return the result as parts of a chat message.
 
-    If an argument is invalid, the tool raises an exception, or its result exceeds a limit in `settings`, the model
-    reads the text "error: ..." as the result.
+    If a tool call fails or its result is too large, the model reads the text "error: ..." as the result.
 
     Args:
         name, inside: the call, see Call.
@@ -162,7 +161,7 @@ def refuse_constant(name: str):
 def check_values(value, name: str):
     """Raise ValueError if an argument of a tool call has an infinite number or half of a surrogate pair.
 
-    If an environment stored an invalid value, its method get_reward could fail later and end the run.
+    An environment that stores an infinite number could fail later, in its method get_reward, which would end the run.
     """
     if isinstance(value, dict):
         for key, item in value.items():
@@ -183,7 +182,7 @@ def check_values(value, name: str):
 
 
 def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
-    """Parse the arguments between a tool's tags, which are JSON values in signature order, or a single text."""
+    """Parse the arguments between a tool's tags, for example `1, "cat"`, in the order of the tool's parameters."""
     expected = fields(arguments_of(tools[name]))
     values = [inside.strip()]
     if [field.type for field in expected] != [str]:
@@ -257,7 +256,7 @@ def valid_text(value: Any) -> Any:
 
 
 def turn_opening(processor: Processor) -> list[str]:
-    """Return the pieces of the chat template between a user's turn and the text of the assistant's turn."""
+    """Return what the chat template writes between the end of a user's turn and the assistant's text."""
     lay = render if processor.template is None else processor.template.render
     pieces = lay([{"role": "user", "content": "?"}])
     last_end = len(pieces) - pieces[::-1].index(END)

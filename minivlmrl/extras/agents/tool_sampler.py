@@ -84,8 +84,8 @@ class ToolEpisode:
 
     def new_calls(self, new_bytes: bytes, turn_ends: bool, text_ends: bool) -> list[Call]:
         """Append a token's bytes to the completion's text, and return the tool calls that end with the token."""
-        # A closing tag can begin in an earlier token, so the search for closing tags starts before the new bytes. No
-        # closing tag is longer than the pattern that matches all closing tags.
+        # A closing tag can begin in an earlier token, so the search for closing tags starts before the new bytes. The
+        # regular expression is at least as long as the longest closing tag that it matches.
         searched_from = max(0, len(self.text) - len(self.closing_tag.pattern))
         self.text += new_bytes
         if text_ends or not (turn_ends or self.closes_a_call(searched_from)):
@@ -221,7 +221,7 @@ class AnswerAttention(DecodeAttention):
         self.response_rows = rows
         prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # one length per prompt
         newest = decoding.newest.tolist()  # position of each row's newest token
-        # slices for recurrent layers: the batch row and the packed tokens of each tool result
+        # slices of row and tokens of each tool result, for the recurrent layers
         self.spans = []
         tokens_of_rows = [0] * len(newest)
         tokens_before = 0
@@ -261,7 +261,7 @@ class AnswerAttention(DecodeAttention):
 
 
 def extend(row_cache: Tensor, prompts: Tensor, new: Tensor, span: AnswerSpan) -> Tensor:
-    """Write a tool result's keys or values into the KV cache, and return those of all tokens up to the result's end.
+    """Write a tool result's keys or values into the KV cache, and return all keys or values up to the result's end.
 
     Args:
         row_cache: (R, K, C, D), cache for the rows' own tokens, modified in place.
@@ -317,7 +317,7 @@ class ReadingDecode(Decode):
         batch.position_ids += start.repeat_interleave(repeats)
         answer_attention = AnswerAttention(attention, rows, lengths)
         hidden = model(batch, answer_attention, batch.layout.last_index)
-        # Later tokens get lower position ids, because an image has fewer position ids than tokens.
+        # Position ids after an image are lower than token indices, because an image has fewer position ids than tokens.
         last_positions = [x.max() for x in batch.position_ids.split(lengths, dim=1)]
         attention.start[index] = torch.stack(last_positions) - attention.newest[index]
         row_of_token = attention.rows[index].repeat_interleave(repeats)
@@ -400,9 +400,9 @@ def begin_episodes(
 
 
 def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
-    """Return the arguments for the method `reset` of a tool environment: columns, images, messages and extents.
+    """Return the arguments with which a tool environment's method `reset` is called, such as the images of a row.
 
-    The extent of an image is the width and height of the coordinate system in which the image's boxes are written.
+    For each image, `extents` has the width and height of the coordinate system in which boxes are written.
     """
     images = list(row.images)  # may decode image files, because images are loaded lazily
     space = row.columns.get("box_space") or processor.box_space

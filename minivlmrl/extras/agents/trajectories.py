@@ -4,7 +4,7 @@ A turn's context window is the prompt from which the turn is sampled. The first 
 window of a later turn has the messages that the environment's `observe(rounds)` returns. With sampling.history=K, the
 context window of a later turn has all text so far, and the images of the newest K rounds. A round is a turn together
 with the results of its tool calls. A trajectory ends with a turn that does not call a tool, or when the environment
-sets `done`. All turns of a trajectory form one Completion, which is one row of a loss.
+sets `done`. The loss treats all turns of a trajectory as one completion.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def find_sampler(name: str, history: int | None) -> type[Sampler]:
 
 
 def has_windows(name: str, history: int | None) -> bool:
-    """Return whether each turn of a completion gets a new prompt, which is called the context window.
+    """Return whether each turn of a completion has a prompt of its own.
 
     `history` is the option sampling.history: the number of newest rounds whose images the model sees.
     """
@@ -111,7 +111,7 @@ class Episode(ToolEpisode):
     def trajectory(self) -> Completion:
         """Concatenate all turns of a trajectory into one Completion."""
         windows = [turn.prompt for turn in self.turns[1:]]
-        # The last image in the prompt of each later turn is displayed with the completion.
+        # If a completion is displayed, each turn after the first one is shown with the last image of its prompt.
         shown = [window.row.images[-1:] for window in windows if window and window.row]
         return Completion(
             ids=torch.cat([turn.ids for turn in self.turns]),
@@ -169,7 +169,7 @@ class TrajectorySampler(Sampler):
     def sample_turns(
         self, model: VisionLanguageModel, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
-        """Sample one turn for each trajectory in `self.episodes`, and store the turn in the trajectory's Episode."""
+        """Sample the next turn of each unfinished trajectory."""
         groups = super().generate(model, prompts, num_generations, sample_token)
         for episode, turn in zip(self.episodes, chain(*groups), strict=True):
             episode.finish(turn)

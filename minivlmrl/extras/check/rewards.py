@@ -42,7 +42,7 @@ MAX_FORMS = 8  # maximum number of elements in a solution that are tried as answ
 
 @dataclass
 class Trial:
-    """Reward functions with their weights, and dataset rows on which `check` tests the functions."""
+    """Reward functions and their weights, and the dataset rows with which `check` tests the reward functions."""
 
     rewards: list[Reward]
     weights: Tensor  # (number of reward functions,)
@@ -64,7 +64,7 @@ class Trial:
         return self.score_texts(format_completion(answer, self.processor) for answer in answers)
 
     def right_answers(self) -> list[str]:
-        """Write each row's solution as text, for example as 3 or 3.0; choose the form with the highest reward."""
+        """Return each row's solution as the text that gets the highest reward, for example 3 or 3.0."""
         forms = [answer_forms(row) for row in self.rows]
         if all(len(texts) == 1 for texts in forms):
             return [texts[0] for texts in forms]
@@ -79,7 +79,7 @@ class Trial:
 
 
 def make_trial(config: RunConfig, all_rows: Dataset, processor: Processor) -> Trial:
-    """Prepare a test of a recipe's rewards, except the reward model, with 16 rows of the dataset."""
+    """Choose 16 rows of a dataset, with which `check` tests a recipe's rewards. Reward models are not tested."""
     rewards = [reward for reward in training_rewards(config) if reward.name != "reward_model"]
     weights = [weight for name, weight in config.rewards.items() if name != "reward_model"]
     rows = [replace(row, key=f"check/{index}") for index, row in enumerate(sample_rows(all_rows))]
@@ -263,7 +263,7 @@ def check_forms(trial: Trial) -> Iterator[str]:
 
 
 def check_empty(trial: Trial, solutions: Sequence[Sequence[str]], rows_name: str = "rows") -> Iterator[str]:
-    """Check for rows with an empty solution whose right answer, "none", gets no reward."""
+    """Check for rows with an empty solution, for which a reward does not accept the answer "none"."""
     num_empty = sum(not any(text.strip() for text in texts) for texts in solutions)
     if not num_empty:
         return
@@ -280,7 +280,7 @@ def check_empty(trial: Trial, solutions: Sequence[Sequence[str]], rows_name: str
 def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[str]:
     """Check for two names of one label, such as "ice cream" and "Ice-Cream", of which a reward accepts only one.
 
-    Labels with digits are not compared, because 1-5 and 15 are different answers.
+    Labels with digits are not compared, because 1-5 and 15 differ only in a hyphen, but are different answers.
     """
     solution_counts = count_answers(solutions)
     names = defaultdict(list)  # letters of a label -> solutions with these letters, frequent first
@@ -326,7 +326,8 @@ def check_constant(
     frequency = num_equal / len(solutions)
     constant_mean = frequency * constant[is_equal].nanmean().nan_to_num(0.0).item()
     constant_mean += (1 - frequency) * constant[~is_equal].nanmean().nan_to_num(0.0).item()
-    # A ratio above 1.25 means that the rewards cannot parse right answers, which other checks report.
+    # If the most frequent solution scores far higher than right answers, the rewards cannot parse right answers, which
+    # other checks report.
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
             f"Always answering {format_completion(solution, trial.processor)!r:.80} scores "
@@ -336,7 +337,7 @@ def check_constant(
 
 
 def check_same(reward: Reward, means: list[float]) -> Iterator[str]:
-    """Check whether a reward that reads no dataset column has the same value, which is not 0, for every text."""
+    """Check whether a reward that depends only on the text has the same value for every text."""
     if means[0] != 0 and len(set(means)) == 1:
         yield (
             f"Reward {reward.name} is {means[0]:.3g} for every text that was tried, even for an "
@@ -369,10 +370,7 @@ def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
 
 
 def check_cache(trial: Trial) -> Iterator[str]:
-    """Check whether a reward function caches values by the completion's text, although rows have different solutions.
-
-    The check scores each right answer for its own row and for a row with another solution, in both orders.
-    """
+    """Check whether a reward function caches values by the completion's text, although the rows' solutions differ."""
     if trial.processor.answer_format == "whole":  # no two texts contain the same answer
         return
     pairs = []  # each row's answer, the row, and a row with another solution

@@ -15,12 +15,12 @@ from minivlmrl.rewards.text import find_answer
 from minivlmrl.trainers.registry import find_class
 
 NUM_ROWS = 16  # rows that are checked in detail
-TASK_ROWS = 1000  # rows of one of our own tasks that are checked, because all are similar
+TASK_ROWS = 1000  # number of checked rows of a generated dataset, whose rows are all similar
 MAX_MARKUP_TOKENS = 64  # maximum number of tokens that a chat template adds to an answer
 
 
 def without_media(rows: Dataset) -> Iterator[Row]:
-    """Yield all rows of a data file without opening their images, or the first 1000 rows of one of our own tasks."""
+    """Yield all rows of a data file without opening their images, or the first 1000 rows of a generated dataset."""
     if isinstance(rows, FileRows):
         yield from (rows.read(number)[0] for number in range(len(rows)))
     else:
@@ -28,7 +28,7 @@ def without_media(rows: Dataset) -> Iterator[Row]:
 
 
 def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], processor: Processor) -> Iterator[str]:
-    """Check the rows on which one stage trains, with answers in the fields `names`, such as "chosen"."""
+    """Check the rows on which one stage trains; `names` are the kinds of answers, such as "chosen" and "rejected"."""
     yield from check_conversations(all_rows, config.data.system_prompt)
     yield from check_twice(all_rows)
     rows = sample_rows(all_rows)
@@ -40,7 +40,7 @@ def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], proce
 
 
 def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterator[str]:
-    """Check for rows with several system messages, and for images that come before the text in only some rows."""
+    """Check for rows with several system messages, and check whether the image precedes the text in some rows only."""
     num_two_systems = 0
     image_orders = Counter()  # {True: questions with the image after the text, False: with the image before the text}
     for row in without_media(all_rows):
@@ -155,7 +155,7 @@ def turns_of(turns: Sequence[dict], roles: set[str]) -> list[dict]:
 
 
 def solutions_of(rows: Iterable[Row]) -> list[list[str]]:
-    """Return each row's right answers: the elements of a solution that is a list of strings, else `str(solution)`."""
+    """Return each row's right answers; a solution that is a list of strings has several right answers."""
     solutions = []
     for row in rows:
         solution = row.columns.get("solution")
@@ -209,9 +209,9 @@ def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, pr
 
 
 def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: int) -> Iterator[int]:
-    """Yield the token counts of answers without images that may have more than `limit` tokens.
+    """Yield the token counts of answers without images, except answers that are too short to exceed `limit` tokens.
 
-    Short answers are not tokenized, because an answer has at most as many tokens as bytes.
+    An answer with fewer bytes than `limit` need not be tokenized, because each token has at least one byte.
     """
     for row in without_media(all_rows):
         answer = getattr(row, name)

@@ -5,8 +5,8 @@
 
 The layout is recognized by the columns of the rows; if two layouts fit, choose one with --layout. The converted file is
 written beside the original file, and refers to the same images. The command lists the columns and keys that the chosen
-layout cannot store. If the file is a YAML list of data sets in VLM-R1's format, the command converts each data set, and
-prints the option data.train for a recipe.
+layout cannot store. For a YAML list of data sets, as in VLM-R1, the command converts each data set, and prints the
+recipe's option data.train.
 """
 
 import argparse
@@ -171,7 +171,7 @@ def batches(rows: Iterator[dict]) -> Iterator[list[dict]]:
 
 
 def convert_list(path: Path, options: argparse.Namespace) -> Iterator[Plain]:
-    """Convert each file in a YAML list of data sets, and yield the file's entry for the option data.train."""
+    """Convert each file in a YAML list of data sets, and yield the entries of the recipe's option data.train."""
     with error_context(path):
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         sets = content.get("datasets") if isinstance(content, dict) else None

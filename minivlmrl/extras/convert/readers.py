@@ -35,7 +35,7 @@ VISION = re.compile(r"<\|vision_start\|>(?:<\|(image|video)_pad\|>)+<\|vision_en
 
 
 class Columns(dict):
-    """The columns of a row, without missing values; `dropped` counts the columns and keys that conversion loses."""
+    """The columns of a dataset row, without missing values, and a counter of what the conversion loses."""
 
     def __init__(self, row: dict, dropped: Counter):
         # pandas writes a missing value as NaN, which is not equal to itself.
@@ -47,7 +47,7 @@ class Columns(dict):
         return self
 
     def drop(self, name: str) -> Plain:
-        """Remove and return a column, which is counted as lost unless the column is empty."""
+        """Remove a column from the row and return the column's value; a value that is not empty counts as lost."""
         if self.get(name) not in (None, "", [], {}):
             self.dropped[f"column {name!r}"] += 1
         return self.pop(name, None)
@@ -128,7 +128,7 @@ def read_pairs(row: Columns) -> Columns | None:
 
 
 def read_question(asked: str) -> Reader:
-    """Return a reader for rows that have a question in the column `asked` and the answer in another column."""
+    """Return a function that reads rows with a question column, such as "query", and an answer column."""
 
     def read(row: Columns) -> Columns | None:
         if asked not in row or "conversations" in row or has_prompt(row):

@@ -90,7 +90,7 @@ def _read_cells(path: Path) -> Rows:
     """Read a CSV or TSV file, whose first line has the names of the columns. An empty cell is a missing column."""
     csv.field_size_limit(2**31 - 1)
     separator, word = ("\t", "tabs") if path.suffix == ".tsv" else (",", "commas")
-    # The next row is read outside error_context, because a CSV error would get the place of the previous row.
+    # Rows are read outside error_context, which would give a CSV error the line number of the previous row.
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=separator, strict=True)
         names: list[str] = []
@@ -137,7 +137,7 @@ def _row_of_cells(names: list[str], cells: list[str], separator: str) -> dict:
 
 
 def _swallows_rows(cell: str, number: int, columns: int, separator: str) -> bool:
-    """Return True if a cell seems to contain further rows: each line of the cell has as many commas as a row."""
+    """Return True if a missing quote seems to have joined several rows of a CSV file in one cell."""
     lines = cell.split("\n")
     counts = [len(re.findall(rf"{separator}(?=\S|$)", line.strip("\r"))) for line in lines]
     expected = [columns - 1 - number, *[columns - 1 for _ in lines[2:]], number]

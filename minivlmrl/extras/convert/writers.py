@@ -93,7 +93,7 @@ def read(columns: dict, folder: Path) -> tuple[Row, list[Media], dict[str, Plain
 
 
 def turns_of(row: Row, media: list[Media]) -> tuple[list[dict], dict[str, list[dict]]]:
-    """Return the turns of the prompt and of each answer, and append the images of the answers to `media`."""
+    """Return the turns of the prompt and of each answer, and append the answers' images to a row's list of media."""
     answers = {}
     for name in ("chosen", "rejected") if row.chosen else ("completion",):
         if answer := getattr(row, name):
@@ -118,7 +118,7 @@ def tagged(turn: dict) -> dict:
 
 
 def sources(media: list[Media], kind: str, folder: Path, dropped: Counter) -> list:
-    """Return the absolute paths of a row's images or videos, and count options such as max_pixels as dropped."""
+    """Return the absolute paths of a row's images or videos; options of an image, such as max_pixels, are lost."""
     listed = []
     for item in media:
         if item.kind == kind:
@@ -130,7 +130,7 @@ def sources(media: list[Media], kind: str, folder: Path, dropped: Counter) -> li
 
 
 def source_of(source: str | bytes, folder: Path) -> str | dict:
-    """Return the source of an image as an absolute path, as a URI, or as bytes like Hugging Face datasets."""
+    """Return an image as an absolute path, a URI, or {"bytes": ..., "path": None} as in Hugging Face datasets."""
     if isinstance(source, bytes):
         return {"bytes": source, "path": None}
     if source.startswith("data:;"):  # base64 without a header

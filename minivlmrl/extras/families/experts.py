@@ -43,8 +43,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, sum_over_ranks: Callable | None = None) -> Tensor:
         """Compute the MoE layer's outputs (N, D) for tokens x (N, D).
 
-        The forward and the backward pass of an MoE layer are deterministic, because tokens are reordered and never
-        accumulated by index, which would need atomic operations.
+        The MoE layer reorders tokens instead of calling index_add, which is not deterministic on GPUs.
 
         Args:
             sum_over_ranks: function that sums expert token counts over ranks, if the
@@ -97,14 +96,14 @@ def place_experts(layer: DecoderLayer, config: ModelConfig, index: int):
         layer.mlp = Experts(config.hidden_size, config.experts, index)
 
 
-# tensors of a weight file, each with the listed matrices of all experts of a layer
+# {tensor of a weight file: matrices of each expert that are joined in the tensor}
 FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 
 def split_experts(
     tensors: Iterable[tuple[str, Tensor]], config: ModelConfig, file: Path, *, transposed: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a weight file, and split each tensor with the weights of all experts by expert.
+    """Yield the tensors of a weight file; a tensor that contains all experts is split into single experts.
 
     Args:
         transposed: whether stacked experts may be transposed, as in Qwen3-VL-MoE on the hub.
@@ -143,7 +142,7 @@ class StackedExperts:
     transposed: bool
 
     def stack(self, full: Callable[[Weight], Tensor]) -> Tensor:
-        """Stack the experts' weights to one tensor; `full` is a function that gathers a sharded weight."""
+        """Stack the weights of all experts to one tensor; `full` gathers a weight that is sharded over ranks."""
         stacked = torch.stack([torch.cat([*map(full, parts)]) for parts in self.experts])
         return stacked.mT.contiguous() if self.transposed else stacked
 

@@ -47,7 +47,7 @@ class Layer(DecoderLayer):
     """Decoder layer with attention or with a recurrence, depending on config.layer_types."""
 
     norm_type = CentredRMSNorm
-    # The constructor creates the attention after the MLP, because the order of creation decides the random weights.
+    # Layer's constructor creates the attention after the MLP, because another order would change the random weights.
     attention_type = None
 
     def __init__(self, config: ModelConfig, index: int):

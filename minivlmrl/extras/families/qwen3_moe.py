@@ -49,7 +49,7 @@ ROUTED = re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
 
 
 def with_experts(spec: ModelSpec, transposed: bool, **changes) -> ModelSpec:
-    """Return the ModelSpec of a family with experts, made from the ModelSpec of the family with dense MLPs."""
+    """Copy the ModelSpec of a model family with dense MLPs, and replace the MLPs by experts."""
     return replace(
         spec,
         sections={**spec.sections, "experts": ExpertsConfig},

@@ -26,7 +26,7 @@ class ExpertsConfig:
         return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
 
     def check(self, config: ModelConfig, transposed: bool):
-        """Raise ValueError if the sizes of experts do not fit together.
+        """Raise ValueError for sizes of experts in config.json that minivlmrl cannot load.
 
         `transposed` is True if the experts' matrices may be transposed in a weight file.
         """

@@ -5,8 +5,8 @@ python -m minivlmrl memory --model FOLDER_OR_REPOSITORY --gpus 8 [RECIPE] [--sec
 
 The model's weights are not read. The recipe's rows are measured if they exist; otherwise, or with --text_tokens or
 --image_tokens, all prompts are assumed to be equal. --gpu_memory is a size in GB, a card such as T4 or 4090, or auto
-for the free memory of this machine's GPU. If the GPU is known, the command also prints the least seconds that a
-training step can take. The file diagnostics/memory.py explains the memory estimate.
+for the free memory of this machine's GPU. If the GPU is known, `memory` also prints the least seconds that a training
+step can take. The file diagnostics/memory.py explains the memory estimate.
 """
 
 import argparse
@@ -116,9 +116,9 @@ def find_gpu(text: str) -> tuple[float, Card | None]:
 def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
     """Return the least seconds that each phase of a training step takes on one GPU, given the GPU's data sheet.
 
-    The estimate assumes that all prompts are as long as the longest prompt. In the estimate, matrix products run at the
-    GPU's peak rate, and a decode step reads the decoder's weights and the KV cache once. Attention, activation
-    functions and the CPU take no time in the estimate.
+    The estimate assumes that all prompts are as long as the longest prompt. Matrix products are assumed to run at the
+    GPU's peak rate, and a decode step is assumed to read the decoder's weights and the KV cache once. The time for
+    attention, activation functions and the CPU is not counted.
     """
     run, config, estimator = question.run, question.options, question.estimator
     row, model = question.rows[0], question.models.policy
@@ -156,7 +156,7 @@ def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
 
 
 def decoder_bytes(model: VisionLanguageModel, dtype: torch.dtype) -> float:
-    """Return the bytes of weights that a decode step reads, and writes when it unpacks 4-bit weights."""
+    """Return the bytes that a decode step moves to read the weights and to unpack 4-bit weights."""
     read = computed_bytes(model.model.layers, dtype) + model.lm_head.weight.numel() * dtype.itemsize
     packed = [layer for layer in model.model.layers.modules() if isinstance(layer, PackedLinear)]
     return read + sum(2 * dtype.itemsize * layer.shape.numel() for layer in packed)

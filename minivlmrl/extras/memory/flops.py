@@ -1,8 +1,8 @@
 """Count the floating-point operations (FLOPs) of a model, from which `memory` computes the least seconds of a step.
 
 In the forward pass, a token takes 2 FLOPs for each value in a weight matrix. The backward pass takes as many FLOPs as
-the forward pass for the gradients of inputs, and as many again for the gradients of weights. The FLOPs of attention,
-recurrence, norms, activation functions and activation checkpointing are left out.
+the forward pass for the gradients of inputs, and as many again for the gradients of weights. FLOPs of attention,
+recurrence, norms, activation functions and activation checkpointing are not counted.
 """
 
 from collections.abc import Iterator
@@ -70,7 +70,7 @@ def find_card(name: str) -> Card | None:
 def matrices(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
     """Yield the name of each weight matrix, its number of values, and whether the matrix is trained.
 
-    The embedding matrix is left out, because looking up rows takes no FLOPs. A tied head counts under its own name.
+    Embedding matrices are not listed, because looking up rows takes no FLOPs. A tied head counts under its own name.
     """
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):

@@ -105,12 +105,12 @@ def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
 
 
 def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], seconds: float = math.inf):
-    """Search for known bugs that explain a stage's wrong numbers, and store the bugs in `finding`."""
+    """Search for known bugs that explain the wrong numbers of one stage, such as the loss."""
     of_one_forward = finding.stage == "entropies" and "logps" in differing
     names = names_of(finding.stage, d)
     for earlier in differing.values():
-        # One bug that explains two stages is likelier than two bugs. Log-probabilities and entropies come from the same
-        # forward pass, so only a bug that explains both is accepted.
+        # One bug that explains two stages is likelier than two bugs. Log-probabilities and entropies come from one
+        # forward pass, so a bug is accepted only if the bug explains the log-probabilities and the entropies.
         both = {}
         for cause in earlier.explained:
             if names & cause.of.stage_names():
@@ -126,8 +126,8 @@ def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], se
         finding.again = True  # the mask depends on the token ids, which differ already
         finding.explained = differing["tokens"].explained
     change = finding.explained[0].change if finding.explained else None
-    # A bug in the forward pass also changes the gradients. The gradients are recomputed with the bug, so that they
-    # agree and the bug is not reported twice.
+    # A bug in the forward pass also changes the gradients. The gradients are recomputed with the bug, because the
+    # report would otherwise name the bug twice.
     if finding.stage == "logps" or of_one_forward:
         d.forward = d.entropy_forward = change or None
     elif finding.stage == "entropies":
@@ -138,7 +138,7 @@ def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], se
 
 
 def unseen(name: str, d: Dump) -> Iterator[tuple[str, bool]]:
-    """Yield the topic of each known bug, such as clipping, and whether the recorded step cannot reveal the bug."""
+    """Yield each known bug's topic, such as clipping, and True if the bug would not change the recorded numbers."""
     answer = computed(name, d, {})
     for cause in possible_causes(name, d):
         shows = cause.of.about and not (cause.is_limited or cause.is_fitted)
@@ -149,7 +149,7 @@ def unseen(name: str, d: Dump) -> Iterator[tuple[str, bool]]:
 
 
 def where(answer: dict) -> list[str]:
-    """Describe which of the trainer's numbers differ, with up to 4 examples for each of 3 tensors."""
+    """Describe where the trainer's tensors differ from the recomputed tensors, with at most 4 examples for a tensor."""
     wrong_counts = []
     lines = []
     for name, (theirs, ours, unit) in answer.items():
@@ -193,7 +193,7 @@ def report(findings: list[Finding], d: Dump) -> str:
 
 
 def notes(d: Dump) -> list[str]:
-    """Return notes on sampling filters, such as top-k, and on autocast, which make the comparison weaker."""
+    """Return notes on settings that make `parity` less exact: sampling filters, such as top-k, and autocast."""
     filters = [f"{name} = {d.about[name]}" for name, off in step_format.FILTERS.items() if d.about.get(name) not in off]
     result = []
     if filters:
@@ -254,7 +254,7 @@ def checked(folder, seconds: float = math.inf) -> tuple[list[Finding], Dump]:
 
 
 def as_json(findings: list[Finding], d: Dump) -> dict:
-    """Return the comparison of the loss and all other stages as a JSON object; later versions may only add fields."""
+    """Return the result for each stage, such as the loss, as a JSON object; later versions may only add fields."""
     stages = []
     for finding in findings:
         stage = {name: getattr(finding, name) for name in ("stage", "numbers", "again", "where")}

@@ -13,8 +13,7 @@ from minivlmrl.extras.parity.names import SCOPES
 
 
 class Values:
-    """The object that a bug's formula, such as `lambda s: s.x / 2`, gets: the correct value x, and the step's
-    tensors."""
+    """The argument of a bug's formula, such as `lambda s: s.x / 2`, in which s.x is the correct value."""
 
     def __init__(self, step, place=None, **values):
         self.__dict__.update(values)
@@ -28,14 +27,14 @@ class Values:
 
 
 class Change(dict):
-    """A bug that a trainer may have: {name of a quantity, such as "rewards": the value or formula that replaces it}."""
+    """A simulated bug, such as {"rewards": lambda s: s.x / 2}, which halves the rewards."""
 
     def __init__(self, d, values: dict):
         super().__init__(values)
         self.d = d
 
     def __call__(self, name: str, x, place=None, **values):
-        """Return the value that the bug gives to a quantity, or x if the bug does not change the quantity.
+        """Return the value of a quantity after a simulated bug, which leaves most quantities unchanged.
 
         A replacement is one of:
             - a value;
@@ -58,7 +57,7 @@ class Change(dict):
         return deviation(Values(self.d, place, x=x, c=self.get("c", 1.0), **values))
 
     def inside(self, use: str) -> "Change":
-        """Return the bug's changes to one use of a quantity, such as the use of the rewards in "the baseline"."""
+        """Return the part of a simulated bug that acts in one computation, such as "the baseline"."""
         other_uses = {*self.get("inside", ())} - {use}
         for _, uses, _ in SCOPES:
             if use in uses and not other_uses.isdisjoint(uses):
@@ -67,7 +66,7 @@ class Change(dict):
 
 
 def edited(step, x: list, flags: list, region: list, change: Callable) -> tuple[list, list]:
-    """Replace the token ids in a part of a completion, such as the first turn, as a known bug of trainers does."""
+    """Simulate a bug that changes the token ids in a part of a completion, such as the first turn."""
     new_items, new_flags = [], []
     triples = zip(flags, region, x, strict=True)
     for (flag, inside), run in groupby(triples, key=lambda triple: triple[:2]):
@@ -80,7 +79,7 @@ def edited(step, x: list, flags: list, region: list, change: Callable) -> tuple[
 
 
 def composed(first: dict, then: dict) -> dict | None:
-    """Combine two simulated bugs, of which the second acts after the first, or return None if that is impossible."""
+    """Apply one simulated bug after another; return None if the two bugs cannot be combined."""
     if not first or not then:
         return first or then
     if "inside" in first or "inside" in then:
@@ -96,7 +95,7 @@ def composed(first: dict, then: dict) -> dict | None:
 
 
 def numbered(change: dict) -> dict:
-    """Insert the number that the search has fitted, such as 5.0, into the formulas of a simulated bug."""
+    """In the formulas of a simulated bug, replace the unknown number by its fitted value, such as 5.0."""
     if "c" not in change:
         return dict(change)
     return {name: with_c(x, change["c"]) for name, x in change.items() if name != "c"}

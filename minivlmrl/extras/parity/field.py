@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from minivlmrl.extras.parity.loss import Verdict, judge
 
 GRPO = {"loss_type": "grpo", "importance_sampling_level": "token", "beta": 0.0, "whole_step": True}
-# options that select TRL's recorded cases of each loss in docs/losses_of_the_field.md
+# for each loss in docs/losses_of_the_field.md, the options that select the test cases recorded from TRL
 LOSSES = {
     "GRPO": GRPO,
     "GRPO, k3": GRPO | {"beta": 0.1, "use_bias_correction_kl": False},
@@ -39,7 +39,7 @@ LOSSES = {
 
 
 class Settings(SimpleNamespace):
-    """An object with arbitrary attributes, which replaces a project's config, trainer or base class."""
+    """A stub with arbitrary attributes, which stands in for a project's config, trainer or base class."""
 
     def __init_subclass__(cls, **_):
         pass
@@ -50,11 +50,11 @@ class Settings(SimpleNamespace):
 
 @dataclass
 class Project:
-    """Names the source files in which a public project defines its losses, and our functions that call the losses.
+    """The source files in which a public project defines its losses, and the adapters that call the losses.
 
-    An adapter is a function that calls a project's loss, with the arguments (theirs, batch, options). `theirs` has the
-    project's functions. `batch` has advantages (B, T), and logps, old, ref and mask, (B, T), or (B, 2, T) for
-    preferences. The docstring of `check` in loss.py lists the options of a loss.
+    An adapter is a function that calls a project's loss, with three arguments: the project's functions, a batch, and
+    the options that the docstring of `check` in loss.py lists. The batch has advantages (B, T), and logps, old, ref and
+    mask, (B, T), or (B, 2, T) for preferences.
     """
 
     source: str  # package on PyPI or repository
@@ -65,7 +65,7 @@ class Project:
     others: dict = field(default_factory=dict)  # further global names that the functions need
 
     def functions(self) -> list[tuple[str, list[str]]]:
-        """List the project's files, each with the names of the functions to read from the file."""
+        """List the project's source files, each with the names of the loss functions in the file."""
         parts = [text.partition(": ") for text in self.files.split("; ")]
         return [(file, names.split()) for file, _, names in parts]
 
@@ -114,7 +114,7 @@ def judge_project(name: str, folder: str | Path, seconds: float = 5.0) -> dict[s
 
 
 def as_loss(adapter: Callable, theirs: SimpleNamespace) -> Callable:
-    """Return a loss function (batch, options) that calls an adapter with a project's functions."""
+    """Wrap a public project's loss as a function of a batch and options, which `parity` can check."""
 
     def loss(batch, options):
         b = SimpleNamespace(logps=batch["per_token_logps"], mask=batch["mask"])
@@ -179,7 +179,6 @@ def easyr1(theirs, b, o):
 
 
 def openrlhf(theirs, b, o):
-    """Call OpenRLHF's PolicyLoss, and add the KL estimate k3 as OpenRLHF's --use_kl_loss does."""
     is_token = o.loss_type == "dapo"
     policy_loss = theirs.PolicyLoss(
         o.epsilon_low, o.epsilon_high, token_level_loss=is_token, policy_loss_type="gspo" if is_sequence(o) else "ppo"
@@ -201,7 +200,6 @@ def openrlhf_dpo(theirs, b, o):
 
 
 def rlhf_book(theirs, b, o):
-    """Call the policy losses of rlhf-book with the KL estimator kl3."""
     name = "GSPO" if is_sequence(o) else o.loss_type.upper()
     settings = {"clip_eps_lo": o.epsilon_low, "clip_eps_hi": o.epsilon_high, "beta": o.beta, "kl_estimator": "kl3"}
     loss = getattr(theirs, f"{name}Loss")(**settings, sapo_temp_pos=1.0, sapo_temp_neg=1.05)
@@ -215,7 +213,7 @@ def rlhf_book_dpo(theirs, b, o):
 
 
 def slime(theirs, b, o):
-    """Call slime's per-token losses, and average them here, because slime only sums over packed samples."""
+    """Average the per-token losses of the project slime, which itself only sums losses over packed samples."""
     bounds = (o.epsilon_low, o.epsilon_high)
     if o.loss_type == "cispo":
         loss = theirs.compute_cispo_loss(b.old - b.logps, b.logps, b.advantages, *bounds)[0]
@@ -229,7 +227,6 @@ def slime(theirs, b, o):
 
 
 def areal(theirs, b, o):
-    """Call AReaL's policy losses, which divide by the number of tokens."""
     mask = b.mask.bool()
     if o.loss_type == "sapo":
         return theirs.sapo_loss_fn(b.logps, b.old, b.advantages, 1.0, 1.05, mask)[0]
@@ -252,7 +249,6 @@ def areal_dpo(theirs, b, o):
 
 
 def skyrl(theirs, b, o):
-    """Call SkyRL's policy losses on scaled advantages, and add SkyRL's KL estimate."""
     averages = {"dapo": "token_mean", "cispo": "token_mean", "dr_grpo": "seq_mean_token_sum_norm"}
     average = averages.get(o.loss_type, "sequence_mean")
     bounds = {"eps_clip_low": o.epsilon_low, "eps_clip_high": o.epsilon_high}
@@ -281,7 +277,6 @@ def unsloth(theirs, b, o):
 
 
 def open_instruct(theirs, b, o):
-    """Call open-instruct's per-token loss with KL estimate 2, and average it over all tokens of the step."""
     bounds = {"clip_lower": o.epsilon_low, "clip_higher": o.epsilon_high}
     config = Settings(loss_fn=theirs.GRPOLossType[o.loss_type], kl_estimator=2, **bounds)
     ratio, ref = (b.logps - b.old).exp(), b.ref if o.beta else None
@@ -347,7 +342,6 @@ def ms_swift(theirs, b, o):
 
 
 def prime_rl_sft(theirs, b, o):
-    """Call prime-rl's cross entropy for each row, and divide by all tokens as prime-rl's trainer does."""
     rows = zip(b.logps, b.mask.bool(), strict=True)
     losses = [
         theirs.ce_loss_fn(Settings(trainer_logprobs=x, loss_mask=mask, loss_weights=None)).loss for x, mask in rows
