@@ -1,4 +1,4 @@
-"""Test how a checkpoint's tensors are written and read back; test_checkpoints.py tests runs that resume."""
+"""Test how the tensors of a checkpoint are written and read back; test_checkpoints.py tests runs that resume."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_tensors_are_read_back_unchanged(tmp_path, monkeypatch):
         read_into(found, name, pieces[name])
         rows = read_rows(name, pieces[name], 0, 9)
         assert torch.equal(found, tensor) and torch.equal(rows, found.view(found.shape or 1))
-    rows = read_rows("matrix", pieces["matrix"], 2, 4)  # of a rank with a part of a piece
+    rows = read_rows("matrix", pieces["matrix"], 2, 4)  # of a rank that has only a part of a stored piece
     assert torch.equal(rows, TENSORS["matrix"][2:4])
 
 
@@ -50,7 +50,7 @@ def test_weights_that_are_not_finite_are_not_written(tmp_path):
 
 
 def replicas(folder, _, world):
-    """Write tensors from two replicas with two shards each, and return whether they are read back unchanged."""
+    """Write tensors of two replicas with two shards each, and return whether the tensors are read back unchanged."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     sharded = distribute_tensor(TENSORS["matrix"], mesh, [Replicate(), Shard(0)])
     (folder / "state").mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Test that resumed runs give the same bytes as uninterrupted ones, and refuse bad checkpoints."""
+"""Test that resumed runs give the same bytes as uninterrupted runs, and refuse bad checkpoints."""
 
 import errno
 import functools
@@ -71,7 +71,7 @@ def lively():
         leave_out(patch)
         patch.setattr(tool_sampler, "find_calls", eager)
         patch.setattr(tool_sampler.ToolEpisode, "closes_a_call", lambda *_: True)
-        # a forked child would not have tqdm's thread
+        # a forked child would lack the thread of tqdm
         patch.setattr(tqdm.tqdm, "monitor_interval", 0)
         yield
 
@@ -81,7 +81,7 @@ def kill(*_, **__):
 
 
 def hook_call(owner, name, number, before=lambda *_: None, after=lambda *_: None):
-    """Replace a function, so that its call `number` (from 1) also runs `before` and `after`."""
+    """Replace a function so that its call `number` (from 1) also runs `before` and `after`."""
     original, calls = getattr(owner, name), []
 
     @functools.wraps(original)
@@ -112,11 +112,11 @@ PLACES = {
 
 
 def attempt(recipe, output, *options, ranks=1, die=None, number=1, rank=None):
-    """Train in forked children, one per rank, and return their exit codes, negative for signals.
+    """Train in forked children, one per rank, and return their exit codes, which are negative for signals.
 
     Args:
-        die: key of PLACES, or such a place. The run of `rank`, by default of all ranks, is killed there.
-        number: which call at this place kills the run, from 1.
+        die: a place, or its key in PLACES, at which `rank` is killed, or all ranks if `rank` is None.
+        number: the call at this place that kills the run, from 1.
     """
 
     def train(me):
@@ -129,12 +129,11 @@ def attempt(recipe, output, *options, ranks=1, die=None, number=1, rank=None):
 
 
 def states(output):
-    """Return the names of the checkpoints in a run's folder."""
     return sorted(path.name for path in (output / "states").iterdir())
 
 
 def outcome(output):
-    """Return a run's results that must not depend on when the run was killed."""
+    """Return the results of a run that must not depend on when the run was killed."""
     summary = json.loads((output / "summary.json").read_text())
     summary.pop("seconds")
     saved = [*output.glob("checkpoint/*.safetensors"), *output.glob("best/checkpoint/*.safetensors")]
@@ -146,7 +145,7 @@ def outcome(output):
 
 @pytest.fixture(scope="module")
 def uninterrupted(recipe):
-    """Return a cached function that runs without kills or checkpoints and returns the outcome."""
+    """Return a cached function that trains without kills or checkpoints, and returns the outcome."""
 
     @functools.cache
     def uninterrupted(*options, ranks=1):
@@ -161,7 +160,7 @@ def uninterrupted(recipe):
 STATES = ["--checkpoint_steps=2", "--resume=auto"]
 DROPOUT = ["--adapter.r=4", "--adapter.dropout=0.3"]
 BEST = "--best_metric=eval/accuracy_sampled"
-# A step has two micro-batches. A grpo rollout feeds four steps, and a checkpoint follows the last.
+# a step has two micro-batches; a GRPO rollout feeds four steps, and a checkpoint follows the fourth
 KILLS = {
     "grpo": (["--grpo.max_steps=8"], [("in backward", 9), ("in a rollout", 3), ("in the optimizer", 2)]),
     "sft": (["--optimizer.name=adamw_8bit", "--sft.max_steps=8", "--eval_steps=3", BEST], [
@@ -199,7 +198,7 @@ def test_a_killed_and_resumed_run_gives_the_same_result(recipe, uninterrupted, t
 @pytest.mark.slow
 @pytest.mark.parametrize(("stages", "attempts"), [("grpo", [(2, 3), (4, 2)]), ("dpo", [(1, 2), (2, 2)])])
 def test_resuming_with_another_number_of_ranks(recipe, uninterrupted, tmp_path, stages, attempts):
-    """A run is killed in the middle of a rollout. Two ranks shard the weights; other numbers replicate them."""
+    """A kill comes in the middle of a rollout. Two ranks shard the weights, and other numbers of ranks copy them."""
     options = [f"--stages=[{stages}]", "--model.dtype=float64", "--data.eval_rows=1"]
     for ranks, steps in attempts:
         more = [f"--sharding.enabled={str(ranks == 2).lower()}", "--checkpoint_steps=1", "--resume=auto"]
@@ -249,7 +248,7 @@ SIGNALS = {  # options, place, number of its call, checkpoint
     "name", [*list(SIGNALS)[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in list(SIGNALS)[2:])]
 )
 def test_a_signal_to_one_rank(recipe, uninterrupted, tmp_path, name):
-    """The run ends after its rollout, or within a step that is then repeated; checkpoint_steps is 0."""
+    """A signal ends a run after a rollout, or within a step, which is then repeated; checkpoint_steps is 0."""
     options, place, number, kept = SIGNALS[name]
     assert attempt(recipe, tmp_path, *options, ranks=2, die=place, number=number, rank=1) == [PREEMPTED] * 2
     assert states(tmp_path) == [kept]
@@ -261,7 +260,7 @@ REWARD_CALLS = []
 
 
 def fails_on_the_second_rank(completions, completion_ids, **columns):
-    """Raise on rank 1 in the reward's call number FAILS_AT; the first call is the trial before training."""
+    """Raise on rank 1 in call FAILS_AT of the reward; the first call is the trial before training."""
     REWARD_CALLS.append(1)
     if os.environ["RANK"] == "1" and os.environ["FAILS_AT"] == str(len(REWARD_CALLS)):
         raise KeyError("rank 1")
@@ -269,12 +268,12 @@ def fails_on_the_second_rank(completions, completion_ids, **columns):
 
 
 def test_a_reward_that_fails_on_one_rank(recipe, uninterrupted, tmp_path, monkeypatch, capfd):
-    """If a reward fails in the second rollout, all ranks save a checkpoint and stop."""
+    """A reward fails in the second rollout, and all ranks save a checkpoint and stop."""
     monkeypatch.setitem(REWARDS, "letters", fails_on_the_second_rank)
     monkeypatch.setenv("FAILS_AT", "never")
     expected = uninterrupted("--checkpoint_minutes=0", ranks=2)
     monkeypatch.setenv("FAILS_AT", "3")
-    # an exception's exit code
+    # the exit code of an exception
     assert attempt(recipe, tmp_path, "--checkpoint_minutes=0", ranks=2) == [1, 1]
     assert capfd.readouterr().err.count("states/000004: continue with --resume=auto") >= 2
     assert (tmp_path / "states" / "000004" / "complete.json").is_file()
@@ -324,18 +323,18 @@ def cut(file):
 
 
 def rewrite(state, name, content):
-    """Replace a checkpoint file, and correct its checksum."""
+    """Replace a file of a checkpoint, and correct its checksum."""
     (state / name).write_bytes(content)
     sums = json.loads((state / "complete.json").read_text()) | {name: resume_file._checksum(state / name)}
     (state / "complete.json").write_text(json.dumps(sums))
 
 
 def rewritten(change):
-    """Return a harm that changes the values of run.json."""
+    """Return a function that changes the values of run.json."""
     return lambda file: rewrite(file.parent, file.name, json.dumps(change(json.loads(file.read_text()))).encode())
 
 
-HARMS = {  # the file, what happens to it, and what the run says of it
+HARMS = {  # damage: (file, function, sentence that the run prints)
     "a changed bit": ("0000_0000.safetensors", flip, ""),
     "a missing file": ("run.json", Path.unlink, ""),
     "a cut list of files": ("complete.json", cut, ""),
@@ -385,7 +384,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(recipe, finished, copy, monkeypat
 
 AUTO = "--resume=auto"
 RESTARTS = "resume: torchrun's --max-restarts only works with --resume=auto"
-REFUSED = [  # options, torchrun's restarts, sentence
+REFUSED = [  # options, restarts of torchrun, sentence
     ([], 0, "contains checkpoints of an earlier run, of which 000003 is the newest"),
     (["--resume=/gone"], 0, "/gone is not the folder of a checkpoint; use auto, never, or a folder such as RUN"),
     ([AUTO, "--seed=1"], 0, r"to a run with stages \['grpo'\] and seed 0; use the same stages and seed"),
@@ -404,12 +403,12 @@ def test_resumptions_that_are_refused(recipe, copy, monkeypatch, options, restar
     before = (copy / "metrics.jsonl").read_bytes()
     with pytest.raises(ValueError, match=sentence) as error:
         resume(recipe, copy, *options)
-    assert not hasattr(error.value, "__notes__")  # such as that the run continues with --resume=auto
+    assert not hasattr(error.value, "__notes__")  # no note says that the run continues with --resume=auto
     assert (copy / "metrics.jsonl").read_bytes() == before and states(copy) == ["000002", "000003"]
 
 
 def test_the_option_resume_selects_the_checkpoints(recipe, copy):
-    """Each resumption is refused while another run writes into the folder."""
+    """A resumption is refused while another run writes into the folder."""
     options = ["--grpo.max_steps=4", "--data.task=shapes(pairs=11)", "--grpo.prompts_per_step=2"]
     before, state = (copy / "metrics.jsonl").read_bytes(), copy / "states" / "000003"
     with locked(copy, ONE), pytest.raises(ValueError, match=r"another run is writing into .*/copy\. Wait until that"):
@@ -433,7 +432,7 @@ def test_resuming_from_an_earlier_checkpoint_deletes_later_ones(recipe, finished
 
 
 def test_checkpoints_are_saved_every_ten_minutes(recipe, finished, tmp_path, monkeypatch):
-    """A clock advances by four minutes when the run reads it: at the start, each step and after each checkpoint."""
+    """The clock advances by four minutes when a run reads it: at the start, each step and after each checkpoint."""
     minutes = itertools.count(0, 4)
     monkeypatch.setattr(resume_file, "clock", lambda: 60 * next(minutes))
     monkeypatch.setattr(resume_file, "NUM_KEPT_STATES", 9)
@@ -444,7 +443,7 @@ def test_checkpoints_are_saved_every_ten_minutes(recipe, finished, tmp_path, mon
 
 
 def test_changed_base_weights_of_an_adapter_are_refused(recipe, tmp_path):
-    """An adapter's checkpoint lacks the base weights, so a changed base must be detected."""
+    """The checkpoint of an adapter lacks the base weights, so a changed base must be detected."""
     assert attempt(recipe, tmp_path / "start", "--stages=[]") == [0]
     base = tmp_path / "start" / "checkpoint"
     options = [f"--model.path={base}", "--model.config=null", "--adapter.r=2", "--checkpoint_steps=1"]
@@ -480,11 +479,11 @@ def test_stages_may_be_added_and_the_checkpoint_interval_stays(recipe, copy):
     config = RunConfig(checkpoint_steps=3, checkpoint_minutes=0)
     manager = SimpleNamespace(config=config, world=ONE, saved_steps=2, saved_time=0.0)
     due = [resume_file.CheckpointManager.is_due(manager, steps, stage_ends=False) for steps in (2, 3, 4)]
-    assert due == [False, True, True]  # step 4 if step 3 was within a rollout
+    assert due == [False, True, True]  # is due at step 4 if step 3 was within a rollout
 
 
 def test_a_parameter_without_gradients_resumes_without_moments(recipe, uninterrupted, tmp_path):
-    """The first rows have no images, so the vision tower has no moments yet."""
+    """The first rows have no images, so the vision tower has no moments when the run is killed."""
     rows = [{"problem": f"{i} + 1?", "completion": "more"} for i in range(4)]
     red = {"problem": "Name it.", "completion": "a red square", "image": "red.png"}
     PIL.Image.new("RGB", (28, 28), "red").save(tmp_path / "red.png")
@@ -523,7 +522,7 @@ def test_the_steps_before_a_damaged_image_are_saved(run, plain, rows, tmp_path):
     shutil.copy(rows, tmp_path)
     damaged = tmp_path / "5.png"
     whole = damaged.read_bytes()
-    damaged.write_bytes(whole[: len(whole) // 2])  # the header with the size can still be read
+    damaged.write_bytes(whole[: len(whole) // 2])  # the header with the image size can still be read
     options = [
         "--data.task=null", f"--data.train_file={tmp_path / rows.name}", f"--data.eval_file={rows}",
         "--stages=[sft]", "--sft.max_steps=8", "--sft.prompts_per_step=1", "--sft.micro_batch_size=1",

@@ -1,4 +1,4 @@
-"""Test a run's rows: from a task or from files, with the columns that its stages need."""
+"""Test the rows of a run: from a task or from files, with the columns that its stages need."""
 
 import re
 from dataclasses import replace
@@ -35,7 +35,7 @@ def test_stages_need_their_columns_and_eval_rows_limits_an_eval_file(write_rows)
 
 PLAIN = {"problem": "a", "solution": "b"}
 ONE_SOURCE = "data: set exactly one of data.task, data.train_file and data.train"
-# row, options of data, the rows that the stage needs, columns of its rewards, sentence
+# row, options of data, rows that the stage needs, columns of its rewards, sentence
 REFUSED = [
     (PLAIN, {}, "demonstrations", [], "FILE:1: column 'completion' is missing"),
     (PLAIN, {}, "prompts", ["hint"], "FILE:1: column 'hint' is missing"),
@@ -46,7 +46,7 @@ REFUSED = [
      "FILE:1: http://localhost:9/a.png: remote files are not supported"),
     (PLAIN, {"train_file": None}, "prompts", [], ONE_SOURCE),
     (PLAIN, {"task": "shapes"}, "prompts", [], ONE_SOURCE),
-    (PLAIN, {"train_file": None, "files": {"grpo": "rows.jsonl"}}, "prompts", [], ONE_SOURCE),  # none for ppo
+    (PLAIN, {"train_file": None, "files": {"grpo": "rows.jsonl"}}, "prompts", [], ONE_SOURCE),  # no rows for ppo
     (PLAIN, {"train_file": None, "task": f"{__file__}:PROMPTS"}, "pairs", [], "stages: grpo needs pairs, but data."),
 ]  # fmt: skip
 PROMPTS = replace(TASK, datasets=lambda data, seed: ({"prompts": []}, []))
@@ -64,11 +64,11 @@ def test_a_column_may_be_renamed_if_one_row_has_it(write_rows):
     data = DataOptions(train_file=file, columns={"hint": "help"})
     assert load_datasets(data, {"grpo": "prompts"}, 0)["grpo"][1].columns["help"] == "c"
     data.columns = {"hnt": "help"}
-    assert load_datasets(replace(data, eval_file=file), {}, 0)  # only evaluated, perhaps with the new names
+    assert load_datasets(replace(data, eval_file=file), {}, 0)  # rows that are only evaluated may have the new names
 
 
 def open_rows_on_rank(folder, options, world):
-    """Open rows, remove long ones, and open a file that misses an image. Return this rank's actions and errors."""
+    """Open rows, leave out long rows, and open a file that lacks an image. Return this rank's actions and errors."""
     questions = []
 
     def recorded(function):
@@ -87,7 +87,7 @@ def open_rows_on_rank(folder, options, world):
 
 
 def test_only_rank_0_asks_the_file_system_for_images(write_rows):
-    """Rank 0 sends its result to all ranks, so that many ranks do not query a shared file system for each image."""
+    """Rank 0 tells all ranks the result, so that many ranks do not query a shared file system for each image."""
     red = {"problem": "a", "image": "red.png"}
     file = write_rows(red, red | {"problem": "long " * 99}, {"problem": "b", "image": "blue.png"})
     write_lines(file.with_name("missing.jsonl"), [{"problem": "a", "image": "lost.png"}])

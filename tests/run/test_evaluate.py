@@ -1,4 +1,4 @@
-"""Test how an evaluation averages rewards, and that its samples depend on the row alone."""
+"""Test how an evaluation averages rewards, and that its samples depend only on the row."""
 
 from types import SimpleNamespace
 
@@ -35,7 +35,7 @@ def config(rewards=("accuracy", "format"), sampling=None, blind=False):
     ({}, ["accuracy", "format"]),
 ])  # fmt: skip
 def test_by_default_the_rewards_of_the_recipe_judge(rewards, evaluated):
-    """The reward with the largest weight comes first, a format last; a reward model cannot score held-out rows."""
+    """The reward with the largest weight comes first, and a format last; a reward model cannot score held-out rows."""
     run = RunConfig(rewards=rewards)
     assert run.eval_rewards == evaluated
     run.data.eval_rewards = ["iou"]
@@ -47,10 +47,10 @@ SAMPLING = SamplingOptions(0.7, 20, None, 5, 0.9, 0.1, 1.3, stop_strings=["</ans
 
 @pytest.fixture
 def scripted(monkeypatch):
-    """Take a row's rewards from its columns `sampled` and `greedy`, instead of generating."""
+    """Take the rewards of a row from its columns `sampled` and `greedy`, instead of generating."""
 
     def make_sampler(model, processor, sampling, world, gather_weights):
-        # stop strings are the same as in training, but probabilities are not truncated, and batches are bounded
+        # stop strings are those of training, but probabilities are not truncated, and batches are bounded
         assert sampling == SamplingOptions(sampling.temperature, 20, stop_strings=["</answer>"], max_batch_tokens=16384)
         return SimpleNamespace(world=world, kind={1.0: "sampled", 0.0: "greedy"}[sampling.temperature])
 
@@ -84,14 +84,13 @@ def test_each_metric_is_a_mean_over_the_rows_that_have_a_value(scripted, monkeyp
 
 
 def test_metrics_that_no_row_provides_are_not_reported(scripted):
-    """acc_0_5 has no value for any row."""
-    # with one reward, only the first value is used
+    # with one reward, only the first value counts
     rows = [scored([NAN, 1.0, NAN], [0.5, 1.0, NAN])]
     assert evaluate(None, None, rows, config(REWARDS, SAMPLING), ONE) == {
         "eval/iou_greedy": 0.5, "eval/box_format_sampled": 1.0,
     }  # fmt: skip
     assert evaluate(None, None, rows, config(REWARDS[:1], SAMPLING), ONE) == {"eval/iou_greedy": 0.5}
-    # only a format in the second place has no greedy metric
+    # only a format in the second place lacks a greedy metric
     assert "eval/acc_0_5_greedy" in evaluate(None, None, ROWS, config(["iou", "acc_0_5"], SAMPLING), ONE)
 
 
@@ -101,7 +100,7 @@ def model(folder):
 
 
 def test_evaluations_without_images_use_gray_and_swapped_images(model, monkeypatch):
-    """Each image in a row is replaced, a row without images stays unchanged, and the keys are the same."""
+    """Each image of a row is replaced, and the key of the random numbers stays."""
     rows = [Shapes(4, "held out")[i] for i in range(4)]
     rows[1].images = []
     rows[1].messages = [user("What is it?")]

@@ -1,4 +1,4 @@
-"""Test that all ranks in a run share its folder; test_checkpoints.py tests that two runs do not."""
+"""Test that all ranks of a run share its folder; test_checkpoints.py tests that two runs do not."""
 
 import os
 from functools import partial
@@ -11,7 +11,7 @@ from tests.helpers.children import fork_ranks
 
 
 def test_hosts_must_share_output_dir(tmp_path):
-    """Each rank has a separate working directory, as on two hosts, with files from an earlier run."""
+    """Each rank has its own working directory, as on two hosts, with files of an earlier run."""
 
     def begin(world, names):
         folder = tmp_path / names[world.rank]

@@ -28,7 +28,6 @@ ROLLOUT |= {"completions/clipped_ratio"}
 
 
 def test_the_files_and_metrics_of_a_run(run, capsys):
-    """Each step writes a line with its stage's metrics; the summary has all evaluations."""
     folder = run()
     assert sorted(path.name for path in folder.iterdir()) == [
         ".lock", "checkpoint", "completions.jsonl", "config.yaml", "evaluations.jsonl", "images",
@@ -57,7 +56,7 @@ def test_the_files_and_metrics_of_a_run(run, capsys):
 
 
 def test_the_metrics_of_the_other_stages(run, plain):
-    """Only dpo and reward_model, which can compare two answers, report eval/pair_accuracy."""
+    """Only dpo and reward_model compare two answers, and so report eval/pair_accuracy."""
     options = "--ppo.kl_coef=0.1", "--data.eval_rows=5"
     folder = run("--stages=[sft, dpo, reward_model, ppo]", *options)
     _, dpo, reward_model, ppo = (line for line in metrics(folder) if line["step"] == 1)
@@ -156,7 +155,7 @@ def test_callbacks_are_called_in_order_and_do_not_change_the_run(run, home, tmp_
         assert (tmp_path / "a" / name).read_bytes() == (usual / name).read_bytes()
 
 
-NOT_FINITE = {  # functions of the loss and the log-probabilities, and the sentence
+NOT_FINITE = {  # changes of the loss, and the sentence
     "loss": (lambda loss, logps: loss * float("nan"), "the loss nan"),
     "gradient": (lambda loss, logps: loss + (logps * 0).sum().sqrt(), "the loss .* gradient norm nan"),  # adds 0
 }

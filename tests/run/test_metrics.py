@@ -1,4 +1,4 @@
-"""Test the metrics files, and how metrics from micro-batches and ranks are merged."""
+"""Test the files of metrics, and how metrics of micro-batches and ranks are merged."""
 
 import math
 import shutil
@@ -83,7 +83,7 @@ def test_speed_is_a_mean_of_steps_and_memory_is_that_of_the_last():
 
 @pytest.mark.parametrize("kind", ["the same folder", "another folder"])
 def test_a_resumed_run_goes_on_after_what_was_written(tmp_path, capsys, kind):
-    """A run that is resumed in its own folder cuts its file in place."""
+    """A run that resumes in its own folder cuts its file in place."""
     folder, other = tmp_path / "run", tmp_path / "other"
     folder.mkdir()
     other.mkdir()
@@ -92,7 +92,7 @@ def test_a_resumed_run_goes_on_after_what_was_written(tmp_path, capsys, kind):
     log.mark()
     kept = {"num_log_lines": log.lines_to_keep(), "resumed": folder / "states" / "000001"}
     assert kept["num_log_lines"] == {METRICS: 1, TIMINGS: 1, EVALUATIONS: 0, WARNINGS: 0, COMPLETIONS: 0}
-    log.step(1, {"loss": 9.0}, STEP)  # lost: made again
+    log.step(1, {"loss": 9.0}, STEP)  # a resumed run makes this step again
     before = (folder / METRICS).stat().st_ino
     again = other if kind == "another folder" else folder
     log = begin(open_log(again, **kept), "sft", 3, 1, seconds=100.0)
@@ -108,7 +108,7 @@ def test_a_resumed_run_goes_on_after_what_was_written(tmp_path, capsys, kind):
 @pytest.mark.parametrize("name", [METRICS, COMPLETIONS])
 @pytest.mark.parametrize("rest", [b'{"stage": "sft", "step": 0, "loss": 1.0}\n{"stage": "sf', b""])
 def test_lines_that_a_log_has_lost_are_named(tmp_path, capsys, name, rest):
-    """A resumed run appends to the complete lines in a log that was cut or deleted."""
+    """A resumed run appends to the complete lines of a log that was cut or deleted."""
     if rest:
         (tmp_path / name).write_bytes(rest)
     state = tmp_path / "states" / "000002"
@@ -134,19 +134,19 @@ def test_evaluations_have_their_own_lines_and_do_not_count_as_training_time(tmp_
 
 
 def test_metrics_are_averaged_by_tokens_peaks_by_maximum_and_losses_by_sum():
-    """Losses are summed, because each loss is already divided by the whole step's counts."""
+    """Losses are summed, because each loss is already divided by the counts of the whole step."""
     parts = [
         ({"kl": 1.0, "rollout/logp_mismatch": 3e-6, "loss": 1.0}, 10),
         ({"kl": 4.0, "rollout/logp_mismatch": 1e-6, "loss": 2.0}, 20),
     ]
     assert merge(parts) == ({"kl": 3.0, "rollout/logp_mismatch": 3e-6, "loss": 3.0}, 30)
-    # metrics _rms average their squares
+    # for metrics with _rms, the squares are averaged
     assert merge([({"a_rms": 3.0}, 10), ({"a_rms": 0.0}, 30)]) == ({"a_rms": 1.5}, 40)
     assert merge([({"kl": 2.0, "loss": 0.0}, 0.0)]) == ({"kl": 0.0, "loss": 0.0}, 0.0)  # without tokens
     assert merge([merge(parts), merge(parts)])[0] == {"kl": 3.0, "rollout/logp_mismatch": 3e-6, "loss": 6.0}
 
 
-# stand-in for wandb, which writes all calls into the run's folder
+# stand-in for wandb, which writes all calls into a file of the run's folder
 WANDB = """
 import json, pathlib
 class Run:
@@ -175,7 +175,7 @@ def csv(config, steps, closing, sign=","):
 
 
 def curves(values):
-    """Return {name: [(step, value), ...]} from (name, step, value), without duplicates."""
+    """Return {name: [(step, value), ...]} for tuples (name, step, value), without duplicates."""
     found = {}
     for name, *point in dict.fromkeys(values):
         found.setdefault(name, []).append(tuple(point))
@@ -188,7 +188,7 @@ def of_tensorboard(folder):
 
 
 def expected(folder):
-    """Return the same curves from metrics.jsonl and evaluations.jsonl; the grpo steps follow two sft steps."""
+    """Return the curves in metrics.jsonl and evaluations.jsonl; the grpo steps follow two sft steps."""
     found, before = {}, {"sft": 0, "grpo": 2}
     for lines, offset in ((metrics(folder), 1), (metrics(folder, "evaluations.jsonl"), 0)):
         for line in lines:
@@ -200,7 +200,7 @@ def expected(folder):
 
 @pytest.mark.usefixtures("plain", "lively")
 def test_trackers_agree_with_the_files(run, monkeypatch, tmp_path):
-    """A resumed run starts before an evaluation in the first run, and repeats this evaluation."""
+    """The resumed run starts before an evaluation of the first run, and repeats the evaluation."""
     (tmp_path / "wandb.py").write_text(WANDB)
     (tmp_path / "my_tracker.py").write_text(TRACKER)
     monkeypatch.syspath_prepend(tmp_path)
@@ -225,7 +225,7 @@ def test_trackers_agree_with_the_files(run, monkeypatch, tmp_path):
     run(*options, "--resume=auto")
     assert of_tensorboard(folder) == expected(folder)
     run("--stages=[sft]", "--sft.max_steps=1", "--report_to=[tensorboard]", "--resume=never")
-    assert of_tensorboard(folder) == expected(folder)  # without values from the earlier run
+    assert of_tensorboard(folder) == expected(folder)  # without values of the earlier run
 
 
 @pytest.mark.parametrize(("tracker", "says"), [

@@ -23,7 +23,6 @@ def test_schedules():
 
 
 def test_the_warmup_is_one_step_ahead_of_transformers_and_the_rest_is_equal(transformers):
-    """docs/results.md lists this difference from TRL."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
     theirs = transformers.get_linear_schedule_with_warmup(optimizer, 3, 8)
     rates = []
@@ -92,7 +91,7 @@ def file(tmp_path_factory):
 
 
 def test_a_custom_optimizer_is_called_like_torch_optimizers(file):
-    """Compute two steps by hand, with momentum 0.5, weight decay 0.1 and gradient 2 w."""
+    """Momentum 0.5, weight decay 0.1 and the gradient 2 w give two steps that are computed by hand."""
     section = OptimizerOptions(f"{file}:sgd(momentum=0.5)", weight_decay=0.1)
     check_optimizer(section)
     model = torch.nn.Linear(1, 1, bias=False)
@@ -118,7 +117,7 @@ def test_invalid_custom_optimizers_are_refused(file, name, error, says):
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "sgd", "adagrad"])
 def test_begin_state_has_the_tensors_of_a_step(file, name):
-    """Names, shapes and dtypes are those of a real step; the memory estimate counts them on the meta device."""
+    """The memory estimate counts the tensors of the begin state on the meta device."""
     section = OptimizerOptions(f"{file}:{name}" if name in OPTIMIZERS else name)
     shapes = []
     for device, begins in (("cpu", False), ("cpu", True), ("meta", True)):

@@ -1,4 +1,4 @@
-"""Test that a run whose memory runs out names the phase in one sentence, and resumes to the same bytes."""
+"""Test that a run out of memory names the phase in one sentence, and resumes to the same bytes."""
 
 import contextlib
 import functools
@@ -32,7 +32,7 @@ ERRORS = {
 
 @contextlib.contextmanager
 def run_out(folder, owner, name, lines, error="GPU", half_done=False):
-    """Let a function raise an error, with half_done after its work, while metrics.jsonl has this many lines."""
+    """Let a function raise an error (after its work with half_done) while metrics.jsonl has `lines` lines."""
     original = getattr(owner, name)
     kind, text = ERRORS[error]
 
@@ -55,7 +55,7 @@ def contents(folder):
     return {name: (folder / name).read_bytes() for name in FILES}
 
 
-whole = {}  # uninterrupted runs' contents, by their options
+whole = {}  # contents of uninterrupted runs by their options
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def interrupted(run, plain, lively, tmp_path):
     return interrupted
 
 
-# phase -> (owner, function, lines in metrics.jsonl when memory runs out)
+# phase: (owner, function, lines in metrics.jsonl when memory runs out)
 PLACES = {
     "load": (Trainer, "__init__", 1),
     "sampling": (generate, "inverse_cdf", 2),
@@ -97,7 +97,7 @@ def test_each_phase_is_named(interrupted, phase):
     assert ("the longest row is" in said) == (phase not in ("load", "save"))
 
 
-EARLIER = {  # what is interrupted: (place, options, sentence)
+EARLIER = {  # case: (place, options, sentence)
     "the first update of a run without checkpoints": (
         (torch.optim.AdamW, "step", 2), [], "no checkpoint was saved yet: start the run again$",
     ),

@@ -52,7 +52,7 @@ def test_rewards_are_tried_before_weights_are_created(run, tmp_path, monkeypatch
 
 
 def test_built_in_rewards_are_tried_on_a_row():
-    """Box rewards get the image sizes. `reward_model` is tried without loading its model."""
+    """Box rewards get the sizes of images, and the reward `reward_model` is tried without loading its model."""
     text = Row([{"role": "user", "content": "?"}], [], {"problem": "?", "solution": "a"})
     config = RunConfig(rewards={"iou": 1, "box_format": 1, "reward_model": 1, "accuracy": 1})
     config.data.eval_rewards = ["iou", "format"]
@@ -65,7 +65,7 @@ def test_built_in_rewards_are_tried_on_a_row():
     row = Row(text.messages, [], {"problem": "?"}, where="rows.jsonl:1")
     with pytest.raises(ValueError, match=r"rows.jsonl:1: reward accuracy, .* argument: 'solution'"):
         try_rewards(RunConfig(), {"grpo": "prompts"}, {"grpo": [row]})
-    try_rewards(RunConfig(), {}, {"eval": [row]})  # only training rewards need their columns
+    try_rewards(RunConfig(), {}, {"eval": [row]})  # only rewards of training need their columns
 
 
 def test_a_run_prints_its_device_kernels_and_model_size(home, capsys, monkeypatch):
@@ -155,7 +155,6 @@ def test_long_prompts_are_skipped_and_reported(write_rows):
     ("sft", {"problem": "a " * 60, "completion": "x"}),
 ], ids=str)  # fmt: skip
 def test_a_given_answer_counts_with_its_prompt(write_rows, stage, long):
-    """A bound on both leaves rows out, and a row that the model has no positions for is named."""
     short = {"problem": "a", "image": "red.png", "completion": "x", "chosen": "x", "rejected": "y"}
     config = RunConfig(stages=[stage])
     trainer = find_trainer(stage, config)
@@ -176,7 +175,7 @@ def test_a_given_answer_counts_with_its_prompt(write_rows, stage, long):
 
 
 def test_a_prompt_with_too_many_positions_is_refused(run, own, home, tmp_path):
-    """The completion length counts only in stages that generate. Skipped rows do not matter."""
+    """The completion length counts only in stages that generate, and only for rows that are not skipped."""
     checkpoint = shutil.copytree(home / "untrained" / "checkpoint", tmp_path / "short")
     edit_json(checkpoint / "config.json", max_position_embeddings=100)
     texts = ["a", "a " * 75, "b"]
@@ -228,7 +227,7 @@ def test_options_without_effect_are_reported():
 
 
 def test_updates_that_bfloat16_rounds_away_are_reported():
-    """adamw_8bit carries the rounding error, and adapters have float32 weights."""
+    """The optimizer adamw_8bit carries the rounding error, and adapters have float32 weights."""
     weight = torch.tensor(0.00052, dtype=torch.bfloat16)
     assert weight + 1e-6 == weight
     slow = "--model.dtype=bfloat16", "--grpo.learning_rate=1e-6"
@@ -239,7 +238,7 @@ def test_updates_that_bfloat16_rounds_away_are_reported():
 
 
 def test_evaluation_rows_that_are_training_rows_are_counted(write_rows, tmp_path):
-    """Rows are equal if the question and the pixels are equal, whatever the image files are called."""
+    """Rows are equal if question and pixels are equal, whatever the names of the image files are."""
     lines = [{"problem": "What?", "image": f"{name}.png", "solution": name} for name in ("red", "green", "blue")]
     training = FileDataset(write_rows(*lines))
     (tmp_path / "eval").mkdir()

@@ -1,4 +1,4 @@
-"""Test on a simulated GPU, see pretend_cuda.py, that no operation mixes devices, and count waits for the GPU."""
+"""Test on a simulated GPU (pretend_cuda.py) that no operation mixes devices, and count waits for the GPU."""
 
 import json
 from unittest import mock
@@ -41,7 +41,7 @@ def test_waits_are_counted(work, waits):
         gpu.waits.clear()
         work(x)
         assert gpu.waits.total() == waits and x.device == CUDA
-        assert torch.empty(3, device=CUDA).isnan().all()  # uninitialised memory
+        assert torch.empty(3, device=CUDA).isnan().all()  # uninitialised memory is NaN
 
 
 def test_scores_and_gradients_match_the_cpu():
@@ -68,14 +68,13 @@ SMALL = [
 
 
 def test_a_run_mixes_no_devices(run, plain, lively):
-    """Training, evaluations and checkpoints never mix tensors from two devices."""
     with PretendCuda() as gpu:
         folder = run(*SMALL, "--stages=[grpo]")
     assert gpu.waits.total() > 100 and (folder / "checkpoint").is_dir()
 
 
 def test_a_run_on_a_t4(run, own, plain, lively, monkeypatch):
-    """Attention is in float32 in all phases, and the largest batches are tried before the first step."""
+    """On a T4, attention is in float32 in all phases, and the largest batches are tried before the first step."""
     dtypes, tried = set(), []
     sdpa, try_batches = F.scaled_dot_product_attention, memory_check.try_largest_batches
 
@@ -94,7 +93,7 @@ def test_a_run_on_a_t4(run, own, plain, lively, monkeypatch):
     assert dtypes == {torch.float32} and len(tried) == 1 and (folder / "checkpoint").is_dir()
 
 
-STEPS = {  # options, and the model's dtype
+STEPS = {  # name: (options, dtype of the model)
     "float32": ([], torch.float32),
     "bfloat16": (["--model.dtype=bfloat16"], torch.bfloat16),
     "LoRA on bfloat16": (["--model.dtype=bfloat16", "--adapter.r=2"], torch.bfloat16),
@@ -103,19 +102,19 @@ STEPS = {  # options, and the model's dtype
 
 @pytest.mark.parametrize("name", STEPS)
 def test_waits_of_a_grpo_step(tmp_path, lively, name):
-    """Two micro-batches wait at most 13 times; never raise this limit. A failure shows the places of the waits."""
+    """A step of two micro-batches may wait at most 13 times; never raise this limit. A failure shows the waits."""
     write_recipe(tmp_path)
     vision_config = tiny.RUN_MODEL["vision_config"] | {"intermediate_size": 20}  # padded to 24 columns
     (tmp_path / "model.json").write_text(json.dumps(tiny.RUN_MODEL | {"vision_config": vision_config}))
     options, dtype = STEPS[name]
-    options = [*options, "--sampling.stop_token_ids=[]"]  # no completion ends earlier
+    options = [*options, "--sampling.stop_token_ids=[]"]  # no completion ends early
     paths = [
         mock.patch.object(vision.MLP, "forward_padded", autospec=True, side_effect=vision.MLP.forward_padded),
         mock.patch.object(lora.TF32Adapter, "backward", side_effect=lora.TF32Adapter.backward),
     ]
     with PretendCuda() as gpu, paths[0] as padded, paths[1] as tf32:
         stage = Stage(tmp_path, "grpo", *options, dtype=dtype, world=World(device=CUDA))
-        stage.go()  # also fills the caches
+        stage.go()  # the first step fills caches
         gpu.waits.clear()
         [metrics] = stage.go()
     assert gpu.waits.total() <= 13, gpu.waits

@@ -13,7 +13,7 @@ from minivlmrl.run.process import run_rank
 
 @pytest.fixture
 def ended(monkeypatch, tmp_path, capfd):
-    """Return a function that calls main as a rank, and returns its exit code, stderr and torchrun's summary."""
+    """Return a function that calls main as a rank, and returns exit code, stderr and the summary of torchrun."""
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
 
@@ -55,7 +55,7 @@ from minivlmrl.trainers.grpo import GRPOTrainer
 class Base(GRPOTrainer):
     stage = "own"
 """
-STAGES = {  # a class and its body, the exit code, and a line that is printed
+STAGES = {  # head of a class: (body, exit code, printed line)
     "Stepless(Trainer)": (
         "stage = 'own'", 2, "stages: FILE:Stepless: the class Stepless has no method steps; define this method, see",
     ),
@@ -72,7 +72,7 @@ STAGES = {  # a class and its body, the exit code, and a line that is printed
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_mistake_in_an_own_stage(ended, home, tmp_path, stage):
-    """An exception that the user's code raises is shown with its traceback."""
+    """An exception in the code of a user is shown with its traceback."""
     body, code, line = STAGES[stage]
     file, name = tmp_path / "my_stage.py", stage.partition("(")[0].replace("Other", "Missing")
     file.write_text(f"{BASES}\n\nclass {stage}:\n    {body}\n")
@@ -101,7 +101,7 @@ def test_a_mistake_in_an_own_reward(ended, home, tmp_path, text, code, last_line
 
 
 def test_only_the_first_rank_prints_a_mistake(ended, monkeypatch):
-    """Under torchrun, the summary shows all ranks' mistakes; otherwise each rank prints its own."""
+    """torchrun's summary shows the mistakes of all ranks; without torchrun, each rank prints its own mistake."""
     monkeypatch.setenv("RANK", "1")
     assert ended(train_recipe, "--seed=x")[:2] == (2, "")
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")

@@ -14,7 +14,7 @@ from tests.helpers.links import ROOT, blocks
 from tests.helpers.runs import metrics, write_lines
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
-# what the recipe of the page gets here: a reward that differs between the completions of a tiny model, and few samples
+# changes of the page's recipe: a reward that differs between completions of a tiny model, and few samples
 SMALL = {
     "num_threads": 1, "model": {"path": "FOLDER"}, "rewards": {"my_rewards.py:letters": 0.1, "accuracy": 1.0},
     "sft": {"max_steps": 2, "prompts_per_step": 4, "micro_batch_size": 4},
@@ -27,7 +27,7 @@ def letters(completions, **columns):
 
 
 def test_the_commands_of_the_page(checkpoint, rows, tmp_path, monkeypatch, capsys):
-    """The saved checkpoint has the prompts of its rows in transformers, too."""
+    """In transformers, too, the saved checkpoint has the prompts of the rows."""
     monkeypatch.chdir(tmp_path)
     section = PAGE.partition("\n## The whole way\n")[2].partition("\n## ")[0]
     [block], [recipe] = blocks(section, "bash"), blocks(section, "yaml")

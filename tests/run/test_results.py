@@ -1,4 +1,4 @@
-"""Test a run's result files: contents, writing rank, and protection from overwriting."""
+"""Test the result files of a run: contents, the rank that writes them, and protection from overwriting."""
 
 import shutil
 from functools import partial
@@ -25,7 +25,7 @@ from tests.helpers.stages import ONE, SECOND_RANK
 
 @pytest.fixture
 def results(home, tmp_path, monkeypatch):
-    """Return a function that creates a run's Results in tmp_path / "run"."""
+    """Return a function that creates the Results of a run in tmp_path / "run"."""
 
     def results(*overrides, world=ONE, held_out=None):
         config = load_config(home / "recipe.yaml", [f"--output_dir={tmp_path / 'run'}", *overrides])
@@ -77,7 +77,7 @@ def test_evaluations_and_weights_are_written(results, monkeypatch, capsys):
 
 
 def test_the_second_rank_writes_nothing(results, monkeypatch):
-    # all ranks call this function
+    # all ranks call save_model
     monkeypatch.setattr(file, "save_model", lambda *_: None)
     found = results(world=SECOND_RANK)
     found.write()
@@ -94,7 +94,7 @@ def test_a_finished_run_is_not_overwritten_by_default(run, plain):
         with pytest.raises(ValueError, match=f"^output_dir: {folder} contains the results of an earlier run; {ways}$"):
             run(*options)
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == kept
-    # like a killed run, which may start again, but whose metrics are kept
+    # a killed run has no summary; it may start again, but its metrics are kept
     (folder / "summary.json").unlink()
     with pytest.raises(ValueError, match="contains the results of an earlier run"):
         run(*own)
@@ -134,7 +134,7 @@ def test_evaluations_during_training_do_not_change_the_run(run, capsys):
     ("eval/pair_accuracy", [None] * 5, []),
 ])  # fmt: skip
 def test_the_model_with_the_best_evaluation_is_saved(results, monkeypatch, kind, values, saved):
-    """The first evaluation is not saved, because its model is the initial one."""
+    """The first evaluation is not saved, because it judges the initial model."""
     monkeypatch.setattr(file, "evaluate", lambda *_: {"eval/accuracy_sampled": values[len(done)] or 0})
     found, done, kept = results(f"--best_metric={kind}", "--eval_steps=1", held_out=Shapes(1, "x")), [], []
     trainer = trained("sft", 4, saved=lambda folder, **_: kept.append((len(done), folder)))
@@ -149,7 +149,7 @@ def test_the_model_with_the_best_evaluation_is_saved(results, monkeypatch, kind,
 
 
 def test_only_the_adapter_is_saved_until_the_end(run, plain, own, lively, rows, tmp_path, capsys, monkeypatch):
-    """Both runs end with the same files, and an earlier step's adapter answers rows like its merged weights."""
+    """Runs that save adapters and merged weights end with the same files, and answer rows alike at each step."""
     options = [
         *own, "--stages=[sft]", "--sft.max_steps=3", "--adapter.r=2", "--adapter.target=[language, vision]",
         "--save_steps=2", "--data.eval_rows=2", f"--data.eval_file={rows}", "--best_metric=eval/loss",

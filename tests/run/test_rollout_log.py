@@ -1,4 +1,4 @@
-"""Test that completions.jsonl shows a step's completions, and does not change the run."""
+"""Test that completions.jsonl shows the completions of a step, and does not change the run."""
 
 from dataclasses import replace
 from functools import partial
@@ -55,7 +55,7 @@ def test_lines_agree_with_the_metrics_of_the_step(run):
 
 
 def test_a_thought_opened_by_the_prompt_is_part_of_the_text(stage, published):
-    """Rewards, find_answer, the report and evaluate read the thought; training uses only the completion's ids."""
+    """Rewards, the report and evaluate read the thought, but training uses only the ids of the completion."""
     template = ChatTemplate(published("qwen3_5_think"), "t")
     end = "</think>\n<answer>green square</answer>"
     one = stage("grpo", "--grpo.num_generations=2", model="qwen3_5").trainer
@@ -80,7 +80,6 @@ def test_a_thought_opened_by_the_prompt_is_part_of_the_text(stage, published):
 
 @pytest.mark.usefixtures("plain", "lively")
 def test_a_completion_has_its_answer_and_the_reasons_of_its_rewards(run, tmp_path):
-    """A reward in a file gives reasons in the same way as the built-in rewards."""
     reward = tmp_path / "short.py"
     reward.write_text(
         "def short(completions, answer_texts, log_extra, **columns):\n"
@@ -128,7 +127,7 @@ def log_on_rank(folder, overrides, world):
 
 @pytest.mark.parametrize(("overrides", "logged"), [({"num_logged_prompts": None}, [0, 1, 10]), ({}, [0, 1])])
 def test_completions_of_all_ranks(tmp_path, overrides, logged):
-    """Rank 0 writes all ranks' lines and images."""
+    """Rank 0 writes the lines and images of all ranks."""
     launch(2, tmp_path, {"log": overrides | {"log_completions": 1}}, log_on_rank)
     lines = completions(tmp_path)
     assert [line["row"] for line in lines] == logged

@@ -1,4 +1,4 @@
-"""Test how a recipe's model and processor are built."""
+"""Test how the model and the processor of a recipe are built."""
 
 import json
 
@@ -57,7 +57,7 @@ def test_patches_have_the_dtype_of_a_16_bit_computation(home, options, dtype):
 
 
 def test_patches_of_16_bits_change_no_byte_of_a_run(run, lively, monkeypatch, plain):
-    """The vision tower rounds the patches anyway."""
+    """The vision tower rounds the patches to 16 bits in any case."""
     options = [HALF, "--stages=[dpo, grpo]", "--data.eval_rows=1"]
     options += ["--dpo.max_steps=1", "--grpo.max_steps=1", "--data.task=shapes(pairs=8)"]
     seen = []
@@ -87,7 +87,7 @@ def test_the_default_box_space_depends_on_the_family(build, tmp_path, family):
 
 @pytest.mark.parametrize("sizes", [tiny.RUN_MODEL, tiny.RUN_QWEN3, tiny.RUN_QWEN35])
 def test_random_weights_with_a_tokenizer_trained_on_custom_rows(home, rows, tmp_path, sizes):
-    """The tokenizer is trained on the rows' texts, so common words become one token."""
+    """The tokenizer is trained on the texts of the rows, so common words become one token."""
     file = tmp_path / "model.json"
     file.write_text(json.dumps(sizes | {"text_config": sizes.get("text_config", {})}))
     own = [f"--model.config={file}", "--data.task=null", f"--data.train_file={rows}"]

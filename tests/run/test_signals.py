@@ -1,4 +1,4 @@
-"""Test that the first signal requests a checkpoint and the second ends the process; runs: test_checkpoints.py."""
+"""Test that the first signal requests a checkpoint, and that the second signal ends the process."""
 
 import os
 import pty
@@ -54,7 +54,7 @@ def test_printing_to_a_lost_terminal_does_not_fail():
             os.close(main)
             os.close(terminal)
             os.kill(os.getpid(), signal.SIGHUP)
-            os.write(1, b"a line")  # OSError: Input/output error
+            os.write(1, b"a line")  # the write raises OSError: Input/output error
             assert stop.is_requested()
 
     child = fork(lose_it)
@@ -74,11 +74,11 @@ def test_long_work_stops_at_once_if_a_checkpoint_can_be_saved():
         stop.world.stop_if_preempted()
         raise AssertionError
     assert stop.exit_code == PREEMPTED
-    world.stop_if_preempted()  # after the `with`, a later run in this process is not stopped
+    world.stop_if_preempted()  # after the `with` block, a later run in this process is not stopped
 
 
 def test_a_hanging_reward_delays_the_end_by_seconds(monkeypatch):
-    """After a signal, each call of a reward is limited to seconds; a later run in the process is not limited."""
+    """After a signal, each call of a reward may take only seconds, but not in a later run of the process."""
     monkeypatch.setattr(signals, "LAST_CALL", 0.2)
     calls = []
 

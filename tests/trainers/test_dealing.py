@@ -1,4 +1,4 @@
-"""Test that groups are dealt to ranks by length, and that what a rank trains on does not change on its way."""
+"""Test that groups are dealt to ranks by length, and that dealing changes nothing that a rank trains on."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from tests.helpers.on_ranks import Uneven, launch
         ([[9, 5, 1], [8, 7, 2]], [[(0, 0), (0, 1), (1, 2)], [(1, 0), (1, 1), (0, 2)]]),
         ([[1, 9], [2, 8]], [[(0, 1), (0, 0)], [(1, 1), (1, 0)]]),
         ([[9, 8], [2, 1]], [[(0, 0), (1, 1)], [(0, 1), (1, 0)]]),
-        ([[5, 5, 5], [5, 5, 5]], [[(0, 0), (0, 1), (0, 2)], [(1, 0), (1, 1), (1, 2)]]),  # nothing moves
+        ([[5, 5, 5], [5, 5, 5]], [[(0, 0), (0, 1), (0, 2)], [(1, 0), (1, 1), (1, 2)]]),  # no group moves
     ],
 )
 def test_examples(lengths, expected):
@@ -28,7 +28,7 @@ def test_examples(lengths, expected):
 
 @pytest.mark.parametrize(("ranks", "slowest", "sharded"), [(8, 1.01, 1.1), (64, 1.04, 1.15)])
 def test_long_tails(ranks, slowest, sharded):
-    """Undealt, the slowest rank takes 1.15 times (8 ranks) and 1.24 times (64) the mean on average over many steps.
+    """Without dealing, the slowest of 8 ranks takes 1.15 times the mean on average, and the slowest of 64 1.24 times.
 
     Each rank has 8 prompts of 1,224 tokens with 8 completions, whose lengths are lognormal with a median of 800.
     """
@@ -38,11 +38,11 @@ def test_long_tails(ranks, slowest, sharded):
     mean = lengths.sum(1).mean()
     assert dealt.sum() == lengths.sum() and lengths.sum(1).max() > 1.1 * mean
     assert dealt.sum(1).max() < slowest * mean
-    assert dealt.amax(0).sum() < sharded * mean  # sharded ranks also wait in each micro-batch
+    assert dealt.amax(0).sum() < sharded * mean  # sharded ranks also wait for each other in each micro-batch
 
 
 def step_on_rank(folder, overrides, world):
-    """Return this rank's groups before and after they are dealt, and the advantages in the log, by the row's key."""
+    """Return the groups of this rank by row key, before and after dealing, and the advantages in the log."""
     config = load_config(folder / "recipe.yaml", [f"--output_dir={folder / 'out'}", *overrides])
     model, processor = build_model(config, world)
     trainer = registry.find_trainer("grpo", config)(config, model, processor, world)

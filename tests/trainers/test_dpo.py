@@ -1,4 +1,4 @@
-"""Test DPO on tiny models: a loaded or missing reference, and pair accuracy."""
+"""Test DPO on tiny models: a loaded or missing reference model, and pair accuracy."""
 
 import math
 
@@ -12,11 +12,11 @@ from minivlmrl.tasks.shapes import Shapes
 
 def test_equal_rewards_do_not_count_as_correct(stage):
     run = stage("dpo", held_out=Shapes(3, "other"))
-    assert run.accuracy() == 0  # because the policy is still equal to the reference
+    assert run.accuracy() == 0  # the policy still equals the reference
 
 
 def test_without_a_reference_its_log_ratios_are_0(stage):
-    """The loss is -log sigmoid(beta (log pi(chosen) - log pi(rejected))), as in TRL up to 0.28, and sft's mean."""
+    """The loss is -log sigmoid(beta (log pi(chosen) - log pi(rejected))), as in TRL up to 0.28, plus the loss sft."""
     options = "--dpo.reference_free=true", "--dpo.beta=0.3", "--dpo.loss_type=[sigmoid, sft]"
     run = stage("dpo", *options, held_out=Shapes(3, "other"))
     assert run.trainer.reference is None

@@ -7,12 +7,12 @@ from tests.helpers.stages import completions_of, letter_rewards
 
 
 def ratios(loss_calls):
-    """Return for each call whether the ratio to the old policy is exactly 1."""
+    """Return for each call of the loss whether the ratio to the old policy is exactly 1."""
     return [torch.equal(call.logps * call.mask, call.old_per_token_logps) for call in loss_calls]
 
 
 def test_stored_log_probabilities(stage, loss_calls, samples):
-    """With 2 iterations over rollouts for 2 steps, the ratio is exactly 1 only in the first of the 4 steps."""
+    """With two passes over rollouts of two steps, only the first two of eight micro-batches have the ratio 1."""
     run = stage("grpo", "--grpo.num_iterations=2", "--grpo.steps_per_generation=2", dtype=torch.float32)
     ends = []
     lines = []
@@ -25,12 +25,12 @@ def test_stored_log_probabilities(stage, loss_calls, samples):
     assert ends == [False, False, False, True] * 2
     assert len(loss_calls) == 16  # two micro-batches per step
     assert ratios(loss_calls) == [True] * 2 + [False] * 6 + [True] * 2 + [False] * 6
-    # the second iteration has the same micro-batches
+    # the second pass has the same micro-batches
     for first, again in zip(loss_calls[:4], loss_calls[4:8], strict=True):
         assert first.old_per_token_logps is again.old_per_token_logps
         assert first.advantages is again.advantages
         assert not torch.equal(first.logps, again.logps)
-    assert all(line["rollout/logp_mismatch"] < 1e-5 for line in lines)  # computed from the stored log-probabilities
+    assert all(line["rollout/logp_mismatch"] < 1e-5 for line in lines)  # uses the stored log-probabilities
 
 
 def test_steps_of_a_rollout_have_their_own_prompts_and_counts(stage, samples):
@@ -43,7 +43,7 @@ def test_steps_of_a_rollout_have_their_own_prompts_and_counts(stage, samples):
 
 
 def test_a_step_contains_its_rows_in_order(stage, samples):
-    """Completions, the sampler's log-probabilities, advantages and masks are split into two micro-batches."""
+    """Completions, log-probabilities of the sampler, advantages and masks are split into two micro-batches."""
     run = stage("grpo", "--grpo.scale_rewards=none", "--grpo.beta=0.1")
     first, second = run.next()
     completions = completions_of(samples[0])
@@ -63,14 +63,14 @@ def test_a_step_contains_its_rows_in_order(stage, samples):
         assert batch.weight == batch.loss_mask.sum()
 
 
-# four groups of four: equal rewards; different rewards; one reward equal to the mean; equal rewards
+# four groups of four: equal rewards, different rewards, one reward equal to the mean, equal rewards
 REWARDS = [1.0] * 4 + [0.0, 1.0, 2.0, 4.0] + [0.0, 1.0, 2.0, 1.0] + [3.0] * 4
 ROWS_WITH_SIGNAL = [4, 5, 6, 7, 8, 10]
 FOURS = "--grpo.num_generations=4", "--grpo.micro_batch_size=4"
 
 
 def without_idle_rows(stage, script, rewards, *options):
-    """Return a step's first micro-batch without rows without signal, and with all rows; their gradients are equal."""
+    """Return the first micro-batch of a step with rows with a signal, and with all rows; both have equal gradients."""
     found = []
     for everything in (False, True):
         script(rewards)

@@ -1,4 +1,4 @@
-"""Test GRPO options beyond the paper on a tiny model: selecting and weighting completions and tokens."""
+"""Test GRPO options beyond the paper on a tiny model, which select and weight completions and tokens."""
 
 import re
 import typing
@@ -32,7 +32,7 @@ def test_groups_with_equal_rewards_are_sampled_anew(stage, samples, script):
     run = stage("grpo", *PAIRS, "--grpo.max_num_gen_batches=5")
     batches = run.next()
     assert len(samples) == 3 and left == [[9.0] * 8]
-    kept = [(0, 1), (1, 0), (1, 2), (2, 0)]  # (rollout, group) in sampling order; surplus groups are dropped
+    kept = [(0, 1), (1, 0), (1, 2), (2, 0)]  # (rollout, group) in the order of sampling; surplus groups are dropped
     expected = torch.cat([sample.completion.ids for i, group in kept for sample in samples[i].groups[group]])
     assert torch.equal(ids_of(batches), expected)
     assert torch.cat([batch.advantages for batch in batches]).tolist() == [0.5, -0.5] * 4
@@ -46,7 +46,7 @@ def test_sampling_anew_ends_and_keeps_the_size_of_the_batch(stage, samples, scri
     run = stage("grpo", *PAIRS, "--grpo.max_num_gen_batches=3")
     batches = run.next()
     assert len(samples) == 3
-    kept = [(1, 1), (0, 0), (0, 1), (0, 2)]  # the group whose rewards differ, then groups in sampling order
+    kept = [(1, 1), (0, 0), (0, 1), (0, 2)]  # the group whose rewards differ, and then groups in the order of sampling
     expected = [sample.completion for i, group in kept for sample in samples[i].groups[group]]
     assert completions_of(run.step.rollout) == expected
     assert [batch.completion_index.tolist() for batch in batches] == [[0, 1], [4]]
@@ -55,7 +55,7 @@ def test_sampling_anew_ends_and_keeps_the_size_of_the_batch(stage, samples, scri
 
 
 def test_overlong_completions_are_punished(stage, samples):
-    """With max_new_tokens 6 and cache 4 the penalty is 0 up to 2 tokens, then -1/4 for each further token."""
+    """With max_new_tokens 6 and cache 4, the penalty is 0 up to 2 tokens, and then -1/4 for each further token."""
     run = stage("grpo", "--grpo.soft_punish_cache=4", "--grpo.scale_rewards=none", "--grpo.micro_batch_size=4")
     [batch] = run.next()
     lengths = torch.tensor([len(c.ids) for c in completions_of(samples[0])])
@@ -73,7 +73,7 @@ def test_overlong_completions_are_punished(stage, samples):
 
 
 def test_rewards_that_cancel_have_a_signal_with_gdpo(stage, monkeypatch):
-    """The sums of rewards are equal, but GDPO normalises each reward; that one of them is constant changes nothing."""
+    """The sums of rewards are equal, but GDPO normalises each reward, and ignores a constant reward."""
     values = {"letters": [1.0, 0.0], "format": [0.0, 1.0], "accuracy": [1.0, 1.0]}
 
     for name, pair in values.items():
@@ -117,7 +117,7 @@ def test_a_step_with_only_truncated_completions_changes_nothing(stage, monkeypat
 
 
 def test_rloo_by_hand(stage, samples, loss_calls):
-    """Rewards are reduced by beta times the completion's k1 KL, then by the other completions' mean."""
+    """A reward is reduced by beta times the k1 KL of its completion, and then by the mean of the other completions."""
     # a bound on tokens sorts the groups of a micro-batch by length
     options = "--grpo.micro_batch_size=4", "--grpo.max_tokens_per_micro_batch=1000"
     run = stage("grpo", "--grpo.loss_type=rloo", "--grpo.beta=0.2", *options)
@@ -145,7 +145,7 @@ def test_rloo_by_hand(stage, samples, loss_calls):
 def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(
     stage, loss_calls, samples, monkeypatch, quantile
 ):
-    """Weights of tokens that are trained on are pi / pi_sampler, from the trainer's and the sampler's logps."""
+    """The weight of a trained token is pi / pi_sampler, the ratio of trainer and sampler probabilities."""
     run = stage("grpo", "--grpo.rollout_correction=token_truncate", "--grpo.rollout_correction_bounds=[null, 1.5]",
                 "--grpo.micro_batch_size=4", f"--grpo.top_entropy_quantile={quantile}")  # fmt: skip
     original = run.trainer.sample_rollout
@@ -172,7 +172,7 @@ def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(
 
 
 def test_the_entropy_threshold_is_that_of_the_whole_step(stage):
-    """Tokens are selected by the policy's entropies before its update."""
+    """Tokens are selected by the entropies of the policy before its update."""
     options = ["--grpo.top_entropy_quantile=0.3", "--grpo.steps_per_generation=2"]
     run = stage("grpo", *options)
     thresholds = []
@@ -248,7 +248,7 @@ def weighted(rewards, rewards_per_func, reward_weights, learning_rate):
 
 """
 DICTIONARY = "but it must return the loss, a tensor without dimensions, and a dictionary"
-# what a loss returns, or what advantages are returned for the rewards 0, 1, 2 and 3, 3, 3, and what is said of it
+# option: {function: (returned expression, words of the error or None)}; advantages get the rewards 0, 1, 2, 3, 3, 3
 RETURNED = {
     "loss_type": {
         "scalar": ("logps.sum()", rf"returned tensor\(-4., .* {DICTIONARY}"),
@@ -280,7 +280,7 @@ WRONG += [
 
 @pytest.fixture
 def own(tmp_path):
-    """Return a function that returns the option that names a function in a file of one's own."""
+    """Return a function that returns the option for a function in a file of the user."""
     rest = {"loss_type": ", advantages, mask, **_", "advantages": ""}
     functions = [(name, rest[option], x) for option, of in RETURNED.items() for name, (x, _) in of.items()]
     texts = [f"def {name}(logps{more}):\n    return {x}\n" for name, more, x in functions]
@@ -295,7 +295,7 @@ def test_invalid_functions_are_refused_before_a_model_is_loaded(stage, own, opti
 
 
 def test_a_custom_loss_is_called_like_grpo_loss(stage, own):
-    """grpo_loss from a file equals dapo bit by bit, also off-policy and with a KL; its own metric is logged."""
+    """grpo_loss from a file equals dapo bit by bit, also off-policy and with a KL, and logs a metric of its own."""
     options = ["--grpo.beta=0.2", "--grpo.num_iterations=2"]
     expected = stage("grpo", "--grpo.loss_type=dapo", *options).go(3)
     found = stage("grpo", own("loss_type", "same"), *options)
@@ -303,7 +303,7 @@ def test_a_custom_loss_is_called_like_grpo_loss(stage, own):
 
 
 def test_a_custom_loss_gets_all_rows_and_the_options_of_its_section(stage, own, script):
-    """Rows without an advantage, grpo_loss's options, and options in the section that its signature names."""
+    """The loss also gets rows without an advantage, and options of its section that its signature names."""
     script(0.5)
     options = {"epsilon_high": 0.3, "num_generations": 2, "epsilon_low": 0.1, "beta": 0.5, "learning_rate": 0.25}
     given = [f"--grpo.{name}={value}" for name, value in options.items()]
@@ -345,7 +345,6 @@ def test_the_option_advantages_has_the_names_of_the_table():
     ("gdpo", ["--grpo.multi_objective_aggregation=normalize_then_sum"]),
 ])  # fmt: skip
 def test_other_options_imply_the_function_of_advantages(stage, samples, name, options):
-    """Advantages equal the named function's advantages, also if the option names the function."""
     named = [f"--grpo.advantages={name}", *(options if name == "grpo" else [])]
     implied, chosen = (torch.cat([b.advantages for b in stage("grpo", *more).next()]) for more in (options, named))
     rewards = letter_rewards(stage("grpo").trainer, samples[0])
@@ -363,7 +362,7 @@ def test_own_advantages_by_hand(stage, own, script):
     script([1.0, 2.0, 3.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 2.0, 2.0, 2.0])
     run = stage("grpo", own("advantages", "max_rl(least=0.5)"), "--grpo.micro_batch_size=4")
     [batch] = run.next()
-    assert batch.completion_index.tolist() == [0, 2, 6, 7, 8]  # others have advantage 0
+    assert batch.completion_index.tolist() == [0, 2, 6, 7, 8]  # other completions have advantage 0
     torch.testing.assert_close(batch.advantages, torch.tensor([-0.5, 0.5, 4 / 3, -2 / 3, -2 / 3]))
     assert run.update()["grad_norm"] > 0
 
@@ -375,7 +374,7 @@ def test_own_advantages_get_the_arguments_that_they_name(stage, own, script):
 
 
 def test_advantages_of_a_later_rollout_are_checked(stage, own, script):
-    """A function may return NaN only for some rewards, here where no reward could score a completion."""
+    """The function returns NaN only for rewards of None, so the check before the first rollout does not see NaN."""
     script([1.0, None, 0.0] * 4)
     with pytest.raises(ValueError, match=r"mine\.py:max_rl returned tensor"):
         stage("grpo", own("advantages", "max_rl")).next()

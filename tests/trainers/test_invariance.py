@@ -1,4 +1,4 @@
-"""A step's split into micro-batches and its row order change no number; test_process_group.py tests several ranks."""
+"""Test that the split of a step into micro-batches and the order of rows change no number."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("lively")
 
 
 class Ragged(Shapes):
-    """Rows whose answers have different lengths: row i's answer ends in i more words."""
+    """Rows with answers of different lengths: the answer of row i ends in i more words."""
 
     def __getitem__(self, index):
         row = super().__getitem__(index)
@@ -23,7 +23,7 @@ class Ragged(Shapes):
 
 
 def steps(folder, stage, *overrides):
-    """Run a stage's steps, and return their metrics and the trained weights."""
+    """Run the steps of a stage, and return the metrics and the trained weights."""
     usual = {"max_steps": 2, "micro_batch_size": 4, "learning_rate": 3e-3}
     usual |= {"kl_coef": 0.1} if stage == "ppo" else {}
     usual = [f"--{stage}.{name}={value}" for name, value in usual.items()]
@@ -35,7 +35,7 @@ def steps(folder, stage, *overrides):
     return lines, snapshot(run.trainer.trained)
 
 
-CHANGING = {"rollout/logp_mismatch", "rollout/logp_mismatch_rms"}  # these metrics measure rounding differences
+CHANGING = {"rollout/logp_mismatch", "rollout/logp_mismatch_rms"}  # metrics that measure rounding differences
 RUNS = {
     "sft dft": ("sft", ["--sft.loss_type=dft"]),
     "dpo with options": ("dpo", ["--dpo.use_weighting=true", "--dpo.ld_alpha=0.5"]),
@@ -53,11 +53,11 @@ RUNS = {
 }  # fmt: skip
 
 
-AVERAGED_OVER_ROWS = {"grpo rloo", "grpo vespo"}  # clip ratios and phi are means over rows there
+AVERAGED_OVER_ROWS = {"grpo rloo", "grpo vespo"}  # loss types whose clip ratios and phi are means over rows
 
 
 def assert_same_steps(found, expected, rel, of_rows=False):
-    """Compare two runs' metrics and weights; some metrics are float32."""
+    """Compare the metrics and weights of two runs; some metrics are float32."""
     (lines, weights), (others, same_weights) = found, expected
     for line, other in zip(lines, others, strict=True):
         assert line.keys() == other.keys() and line["grad_norm"] > 1e-6
@@ -65,14 +65,14 @@ def assert_same_steps(found, expected, rel, of_rows=False):
             assert other[name] == pytest.approx(line[name], rel=rel, abs=1e-13), name
         for name in line.keys() - CHANGING:
             if of_rows and name.startswith(("clip_ratio", "vespo")):
-                continue  # this metric is always averaged over tokens
+                continue  # the metric is always averaged over tokens
             if name == "rewards/accuracies" and abs(line["rewards/margins"]) < 1e-9:
                 continue  # policy and reference are equal, so rounding decides
             assert other[name] == pytest.approx(line[name], rel=1e-5, abs=1e-6), name
     torch.testing.assert_close(same_weights, weights, rtol=rel, atol=1e-12)
 
 
-TOKENS = "max_tokens_per_micro_batch"  # a prompt has about 30, so 40 divide a group
+TOKENS = "max_tokens_per_micro_batch"  # a prompt has about 30 tokens, so a bound of 40 divides a group
 
 
 @pytest.mark.parametrize(("name", "split"), [
@@ -80,14 +80,13 @@ TOKENS = "max_tokens_per_micro_batch"  # a prompt has about 30, so 40 divide a g
     ("grpo", f"{TOKENS}=40"), ("grpo", f"{TOKENS}=70"), ("ppo", f"{TOKENS}=40"),
 ])  # fmt: skip
 def test_micro_batch_size(folder, name, split):
-    """Loss, gradients, weights and logged metrics do not depend on the split into micro-batches."""
     stage, options = RUNS[name]
     pair = (steps(folder, stage, *options, f"--{stage}.{option}") for option in ("micro_batch_size=4", split))
     assert_same_steps(*pair, 1e-12, name in AVERAGED_OVER_ROWS)
 
 
 def reorder(monkeypatch, order):
-    """Reorder the four rows in every batch; each row keeps its key."""
+    """Reorder the four rows of every batch; each row keeps its key."""
     original = Batches.__next__
 
     def draw(self):

@@ -18,18 +18,18 @@ from tests.helpers.talk import assistant, user
 
 
 class Rank(World):
-    """World for one of two ranks, whose collective operations return fixed values."""
+    """One of two ranks, whose collective operations return fixed values."""
 
     def gather_objects(self, value):
         return [[0, 4], [3]]
 
     def sum(self, ahead, pairs):
-        """Add one correct pair from the other rank; rank 0 has two pairs, rank 1 has the third pair."""
+        """Add one correct pair of the other rank; rank 0 has two pairs, and rank 1 has the third pair."""
         return [ahead + 1, pairs + 1 + self.rank]
 
 
 class Pairs(PairTrainer):
-    """PairTrainer without a model, whose margins are a given function of the rows."""
+    """A PairTrainer without a model, whose margins are a given function of the rows."""
 
     def __init__(self, world, margins=None):
         self.world = world
@@ -40,7 +40,7 @@ class Pairs(PairTrainer):
 
 @pytest.mark.parametrize("rank, seen", [(0, [0, 4]), (1, [3, 0])])
 def test_pairs_are_evaluated_once_on_any_number_of_ranks(rank, seen):
-    """Rows 0, 3 and 4 have both answers; rank 1 repeats row 0, so that counts are equal, and ignores its result."""
+    """Rows 0, 3 and 4 have both answers; rank 1 repeats row 0, so that counts are equal, and ignores the result."""
     rows = Rows(replace(Shapes(5, "x")[i], index=i) for i in range(5))
     asked = []
 
@@ -55,7 +55,6 @@ def test_pairs_are_evaluated_once_on_any_number_of_ranks(rank, seen):
 
 @pytest.mark.parametrize("name, scale", [("dpo", 0.1), ("reward_model", 1.0)])
 def test_margins_of_the_evaluation_are_those_of_the_loss(stage, name, scale):
-    """Whose metrics tests/parity compares with TRL; some margins are positive, and others are negative."""
     rows = Shapes(12, "other")
     run = stage(name, held_out=rows)
     run.go(2)
@@ -65,7 +64,7 @@ def test_margins_of_the_evaluation_are_those_of_the_loss(stage, name, scale):
     assert margins.min() < 0 < margins.max()
     assert scale * margins.mean().item() == pytest.approx(metrics["rewards/margins"].item(), rel=1e-9)
     assert run.accuracy() == pytest.approx(metrics["rewards/accuracies"].item())
-    assert run.accuracy() != 0.5  # otherwise, the opposite sign has the same accuracy
+    assert run.accuracy() != 0.5  # with 0.5, the opposite sign would have the same accuracy
 
 
 def test_rows_without_both_answers_are_no_pairs():
@@ -81,12 +80,12 @@ def test_both_answers_share_their_prompt_and_its_image(stage, name):
     for batch, rows in zip(run.next(), ((0, 1), (2, 3)), strict=True):
         assert len(batch.group.layout.prompt_lengths) == len(rows) and len(batch.loss_mask) == 2 * len(rows)
         assert len(batch.group.image_grid_thw) == len(rows)
-        assert len(batch.group.pixel_values) == 16 * len(rows)  # an image with 56 x 56 pixels has 4 x 4 patches
+        assert len(batch.group.pixel_values) == 16 * len(rows)  # an image of 56 x 56 pixels has 4 x 4 patches
 
 
 @pytest.mark.parametrize("name", ["dpo", "sft"])
 def test_only_assistant_turns_are_trained(stage, name):
-    """The user's turn between an answer's two turns gets no gradient, and its tokens are not counted."""
+    """The user's turn between two turns of an answer gets no gradient, and its tokens are not counted."""
 
     class Turns(Shapes):
         def __getitem__(self, index):
@@ -119,7 +118,7 @@ class Dialogues(Shapes):
 
 
 def by_answer(row):
-    """Return a row for each answer in a dialogue: the turns before an answer are its prompt."""
+    """Return a row for each answer of a dialogue, whose prompt has all turns before the answer."""
     rows = []
     for i in (0, 2):
         parts = {name: [getattr(row, name)[i]] for name in ("chosen", "rejected", "completion")}
@@ -129,7 +128,7 @@ def by_answer(row):
 
 @pytest.fixture
 def drops_thoughts(stage, published):
-    """Return a function that builds a stage on dialogues, whose chat template drops thoughts in earlier turns."""
+    """Return a function that builds a stage on dialogues, whose chat template drops thoughts of earlier turns."""
 
     def build(name):
         run = stage(name, rows=Dialogues(8, "rows"))
@@ -162,7 +161,7 @@ def test_the_longest_row_of_dialogues_is_measured_if_memory_runs_out(drops_thoug
 
 
 def test_pairs_of_dialogues(drops_thoughts):
-    """DPO sums all answers' log-probabilities, and a reward model scores the last answer after its own prompt."""
+    """DPO sums the log-probabilities of all answers, and a reward model scores the last answer after its own prompt."""
     row = Dialogues(8, "rows")[1]
     row.rejected[:2] = row.chosen[:2]
     trainer = drops_thoughts("dpo").trainer

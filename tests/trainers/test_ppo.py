@@ -31,7 +31,7 @@ def test_the_first_minibatch_has_the_stored_log_probabilities(stage, samples):
 
 @pytest.mark.parametrize(("kl_estimator", "penalty"), [("k1", None), ("k3", 0.7)])
 def test_advantages_and_returns_by_hand(stage, samples, kl_estimator, penalty):
-    """Advantages equal those computed for each completion: KL penalty, score, GAE, then whitening over the rollout."""
+    """Advantages follow from the KL penalty, the score, GAE, and whitening over the rollout."""
     run = stage(
         "ppo", "--ppo.num_ppo_epochs=1", "--ppo.kl_coef=0.2", "--ppo.gamma=0.9", "--ppo.lam=0.8",
         "--sampling.temperature=1.5", f"--ppo.kl_estimator={kl_estimator}",
@@ -82,9 +82,9 @@ def test_the_critic_is_a_head_on_the_policy(stage):
 
 
 def test_gradients_of_a_policy_and_a_separate_critic(stage, samples):
-    """Both models' gradients equal PPO's formulas, applied to each completion separately in float64."""
+    """Gradients of policy and critic equal PPO's formulas, applied to each completion alone in float64."""
     run = stage("ppo", SEPARATE, "--ppo.micro_batch_size=4", "--ppo.kl_coef=0", "--ppo.num_ppo_epochs=2")
-    run.go(3)  # after the first update on the second rollout, ratios and values differ from the old values
+    run.go(3)  # in the second step on a rollout, ratios and values differ from the old ones
     [batch], critic = run.next(), run.trainer.critic
     run.trainer.loss(batch)[0].backward()
     models = {"policy": run.model, "critic": critic}
@@ -119,7 +119,7 @@ def test_a_separate_critic_is_a_copy_and_does_not_share_weights(stage):
 
 @pytest.mark.parametrize("critic", ["shared", "separate"])
 def test_a_separate_critic_uses_its_own_vision_tower(stage, samples, critic):
-    """Embeddings from the policy's frozen tower are only stored if the critic is a head on the policy."""
+    """Embeddings of the policy's frozen tower are only stored for a critic that is a head on the policy."""
     stage("ppo", f"--ppo.critic={critic}", "--model.freeze=[vision, merger]").next()
     stored = [sample.prompt.vision_embeds is not None for sample in samples[0].samples]
     assert set(stored) == {critic == "shared"}

@@ -14,8 +14,8 @@ from minivlmrl.tasks import shapes
 from tests.helpers import tiny
 from tests.helpers.stages import snapshot
 
-WEIGHTS = {"dpo": "beta", "grpo": "beta", "ppo": "kl_coef"}  # option that weights the KL
-# the reference copies all parameters, or only adapters
+WEIGHTS = {"dpo": "beta", "grpo": "beta", "ppo": "kl_coef"}  # the option that weights the KL
+# the reference model copies all parameters, or only adapters
 FORMS = {"all": [], "adapters": ["--adapter.r=2"]}
 
 
@@ -49,7 +49,7 @@ def test_it_scores_at_the_temperature_of_the_draws(stage):
 
 @pytest.fixture
 def other(tmp_path):
-    """Return a function that saves a model with another config, and returns its folder and the option for it."""
+    """Return a function that saves a model with a changed config, and returns its folder and the option for it."""
 
     def other(**changes):
         (tmp_path / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
@@ -61,7 +61,7 @@ def other(tmp_path):
 
 
 def their_logps(model, group, temperature):
-    """Compute a batch's completion log-probabilities (R, T) with transformers, one completion at a time."""
+    """Return log-probabilities of completions (R, T) by transformers, computed one completion at a time."""
     rows = []
     completions = group.completion_ids.split(group.layout.row_lengths)
     for i, completion in enumerate(completions):
@@ -78,7 +78,7 @@ def their_logps(model, group, temperature):
     ("dpo", ["--adapter.r=2"]), ("ppo", []), ("grpo", ["--model.freeze=[vision, merger]"]),
 ])  # fmt: skip
 def test_a_reference_from_a_folder_matches_transformers(stage, other, name, options, tmp_path, monkeypatch):
-    """The folder was saved by transformers; the policy's frozen vision tower is not used for the reference."""
+    """transformers saved the folder, and the policy's frozen vision tower is not used for the reference model."""
     from tests.helpers import oracle
 
     oracle.in_float64(monkeypatch, "qwen2_5_vl")

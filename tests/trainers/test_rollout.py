@@ -16,12 +16,12 @@ from tests.helpers.stages import ONE, SECOND_RANK
 
 
 def completions(*lengths):
-    """Return completions with these lengths; completions with three tokens are truncated."""
+    """Return completions of these lengths; a completion of three tokens is truncated."""
     return [Completion(torch.zeros(n), torch.zeros(n), n != 3) for n in lengths]
 
 
 def test_rewards_by_hand():
-    """Two groups have the total rewards (1, 0) and (1, 1); the last completion's format reward is None."""
+    """Two groups have the total rewards (1, 0) and (1, 1); the format reward of the last completion is None."""
     rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [2.0, 0.0], [math.nan, 1.0]])
     total = torch.tensor([1.0, 0.0, 1.0, 1.0])
     assert reward_metrics(rewards, total, ["format", "accuracy"]) | group_metrics(total, 2) == pytest.approx({
@@ -33,7 +33,7 @@ def test_rewards_by_hand():
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [1, 0, 2], [2, 0, 1]])
 def test_means_of_rewards_do_not_depend_on_the_order_of_the_ranks(order):
-    """In float32, 1e8 + 1 is 1e8, so that the sum would be 0 or 1."""
+    """In float32, 1e8 + 1 is 1e8, so the sum in another order would be 0 or 1."""
     rewards = torch.tensor([1e8, 1.0, -1e8])[order]
     metrics = reward_metrics(rewards[:, None], rewards, ["accuracy"])
     assert metrics["reward"] == metrics["rewards/accuracy/mean"] == 1 / 3
@@ -45,7 +45,6 @@ def test_means_of_rewards_do_not_depend_on_the_order_of_the_ranks(order):
     ((3, 3), (3, 3, 3), (0, 0, 0), 1),  # as in TRL
 ], ids=["one terminated", "none terminated"])  # fmt: skip
 def test_lengths_by_hand(lengths, every, terminated, clipped, world):
-    """The mean, the minimum and the maximum of all completions, and of those that terminated."""
     found = completion_metrics(completions(*lengths), False, world)
     names = [f"completions/{kind}_{of}length" for of in ("", "terminated_") for kind in ("mean", "min", "max")]
     expected = dict(zip([*names, "completions/clipped_ratio"], (*every, *terminated, clipped), strict=True))
@@ -53,7 +52,7 @@ def test_lengths_by_hand(lengths, every, terminated, clipped, world):
 
 
 def test_a_single_turn_has_a_mean_length():
-    """Only the first of two completions has a tool turn."""
+    """Only the first of two completions has a turn of a tool."""
     both = completions(4, 2)
     both[0].turns = [(0, 4)]
     metrics = completion_metrics(both, False, ONE)
@@ -102,7 +101,7 @@ def test_a_rollout_without_any_reward_ends_the_run():
 
 @pytest.mark.parametrize("mask", [[[0.0, 0.0], [0.0, 0.0]], [[0.0, 1.0], [0.0, 0.0]], [[0.0, 1.0], [1.0, 1.0]]])
 def test_the_mismatch_is_that_of_the_tokens_that_are_trained_on(mask):
-    """Without tokens the root mean square is 0; for a single token the divisor is one."""
+    """Without tokens the root mean square is 0, and for a single token the divisor is one."""
     mask = torch.tensor(mask)
     group = SimpleNamespace(pad=lambda flat: flat.view(2, 2), completion_mask=torch.ones(2, 2))
     logps = torch.tensor([[4.0, 5.0], [6.0, 7.0]])

@@ -13,7 +13,7 @@ from tests.helpers.stages import Rows
 
 
 class Second(World):
-    """World for the second of two ranks, which checks rows 1 and 3 for answers, and sums only its own values."""
+    """The second of two ranks, which checks rows 1 and 3 for answers, and sums only its own values."""
 
     def gather_objects(self, value):
         return [[0, 2], value]
@@ -24,7 +24,7 @@ class Second(World):
 
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
 def test_the_loss_of_held_out_rows_is_a_mean_over_their_tokens(stage, monkeypatch, loss_type):
-    """Token t gets the log-probability -(t % 7 + 1) / 4; one row in four has no completion."""
+    """Token t gets the log-probability -(t % 7 + 1) / 4, and one row in four has no completion."""
     run = stage("sft", "--sft.micro_batch_size=2", f"--sft.loss_type={loss_type}")
     rows = Rows(Shapes(4, "x")[i] for i in range(4))
     rows[1].completion = None
