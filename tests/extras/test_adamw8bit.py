@@ -1,4 +1,4 @@
-"""Compare AdamW with 8-bit moments with bitsandbytes' codes and torch's updates."""
+"""Compare 8-bit AdamW with the codes of bitsandbytes and the updates of torch."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_codes_are_those_of_bitsandbytes(signed, fused_linspace):
 
 
 def trained(optimizer, parameters, steps=20, smallest=-2):
-    """Return parameters and optimizer after `steps` updates; a row's gradients go from 10^smallest to 1."""
+    """Return parameters and optimizer after some updates; in a row, gradients grow from 10^smallest to 1."""
     generator = torch.Generator().manual_seed(1)
     parameters = [nn.Parameter(p.clone()) for p in parameters]
     optimizer = optimizer(parameters, **OPTIONS)
@@ -49,14 +49,14 @@ def test_updates_match_torch():
 
 
 def test_small_gradients_next_to_large_ones_move_no_weight_far():
-    """A second moment too small for 8 bits must not be rounded to 0, because the update divides by its root."""
+    """A second moment that is too small for 8 bits must not become 0, because the update divides by its root."""
     weights = [torch.zeros(64, 300)]
     [mine], [theirs] = (trained(kind, weights, smallest=-4)[0] for kind in (AdamW8bit, torch.optim.AdamW))
     assert mine.abs().max() < 1.5 * theirs.abs().max()
 
 
 def test_rows_are_updated_independently(monkeypatch):
-    """Otherwise a rank that holds some rows, or parts of rows, would compute other values."""
+    """Ranks that hold some rows, or parts of rows, must compute the same values as one process."""
     weights = [torch.randn(64, 300)]
     [whole], _ = trained(AdamW8bit, weights)
     monkeypatch.setattr(adamw8bit, "PIECE", 1000)
@@ -65,7 +65,7 @@ def test_rows_are_updated_independently(monkeypatch):
 
 
 def test_small_updates_of_bfloat16_weights_add_up():
-    """Near 1, bfloat16 steps are larger than 1e-4, so rounding errors must be carried over."""
+    """Steps of bfloat16 near 1 are larger than 1e-4, so rounding errors must be carried over."""
     ends = []
     for kind in (AdamW8bit, torch.optim.AdamW):
         weight = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))

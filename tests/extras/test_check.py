@@ -1,7 +1,4 @@
-"""Test `check` on good recipes and on single faults.
-
-test_planted_faults.py tests whole runs with faults.
-"""
+"""Test the command `check` on good recipes and on single faults."""
 
 import re
 from dataclasses import replace
@@ -41,7 +38,7 @@ def test_good_recipes_have_no_fault(recipe, capsys, tmp_path):
 
 
 def findings(rewards, rows, weights=None, solutions=None, **options):
-    """Return what `check` says about rewards for these rows."""
+    """Return the sentences of `check` about rewards on some rows."""
     weights = torch.ones(len(rewards)) if weights is None else torch.tensor(weights)
     trial = check_rewards.Trial(rewards, weights, rows, PROCESSOR, **options)
     return list(check_rewards.check_rewards(trial, solutions or check_rows.solutions_of(rows)))
@@ -60,7 +57,7 @@ def test_boxes_that_no_reward_can_parse_are_reported():
 
 
 def points(answer_texts, solution, **columns):
-    """A reward from -5 to 20."""
+    """Return 20 for a right answer, and -5 for any other answer."""
     return [25.0 * (answer == truth) - 5 for answer, truth in zip(answer_texts, solution, strict=True)]
 
 
@@ -68,7 +65,7 @@ def points(answer_texts, solution, **columns):
     ("accuracy", 20, range(16), None),  # all 16 rows of the sample have the solution yes
     ("accuracy", 36, range(21, 37), "scores 0.90 times as much as right answers"),
     (points, 30, range(20, 36), None),
-    (points, 38, range(23, 39), "scores 0.94 times as much as right answers"),  # (20 * 38 - 5 * 2) / 40 of 20
+    (points, 38, range(23, 39), "scores 0.94 times as much as right answers"),  # ((20 * 38 - 5 * 2) / 40) / 20
 ])  # fmt: skip
 def test_constant_answers_are_scored_on_the_whole_dataset(tmp_path, function, num_yes, drawn, says):
     PIL.Image.new("RGB", (28, 28)).save(tmp_path / "0.png")
@@ -108,7 +105,7 @@ def cached():
 
 
 def small(answer_texts, solution, **columns):
-    """A reward whose maximum is 0.1."""
+    """Return 0.1 for a right answer, and 0 for any other answer."""
     return [0.1 * (answer == truth) for answer, truth in zip(answer_texts, solution, strict=True)]
 
 
@@ -157,7 +154,7 @@ def tokens(completion_ids, **columns):
 
 @pytest.mark.parametrize(("weight", "said"), [(0.001, []), (0.01, ["Right answers score less than a word that"])])
 def test_a_reward_for_tokens_is_compared_with_the_limit_of_tokens(weight, said):
-    """1,000 tokens are worth 10 with the second weight, and a right answer 5. 60 words have fewer tokens."""
+    """With the weight 0.01, 1,000 tokens score 10, and a right answer scores 5."""
     rewards = [get_reward("accuracy"), Reward("tokens", tokens)]
     rows = [replace(shapes.Shapes(4, "own")[i], key=str(i)) for i in range(4)]
     found = findings(rewards, rows, [5.0, weight], max_new_tokens=1000)
@@ -190,7 +187,7 @@ def test_solutions_that_are_lists(reward, solution, said):
 
 @pytest.mark.usefixtures("plain")
 def test_unreadable_rows_are_skipped_as_in_training(home, own, rows, tmp_path, capsys):
-    """The first row is the one with which rewards are tried before the model is loaded."""
+    """Row 0 is damaged, because rewards are tried with the first row before the model is loaded."""
     (tmp_path / "bad.png").write_bytes(b"<!doctype html>")
     lines = read_lines(rows)
     for number, line in enumerate(lines):

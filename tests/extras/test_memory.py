@@ -1,4 +1,4 @@
-"""Test the command `memory`, and the memory sizes that recipes, docs and README mention."""
+"""Test the command `memory`, and the memory sizes in recipes, docs and README."""
 
 import copy
 import functools
@@ -22,7 +22,7 @@ from tests.helpers.hub_configs import real_config
 
 
 def head_of(path):
-    """Return a recipe's comment lines as one string."""
+    """Return the comment lines of a recipe as one string."""
     lines = path.read_text().splitlines()
     return " ".join(line.removeprefix("# ") for line in lines if line.startswith("# "))
 
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("cached_activations")
 
 
 def needed(config, stage, model, num_layers=None, gpus=1):
-    """Return a step's peak memory in GB on each GPU, as the command prints it."""
+    """Return the peak memory of a step on each GPU in GB."""
     return peak_bytes(estimate_phases(MemoryQuestion(config, stage, estimator_for(model, num_layers), gpus))) / GB
 
 
@@ -54,12 +54,12 @@ def needed_by_layers(config, stage, model):
 
 
 def cell(size):
-    """Format a size in GB and the GPU sizes that are large enough, as in docs/memory.md."""
+    """Format a size in GB and the GPUs that are large enough, as in docs/memory.md."""
     return f"{size:.1f}: {', '.join(str(card) for card in (24, 48, 80) if size <= card)}"
 
 
 def rows_of_memory(name):
-    """Return the cells of all table rows in docs/memory.md whose first cell is `name`."""
+    """Return the cells of the rows in docs/memory.md whose first cell is `name`."""
     lines = Path("docs/memory.md").read_text().splitlines()
     rows = [line.strip("|").split("|") for line in lines if line.startswith(f"| {name} |")]
     return [[text.strip() for text in row] for row in rows]
@@ -71,7 +71,6 @@ ONE_CARD = {"own_demonstrations_one_card": "sft", "own_pairs_one_card": "dpo", "
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_CARD)
 def test_the_table_of_one_card_equals_the_command(name):
-    """Each size is printed for its column's options, and fits its column's card."""
     lines = Path("docs/memory.md").read_text().splitlines()
     [head] = [line for line in lines if line.startswith("| recipe |")]
     [row] = [line for line in lines if line.startswith(f"| [{name}]")]
@@ -135,16 +134,17 @@ def test_a_card_that_is_not_known_is_no_size(text):
 
 
 def test_the_least_seconds_of_a_step_by_hand():
-    """A 3B with 8 prompts of 1,056 tokens and 64 completions of 256 tokens, on an H200 with 989 TFLOP/s and 4.8 TB/s.
+    """A 3B samples 64 completions of 8 prompts on an H200, which has 989 TFLOP/s and 4.8 TB/s.
 
-    The decoder has 2.77e9 values in matrices, the head .31e9, and the tower .63e9 for 4,096 patches an image.
+    Matrices have 2.77e9 values in the decoder, .31e9 in the head, and .63e9 in the vision tower. A prompt has 1,056
+    tokens and 4,096 patches, and a completion has 256 tokens.
     """
     options = [*BFLOAT16, "--grpo.prompts_per_step=8", "--grpo.beta=0"]
     estimator = estimator_for("Qwen2.5-VL-3B")
     question = MemoryQuestion(load_config("own_data.yaml", options), "grpo", estimator, 1, [RowSize(32, 1024)], ())
     found = least_seconds(question, find_card("H200"))
     tokens, scored, patches = 8 * (1056 + 8 * 256), 8 * 8 * 256, 8 * 4096
-    # forward, forward again because activations are recomputed, and two products for each in the backward pass
+    # a forward pass, its recomputation, and two products for each product in the backward pass
     train = 8 * (2.77e9 * tokens + 0.31e9 * scored + 0.63e9 * patches) / 9.89e14
     decode = 256 * (2 * (2.77e9 + 0.31e9) + 36 * 2 * 2 * 256 * (8 * 1056 + 64 * 128)) / 4.8e12
     prefill = 2 * (2.77e9 * 8 * 1056 + 0.63e9 * patches) / 9.89e14
@@ -157,7 +157,6 @@ def test_the_least_seconds_of_a_step_by_hand():
 
 @pytest.mark.slow
 def test_recipes_fit_the_gpus_that_their_comments_name():
-    """Recipes state the memory on an 80 GB GPU, and the options for a 24 GB GPU."""
     recipes, on_eight = [], []
     for path in sorted(Path("recipes").glob("*.yaml")):
         head = head_of(path)
@@ -193,7 +192,7 @@ def test_recipes_fit_the_gpus_that_their_comments_name():
     ("lora_qwen3_vl_30b_a3b", "Qwen3-VL-30B-A3B", None, []), ("lora_qwen3_5_35b_a3b", "Qwen3.5-35B-A3B", None, []),
 ])  # fmt: skip
 def test_recipes_for_one_gpu_fit(name, model, other, options):
-    """`other` is the size with these options; a mixture of experts is estimated from few of its layers."""
+    """`other` is the memory in GB with `options`, or None for a mixture of experts."""
     path = Path("recipes") / f"{name}.yaml"
     head = head_of(path)
     card, by_plan = map(int, re.search(r"card of (\d+) GB: (\d+) GB by `python -m minivlmrl memory`", head).groups())
@@ -216,7 +215,7 @@ def test_recipes_for_one_gpu_fit(name, model, other, options):
     ("Qwen3.5-2B", 16, ["11.3", "10.9"]), ("Qwen3.5-4B", 24, ["19.2", "18.1"]), ("Qwen3.5-9B", 48, ["29.7", "29.4"]),
 ])  # fmt: skip
 def test_sizes_of_qwen3_5(model, card, stated):
-    """The recipe names the card, which fits without and with thoughts; the 2B is counted with all its layers."""
+    """The memory is stated without and with thoughts; only the 2B is estimated with all its layers."""
     path = Path("recipes/lora_qwen3_5_2b.yaml")
     size_of = needed if model == "Qwen3.5-2B" else needed_by_layers
     found = [size_of(load_config(path, options), "grpo", model) for options in ([], THOUGHTS)]
@@ -230,7 +229,6 @@ def test_sizes_of_qwen3_5(model, card, stated):
     ("row", "model"), [("all weights, float32", "3B"), ("LoRA on bfloat16", "3B"), ("LoRA on NF4", "7B")]
 )
 def test_memory_sizes_in_the_readme(row, model):
-    """Sizes in README and docs/memory.md agree with the estimate for the row's options."""
     [[*cells, options]] = rows_of_memory(row)
     config = load_config("own_data.yaml", shlex.split(options.replace("`", "")))
     size = needed(config, "grpo", f"Qwen2.5-VL-{model}")

@@ -14,7 +14,7 @@ from tests.model.test_logprobs import groups
 
 
 def counted(model, batch) -> int:
-    """Count the FLOPs in products with weights in a forward and backward pass, without attention."""
+    """Count the FLOPs of products with weights in a forward and backward pass, without attention."""
     aten = torch.ops.aten
     with FlopCounterMode(display=False) as counter:
         model.lm_head(model(batch, select=batch.layout.predict_index)).sum().backward()
@@ -34,7 +34,7 @@ def estimated(model, batch) -> float:
 
 MODELS = [
     ("qwen2_vl", False, ["language"]), ("qwen2_5_vl", True, []),
-    ("qwen2_5_vl", False, ["vision"]),  # gradients end at the merger's norm
+    ("qwen2_5_vl", False, ["vision"]),  # gradients end at the norm of the merger
     ("qwen3_vl", False, ["vision", "merger"]), ("qwen3_vl", False, []),
     ("qwen3_vl_moe", False, []),  # a token is computed by some of the experts
 ]  # fmt: skip
@@ -49,14 +49,14 @@ def test_products_with_weights_are_counted_exactly(model_type, tied, freeze):
 
 
 def test_recurrence_is_not_counted():
-    """The remaining FLOPs are the recurrence's products, which have no weights."""
+    """The estimate leaves out the products of the recurrence, which have no weights."""
     model = tiny.model(model_type="qwen3_5_moe")
     batch = pack(*groups(3), model.config)
     assert 0.85 * counted(model, batch) < estimated(model, batch) < counted(model, batch)
 
 
 def test_adapters_have_no_gradients_of_base_weights():
-    """The estimate is a little high, because the first layer's inputs have no gradient."""
+    """The estimate is a little high, because the inputs of the first layer have no gradient."""
     model = tiny.model()
     batch = pack(*groups(3), model.config)
     full = estimated(model, batch)

@@ -13,7 +13,7 @@ from tests.helpers.runs import LETTERS, metrics, read_lines, write_lines
 
 @dataclass
 class Fault:
-    """A change to a correct recipe and its rows, and the messages about it, as (sentence, suggested fix)."""
+    """A change of a correct recipe or its rows, and the expected messages as (sentence, suggested fix)."""
 
     overrides: list[str] = field(default_factory=list)
     change: dict | Callable = field(default_factory=dict)  # new columns, or a function (number, row) -> columns
@@ -22,7 +22,7 @@ class Fault:
 
 
 def black(image: str) -> str:
-    """Write a black image beside the given one, and return its path."""
+    """Save a black image beside the image, and return its path."""
     PIL.Image.new("RGB", (56, 56)).save(image + ".black.png")
     return image + ".black.png"
 
@@ -37,7 +37,7 @@ def image_after_text(number: int, row: dict) -> dict:
 
 
 def shown_again(number: int, row: dict) -> dict:
-    """Write an evaluation row with another question about the same picture, saved as another file."""
+    """Write an evaluation row with another question about the same image, which is saved as another file."""
     PIL.Image.open(row["image"]).save(f"again_{number}.bmp")
     again = {"problem": "What is it?", "image": f"again_{number}.bmp", "solution": row["solution"] if number else " "}
     with open("eval.jsonl", "a" if number else "w", encoding="utf-8") as file:
@@ -63,7 +63,7 @@ def told_by_the_system(number: int, row: dict) -> dict:
 
 
 def shuffled(number: int, row: dict) -> dict:
-    """Write right demonstrations for all rows, but give two rows another row's solution."""
+    """Write right demonstrations for all rows, but wrong solutions for two rows."""
     solution = "cat" if number in (2, 5) else row["solution"]
     return {"solution": solution, "completion": f"<think>hm</think><answer>{row['solution']}</answer>"}
 
@@ -89,7 +89,7 @@ FAULTS = {
     "a reward that likes what is no answer": Fault(
         ["--rewards={one.py:words: 1}"],
         check=("Reward one.py:words is 1.00 for the same word, 60 times", "depends on the answer")),
-    # rows
+    # faults of rows
     "all rows show one file": Fault(
         change=lambda i, row: {"image": row["image"].replace(f"{i}.png", "0.png")},
         check=("have the same image", "Check which files the column image")),
@@ -110,18 +110,18 @@ FAULTS = {
     "empty solutions": Fault(
         ["--rewards={accuracy: 1}"], lambda i, row: {"solution": row["solution"] if i % 2 else ""},
         check=("4 of 8 rows have an empty solution, which reward accuracy", "Write a solution")),
-    # answers to learn from
+    # faults of demonstrations
     "demonstrations without an end token": Fault(
         ["--stages=[sft, grpo]", "--sampling.stop_token_ids=[1]"],
         check=("completion ends with the token id", "Add this id to sampling.stop_token_ids")),
-    # the recipe
+    # faults of the recipe
     "a small learning rate in bfloat16": Fault(
         ["--model.dtype=bfloat16", "--grpo.learning_rate=1e-6"],
         check=("updates of weights over 0.0005 are lost", "use model.dtype=float32")),
     "weights of rewards that cancel": Fault(
         ["--rewards={accuracy: 1, format: -1}"],
         check=("Right answers do not score higher", "Check the weights of the rewards")),
-    # evaluation
+    # faults of the evaluation and of labels
     "a single evaluation row": Fault(
         ["--data.eval_file=rows.jsonl", "--data.eval_rows=1"],
         check=("There is only 1 evaluation row", "Use at least 100 rows")),
@@ -167,7 +167,7 @@ def noisy(answer_texts, solution, **columns):
 
 
 def faults_of(kind):
-    """Return pytest parameters for the faults that `check` or a run reports. Most are slow."""
+    """Return the faults that `kind` (check or run) reports as pytest parameters, of which most are slow."""
     said = [(number, name) for number, (name, fault) in enumerate(FAULTS.items()) if getattr(fault, kind)]
     return [pytest.param(name, marks=[pytest.mark.slow] * (number > 12)) for number, name in said]
 
@@ -206,5 +206,5 @@ def test_a_run_reports_the_fault(name, run, plant, capsys):
     [said] = [line for line in capsys.readouterr().err.splitlines() if sentence in line]
     assert said.startswith("step ") and cure in said
     written = metrics(folder, "warnings.jsonl")
-    # steps in files count from 0
+    # files count steps from 0
     assert said in [f"step {line['step'] + 1}: {line['warning']}" for line in written]

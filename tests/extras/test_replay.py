@@ -1,4 +1,4 @@
-"""Test that replaying a step gives the run's completions and metrics, bit for bit."""
+"""Test that the replay of a step gives the completions and metrics of the run, bit for bit."""
 
 import re
 
@@ -15,7 +15,7 @@ LOUD += ["--data.task=shapes(pairs=8)"]
 
 @pytest.fixture
 def replayed(capsys):
-    """Return a function that replays a step, and returns the exit status and the output lines."""
+    """Return a function that replays a step and returns (exit status, lines of the output)."""
 
     def replayed(folder, stage, step, *more):
         capsys.readouterr()
@@ -30,7 +30,7 @@ SAME = ["completions.jsonl equals the replayed step", "metrics.jsonl equals the 
 
 
 def table(lines):
-    """Return a group's printed table, as one dict from column name to text per completion."""
+    """Return the printed table of a group as a list of {column: text}, one for each completion."""
     [start] = [number for number, line in enumerate(lines) if line.startswith("completion ")]
     names = [name.strip() for name in re.split(r"  +", lines[start].replace("completion", "completion "))]
     return [dict(zip(names, line.split(), strict=True)) for line in lines[start + 1 :] if line[:1].isdigit()]
@@ -57,7 +57,7 @@ def test_replay_from_a_checkpoint_and_from_the_start(run, plain, lively, replaye
 
 
 def test_incomplete_logs_and_missing_checkpoints_are_reported(run, plain, lively, replayed):
-    """A killed or still running run has such logs."""
+    """A run that was killed, or that still runs, has incomplete logs."""
     folder = run("--stages=[grpo]", "--grpo.max_steps=3", "--checkpoint_steps=1", *LOUD)
     metrics_file = folder / "metrics.jsonl"
     (folder / "completions.jsonl").write_text("")
@@ -126,7 +126,7 @@ def test_code_named_by_a_run_needs_permission(run, plain, replayed, tmp_path):
 
 
 def test_rows_that_repeat_within_a_step_are_compared_one_by_one(tmp_path):
-    """A step with more prompts than the dataset has rows contains a row twice, with other completions."""
+    """If a step has more prompts than the dataset has rows, a row occurs twice with different completions."""
     lines = [{"stage": "grpo", "step": 0, "row": 3, "completions": [text]} for text in ("red", "blue")]
     write_lines(tmp_path / "completions.jsonl", lines)
     write_lines(tmp_path / "metrics.jsonl", [])

@@ -30,7 +30,7 @@ def judge(folder, tmp_path_factory):
 
 
 def test_margins_of_rows_are_used(stage):
-    """In the first step all scores are 0, so the loss is -log sigmoid(-margin), or log 2 for a row without a margin."""
+    """In the first step all scores are 0, so the loss is -log sigmoid(-margin), or log 2 without a margin."""
 
     class Margins(Shapes):
         def __getitem__(self, index):
@@ -44,7 +44,7 @@ def test_margins_of_rows_are_used(stage):
 
 
 def test_a_reward_model_is_used_in_the_same_run_or_by_its_path(folder, lively, tmp_path):
-    """reward_model.path has precedence over the model that this run trains."""
+    """reward_model.path has precedence over a reward model that the run itself trains."""
     one = main(folder, tmp_path, "one", "--stages=[reward_model, grpo]", JUDGED, "--grpo.max_steps=2")[-2:]
     assert one[0]["rewards/reward_model/mean"] != 0
     path = f"--reward_model.path={tmp_path / 'one' / 'reward_model'}"
@@ -68,7 +68,7 @@ class Hinge(RewardTrainer):
 
 
 def test_a_reward_model_may_have_a_loss_of_ones_own(folder, lively, tmp_path):
-    """All scores are 0 in the first step, so the hinge loss is 1; a later run uses the saved model."""
+    """All scores are 0 in the first step, so the hinge loss is 1."""
     (tmp_path / "mine.py").write_text(HINGE)
     own = f"--stages=[{tmp_path / 'mine.py'}:Hinge]", "--hinge.max_steps=2", "--hinge.prompts_per_step=2"
     first, second = main(folder, tmp_path, "one", *own, "--rewards={format: 1}")
@@ -79,7 +79,7 @@ def test_a_reward_model_may_have_a_loss_of_ones_own(folder, lively, tmp_path):
 
 
 def test_an_embedding_with_more_rows_has_the_same_vocabulary(judge, tmp_path, stage, samples):
-    """Models with equal tokenizers, for example a family's 3B and 7B, exchange token ids, and scores are the same."""
+    """The 3B and 7B of a family have equal tokenizers, but embeddings with different numbers of rows."""
     judge = shutil.copytree(judge, tmp_path / "judge")
 
     def add_a_token(weights):
@@ -110,7 +110,7 @@ def test_each_completion_is_scored_at_its_last_token(stage, samples, judge, monk
 
 
 def test_a_reward_model_uses_its_own_vision_tower(stage, judge, samples):
-    """Embeddings from the policy's frozen tower are not stored, because the reward model cannot use them."""
+    """The reward model cannot use image embeddings of the policy, so prompts do not store embeddings."""
     stage("grpo", JUDGED, f"--reward_model.path={judge}", "--model.freeze=[vision, merger]").next()
     assert all(sample.prompt.vision_embeds is None for sample in samples[0].samples)
 

@@ -1,4 +1,4 @@
-"""Test that TRL's trainer reaches the same weights with our loss as with its own, and others with a wrong loss."""
+"""Test that TRL's trainer reaches the same weights with our loss as with TRL's loss."""
 
 import json
 import os
@@ -18,12 +18,12 @@ from minivlmrl.losses.grpo import grpo_loss
 from tests.extras.parity import trl_fixtures
 from tests.extras.parity.trl_fixtures import END, distinct, model, processor, questions, write_model
 
-# micro-batches with 4 completions, 2 per optimizer step; their gradients are exact sums of halves
+# 2 micro-batches of 4 completions per optimizer step, so that gradients are exact sums of halves
 DEFAULTS = {
     "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4,
     "max_completion_length": 10, "max_steps": 2, "generation_kwargs": {"sequence_bias": [[[END], 2.0]]},
 }  # fmt: skip
-# two passes over each generation, and four optimizer steps
+# two passes over each rollout, and four optimizer steps
 OFF_POLICY = {"num_iterations": 2, "steps_per_generation": 4, "max_steps": 4}
 EXACT = {
     "dr_grpo": {"loss_type": "dr_grpo", "entropy_coef": 0.01, "eval_strategy": "steps", "eval_steps": 1},
@@ -34,7 +34,7 @@ EXACT = {
     | OFF_POLICY,
     "mask_truncated_completions": {"mask_truncated_completions": True, "max_completion_length": 4},
     "off_policy_mask_threshold": {"off_policy_mask_threshold": 1e-4} | OFF_POLICY,
-    # equal if k3 is TRL's, see k3_of_trl
+    # equal only with k3_of_trl, because our k3 rounds differently
     "everything": OFF_POLICY
     | {"beta": 0.04, "entropy_coef": 0.01, "top_entropy_quantile": 0.5, "off_policy_mask_threshold": 0.01},
     "beta without correction": {"beta": 0.04, "use_bias_correction_kl": False, "loss_type": "grpo"},
@@ -64,7 +64,7 @@ def build(trainer_class, folder, output, arguments=None, **options):
 
 
 def train(trainer):
-    """Train, and return the weights and all steps' logged metrics."""
+    """Train, and return the weights and the logged metrics of all steps."""
     logged = []
     log = trainer.log
     trainer.log = lambda logs, *rest: (log(logs, *rest), logged.append(dict(logs)))
@@ -77,7 +77,7 @@ def largest_difference(some, others):
 
 
 def k3_of_trl(logps, ref_logps, estimator):
-    """Compute k3 as TRL does; kl_term uses expm1, which rounds differently."""
+    """Compute k3 as TRL does; our `kl_term` uses expm1, which rounds differently."""
     return torch.exp(ref_logps - logps) - (ref_logps - logps) - 1
 
 
@@ -118,14 +118,14 @@ def test_a_function_of_the_user_replaces_the_loss(folder, tmp_path):
 
 
 def code_of_the_page(words):
-    """Return the Python code in docs/library.md that contains these words."""
+    """Return the Python block in docs/library.md that contains `words`."""
     page = (Path(__file__).parents[2] / "docs" / "library.md").read_text()
     [code] = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if words in code]
     return code
 
 
 def test_the_lines_of_the_page_train_in_a_script_for_trl(folder, tmp_path):
-    """They stand for the script's line with TRL's trainer, and use the script's names."""
+    """The lines of the page use the variable names of a script that trains with TRL."""
     theirs = build(trl.GRPOTrainer, folder, tmp_path)
     names = {"model": theirs.model, "config": theirs.args, "processor": theirs.processing_class, "trl_reward": distinct}
     exec(code_of_the_page("extras.trl import GRPOTrainer"), names | {"rows": theirs.train_dataset})
@@ -137,7 +137,7 @@ def test_the_function_of_the_page_trains(folder, tmp_path):
     exec(code_of_the_page("my_loss(per_token_logps"), space)
     theirs, _ = train(build(trl.GRPOTrainer, folder, tmp_path))
     ours, _ = train(build(GRPOTrainer, folder, tmp_path, {"loss": space["my_loss"]}))
-    # with ratio 1, REINFORCE has dapo's gradient
+    # with ratio 1, REINFORCE has the gradient of dapo
     assert largest_difference(ours, theirs) < 1e-5
 
 
@@ -179,7 +179,7 @@ def test_options_that_cannot_be_followed_are_refused(folder, tmp_path, loss, opt
 
 @pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
 def test_the_ratio_of_vllm_weights_the_loss_as_in_trl(folder, tmp_path, loss_type):
-    """vLLM does not run here: both trainers get a step's inputs and the same ratios."""
+    """vLLM does not run here, so both trainers get the inputs of a step and the same ratios."""
     theirs = build(trl.GRPOTrainer, folder, tmp_path, loss_type=loss_type, max_steps=1)
     inputs = []
     their_loss = theirs._compute_loss
@@ -201,7 +201,7 @@ def test_the_ratio_of_vllm_weights_the_loss_as_in_trl(folder, tmp_path, loss_typ
 
 
 def compare_on_ranks(folder, output):
-    """Train on torchrun's ranks; each writes the largest weight difference and the largest weight change to a file."""
+    """Train on a rank of torchrun, and write the largest difference and the largest change of weights to a file."""
     options = {"per_device_train_batch_size": 4, "epsilon_high": 0.28} | OFF_POLICY
     theirs, _ = train(build(trl.GRPOTrainer, folder, output, **options))
     ours, _ = train(build(GRPOTrainer, folder, output, **options))

@@ -1,4 +1,4 @@
-"""The callback for TRL's trainers names inputs that have no effect, and is silent for healthy runs."""
+"""Test that the callback for TRL's trainers names inputs without effect, and is silent in healthy runs."""
 
 import re
 
@@ -85,7 +85,7 @@ def hidden(policy, patch):
     original = policy.model.forward
 
     def forward(input_ids=None, attention_mask=None, **kwargs):
-        if attention_mask is not None and attention_mask.shape == input_ids.shape:  # not in a decode step
+        if attention_mask is not None and attention_mask.shape == input_ids.shape:  # a decode step has a longer mask
             attention_mask = attention_mask * (input_ids != image_id)
         return original(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
 
@@ -133,17 +133,17 @@ def test_a_planted_fault_is_named(folder, tmp_path, monkeypatch, name, plant):
 
 
 def mostly_frozen(folder):
-    """Return a model that trains, like adapters, some layers whose inputs require no gradient."""
+    """Return a model in which, as with adapters, some trained layers have inputs that require no gradient."""
     policy = model(folder)
     for name, parameter in policy.named_parameters():
         parameter.requires_grad_("attn.qkv" in name or "q_proj" in name or "lm_head" in name)
-    policy.enable_input_require_grads = lambda: None  # transformers would mend this fault, but not in all models
+    policy.enable_input_require_grads = lambda: None  # transformers mends the fault in some models
     return policy
 
 
 @pytest.mark.parametrize("name", ["SFT", pytest.param("DPO", marks=pytest.mark.slow)])
 def test_a_tower_that_checkpointing_cuts_off_is_named_and_stays_cut_off(folder, tmp_path, name):
-    """Reentrant checkpointing gives no gradient to blocks whose inputs require none. The check must not help them."""
+    """Reentrant checkpointing gives no gradient to blocks whose inputs require no gradient."""
     check = InputCheck()
     kept = {}
     options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
@@ -160,7 +160,7 @@ def test_a_tower_that_checkpointing_cuts_off_is_named_and_stays_cut_off(folder, 
 
 
 def test_one_of_two_images_of_a_row_is_named(folder):
-    """Each image of a row is made gray alone."""
+    """The check makes one image after the other gray."""
     policy = model(folder)
     inputs = processor(folder)(
         text=["<|vision_start|><|image_pad|><|vision_end|>a" * 2], images=[picture(0), picture(1)], return_tensors="pt"

@@ -1,4 +1,4 @@
-"""Test rollouts with a stand-in for vLLM, and with vLLM itself if it is installed (see docs/notes/vllm.md)."""
+"""Test rollouts of vLLM with a stand-in, and with vLLM itself where vLLM is installed."""
 
 import json
 import logging
@@ -70,7 +70,7 @@ def compare(*samplers):
 def test_vllm_samples_the_same_tokens(samplers, values):
     own, engine = samplers(**values)
     compare(own, engine)
-    # changed weights give other image embeddings
+    # after a change of the weights, images have other embeddings
     own.model.visual.patch_embed.proj.weight.data.mul_(1.1)
     compare(own, engine)
     assert ids_of(engine(prompts(5)[1:2], 2, "b")) == ids_of(own(prompts(5), 2, "abcde"))[2:4]
@@ -92,7 +92,7 @@ def test_vllm_is_called_as_recorded(samplers, monkeypatch):
 
 
 def test_on_a_gpu_vllm_sleeps_between_rollouts(monkeypatch, tokenizer_300):
-    """The engine gets memory for the weights before they arrive, and for the keys after that. CUDA graphs are on."""
+    """vLLM allocates memory for weights before the weights arrive, and for keys and values afterwards."""
     module, calls, given = vllm_stand_in.install(monkeypatch), [], {}
 
     class LLM(vllm_stand_in.LLM):
@@ -130,7 +130,7 @@ def test_the_runner_v2_interface_maps_slots_to_rows(monkeypatch):
 def test_a_run_equals_a_run_with_the_native_engine(stage, monkeypatch):
     vllm_stand_in.install(monkeypatch)
     own, engine = (stage("grpo", *more, dtype=torch.float32).go(2) for more in ((), (ENGINE,)))
-    # these metrics measure rounding differences
+    # the mismatch metrics measure rounding differences
     chance = {"rollout/logp_mismatch": 0, "rollout/logp_mismatch_rms": 0}
     assert [line | chance for line in own] == [line | chance for line in engine]
 
@@ -159,7 +159,7 @@ FLOAT, HALF = torch.float32, torch.bfloat16
     ((HALF, FLOAT), [[0.0, 0.8], [0.0, 0.0]], (0.0, ""), ("rows.jsonl:0", 0.566)),
 ])  # fmt: skip
 def test_the_first_rollout_of_vllm_is_compared_by_hand(monkeypatch, dtypes, differences, of_other_rank, named):
-    """The largest difference counts in float32, the root mean square in 16 bits; the worst rank's row is named."""
+    """In float32 the largest difference counts, and in 16 bits the root mean square."""
     module = vllm_stand_in.install(monkeypatch)
     groups = iter(differences)
     monkeypatch.setattr(module, "pack", lambda *_: None)
@@ -216,7 +216,7 @@ def test_a_video_is_refused(samplers):
 
 
 def test_prompts_that_leave_no_room_in_vllm_are_refused(samplers, stage, monkeypatch):
-    """The error names the row. The error comes during the rollout, because a task's rows are not counted earlier."""
+    """The error comes only in a rollout, because the rows of a task are not measured earlier."""
     lengths = [len(prompt.input_ids) for prompt in prompts(5)]
     limit = min(lengths) + 12  # just enough for the shortest prompt
     own, engine = samplers(vllm={"max_model_len": limit})

@@ -1,4 +1,4 @@
-"""A copy of the package without extras/ trains every recipe that names no extra, to the byte."""
+"""Test that a copy of the package without extras/ trains recipes without extras to the same bytes."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ RECIPES = {
 }  # fmt: skip
 COMPARED = ("checkpoint/model.safetensors", "metrics.jsonl", "evaluations.jsonl", "completions.jsonl")
 TRAIN = ["train", "recipes/shapes.yaml"]
-USES = {  # the beginning of the message: the arguments of a command
+USES = {  # {beginning of the error message: arguments of a command}
     "python -m minivlmrl check: the command check": ["check", "recipes/shapes.yaml"],
     "python -m minivlmrl convert: the command convert": ["convert", "rows.json"],
     "python -m minivlmrl memory: the command memory": ["memory", "recipes/shapes.yaml"],
@@ -56,7 +56,7 @@ for module in pkgutil.walk_packages(minivlmrl.__path__, "minivlmrl."):
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """A folder with the package without extras/, the recipes, rows with boxes, and a reward."""
+    """Return a folder with the package without extras/, the recipes, rows with boxes, and a reward."""
     copy = tmp_path_factory.mktemp("without") / "clone"
     for name in ("minivlmrl", "kernels", "recipes"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "extras"))
@@ -74,7 +74,7 @@ def copy(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["default", *(pytest.param(n, marks=pytest.mark.slow) for n in [*RECIPES][1:])])
 def test_the_bytes_of_a_run_do_not_depend_on_extras(copy, tmp_path, monkeypatch, name, request):
-    """Afterwards, each use of an extra is refused in one line, and all modules of the core can be imported."""
+    """Without extras/, each use of an extra is refused in one line, and all modules of the core can be imported."""
     monkeypatch.chdir(copy)
     options = [*RECIPES[name], "--num_threads=1"]
     if name == "vlm_r1":

@@ -1,4 +1,4 @@
-"""A policy that writes given tokens, for tests of tools and trajectories."""
+"""Let a policy write given tokens, in tests of tools and trajectories."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ def model_of(processor, model_type="qwen2_5_vl", dtype=torch.float32):
 
 
 def sample_script(monkeypatch, scripts, rows, processor, model, world=ONE, **options):
-    """Sample completions, each of which has the tokens of its script until a turn ends: (groups, prompts)."""
+    """Sample completions that follow the scripts of token ids, and return (groups, prompts)."""
     sampler = make_sampler(model, processor, SamplingOptions(**options), world)
     begin = type(sampler).token_sampler
 

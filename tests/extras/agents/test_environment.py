@@ -1,4 +1,4 @@
-"""Test environments by name: classes, functions, lists of functions, TRL's forms, and error messages."""
+"""Test environments that are classes, functions or lists of functions, and their error messages."""
 
 import re
 import textwrap
@@ -114,7 +114,7 @@ def test_get_reward_is_a_reward(own):
 
 
 def test_a_reward_with_environments_is_tried_after_a_reset(own, tmp_path):
-    """Such a reward has TRL's signature: def r(environments, **kwargs)."""
+    """A reward with the argument `environments` has the signature of TRL's rewards."""
     (tmp_path / "r.py").write_text("def r(environments, **kwargs):\n    return [e.count for e in environments]\n")
     options = [f"--sampling.environment={tmp_path}/own.py:Counter(start=3)", f"--rewards={{{tmp_path}/r.py:r: 1}}"]
     config = load_config(ROOT / "recipes" / "shapes.yaml", options)
@@ -145,7 +145,7 @@ def test_invalid_environments_are_refused(own, name, error):
 
 
 def test_the_environment_of_the_docs(run, plain, checkpoint, rows, monkeypatch, tmp_path):
-    """The code and the recipe in docs/agents.md give the documented answers, and train."""
+    """The code and the recipe in docs/agents.md train, and give the answers that the page names."""
     page = (ROOT / "docs" / "agents.md").read_text()
     code = re.search(r"```python\n(# my_tools\.py.*?)```", page, re.DOTALL)[1]
     recipe = re.search(r"```yaml\n(# turn\.yaml.*?)```", page, re.DOTALL)[1]
@@ -164,7 +164,7 @@ def test_the_environment_of_the_docs(run, plain, checkpoint, rows, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     for name, words in (("turn.yaml", recipe), ("train.jsonl", rows.read_text())):
         (tmp_path / name).write_text(words.replace('"image": "', f'"image": "{rows.parent}/'))
-    # every text contains a call
+    # pretend that every text contains a call
     monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"<turn></turn>")
     monkeypatch.setattr(tool_sampler, "find_calls", lambda text, tools, ended: [("turn", "90")] * (not ended))
     options = ["--model.compute_dtype=float32", "--sampling.max_new_tokens=16"]

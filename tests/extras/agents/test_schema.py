@@ -1,4 +1,4 @@
-"""Compare tools' JSON schemas with transformers' get_json_schema."""
+"""Compare the JSON schemas of tools with transformers' get_json_schema."""
 
 import json
 from typing import Annotated, Any, Literal

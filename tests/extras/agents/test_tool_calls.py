@@ -1,4 +1,4 @@
-"""Test parsing tool calls, and tool results as text; test_tool_sampler.py tests results as tokens."""
+"""Test how tool calls are parsed, and how the results of tools become text."""
 
 import json
 import random
@@ -24,7 +24,7 @@ QWEN = "<tool_call>\n{}\n</tool_call>"
 
 @pytest.mark.parametrize(("text", "ended", "calls"), [
     ("a<zoom>3</zoom>", False, [("zoom", "3")]),
-    # the first call is answered before the second is generated
+    # the first call is answered before the second call is generated
     ("<zoom>1</zoom><zoom>2</zoom>", False, [("zoom", "1")]),
     ("<zoom>1<zoom>2</zoom>", False, [("zoom", "2")]),
     ("<zoom>1</zoom", False, []),
@@ -32,7 +32,7 @@ QWEN = "<tool_call>\n{}\n</tool_call>"
     (QWEN.format("x"), False, []),
     (QWEN.format("x") + QWEN.format("y"), True, [("", "\nx\n"), ("", "\ny\n")]),
     ("<tool_call>x", True, []),
-    ("<tool_call>" * 2**18, True, []),  # found in one pass; each further pass would take 0.1 s
+    ("<tool_call>" * 2**18, True, []),  # one pass, because each further pass would take 0.1 s
 ])  # fmt: skip
 def test_find_calls(text, ended, calls):
     assert find_calls(text, TOOLS, ended) == calls
@@ -68,7 +68,7 @@ def test_arguments(tool, said, result):
     assert call({"look": look, "name": name, "turn": turn, "weigh": weigh}, tool, said) == result
 
 
-# type hint, text in the call, argument of the tool
+# (type hint, text in the call, argument of the tool)
 WRITTEN = [
     (int | str, "7", 7), (int | str, '"7"', '"7"'), (int | str, "true", "true"), (float | str, "007", "007"),
     (float | str, "1e3", 1000.0), (str, "7", "7"), (str | None, "null", None), (int | None, "None", None),
@@ -80,7 +80,7 @@ WRITTEN = [
 
 @pytest.mark.parametrize(("hint", "text", "value"), WRITTEN)
 def test_a_parameter_without_quotes_is_json_that_fits_or_else_text(hint, text, value):
-    """Qwen3.5's templates write strings without quotes, and other values as JSON; JSON calls have quotes."""
+    """Qwen3.5 writes strings in tool calls without quotes, and other values as JSON."""
 
     def tool(it):
         return [it]
@@ -100,7 +100,7 @@ def test_a_parameter_without_quotes_is_json_that_fits_or_else_text(hint, text, v
     ("", '{"name": "eval"}', "there is no tool 'eval'; the tools are look, name"),
     ("", '{"name": "look", "arguments": [1]}', "must be an object"),
     ("", PARAMETERS.format("look", "left", "[1]", "place", 2), r"left is \[1\], but it must be of type float"),
-    # Python's JSON parser accepts the following calls, but an environment could not compute with their arguments.
+    # Python's JSON parser accepts the following calls, but tools could not compute with the arguments.
     ("", '{"name": "look", "arguments": {"left": NaN}}', "NaN is not a JSON number"),
     ("", '{"name": "look", "arguments": {"left": 1e999}}', "look: left is inf, but it must be finite"),
     ("", PARAMETERS.format("look", "left", "-Infinity", "place", 2), "left is -inf, but it must be finite"),
@@ -175,7 +175,6 @@ def test_ctrl_c_in_a_tool_ends_a_command():
 
 
 def test_random_calls_do_not_raise():
-    """The 300 random calls contain invalid JSON, tags, names and encodings."""
     rng, tools, drawn = random.Random(0), {"look": look, "name": name}, 0
     pieces = [*"{}[]:,-\\\n", *(f"<{slash}{tag}>" for tag in ("tool_call", "look", "name") for slash in ("", "/"))]
     pieces += ['"left": 1', r'"\ud800": 2', r'"\ud800"', "[" * 3000, "9" * 5000, "null", "1e999", "NaN", '"name"']

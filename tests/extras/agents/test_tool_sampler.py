@@ -1,4 +1,4 @@
-"""Test completions that call tools: sampling and training log-probabilities are equal, also with images."""
+"""Test completions that call tools: the sampler and the trainer compute the same log-probabilities."""
 
 import json
 import re
@@ -39,7 +39,7 @@ EYE = f"{__name__}:Eye"  # an environment as recipes name it
 
 
 class Eye:
-    """An environment that returns an image with a given number of tokens per side, or text."""
+    """An environment whose tools return text, or an image with a given number of tokens per side."""
 
     def reset(self, problem, images, extents, **columns):
         self.problem, self.size, self.extents = problem, images[0].size, extents
@@ -69,7 +69,7 @@ def row(size=(56, 84), **columns):
 
 
 def sample_texts(monkeypatch, *texts, model=None, tokens=400, columns=(), processor=PROCESSOR, **options):
-    """Sample with a policy that writes the given texts, whose turns "~" separates: completions, prompts, model."""
+    """Sample with a policy that writes `texts`, in which "~" separates turns: (completions, prompts, model)."""
     model = model or model_of(PROCESSOR)
     scripts = [[i for turn in words.split("~") for i in (*PROCESSOR.tokenizer.encode(turn), END)] for words in texts]
     rows = [row((56, 84 + 28 * i), **{"problem": "P"} | dict(columns)) for i in range(2 - len(texts) % 2)]
@@ -78,7 +78,7 @@ def sample_texts(monkeypatch, *texts, model=None, tokens=400, columns=(), proces
 
 
 def as_text(completion):
-    """Return a completion's text, with forced text in brackets. An image is shown as its token count."""
+    """Return the text of a completion, with tool results in brackets and images as their numbers of tokens."""
     runs = groupby(zip(completion.policy_mask.tolist(), completion.ids.tolist(), strict=True), key=lambda pair: pair[0])
     texts = [(written, PROCESSOR.tokenizer.decode([i for _, i in run])) for written, run in runs]
     text = "".join(text if written else f"[{text}]" for written, text in texts)
@@ -93,7 +93,7 @@ TEXTS = ["no", "<look>2</look>a", "<look>1, 3</look>b <look>3</look><look>2, 2</
     ("qwen2_5_vl", {}), ("qwen3_vl", {"min_p": 1e-9, "repetition_penalty": 1.01}), ("qwen3_5", {}),
 ], ids=str)  # fmt: skip
 def test_the_sampler_equals_the_scorer(monkeypatch, model_type, options):
-    """Each policy token's log-probability agrees to 1e-4 nats, and a tool result needs no decode step."""
+    """Sampler and trainer agree to 1e-4 nats, and a tool result needs no decode step."""
     model, steps, step = model_of(PROCESSOR, model_type), [], generate.Decode.__call__
     monkeypatch.setattr(generate.Decode, "__call__", lambda *given: steps.append(1) or step(*given))
     groups, prompts, _ = sample_texts(monkeypatch, *TEXTS, model=model, **options)
@@ -107,7 +107,7 @@ def test_the_sampler_equals_the_scorer(monkeypatch, model_type, options):
 
 
 def test_a_simulated_graph_continues_after_tool_results(monkeypatch):
-    """A tool result enlarges the key and value buffers; Qwen3.5 also has recurrent states."""
+    """Tool results enlarge the buffers of keys and values, and Qwen3.5 also has recurrent states."""
     monkeypatch.setattr(cuda_graphs, "KEYS", 16)
     monkeypatch.setattr(cuda_graphs.StaticDecodeAttention, "check_every", 4)
     model, words = model_of(PROCESSOR, "qwen3_5"), TEXTS[1:3]
@@ -119,7 +119,7 @@ def test_a_simulated_graph_continues_after_tool_results(monkeypatch):
 
 
 def test_a_stop_string_ends_a_completion_before_its_call_is_answered(monkeypatch):
-    """A tool result counts as preceding text for a stop string, but does not complete one."""
+    """A stop string may begin in a tool result, but must end in sampled text."""
     answer = "[<result>P x (56, 84)</result>]"
     ends = {"</read>": "<read>x</read>", "t><look>": f"<read>x</read>{answer}<look>"}
     ends["ult>"] = f"<read>x</read>{answer}<look>1</look>[(1)]end<|im_end|>"
@@ -164,7 +164,6 @@ DEMONSTRATED = {
 
 @pytest.mark.parametrize("name", DEMONSTRATED)
 def test_demonstrated_calls_have_the_ids_of_the_sampler(monkeypatch, name):
-    """Tool calls in demonstrations, in all supported formats, give the same ids as the sampler."""
     turns = DEMONSTRATED[name]
     demonstrated = encode_completion(ToolProcessor(**vars(PROCESSOR) | {"tools": ("both", "look", "read")}), [], turns)
     words = PROCESSOR.decode(demonstrated.ids[demonstrated.policy_mask]).replace("\n", "")
@@ -207,7 +206,6 @@ FAMILIES["qwen3_5_nothink"] = PARAMETERS, ""
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_conversations_with_tools_match_the_published_template(monkeypatch, published, name):
-    """Sampled and demonstrated tool calls and results have the ids of the published template."""
     form, thought = FAMILIES[name]
     template = None if name == "qwen2_5_vl" else ChatTemplate(published(name), name)
     processor = with_tools(replace(PROCESSOR, template=template), EYE)
@@ -233,13 +231,13 @@ def test_conversations_with_tools_match_the_published_template(monkeypatch, publ
 
 
 def test_limits(monkeypatch):
-    """Calls over the limit remain text. A result that does not fit ends the completion, which counts as truncated."""
+    """Calls beyond max_tool_calls stay text, and a tool result that does not fit truncates the completion."""
     words = "<look>1</look><look>2</look>end"
     monkeypatch.setattr(Eye, "max_tool_calls", 1, raising=False)
     [[completion]], _, _ = sample_texts(monkeypatch, words)
     assert as_text(completion) == "<look>1</look>[(1)]<look>2</look>end<|im_end|>"
     long = len(PROCESSOR.tokenizer.encode("<look>9, 9</look>"))
-    # 81 image tokens, 2 around them, and one more token
+    # 81 image tokens, 2 tokens around the image, and 1 sampled token
     for tokens, fits in ((long + 83, False), (long + 84, True)):
         [[completion]], _, _ = sample_texts(monkeypatch, "<look>9, 9</look>end", tokens=tokens)
         assert not completion.stopped and len(completion.pictures) == fits
@@ -261,8 +259,6 @@ def test_environments_and_prompts_that_cannot_be_used_are_refused(monkeypatch):
 
 
 def test_completions_do_not_share_changes_of_their_row(monkeypatch):
-    """Each completion in a group has its own images, columns and pixels."""
-
     def reset(self, images, marks, **columns):
         self.images, self.marks = images, marks
 
@@ -307,7 +303,7 @@ def test_a_run_saves_the_images_of_completions(run, plain, monkeypatch, tmp_path
     assert max(len(one.get("pictures", ())) for one in logged) == 2
     for one in logged:
         forced = [text for text, logp in one["tokens"] if logp is None]
-        # also after an incomplete character
+        # an image may follow an incomplete UTF-8 character
         begins = [text for text in forced if text.endswith("<|vision_start|>")]
         assert len(begins) == len(one.get("pictures", ()))
         assert all((whole / path).is_file() for path in one.get("pictures", ()))
@@ -318,7 +314,7 @@ def test_a_run_saves_the_images_of_completions(run, plain, monkeypatch, tmp_path
 
 @pytest.mark.parametrize(("space", "extent"), [("resized", (84, 56)), ("original", (90, 50))])
 def test_tools_get_image_sizes_in_the_units_of_boxes(space, extent):
-    """For Qwen2.5-VL, the size belongs to the resized image, not to the file."""
+    """Boxes of Qwen2.5-VL are in pixels of the resized image, and not of the file."""
     processor = replace(PROCESSOR, box_space=space)
     sampler = ToolSampler(model_of(PROCESSOR), processor, SamplingOptions(environment=EYE), ONE)
     sampler.token_sampler([row((90, 50), problem="P").prompt(processor)], 1, [""])

@@ -1,7 +1,4 @@
-"""Test trajectories with windows: the loss's expected gradient equals the expected reward's gradient, by enumeration.
-
-The tests also check the content of windows, and compare windows with all rounds with one growing completion.
-"""
+"""Test trajectories of several turns: gradients, context windows, random numbers and rewards."""
 
 import itertools
 import re
@@ -59,7 +56,7 @@ def picture(shade, columns=2):
 
 
 class Site:
-    """Environment with one page per click; only the prompt names the goal. Clicking it on the second page wins."""
+    """An environment with one page per click; the second click wins if its colour is the goal."""
 
     declare_tools = False
 
@@ -78,7 +75,7 @@ class Site:
 
 
 class Shown(Site):
-    """Environment that shows only the last page and the number of clicks, and whose reward is one number."""
+    """An environment that shows only the last page and the number of clicks, and returns one number as reward."""
 
     def get_reward(self):
         return sum(self.earned)
@@ -93,7 +90,7 @@ def row(**columns):
 
 
 def play(monkeypatch, scripts, environment="Site", model=None, rows=None, processor=PROCESSOR, **options):
-    """Sample with a policy that writes these tokens until a turn ends; return groups, prompts and model."""
+    """Sample with a policy that writes the scripts; return groups, prompts and model."""
     model = model or model_of(processor, dtype=torch.float64)
     where = environment if ":" in environment else f"{__name__}:{environment}"
     options = {"max_new_tokens": 60, "environment": where} | options
@@ -102,11 +99,11 @@ def play(monkeypatch, scripts, environment="Site", model=None, rows=None, proces
 
 # a turn is a click, or a token and a click; a trajectory has up to three turns
 TURNS = [(RED,), (WELL, RED), (WELL, BLUE)]
-KEPT = {(): (RED, WELL), (WELL,): (RED, BLUE)}  # ids that the policy may write next in a turn
+KEPT = {(): (RED, WELL), (WELL,): (RED, BLUE)}  # {ids of a turn so far: ids that the policy may sample next}
 
 
 def all_trajectories(monkeypatch, goal, history, model):
-    """Return every trajectory on the site once, for a policy that samples only from KEPT."""
+    """Return each possible trajectory once, for a policy that samples only tokens in KEPT."""
     scripts = [tuple(chain(*turns)) for turns in itertools.product(TURNS, repeat=3)]
     [group], [prompt], _ = play(monkeypatch, scripts, history=history, model=model, rows=[row(goal=goal)])
     found = {}
@@ -120,7 +117,7 @@ def all_trajectories(monkeypatch, goal, history, model):
 
 
 def expected_loss(logps, mask, rewards, probabilities):
-    """Mean of the loss over all groups of two."""
+    """Return the mean of the loss over all groups of two trajectories, weighted by their probabilities."""
 
     def loss(pair):
         advantages = leave_one_out(rewards[pair], 2)
@@ -138,7 +135,7 @@ def gradient_of(model, scalar):
 
 @pytest.mark.parametrize("history", [1, 2, 3])
 def test_the_expected_gradient_is_that_of_the_expected_reward(monkeypatch, history):
-    """Windows with 1, 2 and all rounds agree to 1e-9."""
+    """The expected gradient of the loss is computed from all trajectories and their probabilities."""
     model, truth, loss = model_of(PROCESSOR, dtype=torch.float64), 0.0, 0.0
     for goal in ("red", "blue"):
         prompt, group = all_trajectories(monkeypatch, goal, history, model)
@@ -160,7 +157,6 @@ def test_the_expected_gradient_is_that_of_the_expected_reward(monkeypatch, histo
 @pytest.mark.parametrize("name", ["site", "tools"])
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
 def test_windows_of_all_rounds_compute_what_a_growing_completion_does(monkeypatch, name, model_type):
-    """The tokens are equal; losses with all averages, token and sequence ratios, and gradients agree to 1e-12."""
     task = TASKS[name]()
     model = model_of(task["processor"], model_type, torch.float64)
     found = []
@@ -184,7 +180,7 @@ def test_windows_of_all_rounds_compute_what_a_growing_completion_does(monkeypatc
         found.append((torch.stack(losses), gradient_of(model, sum(losses)), [c.turns for c in chain(*groups)], mask))
     (growing, gradient, _, grown_mask), (losses, gradients, turns, mask) = found
     assert len({len(some) for some in turns}) > 1
-    assert torch.equal(mask.sum(1), grown_mask.sum(1))  # each written token once
+    assert torch.equal(mask.sum(1), grown_mask.sum(1))  # the loss counts each written token once
     assert (losses - growing).abs().max() < 1e-12 and (gradients - gradient).abs().max() < 1e-12 * gradient.abs().max()
 
 
@@ -194,7 +190,7 @@ def site():
 
 
 def tools():
-    """Return the calls of test_tool_sampler.py: images, text, both, two in a turn, and wrong calls."""
+    """Return scripts with tool calls whose results are images, texts, both, or errors."""
     scripts = [[*TOOLS.tokenizer.encode(words), EYE_END] for words in (*EYE_TEXTS, "<look>two</look>so")]
     rows = [eye_row(problem="P")]
     return {"scripts": scripts, "environment": EYE, "rows": rows, "processor": TOOLS}
@@ -204,14 +200,14 @@ TASKS = {"site": site, "tools": tools}
 
 
 def shown(prompt):
-    """Return a window's text, in which each image is replaced with its token count."""
+    """Return the text of a context window, with images as their numbers of tokens."""
     text = PROCESSOR.tokenizer.decode(prompt.input_ids.tolist())
     text = re.sub(r"(<\|image_pad\|>)+", lambda found: str(len(found[0]) // 13), text)
     return text.replace("<|vision_start|>", "(").replace("<|vision_end|>", ")")
 
 
 def test_what_windows_show(monkeypatch):
-    """`history` keeps all text and the newest rounds' images; `observe` keeps only its own messages."""
+    """With `history`, a window shows all texts, but only the images of the newest rounds."""
     pad = PROCESSOR.tokenizer.special_tokens["<|image_pad|>"]
     script = [RED, pad, WELL, BLUE, RED]
     for history, pictures in ((1, [["(2)"], ["(3)"]]), (2, [["(2)", "(2)"], ["(2)", "(3)"]])):
@@ -232,14 +228,14 @@ def test_what_windows_show(monkeypatch):
 
 @pytest.fixture
 def eager(monkeypatch):
-    """Make a random model call a tool after every two tokens."""
+    """Let a random model call a tool after a few characters."""
     monkeypatch.setattr(tool_sampler, "find_calls", lambda text, *_: [("click", "red")] if len(text) > 2 else [])
     monkeypatch.setattr(tool_sampler.ToolEpisode, "closes_a_call", lambda *_: True)
 
 
 @pytest.mark.parametrize("environment", ["Site", "Shown"])
 def test_turns_are_drawn_by_the_key_of_row_completion_and_turn(eager, environment):
-    """Sampling all rows, one row, or parts by a token budget gives the same; training scores filtered samples, too."""
+    """The samples of a row do not depend on other rows or on max_batch_tokens."""
     model = model_of(PROCESSOR)
     prompts = [row().prompt(PROCESSOR), row(goal="blue").prompt(PROCESSOR)]
     history = 1 if environment == "Site" else None
@@ -266,7 +262,7 @@ def test_turns_are_drawn_by_the_key_of_row_completion_and_turn(eager, environmen
 
 @pytest.mark.parametrize("history", [1, None])
 def test_every_turn_has_its_own_key(monkeypatch, eager, history):
-    """A key names the prompt, the completion in its group and the turn; two turns never share random numbers."""
+    """Two turns never share random numbers, because a key names prompt, completion and turn."""
     environment = "Site" if history else "Shown"
     options = SamplingOptions(environment=f"{__name__}:{environment}", history=history, max_new_tokens=30)
     sampler = make_sampler(model_of(PROCESSOR), PROCESSOR, options, ONE)
@@ -287,7 +283,7 @@ def test_every_turn_has_its_own_key(monkeypatch, eager, history):
 
 
 def test_a_trajectory_stopped_if_its_last_turn_did(monkeypatch):
-    """In both, the first turn ends at a call; then the turn's end is sampled, or max_new_tokens truncates the turn."""
+    """A trajectory is truncated if max_new_tokens truncates its last turn."""
     well = [[RED, END], [RED] + [WELL] * 9]
     [group], *_ = play(monkeypatch, well, history=1, max_new_tokens=4)
     assert [[turn.stopped for turn in one.turns] for one in group] == [[True, True], [True, False]]
@@ -295,7 +291,6 @@ def test_a_trajectory_stopped_if_its_last_turn_did(monkeypatch):
 
 
 def test_control_tokens_that_the_policy_writes_are_text_in_its_next_window(monkeypatch):
-    """This also holds with a folder's template: sampled, or spelled as text."""
     template = ChatTemplate(CHATML, "a.jinja")
     pad, start = (PROCESSOR.tokenizer.special_tokens[name] for name in ("<|image_pad|>", "<|im_start|>"))
     script = [pad, start, *PROCESSOR.tokenizer.encode("<|im_ end|>"), RED, WELL, BLUE, RED]
@@ -332,7 +327,7 @@ def test_a_window_that_cannot_be_shown_names_row_and_turn(monkeypatch, error):
 
 
 def test_rewards_of_turns(monkeypatch):
-    """get_reward returns one number for each turn; a last turn without a call needs none."""
+    """get_reward returns a number for each turn, except for a last turn without a call."""
     [[trajectory]], *_ = play(monkeypatch, [[RED, BLUE, WELL, END]], history=1)
     site, texts = trajectory.environment, ["<click>", "<click>", "l"]
     assert len(trajectory.turns) == len(texts) == len(site.earned) + 1
@@ -351,7 +346,7 @@ def test_history_is_refused_for_an_environment_that_chooses_its_windows():
 
 
 def test_a_run_says_its_turns(run, plain, eager, capsys):
-    """metrics.jsonl and completions.jsonl; held-out rows are asked turn by turn too, and replay scores turns."""
+    """Metrics, logged completions, evaluation and replay know the turns of a trajectory."""
     options = ["--stages=[grpo]", f"--sampling.environment={SHOWN}", "--rewards={environment: 1}"]
     folder = run(*options, "--log_completions=1", "--grpo.max_steps=2")
     assert summary(folder)["start"].keys() == {"eval/environment_sampled", "eval/environment_greedy"}

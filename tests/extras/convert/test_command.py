@@ -1,4 +1,4 @@
-"""The command that an error message names gives rows that are read, and nothing is dropped without a word."""
+"""Test that `convert` writes rows that a run can read, and reports what is dropped."""
 
 import json
 import re
@@ -21,7 +21,7 @@ FIND = [user("<image>Find <ref-object> and <ref-object>"), assistant("<bbox> and
 OBJECTS = {"objects": {"ref": ["a cat", "it"], "bbox": [[1, 2, 3, 4], "[5, 6]"]}}
 FOUND = [[IMAGE_PART, text("Find a cat and it")], "[1, 2, 3, 4] and [5, 6]"]
 HOW_MANY = [[IMAGE_PART, text("How many?")], "2"]
-ROWS = {  # (row, content of its question and its answer)
+ROWS = {  # (row, expected content of the question and of the answer)
     "objects": ({"messages": FIND, **RED, **OBJECTS}, FOUND),
     "objects and a rejected answer": (
         {"messages": [user("<bbox>?"), assistant("<bbox>")], "rejected_response": "<bbox>", **RED,
@@ -37,7 +37,7 @@ ROWS = {  # (row, content of its question and its answer)
 
 
 def convert_as_advised(path, **options):
-    """Run the command in a file's error message, and return the new file."""
+    """Run the command that the error message for a file names, and return the new file."""
     with pytest.raises(ValueError, match=r"convert the file once with `.*`, and use the new file") as error:
         FileDataset(path, ("problem", "solution"), **options)
     command = shlex.split(re.search("once with `python -m minivlmrl convert (.*)`", str(error.value))[1])
@@ -71,7 +71,7 @@ def test_numbers_of_tags_and_items_must_be_equal(write_rows):
 
 
 def test_a_list_of_vlm_r1_becomes_an_option(tmp_path, capsys):
-    """The files of the list are converted, and a file that needs no change is named as it is."""
+    """`convert` converts the listed files, and keeps the names of files that need no change."""
     write_lines(tmp_path / "a.jsonl", [{"problem": f"a{i}", "solution": "1"} for i in range(4)])
     turns = [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "1"}]
     write_lines(tmp_path / "b.jsonl", [{"image": "red.png", "conversations": turns}])
@@ -103,7 +103,7 @@ def read(row):
 
 
 def test_the_advice_contains_the_names_and_the_format_of_the_recipe(write_rows, tmp_path):
-    """The folder has a blank and a quote, which the shell must not see."""
+    """The advised command must quote a folder name with a blank and a quote."""
     folder = tmp_path / "it's mine"
     folder.mkdir()
     (folder / "f.py").write_text(FORMAT)

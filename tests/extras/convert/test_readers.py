@@ -1,4 +1,4 @@
-"""Test a row in each layout in docs/data.md, and the error message for each kind of invalid row."""
+"""Test a row in each layout of docs/data.md, and the error message for each kind of invalid row."""
 
 import json
 import re
@@ -18,7 +18,7 @@ HOW_MANY = [user("How many?")]
 ONE_SOLUTION = {"solution": "2"}
 ANSWERED = {"solution": "2", "completion": "2"}
 PAIR = {"chosen": "2", "rejected": "3"}
-# {format: its row's expected columns, and under "turns" the prompt, if it is not HOW_MANY}
+# {layout: expected columns of the row, and under "turns" the prompt, if the prompt is not HOW_MANY}
 EXPECTED = dict.fromkeys(SHOWN, ANSWERED) | {
     "LLaVA": {"turns": [user("\nHow many?")], "solution": "2", "completion": "2\nSure?\nYes."},
     "LLaMA-Factory, sharegpt": ANSWERED | {"turns": [system("Be brief."), *HOW_MANY]},
@@ -39,7 +39,7 @@ def read(tmp_path):
         PIL.Image.new("RGB", (60, 40), color).save(tmp_path / name)
 
     def read(row, required=("problem",), to=None, **options):
-        """Read a row as a run does after `convert`, or write it in the form of another project."""
+        """Convert a row and read the new file as a run does, or convert the row for another project."""
         (tmp_path / "rows.jsonl").write_text(row if isinstance(row, str) else json.dumps(row))
         new = tmp_path / "new.jsonl"
         assert main([str(tmp_path / "rows.jsonl"), f"--out={new}", *([f"--to={to}"] if to else [])]) == 0
@@ -106,7 +106,7 @@ TURN = {"from": "human", "value": "a"}
 RENDERED = (
     "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>How many?"
 )
-MORE = {  # layouts that docs/data.md names without an example: (row, the texts of the prompt, an answer)
+MORE = {  # {layout that docs/data.md names without an example: (row, text of the prompt, answer)}
     "prompt, response": ({"prompt": "How many?", "response": "2"}, "How many?", "2"),
     "instruction, response": ({"instruction": "How many?", "response": "2"}, "How many?", "2"),
     "rejected_messages": (
@@ -137,7 +137,7 @@ def test_further_layouts_are_read(read, name):
         assert words(found.rejected) == "3"
 
 
-WRONG = [  # (row, text that the error message contains after the file and the line)
+WRONG = [  # (row, part of the error message after the file and the line)
     ({"quastion": "a"}, "no layout has the columns quastion; rename them to those of docs/data.md with --columns="),
     ({"conversations": "a"}, "column 'conversations' is 'a', but it must be a list of turns"),
     ({"conversations": [{"from": "alien"}]}, "turn 0 is {'from': 'alien'}, but its 'from' or 'role' must be one of"),
@@ -178,7 +178,7 @@ def test_invalid_rows_are_reported(read, row, message):
 IMAGE = {"type": "image"}
 ASKED = user([IMAGE, {"type": "text", "text": "How many?"}])
 TAGGED = user("<image>How many?")
-THEIRS = {  # {(form in docs/data.md, project): columns of the new row besides the others}
+THEIRS = {  # {(layout in docs/data.md, project): columns of the new row, with 1 for the images}
     ("TRL", "trl"): {"prompt": [ASKED], "images": 1, "solution": "2"},
     ("LLaMA-Factory, sharegpt", "trl"): {
         "prompt": [system([text("Be brief.")]), ASKED], "completion": [assistant([text("2")])], "images": 1,

@@ -1,4 +1,4 @@
-"""Test the files and folders that only `convert` reads: CSV, TSV, classes of images, and save_to_disk."""
+"""Test the sources that only `convert` reads: CSV, TSV, folders of classes, and folders of save_to_disk."""
 
 import csv
 import json
@@ -43,7 +43,7 @@ def test_cells_are_texts_but_for_labels_and_lists(tmp_path):
 
 
 GOOD = "".join(f"{i}.png,What?,{i}\n" for i in range(900))
-WRONG = {  # {what is wrong: (text of the file, message)}
+WRONG = {  # {fault: (text of the file, error message)}
     "open quote": (f'a.png,"What?,x\n{GOOD}', r":2: the row cannot be read \(unexpected end of data\); close each"),
     "two open quotes": (f'a.png,"What?,x\n{GOOD}b.png,What?",x\n', r":2: column 'problem' seems to contain further"),
     "a swallowed row": ('a.png,"What?,x\nb.png,What?",y\n', r":2: column 'problem' seems to contain further rows"),
@@ -67,7 +67,7 @@ def test_a_wrong_table_is_named_and_leaves_no_file(tmp_path, name):
 
 
 def test_folders_of_classes_are_rows(tmp_path):
-    """The solution for train/cat/1.png is its folder name, and data.prompt_template is the question."""
+    """The solution of the image cat/1.png is the name of its folder."""
     for path in ("cat/1.png", "cat/2.JPG", "dog/1.png"):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         PIL.Image.new("RGB", (8, 8)).save(tmp_path / path)

@@ -60,7 +60,7 @@ def loss_of(logps, mask, seed):
 
 
 def single_rows(theirs, rows, groups):
-    """Return all completions' log-probabilities and logits, from transformers on single rows."""
+    """Return log-probabilities and logits of all completions, which transformers computes row by row."""
     logps, logits = [], []
     for row, ids in ((row, ids) for row, group in zip(rows, groups, strict=True) for ids in group):
         whole = replace(row, input_ids=torch.cat([row.input_ids, ids]))
@@ -73,7 +73,7 @@ def single_rows(theirs, rows, groups):
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 20), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("model_type", MOE)
 def test_20_random_configs_equal_transformers(model_type, seeds, tmp_path, monkeypatch):
-    """Compare packed groups with single rows in transformers, on a folder saved by transformers."""
+    """Compare packed groups with transformers, which has saved the folder and computes single rows."""
     in_float64(monkeypatch, model_type)
     for seed in seeds:
         config, generator = random_experts(model_type, seed), torch.Generator().manual_seed(seed)
@@ -109,7 +109,7 @@ def test_20_random_configs_equal_transformers(model_type, seeds, tmp_path, monke
 
 @pytest.mark.parametrize("model_type", MOE)
 def test_an_export_is_what_save_pretrained_writes(tmp_path, model_type):
-    """Names and bits are equal, but transformers 5 transposes Qwen3-VL-MoE's experts."""
+    """The files are equal to the bit, except that transformers 5 transposes the experts of Qwen3-VL-MoE."""
     model = tiny.model(model_type=model_type)
     processor = tiny.processor()
     save_model(tmp_path / "ours", model, processor, max_shard_size=60_000)
@@ -126,9 +126,9 @@ def test_an_export_is_what_save_pretrained_writes(tmp_path, model_type):
         assert torch.equal(same, expected[name]), name
     sizes = (5, 64, 48) if transposed else (5, 48, 64)
     assert found["model.language_model.layers.0.mlp.experts.gate_up_proj"].shape == sizes
-    for folder in ("ours", "theirs"):  # experts as on the Hub, or as transformers 5 writes them
+    for folder in ("ours", "theirs"):  # the layouts of the Hub and of transformers 5
         torch.testing.assert_close(load_model(tmp_path / folder).state_dict(), model.state_dict(), rtol=0, atol=0)
-    # separate experts, as transformers 5 saves a Qwen3.5-MoE built from a config
+    # a file with separate experts, as transformers 5 saves a Qwen3.5-MoE that was built from a config
     singles = dict(model.state_dict())
     shutil.copytree(tmp_path / "theirs", tmp_path / "single")
     save_file(singles, tmp_path / "single" / "model.safetensors", metadata={"format": "pt"})
@@ -164,7 +164,7 @@ def test_wrong_expert_tensors_are_refused(tmp_path, model_type, change, says):
 
 
 def test_an_expert_without_tokens_is_not_changed():
-    """Clipping, weight decay and 8-bit moments do not change it while other experts are trained."""
+    """Clipping, weight decay and 8-bit moments must not change an expert that gets no token."""
     from minivlmrl.extras.adamw8bit import AdamW8bit
 
     config = tiny.config(model_type="qwen3_5_moe")
@@ -172,7 +172,7 @@ def test_an_expert_without_tokens_is_not_changed():
         torch.manual_seed(0)
         block = Experts(config.hidden_size, config.experts, 0)
         with torch.no_grad():
-            block.gate.weight[3] = -block.gate.weight[0]  # selected if expert 0 is not
+            block.gate.weight[3] = -block.gate.weight[0]  # expert 3 is selected only if expert 0 is not
         # one token, which does not select expert 3
         x = torch.randn(1, 64).abs() * block.gate.weight[0].detach().sign()
         before = {name: p.detach().clone() for name, p in block.named_parameters()}
@@ -205,12 +205,12 @@ def test_experts_and_routers_get_adapters_only_on_request():
     more = adapters(model)
     assert len(more) - len(few) == 3 * (5 * 3 + 2) and "model.layers.0.mlp.experts.4.down_proj" in more
     model.model.layers[0].mlp(torch.randn(40, 64)).square().sum().backward()
-    assert all(layer.lora_B.grad.any() for name, layer in more.items() if ".layers.0.mlp." in name)  # all are computed
+    assert all(layer.lora_B.grad.any() for name, layer in more.items() if ".layers.0.mlp." in name)
 
 
 @pytest.mark.parametrize("model_type", MOE)
 def test_experts_in_4_bits_equal_their_unpacked_weights(model_type, tmp_path):
-    """Quantized experts can be loaded from fused tensors, and are saved as such; their adapters are test_lora.py's."""
+    """Experts are quantized while fused tensors are loaded, and are saved as fused tensors."""
     model = adapted(tiny.model(model_type=model_type, dtype=torch.float64), ["language", "experts"])
     plain = copy.deepcopy(model)
     quantize_base(model)
@@ -245,7 +245,6 @@ def test_experts_in_4_bits_equal_their_unpacked_weights(model_type, tmp_path):
 
 @pytest.mark.slow
 def test_active_parameters_are_counted():
-    """Models on the Hub have 31.1e9 and 35.1e9 parameters; 3.9e9 are active per token."""
     for size, held, active in (("Qwen3-VL-30B-A3B", 31.07e9, 3.9e9), ("Qwen3.5-35B-A3B", 35.11e9, 3.9e9)):
         costs = MemoryEstimator(config_json.from_dict(real_config(size)))
         assert costs.parameters == pytest.approx(held, rel=1e-3), size

@@ -1,4 +1,4 @@
-"""The gated delta rule in chunks against its definition, in float64: values, states and gradients."""
+"""Compare the gated delta rule in chunks with its definition: values, states and gradients in float64."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from minivlmrl.extras.families.gated_delta_rule import by_definition, gated_delt
 
 
 def inputs(T, forget, b=2, H=3, K=5, V=4):
-    """Create random inputs. The keys are normalised to length 1, as in the model."""
+    """Create random inputs, with keys of length 1 as in the model."""
     random = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(b, T, H, n, generator=random, dtype=torch.float64) for n in (K, K, V))
     beta, g = (torch.rand(b, T, H, generator=random, dtype=torch.float64) for _ in "ab")

@@ -44,7 +44,7 @@ def test_models_on_the_hub_have_the_tensors_of_transformers(size, tmp_path):
 
 @pytest.mark.parametrize("most", [10**9, 40_000], ids=["one file", "shards"])
 def test_tensors_for_multi_token_prediction_are_kept(tmp_path, most):
-    """Tensors named mtp., which the model does not use, are saved bit for bit, also by merge; others are refused."""
+    """Tensors whose names begin with `mtp.`, which the model does not use, are saved bit for bit."""
     base, out = tmp_path / "base", tmp_path / "out"
     (tmp_path / "model.json").write_text(json.dumps(tiny.RUN_QWEN35))
     model, processor = random_model(tmp_path / "model.json", shapes.tokenizer(), 0)
@@ -78,7 +78,7 @@ def test_tensors_for_multi_token_prediction_are_kept(tmp_path, most):
 
 
 def mixed_group():
-    """Return prompts with one image, two images, no image and a video, and completions."""
+    """Return completions and four prompts: with one image, two images, no image, and a video."""
     generator = torch.Generator().manual_seed(1)
     rows = [tiny.prompt(generator, grids, dtype=torch.float64) for grids in ([(1, 4, 6)], [(1, 8, 2), (1, 4, 4)], [])]
     film, _ = film_prompt(generator, (1, 2, 2), (3, 4, 6), (2, 4, 2))
@@ -88,7 +88,7 @@ def mixed_group():
 
 
 def test_an_output_depends_on_its_prompt_and_on_its_own_completion_alone():
-    """The gradients, also through the convolution, are nonzero where the attention mask allows."""
+    """The Jacobian of outputs with respect to inputs is nonzero exactly where the attention mask allows."""
     layout = GroupLayout([4, 3, 4], [[4, 3], [3], []])
     layer = tiny.model(model_type="qwen3_5", dtype=torch.float64).model.layers[0].linear_attn
     x = torch.randn(layout.num_tokens, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -97,7 +97,7 @@ def test_an_output_depends_on_its_prompt_and_on_its_own_completion_alone():
 
 
 def sample_completions(model, rows, tokens):
-    """Sample completions by key; their log-probabilities have the model's dtype."""
+    """Sample completions with log-probabilities in the dtype of the model."""
     numbers = uniform_numbers([str(i) for i in range(len(rows))], 3, tokens)
     original = make_token_sampler(1.0, STOP, sample_by_uniforms(numbers))
 
@@ -109,7 +109,7 @@ def sample_completions(model, rows, tokens):
 
 
 def test_sampler_and_trainer_agree_on_every_token():
-    """When a row ends, it is removed, and the other rows keep their recurrent states."""
+    """Rows that end are removed from the batch, and the other rows keep their recurrent states."""
     model = tiny.model(model_type="qwen3_5", dtype=torch.float64)
     rows, _ = mixed_group()
     found = sample_completions(model, rows, 40)
@@ -121,7 +121,7 @@ def test_sampler_and_trainer_agree_on_every_token():
 
 
 def test_recurrent_states_take_the_estimated_memory():
-    """Each prompt and each completion has one state, which does not depend on its length."""
+    """Each prompt and each completion has one state, whose size does not depend on the length."""
     config = tiny.config(model_type="qwen3_5")
     costs, sizes = MemoryEstimator(config), []
     for work in (BatchShape(2, 3, 10, 4, 5), BatchShape(2, 3, 10, 4, 50)):
@@ -139,12 +139,11 @@ def test_recurrent_states_take_the_estimated_memory():
         assert costs.keys_and_values(torch.float32, work) == sizes[-1]
         assert len(attention.row_kv) == 1 and len(attention.recurrent_state) == 2
     keys = 2 * config.num_key_value_heads * config.head_dim * 4
-    assert sizes[1] - sizes[0] == 2 * 3 * 45 * keys  # keys and values in the only attention layer
+    assert sizes[1] - sizes[0] == 2 * 3 * 45 * keys  # keys and values of the only attention layer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_states_are_float32_or_wider(dtype):
-    """Sampler and trainer differ only by bfloat16's rounding."""
     model = tiny.model(model_type="qwen3_5", dtype=dtype)
     inject_adapters(model, LoRAOptions(r=2))
     init_adapters(model, 0)

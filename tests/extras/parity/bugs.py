@@ -1,7 +1,4 @@
-"""List real bugs, and patches that put them into the installed TRL.
-
-test_trl_steps.py checks that each bug is named.
-"""
+"""List bugs, most of them from public projects, and patches that put each bug into the installed TRL."""
 
 import functools
 import inspect
@@ -17,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 
 @dataclass
 class InTRL:
-    """Describe a bug in TRL: its patch, options that reveal it, and the expected report."""
+    """A bug in TRL: its patch, options that reveal the bug, and the expected report."""
 
     stage: str  # the only audited stage that must differ
     cause: str  # texts, separated by commas, that a printed explanation must contain
@@ -29,13 +26,13 @@ class InTRL:
 def around(owner, name: str, change: Callable) -> Callable:
     """Return a patch that replaces owner.name(*arguments) by change(original function, *arguments).
 
-    If `owner` is None, the patch gets a trainer, whose method it replaces.
+    If `owner` is None, the patch replaces a method of the trainer.
     """
 
     def put_in(put, trainer=None):
         function = getattr(owner or trainer, name)
 
-        @functools.wraps(function)  # trainers read a loss's argument names
+        @functools.wraps(function)  # trainers read the names of arguments
         def changed(*arguments, **options):
             return change(function, *arguments, **options)
 
@@ -44,12 +41,11 @@ def around(owner, name: str, change: Callable) -> Callable:
     return put_in
 
 
-# Patches for TRL. Most replace a few lines in a method's source by a wrong version, for example by code from an
-# older release or another library.
+# Most patches replace some lines in the source of a method by wrong lines, for example from an older release of TRL.
 
 
 def edited(method: str, stage: str, cause: str, old: str, new: str, options: dict | None = None, kind="grpo") -> InTRL:
-    """Return a bug that replaces the text `old` by `new` in a trainer method's source."""
+    """Return a bug that replaces the text `old` by `new` in the source of a trainer's method."""
 
     def put_in(put, trainer):
         owner = type(trainer)
@@ -64,7 +60,7 @@ def edited(method: str, stage: str, cause: str, old: str, new: str, options: dic
     return InTRL(stage, cause, put_in, options or {}, kind)
 
 
-# options
+# options that reveal bugs
 OFF = {"num_iterations": 2, "rows": 4, "learning_rate": 2e-2, "at": 1}  # the second step is off-policy
 KL = {"beta": 0.5, **OFF}
 BY_SEQUENCE = {"importance_sampling_level": "sequence", "learning_rate": 3e-4}
@@ -74,7 +70,7 @@ FOUR_PAIRS = {
 }  # fmt: skip
 TELL = {"tools": ("tell",)}
 LATER = {"rows": 4, "at": 1}
-# texts in TRL's source
+# texts in the source of TRL
 LABELS = "labels[:, :-logits_to_keep] = -100"
 MASK = "loss_mask = completion_mask"
 NO_NAN = "advantages = torch.nan_to_num(advantages, nan=0.0)"
@@ -98,7 +94,7 @@ ENDED = "is_truncated = torch.tensor([ids[-1] not in eos_and_pad for ids in comp
 IDS = "completion_ids = [torch.tensor(ids) for ids in completion_ids_list]"
 BEGIN, IN_REFERENCE = "all_logps = []", "if model is self.ref_model:\n        "
 PATCHES = "pixel_values[row_start:row_end]"
-IMAGES = f"{PATCHES}.unflatten(0, (len(image_grid_thw), -1))"  # (images, patches, patch_dim), all images are equal
+IMAGES = f"{PATCHES}.unflatten(0, (len(image_grid_thw), -1))"  # (images, patches, patch_dim); all sizes are equal
 OLD = 'output["old_per_token_logps"] = old_per_token_logps'
 CLIPPED = "return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)"
 CREATED = "return self.optimizer"
@@ -117,16 +113,16 @@ optimizer, decay = partial(edited, "create_optimizer", "update"), partial(edited
 
 
 def rewards(cause: str, change: str, text: str = REWARDS) -> InTRL:
-    """Return a bug that changes an assigned reward tensor, for example by ".clamp(max=1)"."""
+    """Return a bug that changes a tensor of rewards, for example by ".clamp(max=1)"."""
     return score("advantages", cause, text, text + change)
 
 
 def weighted(cause: str, weight: str) -> InTRL:
-    """Return a bug that multiplies the loss terms by a weight."""
+    """Return a bug that multiplies the terms of the loss by a weight."""
     return loss(cause, SUM, SUM.replace("* mask", f"* mask * {weight}"))
 
 
-# the same for GRPO trainers whose completions call tools
+# edits of GRPO trainers whose completions call tools
 loop, turns_loss = partial(edited, "_tool_call_loop", kind="turns"), partial(edited, "_compute_loss", kind="turns")
 turns_score = partial(score, kind="turns")
 
@@ -146,7 +142,7 @@ ENDS_WITH_PICTURES = (
 
 
 def repositioned(change: Callable) -> Callable:
-    """Return a patch that applies change(positions, places) to each row's positions (3, S) and its image's columns."""
+    """Return a patch that applies change(positions (3, S), columns of the image) to each row."""
 
     def compute(rope_index, input_ids, mm_token_type_ids, **named):
         positions, deltas = rope_index(input_ids, mm_token_type_ids, **named)
@@ -164,19 +160,19 @@ def continue_by_axis(positions, places):
 
 
 def axes_apart(put, trainer):
-    """Let each axis of a completion's positions continue from its own maximum, after prompts that end with an image."""
+    """Continue positions after the largest position of each axis, in prompts that end with an image."""
     put(trainer.processing_class, "chat_template", ENDS_WITH_PICTURES)
     repositioned(continue_by_axis)(put, trainer)
 
 
 def tokens_as_sides(positions, places):
-    """Let positions continue after an image at the number of its tokens."""
+    """Continue positions after an image at the number of image tokens."""
     own = positions[:, places]
     positions[:, int(places.max()) + 1 :] += len(places) - (own.max() - own.min() + 1)
 
 
 def clip_own(training_step, model, *arguments):
-    """Clip each micro-batch's gradients before they are added to the earlier gradients."""
+    """Clip the gradients of each micro-batch before they are added to earlier gradients."""
     before = {p: p.grad for p in model.parameters()}
     model.zero_grad()
     loss = training_step(model, *arguments)
@@ -264,7 +260,7 @@ def two_scheduler_steps(create_scheduler, *arguments, **options):
 
 
 def equal_later(completions, trainer_state, **_):
-    """Rewards that are equal from the second step on, so that all advantages are 0."""
+    """Return rewards that are equal from the second step on, so that all advantages are 0."""
     return [float(len(chat[0]["content"])) if trainer_state.global_step == 0 else 1.0 for chat in completions]
 
 
@@ -278,7 +274,7 @@ def two_missing_rewards(completions, **_):
     return [None if i in (1, 6) else float(len(chat[0]["content"])) for i, chat in enumerate(completions)]
 
 
-# all bugs that are put into TRL; a comment has the source if a bug is put only into TRL
+# bugs that are put into TRL; comments name the source of a bug
 TRL_BUGS = {
     "std_with_n": score("advantages", "by n instead of n", "nanstd(rewards.view(-1, num_generations), dim=1)",
         "rewards.view(-1, num_generations).std(dim=1, correction=0)"),  # unslothai/unsloth-zoo/pull/832
@@ -336,7 +332,7 @@ TRL_BUGS = {
     "kl_reversed": loss("policy and reference are swapped in the KL", K3,  # volcengine/verl
         "torch.exp(per_token_logps - ref_per_token_logps) - (per_token_logps - ref_per_token_logps) - 1", {**KL,
         "use_bias_correction_kl": False}),
-    # TRL 1.16 itself computes it like this, so nothing is replaced; google/tunix/issues/2315
+    # TRL 1.16 itself has this bug, so nothing is replaced; google/tunix/issues/2315
     "k3_by_exp": loss("k3 loses its digits", K3, K3, {"beta": 0.5, "rewards": (equal_later, ), "rows": 4,
         "learning_rate": 1e-5, "at": 1}),
     "clip_on_the_wrong_side": loss("the maximum of the clipped and the unclipped objective", "-torch.min(per",
@@ -362,7 +358,7 @@ TRL_BUGS = {
     "sft_mean_of_rows": sft_loss("each row of nll is averaged by itself",  # https://arxiv.org/abs/2604.23747
         "loss = per_token_loss.sum() / torch.as_tensor(num_tokens).clamp(min=1)",
         "loss = (per_token_loss.sum(1) / outputs.label_mask.sum(1)).mean()"),
-    # bugs whose sentences combine a quantity and a change
+    # bugs whose reports name a quantity and a change
     "rewards_by_view": rewards("rewards of, repeat", ".view(4, -1, 2).transpose(0, 1).reshape(-1, 2)"),
     "policy_term_twice": loss("policy term, is doubled", KL_TERM, f"2 * {KL_TERM}", KL),
     "dpo_rejected_of_the_next_pair": dpo("rejected answer of the next pair", DELTA, f"{DELTA}.roll(-1, 0)", FOUR_PAIRS),
@@ -427,7 +423,7 @@ TRL_BUGS = {
         "norm = sum(p.grad.norm() for p in model.parameters() if p.grad is not None)\n"
         "    torch.nn.utils.clip_grads_with_norm_(model.parameters(), self.args.max_grad_norm, norm)\n"
         "    return norm", CLIPS),
-    # only one group has rewards above 1, which decide because 1 is a likely bound
+    # only one group has rewards above 1, which suffice, because 1 is a likely bound
     "total_reward_clipped_at_1": rewards("the weighted sum of rewards is at most 1", ".clamp(max=1)", TOTAL),
     "advantages_normalised_twice": score("advantages", "normalised a second time, over the batch", NO_NAN,
         f"{NO_NAN}; {NORMALIZED}"),
@@ -476,7 +472,7 @@ TRL_BUGS = {
         "mask_truncated_completions": True}),
 }  # fmt: skip
 
-# bugs that were written without looking at the audit's causes; an empty cause means that none may be printed
+# bugs that were written without looking at the causes of the audit; with an empty cause, no cause may be printed
 UNSEEN_BUGS = {
     "half of the mean is subtracted": score("advantages", "the baseline is halved", MEANS, f"{MEANS} / 2"),
     "1 is added to the deviation": score("advantages", "instead of 1e-4 is 1", DIVIDED, DIVIDED.replace("1e-4", "1.0")),
@@ -485,7 +481,7 @@ UNSEEN_BUGS = {
     "absolute KL": loss("", KL_TERM, "per_token_loss + self.beta * (ref_per_token_logps - per_token_logps).abs()",
         KL | {"use_bias_correction_kl": False}),
     "old log-probabilities of the next row": loss("next row", LOG_RATIO, f"{LOG_RATIO}.roll(-1, 0)", OFF),
-    # with a positive advantage, a ratio is only clipped above
+    # with a positive advantage, a ratio is clipped only above
     "no clipping for negative advantages": loss("not clipped below", SMALLER,
         f"torch.where(advantages > 0, {SMALLER}, -per_token_loss1)", OFF),
     "no rows with negative advantages": weighted("never below 0", "(advantages > 0)"),

@@ -1,4 +1,4 @@
-"""Test the assertions that users call in their own tests."""
+"""Test the parity assertions that users call in their own tests."""
 
 import pytest
 import torch
@@ -13,18 +13,18 @@ X, LENGTHS = torch.arange(24.0).view(6, 4), torch.tensor([4, 1, 3, 2, 4, 1])
 
 
 def sums(rows):
-    """Return some rows' summed token gradient and token count."""
+    """Return the summed gradient of some rows, and their number of tokens."""
     mask = torch.arange(4) < LENGTHS[rows, None]
     return (X[rows] * mask).sum(0), mask.sum()
 
 
 def mean_over_tokens(parts):
-    """Average the gradient over all tokens in the step, for any split into `parts`."""
+    """Average the gradient over all tokens of the step, whatever the split into `parts`."""
     return {"w": sum(sums(rows)[0] for rows in parts) / LENGTHS.sum()}
 
 
 def mean_of_means(parts):
-    """Average the parts' mean gradients, which depends on the split."""
+    """Average the mean gradients of the parts; the result depends on the split."""
     return {"w": sum(total / count for total, count in map(sums, parts)) / len(parts)}
 
 
@@ -64,13 +64,12 @@ def test_logps():
 
 
 def test_options_equal_those_of_the_losses():
-    """The audit and the loss functions have the same options and defaults."""
     losses = {"grpo": (grpo_loss, 7), "dpo": (dpo_loss, 9), "sft": (sft_loss, 1)}
     assert losses.keys() == OPTIONS.keys()
     for kind, (loss, number) in losses.items():
         ours = {name: x for name, x in vars(OPTIONS[kind]()).items() if name in loss.__kwdefaults__}
         if kind == "dpo":
-            [ours["loss_type"]] = ours["loss_type"]  # a list of names
+            [ours["loss_type"]] = ours["loss_type"]  # DPO may combine several losses
         assert len(ours) == number and ours.items() <= loss.__kwdefaults__.items()
     for loss_type, term in TERMS.items():
         ours = term_arguments(PolicyOptions(loss_type=loss_type))

@@ -1,7 +1,4 @@
-"""Test the search for causes, on small steps without a model, and the causes that parity.check prints.
-
-The tests check which causes are composed, which mistakes a step cannot reveal, and that the search is bounded.
-"""
+"""Test the search for the causes of a difference, on small recorded steps without a model."""
 
 import json
 import re
@@ -31,8 +28,8 @@ GROUP, ROW = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([3, 0, 4, 1, 5, 2])
 def step(lengths=(5, 3, 4, 2, 5, 1), changes=None, gradient=lambda x: x, factor=1.0):
     """Return a GRPO step: six completions in two groups and two micro-batches.
 
-    `changes` puts a mistake into the step: a tensor with a name in it is replaced by changes[name](tensor) in the loss,
-    but not in the dump. `gradient` changes the dumped gradient, and `factor` multiplies both it and the dumped loss.
+    For each name in `changes`, the loss uses changes[name](tensor), but the recorded tensor stays. `gradient` changes
+    the recorded gradient, and `factor` multiplies the recorded loss and gradient.
     """
     g = torch.Generator().manual_seed(0)
     old = -torch.rand(6, 5, generator=g, dtype=torch.float64)
@@ -104,7 +101,7 @@ def test_a_value_from_another_row_or_token_is_named(name, change, says):
 
 @pytest.mark.slow
 def test_two_mistakes_of_one_stage_are_named_together():
-    """One mistake alone does not reproduce the dumped numbers, so only pairs are named."""
+    """One mistake alone does not reproduce the recorded numbers, so only pairs are named."""
     changes = {"advantages": abs, "old": lambda x: x.roll(1, 1)}
     for one in changes:
         assert all(cause.parts == 1 for cause in explained("loss", step(changes={one: changes[one]})))
@@ -123,7 +120,7 @@ def test_the_report_says_when_too_few_numbers_differ():
 
 
 def test_a_search_ends_with_the_causes_that_it_has_found(monkeypatch):
-    """The clock advances by one second with each reading, so that the machine's speed does not matter."""
+    """The clock advances by one second with each reading, so the speed of the machine does not matter."""
     clock = iter(range(10**9))
     monkeypatch.setattr("time.thread_time", lambda: next(clock))
     early, later = (audit(step(factor=0.5), seconds)[0] for seconds in (2, 200))
@@ -147,7 +144,6 @@ def test_a_gradient_that_is_nan_is_located():
 
 
 def test_sources_of_causes_exist_and_the_page_counts_the_causes():
-    """A cause's source in minivlmrl is an existing file that contains the name after the colon."""
     assert f" {sum(map(len, table.QUANTITIES.values()))} causes" in PAGE
     package = ROOT / "minivlmrl"
     sources = " ".join(quantity.source for quantity in table.QUANTITIES)
@@ -158,33 +154,30 @@ def test_sources_of_causes_exist_and_the_page_counts_the_causes():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_mask_is_not_explained_by_itself(seed):
-    """No cause explains a mask that counts random tokens after the end token.
-
-    A cause that explains the dumped mask must not use this mask.
-    """
+    """No cause may explain a recorded mask by using this mask."""
     d = step()
     d.about["stop_token_ids"] = [7]
     own = torch.rand(6, 5, generator=torch.Generator().manual_seed(seed)) < 0.5
     own[:, :2] = True
-    d["input_ids"] = torch.arange(5).expand(6, 5) + 6  # ends with the second token
+    d["input_ids"] = torch.arange(5).expand(6, 5) + 6  # the second token is the stop token
     d |= {"completion_mask": own.double(), "attention_mask": torch.ones(6, 5).long()}
     assert not [cause.says for cause in explained("mask", d)]
 
 
 @pytest.mark.parametrize("shared, is_named", [(0.0, False), (0.5, True)])
 def test_only_errors_that_correlate_are_explained_by_16_bits(shared, is_named):
-    """Two programs in 16 bits share their weights' rounding; other differences are independent."""
+    """Two programs in 16 bits share the rounding of the weights; other differences are independent."""
     g = torch.Generator().manual_seed(0)
     weights, own, theirs, exact = (torch.randn(8, 32, generator=g, dtype=torch.float64) for _ in range(4))
     ours = exact + 1e-3 * (shared * weights + (1 - shared) * own)
     trainers = exact + 1e-3 * (shared * weights + (1 - shared) * theirs)
     assert torch.equal(in_half(ours, trainers, exact), trainers) == is_named
-    assert torch.equal(in_half(ours, exact + 100 * (trainers - exact), exact), ours)  # 0.1 nats
-    assert torch.equal(in_half(ours[:1, :8], trainers[:1, :8], exact[:1, :8]), ours[:1, :8])  # too few
+    assert torch.equal(in_half(ours, exact + 100 * (trainers - exact), exact), ours)  # 0.1 nats are too much
+    assert torch.equal(in_half(ours[:1, :8], trainers[:1, :8], exact[:1, :8]), ours[:1, :8])  # too few numbers
 
 
 def test_padding_after_a_truncated_completion_is_no_end_token():
-    """Rows with 3 columns are padded to 5 with a stop token's id: the second row was truncated."""
+    """Rows are padded with the id of a stop token, and the second row was truncated after 3 tokens."""
     mask = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 0, 0]])
     ids = torch.tensor([[5, 7, 7, 7, 7], [5, 6, 5, 7, 7]])
     tensors = {"input_ids": ids, "attention_mask": mask, "prompt_mask": 0 * mask, "per_token_logps": -mask.double()}
@@ -209,7 +202,6 @@ def test_a_step_without_any_comparison_is_an_error(tensors, why, tmp_path):
 
 @pytest.mark.parametrize("right", [True, False])
 def test_json_output_and_assert_step(right, tmp_path, capsys, monkeypatch):
-    """--json prints the fields that docs/numerical_parity.md documents; assert_step raises the report."""
     d = step(gradient=lambda x: x if right else x.sin())
     write(tmp_path, d.about, dict(d))
     assert main([str(tmp_path), "--json", "--seconds=0"]) == int(not right)
@@ -265,7 +257,6 @@ def test_an_invalid_step_is_an_error(tensors, about, says, tmp_path):
      r"'rows' .* \(IndexError: tensors used as indices must be"),
 ])  # fmt: skip
 def test_a_field_or_tensor_with_a_wrong_type_is_an_error(tensors, about, says, tmp_path):
-    """The error refers to docs/notes/step_format.md, which lists the types."""
     write(tmp_path, {"kind": "sft"} | about, ONE_ROW | tensors)
     with pytest.raises(ValueError, match=f"the stage {says}.* with docs/notes/step_format.md"):
         main([str(tmp_path)])
@@ -281,7 +272,6 @@ def with_schedule(rate, rates=(), **schedule):
     ("constant", 9, 2, 1.0), ("linear", 1, 0, 0.9),
 ])  # fmt: skip
 def test_learning_rates_of_a_schedule(kind, step, warmup, rate):
-    """Learning rates in ten steps, also with warmup."""
     schedule = {"type": kind, "step": step, "warmup_steps": warmup, "max_steps": 10}
     assert audit(with_schedule(rate, **schedule))[0].ok
     assert not audit(with_schedule(rate + 1e-4, **schedule))[0].ok
@@ -292,7 +282,7 @@ def test_learning_rates_of_a_schedule(kind, step, warmup, rate):
     ([1.0, 1.0, 0.75], 0.5, "the learning rate is one step behind"),
 ])  # fmt: skip
 def test_a_cause_of_a_learning_rate_must_fit_all_steps(rates, rate, name):
-    """A cause must fit several steps' rates, because one rate fits by chance."""
+    """A cause must fit the learning rates of several steps, because one rate fits by chance."""
     d = with_schedule(rate, rates, type="linear", max_steps=4, step=3)
     assert [cause.says for cause in explained("schedule", d)] == [name] * bool(name)
 
@@ -306,7 +296,7 @@ def standard(r):
 
 
 def rollout(advantages, **about):
-    """Return a rollout with two groups, four completions each, and advantages(rewards)."""
+    """Return a rollout of two groups of four completions with advantages(rewards (2, 4))."""
     rewards = torch.rand(2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     both = torch.stack([rewards.flatten(), 0 * rewards.flatten()], 1)
     tensors = {name: x.expand(8, 1) for name, x in ONE_ROW.items()} | {"rewards": both}
@@ -315,8 +305,8 @@ def rollout(advantages, **about):
 
 
 def test_pictures_taken_by_the_index_of_their_row_are_named():
-    """Two rows, each with two images; the second row has the second and third image of the batch."""
-    images = torch.arange(16.0).view(4, 4).repeat_interleave(2, 0).view(8, 4)  # two patches each
+    """The second of two rows gets the second and third image of the batch, instead of the last two."""
+    images = torch.arange(16.0).view(4, 4).repeat_interleave(2, 0).view(8, 4)  # each image has two patches
     grids = torch.tensor([[1, 1, 2]]).repeat(4, 1)
     ids = torch.tensor([[9, 1, 9, 1, 5]]).repeat(2, 1)
     tensors = {"input_ids": ids, "completion_mask": (ids == 5).long(), "per_token_logps": -torch.ones(2, 5)}
@@ -331,7 +321,7 @@ def test_pictures_taken_by_the_index_of_their_row_are_named():
 
 
 def test_a_mistake_is_searched_only_in_its_own_stage():
-    """A wrong baseline is named in the advantages and not in the loss, although both use a mean."""
+    """A wrong baseline is named for the advantages and not for the loss, although both use a mean."""
     d = step(gradient=lambda x: x / 2)
     rewards = torch.tensor([[0.1, 0.9, 0.2], [0.7, 0.3, 0.4]]).double()
     above = rewards - rewards.median(1, keepdim=True).values
@@ -343,13 +333,13 @@ def test_a_mistake_is_searched_only_in_its_own_stage():
 
 
 def with_one_bounded_reward():
-    """Return a rollout in which one reward is lower, which a bound explains whatever the reason is."""
+    """Return a rollout with one lower reward, which a bound explains whatever the reason is."""
     rewards, d = torch.tensor([[0.1, 0.9, 0.2, 0.3], [0.05, 0.4, 0.15, 0.35]]).double(), rollout(standard)
     return d | {"rewards": rewards.flatten(), "advantages": standard(rewards.clamp(max=0.55)).flatten()}
 
 
 def with_one_smaller_row():
-    """Return a step in which one row's gradient is smaller, as if its advantage, or anything else, had a bound."""
+    """Return a step in which the gradient of one row is smaller, as if something had a bound."""
     rows = torch.tensor([1.0, 1.0, 0.37, 1.0, 1.0, 1.0])[:, None]
     return {name: x for name, x in step(gradient=lambda x: x * rows).items() if name != "loss"}
 
@@ -361,10 +351,7 @@ def with_one_smaller_row():
 ], ids=["ranks", "half of another baseline", "a bound in one group", "a bound in one row"])  # fmt: skip
 @pytest.mark.slow
 def test_numbers_that_no_cause_computes_are_not_explained(d):
-    """A cause times a fitted factor, or a cause that divides by zero, must not be accepted for any numbers.
-
-    A bound that only one group or row shows is not named either.
-    """
+    """Fitted factors, divisions by zero, and bounds that one row shows must not explain arbitrary numbers."""
     finding = audit(d)[0]
     assert not finding.ok and not finding.explained
 
@@ -386,16 +373,16 @@ def test_composed_causes_of_advantages_are_named(name, advantages, about):
 
 @pytest.mark.slow
 def test_a_factor_lists_each_count_that_explains_it():
-    d = rollout(lambda r: standard(r) / 2, num_generations=2)  # equals the number of rewards, so both explain it
+    d = rollout(lambda r: standard(r) / 2, num_generations=2)  # 2 completions and 2 rewards both explain the factor
     [cause] = explained("advantages", d)
     assert cause.says == "all values are 0.5 times as large: 1 over the 2 completions of a group or rewards"
 
 
 @pytest.mark.parametrize("lengths, factor, says", [
-    # 4 / 3 is 16 / 12 counted and padded tokens, and 12 columns over 9 completions
+    # 4 / 3 is 16 counted tokens over a max_completion_length of 12, and 12 over 9 completions of a group
     ((5, 3, 4, 2, 1, 1), 16 / 12, ["the 16 counted tokens over the 12 max_completion_length",
                                    "or the 12 max_completion_length over the 9 completions of a group"]),
-    # 2 micro-batches, rather than 15 tokens over 30 columns
+    # 1 / 2 comes from 2 micro-batches, rather than from 15 tokens over 30 columns
     ((5, 3, 2, 2, 2, 1), 0.5, ["1 over the 2 micro-batches"]),
     # a learning rate or a temperature cannot multiply a loss
     pytest.param((5, 3, 4, 2, 5, 1), 0.7, ["all values are 0.7 times as large"], marks=pytest.mark.slow),

@@ -1,4 +1,4 @@
-"""The losses of public projects: the command prints what was recorded, and the page's table says the same."""
+"""Test the verdicts on the losses of public projects: the command, the record and the page agree."""
 
 import re
 import subprocess
@@ -61,7 +61,7 @@ def test_the_command_takes_a_target_or_a_project(capsys):
 
 @pytest.mark.parametrize("name", PROJECTS)
 def test_the_table_has_the_recorded_findings_of_all_losses(name):
-    """A cell has the letter of each finding in the second table."""
+    """A cell of the first table has one letter for each finding, which the second table explains."""
     head, *rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
     letters = {text: letter for letter, text in (row for row in rows if len(row) == 2)} | {"agrees": "agrees"}
     project = PROJECTS[name]

@@ -1,4 +1,4 @@
-"""check_images: negatives find a picture that a trainer does not see, or sees in another row."""
+"""Test that check_images finds images that a trainer does not see, or sees in another row."""
 
 import pytest
 import torch
@@ -9,12 +9,12 @@ from tests.helpers import tiny
 
 
 def logps_of(logits, ids):
-    """Compute each next token's log-probability: (B, L, V), (B, L) -> (B, L - 1)."""
+    """Compute the log-probability of each next token: (B, L, V), (B, L) -> (B, L - 1)."""
     return logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
 
 
 def trainer(model, change=lambda pictures, rows: pictures, grids_of=lambda grids, rows: grids, with_pictures=True):
-    """Return a my_logps with transformers' model; `change` replaces its image list."""
+    """Return a function `my_logps` with a model of transformers; `change` replaces the list of images."""
 
     def my_logps(ids, pixels, grids):
         inputs = {}
@@ -29,12 +29,12 @@ def trainer(model, change=lambda pictures, rows: pictures, grids_of=lambda grids
 
 
 def by_row(change):
-    """Apply `change` to each row's images."""
+    """Apply `change` to the images of each row."""
     return lambda x, rows: [y for r in range(rows) for y in change(x[r * len(x) // rows :][: len(x) // rows])]
 
 
 ORDER, OTHER = "images are used in a wrong order", "rows use the images of other rows"
-FAULTS = {  # as in docs/numerical_parity.md
+FAULTS = {  # {fault: (arguments of `trainer`, beginning of the message)}
     "pixel_values are not passed on": ({"with_pictures": False}, "image 0 has no effect"),
     "placeholders keep their embeddings": ({}, "image 0 has no effect"),
     "all pixels are 0": ({"change": lambda x, rows: [0 * picture for picture in x]}, "image 0 has no effect"),
@@ -50,7 +50,6 @@ FAULTS = {  # as in docs/numerical_parity.md
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_5"])
 def test_check_images_finds_planted_faults(model_type, tmp_path, monkeypatch, oracle):
-    """Correct models (ours and transformers') pass; each planted fault gets its message in docs/numerical_parity.md."""
     theirs, ours = oracle.saved_pair(tmp_path, model_type)
 
     def our_logps(ids, pixels, grids):
@@ -66,7 +65,7 @@ def test_check_images_finds_planted_faults(model_type, tmp_path, monkeypatch, or
         with monkeypatch.context() as patch:
             if "embeddings" in fault:
                 patch.setattr(torch.Tensor, "masked_scatter", lambda embeddings, *_: embeddings)
-                verdict = "" if model_type == "qwen3_vl" else verdict  # its deeper layers see features too
+                verdict = "" if model_type == "qwen3_vl" else verdict  # deeper layers see images, too
             sentence = check_images(trainer(theirs, **options), *row)
             assert sentence.startswith(verdict) and bool(sentence) == bool(verdict), (fault, sentence)
 

@@ -1,7 +1,4 @@
-"""parity for other people's losses: TRL's recorded numbers find a wrong loss, and the search names the mistake.
-
-The mistakes in UNSEEN were written without looking at the names.
-"""
+"""Test that recorded numbers of TRL reveal a wrong loss, and that the search names the mistake."""
 
 import math
 import re
@@ -21,12 +18,12 @@ from tests.helpers.links import ROOT
 
 
 def chosen(loss, options):
-    """Return the options that the loss has as keyword arguments."""
+    """Return the options that are keyword arguments of the loss."""
     return {name: options[name] for name in loss.__kwdefaults__.keys() & options.keys()}
 
 
 def my_loss(batch, options):
-    """Compute our loss as a user would write the comparison."""
+    """Compute one of our losses, in the form that `parity` expects of users."""
     if options["kind"] == "sft":
         return sft.sft_loss(**batch, loss_type=options["loss_type"])
     if options["kind"] == "dpo":
@@ -54,9 +51,9 @@ def k3(d):
 
 
 def usual(batch, options, **changes):
-    """Compute GRPO, DAPO, Dr. GRPO or GSPO for a whole step, as most people write it.
+    """Compute GRPO, DAPO, Dr. GRPO or GSPO for a whole step, as most people write the loss.
 
-    A change replaces a quantity by a function of all quantities so far.
+    `changes` maps the name of a quantity to a function of all earlier quantities, which replaces the quantity.
     """
     q = SimpleNamespace(batch=batch, options=options)
 
@@ -95,7 +92,7 @@ def dual_clip(c):
 
 
 def dpo_sums(batch):
-    """Return the summed log-ratios to the reference, (B, 2)."""
+    """Return the log-ratios of policy and reference, summed over tokens, (B, 2)."""
     return ((batch["per_token_logps"] - batch["ref_per_token_logps"]) * batch["mask"]).sum(-1)
 
 
@@ -113,7 +110,7 @@ def test_a_loss_of_ones_own_is_checked_against_recorded_numbers(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     numbers = {"grpo": 259, "dpo": 35, "sft": 4}
     assert {kind: check(my_loss, kind=kind) for kind in numbers} == numbers and check(my_loss, delta=3.0) == 8
-    assert check(grpo_loss) == 259  # a loss of a recipe is checked as it is
+    assert check(grpo_loss) == 259  # a loss of a recipe needs no wrapper
     assert check(my_loss, loss_type="dapo") == 50 and check(my_loss, kind="dpo", loss_type="sigmoid") == 5
     assert check(usual, whole_step=True, **DAPO) == 23
 
@@ -153,7 +150,7 @@ def clamp(name, low=None, high=None):
 
 
 def test_recorded_cases_have_ratios_that_a_clamp_changes():
-    """Some projects clamp log-ratios for stability, which shows only if the policy is far from the old policy."""
+    """A clamp of log-ratios shows only if the policy is far from the old policy."""
     for loss_type in DIVISORS:
         only = {"loss_type": loss_type, "importance_sampling_level": "token", "whole_step": True}
         assert check(usual, **only) > 6
@@ -174,7 +171,7 @@ def ipo_of_sums(batch, options):
 
 
 def only_gradients(batch, options):
-    """Return 0 with the right gradient."""
+    """Return a loss of 0 with the right gradient."""
     loss = usual(batch, options)
     return loss - loss.detach()
 
@@ -189,7 +186,7 @@ def two_bounds(q):
     return -q.ratio.detach().clamp(1 - q.low, 1 + q.high) * q.advantages * q.logps
 
 
-# a loss, the options of its cases, and the findings: their kinds, and what is said of them
+# {name: (loss, options of its cases, kinds and texts of the findings)}
 NAMED = {
     "dual clip": (changed(term=dual_clip(3.0)), GRPO,
         "design: dual clip: with a negative advantage, a ratio counts at most 3"),
@@ -233,12 +230,12 @@ NAMED = {
 
 
 def drop_last(q):
-    """Forget each row's last token in the sum, and not in the count."""
+    """Leave the last token of each row out of the sum, but not out of the count."""
     return ((q.term * q.mask * pad(q.mask, (-1, 1))).sum(1) / q.mask.sum(1).clamp(min=1)).mean()
 
 
 def clipped_log_ratio(q):
-    """Clip the log-ratio to -epsilon_low and epsilon_high instead of the ratio."""
+    """Clip the log-ratio, and not the ratio, to -epsilon_low and epsilon_high."""
     return -torch.min(q.ratio * q.advantages, q.log_ratio.clamp(-q.low, q.high).exp() * q.advantages)
 
 
@@ -248,7 +245,7 @@ def maximum_for_negative(q):
 
 
 def dpo_of(change=lambda z, _: z):
-    """Compute DPO with a change of beta times the margins."""
+    """Return a DPO loss that applies `change` to beta times the margins."""
 
     def loss(batch, options):
         sums = dpo_sums(batch)
@@ -264,7 +261,7 @@ def aot_in_order(batch, options):
     return ((1 - smoothing) * softplus(-z) + smoothing * softplus(z)).mean()
 
 
-# mistakes that were written without looking at the names; some of the names were added afterwards
+# mistakes that were written without looking at the names of known mistakes; some names were added afterwards
 UNSEEN = {
     "AOT does not sort": (aot_in_order, {"kind": "dpo", "loss_type": "aot"}, "the loss is sigmoid"),
     "old and new are swapped": (changed(old=lambda q: 2 * q.logps - q.old), NO_KL, "has the wrong sign"),
@@ -334,7 +331,7 @@ QUICK = ("dual clip", "plain KL", "constant", "half", "mask")
     pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in NAMED | UNSEEN
 ])  # fmt: skip
 def test_a_mistake_or_a_design_is_named(name):
-    """All findings are expected, and nothing is named where nothing is expected: the difference is only located."""
+    """All expected findings are named, and nothing else is named."""
     loss, only, says = (NAMED | UNSEEN)[name]
     verdict = judge(loss, seconds=math.inf, **only)
     found = [line for line in verdict.names if line.startswith(("mistake", "design", "  or"))]
@@ -365,14 +362,14 @@ def test_a_wrong_sign_of_the_policy_term_has_its_own_effect():
 
 
 def by_cases(q):
-    """Choose between the branches of the minimum with where."""
+    """Compute the minimum of clipped and unclipped terms by cases."""
     too_high = (q.advantages > 0) & (q.ratio > 1 + q.high)
     too_low = (q.advantages < 0) & (q.ratio < 1 - q.low)
     return -torch.where(too_high | too_low, torch.where(too_high, 1 + q.high, 1 - q.low), q.ratio) * q.advantages
 
 
 def micro_batches(batch, options):
-    """Accumulate the loss of single rows."""
+    """Accumulate the losses of single rows."""
     parts = [{name: x[i : i + 1] for name, x in batch.items()} for i in range(len(batch["mask"]))]
     return sum(usual(part, options) for part in parts) / len(parts)
 
@@ -421,7 +418,7 @@ def test_what_trl_says_of_ones_own_tensors(trl):
 
 
 def test_a_loss_with_other_values_and_right_gradients_is_no_mistake():
-    """The gradient of k2 with a detached ratio is -ratio * d, as that of k3 times the ratio; nothing else changes."""
+    """k2 with a detached ratio and k3 times the ratio have the gradient -ratio * d, but different values."""
 
     def k2(batch, options):
         d = batch["ref_per_token_logps"] - batch["per_token_logps"]

@@ -1,4 +1,4 @@
-"""Audit TRL's steps with and without bugs."""
+"""Audit training steps of TRL with and without planted bugs."""
 
 import copy
 from contextlib import suppress
@@ -30,7 +30,6 @@ def folder(tmp_path_factory):
     pytest.param(name, marks=[] if name in QUICK else SLOW) for name in BUGS
 ])  # fmt: skip
 def test_a_bug_is_named(name, folder, tmp_path, monkeypatch):
-    """A bug in TRL makes one stage differ, and a printed explanation names the bug, or none is printed."""
     bug = BUGS[name]
     d = step_with([bug], folder, tmp_path, monkeypatch.setattr)
     wrong = [finding for finding in audit(d) if not (finding.ok or finding.again)]
@@ -40,7 +39,7 @@ def test_a_bug_is_named(name, folder, tmp_path, monkeypatch):
 
 
 def test_a_k3_that_keeps_its_digits_agrees(folder, tmp_path, monkeypatch):
-    """The same step as k3_by_exp's, with expm1."""
+    """With torch.expm1, the step of the bug k3_by_exp agrees."""
     right = "torch.expm1(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps)"
     bug = bugs.loss("", bugs.K3, right, BUGS["k3_by_exp"].options)
     d = step_with([bug], folder, tmp_path, monkeypatch.setattr)
@@ -68,7 +67,7 @@ def test_bugs_of_two_stages_are_both_named(names, folder, tmp_path, monkeypatch)
 
 @pytest.mark.slow
 def test_every_cause_can_be_computed_on_some_step(folder, tmp_path, monkeypatch):
-    """Every cause's formula can be computed on a step. The model's forward is a stub."""
+    """The forward pass of the model is a stub, because only the formulas of causes are computed."""
     several, never = {"per_device_train_batch_size": 4, "rows": 8}, {}
     steps = [("turns", {"beta": 0.04, "weight_decay": 0.1, "at": 1, **OFF}), ("dpo", several), ("sft", {})]
     model = load_model(folder, torch.float64)
@@ -82,7 +81,7 @@ def test_every_cause_can_be_computed_on_some_step(folder, tmp_path, monkeypatch)
         for name, stage in STAGES.items():
             d.part = torch.arange(1) if name in LOGPS else None
             for cause in possible_causes(name, d) if stage(d, Change(d, {})) else ():
-                # stays True if a loss raises ValueError, for example for answers without a token
+                # the answer stays True if a loss raises ValueError, for example for answers without a token
                 answer = True
                 if never.get((name, cause.says), True):
                     with suppress(ValueError):
@@ -115,7 +114,7 @@ OFF = {"num_iterations": 2, "rows": 8}  # the second step is off-policy
 SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5, "learning_rate": 1e-2}
 # no images, because TRL 1.16 cannot mask truncated completions with images
 TELL = {"tools": ("tell",)}
-# tests/parity compares all loss types
+# options under which all stages agree; tests/parity compares all types of losses
 HEALTHY = {
     "grpo": [
         {"loss_type": "grpo"}, {"temperature": 1.7, "top_k": 5, "beta": 0.3, "use_bias_correction_kl": False},
@@ -125,7 +124,7 @@ HEALTHY = {
         {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "num_generations": 8},
         {"steps_per_generation": 2, "gradient_accumulation_steps": 3, "rows": 8, "beta": 0.1, "learning_rate": 1e-2},
         {"bf16": True, "beta": 0.1, **OFF},
-        # the padding after a truncated completion has a stop token's id
+        # the padding after a truncated completion has the id of a stop token
         {"pad_to_multiple_of": 8, "max_completion_length": 4, "mask_truncated_completions": True},
     ],
     "dpo": [
@@ -146,7 +145,6 @@ HEALTHY = {
     for kind, some in HEALTHY.items() for number, options in enumerate(some)
 ])  # fmt: skip
 def test_no_alarm_in_steps_without_a_bug(kind, options, folder, tmp_path):
-    """The audit reports no difference in two TRL training steps without a bug."""
     trl_fixtures.train(kind, folder, tmp_path, 2, seed=len(str(options)), **options)
     for step in range(2):
         d = read(tmp_path / str(step))
@@ -160,7 +158,7 @@ def test_no_alarm_in_steps_without_a_bug(kind, options, folder, tmp_path):
 
 
 def test_forwards_with_attention_dropout_are_not_compared(folder, tmp_path):
-    """Log-probabilities and gradients are not compared, because dropout cannot be repeated."""
+    """Dropout cannot be repeated, so log-probabilities and gradients are not compared."""
 
     def drop(trainer):
         for module in trainer.model.modules():
@@ -174,7 +172,7 @@ def test_forwards_with_attention_dropout_are_not_compared(folder, tmp_path):
 
 @pytest.mark.slow
 def test_the_command_names_a_bug_under_autocast(folder, tmp_path, capsys, monkeypatch):
-    """TRL's default is bf16. What went through the model is compared with less accuracy, all else as before."""
+    """Under autocast, TRL's default, only the results of the model are compared with less accuracy."""
     step_with([BUGS["divided_twice"]], folder, tmp_path, monkeypatch.setattr, bf16=True)
     assert main([str(tmp_path / "0")]) == 1
     out = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Build small TRL trainers with a tiny Qwen2.5-VL for the audit's tests. Importing needs TRL."""
+"""Build trainers of TRL with a tiny Qwen2.5-VL; importing this module needs TRL."""
 
 import json
 import os
@@ -24,7 +24,7 @@ STEPS_OF = {"grpo": grpo_steps, "turns": grpo_steps, "dpo": dpo_steps, "sft": sf
 CHAT_TEMPLATES = os.path.join(os.path.dirname(trl.__file__), "chat_templates")
 QUIET = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none", "save_strategy": "no"}
 QUIET |= {"disable_tqdm": True, "logging_steps": 1000, "learning_rate": 1e-3}
-# tests make this token likely, so that completions end at different lengths
+# tests make the end token likely, so that completions end at different lengths
 END = shapes.tokenizer().special_tokens["<|im_end|>"]
 STEP = {"gradient_accumulation_steps": 2, "max_steps": 1}
 # options for trainers that sample completions, and for trainers that read answers
@@ -35,17 +35,14 @@ transformers.logging.disable_progress_bar()
 
 
 class ImageOnlyProcessor(Qwen2_5_VLProcessor):
-    """Qwen2.5-VL's processor without its video processor, which would need torchvision."""
+    """A processor for Qwen2.5-VL without a video processor, which would need torchvision."""
 
     def check_argument_for_proper_class(self, argument_name, argument):
         return type(argument)
 
 
 def write_model(folder):
-    """Save a tiny random model with the tokenizer for the task `shapes`, and return its folder.
-
-    Its weights are chosen so that mistakes change its outputs visibly.
-    """
+    """Save a tiny model whose weights make mistakes visible in its outputs, and return the folder."""
     (folder / "sizes.json").write_text(json.dumps(tiny.RUN_MODEL))
     model, processor = random_model(folder / "sizes.json", shapes.tokenizer(), seed=0)
     tiny.telling_weights(model)
@@ -75,7 +72,7 @@ def picture(seed):
 
 
 def build(name, policy, output, rows, options, processing_class, trainer=None, **arguments):
-    """Build a trainer of TRL; `name` is, for example, "SFT", and `trainer` is another class than TRL's."""
+    """Build a trainer of TRL; `name` is SFT, DPO or GRPO, and `trainer` may replace the class of TRL."""
     config = getattr(trl, f"{name}Config")(output_dir=str(output), **QUIET | options)
     arguments |= {"train_dataset": datasets.Dataset.from_list(rows), "processing_class": processing_class}
     return (trainer or getattr(trl, f"{name}Trainer"))(policy, args=config, **arguments)
@@ -128,7 +125,7 @@ def grpo(folder, output, rewards=(distinct, lower), rows=4, **options):
 
 
 class Look:
-    """Environment with a tool `look` that returns an image and text, and a tool `tell`."""
+    """An environment with the tools `look`, which returns an image and text, and `tell`, which returns text."""
 
     large = False  # whether `look` returns images as large as the prompt's
 
@@ -166,8 +163,7 @@ def turns(folder, output, rows=4, seed=0, calls=0.6, tools=("look", "tell"), end
         "GRPO", model(folder), output, questions(rows), options, processor(folder, "qwen3_vl"),
         reward_funcs=[length, variety], environment_factory=type("Look", (Look,), {"large": large}),
     )  # fmt: skip
-    # TRL has already selected its parser for tool calls. Remove the tools' descriptions from the template, so that
-    # prompts are short.
+    # TRL has already selected its parser for tool calls, and prompts are short without the descriptions of tools
     template = trainer.processing_class.chat_template
     trainer.processing_class.chat_template = template.replace("if tools", "if false", 1)
     rng, encode = random.Random(seed), trainer._tokenizer.encode
@@ -181,7 +177,7 @@ def turns(folder, output, rows=4, seed=0, calls=0.6, tools=("look", "tell"), end
                 ids += encode(f"<tool_call>\n{arguments}\n</tool_call>")
             ids = ids + [END] * (asks or rng.random() < ends)
             completions.append(torch.tensor(ids[: generation_config.max_new_tokens]))
-        # a completion that did not end is continued to the longest in the batch
+        # completions without an end token are continued to the length of the longest completion
         width = max(map(len, completions))
         for i, ids in enumerate(completions):
             more = torch.tensor([rng.randrange(256) for _ in range(width - len(ids))]).long()
@@ -202,7 +198,7 @@ def turns(folder, output, rows=4, seed=0, calls=0.6, tools=("look", "tell"), end
 
 
 def train(kind, folder, output, steps=1, late=None, **options):
-    """Build and train a trainer, and dump its first steps; late(trainer) may change the trainer before."""
+    """Train a new trainer and record its first steps; late(trainer) may change the trainer before."""
     trainer = globals()[kind](folder, output / "trainer", **{"max_steps": steps} | options)
     if late:
         late(trainer)
@@ -211,13 +207,13 @@ def train(kind, folder, output, steps=1, late=None, **options):
 
 
 def dumped(folder, output, kind, late=None, at=0, **options):
-    """Train as `train` does, and read the step `at`."""
+    """Train like `train`, and return the recorded step `at`."""
     train(kind, folder, output, at + 1, late, **options)
     return read(output / str(at))
 
 
 def step_with(bugs, folder, output, put, **options):
-    """Put bugs from bugs.py into TRL with `put`, train, and read the step at which they show."""
+    """Put bugs into TRL with `put`, train, and return the recorded step that shows the bugs."""
 
     def late(trainer):
         for bug in bugs:
