@@ -90,7 +90,7 @@ class ChatTemplate:
                 written.append(self._lay_out(messages, True))
         names: set[str] = {IMAGE, VIDEO}
         for name in special_tokens:
-            # Special tokens of a single character are left out, because the character may occur in ordinary text.
+            # A token of a single character is no control token, because the character may occur in ordinary text.
             is_written = len(name) > 1 and any(name in text for text in written)
             if name in STRUCTURE or (is_written and name not in TAGS):
                 names.add(name)

@@ -24,7 +24,7 @@ TURN_KEYS = {  # {role: the keys of its turns}
     "system": ("role", "content", *LOSS_KEYS),
     "user": ("role", "content", *LOSS_KEYS),
     "assistant": ("role", "content", "tool_calls", *THOUGHT_KEYS, *LOSS_KEYS),
-    "tool": ("role", "content", "name", "tool_call_id", *LOSS_KEYS),  # name and id repeat the call before the turn
+    "tool": ("role", "content", "name", "tool_call_id", *LOSS_KEYS),  # with the name and id of the tool call
 }
 CALL_KEYS = ("id", "type", "index", "function", "name", "arguments")
 
@@ -62,7 +62,6 @@ def as_turns(text_or_turns: str | list[dict], role: str = "assistant") -> list[d
 
 
 def parts_of(turns: Iterable[dict]) -> list[dict]:
-    """Return the parts of all turns in one list."""
     return [part for turn in turns for part in content_parts(turn)]
 
 

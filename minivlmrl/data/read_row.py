@@ -59,7 +59,7 @@ def read_row(
     check_required(required, columns | answers, file_columns)
     row = Row(messages, [], columns, answers.get("completion"), answers.get("chosen"), answers.get("rejected"))
     shown = [*media, *(part["image"] for part in answer_image_parts(row))]
-    if shown:  # a row with images may keep another one under the name that data.columns gives it
+    if shown:  # data.columns may keep a column with a further image for a reward
         known |= {*options.columns.values()}
     check_unread(columns, shown, folder, known)
     return row, media

@@ -64,7 +64,7 @@ def row_sizes(
 def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False) -> str:
     """Describe a dataset, such as "1204 (1200 with 1 image, 4 with no image); prompts of 212 to 580 tokens".
 
-    An unreadable row raises ValueError, or is counted and reported if skip_unreadable is True.
+    If skip_unreadable is False, an unreadable row raises ValueError.
     """
     numbers = sorted({len(rows) * i // SAMPLE for i in range(SAMPLE)})
     unreadable: list[str] | None = [] if skip_unreadable else None
@@ -102,7 +102,7 @@ def long_rows(
 ) -> Iterator["RowSize"]:
     """Yield the size of each row without videos whose prompt and longest answer have more than `limit` tokens.
 
-    An unreadable row raises ValueError, or is left out if skip_unreadable is True.
+    If skip_unreadable is False, an unreadable row raises ValueError.
     """
     if not isinstance(rows, FileRows):
         return  # the rows of data.task are all similar

@@ -70,7 +70,7 @@ class Completion:
     # for each sampled token, the number (C,) of token ids that top_k, top_p and min_p allowed, and all these ids in one
     # tensor
     sampling_mask: tuple[Tensor, Tensor] | None = None
-    pictures: Sequence[tuple] = ()  # (image, patches, patch grid) for each image in the turns of tools and users
+    pictures: Sequence[tuple] = ()  # (image, patches, patch grid), or (image,) only, for each image in the turns
     environment: Any = None  # the Environment that the tools belong to, see extras/agents/environment.py
     # (number of the policy's tool calls, number of failed calls, whether a tool result did not fit into the completion)
     calls: tuple[int, int, bool] = (0, 0, False)

@@ -85,9 +85,9 @@ class Sharding:
             self.make_unit(model.model.embed_tokens, self.precision)
             self.make_unit(model.lm_head, self.precision)
         root = self.shard_alone(model, self.precision)
-        # A unit's backward pass prefetches the previous unit. FSDP's default order follows the forward passes since the
-        # last backward pass. If ranks have run different numbers of forward passes, they would gather different layers
-        # in the same collective call.
+        # In a backward pass, FSDP gathers the next unit in advance. The order of units is set explicitly, because FSDP's
+        # default order depends on the number of forward passes. If ranks differ in this number, they would gather
+        # different layers in the same collective call.
         root.set_modules_to_backward_prefetch(sharded_blocks(model.model.layers)[-1:])
         for tower in (model.visual.blocks, model.model.layers):
             blocks = sharded_blocks(tower)
