@@ -77,8 +77,8 @@ def check_ratio(width: int, height: int):
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
     """Compute the height and width in pixels that an image is resized to before it is cut into patches.
 
-    The area of the resized image is between min_pixels and max_pixels. The aspect ratio of
-    the image changes only by rounding.
+    The area of the resized image is between min_pixels and max_pixels. The aspect ratio of the image changes only by
+    rounding.
 
     Args:
         factor: number of which the new height and width are multiples, the side of the square that becomes one token.

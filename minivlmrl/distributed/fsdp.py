@@ -85,8 +85,8 @@ class Sharding:
             self.make_unit(model.model.embed_tokens, self.precision)
             self.make_unit(model.lm_head, self.precision)
         root = self.shard_alone(model, self.precision)
-        # In a backward pass, FSDP gathers the next unit in advance. The order of units is set explicitly, because FSDP's
-        # default order depends on the number of forward passes. If ranks differ in this number, they would gather
+        # In a backward pass, FSDP gathers the next unit in advance. The order of units is set, because FSDP's default
+        # order depends on the number of forward passes. If this number differs between ranks, the ranks would gather
         # different layers in the same collective call.
         root.set_modules_to_backward_prefetch(sharded_blocks(model.model.layers)[-1:])
         for tower in (model.visual.blocks, model.model.layers):
