@@ -74,13 +74,13 @@ vector as wide as a word embedding.
 
 # Language model: QwenVL.forward angles mask x
 The image tokens replace the embeddings of the placeholders. The three positions of a token give its rotary angles. The
-causal mask lets each token attend to itself and the tokens before it. The layers return a hidden state for each token,
-and keep the keys and values of the prompt, which all completions use.
+causal mask lets each token attend to itself and the tokens before it. The layers of the decoder return a hidden state
+for each token, and keep the keys and values of the prompt, which all completions use.
 
 # Completions: sample probabilities
 The model computes the prompt once. Then `sample` adds one token at a time to each of the {G} completions, until all
-completions have ended. The mask is False for the tokens after the end of a completion. [Rewards](#8-rewards) has the
-texts of the {G} completions.
+completions have ended. The mask is False for the tokens after the end of a completion. [Section 8](#8-rewards) has
+the texts of the {G} completions.
 
 # Log-probabilities: log_probabilities states logits return
 The hidden state before a token gives {vocab} logits, one for each token of the vocabulary. The log-probability of a
@@ -98,8 +98,9 @@ deviation of the rewards in its group.
 
 # Loss: grpo_loss ratio clipped log_ref_ratio loss
 In the first step, the policy, the model that sampled the completions and the reference have the same weights, so all
-ratios are 1, and the KL is 0. The advantages add up to 0, so [the loss is about 0](metrics.md#why-is-my-loss-0). The
-gradient of the loss is not 0: each token contributes minus its advantage times the gradient of its log-probability.
+ratios are 1, and the KL is 0. The advantages of a group add up to 0, so [the loss is about
+0](metrics.md#why-is-my-loss-0). The gradient of the loss is not 0: each token contributes minus its advantage times the
+gradient of its log-probability.
 
 # Update: train
 The gradient reaches every module, and it reaches the vision tower through the image tokens. AdamW changes each weight
