@@ -90,7 +90,7 @@ def test_images_text_system_and_size_reach_the_model(folder, ask):
 
 
 def test_prompts_are_formatted_as_in_training(folder, ask, published, tmp_path):
-    """If the prompt ends with an opened thought, `chat` prints the opening tag first."""
+    """If the prompt ends with `<think>`, `chat` prints this tag before the completion."""
     copy = shutil.copytree(folder / "checkpoint", tmp_path / "copy")
     (copy / "minivlmrl.yaml").write_text(
         "stages: [gone.py:S]\ndata: {prompt_template: 'Look. {problem} Now.', system_prompt: Be brief.}"

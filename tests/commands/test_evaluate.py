@@ -114,7 +114,7 @@ def test_a_recipe_that_was_found_automatically_cannot_run_code(evaluate, checkpo
 
 
 def test_answers_are_written_next_to_the_model(checkpoint, rows, tmp_path, monkeypatch):
-    """In the working folder, the answers of the next model would overwrite the answers of this model."""
+    """Answers in the working folder would be overwritten by the answers of the next model."""
     monkeypatch.chdir(tmp_path)
     model = shutil.copytree(checkpoint, tmp_path / "run" / "checkpoint")
     command.generate_main(["--model", str(model), "--data", str(rows), "--rows=1", *SMALL])

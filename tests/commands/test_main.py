@@ -35,7 +35,7 @@ def test_environment_variables_of_torch_have_defaults(own, expected):
         code = f"import json, os, sys, types; os.uname = lambda: {names}; import minivlmrl; {said}"
         values, torch = json.loads(subprocess.check_output([sys.executable, "-c", code], env=clean | own))
         found = {name: value for name, value in values.items() if value}
-        # in WSL, the variable is not set, because the first allocation of an expandable segment could fail there
+        # in WSL, PYTORCH_ALLOC_CONF is not set, because the first allocation of an expandable segment could fail
         assert found | {"PYTORCH_ALLOC_CONF": None} == expected | own | {"PYTORCH_ALLOC_CONF": None}
         assert ("PYTORCH_ALLOC_CONF" in found) == ("PYTORCH_ALLOC_CONF" in expected and "WSL" not in kernel)
         assert not torch

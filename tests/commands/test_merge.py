@@ -1,4 +1,4 @@
-"""Test that transformers computes the logits of a base model with its adapter from the weights that `merge` writes."""
+"""Test that weights that `merge` writes have the logits of the base model with its adapter."""
 
 import pytest
 import torch

@@ -239,7 +239,7 @@ def test_a_fault_of_a_found_recipe_is_reported_with_its_name(tmp_path, write):
 
 
 def test_code_of_a_found_recipe_may_run_if_it_is_named(tmp_path, write, monkeypatch):
-    """Names of built-in functions, with numbers as options, are always allowed."""
+    """A recipe needs no permission to name built-in functions with numbers as options."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(
         "from minivlmrl.trainers.sft import SFTTrainer\n\n\nclass Mine(SFTTrainer):\n    stage = 'mine'\n"

@@ -89,7 +89,7 @@ def test_boxes_in_each_space():
 
 @pytest.mark.parametrize("space", ["resized", "thousandths", "unit"])
 def test_round_trip_of_a_thousand_sizes(space):
-    """Coordinates become the float nearest to the exact fraction, and return with a relative error of 2^-51 or less."""
+    """Coordinates become the nearest float, and return with a relative error of at most 2^-51."""
     draw = random.Random(1)
     for _ in range(1000):
         original = (draw.randint(100, 5000), draw.randint(100, 5000))

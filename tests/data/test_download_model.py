@@ -52,7 +52,7 @@ def test_a_mistyped_path_does_not_go_to_the_hub(cache, monkeypatch):
     with pytest.raises(ValueError, match=missing):
         find_folder("runs/chekpoint")
     assert find_folder("runs/chekpoint@main") == ("runs/chekpoint", "main")
-    # a repository id has an owner, so `NAME@main` would not help
+    # NAME@main would not help, because a repository id begins with its owner
     with pytest.raises(ValueError, match=r"with its owner, such as Qwen/Qwen2\.5-VL-3B-Instruct\.$"):
         find_folder("Qwen2.5-VL-3B-Instruct")
 

@@ -148,7 +148,7 @@ MISTAKES = [  # (row, beginning of the error message after the file and the line
      "column 'chosen': message 1 must have a role, and content that is a text or a list"),
     ({"problem": "a", "completion": [YES, user([IMAGE_PART]), YES]},
      "column 'completion': the prompt has 1 image placeholder(s), but 0 image(s) were given"),
-    # keys and values in turns and parts that no code would read
+    # keys and values of messages that no code would read
     *(({"prompt": [turn]}, f".*{message}") for turn, message in [
         (HI | {"name": "Bob"}, "message 0 of the role user has the key 'name' with 'Bob', which is not read; the"),
         (HI | {"loss": True}, "message 0: {'loss': True} asks for a loss on this turn, but only assistant turns"),

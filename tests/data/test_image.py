@@ -132,7 +132,7 @@ def test_pixels_without_a_known_white_are_refused(mode):
     ({"min_pixels": 112 * 168}, (1, 8, 12)),
     ({"resized_height": 100, "resized_width": 30}, (1, 8, 2)),
     ({"resized_height": 1, "resized_width": 1}, (1, 2, 2)),  # the bounds of the processor still apply
-    # a fixed size has precedence over bounds in the same options
+    # a fixed size of an image has precedence over bounds of the image
     ({"resized_height": 28, "resized_width": 56, "min_pixels": 10**5}, (1, 2, 4)),
 ], ids=str)  # fmt: skip
 def test_options_of_one_image(options, grid):

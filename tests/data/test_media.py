@@ -75,11 +75,11 @@ REFUSED = [  # (columns of a row, error message)
     ({"prompt": [user("What?") | {"images": ["green.png"]}]}, r"column '\w+'.*which is not read.* part"),
     ({"prompt": [user([{"type": "text", "text": "What?", "image_path": "green.png"}])]}, "column .* part"),
     ({"prompt": [user("data:image/png;base64,AAAA")]}, r"column '\w+'.* a text seems to contain an image .* part"),
-    # sizes that the bounds of the processor forbid
+    # image sizes that the bounds of the image processor forbid
     ({"image": "long.png"}, ".*image has 3000 x 10 pixels, but its aspect ratio must be at most 200; crop or remove"),
     ({"image": {"image": "red.png", "max_pixels": 783}}, ".*max_pixels is 783, but it must be at least .* 784,"),
     ({"video": {"video": FRAMES, "max_pixels": 20000}}, ".*max_pixels is 20000, but it must be at least .* 25088,"),
-    # images and videos in columns that the model would not see
+    # images and videos in columns that no code would read
     ({"image_path": ["a/green.png"]}, f"column 'image_path' {UNSEEN}"),
     ({"where": "folder/green.JPEG"}, f"column 'where' {UNSEEN}"),
     ({"shot": "data:image/png;base64,AAAA"}, f"column 'shot' {UNSEEN}"),
@@ -197,7 +197,7 @@ def test_a_truncated_file_is_refused_and_named(tmp_path, kind):
 
 
 def png_header(width, height):
-    """Return the beginning of a PNG file with this size but without pixels."""
+    """Return the beginning of a PNG file, which has a size but no pixels."""
     head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     crc = struct.pack(">I", zlib.crc32(head))
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + crc + b"\0\0\0\4IDATxxxx"

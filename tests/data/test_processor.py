@@ -60,7 +60,7 @@ def test_pictures_in_later_turns_equal_transformers_whole_conversation(theirs):
 
 
 def test_an_answer_that_begins_with_a_newline():
-    """The newline is a token of its own, because a policy cannot generate a token that begins in the prompt."""
+    """A newline that begins an answer is a token of its own, because no sampled token begins in the prompt."""
     tokenizer = train_tokenizer(["assistant\n\n"] * 3, vocab_size=280)
     assert len(tokenizer.encode("\n\n")) == 1
     last = [*tokenizer.encode("\nred"), tokenizer.special_tokens["<|im_end|>"]]

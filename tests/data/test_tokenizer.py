@@ -44,7 +44,7 @@ def test_no_text_becomes_a_token_of_the_structure(parts):
 
 def test_training_keeps_to_the_vocabulary_size_and_control_tokens_are_the_last_ids_in_qwens_order():
     assert [TINY.special_tokens[token] for token in SPECIAL_TOKENS] == list(range(len(TINY) - 14, len(TINY)))
-    # 256 bytes and 14 control tokens, without merges
+    # a vocabulary of 256 bytes and 14 control tokens has no merges
     assert len(train_tokenizer(["a a a b b ab ab"], vocab_size=256 + 14)) == 270
 
 
@@ -223,7 +223,7 @@ MERGES = [pair for pair in MODEL["merges"] if "z" not in "".join(pair)]
     ({"normalizer": {"type": "Lowercase"}}, "encoding and decoding changes .Hello .* to .hello "),
     ({"added_tokens": [t for t in SAVED["added_tokens"] if t["content"] != "<|vision_pad|>"]},
      r"no control token <\|vision_pad\|>"),
-    # tokenizers panics, because its Rust code cuts the length of this prefix from a merged token
+    # the package tokenizers panics, because its Rust code cuts the prefix from a merged token
     ({"model": MODEL | {"continuing_subword_prefix": "a long prefix"}}, ""),
 ])  # fmt: skip
 def test_a_vocabulary_that_would_lose_text_is_refused(tmp_path, changed, reason):

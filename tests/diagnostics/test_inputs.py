@@ -105,7 +105,7 @@ def test_a_fault_in_the_prompt_of_a_later_answer_is_named(dialogues, monkeypatch
 
 
 def later(field, change):
-    """Return a late fault that applies `change` to a field of all micro-batches."""
+    """Return a planted fault that applies `change` to a field of all micro-batches."""
 
     def plant(run):
         groups = [batch.group for batch in run.step.micro_batches]
@@ -117,12 +117,12 @@ def later(field, change):
 
 
 def tower(change):
-    """Return an early fault that applies `change` to the output of the vision tower."""
+    """Return a planted fault that applies `change` to the output of the vision tower."""
     return lambda run, patch: run.model.visual.register_forward_hook(lambda module, arguments, out: change(out))
 
 
 def prompts(change, numbers=range(4)):
-    """Return an early fault for the prompts with these numbers; the check builds its own prompts later."""
+    """Return a planted fault in the prompts with these numbers; the input check builds its prompts later."""
 
     def plant(run, patch):
         original, counter = Row.prompt, count()
@@ -150,7 +150,7 @@ def without_images(row, prompt, processor):
 
 
 def encoder(change):
-    """Return an early fault that changes the answers that the trainer encodes."""
+    """Return a planted fault that changes the answers that the trainer encodes."""
 
     def plant(run, patch):
         original = offline.encode_answer
@@ -164,7 +164,7 @@ def without_placing(run, patch):
 
 
 def hidden(choose):
-    """Return an early fault that sets keys and values at some positions to 0, as if attention masked the positions."""
+    """Return a planted fault that sets keys and values at some positions to 0, as if a mask hid the positions."""
 
     def plant(run, patch):
         original = decoder.GroupAttention.__call__
@@ -227,7 +227,7 @@ IMAGES, IMAGE = "the images of the prompt are not those of its row", "the loss h
 LACK, TOKENS = "the tokens of the step do not contain message 0", "the tokens of the prompt are not those of its row"
 ANSWER = "the tokens of an answer are not those of its row"
 TEXT = "the loss has no gradient at the text of the prompt"
-# {name: (stage, early fault, late fault, beginning of the warning)}
+# {name: (stage, fault before a step is prepared, fault afterwards, beginning of the warning)}
 PLANTED = {
     "blank patches": ("sft", None, blank, IMAGES),
     "images of other rows": ("sft", None, of_other_rows, IMAGES),

@@ -81,7 +81,7 @@ FORMS = {
 def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequence of steps)
     """The estimate is within 10 % of the memory of weights, gradients, optimizer state and activations."""
     monkeypatch.setattr(shared_prefix, "MAX_SCORE_BYTES", 0)
-    # on a GPU, no kernel returns log-sum-exps in float32
+    # as on a GPU, where no kernel for float32 returns the log-sum-exps of attention
     monkeypatch.setattr(shared_prefix, "has_flash_attention", lambda q, k, v: q.dtype == torch.bfloat16)
     monkeypatch.setattr(lora, "is_half_on_gpu", lambda device, dtype: dtype == torch.bfloat16)
     config = config_json.from_dict(CONFIGS["tied" if form == "all weights" else "wider"])
@@ -131,7 +131,7 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequ
 
 
 def test_padded_columns_of_the_tower_are_estimated(monkeypatch):
-    """In 16 bits on a GPU, a vision tower with 2,500 columns keeps weights padded to 2,504 columns for the backward."""
+    """In 16 bits on a GPU, a vision tower with 2,500 columns pads weights to 2,504 columns for the backward pass."""
     vision_config = MODEL["vision_config"] | {"depth": 3, "intermediate_size": 2500}
     costs, run = estimator_of(MODEL | {"vision_config": vision_config}), run_config()
     run.model.dtype = "bfloat16"
@@ -252,7 +252,7 @@ def deeper(sizes):
     pytest.param("qwen2_5_vl", "T4", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_peak_of_each_phase(family, card, home, monkeypatch):  # noqa: PLR0915 (one sequence of steps)
-    """The CPU takes the code paths of a GPU; for a T4, weights are in bfloat16 and attention is in float32."""
+    """The CPU runs the code paths of a GPU; a T4 has weights in bfloat16 and attention in float32."""
     monkeypatch.setattr(shared_prefix, "MAX_SCORE_BYTES", 0)
     monkeypatch.setattr(dense_attention, "MAX_KEYS", 0)
     for module in (shared_prefix, dense_attention):

@@ -106,10 +106,10 @@ def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_is_refused(checkpoint, h
             return True
         return False
 
-    # space for three states and the final weights
+    # the run needs space for three training states and the final weights
     assert is_refused("new/run", 3 * size + 0.9 * weights) and not is_refused("new/run", 3 * size + 1.1 * weights)
     assert not is_refused("run", 1.1 * size + 1.1 * weights)  # the folder already has two states and weights
-    # new weights are written beside the earlier weights
+    # with save_steps, new weights are written beside the earlier weights
     run.save_steps = 1
     assert is_refused("new/run", 3 * size + 1.9 * weights) and not is_refused("new/run", 3 * size + 2.1 * weights)
     run.checkpoint_steps = run.checkpoint_minutes = 0

@@ -73,14 +73,14 @@ def test_the_page_shows_completions_and_rewards_of_a_step(trained, tmp_path):
     assert re.search(r'<tr class="chance"><td>chance</td>(<td class="bar"[^>]*>0\.083</td>){2}<td></td>', html)
     head = html.partition("</table>")[0]
     assert re.findall(r"<th title.*?>(.*?)</th>", head) == ["accuracy_sampled", "accuracy_greedy", "format_sampled"]
-    # one image next to the completions, and one image on a button
+    # the page shows one image next to the completions, and one image on a button
     assert html.count('src="data:image/webp;base64,') == 2
     assert "http" not in TEMPLATE.read_text()  # the page needs no network
 
 
 @pytest.mark.slow
 def test_recipe_warnings_and_results_come_first(trained, home, tmp_path):
-    """The page opens at a step with advantages; at the last step, all advantages are 0."""
+    """The page opens at a step whose advantages are not all 0."""
     lines = metrics(trained, "completions.jsonl")
     for i, line in enumerate(lines):
         for reward, completion in enumerate(line["completions"]):

@@ -161,7 +161,7 @@ def test_a_policy_must_beat_a_constant_answer(mean, said):
     for number in range(BASELINE_ROLLOUTS):
         found = rules.step(HEALTHY, rollout_with(rewards, groups))
         assert bool(found) == (said and number == BASELINE_ROLLOUTS - 1)
-    # a second pass over the same rollout does not count
+    # a second pass over the same rollout adds no rewards to the mean
     assert rules.step(HEALTHY, rules.rollout) == [] and len(rules.recent_rewards) == BASELINE_ROLLOUTS
     if said:
         assert "accuracy (0.5) is no better than always answering 'cat' (0.5)" in found[0]

@@ -138,7 +138,7 @@ IMAGES = [(1, 4, 6)], [(1, 8, 4)]
 
 
 def batch(config):
-    """Return packed groups with two completions each."""
+    """Return two packed prompts with two completions each."""
     generator = torch.Generator().manual_seed(0)
     prompts = [tiny.prompt(generator, row) for row in IMAGES]
     return pack(prompts, [[tiny.completion(generator, n) for n in (3, 5)] for _ in prompts], config)

@@ -21,7 +21,7 @@ HOST = socket.gethostname()
 
 
 def store_of(hosts):
-    """Return a key-value store in which a rank on each of the hosts has started."""
+    """Return a store of key-value pairs in which one rank per host is registered."""
     store = dist.HashStore()
     for rank, host in enumerate(hosts):
         store.set(f"host/{rank}", host)
@@ -31,8 +31,8 @@ def store_of(hosts):
 @pytest.mark.skipif(sys.platform != "linux", reason="gloo uses GLOO_SOCKET_IFNAME on Linux only")
 def test_an_interface_that_does_not_exist_is_named(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    # Torch counts the failed group, so later groups would have other names. DTensor compares meshes without the names
-    # of their groups, and would reuse cached results that contain the wrong name.
+    # The failed process group changes the names of later groups. DTensor compares meshes without the names of their
+    # groups, and would reuse cached results with a wrong name.
     world = dist.distributed_c10d._world
     monkeypatch.setattr(world, "group_count", world.group_count)
     with pytest.raises(ValueError) as raised:
@@ -53,7 +53,7 @@ def test_ranks_that_do_not_start_are_named():
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 def test_a_network_that_does_not_answer_ends_the_process(monkeypatch, capfd):
-    """Gloo waits here for an address, as it waits for a connection that a firewall blocks."""
+    """Gloo waits for the address of a missing rank as for a connection that a firewall blocks."""
     monkeypatch.setattr(network, "CONNECT_SECONDS", 0.5)
     store = store_of(["", "far"])
     child = fork(lambda: connect(store, 0, 2, CPU, timedelta(seconds=60)))

@@ -82,7 +82,7 @@ def uneven_rewards(completions, margin, **columns):
 
 
 def uneven_steps(folder: Path, overrides: list[str], world):
-    """Train a stage like stage_on_ranks, but cut every fourth group of completions without tools after one token."""
+    """Train a stage, and cut the completions of every fourth row after one token, except with tools."""
     REWARDS["uneven"] = uneven_rewards
     if overrides[: len(TOOLS)] == TOOLS:
         return stage_on_ranks(folder, overrides, world)

@@ -100,7 +100,7 @@ def test_a_run_waits_for_slow_work_of_one_rank(home, lively, tmp_path, monkeypat
 
 @pytest.fixture
 def no_torchrun(monkeypatch):
-    """Let lost_ranks not wait for torchrun, which does not run here."""
+    """Skip the wait for torchrun, which does not run here."""
     monkeypatch.setattr(process, "time", SimpleNamespace(sleep=lambda seconds: None))
 
 

@@ -215,7 +215,7 @@ def test_recipes_for_one_gpu_fit(name, model, other, options):
     ("Qwen3.5-2B", 16, ["11.3", "10.9"]), ("Qwen3.5-4B", 24, ["19.2", "18.1"]), ("Qwen3.5-9B", 48, ["29.7", "29.4"]),
 ])  # fmt: skip
 def test_sizes_of_qwen3_5(model, card, stated):
-    """The memory is stated without and with thoughts; only the 2B is estimated with all its layers."""
+    """A recipe states the memory without and with thoughts; only the 2B is estimated with all its layers."""
     path = Path("recipes/lora_qwen3_5_2b.yaml")
     size_of = needed if model == "Qwen3.5-2B" else needed_by_layers
     found = [size_of(load_config(path, options), "grpo", model) for options in ([], THOUGHTS)]

@@ -22,7 +22,7 @@ class Fault:
 
 
 def black(image: str) -> str:
-    """Save a black image beside the image, and return its path."""
+    """Save a black image beside `image`, and return the path of the black image."""
     PIL.Image.new("RGB", (56, 56)).save(image + ".black.png")
     return image + ".black.png"
 
@@ -137,7 +137,7 @@ FAULTS = {
     "one of eight prompts lacks the tag <image>": Fault(
         change=image_after_text,
         check=("7 questions have the image after the text, and 1 have it before", "Use the same order")),
-    # answers in other turns than the question
+    # faults in turns other than the question
     "the system message holds the answer": Fault(
         change=told_by_the_system, check=("8 of 8 system messages contain their solution", "Remove the solution")),
     "an earlier turn holds the answer": Fault(

@@ -34,7 +34,7 @@ EXACT = {
     | OFF_POLICY,
     "mask_truncated_completions": {"mask_truncated_completions": True, "max_completion_length": 4},
     "off_policy_mask_threshold": {"off_policy_mask_threshold": 1e-4} | OFF_POLICY,
-    # equal only with k3_of_trl, because our k3 rounds differently
+    # equal to TRL's weights only with k3_of_trl, because our k3 rounds differently
     "everything": OFF_POLICY
     | {"beta": 0.04, "entropy_coef": 0.01, "top_entropy_quantile": 0.5, "off_policy_mask_threshold": 0.01},
     "beta without correction": {"beta": 0.04, "use_bias_correction_kl": False, "loss_type": "grpo"},
@@ -104,7 +104,7 @@ def test_the_weights_and_metrics_are_those_of_trl(folder, tmp_path, monkeypatch,
 
 
 def mean_of_means(per_token_logps, advantages, mask, *, normalizer, **rest):
-    """Average over completions first, which is wrong for dapo."""
+    """Average over each completion first, which is wrong for the loss dapo."""
     loss = -advantages[:, None] * (per_token_logps - per_token_logps.detach()).exp()
     return ((loss * mask).sum(1) / mask.sum(1)).sum() / normalizer.sequences, {}
 

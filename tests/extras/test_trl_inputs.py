@@ -160,7 +160,7 @@ def test_a_tower_that_checkpointing_cuts_off_is_named_and_stays_cut_off(folder, 
 
 
 def test_one_of_two_images_of_a_row_is_named(folder):
-    """The check makes one image after the other gray."""
+    """The input check makes each image of a row gray alone."""
     policy = model(folder)
     inputs = processor(folder)(
         text=["<|vision_start|><|image_pad|><|vision_end|>a" * 2], images=[picture(0), picture(1)], return_tensors="pt"

@@ -159,7 +159,7 @@ FLOAT, HALF = torch.float32, torch.bfloat16
     ((HALF, FLOAT), [[0.0, 0.8], [0.0, 0.0]], (0.0, ""), ("rows.jsonl:0", 0.566)),
 ])  # fmt: skip
 def test_the_first_rollout_of_vllm_is_compared_by_hand(monkeypatch, dtypes, differences, of_other_rank, named):
-    """In float32 the largest difference counts, and in 16 bits the root mean square."""
+    """In float32 the largest difference of log-probabilities counts, and in 16 bits the root mean square."""
     module = vllm_stand_in.install(monkeypatch)
     groups = iter(differences)
     monkeypatch.setattr(module, "pack", lambda *_: None)

@@ -1,4 +1,4 @@
-"""Let a policy write given tokens, in tests of tools and trajectories."""
+"""Sample given tokens instead of a model's choices, in tests of tools and trajectories."""
 
 from dataclasses import replace
 

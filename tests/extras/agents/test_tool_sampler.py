@@ -64,7 +64,6 @@ CALL = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
 
 
 def row(size=(56, 84), **columns):
-    """Create a row with a question about an image."""
     return Row([user([IMAGE_PART, text("?")])], [PIL.Image.new("RGB", size)], columns)
 
 

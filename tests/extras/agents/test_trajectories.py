@@ -103,7 +103,7 @@ KEPT = {(): (RED, WELL), (WELL,): (RED, BLUE)}  # {ids of a turn so far: ids tha
 
 
 def all_trajectories(monkeypatch, goal, history, model):
-    """Return each possible trajectory once, for a policy that samples only tokens in KEPT."""
+    """Return each possible trajectory once, for a policy that may sample only some tokens."""
     scripts = [tuple(chain(*turns)) for turns in itertools.product(TURNS, repeat=3)]
     [group], [prompt], _ = play(monkeypatch, scripts, history=history, model=model, rows=[row(goal=goal)])
     found = {}
@@ -346,7 +346,7 @@ def test_history_is_refused_for_an_environment_that_chooses_its_windows():
 
 
 def test_a_run_says_its_turns(run, plain, eager, capsys):
-    """Metrics, logged completions, evaluation and replay know the turns of a trajectory."""
+    """Metrics, logged completions, evaluation and replay count the turns of a trajectory."""
     options = ["--stages=[grpo]", f"--sampling.environment={SHOWN}", "--rewards={environment: 1}"]
     folder = run(*options, "--log_completions=1", "--grpo.max_steps=2")
     assert summary(folder)["start"].keys() == {"eval/environment_sampled", "eval/environment_greedy"}

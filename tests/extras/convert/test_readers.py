@@ -18,7 +18,7 @@ HOW_MANY = [user("How many?")]
 ONE_SOLUTION = {"solution": "2"}
 ANSWERED = {"solution": "2", "completion": "2"}
 PAIR = {"chosen": "2", "rejected": "3"}
-# {layout: expected columns of the row, and under "turns" the prompt, if the prompt is not HOW_MANY}
+# {layout: expected columns of the row; "turns" is the prompt, which is HOW_MANY by default}
 EXPECTED = dict.fromkeys(SHOWN, ANSWERED) | {
     "LLaVA": {"turns": [user("\nHow many?")], "solution": "2", "completion": "2\nSure?\nYes."},
     "LLaMA-Factory, sharegpt": ANSWERED | {"turns": [system("Be brief."), *HOW_MANY]},

@@ -78,7 +78,7 @@ def test_tensors_for_multi_token_prediction_are_kept(tmp_path, most):
 
 
 def mixed_group():
-    """Return completions and four prompts: with one image, two images, no image, and a video."""
+    """Return four prompts (with one image, two images, no image, and a video) and their completions."""
     generator = torch.Generator().manual_seed(1)
     rows = [tiny.prompt(generator, grids, dtype=torch.float64) for grids in ([(1, 4, 6)], [(1, 8, 2), (1, 4, 4)], [])]
     film, _ = film_prompt(generator, (1, 2, 2), (3, 4, 6), (2, 4, 2))
@@ -88,7 +88,7 @@ def mixed_group():
 
 
 def test_an_output_depends_on_its_prompt_and_on_its_own_completion_alone():
-    """The Jacobian of outputs with respect to inputs is nonzero exactly where the attention mask allows."""
+    """The output at a token depends exactly on the inputs that the attention mask allows."""
     layout = GroupLayout([4, 3, 4], [[4, 3], [3], []])
     layer = tiny.model(model_type="qwen3_5", dtype=torch.float64).model.layers[0].linear_attn
     x = torch.randn(layout.num_tokens, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -160,7 +160,7 @@ def continue_by_axis(positions, places):
 
 
 def axes_apart(put, trainer):
-    """Continue positions after the largest position of each axis, in prompts that end with an image."""
+    """Continue each axis of the positions after its own maximum, in prompts that end with an image."""
     put(trainer.processing_class, "chat_template", ENDS_WITH_PICTURES)
     repositioned(continue_by_axis)(put, trainer)
 
@@ -204,7 +204,7 @@ def unscaled_entropies(put, trainer):
 
 
 def label_texts(put, trainer):
-    """Train all tokens except images and padding."""
+    """Compute the loss on all tokens except images and padding."""
 
     def change(collate, examples):
         batch = collate(examples)
@@ -476,7 +476,7 @@ TRL_BUGS = {
 UNSEEN_BUGS = {
     "half of the mean is subtracted": score("advantages", "the baseline is halved", MEANS, f"{MEANS} / 2"),
     "1 is added to the deviation": score("advantages", "instead of 1e-4 is 1", DIVIDED, DIVIDED.replace("1e-4", "1.0")),
-    # all rewards in a group determine its advantages, so that "rewards" and "advantages" are both right
+    # rewards or advantages of the next group give the same numbers, so the report may name either
     "advantages of the next group": score("advantages", "next group", DIVIDED, f"({DIVIDED}).roll(-4, 0)"),
     "absolute KL": loss("", KL_TERM, "per_token_loss + self.beta * (ref_per_token_logps - per_token_logps).abs()",
         KL | {"use_bias_correction_kl": False}),

@@ -296,7 +296,7 @@ def standard(r):
 
 
 def rollout(advantages, **about):
-    """Return a rollout of two groups of four completions with advantages(rewards (2, 4))."""
+    """Return a rollout of two groups of four completions; `advantages` is a function of rewards (2, 4)."""
     rewards = torch.rand(2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     both = torch.stack([rewards.flatten(), 0 * rewards.flatten()], 1)
     tensors = {name: x.expand(8, 1) for name, x in ONE_ROW.items()} | {"rewards": both}
@@ -333,7 +333,7 @@ def test_a_mistake_is_searched_only_in_its_own_stage():
 
 
 def with_one_bounded_reward():
-    """Return a rollout with one lower reward, which a bound explains whatever the reason is."""
+    """Return a rollout in which one reward is lower, as if rewards had a bound."""
     rewards, d = torch.tensor([[0.1, 0.9, 0.2, 0.3], [0.05, 0.4, 0.15, 0.35]]).double(), rollout(standard)
     return d | {"rewards": rewards.flatten(), "advantages": standard(rewards.clamp(max=0.55)).flatten()}
 
@@ -382,7 +382,7 @@ def test_a_factor_lists_each_count_that_explains_it():
     # 4 / 3 is 16 counted tokens over a max_completion_length of 12, and 12 over 9 completions of a group
     ((5, 3, 4, 2, 1, 1), 16 / 12, ["the 16 counted tokens over the 12 max_completion_length",
                                    "or the 12 max_completion_length over the 9 completions of a group"]),
-    # 1 / 2 comes from 2 micro-batches, rather than from 15 tokens over 30 columns
+    # the factor 1 / 2 comes from 2 micro-batches, rather than from 15 tokens over 30 columns
     ((5, 3, 2, 2, 2, 1), 0.5, ["1 over the 2 micro-batches"]),
     # a learning rate or a temperature cannot multiply a loss
     pytest.param((5, 3, 4, 2, 5, 1), 0.7, ["all values are 0.7 times as large"], marks=pytest.mark.slow),

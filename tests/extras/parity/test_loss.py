@@ -331,7 +331,6 @@ QUICK = ("dual clip", "plain KL", "constant", "half", "mask")
     pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in NAMED | UNSEEN
 ])  # fmt: skip
 def test_a_mistake_or_a_design_is_named(name):
-    """All expected findings are named, and nothing else is named."""
     loss, only, says = (NAMED | UNSEEN)[name]
     verdict = judge(loss, seconds=math.inf, **only)
     found = [line for line in verdict.names if line.startswith(("mistake", "design", "  or"))]

@@ -39,7 +39,7 @@ def test_a_bug_is_named(name, folder, tmp_path, monkeypatch):
 
 
 def test_a_k3_that_keeps_its_digits_agrees(folder, tmp_path, monkeypatch):
-    """With torch.expm1, the step of the bug k3_by_exp agrees."""
+    """TRL's step agrees with the audit if TRL computes k3 with torch.expm1."""
     right = "torch.expm1(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps)"
     bug = bugs.loss("", bugs.K3, right, BUGS["k3_by_exp"].options)
     d = step_with([bug], folder, tmp_path, monkeypatch.setattr)

@@ -207,7 +207,7 @@ def train(kind, folder, output, steps=1, late=None, **options):
 
 
 def dumped(folder, output, kind, late=None, at=0, **options):
-    """Train like `train`, and return the recorded step `at`."""
+    """Train a trainer, and return the recorded step with the number `at`."""
     train(kind, folder, output, at + 1, late, **options)
     return read(output / str(at))
 
