@@ -27,6 +27,7 @@ from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed import process_group
+from minivlmrl.errors import check_field
 from minivlmrl.files import INFERENCE_CONFIG
 from minivlmrl.generation.environments import make_sampler
 from minivlmrl.json_files import json_text, write_json
@@ -66,6 +67,15 @@ def answer_file(tool: str, arguments: list[str]):
         raise ValueError(
             f"--num_generations is {options.num_generations} and --rows is {options.rows}, but both must be at least 1"
         )
+    temperature = options.temperature
+    if temperature is None:
+        temperature = 0.0 if options.num_generations == 1 else 1.0
+    check_field(temperature >= 0, "--temperature", temperature, "at least 0")
+    model_folder = Path(options.model)
+    out_folder = model_folder.resolve().parent if model_folder.is_dir() else Path()
+    out = Path(options.out or out_folder / f"{tool}.jsonl")
+    if out.resolve() == Path(options.data).resolve():
+        raise ValueError(f"--data is {out}, where the answers would be written; choose another name with --out")
     with_rewards = tool == "evaluate"
     config = evaluation_config(options, overrides, with_rewards)
     rewards = held_out_rewards(config) if with_rewards else []
@@ -75,16 +85,10 @@ def answer_file(tool: str, arguments: list[str]):
     if world.is_main:
         print(f"recipe: {config.recipe}", flush=True)
     model, processor = build_model(config, world)
-    temperature = options.temperature
-    if temperature is None:
-        temperature = 0.0 if options.num_generations == 1 else 1.0
     sampling = evaluation_sampling(config.sampling, temperature=temperature)
     sample = make_sampler(model, processor, sampling, world)
     key = f"{config.seed}/evaluate"
     describe = partial(result_line, processor, names)
-    model_folder = Path(options.model)
-    out_folder = model_folder.resolve().parent if model_folder.is_dir() else Path()
-    out = Path(options.out or out_folder / f"{tool}.jsonl")
     lines = []
     for part in generate_for_rows(sample, rows, options.num_generations, rewards, key, describe):
         if world.is_main:

@@ -32,6 +32,7 @@ from minivlmrl.data.messages import (
     shown_parts_of,
 )
 from minivlmrl.errors import error_context
+from minivlmrl.json_files import check_downloaded
 
 # usual names of columns with images or videos
 MEDIA_NAME = re.compile(
@@ -103,6 +104,8 @@ def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Ima
     except Exception as error:  # Pillow's decoders raise struct.error, IndexError and many others
         error_text = getattr(error, "strerror", None) or error
         if isinstance(error, PIL.UnidentifiedImageError):
+            if isinstance(file, Path):
+                check_downloaded(file)
             error_text = "Pillow does not recognise its format"
         raise ValueError(f"{name}: the image cannot be read ({error_text})") from error
 

@@ -44,6 +44,8 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
         return Arrow([path])
     if path.suffix in (".csv", ".tsv", ".yaml", ".yml"):
         raise ValueError(f"{path}: rows are not read from {path.suffix} files; {convert_advice(path)}")
+    if path.suffix in (".gz", ".bz2", ".xz", ".zst", ".zip"):
+        raise ValueError(f"{path}: rows are not read from compressed files; unpack the file, and use the new file")
     return Lines(path)
 
 
@@ -99,6 +101,10 @@ class Lines:
             raise ValueError(f"{path}:{line}: the file is not encoded in UTF-8 ({error}); save it as UTF-8") from error
         if text.lstrip().startswith("["):
             self.texts = self.split_list(text)
+        elif text.strip().partition("\n")[0].strip() == "{":
+            raise ValueError(
+                f"{path}: an object has several lines; write one object per line, or a JSON list of objects"
+            )
         else:
             self.texts = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
 
@@ -159,6 +165,7 @@ class Arrow:
         self.starts = [0]  # each group's first row index, then the total row count
         for path in paths:
             file_start = self.starts[-1]
+            check_downloaded(path)
             try:
                 file = pq.ParquetFile(path)
                 column_names = file.schema_arrow.names

@@ -41,6 +41,17 @@ def test_scoring_the_written_answers_again_gives_the_same_mean(evaluate, capsys)
     assert f"accuracy                    {summary['accuracy']:.3f}" in printed
 
 
+@pytest.mark.parametrize(("words", "sentence"), [
+    (["--temperature=-1"], "--temperature is -1.0, but it must be at least 0"),
+    (["--temperature=nan"], "--temperature is nan, but it must be at least 0"),
+    (["--data=out.jsonl"], r"--data is out\.jsonl, where the answers would be written"),
+    (["--rows=0"], "--rows is 0, but both must be at least 1"),
+])  # fmt: skip
+def test_arguments_that_are_refused(evaluate, words, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        evaluate(*words)
+
+
 def test_the_recipe_of_the_run_is_used_without_its_adapter(evaluate, checkpoint, tmp_path, capsys):
     """A checkpoint already contains the weights of its adapter, so evaluation loads no adapter."""
     options = "--rows=2", "--data.prompt_template=Look. {problem}", "--data.max_pixels=null"

@@ -196,6 +196,12 @@ def test_a_truncated_file_is_refused_and_named(tmp_path, kind):
             fetch_image(file)
 
 
+def test_a_pointer_of_git_lfs_is_no_damaged_image(tmp_path):
+    (tmp_path / "a.png").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 3\n")
+    with pytest.raises(ValueError, match=r"a\.png is a pointer of Git LFS.* Run `git lfs pull`"):
+        fetch_image(tmp_path / "a.png")
+
+
 def png_header(width, height):
     """Return the beginning of a PNG file, which has a size but no pixels."""
     head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)

@@ -73,8 +73,24 @@ WRONG = {  # {file content: error message after the file name}
     '[{"problem": "a"}] 3': ":1: the text is not valid JSON, because after this item",
     '{"problem": "a"}\n{"problem": "a", "problem": "b"}': ":2: .*the key 'problem' occurs twice in one object; remove",
     '{"problem": "a", "more": [{"x": 1, "x": 2}]}': ":1: .*the key 'x' occurs twice in one object",
+    '{\n "problem": "a"\n}': ": an object has several lines; write one object per line, or a JSON list",
     '{"problem": "a\\ud83d"}': r":1: the text is not valid JSON \(.*surrogates not allowed",
 }
+
+
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 3\n"
+
+
+@pytest.mark.parametrize(("name", "sentence"), [
+    ("rows.jsonl", "is a pointer of Git LFS"), ("rows.parquet", "is a pointer of Git LFS"),
+    ("rows.jsonl.gz", "rows are not read from compressed files; unpack"),
+])  # fmt: skip
+def test_a_file_without_the_text_of_its_rows_is_refused(tmp_path, name, sentence):
+    if name == "rows.parquet":
+        pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
+    (tmp_path / name).write_text(LFS_POINTER)
+    with pytest.raises(ValueError, match=sentence):
+        open_rows(tmp_path / name)
 
 
 @pytest.mark.parametrize("content", WRONG, ids=lambda content: content[:30])

@@ -14,7 +14,7 @@ from minivlmrl.__main__ import main as start
 from minivlmrl.config.loading import load_config
 from minivlmrl.data.row_summary import RowSize
 from minivlmrl.diagnostics.memory import GB, MemoryEstimator, MemoryQuestion, estimate_phases, peak_bytes
-from minivlmrl.extras.memory.command import find_gpu, least_seconds, memory_table
+from minivlmrl.extras.memory.command import find_gpu, least_seconds, main, memory_table
 from minivlmrl.extras.memory.flops import find_card
 from minivlmrl.model import config_json
 from tests.helpers import tiny
@@ -131,6 +131,11 @@ def test_auto_is_what_is_free_on_the_card(monkeypatch):
 def test_a_card_that_is_not_known_is_no_size(text):
     with pytest.raises(ValueError, match=f"--gpu_memory is '{text}', but it must be GB, auto or one of B200, GH200"):
         find_gpu(text)
+
+
+def test_there_is_at_least_one_card():
+    with pytest.raises(ValueError, match="--gpus is 0, but it must be at least 1"):
+        main(["--gpus=0"])
 
 
 def test_the_least_seconds_of_a_step_by_hand():

@@ -21,10 +21,11 @@ from pathlib import Path
 
 import yaml
 
+from minivlmrl.config.parsing import read_value
 from minivlmrl.config.types import Plain
 from minivlmrl.data.columns import find_format, rename_columns
 from minivlmrl.data.row_files import map_nested, open_rows
-from minivlmrl.errors import error_context, optional_dependency
+from minivlmrl.errors import did_you_mean, error_context, optional_dependency
 from minivlmrl.extras.convert.readers import READERS, finish, fitting, prepare
 from minivlmrl.extras.convert.sources import Rows, read_rows
 from minivlmrl.extras.convert.writers import WRITERS
@@ -44,6 +45,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--format", help="your own function that converts a row, as in data.format")
     parser.add_argument("--columns", type=yaml.safe_load, default={}, help="new names of columns, as in data.columns")
     options = parser.parse_args(arguments)
+    if options.out and options.out.suffix not in (".jsonl", ".json", ".parquet"):
+        parser.error(f"--out is {options.out}, but its name must end with .jsonl or .parquet")
+    options.columns = read_value(dict[str, str], options.columns, "--columns", json=False)
     path = Path(options.file)
     if path.suffix in (".yaml", ".yml"):
         print(yaml.safe_dump({"data": {"train": list(convert_list(path, options))}}), end="")
@@ -62,13 +66,13 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
     out = options.out or new_name(path, sample[0][1], options.to)
     if out.resolve() == path.resolve():
         raise ValueError(f"--out is {out}, which is the file that is converted; choose another name")
-    dropped = Counter()
-    changed = Counter()
+    dropped, changed = Counter(), Counter()
+    names = set()
 
     def converted() -> Iterator[dict]:
         dropped.clear()
         changed.clear()
-        for where, row in source_rows(path, options):
+        for where, row in source_rows(path, options, names):
             with error_context(where):
                 columns = READERS[layout](prepare(row, dropped))
                 if columns is None:
@@ -81,6 +85,7 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
     partial = out.with_name(f"{out.name}.partial")
     try:
         write(partial, out.suffix, converted)
+        check_renamed(options.columns, names)
         if not (changed["changed"] or options.to or options.out or options.format) and is_read(path):
             print(f"{path}: all {changed['rows']} rows already have the form that a run reads", file=sys.stderr)
             return path
@@ -95,11 +100,21 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
     return out
 
 
-def source_rows(path: Path, options: argparse.Namespace) -> Rows:
+def check_renamed(renamed: dict[str, str], names: set[str]):
+    for name in renamed:
+        if name not in names:
+            raise ValueError(f"--columns renames {name!r}, but no row has this column{did_you_mean(name, names)}")
+
+
+def source_rows(path: Path, options: argparse.Namespace, names: set[str] | None = None) -> Rows:
+    """Yield the renamed rows of a file; `names` collects the names that their columns had."""
     change: Callable[[dict], dict] = find_format(options.format) if options.format else dict
     for where, row in read_rows(path):
         with error_context(where):
-            yield where, rename_columns(change(row), options.columns)
+            columns = change(row)
+            if names is not None:
+                names.update(columns)
+            yield where, rename_columns(columns, options.columns)
 
 
 def find_layout(path: Path, sample: list[tuple[str, dict]]) -> str:

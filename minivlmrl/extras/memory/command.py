@@ -38,6 +38,7 @@ from minivlmrl.diagnostics.memory import (
     sampling_batch,
 )
 from minivlmrl.diagnostics.memory_check import measure_datasets, refusal, written_bytes
+from minivlmrl.errors import check_field
 from minivlmrl.distributed.process_group import World
 from minivlmrl.extras.memory.flops import CARDS, Card, find_card, flops_by_input
 from minivlmrl.json_files import read_json
@@ -55,6 +56,7 @@ from minivlmrl.trainers.registry import find_trainers
 
 def main(arguments: list[str]):
     options, overrides = build_parser().parse_known_args(arguments)
+    check_field(options.gpus >= 1, "--gpus", options.gpus, "at least 1")
     recipe = recipes_folder() / "own_data.yaml"
     if overrides and not overrides[0].startswith("--"):
         recipe = overrides.pop(0)

@@ -134,6 +134,23 @@ def test_two_layouts_that_fit_are_asked_for(write_rows):
         main([str(path)])
 
 
+@pytest.mark.parametrize(("words", "sentence"), [
+    ("--columns={imag: image}", r"--columns renames 'imag', but no row has this column; did you mean image\?"),
+    ("--columns=image", r"--columns is 'image', but it must be of type dict"),
+])  # fmt: skip
+def test_columns_that_no_row_has_are_refused(write_rows, words, sentence):
+    path = write_rows({"query": "a", "image": "red.png"})
+    with pytest.raises(ValueError, match=sentence):
+        main([str(path), words])
+    assert not path.with_name("rows_converted.jsonl").exists()
+
+
+def test_a_name_without_a_known_ending_is_refused(write_rows, capsys):
+    with pytest.raises(SystemExit):
+        main([str(write_rows({"query": "a"})), "--out=new.csv"])
+    assert "--out is new.csv, but its name must end with .jsonl or .parquet" in capsys.readouterr().err
+
+
 def test_a_file_in_our_form_stays(write_rows, capsys):
     path = write_rows({"problem": "a", "solution": "b"}, {"prompt": [user("a")], "x": None})
     assert main([str(path)]) == 0
