@@ -66,8 +66,7 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
     out = options.out or new_name(path, sample[0][1], options.to)
     if out.resolve() == path.resolve():
         raise ValueError(f"--out is {out}, which is the file that is converted; choose another name")
-    dropped, changed = Counter(), Counter()
-    names = set()
+    dropped, changed, names = Counter(), Counter(), set()
 
     def converted() -> Iterator[dict]:
         dropped.clear()

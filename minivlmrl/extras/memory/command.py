@@ -38,8 +38,8 @@ from minivlmrl.diagnostics.memory import (
     sampling_batch,
 )
 from minivlmrl.diagnostics.memory_check import measure_datasets, refusal, written_bytes
-from minivlmrl.errors import check_field
 from minivlmrl.distributed.process_group import World
+from minivlmrl.errors import check_field
 from minivlmrl.extras.memory.flops import CARDS, Card, find_card, flops_by_input
 from minivlmrl.json_files import read_json
 from minivlmrl.model import config_json
