@@ -91,8 +91,8 @@ def digest(parts: Iterable) -> str:
 def replacing(folder: str | Path) -> Iterator[Path]:
     """Yield a new, empty folder that replaces `folder` if the `with` block ends without an error.
 
-    Example: files are written to the new folder checkpoint.partial. Then the old folder checkpoint is renamed to
-    checkpoint.replaced, and checkpoint.partial to checkpoint. After a crash between the two renames,
+    Example: files are written to the new folder checkpoint.partial. After the `with` block, the old folder checkpoint
+    is renamed to checkpoint.replaced, and checkpoint.partial to checkpoint. After a crash between the two renames,
     checkpoint.replaced is loaded. If saving fails, the old folder is kept.
 
     Raises:

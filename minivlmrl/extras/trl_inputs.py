@@ -107,8 +107,8 @@ def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str])
     """Return a warning if some images or videos can be made gray without changing the outputs of the model."""
 
     def outputs(**changed: Tensor) -> Tensor:
-        # fork_rng restores the random state, so that all forward passes and the training step have the same dropout.
-        # Warnings are hidden, because activation checkpointing warns about forward passes without gradients.
+        # fork_rng restores the random state, so that all forward passes and the training step have the same dropout
+        # masks. Warnings are hidden, because activation checkpointing warns about forward passes without gradients.
         with torch.no_grad(), torch.random.fork_rng(), warnings.catch_warnings(action="ignore"):
             return text_outputs(model(*args, **kwargs | changed), model, kwargs.get("input_ids"))
 

@@ -128,7 +128,7 @@ class TokenChooser:
     The method update_state is for vLLM's V1 model runner, and add_request for vLLM's V2 model runner.
     """
 
-    # the current rollout, stored on the class, because vLLM creates the TokenChooser; None while vLLM warms up
+    # class attribute, because vLLM creates the TokenChooser; None outside of rollouts
     sampling: Sampling | None = None
 
     def __init__(self, vllm_config, *_):

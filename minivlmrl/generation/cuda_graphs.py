@@ -91,7 +91,6 @@ class CapturedDecode(Decode):
         self.logits = super().__call__(model, self.ids, attention)
 
     def capture(self, model, attention):
-        """Capture a decode step's kernels in a CUDA graph, then replay the graph to run the step."""
         # torch.cuda.graph would return all unused memory to the driver at each capture, which takes 0.1 to 0.4 s. So
         # memory is returned only if little is free.
         if torch.cuda.mem_get_info()[0] < HEADROOM:

@@ -123,7 +123,7 @@ class Sampler:
     def sample_with(
         self, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
-        """Sample completions with `sample_token`; VLLMSampler overrides sample_with, to let vLLM compute the logits."""
+        """Sample completions with `sample_token`; in the subclass VLLMSampler, vLLM computes the logits."""
         with rollout_weights(self.model, self.gather_weights) as model:
             if is_sharded(model):
                 from minivlmrl.distributed.fsdp import in_lockstep

@@ -76,7 +76,7 @@ class Verdict:
 
     cases: int
     differences: list[str]  # one line for each case that differs
-    where: str = ""  # options that all these cases and no others have
+    where: str = ""  # options that separate these cases from the others
     kinds: Sequence[str] = ()  # "mistake" or "design" for each finding; empty if nothing was named
     names: Sequence[str] = ()  # lines about the findings
 
@@ -90,7 +90,7 @@ class Verdict:
 
 
 def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float = 5.0, **only) -> Verdict:
-    """Compare a loss with losses recorded from TRL, and name the mistakes or designs that explain differences."""
+    """Compare a loss with losses recorded from TRL, and name the known causes of the differences."""
     results = []  # (case, options, comparison)
     steps = []
     for case, options, batch, value, slope in cases(kind=kind, **only):

@@ -104,7 +104,7 @@ class Combination:
         return [explains(step, change) for step in self.steps]
 
     def next_part(self) -> list[Cause]:
-        """Return the known bugs with which TRL's loss equals the user's loss in the most further test cases."""
+        """Return the known bugs with which TRL's loss equals the user's loss in the largest number of test cases."""
         left = [
             Search("loss", d, self.deviation) for d, agrees in zip(self.steps, self.agrees, strict=True) if not agrees
         ]
@@ -145,7 +145,7 @@ class Combination:
 
 
 def find_names(steps: list[Dump], seconds: float) -> tuple[list[str], list[str]]:
-    """Return whether each bug in the user's loss is a "mistake" or an intended "design", and the lines to print."""
+    """Return the kind of each bug in the user's loss ("mistake", or "design" if intended), and the lines to print."""
     parts, why = [], "no known mistake or design does"
     try:
         parts = find_parts(steps, seconds)

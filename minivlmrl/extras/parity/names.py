@@ -35,7 +35,6 @@ class Quantity:
     who: str = ""  # projects that do so on purpose, with their option; a bug with `who` is called a design
 
     def stage_names(self) -> set[str]:
-        """Return the names in `stages`."""
         return set(self.stages.split(", "))
 
 
@@ -91,7 +90,7 @@ def row_mean(x, mask):
 
 
 def shifted(x, by):
-    """Move the values in each row of x by a number of columns; columns that become free get 0."""
+    """Move the values in each row of x by a number of columns, and fill with 0."""
     return pad(x, (by, -by))
 
 
@@ -101,7 +100,7 @@ def discount(c, mask):
 
 
 def span_shares(s):
-    """Return 1 / n for each token in the mask, with n tokens of the mask in the same turn, group or micro-batch."""
+    """Divide the mask by the number of its tokens in the same turn, group or micro-batch."""
     return s.mask / total_by(s.mask, s.region[s.part]).clamp(min=1)
 
 
@@ -881,7 +880,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("factor", ALL_STAGES, "the model learns the opposite"): {"all values have the wrong sign": -1},
 }  # fmt: skip
 
-# {option or count by which a trainer may wrongly multiply: (its value, regular expression for the tensors' names)}.
+# Numbers by which a trainer may wrongly multiply: {description: (function, regular expression for tensors' names)}.
 # Example: if all losses of a step with 8 rows are 8 times too large, the report names the 8 rows.
 FACTORS = {
     "the temperature": (lambda d: d.about.get("temperature"), ".*logps$|entropies$|grad"),

@@ -240,7 +240,7 @@ class Place(NamedTuple):
     rows: Tensor | None = None
 
     def of(self, answer: dict | None) -> dict | None:
-        """Use the trainer's numbers only in one part, such as the truncated completions, and else our own numbers."""
+        """Keep the trainer's numbers in one part, such as the truncated completions, and use our own elsewhere."""
         if answer is None:
             return None
         values = {key: (*answer[key], mask) for key, mask in self.inside.items()}

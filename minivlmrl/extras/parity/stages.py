@@ -1,9 +1,14 @@
 """Recompute the advantages, token ids, masks, loss and gradient of the loss of a recorded step.
 
-A function for a stage, such as `loss`, returns {name: (theirs, ours, unit)}: the trainer's tensor, the recomputed
-tensor, and the size of the summed terms, by which differences are divided. Functions such as `loss` return None if the
-recorded step lacks a needed tensor. The argument `change` is the bug that the search tries: change("mask", x) returns
-the wrong mask if the bug has one, otherwise the right mask x.
+The function of a stage, such as `loss`, returns None if the recorded step lacks a needed tensor, and otherwise
+{tensor's name: (theirs, ours, unit)}:
+
+    theirs    the trainer's tensor
+    ours      the recomputed tensor
+    unit      size of the summed terms; (theirs - ours) / unit is the relative error
+
+The argument `change` is the bug that the search tries: change("mask", x) returns the bug's wrong mask, or the right
+mask x if the bug does not change the mask.
 """
 
 from functools import cached_property
@@ -149,8 +154,7 @@ def beside(d: Dump, images: list[list], row: int) -> tuple[list, int]:
 
 
 def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
-    """Return the images of each row as (patches, grid) pairs: what the model or, with kind="sampler_", the sampler
-    saw."""
+    """Return each row's images as (patches, grid) pairs; kind="sampler_" selects the images that the sampler saw."""
     grids = d.get(f"{kind}image_grid_thw", torch.zeros(0, 3, dtype=torch.long))
     patches = d.get(f"{kind}pixel_values", torch.zeros(0, 0)).split(grids.prod(1).tolist())
     all_pictures = list(zip(patches, grids, strict=True))
@@ -174,7 +178,7 @@ def mask(d: Dump, change: Change) -> Answer:
 
 
 def sampled_tokens(d: Dump, change: Change, drawn_mask: Tensor, forced_mask: Tensor) -> Tensor:
-    """Return a mask of the tool responses, and of each of the model's turns up to the turn's stop token."""
+    """Return a mask of the tool responses and of the model's turns, each turn up to its stop token."""
     ids = d["input_ids"]
     end_tokens = drawn_mask & d.is_stop(ids)
     ends_before = end_tokens.cumsum(1) - end_tokens.long()

@@ -23,7 +23,7 @@ BY_TOKEN = NEEDED + names(
 BY_ROW = BY_TOKEN + names(
     "advantages micro_batch row pair chosen importance_sampling_ratio rollout_step rollout_tokens"
 )
-# Tensors with one row per completion of the rollout, which several steps may share
+# tensors with one row per completion of a rollout; several steps may train on one rollout
 OF_ROLLOUT = names("group rewards rollout_advantages sampler_ids")
 MODELS = names("model old_model ref_model")  # fields with folders that hold weights
 # Fields of step.json that have the names and the values of options in TRL's GRPOConfig
@@ -64,8 +64,6 @@ class PolicyOptions:
 
 @dataclass
 class DPOOptions:
-    """Options for dpo_loss."""
-
     loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])
     loss_weights: list[float] | None = None
     beta: Annotated[float, "(0, inf)"] = 0.1
@@ -84,8 +82,6 @@ class DPOOptions:
 
 @dataclass
 class SFTOptions:
-    """Options for sft_loss."""
-
     loss_type: str = "nll"
 
 
@@ -94,8 +90,6 @@ OPTIONS = {"grpo": PolicyOptions, "dpo": DPOOptions, "sft": SFTOptions}
 
 @dataclass
 class OptimizerFields:
-    """Fields in `optimizer`."""
-
     name: str = ""
     learning_rate: Finite = 0.0
     betas: tuple[Finite, Finite] = (0.9, 0.999)
@@ -108,8 +102,6 @@ class OptimizerFields:
 
 @dataclass
 class ScheduleFields:
-    """Fields in `schedule`."""
-
     type: str = ""
     learning_rate: Finite = 0.0
     warmup_steps: Annotated[int, ">= 0"] = 0

@@ -45,7 +45,7 @@ SMOOTHED_LOSSES = {"robust", "exo_pair", "aot", "aot_unpaired"}  # DPO losses th
 def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
     """Return a context manager that records the first steps of an SFTTrainer.
 
-    If the model does not accept num_items_in_batch, TRL averages the loss of each micro-batch by itself.
+    If the model does not accept num_items_in_batch, TRL computes a separate mean for each micro-batch.
     """
     if trainer.args.label_smoothing_factor:
         raise ValueError(

@@ -27,7 +27,7 @@ TOKENS = {
     "the next {} in {} and 0 for the last": lambda x: pad(x[1:], (0, 1), value=-1)[: len(x)],
     "the previous {} in {} and 0 for the first": lambda x: pad(x, (1, 0), value=-1)[: len(x)],
 }
-# ways to confuse groups, as functions of a tensor of row indices (groups, rows per group)
+# ways to confuse groups of rows, as functions of the row indices (groups, rows per group)
 BLOCKS = {
     "the next {1}": lambda x: x.roll(-1, 0),
     "the previous {1}": lambda x: x.roll(1, 0),
@@ -53,7 +53,7 @@ PARTS = {
 
 
 class Distinct(dict):
-    """A dictionary of distinct tensors, which can also be read with the names of removed duplicates."""
+    """A dictionary of distinct tensors, in which d[name] also works for the name of a removed duplicate."""
 
     def __init__(self):
         self.equal = {}
