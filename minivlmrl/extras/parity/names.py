@@ -100,7 +100,7 @@ def discount(c, mask):
 
 
 def span_shares(s):
-    """Divide the mask by the number of its tokens in the same turn, group or micro-batch."""
+    """Return equal weights for the tokens in the mask, with the sum 1 in each turn, group or micro-batch."""
     return s.mask / total_by(s.mask, s.region[s.part]).clamp(min=1)
 
 

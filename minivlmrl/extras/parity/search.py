@@ -418,7 +418,7 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
     # At least two wrong token ids, or two learning rates, are needed, because some bug matches a single one by chance.
     if (name in IDS and count_wrong(answer) < 2) or (name == "schedule" and len(all_gaps(answer)) < 2):
         return search
-    # Even with the right bug, rounding may leave 1 % of the trainer's error, but at most a relative error of 3e-5.
+    # With the right bug, rounding errors may remain: at most 1 % of the trainer's error, and at most 3e-5.
     d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
     # Forward passes are slow, so each bug is first tried on the single row with the largest error.
     if name in LOGPS:
