@@ -19,9 +19,9 @@ CONNECT_SECONDS = 60.0  # time limit for connecting the ranks, after all ranks h
 def attempt_store(limit: timedelta) -> Store:
     """Create torch.distributed's key-value store, through which the ranks exchange their network addresses.
 
-    After a restart by torchrun on a single host, the ranks use new keys, because the old keys hold the addresses of
-    dead processes (torch 2.13, pytorch issue 135712). On several hosts, restarts do not change the keys, because not
-    all hosts know the number of restarts (docs/many_gpus.md).
+    After a restart by torchrun on a single host, the ranks use new keys in the store, because the old keys hold the
+    addresses of dead processes (torch 2.13, pytorch issue 135712). On several hosts, restarts do not change the store's
+    keys, because not all hosts know the number of restarts (docs/many_gpus.md).
 
     Raises:
         ValueError: rank 0's store cannot be reached.

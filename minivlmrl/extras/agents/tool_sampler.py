@@ -221,7 +221,7 @@ class AnswerAttention(DecodeAttention):
         self.response_rows = rows
         prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # one length per prompt
         newest = decoding.newest.tolist()  # position of each row's newest token
-        # slices of row and tokens of each tool result, for the recurrent layers
+        # for recurrent layers: a slice of batch rows and a slice of packed tokens for each tool result
         self.spans = []
         tokens_of_rows = [0] * len(newest)
         tokens_before = 0

@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("file", help="file or folder with rows")
     parser.add_argument("--out", type=Path, help="new file, .jsonl or .parquet")
-    parser.add_argument("--to", choices=WRITERS, help="project whose layout is written (default: ours)")
+    parser.add_argument("--to", choices=WRITERS, help="project whose layout is written (default: minivlmrl)")
     parser.add_argument("--layout", choices=READERS, help="layout of the rows, if two layouts fit")
     parser.add_argument("--format", help="your own function that converts a row, as in data.format")
     parser.add_argument("--columns", type=yaml.safe_load, default={}, help="new names of columns, as in data.columns")

@@ -54,7 +54,7 @@ class RecurrentConfig:
     linear_conv_kernel_dim: Annotated[int, ">= 2"]  # convolution kernel size, in tokens
 
     def check(self, config: ModelConfig, transposed: bool):
-        """Raise ValueError if config.json's sizes of recurrent layers do not fit together."""
+        """Raise ValueError if the sizes of recurrent layers in config.json contradict each other."""
         types = list(config.layer_types)
         check_field(
             len(types) == config.num_hidden_layers and "full_attention" in types,
