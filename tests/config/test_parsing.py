@@ -125,7 +125,6 @@ def test_json_files_may_have_more_keys_and_are_not_converted():
     ("zzz=1", "did you mean --"),
 ])  # fmt: skip
 def test_an_unknown_option_gets_a_suggestion(override, meant):
-    """Suggest our names for misspelt options and for options of TRL and ms-swift."""
     with pytest.raises(ValueError, match="command line: unknown key .*; " + re.escape(meant)):
         load_config("shapes.yaml", [f"--{override}"])
     ours = {re.match(r"[\w.]+", name)[0].replace("STAGE", "grpo") for name in parsing.TRL_ALIASES.values()}

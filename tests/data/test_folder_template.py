@@ -96,7 +96,6 @@ SPELLINGS = {
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_8"])
 def test_spellings_of_a_thought_render_the_same(load, published, transformers, name, spelling):
-    """Each spelling of a thought renders like a thought in `reasoning_content`."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     def spelled(talk, spelling):
@@ -348,8 +347,6 @@ FOLDERS = {
 
 @pytest.mark.parametrize("file", ["chat_template.json", "chat_template.jinja"])
 def test_the_published_template_is_recognised(published, tmp_path, file):
-    """A published template with a changed word is not recognised."""
-
     def found(text):
         write(tmp_path, {file: text if file.endswith(".jinja") else {"chat_template": text}})
         return ChatTemplate.from_folder(tmp_path)

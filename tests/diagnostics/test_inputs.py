@@ -276,8 +276,6 @@ def test_one_prompt_without_its_image_is_named_in_a_large_micro_batch(stage, mon
 
 
 def test_a_run_warns_at_its_first_step_and_computes_the_same(folder, lively, monkeypatch):
-    """The input check does not change a bit of the trained weights."""
-
     def go(name, callbacks):
         options = [f"--output_dir={folder / name}", "--stages=[sft, grpo]", "--sft.max_steps=2", "--grpo.max_steps=2"]
         config = load_config(folder / "recipe.yaml", options)

@@ -34,7 +34,6 @@ CASES = [
 
 
 def groups_of(*solutions):
-    """Return rollout groups whose rows have these solutions."""
     return [[SimpleNamespace(row=SimpleNamespace(columns={"solution": solution}))] for solution in solutions]
 
 

@@ -179,7 +179,6 @@ def test_weights_stay_float32_while_layers_compute_in_bfloat16(alone):
 
 
 def test_offloaded_shards_of_a_gpu_are_pinned(monkeypatch):
-    """With sharding.cpu_offload, weights lie in pinned memory of the host, and the device mesh has GPUs."""
     meshes = []
     monkeypatch.setattr(fsdp, "init_device_mesh", lambda device, *_, **__: meshes.append(device))
     section = ShardingOptions(enabled=True, cpu_offload=True)

@@ -49,7 +49,6 @@ def prepare(folder):
 
 
 def assert_equal(result, alone, relative, limit):
-    """Compare the result of a rank with the result of one process."""
     assert (result.texts, result.evaluation) == (alone.texts, pytest.approx(alone.evaluation, rel=relative))
     for line, expected in zip(result.lines, alone.lines, strict=True):
         assert line.keys() == expected.keys()
@@ -176,7 +175,6 @@ def test_two_ranks_evaluate_like_one(results, case):
 
 
 def test_equal_shares():
-    """With seven items on three ranks, two ranks repeat the first item."""
     process_group = [World(rank, 3, torch.device("cpu")) for rank in range(3)]
     found = [rank.shard_evenly([*range(7)]) for rank in process_group]
     assert found == [([0, 3, 6], 3), ([1, 4, 0], 2), ([2, 5, 0], 2)]

@@ -283,7 +283,6 @@ def test_every_turn_has_its_own_key(monkeypatch, eager, history):
 
 
 def test_a_trajectory_stopped_if_its_last_turn_did(monkeypatch):
-    """A trajectory is truncated if max_new_tokens truncates its last turn."""
     well = [[RED, END], [RED] + [WELL] * 9]
     [group], *_ = play(monkeypatch, well, history=1, max_new_tokens=4)
     assert [[turn.stopped for turn in one.turns] for one in group] == [[True, True], [True, False]]
@@ -346,7 +345,6 @@ def test_history_is_refused_for_an_environment_that_chooses_its_windows():
 
 
 def test_a_run_says_its_turns(run, plain, eager, capsys):
-    """Metrics, logged completions, evaluation and replay count the turns of a trajectory."""
     options = ["--stages=[grpo]", f"--sampling.environment={SHOWN}", "--rewards={environment: 1}"]
     folder = run(*options, "--log_completions=1", "--grpo.max_steps=2")
     assert summary(folder)["start"].keys() == {"eval/environment_sampled", "eval/environment_greedy"}
