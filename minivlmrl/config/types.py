@@ -1,7 +1,6 @@
 """Types of options: texts that name files or code, and numbers with bounds.
 
-The module config/parsing.py checks each value of a recipe against the type of its option. For example, the type
-Annotated[int, ">= 1"] allows positive integers.
+The module config/parsing.py checks each value of a recipe against the type of its option.
 """
 
 from typing import Annotated, Any, Literal, NewType

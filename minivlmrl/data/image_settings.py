@@ -146,7 +146,7 @@ def write_image_processor(processor: ImageProcessor, options: dict[str, int]) ->
 
 
 def area_bounds(processor: ImageProcessor, options: dict[str, Any], bounds: tuple[int, int]) -> tuple[int, int]:
-    """Return the smallest and the largest area of an image in pixels, from the options or else the given bounds."""
+    """Return the smallest and the largest area in pixels that the options allow; `bounds` are the defaults."""
     if "resized_height" in options:
         limits = processor.min_pixels, processor.max_pixels
         height, width = smart_resize(options["resized_height"], options["resized_width"], processor.factor, *limits)

@@ -105,7 +105,6 @@ class Batches(Iterator[list[Row]]):
         return self.rows([(index, key)])[0]
 
     def rows(self, rows: list[tuple[int, str]]) -> list[Row]:
-        """Prepare rows outside a batch, each given as (index in the dataset, text that seeds random numbers)."""
         return self.wait_for(self.submit(rows))
 
     def wait_for(self, futures: Sequence[Future]) -> list[Row]:

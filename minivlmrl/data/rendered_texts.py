@@ -67,7 +67,6 @@ def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
 
 
 def _written_texts(message: dict, is_history: bool) -> Iterator[str]:
-    """Yield the texts of a message, without thoughts if the message is an earlier assistant turn."""
     parts = content_parts(message)
     texts = [part["text"] for part in parts if part_kind(part) == "text"]
     skipped = 0  # number of first characters that belong to the thought

@@ -135,7 +135,6 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     with ExitStack() as stack:
         for module in {*trainer.trained.modules(), *trainer.policy.modules()}:
             for weight in module.parameters(recurse=False):
-                # The weights need no gradients, because only the gradients of images and texts are checked.
                 stack.callback(weight.requires_grad_, weight.requires_grad)
                 weight.requires_grad_(False)
             if isinstance(module, TextModel):

@@ -55,7 +55,6 @@ def try_largest_batches(
         with phase("load"):
             missing = 0 if optimizer.state else optimizer_bytes
             reserved = torch.empty(missing, dtype=torch.uint8, device=world.device)
-        # The largest batch is not sampled if completions call tools, or if vLLM samples them.
         has_tools = run.sampling.environment is not None
         if isinstance(trainer, RolloutTrainer) and not has_tools and run.sampling.engine == "native":
             work = sampling_batch(question)

@@ -464,7 +464,7 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
 
 
 def logits_bytes(question: MemoryQuestion, work: BatchShape) -> int:
-    """Return the bytes of the logits that are in memory at once; training computes the logits in chunks."""
+    """Return the bytes of the logits that are in memory at once."""
     rows = work.prompts * work.num_generations * work.completion_tokens
     return piece_bytes(rows, question.estimator.config.vocab_size, question.dtype)
 

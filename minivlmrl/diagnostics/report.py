@@ -136,7 +136,6 @@ def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
 
 
 def collect_completions(folder: Path) -> list[dict]:
-    """Read completions.jsonl, and keep at most 4 prompts for each of about 60 evenly spaced steps."""
     lines_of_step = {}  # {(stage, step): lines}
     for line in read_lines(folder / COMPLETIONS, LogLine):
         lines_of_step.setdefault((line["stage"], line["step"]), []).append(line)

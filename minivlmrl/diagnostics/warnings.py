@@ -100,7 +100,6 @@ class WarningRules:
         lowest, highest = self.extremes or (0, 0)
         never = self.rewards_of_zero()
         if stuck and not never and lowest < highest and reward >= lowest + 0.9 * (highest - lowest):
-            # When training has converged to the highest reward, equal rewards and gradients of 0 are no fault.
             sentence = (
                 f"The mean reward is {reward:.3g}, close to the highest reward of any completion "
                 f"so far ({highest:.3g}). Little is left to learn from these prompts."

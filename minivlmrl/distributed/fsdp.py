@@ -140,8 +140,8 @@ class Sharding:
     def gather(self, model: VisionLanguageModel) -> VisionLanguageModel:
         """Gather the full weights of a sharded model, and return a model without FSDP that has these weights.
 
-        Each rank can run a model without FSDP independently, also in a CUDA graph. The model without FSDP can be used
-        until the function `reshard` frees the gathered weights.
+        Each rank can run a model without FSDP independently, also in a CUDA graph. Do not use the returned model after
+        the function `reshard`, which frees the gathered weights.
         """
         for unit in units(model):
             unit.unshard()
