@@ -1,7 +1,7 @@
 """Define fixtures and hooks for all tests.
 
-Tests run on one thread, so that a test may fork its process: if OpenMP has started a thread pool in the parent
-process, a forked child waits forever for threads that the child does not have.
+Tests run on one thread, so that a test may fork its process. If OpenMP has started a thread pool in the parent process,
+a forked child waits forever for threads that the child does not have.
 """
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads the variable when it is imported, also in child processes
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # otherwise TRL's trainers access the network
-# tests of downloads need a hub; the variable is read when huggingface_hub is imported
+# HF_HUB_OFFLINE would forbid the tests of downloads; huggingface_hub reads the variable at its import
 os.environ.pop("HF_HUB_OFFLINE", None)
 
 import PIL.Image
@@ -23,7 +23,7 @@ from tests.helpers.fused import fused_linspace  # noqa: F401 (fixtures)
 from tests.helpers.runs import cached_activations, checkpoint, home, own, plain, rows, run, whole_run  # noqa: F401 (fixtures)
 from tests.helpers.stages import alone, folder, lively, loss_calls, samples, script, stage  # noqa: F401 (fixtures)
 
-# these files take longest and run first, so that parallel workers finish at about the same time
+# the slowest files run first, so that parallel workers finish at about the same time
 LONGEST_FILES = (
     "test_process_group", "test_checkpoints", "test_trl_steps", "test_audit", "test_memory", "test_out_of_memory",
     "test_wait", "test_trajectories", "test_backend", "test_first_gpu_hour", "test_benchmarks", "test_wheel",

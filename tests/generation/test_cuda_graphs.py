@@ -26,7 +26,7 @@ SETTINGS = [
 
 
 def assert_same(ours, expected, close=1e-5):
-    """Assert that two samples are equal up to rounding, and return the set of their completion lengths."""
+    """Assert that two lists of completions are equal up to rounding, and return the set of their lengths."""
     pairs = [pair for groups in zip(ours, expected, strict=True) for pair in zip(*groups, strict=True)]
     for a, b in pairs:
         assert a.ids.tolist() == b.ids.tolist() and a.stopped == b.stopped
@@ -87,7 +87,7 @@ def test_other_models_and_layers(change):
 
 
 def on_card(model, stop=(), tokens=20, count=4, generations=3, decode=None, before=lambda: None, **setting):
-    """Sample on the simulated GPU after a call of `before`, and return the completions and the simulated GPU."""
+    """Sample completions on the simulated GPU, and return the completions and the GPU."""
     with PretendCuda() as gpu, torch.inference_mode():
         before()
         draw = sample_by_uniforms(uniform_numbers(list("abcd")[:count], generations, tokens), CUDA)

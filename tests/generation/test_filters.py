@@ -16,12 +16,12 @@ EXTREMES = [
     dict(top_k=1), dict(top_k=1000), dict(top_p=1e-6), dict(top_p=0.999), dict(min_p=1.0), dict(temperature=1e-6),
     dict(temperature=20.0), dict(repetition_penalty=0.5), dict(temperature=0.0, top_k=1, top_p=0.01), dict(top_p=0.5),
 ]  # fmt: skip
-# among logits with ties, about half of all values occur twice; of 8 equal logits, 4 are exactly top_p=0.5
+# with "ties", about half of all logits occur twice; with "equal", all 8 logits are equal, and top_p=0.5 keeps 4
 CHANGES = "random", "ties", "equal"
 
 
 def theirs(setting, prompt, scores):
-    """Return logits after the logits processors of transformers, in the order of its generate function."""
+    """Apply the logits processors of transformers to logits, in the order of transformers' generate."""
     from transformers.generation import logits_process as p
 
     sampling = SamplingOptions(**setting)

@@ -1,4 +1,4 @@
-"""Compare generation with generate of transformers and with the forward pass of training."""
+"""Compare generated tokens with transformers, and their log-probabilities with the forward pass of training."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_greedy_equals_transformers_token_for_token(pair, oracle, penalty):
 
 @pytest.mark.parametrize("number, setting", enumerate(SETTINGS + MORE_SETTINGS), ids=str)
 def test_the_same_seed_samples_the_same_tokens_as_transformers(pair, oracle, number, setting):
-    """With one prompt, both samplers use the same random numbers until the completion ends."""
+    """With a single prompt, minivlmrl and transformers use the same random numbers until the completion ends."""
     theirs, model = pair
     row = prompts(5, seed=number)[number % 5]
     expected = their_tokens(theirs, oracle.their_inputs(row), seed=number, **setting)
@@ -61,7 +61,7 @@ def test_sampler_and_scorer_agree_in_bfloat16_with_the_key_biases_of_qwen():
     with torch.no_grad():
         for layer in model.model.layers:
             for proj in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-                # 440 in two dimensions, divided by the square root of the head dimension 16, gives a score of 220
+                # products of 440 in two dimensions, divided by the root of the head dimension 16, give a score of 220
                 proj.bias.view(-1, 16)[:, 7::8] += 440**0.5
     difference = recorded_less_scored(model, options())
     assert len(difference) > 100 and difference.max() < 0.15 and difference.mean() < 0.01
@@ -78,7 +78,7 @@ def test_a_prompt_is_processed_once_for_all_its_completions(monkeypatch):
 
 
 def test_logits_that_are_not_finite_end_the_generation():
-    """The first token has finite logits, and a later token has NaN."""
+    """The first generated token has finite logits, and a later token has NaN logits."""
     model = tiny.model()
     sampling = SamplingOptions(max_new_tokens=4)
     with torch.no_grad():

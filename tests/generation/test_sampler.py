@@ -1,4 +1,4 @@
-"""Test the Sampler class: random keys, ends of completions, decode steps and embeddings of a frozen tower."""
+"""Test the Sampler: random keys, ends of completions, decode steps, and embeddings of a frozen vision tower."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -28,8 +28,6 @@ KEYS = ["a", "b", "c", "d", "e"]
 
 @pytest.fixture
 def sampler(tokenizer_300):
-    """Return a function that creates a Sampler."""
-
     def sampler(model=None, world=ONE, gather_weights=True, keeps_vision=False, **values):
         processor = Processor(tokenizer_300, ImageProcessor())
         sampling = options(**{"stop_token_ids": list(STOP)} | values)
@@ -92,7 +90,7 @@ def test_the_largest_stop_token_must_be_in_the_vocabulary(sampler):
 
 @pytest.fixture
 def decodes(monkeypatch):
-    """Return a list of the class of each decode step, and whether its model has sharded weights."""
+    """Record the class of each decode step, and whether the model's weights are sharded."""
     seen, original = [], Decode.__call__
 
     def call(self, model, *inputs):

@@ -19,7 +19,7 @@ def tensor(*values):
 
 
 def near(*values):
-    """Return pytest.approx with tolerance 1e-6, for numbers written with seven digits or computed by math."""
+    """Return pytest.approx with the absolute tolerance 1e-6."""
     return pytest.approx(values[0] if len(values) == 1 else list(values), abs=1e-6)
 
 
@@ -32,7 +32,7 @@ def kl(estimator):
 
 
 def loss_of(per_token_logps, advantages, mask, **given):
-    """Return loss and metrics of grpo_loss for TRL's options, also those of token weights and entropy bonus."""
+    """Call grpo_loss with options of TRL, which may also set token weights and an entropy bonus."""
     given = {name: value for name, value in given.items() if value is not None}
     loss_type = given.get("loss_type", "dapo")
     if given.pop("kl_straight_through", False):
@@ -76,7 +76,7 @@ OFF_POLICY = ([[1.5], [0.5, 1.0, 1.1]], [1.0, -1.0])
 
 
 def reinforce(logps, advantages, mask, *, normalizer, **others):
-    """Compute REINFORCE, divided by the tokens in the step: an example of a user's loss function."""
+    """Compute the REINFORCE loss per token of a step, as an example of a user's loss function."""
     return -(advantages[:, None] * logps * mask).sum() / normalizer.tokens, {}
 
 

@@ -1,4 +1,4 @@
-"""Fork child processes in a test. A child exits after its work, so that it never continues as a second pytest."""
+"""Fork child processes in a test, which exit after their work and never continue as a second pytest."""
 
 import gc
 import os
@@ -15,7 +15,7 @@ from minivlmrl.run.signals import StopSignals
 
 
 def fork(work: Callable[[], int | None]) -> int:
-    """Call work() in a child process that exits with its result, or with 1 after an exception; return its id."""
+    """Fork a process that exits with the result of work(), or with 1 after an exception; return the process id."""
     child = os.fork()
     if child == 0:
         code = 1

@@ -1,7 +1,7 @@
-"""Compute operators that PyTorch implements only for CUDA on the CPU by their definition, for pretend_cuda.py.
+"""Compute operators of PyTorch that only CUDA has on the CPU, by their definition, for the simulated GPU.
 
 The GPU path of kernels/ calls 16-bit matrix products with a float32 result, and flash attention that also returns
-log-sum-exps. Both are written from the documentation of PyTorch, without code of kernels/.
+log-sum-exps. Both kinds of operators follow the documentation of PyTorch, without code of kernels/.
 """
 
 import torch

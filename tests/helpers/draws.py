@@ -1,4 +1,4 @@
-"""Helpers for sampling tests: prompts, seeded sampling, and generate of transformers with our option names."""
+"""Helpers for sampling tests: prompts, seeded sampling, and transformers' generate with our option names."""
 
 import itertools
 
@@ -36,7 +36,7 @@ def options(**values):
 
 
 def sample(model, rows, num_generations, sampling, stop=STOP, draw=None, decode=None):
-    """Generate as Sampler does; draw(probabilities, rows, step) samples token ids."""
+    """Generate completions as Sampler does, with token ids from draw(probabilities, rows, step)."""
     device = model.lm_head.weight.device
     filters = None
     if getattr(sampling, "filtered", False):
@@ -78,7 +78,7 @@ def tokenizer_300():
 
 
 def their_tokens(theirs, inputs, stop=STOP, seed=0, **settings):
-    """Return the new ids (R, C) of transformers' generate, called with settings under our names."""
+    """Return the ids (R, C) that transformers generates with options under our names."""
     from transformers import GenerationConfig
 
     theirs.generation_config = GenerationConfig(eos_token_id=list(stop) or None, pad_token_id=0)

@@ -91,7 +91,7 @@ def window_builds(dtype: str, longest: int, head_dim: int) -> list[Build]:
 
 
 def decode_builds(dtype: str) -> list[Build]:
-    """Return builds of decode attention: 3B and 7B with 8 rows per prompt, a single row, wide and narrow heads."""
+    """Return builds of decode attention for 3B and 7B with 8 rows per prompt, a single row, wide and narrow heads."""
     given = same(f"*{dtype}", "q", "k", "v", "prompt_bias", "own_k", "own_v", "own_bias")
     given |= same("*fp32", "outs", "log_sums")
     given |= same("i32", "own_bias_stride", "lines", "prompt_programs", "prompt_rows", "prompt_keys", "prompt_part")

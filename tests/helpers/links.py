@@ -47,7 +47,6 @@ def missing(page: Path) -> list[str]:
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """Return the code blocks of a page in one language."""
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 

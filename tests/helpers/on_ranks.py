@@ -1,6 +1,6 @@
 """Train a stage on 1, 2 and 4 processes on this machine with the same rows, for test_process_group.py.
 
-All cases of a world size run in one launch. Its processes are forked from the test process, which has one thread.
+All cases of a world size run in one launch, which forks the single-threaded process of the test.
 """
 
 from dataclasses import dataclass, field
@@ -79,7 +79,7 @@ def sharing(prompts_per_step: int, world: process_group.World, stage: str = "sft
 
 
 def uneven(stage: str) -> Uneven:
-    """Return rows that have an image in all places of step 1, in the last of step 3 and in the first of step 4."""
+    """Return rows with images in all rows of step 1, in the last row of step 3 and in the first row of step 4."""
     draws = Batches(Uneven(), sharing(PROMPTS_PER_STEP, ONE, stage))
     steps = [[row.index for row in next(draws)] for _ in range(4)]
     return Uneven({*steps[0], steps[2][-1], steps[3][0]})

@@ -1,4 +1,4 @@
-"""Helpers that compare our models with transformers. Import this file only where transformers is installed."""
+"""Helpers that compare our models with transformers, which this file imports."""
 
 import functools
 import importlib
@@ -31,7 +31,7 @@ EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
 def saved_pair(folder, model_type: str = "qwen2_5_vl", tied: bool = False, dtype=torch.float32):
-    """Return a tiny transformers model with telling weights, and our model loaded from its saved folder."""
+    """Return a tiny transformers model whose weights reveal mistakes, and our model loaded from its folder."""
     config = transformers.AutoConfig.for_model(**config_json.to_dict(tiny.config(tied, model_type=model_type)))
     theirs = CLASSES[model_type]._from_config(config, **EAGER).to(dtype)
     tiny.telling_weights(theirs)

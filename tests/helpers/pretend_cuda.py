@@ -67,7 +67,7 @@ class Pretend(Tensor):
         made.inside = inside
         return made
 
-    # attributes that Python reads; C++ has its own
+    # Python code sees cuda:0, and C++ code sees the meta device
     device, is_cuda, is_cpu, is_meta = (property(lambda self, value=x: value) for x in (CUDA, True, False, False))
 
     @classmethod
@@ -84,7 +84,7 @@ class Pretend(Tensor):
 
     def __getitem__(self, index):
         if isinstance(index, tuple) and [type(one) for one in index] == [Pretend, int]:
-            # torch does not support a view here if the wrapped tensor was created before inference mode
+            # a view fails if the wrapped tensor was created before inference mode
             return self.index_select(0, index[0])[:, index[1]]
         return super().__getitem__(lists_on_card(index))
 
@@ -200,7 +200,7 @@ class PretendCuda(TorchDispatchMode):
         raise DeviceMix(f"Expected all tensors to be on the same device, but found {', '.join(shapes)} ({func})")
 
     def count(self, func, args, kwargs, to_card):
-        """Count the operation in `waits` if the host would wait for it; raise RuntimeError during graph capture."""
+        """Count an operation for which the host would wait, or raise RuntimeError during graph capture."""
         name = func.overloadpacket.__name__
         reasons = []
         if func in COPIES:
@@ -257,7 +257,7 @@ class Graph:
         self.before = []
 
     def record(self, func, args, kwargs):
-        """Record an operation, compute it for the shape of its result, and save the old values that it changes."""
+        """Record and compute an operation, and save the old values of the tensors that the operation changes."""
         arguments = func._schema.arguments
         given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
         written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
@@ -286,7 +286,7 @@ class Graph:
                     old.copy_(new)
 
 
-# replacements for functions with which Python code gets information about the GPU
+# replacements for functions that tell Python code about the GPU
 class NameTheCard(TorchFunctionMode):
     """Replace the device cuda by cuda:0, because C++ would ask the driver for the current device."""
 
@@ -302,7 +302,7 @@ class NameTheCard(TorchFunctionMode):
 
 
 class Stream:
-    """The only stream, also used as its events. All its methods do nothing, because no work is concurrent."""
+    """The only stream and event, whose methods do nothing, because no work is concurrent."""
 
     device = CUDA
     device_type = 1

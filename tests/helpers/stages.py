@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 
 
 def write_recipe(folder, recipe=RECIPE):
-    """Write recipe.yaml, and model configs with a separate head, with a tied head, and of the other families."""
+    """Write recipe.yaml and model configs: with a separate head, with a tied head, and of other families."""
     for tied in (False, True):
         model = RUN_MODEL | {"tie_word_embeddings": tied}
         (folder / f"{'tied' if tied else 'model'}.json").write_text(json.dumps(model))
@@ -59,7 +59,7 @@ def letters(completions, **columns):
 
 @pytest.fixture
 def lively(monkeypatch):
-    """Make rewards and lengths of an untrained model vary: reward letters, and make many tokens stop tokens."""
+    """Vary the rewards and lengths of an untrained model, by rewards for letters and by many stop tokens."""
     monkeypatch.setitem(REWARDS, "letters", "tests.helpers.stages:letters")
     monkeypatch.setattr(Processor, "stop_token_ids", property(lambda self: tuple(range(7, len(self.tokenizer), 8))))
 
@@ -98,7 +98,6 @@ class Stage:
         return metrics
 
     def go(self, steps=1):
-        """Run optimizer steps, and return the metrics of each step."""
         return [(self.next(), self.update())[1] for _ in range(steps)]
 
     def accuracy(self):

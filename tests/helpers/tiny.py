@@ -1,4 +1,4 @@
-"""Tiny models whose weights reveal mistakes, and random prompts for them, for several test files."""
+"""Tiny models whose weights reveal mistakes, and random prompts."""
 
 import json
 
@@ -121,8 +121,8 @@ def config(tied: bool = False, layers: int = 3, model_type: str = "qwen2_5_vl") 
 def telling_weights(model: torch.nn.Module, seed: int = 0):
     """Set variance-preserving random matrices, and random biases and norm weights, so that mistakes change the logits.
 
-    With the default initialisation, swapping height and width in the vision rotary embedding changes logits by only
-    5e-5, less than any tolerance, but with telling weights by 0.1 or more.
+    Swapping height and width in the vision rotary embedding then changes logits by 0.1 or more. With the default
+    initialisation, the swap changes logits by only 5e-5, less than any tolerance.
     """
     generator = torch.Generator().manual_seed(seed)
     centred = {  # norm weights that scale by 1 + weight
@@ -158,7 +158,6 @@ def model(
 
 
 def processor() -> Processor:
-    """Return a processor with the tokenizer of the task `shapes`."""
     return Processor(shapes.tokenizer(), ImageProcessor())
 
 

@@ -1,4 +1,4 @@
-"""Test whether torch or Triton computes, by installation, GPU, interpreter and MINIVLMRL_KERNELS."""
+"""Test when Triton kernels compute and when torch does: installation, GPU, interpreter, MINIVLMRL_KERNELS."""
 
 import subprocess
 import sys

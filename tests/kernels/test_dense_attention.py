@@ -24,7 +24,7 @@ def test_causal_attention_sees_up_to_the_lower_right(L, T):
 
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0)])
 def test_no_kernel_stores_scores_on_a_gpu(capability, monkeypatch):
-    """Below compute capability 8.0, SDPA stores no scores only for float32, equal head counts and no mask."""
+    """Below compute capability 8.0, SDPA avoids storing scores only for float32, equal head counts and no mask."""
     calls = []
 
     def attention(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False):

@@ -1,4 +1,4 @@
-"""Test products of bfloat16 matrices with float32 results. Without a GPU, only PyTorch's arguments are tested."""
+"""Test products of bfloat16 matrices with float32 results. Without a GPU, only the calls of PyTorch are tested."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
 """Compare the GPU paths of kernels/ on a simulated GPU with float64 on the CPU.
 
-Operators that only CUDA has are computed by their definition (cuda_operators.py). So the tests find wrong arguments,
-shapes, dtypes, masks and factors, but no mistakes in CUDA's own kernels.
+Operators that only CUDA has are replaced by their definition. The tests find wrong arguments, shapes, dtypes, masks and
+factors, but no mistakes in the kernels of CUDA.
 """
 
 from types import SimpleNamespace

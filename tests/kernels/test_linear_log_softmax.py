@@ -11,7 +11,7 @@ only_torch = pytest.mark.skipif(INTERPRETED, reason="looks at PyTorch, not at th
 # the kernels compute in float32, the torch path in float64 for float64 inputs
 EXACT = torch.float32 if INTERPRETED else torch.float64
 ROWS, TILE = (26, 12) if INTERPRETED else (70, 24)  # the interpreter takes some milliseconds for each row and tile
-# relative to the norm; in float32, a product by tiles is rounded at other places than a whole product
+# relative errors; a float32 product by tiles is rounded at other places than a whole product
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 3e-3}
 
 

@@ -22,7 +22,7 @@ MAX_SHARED = {"80": 166912, "86": 101376, "89": 101376, "90": 232448, "100": 232
 def test_the_installed_compiler_builds_good_kernels(arch):
     """Good machine code spills no registers, fits into shared memory and moves 16 bytes at once."""
     pytest.importorskip("triton")
-    # in a process of its own, because the tests run in Triton's interpreter
+    # kernels are compiled in a separate process, because the tests run Triton's interpreter
     compiling = {name: x for name, x in os.environ.items() if name not in ("TRITON_INTERPRET", "MINIVLMRL_KERNELS")}
     command = [sys.executable, ROOT / "tests" / "helpers" / "kernel_builds.py", arch]
     builds = json.loads(subprocess.run(command, env=compiling, check=True, stdout=subprocess.PIPE, text=True).stdout)

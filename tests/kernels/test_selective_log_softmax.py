@@ -7,7 +7,7 @@ from minivlmrl.kernels import selective_log_softmax as kernel
 from tests.helpers.interpreter import INTERPRETED
 
 only_interpreted = pytest.mark.skipif(not INTERPRETED, reason="calls a kernel: `pytest -m slow` runs it interpreted")
-# relative to the norm of the float64 result; bfloat16 gradients are rounded once
+# relative errors; bfloat16 gradients are rounded once
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 3e-3}
 DTYPES = [torch.float32, torch.bfloat16] + ([] if INTERPRETED else [torch.float64])
 
@@ -74,7 +74,7 @@ def test_an_output_that_no_loss_uses_has_no_gradient(which):
 
 
 def test_forbidden_ids_have_no_probability_and_no_gradient():
-    """Samplers forbid an id with the logit -inf."""
+    """Samplers forbid a token by the logit -inf."""
     logits, ids, upstream = inputs(3, 9000)
     logits.data[:, 10:9000:2] = float("-inf")
     ids[:] = torch.tensor([3, 8999, 12])

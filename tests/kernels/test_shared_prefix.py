@@ -75,7 +75,7 @@ def test_each_way_in_bfloat16(sizes, way):
 def test_sharp_scores_lose_no_digits_in_bfloat16(sizes, way):
     """Nearly one-hot attention weights have small gradients, in which rounded outputs would cause errors of 98 %.
 
-    Copied keys are left out, because PyTorch's fused kernel rounds its outputs.
+    Attention with copied keys is left out, because PyTorch's fused kernel rounds its outputs.
     """
     assert_equals_copied_keys(sizes, torch.bfloat16, 6e-3, scale=30)
 

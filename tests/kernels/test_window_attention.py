@@ -10,7 +10,7 @@ from minivlmrl.kernels.window_attention import Segments, window_attention
 from tests.helpers.interpreter import INTERPRETED
 from tests.helpers.pretend_cuda import CUDA, PretendCuda
 
-# relative to the norm; the torch path rounds scores and attention weights to bfloat16, the kernels only weights
+# relative errors; the torch path rounds scores and attention weights to bfloat16, the kernels only weights
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 3e-3}
 if not INTERPRETED:
     TOLERANCE |= {torch.float16: 3e-3, torch.bfloat16: 3e-2}
@@ -145,7 +145,7 @@ def varlen(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("lengths", "heads", "head_dim"), [case for case in CASES if len(set(case[0])) > 1], ids=str)
 def test_windows_of_different_lengths_take_one_call_on_a_gpu(lengths, heads, head_dim, dtype, varlen):
-    """Where Triton does not compute windows, torch's varlen_attn does."""
+    """Where no Triton kernel runs, torch's varlen_attn computes windows of different lengths."""
     inputs = [x.detach().to(CUDA).requires_grad_() for x in make(lengths, heads, head_dim, dtype)]
     out = window_attention(*inputs, Segments(lengths, CUDA))
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)

@@ -1,4 +1,4 @@
-"""Compare advantages with arithmetic by hand, also for completions without a reward; tests/parity has TRL."""
+"""Compare advantages with arithmetic by hand, also for completions without a reward."""
 
 import pytest
 import torch

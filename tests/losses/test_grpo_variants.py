@@ -105,7 +105,7 @@ def test_no_tokens_have_an_infinite_entropy_threshold():
 
 
 def test_the_default_correction_masks_rows_over_three():
-    """The products of the token ratios are 4 and 2.9."""
+    """The token ratios of two rows multiply to 4 and 2.9, and the default bound is 3."""
     ratio = rollout_importance_ratio(tensor([log(2), log(2)], [log(2.9), 0.0]), torch.zeros(2, 2), torch.ones(2, 2))
     assert ratio.flatten().tolist() == near(0.0, 2.9)
 

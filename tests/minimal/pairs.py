@@ -84,7 +84,7 @@ def in_float64(folder) -> minimal.QwenVL:
 
 
 def main(*arguments):
-    """Run `python minimal.py` with these arguments in this process."""
+    """Run `python minimal.py` with the given arguments in the process of the test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["minimal.py", *map(str, arguments)])
         minimal.main()

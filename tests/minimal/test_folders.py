@@ -35,7 +35,7 @@ def write_theirs(folder, name: str):
 
 @pytest.fixture(scope="module", params=["train.py", "built-in", "untied shards", "tied bfloat16"])
 def trained(request, checkpoint, rows, tmp_path_factory, transformers):
-    """Return a folder by train.py, minimal.py or transformers, and the folder that minimal.py trained from it."""
+    """Return a model folder by train.py, minimal.py or transformers, and the folder after training with minimal.py."""
     base = tmp_path_factory.mktemp("base")
     if request.param == "train.py":
         shutil.copytree(checkpoint, base, dirs_exist_ok=True)

@@ -54,7 +54,7 @@ PROMPTS = ROWS | {"structure in a text": (STRUCTURE, [(90, 30)])}
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def both(request, tmp_path_factory):
-    """Return a folder that the package wrote, and the models that minimal.py and the package read from it."""
+    """Return a model folder of the package, and the models that minimal.py and the package read from the folder."""
     folder = tmp_path_factory.mktemp("run") / "folder"
     model = tiny.model_of(config_json.from_dict(hub_config(request.param))).double()
     smallest, largest = PIXELS
@@ -157,7 +157,6 @@ def logps_of(both, name: str, answers: list[torch.Tensor]):
 
 
 def check_gradients(both, ours, package):
-    """Compare two losses and all gradients."""
     assert (ours - package).abs() <= TOLERANCE * package.abs().clamp(min=1)
     for model, loss in ((both.ours, ours), (both.package, package)):
         model.zero_grad()

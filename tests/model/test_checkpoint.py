@@ -53,7 +53,7 @@ def processor():
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_random_weights(model_type):
-    """A linear layer keeps the deviation of its input, and all layers of a residual stream add as much as one."""
+    """Linear layers keep the standard deviation of inputs, and all layers of a residual stream add as much as one."""
     model = FAMILIES[model_type].model(tiny.config(layers=3, model_type=model_type))
     build.initialize(model, torch.Generator().manual_seed(0))
     maps = 0
@@ -76,7 +76,7 @@ def test_random_weights(model_type):
             if "merger" not in name and any(part in name for part in ends):
                 # attention and MLP of each layer add to the residual stream
                 spread /= (2 * (4 if "visual" in name else 3)) ** 0.5
-            # four standard errors for the mean, and more for the standard deviation
+            # bounds of four standard errors of the mean, and of more for the standard deviation
             error = 4 / parameter.numel() ** 0.5
             assert abs(parameter.mean() / spread) < error and abs(parameter.std() / spread - 1) < error, name
             maps += 1
@@ -119,7 +119,7 @@ def test_saved_models_load_in_transformers_with_equal_logits(tmp_path, processor
 def test_a_fine_tuned_folder_keeps_the_files_of_its_base(copy, tmp_path):
     for name, content in FOREIGN.items():
         (copy / name).write_bytes(content)
-    # other formatting than that of save_model
+    # save_model would write the tokenizer file with another format
     tokenizer = (copy / "tokenizer.json").read_bytes() + b"\n \n"
     (copy / "tokenizer.json").write_bytes(tokenizer)
     model = load_model(copy)
@@ -128,7 +128,7 @@ def test_a_fine_tuned_folder_keeps_the_files_of_its_base(copy, tmp_path):
     save_model(tmp_path / "saved", model, processor)
     assert {name: (tmp_path / "saved" / name).read_bytes() for name in FOREIGN} == FOREIGN
     assert (tmp_path / "saved" / "tokenizer.json").read_bytes() == tokenizer
-    # settings that were used in training are written by the package
+    # the package writes settings that were used in training
     assert json.loads((tmp_path / "saved" / "preprocessor_config.json").read_text())["max_pixels"] == 56 * 56
 
 
@@ -182,7 +182,7 @@ def test_a_tied_head_is_stored_once_and_shared(tmp_path, processor):
     edit_weights(folder, lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"] + 0.01}))
     with pytest.raises(ValueError, match=r"tie_word_embeddings to true, but the stored lm_head\.weight differs "):
         load_model(folder)
-    # one of the two fixes that the error suggests
+    # the error suggests tie_word_embeddings=False
     edit_json(folder / "config.json", tie_word_embeddings=False)
     assert torch.equal(load_model(folder).lm_head.weight, load_file(folder / "model.safetensors")["lm_head.weight"])
 
@@ -212,7 +212,7 @@ def test_every_parameter_has_its_own_memory_and_is_trainable(copy):
 
 @pytest.mark.parametrize("asked", [torch.float32, torch.bfloat16], ids=str)
 def test_loading_holds_at_most_one_tensor_of_the_file(copy, monkeypatch, asked):
-    """Before a tensor is read, the tensor before it is freed or has become a parameter."""
+    """Before the loader reads a tensor, the tensor before is freed or has become a parameter."""
     views = []
     read_tensors = checkpoint.read_tensors
 

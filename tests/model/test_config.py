@@ -33,7 +33,7 @@ def test_models_on_the_hub_have_the_known_number_of_parameters(size):
 @pytest.mark.parametrize("size", ["Qwen2.5-VL-3B", "Qwen2.5-VL-7B", "Qwen2-VL-2B"])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_configs_saved_by_older_transformers_are_read(version, size):
-    """Version 4.49 leaves out default values, and version 4.52 writes nulls beside values."""
+    """transformers 4.49 leaves out default values, and transformers 4.52 writes nulls beside values."""
     ours = [config_json.from_dict(content) for content in (real_config(size), VERSIONS[version][size])]
     for config in ours:
         config.extra, config.vision_config = {}, replace(config.vision_config, extra={})
@@ -41,7 +41,7 @@ def test_configs_saved_by_older_transformers_are_read(version, size):
 
 
 def test_the_top_level_decides_whether_the_head_is_tied():
-    """transformers 5 repeats tie_word_embeddings inside text_config, with its class default."""
+    """transformers 5 also writes tie_word_embeddings into text_config, with the default of the class."""
     nested = {"tie_word_embeddings": True, "text_config": {**tiny.RUN_MODEL, "tie_word_embeddings": False}}
     config = {"model_type": "qwen2_5_vl", "vision_config": tiny.RUN_MODEL["vision_config"], **nested}
     assert config_json.from_dict(config).tie_word_embeddings
@@ -50,7 +50,7 @@ def test_the_top_level_decides_whether_the_head_is_tied():
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_a_null_never_wins_over_a_value(model_type):
-    """A value may stand at the top level or in text_config, with a null in the other place."""
+    """A config value may stand at the top level or in text_config, with a null in the other place."""
     given = tiny_config(model_type, tied=True)
     vision = given["vision_config"] | {"in_chans": None, "in_channels": 3}
     text = {**given, **given.pop("text_config", {})}

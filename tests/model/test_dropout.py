@@ -16,7 +16,7 @@ LAYER = "model.layers.0.mlp.up_proj"
 
 @pytest.mark.parametrize("p", [0.05, 0.5])
 def test_a_fraction_p_is_0_and_the_mean_is_unchanged(p):
-    """Masks from different seeds are uncorrelated."""
+    """Dropout masks from different seeds are uncorrelated."""
     x = torch.ones(1000, 1000, dtype=torch.float64)
     found = drop(p, 5, x)
     assert found.unique().tolist() == [0, pytest.approx(1 / (1 - p))]
@@ -57,7 +57,7 @@ def test_recomputed_blocks_have_the_same_masks():
 
 
 def test_masks_of_a_run(stage):
-    """A mask depends on seed, stage, step, micro-batch, rank and layer."""
+    """A dropout mask depends on seed, stage, step, micro-batch, rank and layer."""
     trainer = stage("sft", *DROPOUT).trainer
     device = trainer.world.device
 

@@ -114,7 +114,7 @@ def as_on_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_a_rollout_on_a_gpu_uses_16_bit_copies(as_on_a_gpu, quantized):
-    """The 16-bit copies are rounded adapters at fixed addresses; the trained parameters return, also after an error."""
+    """A rollout uses rounded 16-bit copies of adapters at fixed addresses, and restores the trained parameters."""
     model = adapted(dtype=torch.bfloat16)
     if quantized:
         quantize_base(model)
@@ -133,7 +133,7 @@ def test_a_rollout_on_a_gpu_uses_16_bit_copies(as_on_a_gpu, quantized):
 
 @pytest.mark.parametrize("base", [torch.float64, torch.bfloat16])
 def test_a_tf32_adapter_has_the_gradients_of_autograd(base):
-    """A bfloat16 base rounds the result and the gradient of the input, but no other sum."""
+    """A bfloat16 base model rounds the result and the gradient of the input, but no other sum."""
     torch.manual_seed(5)
     x, base_result = torch.randn(7, 6).to(base), torch.randn(7, 4).to(base)
     given = [base_result, x, torch.randn(3, 6, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)]

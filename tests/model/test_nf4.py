@@ -26,7 +26,7 @@ UP = "model.layers.0.mlp.up_proj.weight"
 
 
 def test_packed_bits_match_bitsandbytes(fused_linspace, monkeypatch):
-    # the cached code was computed with the original linspace
+    # the cached table was computed with the linspace of torch
     monkeypatch.setattr(nf4, "dynamic_code", dynamic_code.__wrapped__)
     theirs, packed = recorded(), pack_nf4(numbers())
     assert torch.equal(torch.tensor(NF4), torch.tensor(theirs["nf4"]))
@@ -39,7 +39,7 @@ def test_packed_bits_match_bitsandbytes(fused_linspace, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(3, 5), (64, 2), (7, 64), (601, 500)])
 def test_the_error_is_bounded_for_any_shape(shape):
-    """The error is at most half the widest gap, 0.152 of the largest value in a block, plus that of the 8-bit scale."""
+    """NF4 is off by at most half the widest gap, 0.152 of the largest value in a block, and by the scale's error."""
     weight = torch.randn(shape)
     off = (unpack_nf4(**pack_nf4(weight))[: weight.numel()].view(shape) - weight).abs().max()
     assert off < 0.16 * weight.abs().max()

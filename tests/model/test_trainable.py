@@ -65,7 +65,7 @@ def test_a_stage_trains_only_adapters_and_heads(stage, name, model):
 
 @pytest.mark.parametrize(("name", "size"), [("grpo", 2), ("grpo", 4), ("dpo", 4), ("ppo", 4)])
 def test_the_reference_is_the_base_without_a_copy(stage, name, size):
-    """In a rollout of one micro-batch, the prefill graph is older than the scores of the reference model."""
+    """If a rollout is one micro-batch, its prefill graph exists before the reference model scores completions."""
     run = stage(name, *ADAPTERS, REFERENCED[name], f"--{name}.micro_batch_size={size}")
     [first, *_], plain = run.next(), stage(name).model
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Define cells, each a comparison with TRL, and compare both results. This file does not import TRL."""
+"""Define a cell, which compares a result of ours with TRL's. This file does not import TRL."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Cell:
 
 @dataclass
 class Question:
-    """A cell as in families.yaml: options, kind and seed of the batch, and options that only TRL gets (`asked`)."""
+    """An entry of families.yaml: options, kind and seed of the batch, and options that only TRL gets (`asked`)."""
 
     family: str
     options: dict
@@ -45,7 +45,7 @@ class Question:
 
 
 def questions(kind: str) -> Iterator[Question]:
-    """Yield the questions of a section of families.yaml."""
+    """Yield a question for each combination of options, batch and seed in a section of families.yaml."""
     for row in FAMILIES[kind]:
         for options, (batch, seeds) in product(grid(**row["options"]), row.get("batches", {"plain": 2}).items()):
             for seed in range(seeds) if isinstance(seeds, int) else seeds:
@@ -59,7 +59,7 @@ def grid(**choices) -> list[dict]:
 
 
 def loss_cell(q: Question, batch: dict, ours, theirs, leaves=("per_token_logps",), tolerance=1e-10) -> Cell:
-    """Return a cell that compares loss, metrics and gradients with respect to the `leaves` of a batch."""
+    """Compare loss, metrics, and gradients with respect to the `leaves` of a batch."""
 
     def answer(loss_of: Callable) -> Result:
         given = {leaf: batch[leaf].clone().requires_grad_() for leaf in leaves}

@@ -1,4 +1,4 @@
-"""Cells for policy-gradient losses, advantages and the sampler correction.
+"""Comparisons of policy-gradient losses, advantages and the sampler correction with TRL.
 
 A batch depends only on its seed. Options have our names, which equal TRL's names except for NAMES_OF_TRL.
 """
@@ -55,7 +55,7 @@ def our_loss(batch: dict, accumulation: int = 1, processes: int = 1, steps_per_g
 
 
 def batch_of(kind: str, seed: int) -> dict[str, Tensor | None]:
-    """Return the batch of a kind in families.yaml."""
+    """Return the batch for a kind in families.yaml, such as "no old"."""
     batch = policy_batch(seed, kind != "no old", MASKED.get(kind, ()), "advantages (B, T)" in kind)
     logps, far = batch["per_token_logps"], re.match(r"far off by (\d+)", kind)
     if kind == "tied entropies":
@@ -74,7 +74,7 @@ def batch_of(kind: str, seed: int) -> dict[str, Tensor | None]:
 
 
 def grpo_cell(q: Question) -> Cell:
-    """Return a cell for GRPOTrainer._compute_loss."""
+    """Compare with GRPOTrainer._compute_loss."""
     told = {NAMES_OF_TRL.get(name, name): value for name, value in q.options.items()} | q.asked
     ours = partial(our_loss, **q.options, **({"loss_type": "rloo"} if q.asked.get("kind") == "RLOO" else {}))
     sides = ours, partial(trl, "grpo_loss", items=ITEMS, max_completion_length=MAX_LENGTH, **told)
@@ -82,7 +82,7 @@ def grpo_cell(q: Question) -> Cell:
 
 
 def together_cell(q: Question) -> Cell:
-    """Return a cell with many random options at once, because their order of application matters."""
+    """Compare many random options at once, because their order of application matters."""
     draw = random.Random(q.seed)
     options = {name: draw.choice(values) for name, values in q.asked.items()}
     kind = "advantages (B, T)" if draw.random() < 0.3 else "plain"
@@ -100,7 +100,7 @@ def random_rewards(seed: int, n: int = 12, missing: float = 0.0) -> Tensor:
 
 
 def advantages_cell(q: Question) -> Cell:
-    """Return a cell for advantages (or GDPO) with tolerance 1e-6, because TRL computes with float32 rewards."""
+    """Compare advantages (or GDPO) to 1e-6, because TRL computes with float32 rewards."""
     rewards, size = random_rewards(q.seed, missing=q.options["missing"]), q.options["num_generations"]
 
     def ours() -> Result:
@@ -117,7 +117,7 @@ def advantages_cell(q: Question) -> Cell:
 
 
 def rloo_advantages_cell(q: Question) -> Cell:
-    """Return a cell for RLOO: clip rewards, subtract the KL of a completion, and compare with the rest of the group."""
+    """Compare advantages of RLOO with clipped rewards, from which the KL of the completion is subtracted."""
     size, beta, normalize, clip, missing = q.options.values()
     rewards, batch = random_rewards(q.seed, n=B * 2, missing=missing), policy_batch(q.seed)
     old, ref, mask = (
@@ -134,7 +134,7 @@ def rloo_advantages_cell(q: Question) -> Cell:
 
 
 def correction_cell(q: Question) -> Cell:
-    """Return a cell for the ratio of trainer and sampler, whose log-probabilities TRL keeps in float32."""
+    """Compare the ratio of trainer and sampler, whose log-probabilities TRL keeps in float32."""
     batch = policy_batch(q.seed)
     old, mask, lengths = batch["old_per_token_logps"], batch["mask"], batch["mask"].sum(1).long().tolist()
     sampling = (old + 0.3 * (batch["ref_per_token_logps"] - old)).float()
@@ -148,7 +148,7 @@ def correction_cell(q: Question) -> Cell:
 
 
 def overlong_cell(q: Question) -> Cell:
-    """Return a cell for the penalty on the length of a completion."""
+    """Compare the penalty on the length of a completion."""
     inputs, name = (q.options["tokens"], 100, q.options["cache"]), "soft_overlong_punishment"
     sides = partial(getattr(grpo_trainer, name), *inputs), partial(trl, name, *inputs)
     return Cell(q.family, q.name, *(lambda of=side: {"reward": torch.tensor(of())} for side in sides))

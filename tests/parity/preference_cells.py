@@ -1,4 +1,4 @@
-"""Cells for learning from demonstrations and preferences: SFT, DPO and its variants, KTO, and the reward model."""
+"""Comparisons of SFT, DPO and its variants, KTO and the reward model with TRL."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -23,11 +23,11 @@ def preference_batch(seed: int, dtype: torch.dtype = torch.float64) -> dict[str,
 
 
 def dpo_cell(q: Question) -> Cell:
-    """Return a cell for DPOTrainer._compute_loss.
+    """Compare with DPOTrainer._compute_loss.
 
-    TRL's alpha_divergence supports no float64, so its batch is float32, and so is the label_smoothing of exo_pair. TRL
-    ignores label_smoothing e for the loss sigmoid. There the cell expects (1 - e) times the loss plus e times the loss
-    with chosen and rejected answers exchanged.
+    TRL's alpha_divergence supports no float64, so its batch is float32, and so is the label_smoothing of exo_pair. For
+    the loss sigmoid, TRL ignores label_smoothing e, so the expected loss is (1 - e) times TRL's loss plus e times TRL's
+    loss with chosen and rejected answers exchanged.
     """
     single, given = q.options.get("f_divergence_type") == "alpha_divergence", {}
     batch = preference_batch(q.seed, torch.float32 if single else torch.float64)
@@ -58,7 +58,7 @@ def dpo_cell(q: Question) -> Cell:
 
 
 def kto_cell(q: Question) -> Cell:
-    """Return a cell for KTOTrainer._compute_loss, where the KL is measured on the same tokens with another mask."""
+    """Compare with KTOTrainer._compute_loss, where the KL is measured on the same tokens with another mask."""
 
     def ours(batch: dict):
         kl = kto.kto_kl(batch["per_token_logps"], batch["ref_per_token_logps"], batch["kl_mask"])
@@ -72,7 +72,7 @@ def kto_cell(q: Question) -> Cell:
 
 
 def sft_cell(q: Question) -> Cell:
-    """Return a cell for SFTTrainer.compute_loss, with or without num_items_in_batch (tokens on all processes)."""
+    """Compare with SFTTrainer.compute_loss, with or without num_items_in_batch (tokens on all processes)."""
     items, processes = q.options["items"], q.options["num_processes"]
     kind = q.options["loss_type"].removeprefix("chunked_")
     normalizer = None if items is None else SimpleNamespace(tokens=items / processes)
@@ -84,7 +84,7 @@ def sft_cell(q: Question) -> Cell:
 
 
 def reward_cell(q: Question) -> Cell:
-    """Return a cell for RewardTrainer.compute_loss."""
+    """Compare with RewardTrainer.compute_loss."""
     center = q.options["center_rewards_coefficient"]
 
     def ours(batch: dict):

@@ -1,7 +1,7 @@
 """Compute losses, gradients and advantages with methods of TRL's trainers, without a model or a training run.
 
-Trainers are created without __init__. The attributes that their methods read come from a real config, and the forward
-pass returns given log-probabilities. Import this file inside functions, because it imports TRL.
+Trainers are created without __init__, with attributes from a real config and a forward pass that returns given
+log-probabilities. Import this file inside functions, because it imports TRL.
 """
 
 import contextlib
@@ -204,7 +204,7 @@ def reward_loss(batch: dict, **options) -> Loss:
 
 
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:
-    """Call TRL's reward function for one completion."""
+    """Call TRL's soft overlong punishment for one completion."""
     make = importlib.import_module("trl.rewards").get_soft_overlong_punishment
     return make(max_completion_len, soft_punish_cache)([[1] * length])[0]
 

@@ -189,7 +189,7 @@ def count_tokens_of_the_step(trainer, patch):
     trainer._prepare_inputs = prepared
 
 
-# design of TRL: trainers that have it, and the change that makes TRL agree with us
+# what TRL computes differently: (its trainers that do, the change that makes TRL agree with us)
 DESIGNS = {
     "head, norms and rewards in float32": ("grpo dpo sft", compute_in_float64),
     "a warm-up that begins at 0": ("grpo dpo sft", begin_above_zero),

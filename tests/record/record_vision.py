@@ -1,8 +1,7 @@
 """Random images and videos, with recorded results of transformers' torchvision processors and of qwen-vl-utils.
 
-The tests install neither package. Therefore test_image.py and test_video.py compare our results with
-tests/recorded/vision_*.json. In commit 64c7842, a script in this file wrote these files with torchvision 0.28.0,
-qwen-vl-utils 0.0.14 and transformers 5.23.0.
+The tests install neither package, but compare our results with tests/recorded/vision_*.json. In commit 64c7842, a
+script in this file wrote these results with torchvision 0.28.0, qwen-vl-utils 0.0.14 and transformers 5.23.0.
 """
 
 import hashlib
@@ -35,7 +34,6 @@ def noise(mode, size, seed=0):
 
 
 def encoded(image, kind):
-    """Return the bytes of an image file in a format such as PNG."""
     buffer = io.BytesIO()
     image.save(buffer, kind)
     return buffer.getvalue()
@@ -47,7 +45,7 @@ def recorded(name):
 
 
 def image_cases():
-    """Yield (image, processor settings): all modes, sizes from 9 to 700 pixels, enlarged and reduced."""
+    """Yield random images as (image, processor settings): all modes, sizes from 9 to 700 pixels."""
     for seed in range(48):
         rng = random.Random(seed)
         mode = ("RGB", "L", "RGBA", "P", "LA", "1")[seed % 6]
@@ -62,7 +60,7 @@ def image_cases():
 
 
 def video_cases():
-    """Yield (uint8 frames (T, H, W, 3), processor settings, minimum and maximum pixels of a frame)."""
+    """Yield random videos as (uint8 frames (T, H, W, 3), processor settings, bounds of the pixels in a frame)."""
     for seed in range(24):
         rng = random.Random(seed)
         least = rng.choice((784, 3136, 20000))
@@ -73,7 +71,7 @@ def video_cases():
 
 
 def resize_cases():
-    """Yield (height, width, factor, min_pixels, max_pixels)."""
+    """Yield random cases of resizing as (height, width, factor, min_pixels, max_pixels)."""
     rng = random.Random(0)
     for _ in range(2000):
         height = int(2 ** (rng.uniform(4, 12) if rng.random() < 0.9 else rng.uniform(0, 4)))
@@ -84,7 +82,7 @@ def resize_cases():
 
 
 def sampling_cases():
-    """Yield (total_frames, video_fps, options)."""
+    """Yield random cases of frame sampling as (total_frames, video_fps, options)."""
     rng = random.Random(1)
     for _ in range(2000):
         total = int(2 ** rng.uniform(0, 17))
@@ -104,7 +102,7 @@ def sampling_cases():
 
 
 def frame_size_cases():
-    """Yield (frames, height, width, options)."""
+    """Yield random cases of resized frames as (frames, height, width, options)."""
     rng = random.Random(2)
     for _ in range(2000):
         height = int(2 ** rng.uniform(4, 12))
@@ -123,7 +121,7 @@ def frame_size_cases():
 
 
 def film_cases():
-    """Yield (uint8 frames (T, H, W, 3), frames per second of the video file, processor settings)."""
+    """Yield random videos as (uint8 frames (T, H, W, 3), frames per second of the file, processor settings)."""
     for seed, (count, rate) in enumerate([(3, 5), (5, 30), (16, 8), (33, 10), (40, 24), (45, 12), (61, 30), (75, 60)]):
         rng = random.Random(seed)
         shape = (count, 4 * rng.randint(5, 40), 4 * rng.randint(5, 40), 3)
@@ -133,7 +131,7 @@ def film_cases():
 
 
 def film_size_cases():
-    """Yield (frames, height, width, minimum and maximum total pixels)."""
+    """Yield random sizes of videos as (frames, height, width, minimum and maximum of all pixels)."""
     rng = random.Random(3)
     for _ in range(500):
         height = int(2 ** rng.uniform(4, 12))

@@ -39,7 +39,7 @@ def vlm_r1_loss(logps, old_logps, ref_logps, advantages, mask):
     "rec_qwen2_5_vl_3b", "rec_qwen2_5_vl_3b_one_card", "rec_qwen3_vl_4b_one_card", "cls_qwen2_vl_2b",
 ])  # fmt: skip
 def test_recipes_have_the_loss_of_their_source(name):
-    """The loss of R1-V, the source of cls, has a ratio of 1. AdamW has the beta2 of the Trainer in transformers."""
+    """The loss of R1-V, the source of the recipe cls_qwen2_vl_2b, has a ratio of 1."""
     generator = torch.Generator().manual_seed(0)
     logps, old, ref = torch.randn(3, B, T, generator=generator, dtype=torch.float64)
     logps = -logps.abs().requires_grad_()

@@ -114,7 +114,7 @@ def test_the_reading_list_names_what_its_files_define():
 
 
 def test_the_band_of_the_default_run():
-    """README gives the range of accuracies over processors in results.md, which has the accuracies of expected.json."""
+    """README and docs/results.md give the same range of accuracies over processors."""
     shown = re.findall(r"\.\d{3}", " ".join(itertools.chain(*rows_of(RESULTS, "The default run"))))
     for run in json.loads((ROOT / "recipes" / "expected.json").read_text()):
         if (run["recipe"], run["overrides"], run["seed"]) == ("shapes.yaml", [], 0):
@@ -198,10 +198,10 @@ def test_the_changelog_lists_all_removed_options():
 
 
 def test_every_metric_is_explained(run, plain):
-    """The page contains the full name of each metric, or the part after its group; NAME stands for a reward."""
+    """docs/metrics.md contains the full name of each metric, or the part after its group; NAME stands for a reward."""
     folder = run("--stages=[sft, dpo, reward_model, grpo, ppo]", "--grpo.beta=0.1", "--ppo.kl_coef=0.1")
     logged = {name for line in metrics(folder) for name in line} - {"stage", "step"}
-    # the page explains these as `min_...` and `max_...`
+    # the page explains minimum and maximum as `min_...` and `max_...`
     logged -= {f"completions/{of}_terminated_length" for of in ("min", "max")}
     short = {re.sub(r"^rewards/(format|accuracy)/", "rewards/NAME/", name) for name in logged}
     page = PAGES["docs/metrics.md"]
@@ -299,7 +299,7 @@ def test_a_notebook_is_stored_with_the_outputs_of_its_cells(name):
     "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("walkthrough")) for name in make_pages.PAGES]
 )
 def test_a_page_is_as_committed(name):
-    """If this fails, run python -m docs.scripts.make_pages. Another processor may round the last decimal otherwise."""
+    """If the test fails, run python -m docs.scripts.make_pages. Another processor may round last decimals otherwise."""
     text = make_pages.PAGES[name]()
     committed = (make_pages.DOCS / name).read_text(encoding="utf-8")
     assert NUMBER.sub("0", text) == NUMBER.sub("0", committed)
@@ -328,7 +328,7 @@ def test_the_site_is_built_and_no_link_of_it_is_dead(tmp_path):
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     assert "excluded from the built site" not in built.stderr, built.stderr
-    # the search works in a folder, without a server
+    # the search of the site works without a server
     assert 'src="site/worker.js"' in (menu := (tmp_path / "index.html").read_text()) and "unpkg" not in menu
     formulas = (tmp_path / "policy_gradients.html").read_text()
     # formulas need no network

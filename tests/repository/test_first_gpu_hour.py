@@ -1,4 +1,4 @@
-"""Check without a GPU benchmarks/first_gpu_hour.py, which measures everything on a GPU and writes a page."""
+"""Check benchmarks/first_gpu_hour.py, a script of GPU measurements, on a machine without a GPU."""
 
 import importlib
 import sys

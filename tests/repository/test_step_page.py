@@ -18,7 +18,7 @@ def data_of(path):
 
 
 def test_the_page_shows_the_current_lines_of_minimal():
-    """If this fails, run `python -m docs.scripts.step`; a changed comment needs no new page."""
+    """If the test fails, run `python -m docs.scripts.step`; a changed comment needs no new page."""
     page = data_of(step.PAGE)
     assert step.PAGE.stat().st_size <= 1_000_000
     assert ast.dump(ast.parse(page["code"])) == ast.dump(ast.parse((ROOT / "minimal.py").read_text("utf-8")))
@@ -44,7 +44,7 @@ def test_the_page_opens_where_the_loss_is_returned(tmp_path):
 
 @pytest.mark.slow
 def test_the_walkthrough_is_right_about_the_update():
-    """Right answers become more likely, and completions without the form become less likely."""
+    """The update makes right answers more likely, and completions without the form less likely."""
     rewards, change = walkthrough.numbers()["grpo"]["rewards"].tolist(), walkthrough.numbers()["train"]["change"]
     for reward, moved in zip(rewards, change, strict=True):
         assert reward == 0.5 or (moved > 0) == (reward == 1.5)

@@ -141,7 +141,6 @@ def test_rewards_of_a_recipe_have_its_time_limit():
 
 
 def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):
-    """The row is in the conversational format of TRL."""
     row = {"prompt": [{"role": "user", "content": "Name it."}], "image": "0.png", "tag": "x"}
     write_lines(home / "chat.jsonl", [row])
     seen = {}

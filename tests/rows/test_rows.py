@@ -126,7 +126,6 @@ def open_case(case: Case, folder: Path) -> FileDataset:
 
 
 def check_prompt(prompt: Prompt, expected: dict, processor: Processor):
-    """Compare ids, grids, colours and seconds of a prompt."""
     check_ids(prompt.input_ids, expected["ids"], processor)
     grids = []
     for t, h, w in expected.get("grids", []):  # newer families lay out each temporal patch as a picture

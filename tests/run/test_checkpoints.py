@@ -198,7 +198,7 @@ def test_a_killed_and_resumed_run_gives_the_same_result(recipe, uninterrupted, t
 @pytest.mark.slow
 @pytest.mark.parametrize(("stages", "attempts"), [("grpo", [(2, 3), (4, 2)]), ("dpo", [(1, 2), (2, 2)])])
 def test_resuming_with_another_number_of_ranks(recipe, uninterrupted, tmp_path, stages, attempts):
-    """A kill comes in the middle of a rollout. Two ranks shard the weights, and other numbers of ranks copy them."""
+    """Two ranks shard the weights, and other numbers of ranks replicate the weights."""
     options = [f"--stages=[{stages}]", "--model.dtype=float64", "--data.eval_rows=1"]
     for ranks, steps in attempts:
         more = [f"--sharding.enabled={str(ranks == 2).lower()}", "--checkpoint_steps=1", "--resume=auto"]
@@ -248,7 +248,7 @@ SIGNALS = {  # options, place, number of its call, checkpoint
     "name", [*list(SIGNALS)[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in list(SIGNALS)[2:])]
 )
 def test_a_signal_to_one_rank(recipe, uninterrupted, tmp_path, name):
-    """A signal ends a run after a rollout, or within a step, which is then repeated; checkpoint_steps is 0."""
+    """A signal ends a run after a rollout, or within a step that the resumed run repeats."""
     options, place, number, kept = SIGNALS[name]
     assert attempt(recipe, tmp_path, *options, ranks=2, die=place, number=number, rank=1) == [PREEMPTED] * 2
     assert states(tmp_path) == [kept]
@@ -432,7 +432,7 @@ def test_resuming_from_an_earlier_checkpoint_deletes_later_ones(recipe, finished
 
 
 def test_checkpoints_are_saved_every_ten_minutes(recipe, finished, tmp_path, monkeypatch):
-    """The clock advances by four minutes when a run reads it: at the start, each step and after each checkpoint."""
+    """The clock of the run advances by four minutes at the start, at each step and after each checkpoint."""
     minutes = itertools.count(0, 4)
     monkeypatch.setattr(resume_file, "clock", lambda: 60 * next(minutes))
     monkeypatch.setattr(resume_file, "NUM_KEPT_STATES", 9)
@@ -483,7 +483,7 @@ def test_stages_may_be_added_and_the_checkpoint_interval_stays(recipe, copy):
 
 
 def test_a_parameter_without_gradients_resumes_without_moments(recipe, uninterrupted, tmp_path):
-    """The first rows have no images, so the vision tower has no moments when the run is killed."""
+    """The first rows have no images, so AdamW has no moments for the vision tower when the run is killed."""
     rows = [{"problem": f"{i} + 1?", "completion": "more"} for i in range(4)]
     red = {"problem": "Name it.", "completion": "a red square", "image": "red.png"}
     PIL.Image.new("RGB", (28, 28), "red").save(tmp_path / "red.png")

@@ -87,7 +87,7 @@ def open_rows_on_rank(folder, options, world):
 
 
 def test_only_rank_0_asks_the_file_system_for_images(write_rows):
-    """Rank 0 tells all ranks the result, so that many ranks do not query a shared file system for each image."""
+    """Rank 0 looks for images and tells all ranks, so that many ranks do not query a shared file system."""
     red = {"problem": "a", "image": "red.png"}
     file = write_rows(red, red | {"problem": "long " * 99}, {"problem": "b", "image": "blue.png"})
     write_lines(file.with_name("missing.jsonl"), [{"problem": "a", "image": "lost.png"}])

@@ -50,7 +50,7 @@ def scripted(monkeypatch):
     """Take the rewards of a row from its columns `sampled` and `greedy`, instead of generating."""
 
     def make_sampler(model, processor, sampling, world, gather_weights):
-        # stop strings are those of training, but probabilities are not truncated, and batches are bounded
+        # an evaluation has the stop strings of training, but no truncated probabilities, and bounded batches
         assert sampling == SamplingOptions(sampling.temperature, 20, stop_strings=["</answer>"], max_batch_tokens=16384)
         return SimpleNamespace(world=world, kind={1.0: "sampled", 0.0: "greedy"}[sampling.temperature])
 
@@ -100,7 +100,7 @@ def model(folder):
 
 
 def test_evaluations_without_images_use_gray_and_swapped_images(model, monkeypatch):
-    """Each image of a row is replaced, and the key of the random numbers stays."""
+    """Evaluations with grey or swapped images keep the keys of rows, and so their random numbers."""
     rows = [Shapes(4, "held out")[i] for i in range(4)]
     rows[1].images = []
     rows[1].messages = [user("What is it?")]

@@ -117,7 +117,7 @@ def test_invalid_custom_optimizers_are_refused(file, name, error, says):
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "sgd", "adagrad"])
 def test_begin_state_has_the_tensors_of_a_step(file, name):
-    """The memory estimate counts the tensors of the begin state on the meta device."""
+    """The memory estimate counts the tensors of the optimizer on the meta device."""
     section = OptimizerOptions(f"{file}:{name}" if name in OPTIMIZERS else name)
     shapes = []
     for device, begins in (("cpu", False), ("cpu", True), ("meta", True)):

@@ -32,7 +32,7 @@ ERRORS = {
 
 @contextlib.contextmanager
 def run_out(folder, owner, name, lines, error="GPU", half_done=False):
-    """Let a function raise an error (after its work with half_done) while metrics.jsonl has `lines` lines."""
+    """Let a function raise an error while metrics.jsonl has `lines` lines, after its work if half_done."""
     original = getattr(owner, name)
     kind, text = ERRORS[error]
 

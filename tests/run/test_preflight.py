@@ -227,7 +227,7 @@ def test_options_without_effect_are_reported():
 
 
 def test_updates_that_bfloat16_rounds_away_are_reported():
-    """The optimizer adamw_8bit carries the rounding error, and adapters have float32 weights."""
+    """No updates are lost with adamw_8bit, which carries the rounding error, or with adapters, which are float32."""
     weight = torch.tensor(0.00052, dtype=torch.bfloat16)
     assert weight + 1e-6 == weight
     slow = "--model.dtype=bfloat16", "--grpo.learning_rate=1e-6"

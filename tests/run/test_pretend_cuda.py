@@ -102,7 +102,7 @@ STEPS = {  # name: (options, dtype of the model)
 
 @pytest.mark.parametrize("name", STEPS)
 def test_waits_of_a_grpo_step(tmp_path, lively, name):
-    """A step of two micro-batches may wait at most 13 times; never raise this limit. A failure shows the waits."""
+    """A step of two micro-batches may wait at most 13 times for the GPU; never raise the limit."""
     write_recipe(tmp_path)
     vision_config = tiny.RUN_MODEL["vision_config"] | {"intermediate_size": 20}  # padded to 24 columns
     (tmp_path / "model.json").write_text(json.dumps(tiny.RUN_MODEL | {"vision_config": vision_config}))

@@ -55,7 +55,7 @@ def test_lines_agree_with_the_metrics_of_the_step(run):
 
 
 def test_a_thought_opened_by_the_prompt_is_part_of_the_text(stage, published):
-    """Rewards, the report and evaluate read the thought, but training uses only the ids of the completion."""
+    """Rewards and reports read a thought that the prompt opened, but training uses only the ids of the completion."""
     template = ChatTemplate(published("qwen3_5_think"), "t")
     end = "</think>\n<answer>green square</answer>"
     one = stage("grpo", "--grpo.num_generations=2", model="qwen3_5").trainer

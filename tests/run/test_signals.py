@@ -78,7 +78,7 @@ def test_long_work_stops_at_once_if_a_checkpoint_can_be_saved():
 
 
 def test_a_hanging_reward_delays_the_end_by_seconds(monkeypatch):
-    """After a signal, each call of a reward may take only seconds, but not in a later run of the process."""
+    """After a signal, each call of a reward is limited to seconds; a later run in the process has no limit."""
     monkeypatch.setattr(signals, "LAST_CALL", 0.2)
     calls = []
 

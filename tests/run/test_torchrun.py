@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("default_signals")]
 STAGE = {"max_steps": 6, "prompts_per_step": 4, "micro_batch_size": 2, "learning_rate": 3e-3}
 DATA = {"task": "shapes(demonstrations=8)", "eval_rows": 2}
 RECIPE = recipe(STAGE, stages=["sft"], timeout=20, data=DATA)
-# in the first attempt, rank 1 runs ACTION in its fourth backward
+# in the first attempt, rank 1 runs ACTION in its fourth backward pass
 SCRIPT = """
 import os, signal, sys, traceback
 import torch

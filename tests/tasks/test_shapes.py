@@ -45,7 +45,7 @@ def test_rows_end_and_do_not_depend_on_their_number():
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_share_of_wrong_labels(share):
-    """A random label among 12 is right by chance once in 12, and without noise every label is right."""
+    """A random label is right once in 12, and without noise every label is right."""
     rows = each(Shapes(600, 0, share))
     texts, solutions = [row.completion for row in rows], [row.columns["solution"] for row in rows]
     wrong = accuracy(map(find_answer, texts), solutions).count(0.0) / 600

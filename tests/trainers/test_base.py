@@ -20,7 +20,7 @@ ROWS = SimpleNamespace(pad=lambda flat: flat.view(2, 2))
     ([[0.0, 1.0], [1.0, 1.0]], 3.0, [5.0, 6.5]),
 ])  # fmt: skip
 def test_means_of_a_micro_batch_divide_by_its_tokens(mask, mean, advantages):
-    """Without tokens the means are 0, and a single token is divided by one."""
+    """Without tokens a mean is 0, and the sum over a single token is divided by one."""
     batch = MicroBatch(ROWS, torch.tensor(mask), None)
     values = torch.tensor([1.0, 2.0, 3.0, 4.0])
     assert batch.mean(values).item() == mean

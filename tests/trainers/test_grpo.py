@@ -70,7 +70,7 @@ FOURS = "--grpo.num_generations=4", "--grpo.micro_batch_size=4"
 
 
 def without_idle_rows(stage, script, rewards, *options):
-    """Return the first micro-batch of a step with rows with a signal, and with all rows; both have equal gradients."""
+    """Assert equal gradients for rows with a signal and for all rows, and return the first micro-batch of both."""
     found = []
     for everything in (False, True):
         script(rewards)

@@ -280,7 +280,7 @@ WRONG += [
 
 @pytest.fixture
 def own(tmp_path):
-    """Return a function that returns the option for a function in a file of the user."""
+    """Return a function that builds the option for a function in the user's file."""
     rest = {"loss_type": ", advantages, mask, **_", "advantages": ""}
     functions = [(name, rest[option], x) for option, of in RETURNED.items() for name, (x, _) in of.items()]
     texts = [f"def {name}(logps{more}):\n    return {x}\n" for name, more, x in functions]
@@ -374,7 +374,7 @@ def test_own_advantages_get_the_arguments_that_they_name(stage, own, script):
 
 
 def test_advantages_of_a_later_rollout_are_checked(stage, own, script):
-    """The function returns NaN only for rewards of None, so the check before the first rollout does not see NaN."""
+    """max_rl returns NaN only for rewards of None, which the check before the first rollout does not try."""
     script([1.0, None, 0.0] * 4)
     with pytest.raises(ValueError, match=r"mine\.py:max_rl returned tensor"):
         stage("grpo", own("advantages", "max_rl")).next()

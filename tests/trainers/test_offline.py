@@ -18,7 +18,7 @@ from tests.helpers.talk import assistant, user
 
 
 class Rank(World):
-    """One of two ranks, whose collective operations return fixed values."""
+    """Simulate one of two ranks, whose collective operations return fixed values."""
 
     def gather_objects(self, value):
         return [[0, 4], [3]]

@@ -126,7 +126,7 @@ def test_a_separate_critic_uses_its_own_vision_tower(stage, samples, critic):
 
 
 def test_a_run_continues_with_a_saved_critic(folder, lively, tmp_path, stage):
-    """A critic can be continued fully, or with an adapter or activation checkpointing."""
+    """A saved critic can be trained fully, with an adapter, or with activation checkpointing."""
     main(folder, tmp_path, "one", "--stages=[ppo]", SEPARATE, "--ppo.max_steps=2")
     saved = load_value_model(tmp_path / "one" / "critic")
     assert saved.score.weight.any()

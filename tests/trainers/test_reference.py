@@ -78,7 +78,7 @@ def their_logps(model, group, temperature):
     ("dpo", ["--adapter.r=2"]), ("ppo", []), ("grpo", ["--model.freeze=[vision, merger]"]),
 ])  # fmt: skip
 def test_a_reference_from_a_folder_matches_transformers(stage, other, name, options, tmp_path, monkeypatch):
-    """transformers saved the folder, and the policy's frozen vision tower is not used for the reference model."""
+    """The reference model does not use embeddings of the policy's frozen vision tower."""
     from tests.helpers import oracle
 
     oracle.in_float64(monkeypatch, "qwen2_5_vl")

@@ -13,7 +13,7 @@ from tests.helpers.stages import Rows
 
 
 class Second(World):
-    """The second of two ranks, which checks rows 1 and 3 for answers, and sums only its own values."""
+    """Simulate the second of two ranks, which checks rows 1 and 3 for answers and sums only its own values."""
 
     def gather_objects(self, value):
         return [[0, 2], value]

@@ -180,7 +180,7 @@ def test_a_whole_run_and_the_commands_on_its_folder(whole_run, sizes):
 
 
 def video_processor(**videos) -> Processor:
-    """Return a processor without the settings of a folder, which resizes as torchvision does."""
+    """Return a processor with default settings, which resizes images as torchvision does."""
     images = read_images({}, "")
     images.resize, images.videos = RESIZE["torch"], qwen3_vl.Videos(**videos)
     return Processor(shapes.tokenizer(), images, default_template(FAMILIES["qwen3_vl"]))
