@@ -121,7 +121,7 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
     text = str(source)
     name = text if len(text) <= 200 else f"{text[:60]}... ({len(text)} characters)"
     if text.startswith("data:"):
-        # The library urllib can also decode a data URI, but ignores invalid characters in base64 text.
+        # base64.b64decode refuses invalid characters in a data URI, which urllib would ignore.
         with error_context(f"{name}: the data is not valid base64"):
             return name, io.BytesIO(base64.b64decode("".join(text.partition(",")[2].split()), validate=True))
     if text.startswith(("http://", "https://")):
