@@ -91,7 +91,6 @@ def test_a_save_killed_at_any_step_leaves_the_old_or_the_new_checkpoint(tmp_path
 
 
 def test_a_save_that_fails_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
-    """Renaming the new checkpoint fails after the old checkpoint has been renamed."""
     folder = tmp_path / "checkpoint"
     save(folder, "old")
     rename = Path.rename

@@ -19,7 +19,6 @@ MORE_SETTINGS = [
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 def test_greedy_equals_transformers_token_for_token(pair, oracle, penalty):
-    """Sample 50 prompts in one batch with minivlmrl, and one by one with transformers."""
     theirs, model = pair
     rows = prompts(50)
     ours = sample(model, rows, 1, options(temperature=0, repetition_penalty=penalty), STOP)
@@ -78,7 +77,6 @@ def test_a_prompt_is_processed_once_for_all_its_completions(monkeypatch):
 
 
 def test_logits_that_are_not_finite_end_the_generation():
-    """The first generated token has finite logits, and a later token has NaN logits."""
     model = tiny.model()
     sampling = SamplingOptions(max_new_tokens=4)
     with torch.no_grad():

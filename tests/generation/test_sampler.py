@@ -128,7 +128,6 @@ FROZEN = "--model.freeze=[vision, merger]"
     ("qwen3_vl", Qwen3VisionTransformer, []),
 ], ids=["twice", "pieces", "Qwen3-VL, whose decoder's first layers see more of it"])  # fmt: skip
 def test_a_frozen_tower_encodes_each_image_once_per_rollout(stage, monkeypatch, model, tower, more):
-    """The sampler, the reference model and the policy share the embeddings of an image."""
     seen, forward = [], tower.forward
     monkeypatch.setattr(tower, "forward", lambda self, x, grid: seen.append(len(x)) or forward(self, x, grid))
     run = stage("grpo", "--grpo.beta=0.1", FROZEN, *more, model=model)

@@ -16,7 +16,6 @@ def tokenizer():
 
 
 def test_token_bytes_decode_like_the_tokenizer(tokenizer):
-    """Random ids include incomplete characters, control tokens and ids without a token."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
         ids = torch.randint(0, len(tokenizer) + 5, (12,), generator=generator).tolist()
@@ -29,7 +28,6 @@ def test_token_bytes_decode_like_the_tokenizer(tokenizer):
     "strings", [["e"], ["t <", "é"], ["q", "the cat"], ["<|im_end|>"], [" t", "tt", "aa", "<<", "\n"]], ids=str
 )
 def test_completions_end_where_transformers_stops(tokenizer, strings, transformers):
-    """Check after each token of random sequences that consist of pieces of the stop strings."""
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend)
     criteria = transformers.generation.stopping_criteria.StopStringCriteria(theirs, strings)
     known = {i: token_bytes(tokenizer, i) for i in range(len(tokenizer))}

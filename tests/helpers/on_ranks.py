@@ -89,9 +89,9 @@ def uneven(stage: str) -> Uneven:
 class Result:
     """The results of a stage, which must be equal on all ranks except for `reference`."""
 
-    lines: list[dict] = field(default_factory=list)  # metrics for each step
+    lines: list[dict] = field(default_factory=list)  # metrics of each step
     weights: dict = field(default_factory=dict)  # full weights after the last step
-    evaluation: dict = field(default_factory=dict)  # metrics on the held-out rows
+    evaluation: dict = field(default_factory=dict)  # metrics of the held-out rows
     texts: list[tuple[str, list[str]]] = field(default_factory=list)  # (row key, completions) of all rollouts
     reference: list = field(default_factory=list)  # shards of the reference model on this rank
 

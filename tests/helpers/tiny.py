@@ -93,7 +93,7 @@ def config(tied: bool = False, layers: int = 3, model_type: str = "qwen2_5_vl") 
     text = {"mrope_section": (2, 3, 3)}
     if model_type == "qwen2_vl":
         own = {"intermediate_size": 64}
-    elif model_type in ("qwen3_vl", "qwen3_vl_moe"):  # head_dim is not hidden_size / heads
+    elif model_type in ("qwen3_vl", "qwen3_vl_moe"):
         text = {**family.text, "head_dim": 24, "mrope_section": (6, 3, 3)}
         own = {"intermediate_size": 64, "patch_size": 14}
         own |= {"num_position_embeddings": 36, "deepstack_visual_indexes": (2, 0)}

@@ -61,6 +61,5 @@ def test_on_a_gpu_or_interpreted_it_is_the_softmax_of_each_row(
 
 
 def test_which_queries_it_takes():
-    """The kernel takes no float64 and no head_dim of 24, and needs a GPU or the interpreter."""
     assert fits(numbers(1, 4, 16, dtype=torch.float32)) == INTERPRETED
     assert not fits(numbers(1, 4, 24, dtype=torch.float32)) and not fits(numbers(1, 4, 16))

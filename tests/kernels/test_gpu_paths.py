@@ -78,7 +78,6 @@ def assert_equals_cpu(function, inputs):
 @pytest.mark.parametrize(("L", "T"), [(9, 9), (4, 11)])
 @pytest.mark.parametrize(("dtype", "D"), [(torch.bfloat16, 16), (torch.bfloat16, 12), (torch.float32, 16)], ids=str)
 def test_dense_attention(calls, dtype, D, L, T):
-    """Flash attention takes 16-bit tensors whose head dimension is a multiple of 8."""
     inputs = [random(2, heads, length, D, seed=heads, dtype=dtype) for heads, length in ((6, L), (3, T), (3, T))]
     assert_equals_cpu(lambda q, k, v: dense_attention(q, k, v, is_causal=True), inputs)
     assert (calls == [FLASH, f"{FLASH}_backward"]) == (dtype == torch.bfloat16 and D == 16)

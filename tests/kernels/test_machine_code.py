@@ -20,7 +20,6 @@ MAX_SHARED = {"80": 166912, "86": 101376, "89": 101376, "90": 232448, "100": 232
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", MAX_SHARED)
 def test_the_installed_compiler_builds_good_kernels(arch):
-    """Good machine code spills no registers, fits into shared memory and moves 16 bytes at once."""
     pytest.importorskip("triton")
     # kernels are compiled in a separate process, because the tests run Triton's interpreter
     compiling = {name: x for name, x in os.environ.items() if name not in ("TRITON_INTERPRET", "MINIVLMRL_KERNELS")}

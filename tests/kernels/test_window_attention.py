@@ -173,7 +173,6 @@ def test_other_segments_take_one_call_for_each_run(name, varlen):
 
 @interpreted
 def test_the_operator_keeps_its_promises():
-    """Run torch's opcheck, which tests schema, fake tensors, autograd registration and tracing."""
     inputs = make([16, 3], 2, 16, torch.float32)
     cu_seqlens = Segments([16, 3]).cu_seqlens
     torch.library.opcheck(torch.ops.minivlmrl.window_attention.default, (*inputs, cu_seqlens, 16))

@@ -108,7 +108,6 @@ def test_values_are_whitened_with_one_degree_of_freedom(mask, whitened, unshifte
 
 @pytest.mark.parametrize("normalizer", [None, SimpleNamespace(tokens=0)])
 def test_no_token_is_no_loss(normalizer):
-    """Loss, gradients and metrics of a batch without trained tokens are 0 and not NaN."""
     logps, values = (torch.full((2, 3), 0.5, requires_grad=True) for _ in range(2))
     fixed = dict.fromkeys(("old_per_token_logps", "old_values", "advantages", "returns"), torch.ones(2, 3))
     loss, metrics = ppo_loss(logps, values, torch.zeros(2, 3), **fixed, normalizer=normalizer)

@@ -28,7 +28,6 @@ def tiny(tmp_path_factory):
 
 @pytest.mark.parametrize("stage", NAMES)
 def test_rows_are_trained_with_less_memory_and_equal_weights(tiny, rows, tmp_path, stage, monkeypatch, capsys):
-    """Activation checkpointing computes each layer twice, and the weights equal those of plain layers."""
     computed = []
     checkpoint = minimal.checkpoint
     monkeypatch.setattr(minimal, "checkpoint", lambda *a, **options: computed.append(1) or checkpoint(*a, **options))
@@ -52,7 +51,6 @@ def test_rows_are_trained_with_less_memory_and_equal_weights(tiny, rows, tmp_pat
 
 @pytest.mark.parametrize("stage", ["grpo", "dpo"])
 def test_it_trains_on_a_gpu(tiny, rows, tmp_path, stage, monkeypatch):
-    """On the simulated GPU, no operation mixes devices, and the weights equal those of the CPU up to rounding."""
     load, save, sample = minimal.load_file, minimal.save_file, minimal.sample  # safetensors cannot use this GPU
     monkeypatch.setattr(minimal, "load_file", lambda file, device: {n: w.to(device) for n, w in load(file).items()})
     monkeypatch.setattr(minimal, "save_file", lambda weights, *a: save({n: w.cpu() for n, w in weights.items()}, *a))

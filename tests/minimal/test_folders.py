@@ -72,7 +72,6 @@ def test_the_package_reads_the_base_and_the_trained_folder(trained):
 
 
 def test_transformers_reads_the_trained_folder(trained, transformers):
-    """The trained folder has one file of float32 weights and no index, and stores a tied head once."""
     weights = load_file(trained.folder / "model.safetensors")
     assert [file.name for file in trained.folder.glob("model*")] == ["model.safetensors"]
     config = json.loads((trained.folder / "config.json").read_text())

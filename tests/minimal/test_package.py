@@ -241,7 +241,6 @@ def package_loss(both, stage, rows, reference, beta):
     ("stage", "beta"), [(minimal.sft, 0.0), (minimal.dpo, 0.3), (minimal.grpo, 0.0), (minimal.grpo, 0.5)]
 )
 def test_steps_end_with_equal_weights(both, stage, beta, monkeypatch, capsys):
-    """Train three steps with warmup, clipped gradients and a reference model from before the first step."""
     rows = [ANSWERS | {"images": row_of(*ROWS[name])["images"][:1]} for name in ("an image", "images come first")]
     ours, package, reference = in_float64(both.folder), *(load_model(both.folder, torch.float64) for _ in range(2))
     advantages = minimal.group_advantages  # of float32 rewards, which round differently

@@ -68,7 +68,6 @@ def test_a_prompt_is_dropped_from_decoding_with_its_last_row():
 
 @pytest.mark.gpu
 def test_gradients_on_a_gpu():
-    """Compare bfloat16 gradients on the GPU with float64 gradients on the CPU."""
     prompts = [300, 130]
     completions = [[40, 200, 1], [90]]
     exact = GroupLayout(prompts, completions)

@@ -95,7 +95,6 @@ def edit_weights(path, change):
 
 @pytest.mark.parametrize(("number", "model_type"), enumerate(FAMILIES))
 def test_saved_models_load_in_transformers_with_equal_logits(tmp_path, processor, number, model_type, oracle):
-    """Families alternate between a tied model in one file and an untied model in shards."""
     is_tied = number % 2 == 0
     config = tiny.config(is_tied, model_type=model_type)
     config.vision_config = replace(config.vision_config, rope_theta=100.0)
@@ -212,7 +211,6 @@ def test_every_parameter_has_its_own_memory_and_is_trainable(copy):
 
 @pytest.mark.parametrize("asked", [torch.float32, torch.bfloat16], ids=str)
 def test_loading_holds_at_most_one_tensor_of_the_file(copy, monkeypatch, asked):
-    """Before the loader reads a tensor, the tensor before is freed or has become a parameter."""
     views = []
     read_tensors = checkpoint.read_tensors
 

@@ -27,10 +27,10 @@ ROWS = [[(1, 4, 4), (1, 20, 18)], [], [(1, 6, 10)]]  # one batch: two images, no
 class Source:
     """A transformers model, and the contents from which its folder is written."""
 
-    configs: dict[str, dict]  # config.json's content: "published" (Qwen3-VL's is nested too), or "nested" by 5.23
+    configs: dict[str, dict]  # content of config.json: "published" on the Hub, or "nested" by transformers 5.23
     weights: dict[str, torch.Tensor]  # keys are the names on the Hub
     rows: list  # prompts
-    logits: list[torch.Tensor]  # transformers' logits for each prompt
+    logits: list[torch.Tensor]  # logits of transformers for each prompt
 
 
 @pytest.fixture(

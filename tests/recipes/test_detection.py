@@ -37,7 +37,7 @@ ROWS = [  # answer, truth, (detection, ap_50, weighted_sum)
     (js(CAT), [CAT, OTHER_CAT], (0.5, 51 / 101, 0.7 / 2 + 0.3 * 0.75)),
     (js(NOWHERE, CAT), [CAT], (0.5, 0.5, 0.7 + 0.3 * 0.75)),
     (js(CAT, DOG), [CAT], (0.5, 0.5, 0.7 + 0.3 * 0.75)),  # without a dog, the label dog has AP 0
-    (js((CAT[0], "dog")), [CAT], (0, 0, 0.3)),  # complete, for VLM-R1
+    (js((CAT[0], "dog")), [CAT], (0, 0, 0.3)),  # VLM-R1 rewards a complete answer
     (js(NOWHERE), [CAT], NOTHING),
     (js(*[CAT] * 50), [CAT], (1 / 50, 1, 0.7 + 0.3 * 0.51)),
     ("[]", [CAT], NOTHING),

@@ -36,7 +36,6 @@ def test_shuffled_rewards_are_the_same_ones_elsewhere(run, plain):
 
 @pytest.mark.slow
 def test_the_digits_recipe_runs(run, plain, tmp_path, monkeypatch):
-    """Train on real images in files: SFT on the demonstrations of the recipe, and then GRPO."""
     pytest.importorskip("sklearn", reason="digits missing: pip install scikit-learn")
     monkeypatch.chdir(tmp_path)
     write_digits("digits")

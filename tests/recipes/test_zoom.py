@@ -50,7 +50,7 @@ def test_a_demonstration_says_the_place_looks_anywhere_and_reads_what_is_there(n
         tool.reset(**row.columns)
         assert tool.zoom(asked).tobytes() == crop.tobytes()
     looks = [parts_of(row)[1] == row.columns["corner"] for row in found]
-    assert 5 < sum(looks) < 25  # a quarter of 60
+    assert 5 < sum(looks) < 25  # a quarter of 60 is 15
     assert rows("SILENT")[0].completion[0]["content"][0]["text"].startswith("<zoom>")
 
 

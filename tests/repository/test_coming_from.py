@@ -100,7 +100,6 @@ def test_every_option_of_trls_grpo_is_on_the_page(trl):
 
 
 def test_the_trl_script_and_its_recipe_are_equivalent(trl, tmp_path, monkeypatch):
-    """TRL accepts each argument of the script, and the recipe beside the script trains with the same reward file."""
     [script] = [code for code in blocks(PAGE, "python") if "GRPOTrainer" in code]
     [recipe] = [code for code in blocks(PAGE, "yaml") if "counts.py" in code]
     [line] = re.findall(r"`(\{\"image\".*?\})`", PAGE)

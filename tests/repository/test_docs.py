@@ -55,7 +55,6 @@ COMMANDS += [code for text in PAGES.values() for code in re.findall(r"`((?:pytho
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
-    """Files and titles in links exist, and a link whose text is code leads to a file that defines the name."""
     text = PAGES[page]
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)  # code such as f["x"](y) is no link
     assert not re.search(r"(?m)^#+\d", prose), "a line that begins with an issue number becomes a title"
@@ -70,7 +69,7 @@ def test_links_lead_somewhere(page):
             assert title in [re.sub(r"[^\w -]", "", line).lower().replace(" ", "-") for line in titles], target
     removed = r"(?<![0-9a-f]:)"  # `git show COMMIT:FILE` names a removed file
     named = set(re.findall(removed + r"(?<!tests/)(?:recipes|benchmarks|tests|docs/scripts)/\w+\.\w+", text))
-    if page != "docs/changelog.md":  # this page also names removed files
+    if page != "docs/changelog.md":  # the changelog also names removed files
         assert [file for file in sorted(named) if not (ROOT / file).is_file()] == []
     cells = {name for name, file in links(ROOT / page) if file.parent.name == "parity"} & FAMILIES.keys()
     assert [line for line in missing(ROOT / page) if line.partition(": no ")[2] not in cells] == []
@@ -125,7 +124,6 @@ def test_the_band_of_the_default_run():
 
 
 def test_numbers_of_the_readme_are_on_its_pages():
-    """Each number in a result is also on the page to which the last cell of the row links."""
     number = re.compile(r"\d*\.?\d+(?:e-\d+)?")
     for row in rows_of(README, "What was measured"):
         [page] = re.findall(r"\((docs/[\w/]+\.md)\)", row[-1])
@@ -182,7 +180,6 @@ def choices(hint) -> set[str]:
 
 @pytest.mark.parametrize("options", STAGES, ids=lambda options: options.__name__)
 def test_every_option_of_a_stage_is_explained(options):
-    """The pages about losses contain the name of each option, and each of its string values."""
     hints = {name: hint for name, hint in typing.get_type_hints(options).items() if name not in SHARED}
     names = {*hints, *DPO_LOSSES, *(text for hint in hints.values() for text in choices(hint))}
     missing = ", ".join(sorted(names - CODE))
@@ -190,7 +187,6 @@ def test_every_option_of_a_stage_is_explained(options):
 
 
 def test_the_changelog_lists_all_removed_options():
-    """Every option since version 0.1.0 still exists, or has a row that names its replacement."""
     page = PAGES["docs/changelog.md"]
     gone = [name for names, _ in rows_of(page, "Removed options") for name in re.findall("`([^`]+)`", names)]
     recorded = json.loads((ROOT / "tests" / "recorded" / "options.json").read_text())
@@ -210,7 +206,6 @@ def test_every_metric_is_explained(run, plain):
 
 
 def test_the_table_of_rewards():
-    """docs/rewards.md has a row for every reward, and the example of each row earns the reward 1."""
     pytest.importorskip("math_verify", reason="extra missing: pip install math-verify")
     rows = rows_of(REWARDS_PAGE, "By name")
     named = {row[0].strip("`") for row in rows}
@@ -262,7 +257,6 @@ def test_a_minute_on_your_cpu(own, tmp_path, monkeypatch):
 
 
 def test_the_training_loop_of_the_page(own, monkeypatch):
-    """The training loop in docs/data.md changes the policy in each step."""
     [code] = [code for code in blocks(DATA, "python") if "grpo.steps" in code]
     monkeypatch.chdir(own)
     monkeypatch.syspath_prepend(own)
@@ -340,8 +334,7 @@ def test_the_site_is_built_and_no_link_of_it_is_dead(tmp_path):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_names_of_files_and_imports_are_up_to_date(page):
-    """The text of a link to a Python file is the name of the file, and imports of minivlmrl in Python code work."""
-    if page == "docs/changelog.md":  # this page contains old names
+    if page == "docs/changelog.md":  # the changelog contains old names
         return
     text = PAGES[page]
     for shown, target in re.findall(r"\[`?(\w+\.py)`?\]\(([^)#\s]+)", text):

@@ -86,6 +86,5 @@ def test_the_commands_that_a_reader_runs(tmp_path, monkeypatch, capsys):
 
 
 def test_the_package_is_not_needed():
-    """The exercises import minimal.py, which imports no file of the package."""
     for file in (ROOT / "docs" / "exercises").glob("*.py"):
         assert "minivlmrl" not in file.read_text(encoding="utf-8")

@@ -25,7 +25,6 @@ def test_parts_exist_and_the_important_ones_fit_twelve_minutes():
 
 @pytest.mark.slow
 def test_parts_run_at_toy_size(monkeypatch, tmp_path):
-    """All parts run on a CPU and measure something, except those whose package is missing."""
     monkeypatch.setattr(sys, "argv", ["first_gpu_hour.py", "--out", str(tmp_path), "--toy"])
     assert first_gpu_hour.main() == 0, (tmp_path / "summary.md").read_text()
     lines = read_lines(tmp_path / "summary.jsonl")

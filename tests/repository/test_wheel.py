@@ -114,7 +114,6 @@ def run(python, folder, *arguments):
 
 @pytest.mark.slow
 def test_what_is_installed_trains_asks_and_checks(python, tmp_path):
-    """Train the default recipe, then the rows and the reward of a user, and run the commands."""
     short = "--sft.max_steps=1", "--grpo.max_steps=2", "--grpo.prompts_per_step=2", "--data.eval_rows=4"
     status, out = run(python, tmp_path, "-m", "minivlmrl", "train", *short)
     assert status == 0 and "held-out" in out, out
@@ -132,7 +131,7 @@ def test_what_is_installed_trains_asks_and_checks(python, tmp_path):
     few = "--grpo.max_steps=1", "--grpo.prompts_per_step=2", "--sampling.max_new_tokens=8"
     status, out = run(python, tmp_path, "-m", "minivlmrl", "train", "own_data.yaml", *own, rewards, *few)
     assert status == 0 and "rows of grpo: 2 with 1 image" in out and "brevity=" in out, out
-    shutil.copy(ROOT / "minimal.py", tmp_path)  # the first notebook needs only this file
+    shutil.copy(ROOT / "minimal.py", tmp_path)  # the first notebook needs only minimal.py
     status, out = run(python, tmp_path, "-c", TOOLS, *map(str, (ROOT / "docs").glob("*.ipynb")))
     said = "1 GPUs of 80 GB, was cut off after 2 tokens, No problems were found, looks, grpo step 1 of 1"
     said = [*said.split(", "), "right: start"]
@@ -145,7 +144,6 @@ CI_PAGE = (ROOT / "docs" / "numerical_parity.md").read_text(encoding="utf-8")
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["my_loss.py", "test_my_loss.py"])
 def test_the_page_prints_the_mistake_in_a_wrong_loss(file, python, tmp_path):
-    """With only the wheel, the commands of docs/numerical_parity.md print what the page shows."""
     blocks = re.findall(r"```(?:python|bash|text)\n([^`]*)```", CI_PAGE)
     number = next(i for i, block in enumerate(blocks) if block.endswith(f"{file}\n") or f" {file}:" in block)
     code, command, printed = blocks[number - 1 : number + 2]
@@ -161,7 +159,7 @@ def test_what_is_installed_has_every_module_recipe_and_kernel_and_the_console_sc
     for folder, inside in (("minivlmrl", ""), ("kernels", "kernels"), ("recipes", "recipes")):
         for path in (path for path in map(ROOT.joinpath, files()) if ROOT / folder in path.parents):
             wanted = path.suffix in (".py", ".typed", ".yaml", ".json", ".html", ".jinja", ".safetensors")
-            wanted &= path != ROOT / "minivlmrl" / "kernels" / "__init__.py"  # it points to kernels/ in a clone
+            wanted &= path != ROOT / "minivlmrl" / "kernels" / "__init__.py"  # points to kernels/ in a clone
             found = packages / "minivlmrl" / inside / path.relative_to(ROOT / folder)
             assert found.is_file() == wanted, path
     assert (python.parent / "minivlmrl").is_file()
@@ -169,7 +167,6 @@ def test_what_is_installed_has_every_module_recipe_and_kernel_and_the_console_sc
 
 @pytest.mark.slow
 def test_the_wheel_passes_the_checks_of_an_index(wheel):
-    """An index checks the fields, a README that can be shown, the license and the versions."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         [written] = [archive.read(name) for name in names if name.endswith(".dist-info/METADATA")]
@@ -189,7 +186,6 @@ def test_an_sdist_has_the_tests_and_what_they_and_the_readme_need(clone, tmp_pat
 
 
 def test_all_files_name_the_same_version():
-    """The package, the citation and the newest section of the changelog agree, also about the date."""
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     newest = re.search(r"(?m)^## (.*)$", (ROOT / "docs" / "changelog.md").read_text())[1]
     assert newest == f"{minivlmrl.__version__} ({citation['date-released']})"

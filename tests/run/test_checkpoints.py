@@ -268,7 +268,6 @@ def fails_on_the_second_rank(completions, completion_ids, **columns):
 
 
 def test_a_reward_that_fails_on_one_rank(recipe, uninterrupted, tmp_path, monkeypatch, capfd):
-    """A reward fails in the second rollout, and all ranks save a checkpoint and stop."""
     monkeypatch.setitem(REWARDS, "letters", fails_on_the_second_rank)
     monkeypatch.setenv("FAILS_AT", "never")
     expected = uninterrupted("--checkpoint_minutes=0", ranks=2)
@@ -408,7 +407,6 @@ def test_resumptions_that_are_refused(recipe, copy, monkeypatch, options, restar
 
 
 def test_the_option_resume_selects_the_checkpoints(recipe, copy):
-    """A resumption is refused while another run writes into the folder."""
     options = ["--grpo.max_steps=4", "--data.task=shapes(pairs=11)", "--grpo.prompts_per_step=2"]
     before, state = (copy / "metrics.jsonl").read_bytes(), copy / "states" / "000003"
     with locked(copy, ONE), pytest.raises(ValueError, match=r"another run is writing into .*/copy\. Wait until that"):

@@ -200,7 +200,6 @@ def expected(folder):
 
 @pytest.mark.usefixtures("plain", "lively")
 def test_trackers_agree_with_the_files(run, monkeypatch, tmp_path):
-    """The resumed run starts before an evaluation of the first run, and repeats the evaluation."""
     (tmp_path / "wandb.py").write_text(WANDB)
     (tmp_path / "my_tracker.py").write_text(TRACKER)
     monkeypatch.syspath_prepend(tmp_path)

@@ -52,7 +52,6 @@ def test_rewards_are_tried_before_weights_are_created(run, tmp_path, monkeypatch
 
 
 def test_built_in_rewards_are_tried_on_a_row():
-    """Box rewards get the sizes of images, and the reward `reward_model` is tried without loading its model."""
     text = Row([{"role": "user", "content": "?"}], [], {"problem": "?", "solution": "a"})
     config = RunConfig(rewards={"iou": 1, "box_format": 1, "reward_model": 1, "accuracy": 1})
     config.data.eval_rewards = ["iou", "format"]
@@ -86,7 +85,6 @@ def test_a_run_prints_its_device_kernels_and_model_size(home, capsys, monkeypatc
     ("value", "says"), [("true", r"the answer with '<think>\n', which reward"), ("false", "the answer with ''")]
 )
 def test_a_run_prints_the_opened_thought(checkpoint, published, run, own, tmp_path, capsys, value, says):
-    """The saved checkpoint also contains chat_template_kwargs."""
     model = shutil.copytree(checkpoint, tmp_path / "model")
     (model / "chat_template.jinja").write_text(published("qwen3_5_nothink"))
     options = [f"--model.path={model}", "--stages=[]", f"--data.chat_template_kwargs={{enable_thinking: {value}}}"]

@@ -72,7 +72,6 @@ STAGES = {  # head of a class: (body, exit code, printed line)
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_mistake_in_an_own_stage(ended, home, tmp_path, stage):
-    """An exception in the code of a user is shown with its traceback."""
     body, code, line = STAGES[stage]
     file, name = tmp_path / "my_stage.py", stage.partition("(")[0].replace("Other", "Missing")
     file.write_text(f"{BASES}\n\nclass {stage}:\n    {body}\n")

@@ -27,7 +27,6 @@ def letters(completions, **columns):
 
 
 def test_the_commands_of_the_page(checkpoint, rows, tmp_path, monkeypatch, capsys):
-    """In transformers, too, the saved checkpoint has the prompts of the rows."""
     monkeypatch.chdir(tmp_path)
     section = PAGE.partition("\n## The whole way\n")[2].partition("\n## ")[0]
     [block], [recipe] = blocks(section, "bash"), blocks(section, "yaml")

@@ -85,7 +85,6 @@ def test_the_second_rank_writes_nothing(results, monkeypatch):
 
 
 def test_a_finished_run_is_not_overwritten_by_default(run, plain):
-    """Results are kept when a run starts again, or when a checkpoint is evaluated into its own folder."""
     folder = run("--stages=sft", "--sft.max_steps=1")
     kept = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     own = ["--stages=[]", "--model.config=null", f"--model.path={folder / 'checkpoint'}"]
@@ -149,7 +148,6 @@ def test_the_model_with_the_best_evaluation_is_saved(results, monkeypatch, kind,
 
 
 def test_only_the_adapter_is_saved_until_the_end(run, plain, own, lively, rows, tmp_path, capsys, monkeypatch):
-    """Runs that save adapters and merged weights end with the same files, and answer rows alike at each step."""
     options = [
         *own, "--stages=[sft]", "--sft.max_steps=3", "--adapter.r=2", "--adapter.target=[language, vision]",
         "--save_steps=2", "--data.eval_rows=2", f"--data.eval_file={rows}", "--best_metric=eval/loss",

@@ -127,7 +127,6 @@ def log_on_rank(folder, overrides, world):
 
 @pytest.mark.parametrize(("overrides", "logged"), [({"num_logged_prompts": None}, [0, 1, 10]), ({}, [0, 1])])
 def test_completions_of_all_ranks(tmp_path, overrides, logged):
-    """Rank 0 writes the lines and images of all ranks."""
     launch(2, tmp_path, {"log": overrides | {"log_completions": 1}}, log_on_rank)
     lines = completions(tmp_path)
     assert [line["row"] for line in lines] == logged

@@ -73,7 +73,6 @@ def test_a_dead_rank_leads_to_a_restart_that_resumes(torchrun, tmp_path):
     ("import time; time.sleep(600)", "rank 1", "did not answer in time"),
 ])  # fmt: skip
 def test_a_lost_rank_is_named_in_one_sentence(torchrun, action, named, summary):
-    """Rank 1 is dead or hangs, and the summary of torchrun names a dead rank."""
     process = torchrun("--checkpoint_steps=1", "--timeout=4", action=action)
     try:
         _, errors = process.communicate(timeout=90)

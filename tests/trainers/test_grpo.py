@@ -43,7 +43,6 @@ def test_steps_of_a_rollout_have_their_own_prompts_and_counts(stage, samples):
 
 
 def test_a_step_contains_its_rows_in_order(stage, samples):
-    """Completions, log-probabilities of the sampler, advantages and masks are split into two micro-batches."""
     run = stage("grpo", "--grpo.scale_rewards=none", "--grpo.beta=0.1")
     first, second = run.next()
     completions = completions_of(samples[0])

@@ -303,7 +303,6 @@ def test_a_custom_loss_is_called_like_grpo_loss(stage, own):
 
 
 def test_a_custom_loss_gets_all_rows_and_the_options_of_its_section(stage, own, script):
-    """The loss also gets rows without an advantage, and options of its section that its signature names."""
     script(0.5)
     options = {"epsilon_high": 0.3, "num_generations": 2, "epsilon_low": 0.1, "beta": 0.5, "learning_rate": 0.25}
     given = [f"--grpo.{name}={value}" for name, value in options.items()]

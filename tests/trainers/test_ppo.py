@@ -82,7 +82,6 @@ def test_the_critic_is_a_head_on_the_policy(stage):
 
 
 def test_gradients_of_a_policy_and_a_separate_critic(stage, samples):
-    """Gradients of policy and critic equal PPO's formulas, applied to each completion alone in float64."""
     run = stage("ppo", SEPARATE, "--ppo.micro_batch_size=4", "--ppo.kl_coef=0", "--ppo.num_ppo_epochs=2")
     run.go(3)  # in the second step on a rollout, ratios and values differ from the old ones
     [batch], critic = run.next(), run.trainer.critic
@@ -126,7 +125,6 @@ def test_a_separate_critic_uses_its_own_vision_tower(stage, samples, critic):
 
 
 def test_a_run_continues_with_a_saved_critic(folder, lively, tmp_path, stage):
-    """A saved critic can be trained fully, with an adapter, or with activation checkpointing."""
     main(folder, tmp_path, "one", "--stages=[ppo]", SEPARATE, "--ppo.max_steps=2")
     saved = load_value_model(tmp_path / "one" / "critic")
     assert saved.score.weight.any()

@@ -42,5 +42,5 @@ def test_the_loss_of_held_out_rows_is_a_mean_over_their_tokens(stage, monkeypatc
 
     assert run.trainer.evaluate(rows) == {"eval/loss": pytest.approx(mean(ids), rel=1e-12)}
     assert run.trainer.evaluate(Rows([rows[1]])) == {}
-    run.trainer.world = Second(1, 2, torch.device("cpu"))  # scores row 2, and row 0, which only rank 0 counts
+    run.trainer.world = Second(1, 2, torch.device("cpu"))  # rank 1 scores row 2, and row 0, which only rank 0 counts
     assert run.trainer.evaluate(rows)["eval/loss"] == pytest.approx(mean(ids[1:2]), rel=1e-12)

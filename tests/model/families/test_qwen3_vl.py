@@ -161,7 +161,6 @@ def test_pixels_equal_transformers(size, bounds):
 @pytest.mark.parametrize("model", ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["sft", "reward_model", "grpo", "ppo"])
 def test_every_stage_trains_every_part(stage, name, model):
-    """Gradients also reach learned positions, DeepStack mergers, norms and recurrent layers."""
     run = stage(name, model=model)
     before = snapshot(run.trainer.trained)
     run.go(2)
@@ -260,7 +259,6 @@ def test_prompts_with_a_video_file_match_transformers(tmp_path, their_processor,
 
 
 def test_a_list_of_frames_beside_an_image_and_a_second_video(their_processor):
-    """The frames are already sampled: 5 frames at 4 per second, and 4 frames at 2 per second."""
     films = [PIL.Image.new("RGB", (96, 64), "gray")] * 5, [PIL.Image.new("RGB", (64, 32))] * 4
     parts = [{"type": "text", "text": "a"}, {"type": "video"}, {"type": "image"}, {"type": "video"}]
     messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "0.1 seconds"}]}]
